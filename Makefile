@@ -1,0 +1,62 @@
+# make help lists the targets. They need nothing but Python: the first one builds $(VENV).
+# To use an environment that exists already, name it; nothing is installed into it: make test VENV=/path/to/venv
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+
+# An environment named by the caller is taken as it is; only our own is built.
+ifeq ($(origin VENV),file)
+READY := $(VENV)/.installed
+endif
+
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help venv demo test lint typecheck bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       GRPO on a small policy with speculative rollouts; table and plot in demo_output/"
+	@echo "make test       lint, type check, tests: the whole of CI"
+	@echo "make lint       ruff"
+	@echo "make typecheck  mypy"
+	@echo "make bench      short benchmarks; results in benchmarks/results/"
+	@echo "make venv       install into $(VENV) (the other targets do it when needed)"
+	@echo "make clean      remove caches and demo_output/"
+	@echo "VENV=DIR uses an existing environment; PYTHON=EXE builds .venv with another interpreter"
+
+venv: $(READY)
+
+# torch first: its wheel is by far the largest, and an index with several builds of it then settles which one.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=EXE")'
+	@echo "Building $(VENV) with $$($(PYTHON) --version)"
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing torch==2.13.0 (the longest step)"
+	@$(RUN) -m pip install -q torch==2.13.0
+	@echo "Installing spec_trl and its dependencies"
+	@$(RUN) -m pip install -q -e ".[test,dev]" -c constraints.txt
+	@touch $@
+
+demo: $(READY)
+	@$(RUN) -m examples.demo.run
+
+test: lint typecheck
+	$(RUN) -m pytest -q
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+
+typecheck: $(READY)
+	$(RUN) -m mypy
+
+bench: $(READY)
+	$(RUN) -m benchmarks.rollout
+	$(RUN) -m benchmarks.identity
+	$(RUN) -m benchmarks.refresh
+
+clean:
+	rm -rf demo_output .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
