@@ -1,0 +1,123 @@
+"""Attention over a ragged cache: additive masks by position, and grouped heads without repeated K/V."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import eager_mask
+
+
+RAGGED_ATTENTION = "spec_trl_ragged"
+
+FULL, SLIDING, CHUNKED, DUMMY = "full_attention", "sliding_attention", "chunked_attention", "dummy"
+# Layers without attention of their own: they get no mask and store no K/V.
+_NO_ATTENTION = {"moe", "mlp", DUMMY}
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """Which masks a family's forward expects: one tensor, or a dict with one tensor per layer type."""
+
+    layer_types: tuple[str, ...]
+    per_type: bool
+    sliding_window: int | None
+    chunk_size: int | None
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig) -> "MaskPlan":
+        """One rule for all families: `layer_types` set: a dict per type; else `sliding_window`: sliding; else
+        `attention_chunk_size`: chunked; else full.
+
+        Raises:
+            ValueError: a layer type keeps state that a rejected token cannot be taken out of.
+        """
+        settings = config.to_dict()
+        window, chunk = settings.get("sliding_window"), settings.get("attention_chunk_size")
+        if settings.get("layer_types"):
+            layer_types = tuple(sorted(set(settings["layer_types"]) - _NO_ATTENTION))
+            unknown = [layer_type for layer_type in layer_types if layer_type not in (FULL, SLIDING, CHUNKED)]
+            if unknown:
+                raise ValueError(
+                    f"model type '{config.model_type}' has layers of type {unknown}, which keep a recurrent or "
+                    "compressed state that rejected tokens cannot be removed from. spec_trl serves full, sliding and "
+                    "chunked attention; generate without `assistant_strategy`."
+                )
+            return cls(layer_types, True, window, chunk)
+        layer_type = SLIDING if window is not None else CHUNKED if chunk is not None else FULL
+        return cls((layer_type,), False, window, chunk)
+
+    def build(self, positions: Tensor, columns: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """Additive masks for queries at `positions`.
+
+        Args:
+            positions: `[B, q]` int64, the cache column of every query.
+            columns: number of cache columns that are attended over.
+            dtype: floating dtype of the queries.
+
+        Returns:
+            `[B, 1, q, columns]` of 0 and the dtype's minimum, or one such tensor per layer type.
+        """
+        # 0 / min rather than a bool mask: eager code *adds* its mask, and SDPA would convert a bool in every layer.
+        hidden = torch.finfo(dtype).min
+        key = torch.arange(columns, device=positions.device)  # [columns]
+        query = positions[:, None, :, None]  # [B, 1, q, 1]
+        masks: dict[str, Tensor] = {}
+        for layer_type in self.layer_types:
+            masked = key > query  # [B, 1, q, columns]
+            if layer_type == SLIDING:
+                masked = masked | (key <= query - self.sliding_window)
+            elif layer_type == CHUNKED:
+                masked = masked | (key // self.chunk_size != query // self.chunk_size)
+            masks[layer_type] = torch.zeros(masked.shape, dtype=dtype, device=key.device).masked_fill_(masked, hidden)
+        return masks if self.per_type else masks[self.layer_types[0]]
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention of `[B, heads, q, d]` queries over `[B, kv_heads, columns, d]` keys under an additive mask.
+
+    The heads of one K/V group are folded into the query axis, so K/V is read once and never repeated:
+
+        heads (h = kv_head * groups + g):  [B, kv * groups, q, d]  ->  [B, kv, groups * q, d]
+
+    `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls.
+    """
+    batch, heads, length, _head_dim = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    query = query.reshape(batch, kv_heads, groups * length, -1)  # [B, kv, groups * q, d]
+    if groups > 1 and length > 1:
+        attention_mask = attention_mask.repeat(1, 1, groups, 1)  # [B, 1, groups * q, columns]
+    if softcap is None and s_aux is None:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    else:
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        scores = query @ key.transpose(2, 3) * scale  # [B, kv, groups * q, columns]
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + attention_mask
+        if s_aux is not None:
+            sinks = s_aux.view(1, kv_heads, groups, 1, 1).expand(batch, -1, -1, length, -1)  # [B, kv, groups, q, 1]
+            scores = torch.cat([scores, sinks.reshape(batch, kv_heads, -1, 1).to(scores.dtype)], dim=-1)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
+        output = weights[..., : key.shape[2]] @ value  # [B, kv, groups * q, d]
+    output = output.reshape(batch, heads, length, -1)  # [B, heads, q, d]
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(RAGGED_ATTENTION, ragged_attention)
+# Masks arrive ready made. Without this entry transformers takes an unknown backend to need no mask at all and
+# would drop a sliding window silently.
+AttentionMaskInterface.register(RAGGED_ATTENTION, eager_mask)

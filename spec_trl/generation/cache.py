@@ -1,0 +1,127 @@
+"""The ragged K/V cache: every row owns its own columns, nothing is ever shifted or padded."""
+
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class RaggedCache(Cache):
+    """Preallocated K/V of `[rows, kv_heads, columns, head_dim]` per layer; row b's token at position t is column t.
+
+    A forward over q tokens writes each row's K/V at that row's own positions and attends under a mask
+    `column <= position` (:class:`~spec_trl.generation.attention.MaskPlan`):
+
+        row 0   p p p p p o o o . . .      columns beyond a row's length are masked; what a rejected draft
+        row 1   p p o o o o o o o o .      left there is overwritten by the next forward
+        row 2   p p p o . . . . . . .
+
+    Buffers are allocated at the first write, in the dtypes and head counts that the layer really has.
+
+    Args:
+        layers: number of decoder layers.
+        rows: largest number of rows in flight.
+        columns: largest number of tokens a row can hold, drafts included.
+    """
+
+    def __init__(self, layers: int, rows: int, columns: int) -> None:
+        super().__init__(layers=[_RaggedLayer(self) for _ in range(layers)])
+        self.rows = rows
+        self.columns = columns
+        self._first_row = 0
+        self._row_index = torch.empty(0)
+        self._positions = torch.empty(0)
+        self._visible = 0
+
+    def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
+        """Says where the next forward writes: row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and that
+        it reads columns `0..columns`."""
+        self._first_row = first_row
+        self._row_index = torch.arange(positions.shape[0], device=positions.device)[:, None]  # [B, 1]
+        self._positions = positions
+        self._visible = columns
+
+    def copy_rows(self, source: Tensor, destination: Tensor, columns: int) -> None:
+        """Copies columns `0..columns` of rows `source` to rows `destination` (both `[n]` int64, no overlap)."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[destination, :, :columns] = layer.keys[source, :, :columns]
+                layer.values[destination, :, :columns] = layer.values[source, :, :columns]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(
+            tensor.nbytes for layer in self.layers if layer.is_initialized for tensor in (layer.keys, layer.values)
+        )
+
+
+class _RaggedLayer(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, cache: RaggedCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        cache = self.cache
+        shapes = [
+            (cache.rows, states.shape[1], cache.columns, states.shape[3]) for states in (key_states, value_states)
+        ]
+        if not any(layer.is_initialized for layer in cache.layers):
+            per_layer = sum(
+                torch.Size(shape).numel() * states.element_size()
+                for shape, states in zip(shapes, (key_states, value_states), strict=True)
+            )
+            _check_memory(per_layer * len(cache.layers), key_states.device, cache)
+        # Zeros, not empty: a masked column still meets a weight of 0, and 0 * NaN is NaN.
+        self.keys, self.values = (
+            torch.zeros(shape, dtype=states.dtype, device=states.device)
+            for shape, states in zip(shapes, (key_states, value_states), strict=True)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        # Under autocast RoPE leaves K in float32 and attention casts it down anyway: stored in the cast dtype, the
+        # whole cache is not converted again in every step.
+        device = key_states.device.type
+        if torch.is_autocast_enabled(device) and key_states.dtype == torch.float32:
+            low_precision = torch.get_autocast_dtype(device)
+            key_states, value_states = key_states.to(low_precision), value_states.to(low_precision)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache = self.cache
+        rows = slice(cache._first_row, cache._first_row + key_states.shape[0])
+        keys, values = self.keys[rows], self.values[rows]  # [B, kv, columns, d], views
+        keys[cache._row_index, :, cache._positions] = key_states.transpose(1, 2)  # [B, q, kv, d]
+        values[cache._row_index, :, cache._positions] = value_states.transpose(1, 2)
+        return keys[:, :, : cache._visible], values[:, :, : cache._visible]
+
+    # Masks and positions are always passed explicitly, so no model code has to ask the cache for lengths.
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache._visible, 0
+
+    def get_max_length(self) -> int:  # transformers >= 5.23
+        return self.cache.columns
+
+    def get_max_cache_shape(self) -> int:  # transformers < 5.23
+        return self.cache.columns
+
+
+def _check_memory(needed: int, device: torch.device, cache: RaggedCache) -> None:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        free = psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"the K/V cache would not fit in memory: {cache.rows} rows x {cache.columns} columns x "
+            f"{len(cache.layers)} layers need {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {device}. "
+            "Lower `max_batch_size` in the speculative config (rows wait their turn) or `max_new_tokens`."
+        )

@@ -1,0 +1,99 @@
+"""Options of one speculative generation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+
+STRATEGIES = ("none", "self", "model", "ngram")
+VERIFICATIONS = ("exact", "rejection")
+MAX_DRAFT_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How `generate(assistant_strategy=...)` drafts and verifies. A dict of the same keys is accepted everywhere.
+
+    > Drafting
+
+    Args:
+        draft_length: γ, draft tokens per round, 1 to 64.
+        ngram_size: `"ngram"`: longest suffix of a row that is looked up in its own prompt and output, in tokens.
+
+    > Verification
+
+    Args:
+        verification: `"exact"` accepts a draft token when it equals the token the target samples with the same
+            counter-based noise: token-identical to `"none"`. `"rejection"` accepts with min(1, p/q) and resamples the
+            residual (Leviathan et al. 2023; ER §2.1): identical in distribution.
+        seed: keys the noise together with (request, position, token). `None` draws one from torch's global generator,
+            so `torch.manual_seed` rules as in plain `generate`.
+
+    > Batching
+
+    Args:
+        max_batch_size: rows in flight; further prompts are admitted as rows finish. `None`: all at once.
+
+    > The quantized self-drafter (`"self"`)
+
+    Args:
+        draft_quantization: `"rtn-w4-g128"`, `"rtn-w4-g64"`, `"rtn-w4-g32"` or `"rtn-w8"`.
+        draft_kernel: `"auto"` or the name of a kernel in `spec_trl.quantization.kernels`.
+        draft_lm_head: `"dense"` shares the policy's output head, `"packed"` quantizes it for the drafter as well,
+            `"auto"` packs it where it is a large share of a draft step.
+    """
+
+    draft_length: int = 5
+    ngram_size: int = 3
+    verification: Literal["exact", "rejection"] = "exact"
+    seed: int | None = None
+    max_batch_size: int | None = None
+    draft_quantization: str = "rtn-w4-g128"
+    draft_kernel: str = "auto"
+    draft_lm_head: Literal["auto", "dense", "packed"] = "auto"
+
+    def __post_init__(self) -> None:
+        _require_int("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH)
+        _require_int("ngram_size", self.ngram_size, 1, 64)
+        if self.max_batch_size is not None:
+            _require_int("max_batch_size", self.max_batch_size, 1, None)
+        if self.seed is not None:
+            _require_int("seed", self.seed, None, None)
+        if self.verification not in VERIFICATIONS:
+            raise ValueError(f"verification={self.verification!r} is unknown; choose one of {list(VERIFICATIONS)}.")
+        if self.draft_lm_head not in ("auto", "dense", "packed"):
+            raise ValueError(
+                f"draft_lm_head={self.draft_lm_head!r} is unknown; choose one of ['auto', 'dense', 'packed']."
+            )
+
+    @classmethod
+    def coerce(cls, value: "SpeculativeConfig | Mapping[str, Any] | None") -> "SpeculativeConfig":
+        """Accepts a config, a mapping of its fields, or None for the defaults."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"speculative_config={value!r} is a {type(value).__name__}; pass a SpeculativeConfig or a dict."
+            )
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(value) - set(known))
+        if unknown:
+            raise ValueError(f"speculative_config has no field {unknown}; its fields are {known}.")
+        return cls(**value)
+
+
+def check_strategy(strategy: str) -> str:
+    """Returns `strategy`, or raises ValueError naming the ones that exist."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"assistant_strategy={strategy!r} is unknown; choose one of {list(STRATEGIES)}.")
+    return strategy
+
+
+def _require_int(name: str, value: object, low: int | None, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}; pass an integer.")
+    if (low is not None and value < low) or (high is not None and value > high):
+        bounds = f"{low} to {high}" if high is not None else f"at least {low}"
+        raise ValueError(f"{name}={value} is out of range; it must be {bounds}.")

@@ -1,0 +1,250 @@
+"""The decoding loop: draft, verify, commit, for rows of different lengths."""
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .diagnosis import first_broken_module
+from .drafters.base import Drafter, DraftSession
+from .prefilling import prefill
+from .processing import LogitsPipeline, Stopping
+from .rows import Request, Rows
+from .runner import EagerRunner
+from .sampling import RoundNoise, derive, position_keys, widen
+from .statistics import DraftCounter, PhaseTimer, SpeculationStatistics
+from .verification import Proposal, Verdict, verify_exact, verify_rejection
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one request generated: tokens `[n]` int64, EOS included, and their logprobs `[n]` if asked for."""
+
+    tokens: Tensor
+    logprobs: Tensor | None
+
+
+class Rollout:
+    """One batched generation.
+
+    Args:
+        requests: what to generate.
+        target: the target over its cache.
+        drafter: proposes drafts; None decodes autoregressively.
+        rows: buffers for the rows in flight; their capacity bounds the batch.
+        pipeline: logits processors.
+        stopping: when a row ends.
+        draft_length: γ.
+        do_sample: False: greedy.
+        rejection: verify by rejection sampling instead of exactly.
+        want_logprobs: whether completions carry logprobs.
+        strategy: name for the statistics.
+        on_tokens: called with `[n]` new tokens in each round; batch 1 only (a streamer).
+    """
+
+    def __init__(
+        self,
+        requests: list[Request],
+        target: EagerRunner,
+        drafter: Drafter | None,
+        rows: Rows,
+        pipeline: LogitsPipeline,
+        stopping: Stopping,
+        draft_length: int,
+        do_sample: bool,
+        rejection: bool,
+        want_logprobs: bool,
+        strategy: str,
+        on_tokens: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self._waiting = list(reversed(requests))
+        self._completions: list[Completion | None] = [None] * len(requests)
+        self._target, self._drafter, self._rows = target, drafter, rows
+        self._pipeline, self._stopping = pipeline, stopping
+        self._draft_length, self._do_sample, self._rejection = draft_length, do_sample, rejection and do_sample
+        self._want_logprobs, self._on_tokens = want_logprobs, on_tokens
+        self._vocabulary = target.network.config.get_text_config(decoder=True).vocab_size
+        self._statistics = SpeculationStatistics(strategy)
+        self._counter = DraftCounter(len(requests), rows.tokens.device)
+        self._timer = PhaseTimer(rows.tokens.device)
+
+    def run(self) -> tuple[list[Completion], SpeculationStatistics]:
+        """Generates every request; completions come in the order of their indices."""
+        self._started = time.perf_counter()
+        if self._drafter is not None:
+            session = DraftSession(self._rows, self._pipeline, self._do_sample, self._target, self._rejection)
+            self._guard(lambda drafter: drafter.begin(session))
+        while self._waiting or self._rows.active:
+            self._admit()
+            draft_length = self._round_draft_length()
+            noise = self._noise(draft_length)
+            with self._timer.phase("draft"):
+                proposal = self._draft(draft_length, noise)
+            with self._timer.phase("verify"):
+                logits = self._verify(draft_length)
+            with self._timer.phase("accept"):
+                verdict = self._accept(logits, proposal, noise)
+                finished = self._commit(verdict, proposal)
+            with self._timer.phase("compact"):
+                self._retire(finished)
+        self._finish_statistics()
+        return [completion for completion in self._completions if completion is not None], self._statistics
+
+    def _admit(self) -> None:
+        rows = self._rows
+        free = min(rows.capacity - rows.active, len(self._waiting))
+        if free:
+            with self._timer.phase("prefill"):
+                admission = rows.admit([self._waiting.pop() for _ in range(free)])
+                prefill(self._target, rows, admission)
+                self._guard(lambda drafter: drafter.admit(admission))
+
+    def _round_draft_length(self) -> int:
+        """γ of this round: no longer than what the row with most room could use."""
+        room = int((self._rows.limits - self._rows.lengths).max())
+        draft_length = 0 if self._drafter is None else min(self._draft_length, room - 1)
+        spans = self._statistics.speculating
+        if not spans or spans[-1][1] != draft_length:
+            spans.append((self._statistics.rounds, draft_length))
+        self._statistics.rounds += 1
+        return draft_length
+
+    def _noise(self, draft_length: int) -> RoundNoise | None:
+        rows = self._rows
+        if not self._do_sample:
+            return None
+        return RoundNoise(rows.streams, rows.generated, draft_length + 1, self._vocabulary)
+
+    def _draft(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        rows = self._rows
+        nothing = torch.zeros_like(rows.lengths)  # [B]
+        proposal = None
+        if draft_length:
+            proposal = self._guard(lambda drafter: _checked(drafter.propose(draft_length, noise), rows, draft_length))
+        if proposal is None:
+            # A drafter that failed half-way may have left broken K/V in the columns it drafted: they are verified all
+            # the same, as tokens nobody proposed, and so overwritten.
+            proposal = Proposal(rows.window(0, draft_length).clamp(0, self._vocabulary - 1), nothing)
+        legal = (proposal.tokens >= 0) & (proposal.tokens < self._vocabulary)  # [B, γ]
+        room = rows.limits - rows.lengths - 1  # [B], the bonus token needs one
+        lengths = torch.minimum(proposal.lengths, room).minimum(legal.long().cumprod(1).sum(1))
+        tokens = proposal.tokens.clamp(0, self._vocabulary - 1)
+        rows.write(0, tokens)
+        return Proposal(tokens, lengths, proposal.logits)
+
+    def _verify(self, draft_length: int) -> Tensor:
+        """Feeds each row's last committed token and its drafts; returns logits `[B, γ + 1, vocabulary]`."""
+        rows = self._rows
+        columns = rows.columns_behind(-1, draft_length + 1)  # [B, γ + 1]
+        self._fed = rows.window(-1, draft_length + 1), columns, rows.longest + draft_length
+        return widen(self._target.forward(*self._fed))
+
+    def _accept(self, logits: Tensor, proposal: Proposal, noise: RoundNoise | None) -> Verdict:
+        logits = self._pipeline(logits)  # [B, γ + 1, V]
+        if self._rejection and proposal.logits is not None:
+            rows = self._rows
+            steps = rows.generated[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, γ + 1]
+            coins, residual = (position_keys(derive(rows.streams, purpose), steps) for purpose in (1, 2))
+            return verify_rejection(logits, proposal, coins, residual, self._want_logprobs)
+        return verify_exact(logits, proposal, noise, self._want_logprobs)
+
+    def _commit(self, verdict: Verdict, proposal: Proposal) -> list[int]:
+        """Takes the verified tokens into the output; returns the rows that ended."""
+        rows = self._rows
+        counts = verdict.accepted + 1  # [B]
+        rows.write(0, verdict.tokens)
+        kept, ends = self._stopping.first_stop(verdict.tokens, counts)
+        broken = ~(verdict.scores > -torch.inf)  # [B, γ + 1]: NaN, or no token has any probability
+        broken &= torch.arange(broken.shape[1], device=broken.device) < kept[:, None]
+        if proposal.tokens.shape[1]:
+            self._counter.add(rows.requests, rows.generated, proposal, verdict, kept)
+        if self._on_tokens is not None:
+            self._on_tokens(verdict.tokens[0, : int(kept[0])])
+        state = torch.stack([rows.lengths + kept, ends.long(), broken.any(1).long()]).tolist()  # the round's one sync
+        if any(state[2]):
+            self._raise_broken(state[2].index(1))
+        rows.commit(kept, verdict.logprobs)
+        rows.longest = max(state[0])
+        if proposal.tokens.shape[1]:
+            self._guard(lambda drafter: drafter.observe())
+        return [row for row, ended in enumerate(state[1]) if ended]
+
+    def _retire(self, finished: list[int]) -> None:
+        rows = self._rows
+        if not finished:
+            return
+        lengths, prompts = rows.lengths.tolist(), rows.prompt_lengths.tolist()
+        requests = rows.requests.tolist()
+        for row in finished:
+            span = slice(prompts[row], lengths[row])
+            logprobs = rows.logprobs[row, span].clone() if self._want_logprobs else None
+            self._completions[requests[row]] = Completion(rows.tokens[row, span].clone(), logprobs)
+        source, destination = rows.drop(finished)
+        if source:
+            self._target.cache.copy_rows(source, destination, rows.longest)
+            self._guard(lambda drafter: drafter.move(source, destination, rows.longest))
+        rows.longest = max((length for row, length in enumerate(lengths) if row not in set(finished)), default=0)
+        done = sum(completion is not None for completion in self._completions)
+        self._statistics.completion_curve.append((time.perf_counter() - self._started, done))
+
+    def _guard(self, action: Callable[[Drafter], T]) -> T | None:
+        """Runs `action` on the drafter. A drafter may fail in any way and changes no output: it is dropped."""
+        if self._drafter is None:
+            return None
+        try:
+            return action(self._drafter)
+        except Exception as error:
+            self._statistics.drafter_failure = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"the drafter {type(self._drafter).__name__} failed and is not used for the rest of this generation, "
+                f"which goes on autoregressively with the same tokens. {self._statistics.drafter_failure}",
+                stacklevel=2,
+            )
+            self._drafter = None
+            return None
+
+    def _raise_broken(self, row: int) -> None:
+        rows = self._rows
+        tokens, columns, visible = self._fed
+        where = first_broken_module(self._target, tokens, columns, visible)
+        raise FloatingPointError(
+            f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
+            f"{int(rows.requests[row])} at generated position {int(rows.generated[row])}, decoding round "
+            f"{self._statistics.rounds}; {where}. Check the weights of the last optimizer step and the logits "
+            "processors, or run this model in a wider dtype."
+        )
+
+    def _finish_statistics(self) -> None:
+        statistics = self._statistics
+        completions = [completion for completion in self._completions if completion is not None]
+        self._counter.write_to(statistics)
+        statistics.tokens = sum(len(completion.tokens) for completion in completions)
+        if self._want_logprobs:
+            statistics.logprob_sum = float(
+                sum(c.logprobs.double().sum() for c in completions if c.logprobs is not None)
+            )
+        statistics.target_forwards = self._target.forwards
+        statistics.cache_bytes = self._target.cache.bytes
+        if self._drafter is not None:
+            statistics.draft_forwards = self._drafter.forwards
+            statistics.cache_bytes += self._drafter.cache_bytes
+        statistics.phase_seconds = self._timer.seconds()
+        statistics.seconds = time.perf_counter() - self._started
+
+
+def _checked(proposal: Proposal, rows: Rows, draft_length: int) -> Proposal:
+    """Refuses a proposal of the wrong shape."""
+    expected = (rows.active, draft_length)
+    if tuple(proposal.tokens.shape) != expected or tuple(proposal.lengths.shape) != expected[:1]:
+        raise ValueError(
+            f"proposed tokens of shape {tuple(proposal.tokens.shape)} with lengths of shape "
+            f"{tuple(proposal.lengths.shape)}; expected {expected} and {expected[:1]}"
+        )
+    return proposal

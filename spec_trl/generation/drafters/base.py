@@ -1,0 +1,126 @@
+"""What a drafter is: something that proposes tokens, and whose proposals can never change an output."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..processing import LogitsPipeline, PrefixView
+from ..rows import Admission, Request, Rows
+from ..runner import Runner
+from ..sampling import RoundNoise, stream_keys
+from ..verification import Proposal
+
+
+@dataclass(frozen=True)
+class DraftSession:
+    """What a drafter sees of the generation it drafts for.
+
+    Args:
+        rows: the rows in flight.
+        pipeline: the target's processors: a drafter that samples applies them too (ER: the drafter uses the target's
+            temperature, top-k and top-p).
+        do_sample: False: greedy.
+        target: the target's runner; None inside transformers' own loop, where the target keeps its own cache.
+        keep_logits: whether proposals must carry their logits (rejection verification).
+    """
+
+    rows: Rows
+    pipeline: LogitsPipeline
+    do_sample: bool
+    target: Runner | None
+    keep_logits: bool
+
+
+class Drafter(CandidateGenerator):
+    """Proposes draft tokens for a ragged batch, and for batch 1 in transformers' assisted loop.
+
+    The engine calls `begin` once per generation, then in each round `admit` for rows that came in, `move` for rows
+    that closed a gap, and `propose`. Any exception out of these drops the drafter for the rest of the generation.
+    """
+
+    has_probabilities: bool
+    """Whether proposals can carry draft logits, which rejection verification needs."""
+    forwards: int = 0
+    """Draft network forwards since `begin`."""
+
+    def begin(self, session: DraftSession) -> None:
+        """Starts a generation."""
+        self.session = session
+
+    def admit(self, admission: Admission) -> None:
+        """Rows came in."""
+
+    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+        """Rows `source` are now rows `destination`; state per row moves along, `columns` of a cache."""
+
+    @abstractmethod
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        """Drafts up to `draft_length` tokens for every active row of the session.
+
+        Args:
+            draft_length: γ.
+            noise: of this round, the very noise the target samples with; None: greedy.
+        """
+
+    def observe(self) -> None:
+        """The round's verified tokens are committed: `session.rows` tells which drafts survived."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of K/V cache that the drafter holds beside the target's."""
+        return 0
+
+    # ---- transformers' assisted loop, batch 1 ---------------------------------------------------------------------
+
+    def prepare_assisted_decoding(
+        self, draft_length: int, max_length: int, do_sample: bool, processors: LogitsProcessorList, seed: int = 0
+    ) -> "Drafter":
+        """Makes the drafter ready for `GenerationMixin._assisted_decoding`, which calls `get_candidates`.
+
+        Args:
+            draft_length: γ.
+            max_length: largest total length, as in the generation config.
+            do_sample: whether the target samples.
+            processors: the target's processors.
+            seed: of the drafter's own noise.
+        """
+        self._solo_arguments = (draft_length, max_length, do_sample, processors, seed)
+        self._solo_prompt_length = 0
+        return self
+
+    def get_candidates(self, input_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+        """Candidates for one row `[1, length + drafted]`, and logits `[1, drafted, vocabulary]` if there are any."""
+        draft_length, max_length, do_sample, processors, seed = self._solo_arguments
+        length = input_ids.shape[1]
+        if self._solo_prompt_length == 0:
+            rows = Rows(1, max_length + draft_length + 1, input_ids.device)
+            pipeline = LogitsPipeline(processors, PrefixView(rows, length, pad_token_id=0), batch_size=1)
+            stream = int(stream_keys(seed, torch.zeros(1, dtype=torch.int64)))
+            self.begin(DraftSession(rows, pipeline, do_sample, None, keep_logits=self.has_probabilities))
+            self.admit(rows.admit([Request(0, input_ids[0], max_length, stream)]))
+            self._solo_prompt_length = length
+        rows = self.session.rows
+        new = length - int(rows.lengths)
+        if new:
+            rows.write(0, input_ids[:, -new:])
+            rows.commit(torch.tensor([new], device=input_ids.device), None)
+            rows.longest = length
+            self.observe()
+        draft_length = min(draft_length, max_length - length - 1)
+        if draft_length < 1:
+            return input_ids, None
+        noise = RoundNoise(rows.streams, rows.generated, draft_length, self._vocabulary) if do_sample else None
+        proposal = self.propose(draft_length, noise if self.has_probabilities else None)
+        drafted = int(proposal.lengths)
+        candidates = torch.cat([input_ids, proposal.tokens[:, :drafted]], dim=1)
+        return candidates, proposal.logits[:, :drafted] if proposal.logits is not None and drafted else None
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """The draft length is the caller's business."""
+
+    _vocabulary: int = 1

@@ -1,0 +1,102 @@
+"""Drafting token by token with a network: the loop that the self-drafter and a small model share."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache import RaggedCache
+from ..prefilling import prefill
+from ..rows import Admission
+from ..runner import EagerRunner
+from ..sampling import RoundNoise, sample, widen
+from ..verification import Proposal
+from .base import Drafter, DraftSession
+
+
+class NetworkDrafter(Drafter):
+    """Drafts with a causal language model over a ragged cache.
+
+    Args:
+        network: the drafting network, as :func:`~spec_trl.generation.shadow.make_shadow` makes it.
+        shares_target_cache: the network writes provisional K/V into the target's cache, where verification overwrites
+            it (ER §E.2). Else it keeps a cache of its own.
+    """
+
+    has_probabilities = True
+
+    def __init__(self, network: PreTrainedModel, shares_target_cache: bool) -> None:
+        self.network = network
+        self._shares_target_cache = shares_target_cache
+        self._vocabulary = network.config.get_text_config(decoder=True).vocab_size
+
+    def begin(self, session: DraftSession) -> None:
+        super().begin(session)
+        rows = session.rows
+        if self._shares_target_cache and session.target is not None:
+            self._cached: Tensor | None = None
+            cache = session.target.cache
+        else:
+            # Tokens of each row whose K/V this cache holds: [capacity]
+            self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=rows.tokens.device)
+            layers = self.network.config.get_text_config(decoder=True).num_hidden_layers
+            cache = RaggedCache(layers, rows.capacity, rows.columns)
+        self._runner = EagerRunner(self.network, cache)
+
+    def admit(self, admission: Admission) -> None:
+        if self._cached is not None:
+            prefill(self._runner, self.session.rows, admission)
+            rows = self.session.rows
+            self._cached[admission.first : rows.active] = rows.lengths[admission.first :] - 1
+
+    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+        if self._cached is not None:
+            self._runner.cache.copy_rows(source, destination, columns)
+            self._cached[destination] = self._cached[source]
+
+    def observe(self) -> None:
+        if self._cached is not None:  # what was fed behind the last committed token was rejected
+            rows = self.session.rows
+            self._cached[: rows.active] = torch.minimum(self._cached[: rows.active], rows.lengths - 1)
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        session, rows = self.session, self.session.rows
+        logits = self._logits_of_next()  # [B, V]
+        kept, scores = [], []
+        for step in range(draft_length):
+            processed = session.pipeline(widen(logits)[:, None], offset=step)[:, 0]  # [B, V]
+            score, token = sample(processed, None if noise is None else noise.at(step))  # [B]
+            rows.write(step, token[:, None])
+            scores.append(score)
+            if session.keep_logits:
+                kept.append(processed)
+            if step + 1 < draft_length:
+                logits = self._forward(rows.columns_behind(step, 1), rows.longest + step + 1)[:, 0]
+        if torch.isnan(torch.stack(scores)).any():
+            raise FloatingPointError("the draft network returned NaN logits")
+        if self._cached is not None:  # all but the newest draft token were fed
+            self._cached[: rows.active] = rows.lengths + (draft_length - 1)
+        lengths = torch.full_like(rows.lengths, draft_length)
+        return Proposal(rows.window(0, draft_length), lengths, torch.stack(kept, dim=1) if kept else None)
+
+    @property
+    def forwards(self) -> int:  # type: ignore[override]
+        return self._runner.forwards
+
+    @property
+    def cache_bytes(self) -> int:
+        return 0 if self._cached is None else self._runner.cache.bytes
+
+    def _logits_of_next(self) -> Tensor:
+        """Feeds what the cache misses, up to the last committed token, and returns the logits behind it."""
+        rows = self.session.rows
+        missing = 1
+        if self._cached is not None:
+            # Usually 1, or 2 after a block that was accepted whole. Rows that miss fewer feed some tokens again, which
+            # rewrites the same K/V.
+            missing = int((rows.lengths - self._cached[: rows.active]).max())
+        columns = rows.columns_behind(-missing, missing).clamp(min=0)  # [B, missing]
+        return self._forward(columns, rows.longest)[:, -1]
+
+    def _forward(self, columns: Tensor, visible: int) -> Tensor:
+        tokens = self.session.rows.tokens[: len(columns)].gather(1, columns)  # [B, q]
+        return self._runner.forward(tokens, columns, visible)

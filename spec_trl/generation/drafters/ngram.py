@@ -1,0 +1,41 @@
+"""Prompt lookup: the row's own text proposes what followed the same n-gram before (SA §4.2, n-gram drafting)."""
+
+import torch
+
+from ..sampling import RoundNoise
+from ..verification import Proposal
+from .base import Drafter
+
+
+class NgramDrafter(Drafter):
+    """Proposes the tokens behind the most recent earlier occurrence of a row's last n tokens, longest n first.
+
+    Args:
+        ngram_size: largest n.
+    """
+
+    has_probabilities = False
+
+    def __init__(self, ngram_size: int) -> None:
+        self._ngram_size = ngram_size
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        rows = self.session.rows
+        text = rows.tokens[: rows.active, : rows.longest]  # [B, columns]
+        lengths = rows.lengths  # [B]
+        columns = torch.arange(text.shape[1], device=text.device)  # [columns]
+        # Grow the match backwards: after n steps `matches[b, c]` says that the n tokens up to column c equal the
+        # row's last n. A match must end before the last column, so that something follows it.
+        matches = columns < lengths[:, None] - 1  # [B, columns]
+        start = torch.zeros_like(lengths)  # [B], first column of the continuation; 0: nothing found
+        for n in range(self._ngram_size):
+            last = text.gather(1, (lengths - 1 - n).clamp(min=0)[:, None])  # [B, 1], n-th token from the end
+            same = torch.zeros_like(matches)
+            same[:, n:] = text[:, : text.shape[1] - n] == last
+            matches = matches & same & (n < lengths[:, None])
+            newest = (matches * (columns + 1)).amax(dim=1)  # [B]
+            start = torch.where(newest > 0, newest, start)
+        continuation = start[:, None] + torch.arange(draft_length, device=text.device)  # [B, γ]
+        tokens = text.gather(1, continuation.clamp(max=text.shape[1] - 1))  # [B, γ]
+        found = torch.where(start > 0, (lengths - start).clamp(max=draft_length), 0)  # [B]
+        return Proposal(tokens, found)

@@ -1,0 +1,77 @@
+"""The policy's own quantized copy as drafter (ER §3.1): it cannot go stale, and it needs no cache of its own."""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...quantization import quantize_projections
+from ..sampling import RoundNoise
+from ..shadow import make_shadow
+from ..verification import Proposal
+from .base import DraftSession
+from .network import NetworkDrafter
+
+
+class SelfDrafter(NetworkDrafter):
+    """A twin of the policy with quantized projections; everything else is the policy's own, by reference.
+
+    Args:
+        policy: the live policy; never changed.
+        quantization: scheme, see :class:`~spec_trl.generation.configuration.SpeculativeConfig`.
+        kernel: kernel name or "auto".
+        lm_head: "auto", "dense" or "packed".
+    """
+
+    def __init__(
+        self, policy: PreTrainedModel, quantization: str = "rtn-w4-g128", kernel: str = "auto", lm_head: str = "auto"
+    ) -> None:
+        twin = make_shadow(policy)
+        self.quantized = quantize_projections(twin, scheme=quantization, kernel=kernel, lm_head=lm_head)
+        super().__init__(twin, shares_target_cache=True)
+
+    def refresh(self) -> None:
+        """Requantizes the policy's present weights into the same buffers (ER §3.1, Algorithm 1 line 3)."""
+        self.quantized.refresh()
+
+    def begin(self, session: DraftSession) -> None:
+        super().begin(session)
+        self._is_first = True
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        proposal = super().propose(draft_length, noise)
+        if self._is_first:  # a twin that silently ran the policy's own layers would be slow and never noticed
+            self.quantized.assert_all_called()
+            self._is_first = False
+        return proposal
+
+
+@dataclass
+class _Kept:
+    options: tuple[str, str, str]
+    structure: tuple[int, ...]
+    weights: tuple[tuple[int, int], ...]
+    drafter: SelfDrafter
+
+
+_kept: "WeakKeyDictionary[nn.Module, _Kept]" = WeakKeyDictionary()
+
+
+def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_head: str) -> SelfDrafter:
+    """The self-drafter of `policy`, kept as long as the policy lives and refreshed when its weights have changed.
+
+    A change is seen by the parameters' storage and version counters. Writes through `.data` escape them: they cost
+    acceptance until the next change that is seen, never correctness.
+    """
+    options = (quantization, kernel, lm_head)
+    parameters = list(policy.parameters())
+    structure = tuple(id(p) for p in parameters)
+    weights = tuple((p.data_ptr(), p._version) for p in parameters)
+    kept = _kept.get(policy)
+    if kept is None or kept.options != options or kept.structure != structure:
+        kept = _kept[policy] = _Kept(options, structure, weights, SelfDrafter(policy, *options))
+    elif kept.weights != weights:
+        kept.drafter.refresh()
+        kept.weights = weights
+    return kept.drafter

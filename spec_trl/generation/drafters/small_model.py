@@ -1,0 +1,47 @@
+"""A smaller causal language model with the target's tokenizer as drafter (SA's 0.5 B and 1.5 B)."""
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..shadow import make_shadow
+from .network import NetworkDrafter
+
+
+class SmallModelDrafter(NetworkDrafter):
+    """Drafts with `assistant`, over a K/V cache of its own.
+
+    Args:
+        assistant: a causal LM; it is neither copied nor changed.
+        target: what it drafts for.
+
+    Raises:
+        ValueError: the two cannot share tokens.
+    """
+
+    def __init__(self, assistant: PreTrainedModel, target: PreTrainedModel) -> None:
+        config, target_config = (m.config.get_text_config(decoder=True) for m in (assistant, target))
+        if config.vocab_size != target_config.vocab_size:
+            raise ValueError(
+                f"assistant_model has a vocabulary of {config.vocab_size} tokens and the target one of "
+                f"{target_config.vocab_size}; a drafter must use the target's tokenizer. Choose an assistant of the "
+                'same family, or assistant_strategy="self".'
+            )
+        if assistant.device != target.device:
+            raise ValueError(
+                f"assistant_model is on {assistant.device} and the target on {target.device}; move it with "
+                f"assistant_model.to({str(target.device)!r})."
+            )
+        super().__init__(make_shadow(assistant), shares_target_cache=False)
+
+
+def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrainedModel) -> PreTrainedModel:
+    """Returns the assistant module itself, or loads it from a path or hub id in the target's dtype and device."""
+    if assistant is None:
+        raise ValueError(
+            'assistant_strategy="model" needs assistant_model: a smaller causal LM with the same tokenizer, or its '
+            "path or hub id."
+        )
+    if isinstance(assistant, PreTrainedModel):
+        return assistant
+    if not isinstance(assistant, str):
+        raise ValueError(f"assistant_model={assistant!r} is neither a transformers model nor a path or hub id.")
+    return AutoModelForCausalLM.from_pretrained(assistant, dtype=target.dtype).to(target.device).eval()

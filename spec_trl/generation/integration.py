@@ -1,0 +1,262 @@
+"""The door: teaches `generate` the keyword `assistant_strategy`, through transformers' `custom_generate` hook."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
+
+from .cache import RaggedCache
+from .configuration import SpeculativeConfig, check_strategy
+from .decoding import Completion, Rollout
+from .drafters.base import Drafter
+from .drafters.ngram import NgramDrafter
+from .drafters.self_draft import self_drafter_of
+from .drafters.small_model import SmallModelDrafter, load_assistant
+from .processing import LogitsPipeline, PrefixView, Stopping, length_limit
+from .requirements import check_generation_config, check_keywords, check_lengths, check_model, split_prompts
+from .rows import Request, Rows
+from .runner import EagerRunner
+from .sampling import stream_keys
+from .shadow import make_shadow
+from .statistics import SpeculationStatistics
+
+
+@dataclass
+class SpeculativeOutput(ModelOutput):
+    """What `generate(assistant_strategy=..., return_dict_in_generate=True)` returns.
+
+    Args:
+        sequences: `[B, prompt width + new]` int64, prompts as given, outputs right-padded.
+        logprobs: `[B, new]` float32, log-probability (nats) of each sampled token under the processed target
+            distribution; 0 behind a row's end.
+        lengths: `[B]` int64, generated tokens of each row, EOS included.
+        statistics: what the generation did.
+    """
+
+    sequences: Tensor | None = None
+    logprobs: Tensor | None = None
+    lengths: Tensor | None = None
+    statistics: SpeculationStatistics | None = None
+
+
+def make_drafter(
+    strategy: str, model: PreTrainedModel, assistant: PreTrainedModel | str | None, config: SpeculativeConfig
+) -> Drafter | None:
+    """The drafter of `strategy` for `model`; None for `"none"`.
+
+    The self-drafter of a model is kept between calls and refreshed when the weights have changed.
+    """
+    check_strategy(strategy)
+    if assistant is not None and strategy != "model":
+        raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
+    if strategy == "self":
+        return self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+    if strategy == "model":
+        return SmallModelDrafter(load_assistant(assistant, model), model)
+    return NgramDrafter(config.ngram_size) if strategy == "ngram" else None
+
+
+@torch.no_grad()
+def speculative_decoding(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_strategy: str = "self",
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+    drafter: Drafter | None = None,
+    request_ids: Sequence[int] | None = None,
+    **model_kwargs: Any,
+) -> SpeculativeOutput | Tensor:
+    """Batched, lossless speculative decoding, as `generate(custom_generate=speculative_decoding)` calls it.
+
+    Args:
+        model: the target.
+        input_ids: `[B, width]` int64, left-padded.
+        logits_processor: prepared by `generate`; acts as there.
+        stopping_criteria: prepared by `generate`; acts as there.
+        generation_config: prepared by `generate`.
+        assistant_strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
+        speculative_config: options, a :class:`SpeculativeConfig` or a dict of its fields.
+        drafter: a drafter made before, in place of the strategy's own.
+        request_ids: B ints that key the noise with the seed; by default 0..B. Two calls with the same seed and the
+            same ids sample the same tokens, whatever else differs.
+        model_kwargs: `attention_mask` and what else `generate` prepares.
+
+    Returns:
+        `[B, width + new]` int64, or a :class:`SpeculativeOutput` with `return_dict_in_generate=True`.
+
+    Raises:
+        ValueError: something here cannot be served; named before any work.
+        FloatingPointError: the target's logits are NaN.
+    """
+    config = SpeculativeConfig.coerce(speculative_config)
+    check_strategy(assistant_strategy)
+    # Arrives here only through the wrapper of `install`: generate keeps these two from a custom decoding method.
+    assistant: PreTrainedModel | str | None = model_kwargs.pop("_assistant", None)
+    streamer: BaseStreamer | None = model_kwargs.pop("_streamer", None)
+    check_model(model)
+    check_generation_config(generation_config)
+    check_keywords(model_kwargs)
+    prompts = split_prompts(input_ids, model_kwargs.get("attention_mask"))
+    batch, width = input_ids.shape
+    if request_ids is not None and len(request_ids) != batch:
+        raise ValueError(f"request_ids has {len(request_ids)} entries for {batch} rows; give one int per row.")
+    if streamer is not None and batch > 1:
+        raise ValueError(f"streamer is given with {batch} rows; a streamer prints one row.")
+    new_tokens = length_limit(stopping_criteria) - width
+    longest_prompt = max(len(prompt) for prompt in prompts)
+    check_lengths(model, longest_prompt, longest_prompt + new_tokens)
+    if drafter is None:
+        drafter = make_drafter(assistant_strategy, model, assistant, config)
+    do_sample = bool(generation_config.do_sample)
+    if config.verification == "rejection" and do_sample and drafter is not None and not drafter.has_probabilities:
+        raise ValueError(
+            f'verification="rejection" needs draft probabilities, which {type(drafter).__name__} has none of. '
+            'Use verification="exact".'
+        )
+
+    device = model.device
+    ids = torch.tensor(list(request_ids) if request_ids is not None else range(batch), dtype=torch.int64)
+    seed = config.seed if config.seed is not None else int(torch.randint(2**62, ()))
+    streams = stream_keys(seed, ids).tolist()
+    requests = [
+        Request(index, prompt.to(device), len(prompt) + new_tokens, stream)
+        for index, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
+    ]
+    capacity = min(batch, config.max_batch_size or batch)
+    rows = Rows(capacity, longest_prompt + new_tokens + config.draft_length, device)
+    pad = generation_config._pad_token_tensor
+    pad_token_id = int(pad) if pad is not None else 0
+    prefixes = PrefixView(rows, width, pad_token_id)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    want_output = bool(generation_config.return_dict_in_generate)
+    completions, statistics = Rollout(
+        requests,
+        EagerRunner(make_shadow(model), RaggedCache(layers, capacity, rows.columns)),
+        drafter,
+        rows,
+        LogitsPipeline(logits_processor, prefixes, batch),
+        Stopping(stopping_criteria, prefixes),
+        draft_length=config.draft_length,
+        do_sample=do_sample,
+        rejection=config.verification == "rejection",
+        want_logprobs=want_output,
+        strategy=assistant_strategy,
+        on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
+    ).run()
+    if streamer is not None:
+        streamer.end()
+    output = _rectangular(input_ids, completions, pad_token_id, statistics)
+    return output if want_output else output.sequences
+
+
+def _rectangular(
+    input_ids: Tensor, completions: list[Completion], pad_token_id: int, statistics: SpeculationStatistics
+) -> SpeculativeOutput:
+    lengths = torch.tensor([len(completion.tokens) for completion in completions])  # [B]
+    new = torch.full((len(completions), int(lengths.max())), pad_token_id, dtype=input_ids.dtype)  # [B, new]
+    logprobs = torch.zeros(new.shape)
+    for row, completion in enumerate(completions):
+        new[row, : lengths[row]] = completion.tokens
+        if completion.logprobs is not None:
+            logprobs[row, : lengths[row]] = completion.logprobs
+    device = input_ids.device
+    return SpeculativeOutput(
+        torch.cat([input_ids, new.to(device)], dim=1), logprobs.to(device), lengths.to(device), statistics
+    )
+
+
+_generate: Callable[..., Any] | None = None
+
+
+def install() -> None:
+    """Teaches `GenerationMixin.generate` the keyword `assistant_strategy`; importing spec_trl does it."""
+    global _generate
+    if _generate is not None:
+        return
+    _generate = original = GenerationMixin.generate
+
+    @functools.wraps(original)
+    def generate(
+        self: Any,
+        *args: Any,
+        assistant_strategy: str | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        custom = kwargs.get("custom_generate")
+        if assistant_strategy is None and custom is not speculative_decoding:
+            if speculative_config is not None:
+                raise ValueError("speculative_config is given without assistant_strategy; name a strategy.")
+            return original(self, *args, **kwargs)
+        if custom is not None and custom is not speculative_decoding:
+            raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
+        strategy = check_strategy(assistant_strategy or "self")
+        config = SpeculativeConfig.coerce(speculative_config)
+        # generate hands neither an assistant nor a streamer to a custom method, and refuses an assistant next to
+        # num_return_sequences; so they go around it.
+        aside = {"_assistant": kwargs.pop("assistant_model", None), "_streamer": kwargs.get("streamer")}
+        kwargs["custom_generate"] = functools.partial(_custom, strategy, config, aside)
+        _move_stop_strings(self, args, kwargs)
+        return original(self, *args, **kwargs)
+
+    GenerationMixin.generate = generate
+
+
+def uninstall() -> None:
+    """Takes the keyword away again; `custom_generate=spec_trl.speculative_decoding` goes on working."""
+    global _generate
+    if _generate is not None:
+        GenerationMixin.generate = _generate
+        _generate = None
+
+
+def _custom(
+    strategy: str,
+    config: SpeculativeConfig,
+    aside: dict[str, Any],
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    drafter: Drafter | None = None,
+    request_ids: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> SpeculativeOutput | Tensor:
+    return speculative_decoding(
+        model,
+        input_ids,
+        assistant_strategy=strategy,
+        speculative_config=config,
+        drafter=drafter,
+        request_ids=request_ids,
+        **aside,
+        **kwargs,
+    )
+
+
+def _move_stop_strings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """generate builds stop strings with a tokenizer that a custom method keeps it from seeing: build them here."""
+    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None) or model.generation_config
+    stop_strings = kwargs.pop("stop_strings", None) or given.stop_strings
+    if not stop_strings:
+        return
+    tokenizer = kwargs.pop("tokenizer", None)
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={stop_strings!r} needs tokenizer=..., to match strings across tokens.")
+    kwargs["stop_strings"] = None
+    criteria = list(kwargs.pop("stopping_criteria", None) or [])
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stop_strings)])

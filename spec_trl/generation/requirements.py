@@ -1,0 +1,180 @@
+"""What the engine cannot serve, refused by name before any work."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from .attention import MaskPlan
+
+
+# Attention that is not a function of (query, key, position mask): relative positions added to the scores, windows
+# taken from buffer indices, or a mask that must stay two-dimensional. These pass a smoke test and fail later.
+_REFUSED_TYPES = {
+    "gpt_neo": "its local attention takes the window from buffer indices",
+    "bloom": "its ALiBi positions need a two-dimensional mask",
+}
+# What generate passes to a decoding method besides input_ids, that the engine reads or may ignore.
+_KNOWN_KEYWORDS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raises ValueError where `model` cannot be decoded over a ragged cache."""
+    config = model.config
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder; assistant_strategy serves decoder-only models."
+        )
+    text_config = config.get_text_config(decoder=True)
+    model_type = text_config.model_type
+    if model_type in _REFUSED_TYPES:
+        raise ValueError(f"model type '{model_type}' is not served: {_REFUSED_TYPES[model_type]}.")
+    if text_config.to_dict().get("alibi"):
+        raise ValueError(
+            f"model type '{model_type}' with alibi=True is not served: ALiBi needs a two-dimensional mask."
+        )
+    if model._is_stateful:
+        raise ValueError(
+            f"model type '{model_type}' keeps a recurrent state, which rejected tokens cannot be taken out of. "
+            "Generate without `assistant_strategy`."
+        )
+    MaskPlan.from_config(text_config)
+    places = set(getattr(model, "hf_device_map", {}).values())
+    if len(places) > 1:
+        raise ValueError(f"the model is spread over {sorted(map(str, places))}; load it on one device.")
+
+
+def check_generation_config(config: GenerationConfig) -> None:
+    """Raises ValueError for modes of generate that are not sampling or greedy search."""
+    refused: dict[str, tuple[Any, bool]] = {
+        "num_beams": (config.num_beams, (config.num_beams or 1) > 1),
+        "num_beam_groups": (config.num_beam_groups, (config.num_beam_groups or 1) > 1),
+        "penalty_alpha": (config.penalty_alpha, bool(config.penalty_alpha)),
+        "dola_layers": (config.dola_layers, config.dola_layers is not None),
+        "constraints": (config.constraints, config.constraints is not None),
+        "prompt_lookup_num_tokens": (config.prompt_lookup_num_tokens, config.prompt_lookup_num_tokens is not None),
+        "guidance_scale": (config.guidance_scale, config.guidance_scale not in (None, 1, 1.0)),
+        "use_cache": (config.use_cache, config.use_cache is False),
+        "cache_implementation": (
+            config.cache_implementation,
+            config.cache_implementation not in (None, "dynamic", "dynamic_full"),
+        ),
+        "output_scores": (config.output_scores, bool(config.output_scores)),
+        "output_logits": (config.output_logits, bool(config.output_logits)),
+        "output_attentions": (config.output_attentions, bool(config.output_attentions)),
+        "output_hidden_states": (config.output_hidden_states, bool(config.output_hidden_states)),
+    }
+    for name, (value, is_refused) in refused.items():
+        if is_refused:
+            remedy = "the output's .logprobs holds those of the sampled tokens" if name.startswith("output_") else ""
+            raise ValueError(
+                f"{name}={value!r} cannot be combined with assistant_strategy: the engine samples or decodes "
+                f"greedily over its own cache. Leave it unset, or generate without assistant_strategy"
+                f"{'; ' + remedy if remedy else ''}."
+            )
+
+
+def check_keywords(model_kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for model inputs that the engine would drop, such as `pixel_values`."""
+    unknown = sorted(name for name, value in model_kwargs.items() if name not in _KNOWN_KEYWORDS and value is not None)
+    if unknown:
+        raise ValueError(
+            f"the model inputs {unknown} cannot be combined with assistant_strategy, which takes input_ids and "
+            "attention_mask. Generate without assistant_strategy."
+        )
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise ValueError(
+            "past_key_values already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
+        )
+
+
+def split_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+    """Prompts without their left padding.
+
+    Args:
+        input_ids: `[B, width]` int64.
+        attention_mask: `[B, width]` of 0 and 1, or None for no padding.
+
+    Returns:
+        B tensors `[prompt length]` int64.
+
+    Raises:
+        ValueError: a prompt is empty, right-padded or has holes.
+    """
+    if input_ids.shape[1] == 0:
+        raise ValueError("input_ids is empty ([B, 0]); every prompt needs at least one token, e.g. the BOS token.")
+    if attention_mask is None:
+        return list(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)} and input_ids {list(input_ids.shape)}; "
+            "they must be equal."
+        )
+    mask = attention_mask.bool()
+    lengths = mask.sum(1)  # [B]
+    for row in (lengths == 0).nonzero().flatten().tolist():
+        raise ValueError(f"prompt {row} is empty: its attention_mask has no 1. Every prompt needs at least one token.")
+    left_padded = torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - lengths[:, None]  # [B, width]
+    for row in (mask != left_padded).any(1).nonzero().flatten().tolist():
+        raise ValueError(
+            f"prompt {row} is not left-padded: its attention_mask is not 0...01...1. "
+            "Tokenize with padding_side='left'."
+        )
+    return [ids[len(ids) - length :] for ids, length in zip(input_ids, lengths.tolist(), strict=True)]
+
+
+def check_lengths(model: PreTrainedModel, longest_prompt: int, longest_total: int) -> None:
+    """Raises ValueError where prompts, or outputs under learned positions, exceed the model's context.
+
+    Args:
+        model: the target.
+        longest_prompt: in tokens.
+        longest_total: longest prompt plus its new tokens.
+    """
+    config = model.config.get_text_config(decoder=True)
+    context = config.max_position_embeddings
+    if longest_prompt > context:
+        raise ValueError(
+            f"the longest prompt has {longest_prompt} tokens and the model's context is {context} "
+            "(max_position_embeddings). Truncate the prompts."
+        )
+    if longest_total <= context:
+        return
+    rope_types = _rope_types(config)
+    if not rope_types or _has_position_table(model, context):
+        raise ValueError(
+            f"prompt plus new tokens reach {longest_total}, and the model has learned positions for {context}. "
+            f"Set max_new_tokens to at most {context - longest_prompt}."
+        )
+    if rope_types & {"dynamic", "longrope"}:
+        # Their frequencies follow the longest row of the batch: a row's tokens would depend on its neighbours.
+        raise ValueError(
+            f"prompt plus new tokens reach {longest_total}, beyond the context of {context}, where "
+            f"{sorted(rope_types)} RoPE scaling makes a row depend on the batch around it. "
+            f"Set max_new_tokens to at most {context - longest_prompt}."
+        )
+    warnings.warn(
+        f"prompt plus new tokens reach {longest_total}, beyond the model's context of {context}; rows that get there "
+        "extrapolate, as in generate.",
+        stacklevel=2,
+    )
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = config.to_dict().get("rope_parameters") or {}
+    scopes = (
+        parameters.values() if parameters and all(isinstance(v, dict) for v in parameters.values()) else [parameters]
+    )
+    return {scope["rope_type"] for scope in scopes if scope and "rope_type" in scope}
+
+
+def _has_position_table(model: PreTrainedModel, context: int) -> bool:
+    # OPT and its kin keep two extra rows.
+    words = model.get_input_embeddings()
+    return any(
+        isinstance(m, nn.Embedding) and m is not words and m.num_embeddings in (context, context + 2)
+        for m in model.modules()
+    )

@@ -1,0 +1,157 @@
+"""The rows in flight: which request sits in which row of the cache, and its tokens so far."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to generate.
+
+    Args:
+        index: its row in the caller's batch.
+        prompt: `[prompt length]` int64, without padding.
+        limit: largest total length, prompt included.
+        stream: noise key of the request.
+    """
+
+    index: int
+    prompt: Tensor
+    limit: int
+    stream: int
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Requests that have just been given rows.
+
+    Rows `first..first + leaders` hold prompts that have to be prefilled; row `followers[i]` has the same prompt as
+    row `sources[i]` (prefix sharing: the G copies of a GRPO prompt are prefilled once).
+    """
+
+    first: int
+    leaders: int
+    followers: list[int]
+    sources: list[int]
+
+
+class Rows:
+    """Fixed buffers for `capacity` rows of `columns` tokens; rows `0..active` are in flight.
+
+    `lengths[b]` counts the committed tokens of row b; everything behind them in `tokens[b]` is scratch, where drafts
+    are written before they are verified:
+
+        tokens[b]    prompt . . . output . . . | d1 d2 ... dγ | free
+                                               ^ lengths[b]
+
+    The last committed token is not in the K/V cache yet: the next forward feeds it, with the drafts behind it.
+    """
+
+    def __init__(self, capacity: int, columns: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.columns = columns
+        self.active = 0
+        self.tokens = torch.zeros(capacity, columns, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(capacity, columns, dtype=torch.float32, device=device)
+        self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)
+        self._all_lengths, self._all_prompt_lengths, self._all_limits, self._all_requests, self._all_streams = (
+            self._state
+        )
+        self._index = torch.arange(capacity, device=device)[:, None]  # [capacity, 1]
+        self.longest = 0
+        """Longest committed length among the active rows, known without asking the device."""
+        self.prompts: list[bytes] = []
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[active]` int64."""
+        return self._all_lengths[: self.active]
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """`[active]` int64."""
+        return self._all_prompt_lengths[: self.active]
+
+    @property
+    def generated(self) -> Tensor:
+        """`[active]` int64: tokens generated so far, the position t of the next one."""
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def limits(self) -> Tensor:
+        """`[active]` int64."""
+        return self._all_limits[: self.active]
+
+    @property
+    def requests(self) -> Tensor:
+        """`[active]` int64: index of the request in each row."""
+        return self._all_requests[: self.active]
+
+    @property
+    def streams(self) -> Tensor:
+        """`[active]` int64 noise keys."""
+        return self._all_streams[: self.active]
+
+    def admit(self, requests: list[Request]) -> Admission:
+        """Puts `requests` into the free rows behind the active ones."""
+        first = self.active
+        row_of_prompt = {prompt: row for row, prompt in enumerate(self.prompts)}
+        leaders: list[tuple[bytes, Request]] = []
+        followers: list[tuple[bytes, Request]] = []
+        seen = set(row_of_prompt)
+        for request in requests:
+            key = request.prompt.cpu().numpy().tobytes()
+            (followers if key in seen else leaders).append((key, request))
+            seen.add(key)
+        leaders.sort(key=lambda leader: len(leader[1].prompt))  # rows of like length prefill with little padding
+        for row, (key, request) in enumerate(leaders + followers, start=first):
+            self.tokens[row, : len(request.prompt)] = request.prompt
+            values = [len(request.prompt), len(request.prompt), request.limit, request.index, request.stream]
+            self._state[:, row] = torch.tensor(values)
+            self.longest = max(self.longest, len(request.prompt))
+            self.prompts.append(key)
+            if row < first + len(leaders):
+                row_of_prompt[key] = row
+        self.active += len(requests)
+        follower_rows = list(range(first + len(leaders), self.active))
+        return Admission(first, len(leaders), follower_rows, [row_of_prompt[key] for key, _ in followers])
+
+    def write(self, offset: int, tokens: Tensor) -> None:
+        """Writes `[active, n]` tokens of each row behind its committed ones, from `offset` on."""
+        self.tokens[self._index[: self.active], self.columns_behind(offset, tokens.shape[1])] = tokens
+
+    def columns_behind(self, offset: int, count: int) -> Tensor:
+        """`[active, count]` int64: columns `lengths + offset .. + count` of each row."""
+        return self.lengths[:, None] + torch.arange(offset, offset + count, device=self.tokens.device)
+
+    def window(self, offset: int, count: int) -> Tensor:
+        """`[active, count]` int64 tokens from `lengths + offset` on."""
+        return self.tokens[self._index[: self.active], self.columns_behind(offset, count)]
+
+    def commit(self, counts: Tensor, logprobs: Tensor | None) -> None:
+        """Takes the first `counts[b]` (`[active]`) scratch tokens of each row into its output."""
+        if logprobs is not None:
+            self.logprobs[self._index[: self.active], self.columns_behind(0, logprobs.shape[1])] = logprobs.float()
+        self._all_lengths[: self.active] += counts
+
+    def drop(self, finished: list[int]) -> tuple[list[int], list[int]]:
+        """Takes `finished` rows out of flight and closes the holes with the last active rows.
+
+        Returns:
+            Rows that moved and where they moved to; the caller moves their K/V alike.
+        """
+        remaining = self.active - len(finished)
+        gone = set(finished)
+        destination = [row for row in finished if row < remaining]
+        source = [row for row in range(remaining, self.active) if row not in gone]
+        if source:
+            self.tokens[destination] = self.tokens[source]
+            self.logprobs[destination] = self.logprobs[source]
+            self._state[:, destination] = self._state[:, source]
+            for row, target in zip(source, destination, strict=True):
+                self.prompts[target] = self.prompts[row]
+        del self.prompts[remaining:]
+        self.active = remaining
+        return source, destination

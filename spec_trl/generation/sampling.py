@@ -1,0 +1,141 @@
+"""Counter-based Gumbel noise: what a request samples depends on (seed, request, position, token) and nothing else.
+
+The Gumbel-max trick: argmax_v(logits_v + G_v) with independent standard Gumbel G is a draw from softmax(logits).
+Here G is a pure function of the key, so drafter and target, run in different batches, in different rounds, on
+different machines, meet the same noise at the same token and agree whenever their logits nearly do (Gumbel
+coupling: P(agree) >= (1 - TV) / (1 + TV), Daliri, Musco, Suresh, arXiv 2408.07978).
+"""
+
+import torch
+from torch import Tensor
+
+
+# Elements hashed at a time: the scratch of a chunk stays in cache.
+_CHUNK = 1 << 18
+# Noise for a whole round is kept when it is smaller than this many elements, so that verification reuses the draft's.
+_ROUND_BUDGET = 1 << 26
+_MASK31 = 0x7FFFFFFF
+
+
+def _signed(value: int, bits: int) -> int:
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def _splitmix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 tensors, which wrap modulo 2**64."""
+    x = x + _signed(0x9E3779B97F4A7C15, 64)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)  # torch shifts arithmetically: mask
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def stream_keys(seed: int, requests: Tensor) -> Tensor:
+    """One key per request, to be combined with positions by :func:`position_keys`.
+
+    Args:
+        seed: any Python int.
+        requests: `[n]` int64 request ids.
+
+    Returns:
+        `[n]` int64.
+    """
+    base = torch.tensor(_signed(seed, 64), dtype=torch.int64, device=requests.device)
+    # Hash after each ingredient: keys linear in (request, position) would make streams shifted copies of one another.
+    return _splitmix64(_splitmix64(base) ^ requests)
+
+
+def derive(streams: Tensor, purpose: int) -> Tensor:
+    """Keys of independent noise in the same streams (rejection verification's coins and resampling)."""
+    return _splitmix64(streams + purpose)
+
+
+def position_keys(streams: Tensor, positions: Tensor) -> Tensor:
+    """Keys `[..., q]` int64 of generated positions (`[..., q]`) in streams (`[...]`)."""
+    return _splitmix64(streams[..., None] ^ _splitmix64(positions))
+
+
+def _hash_into(keys: Tensor, counters: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
+    """Two-round int32 hash of (key, counter) into `out` `[n, width]`; int32 products wrap, shifts are masked."""
+    low = keys.to(torch.int32)[:, None]  # [n, 1], the low 32 bits
+    high = (keys >> 32).to(torch.int32)[:, None]
+    torch.bitwise_xor(counters, low, out=out)  # [n, width]
+    for multiplier, shift, salt in ((_signed(0x85EBCA6B, 32), 15, high), (_signed(0xC2B2AE35, 32), 13, low)):
+        out.mul_(multiplier)
+        torch.bitwise_right_shift(out, shift, out=scratch)
+        out.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1)).add_(salt)
+    out.mul_(_signed(0x27D4EB2F, 32))
+    torch.bitwise_right_shift(out, 16, out=scratch)
+    return out.bitwise_xor_(scratch.bitwise_and_(0xFFFF))
+
+
+def gumbel_noise(keys: Tensor, vocabulary: int) -> Tensor:
+    """Standard Gumbel noise `[n, vocabulary]` float32 for `keys` `[n]` int64."""
+    noise = torch.empty(keys.shape[0], vocabulary, dtype=torch.float32, device=keys.device)  # [n, V]
+    # Odd multiplier: counters of one key differ in many bits before the first round.
+    counters = torch.arange(vocabulary, dtype=torch.int32, device=keys.device).mul_(_signed(0x9E3779B1, 32))  # [V]
+    rows = max(1, _CHUNK // vocabulary)
+    hashed = torch.empty(min(rows, keys.shape[0]), vocabulary, dtype=torch.int32, device=keys.device)
+    scratch = torch.empty_like(hashed)
+    for start in range(0, keys.shape[0], rows):
+        chunk = keys[start : start + rows]  # [m]
+        bits = _hash_into(chunk, counters, hashed[: len(chunk)], scratch[: len(chunk)]).bitwise_and_(_MASK31)
+        uniform = noise[start : start + rows].copy_(bits).add_(0.5).mul_(2.0**-31)  # (0, 1]
+        # -log(-log1p(-u)): keeps full resolution where the noise is large. -log(-log(u)) would round u to 1 in
+        # float32 and return +inf on 0.8 % of tokens at a vocabulary of 152k.
+        uniform.neg_().log1p_().neg_().log_().neg_()
+    return noise
+
+
+def uniform_coins(keys: Tensor) -> Tensor:
+    """Uniform numbers in (0, 1), float64, one for each of `keys` (any shape, int64)."""
+    mixed = _splitmix64(keys)
+    return ((mixed >> 11) & ((1 << 53) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-53)
+
+
+class RoundNoise:
+    """Noise of one round: generated positions `t..t + count` of each row.
+
+    Args:
+        streams: `[B]` int64 from :func:`stream_keys`.
+        positions: `[B]` int64, generated position of each row's next token.
+        count: positions in the round (draft length + 1).
+        vocabulary: width of the logits.
+    """
+
+    def __init__(self, streams: Tensor, positions: Tensor, count: int, vocabulary: int) -> None:
+        steps = positions[:, None] + torch.arange(count, device=positions.device)  # [B, count]
+        self.keys = position_keys(streams, steps)  # [B, count]
+        self._vocabulary = vocabulary
+        self._block: Tensor | None = None
+        if self.keys.numel() * vocabulary <= _ROUND_BUDGET:
+            self._block = gumbel_noise(self.keys.view(-1), vocabulary).view(*self.keys.shape, vocabulary)
+
+    def at(self, step: int) -> Tensor:
+        """`[B, vocabulary]` float32 at the round's position `step`."""
+        if self._block is not None:
+            return self._block[:, step]
+        return gumbel_noise(self.keys[:, step].contiguous(), self._vocabulary)
+
+
+def sample(logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Draws from softmax(logits) by the Gumbel-max trick, or takes the argmax where `noise` is None.
+
+    Args:
+        logits: `[B, vocabulary]` processed logits, float32 or float64.
+        noise: `[B, vocabulary]` float32.
+
+    Returns:
+        The winning scores `[B]` (NaN where a logit is NaN) and tokens `[B]` int64.
+    """
+    return torch.max(logits if noise is None else logits + noise, dim=-1)
+
+
+def widen(logits: Tensor) -> Tensor:
+    """Logits in at least float32: half precision ties too often to sample from. float64 stays float64."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log softmax(logits) at `tokens`: `[..., vocabulary]`, `[...]` -> `[...]`."""
+    return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(dim=-1)

@@ -1,0 +1,60 @@
+"""A second module tree over the same Parameters: the network that generation runs.
+
+Training leaves its marks on a policy: train mode with live dropout, gradient checkpointing, patched
+forwards, an attention implementation chosen for packed sequences. Generation must see none of them and
+must not touch them. A shadow has its own module objects, config and hooks dicts, and *shares* every
+Parameter and buffer dict, so it always runs the live weights and costs no memory.
+"""
+
+import copy
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .attention import RAGGED_ATTENTION
+
+
+# What accelerate and TRL leave on the root of a prepared policy; generation runs the class's own forward.
+_ROOT_PATCHES = ("forward", "_original_forward")
+_HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
+
+
+def make_shadow(policy: PreTrainedModel) -> PreTrainedModel:
+    """Returns an eval-mode twin of `policy` with its own modules and config and the same Parameters.
+
+    Its attention goes through :func:`~spec_trl.generation.attention.ragged_attention` where the family
+    supports attention backends, else through the family's own eager code.
+    """
+    config_memo: dict[int, Any] = {}
+    shadow = _clone(policy, {}, config_memo)
+    for name in _ROOT_PATCHES:
+        shadow.__dict__.pop(name, None)
+    implementation = RAGGED_ATTENTION if policy._supports_attention_backend else "eager"
+    for config in config_memo.values():
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation_internal = implementation
+    return shadow
+
+
+def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any]) -> Any:
+    if id(module) in clones:  # a module registered twice stays one module
+        return clones[id(module)]
+    clone = module.__class__.__new__(module.__class__)
+    clones[id(module)] = clone
+    state = dict(module.__dict__)
+    # `_parameters` and `_buffers` stay the very same dicts: `.to(device)` and weight swaps reach the shadow too.
+    state["_modules"] = {
+        name: None if child is None else _clone(child, clones, config_memo) for name, child in module._modules.items()
+    }
+    state["training"] = False
+    for name in _HOOK_DICTS:  # copied, not cleared: TRL's `cast_lm_head_to_fp32` lives in hooks
+        state[name] = state[name].copy()
+    for name, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            state[name] = MethodType(value.__func__, clone)
+        elif isinstance(value, PreTrainedConfig):
+            state[name] = copy.deepcopy(value, config_memo)  # one memo: sub-configs keep their identity
+    clone.__dict__ = state
+    return clone
