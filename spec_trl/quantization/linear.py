@@ -1,0 +1,86 @@
+"""The layer that takes a projection's place in the drafter."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .kernels import PackedWeight
+from .rtn import RoundToNearest
+from .source_weight import is_adapter, read_projection, under_adapters
+
+
+class QuantizedLinear(nn.Module):
+    """y = x @ packedᵀ + bias, for few rows of x; the replaced layer itself for many.
+
+    The replaced layer is kept outside the module tree: `.to()`, `.train()` or `.requires_grad_()` on the drafter must
+    not reach the policy's weights through it. It is the drafter's own module object over the policy's Parameters.
+
+    Attributes:
+        packed: the quantized weight; its buffers keep their addresses for life.
+        dense: the replaced layer.
+        called: whether the layer ran since the last refresh (a replayed CUDA graph does not count).
+    """
+
+    def __init__(self, dense: nn.Module, packed: PackedWeight) -> None:
+        super().__init__()
+        self.packed = packed
+        self._dense = (dense,)  # a tuple, so that nn.Module does not register it
+        self.called = False
+        self.in_features = packed.layer.in_features
+        self.out_features = packed.layer.out_features
+        # Adapters may train a bias of their own: then the merged bias is a copy, made with the merged weight.
+        self.has_adapter = is_adapter(dense)
+        bias = under_adapters(dense).bias
+        merged_bias = bias.detach().clone() if self.has_adapter and bias is not None else None  # [out]
+        self.register_buffer("merged_bias", merged_bias, persistent=False)
+
+    merged_bias: Tensor | None
+
+    @property
+    def dense(self) -> Any:
+        """The replaced layer."""
+        return self._dense[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """The replaced layer's weight: some models ask a projection for its weight's dtype."""
+        return self.dense.weight
+
+    @property
+    def weight_count(self) -> int:
+        """How many weights are packed."""
+        return self.in_features * self.out_features
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes the packed weight occupies."""
+        return self.packed.nbytes
+
+    def refresh(self, quantizer: RoundToNearest) -> None:
+        """Quantize the layer's present weight into the same buffers."""
+        weight, bias = read_projection(self.dense)
+        quantizer.quantize_(weight, self.packed)
+        if self.merged_bias is not None and bias is not None:
+            self.merged_bias.copy_(bias)  # [out]
+        self.called = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → y [..., out], in the dtype that the replaced layer would return. Without gradient."""
+        self.called = True
+        with torch.no_grad():
+            if x.numel() > self.packed.max_rows * self.in_features:
+                return self.dense(x)
+            rows = x.reshape(-1, self.in_features).to(self.packed.activation_dtype)  # [m, in]
+            y = self.packed.linear(rows).to(result_dtype(x))  # [m, out]
+            bias = self.merged_bias if self.has_adapter else self.dense.bias  # [out]
+            if bias is not None:
+                y += bias  # in place, so the sum keeps y's dtype
+            return y.reshape(*x.shape[:-1], self.out_features)  # [..., out]
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """The dtype a dense layer would return for `x`: K/V caches are allocated for it."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype

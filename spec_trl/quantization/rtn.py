@@ -1,0 +1,65 @@
+"""Round-to-nearest quantization (ER §3.1, §C.4): the policy's weight in, a packed weight out, some rows at a time.
+
+4 bits are asymmetric by group, with integer zero points; 8 bits are symmetric by row. The range always contains 0, so
+a zero weight stays exactly zero. The scale is rounded to the kernel's activation dtype before the codes are computed
+with it, so every kernel multiplies with the same numbers.
+"""
+
+import torch
+from torch import Tensor
+
+from .kernels import PackedWeight, QuantizedRows
+
+
+MIN_SCALE = 1e-5  # an all-zero group must not divide by zero
+# Weights per step. On a CPU the scratch of a step should stay near the cache and yet hold some blocks of rows for the
+# threads to share; on a GPU a step must outlast its launches.
+CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 24
+
+
+class RoundToNearest:
+    """Quantizes weights into packed weights through scratch memory that all layers of a refresh share."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def quantize_(self, weight: Tensor, packed: PackedWeight) -> None:
+        """Write `weight` [out, in], of any floating dtype and any strides, into `packed` in place."""
+        out, columns = weight.shape
+        chunk = CPU_CHUNK if weight.device.type == "cpu" else GPU_CHUNK
+        step = max(1, chunk // (columns * packed.row_block)) * packed.row_block  # rows
+        compute_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        for first in range(0, out, step):
+            source = weight[first : first + step]  # [rows, in]
+            values = self._borrow(compute_dtype, source).copy_(source)  # [rows, in]
+            codes = self._borrow(torch.int32, source)  # [rows, in]
+            round_rows = _round_to_4_bits if packed.bits == 4 else _round_to_8_bits
+            packed.pack_(first, round_rows(values, codes, packed.layer.group, packed.activation_dtype))
+
+    def _borrow(self, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """Scratch memory of `like`'s shape; the next call with the same dtype hands out the same memory."""
+        key = (like.device, dtype)
+        if key not in self._scratch or self._scratch[key].numel() < like.numel():
+            self._scratch[key] = torch.empty(like.numel(), dtype=dtype, device=like.device)
+        return self._scratch[key][: like.numel()].view(like.shape)
+
+
+def _round_to_4_bits(values: Tensor, codes: Tensor, group: int, scale_dtype: torch.dtype) -> QuantizedRows:
+    """Asymmetric by group. `values` [rows, in] is used up, `codes` int32 [rows, in] is filled."""
+    grouped = values.view(values.shape[0], -1, group)  # [rows, groups, group]
+    low = grouped.amin(-1).clamp_(max=0)  # [rows, groups]
+    high = grouped.amax(-1).clamp_(min=0)  # [rows, groups]
+    scales = high.sub_(low).div_(15).clamp_(min=MIN_SCALE).to(scale_dtype)  # [rows, groups]
+    steps = scales.to(values.dtype)  # [rows, groups], rounded
+    zeros = low.div_(steps).neg_().round_().clamp_(0, 15)  # [rows, groups]
+    grouped.div_(steps[..., None]).add_(zeros[..., None]).round_().clamp_(0, 15)  # [rows, groups, group]
+    return QuantizedRows(codes.copy_(values), scales, zeros)
+
+
+def _round_to_8_bits(values: Tensor, codes: Tensor, group: int, scale_dtype: torch.dtype) -> QuantizedRows:
+    """Symmetric by group, here the row. `values` [rows, in] is used up, `codes` int32 [rows, in] is filled."""
+    grouped = values.view(values.shape[0], -1, group)  # [rows, groups, group]
+    largest = torch.maximum(grouped.amax(-1), grouped.amin(-1).neg_())  # [rows, groups]
+    scales = largest.div_(127).clamp_(min=MIN_SCALE).to(scale_dtype)  # [rows, groups]
+    grouped.div_(scales.to(values.dtype)[..., None]).round_().clamp_(-127, 127)  # [rows, groups, group]
+    return QuantizedRows(codes.copy_(values), scales, None)

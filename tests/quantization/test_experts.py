@@ -1,0 +1,139 @@
+"""Mixtures of experts: packed experts behind a dense router."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from spec_trl.quantization import quantize_projections
+from spec_trl.quantization.experts import QuantizedExperts, matrices_of, matrix_names
+
+
+IDS = torch.tensor([[3, 1, 4, 1], [9, 2, 6, 5]])
+COMMON = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "initializer_range": 0.1, "num_experts_per_tok": 2,
+}  # fmt: skip
+FAMILIES = {
+    "qwen2_moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**COMMON, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=64)
+    ),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**COMMON, num_experts=4, moe_intermediate_size=32, head_dim=16)
+    ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**COMMON, num_local_experts=4)),
+    "gpt_oss": lambda: GptOssForCausalLM(GptOssConfig(**COMMON, num_local_experts=4, head_dim=16)),
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **{**COMMON, "num_key_value_heads": 4}, n_routed_experts=8, n_group=2, topk_group=1, q_lora_rank=32,
+            kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, moe_intermediate_size=32,
+            first_k_dense_replace=1,
+        )
+    ),
+}  # fmt: skip
+
+
+def build(family, dtype=torch.float64):
+    torch.manual_seed(0)
+    model = FAMILIES[family]().to(dtype).eval()
+    model.set_experts_implementation("eager")  # transformers' default knows no float64
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_drafter_is_the_fake_quantized_model(family, make_shadow):
+    model = build(family)
+    twin, shadow = copy.deepcopy(model), make_shadow(model)
+    quantized = quantize_projections(shadow, kernel="reference", lm_head="dense")
+    packed_experts = {n: layer for n, layer in quantized.layers.items() if isinstance(layer, QuantizedExperts)}
+    assert len(packed_experts) == (1 if family == "deepseek_v3" else 2) and quantized.dense_layers == []
+    assert not any("router" in name or name.endswith("gate") for name in quantized.layers)
+    with torch.no_grad():
+        for name, layer in quantized.layers.items():
+            if name not in packed_experts:
+                twin.get_submodule(name).weight.copy_(layer.packed.dequantize())
+                continue
+            experts = twin.get_submodule(name)
+            for stack, packed in zip(matrix_names(experts), (layer.first, layer.second), strict=True):
+                for matrix, weight in zip(matrices_of(experts, stack), packed, strict=True):
+                    matrix.copy_(weight.dequantize())
+        expected = twin(IDS).logits
+        torch.testing.assert_close(shadow(IDS).logits, expected, rtol=0, atol=1e-10)
+        quantized.assert_all_called()
+        assert (model(IDS).logits - expected).std() > 0.01 * expected.std()
+
+
+def test_fast_experts_agree_with_the_reference(make_shadow):
+    experts = {}
+    model = build("qwen3_moe", torch.float32)
+    for kernel in ("auto", "reference"):
+        quantize_projections(shadow := make_shadow(model), kernel=kernel, activation_dtype=torch.bfloat16)
+        experts[kernel] = shadow.model.layers[0].mlp.experts
+    x, chosen, shares = torch.randn(5, 64), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
+    reference = experts["reference"](x, chosen, shares)
+    assert (experts["auto"](x, chosen, shares) - reference).std() < 0.02 * reference.std()
+
+
+def test_many_tokens_run_the_dense_experts(make_shadow):
+    model = build("qwen3_moe", torch.float32)
+    quantize_projections(shadow := make_shadow(model))
+    experts, dense = shadow.model.layers[0].mlp.experts, model.model.layers[0].mlp.experts
+    limit = experts.first[0].max_rows * 4 // 2  # 4 experts, 2 per token
+    for tokens, packed in ((limit, True), (limit + 1, False)):
+        arguments = torch.randn(tokens, 64), torch.randint(0, 4, (tokens, 2)), torch.rand(tokens, 2)
+        with torch.no_grad():
+            assert torch.equal(experts(*arguments), dense(*arguments)) is not packed
+
+
+def test_refresh_follows_experts_and_adapters_in_place(make_shadow):
+    model = build("qwen3_moe", torch.float32)
+    before = copy.deepcopy(model.state_dict())
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    peft_model = get_peft_model(model, config).eval()
+    shadow = make_shadow(peft_model.get_base_model())
+    quantized = quantize_projections(shadow, lm_head="dense")
+    pointers = [buffer.data_ptr() for layer in quantized.layers.values() for buffer in layer.buffers()]
+    with torch.no_grad():
+        stale = shadow(IDS).logits
+        for name, parameter in peft_model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+        quantized.refresh()
+        assert pointers == [buffer.data_ptr() for layer in quantized.layers.values() for buffer in layer.buffers()]
+        quantize_projections(merged := make_shadow(copy.deepcopy(peft_model).merge_and_unload()), lm_head="dense")
+        torch.testing.assert_close(shadow(IDS).logits, merged(IDS).logits, rtol=0, atol=0.05)
+        assert (shadow(IDS).logits - stale).std() > 0.1 * stale.std()
+    policy = peft_model.state_dict()
+    for name in ("gate_up_proj", "down_proj"):
+        key = next(key for key in policy if key.endswith(name))
+        assert torch.equal(policy[key], before[f"model.layers.0.mlp.experts.{name}"])
+
+
+def test_experts_of_another_kind_stay_dense_and_are_named(make_shadow):
+    config = Llama4TextConfig(
+        **COMMON, num_local_experts=4, intermediate_size_mlp=96, head_dim=16, interleave_moe_layer_step=1
+    )
+    with pytest.warns(UserWarning, match="feed_forward.experts .*not behind transformers' experts interface"):
+        quantized = quantize_projections(make_shadow(Llama4ForCausalLM(config).eval()))
+    assert quantized.dense_layers == [f"model.layers.{i}.feed_forward.experts" for i in range(2)]
