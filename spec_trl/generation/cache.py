@@ -75,7 +75,8 @@ class _RaggedLayer(CacheLayerMixin):
                 torch.Size(shape).numel() * states.element_size()
                 for shape, states in zip(shapes, (key_states, value_states), strict=True)
             )
-            _check_memory(per_layer * len(cache.layers), key_states.device, cache)
+            what = f"the K/V cache of {cache.rows} rows x {cache.columns} columns x {len(cache.layers)} layers"
+            check_memory(what, per_layer * len(cache.layers), key_states.device)
         # Zeros, not empty: a masked column still meets a weight of 0, and 0 * NaN is NaN.
         self.keys, self.values = (
             torch.zeros(shape, dtype=states.dtype, device=states.device)
@@ -113,7 +114,8 @@ class _RaggedLayer(CacheLayerMixin):
         return self.cache.columns
 
 
-def _check_memory(needed: int, device: torch.device, cache: RaggedCache) -> None:
+def check_memory(what: str, needed: int, device: torch.device) -> None:
+    """Raises ValueError where `needed` bytes for `what` are not free on `device`."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -121,7 +123,7 @@ def _check_memory(needed: int, device: torch.device, cache: RaggedCache) -> None
         free = psutil.virtual_memory().available
     if needed > free:
         raise ValueError(
-            f"the K/V cache would not fit in memory: {cache.rows} rows x {cache.columns} columns x "
-            f"{len(cache.layers)} layers need {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {device}. "
-            "Lower `max_batch_size` in the speculative config (rows wait their turn) or `max_new_tokens`."
+            f"{what} would not fit in memory: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free "
+            f"on {device}. Lower `max_batch_size` in the speculative config (rows wait their turn), or "
+            "`max_new_tokens`."
         )

@@ -4,10 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from ..quantization.kernels import KERNELS
+from ..quantization.scheme import SCHEMES
+
 
 STRATEGIES = ("none", "self", "model", "ngram")
 VERIFICATIONS = ("exact", "rejection")
 MAX_DRAFT_LENGTH = 64
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "verification": VERIFICATIONS,
+    "draft_quantization": tuple(scheme.name for scheme in SCHEMES),
+    "draft_kernel": ("auto", *dict.fromkeys(kernel.name for kernel in KERNELS)),
+    "draft_lm_head": ("auto", "dense", "packed"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,18 +62,16 @@ class SpeculativeConfig:
     draft_lm_head: Literal["auto", "dense", "packed"] = "auto"
 
     def __post_init__(self) -> None:
-        _require_int("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH)
-        _require_int("ngram_size", self.ngram_size, 1, 64)
+        require_int("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH)
+        require_int("ngram_size", self.ngram_size, 1, 64)
         if self.max_batch_size is not None:
-            _require_int("max_batch_size", self.max_batch_size, 1, None)
+            require_int("max_batch_size", self.max_batch_size, 1, None)
         if self.seed is not None:
-            _require_int("seed", self.seed, None, None)
-        if self.verification not in VERIFICATIONS:
-            raise ValueError(f"verification={self.verification!r} is unknown; choose one of {list(VERIFICATIONS)}.")
-        if self.draft_lm_head not in ("auto", "dense", "packed"):
-            raise ValueError(
-                f"draft_lm_head={self.draft_lm_head!r} is unknown; choose one of ['auto', 'dense', 'packed']."
-            )
+            require_int("seed", self.seed, None, None)
+        for name, choices in _CHOICES.items():
+            value = vars(self)[name]
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is unknown; choose one of {list(choices)}.")
 
     @classmethod
     def coerce(cls, value: "SpeculativeConfig | Mapping[str, Any] | None") -> "SpeculativeConfig":
@@ -91,7 +98,8 @@ def check_strategy(strategy: str) -> str:
     return strategy
 
 
-def _require_int(name: str, value: object, low: int | None, high: int | None) -> None:
+def require_int(name: str, value: object, low: int | None, high: int | None) -> None:
+    """Raises ValueError, naming `name`, unless `value` is an integer of low..high; None: unbounded."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}; pass an integer.")
     if (low is not None and value < low) or (high is not None and value > high):

@@ -84,7 +84,8 @@ class Rollout:
         while self._waiting or self._rows.active:
             self._admit()
             draft_length = self._round_draft_length()
-            noise = self._noise(draft_length)
+            with self._timer.phase("noise"):
+                noise = self._noise(draft_length)
             with self._timer.phase("draft"):
                 proposal = self._draft(draft_length, noise)
             with self._timer.phase("verify"):
@@ -127,14 +128,15 @@ class Rollout:
         nothing = torch.zeros_like(rows.lengths)  # [B]
         proposal = None
         if draft_length:
-            proposal = self._guard(lambda drafter: _checked(drafter.propose(draft_length, noise), rows, draft_length))
+            shape = (rows.active, draft_length, self._vocabulary)
+            proposal = self._guard(lambda drafter: _checked(drafter.propose(draft_length, noise), shape))
         if proposal is None:
             # A drafter that failed half-way may have left broken K/V in the columns it drafted: they are verified all
             # the same, as tokens nobody proposed, and so overwritten.
             proposal = Proposal(rows.window(0, draft_length).clamp(0, self._vocabulary - 1), nothing)
         legal = (proposal.tokens >= 0) & (proposal.tokens < self._vocabulary)  # [B, γ]
         room = rows.limits - rows.lengths - 1  # [B], the bonus token needs one
-        lengths = torch.minimum(proposal.lengths, room).minimum(legal.long().cumprod(1).sum(1))
+        lengths = torch.minimum(proposal.lengths, room).minimum(legal.long().cumprod(1).sum(1)).clamp(min=0)
         tokens = proposal.tokens.clamp(0, self._vocabulary - 1)
         rows.write(0, tokens)
         return Proposal(tokens, lengths, proposal.logits)
@@ -164,12 +166,13 @@ class Rollout:
         broken = ~(verdict.scores > -torch.inf)  # [B, γ + 1]: NaN, or no token has any probability
         broken &= torch.arange(broken.shape[1], device=broken.device) < kept[:, None]
         if proposal.tokens.shape[1]:
-            self._counter.add(rows.requests, rows.generated, proposal, verdict, kept)
+            self._counter.add(rows.requests, rows.generated, proposal, verdict, kept, ends)
         if self._on_tokens is not None:
             self._on_tokens(verdict.tokens[0, : int(kept[0])])
-        state = torch.stack([rows.lengths + kept, ends.long(), broken.any(1).long()]).tolist()  # the round's one sync
-        if any(state[2]):
-            self._raise_broken(state[2].index(1))
+        position = torch.where(broken.any(1), rows.generated + broken.int().argmax(1), -1)  # [B], of the first
+        state = torch.stack([rows.lengths + kept, ends.long(), position]).tolist()  # the round's one sync
+        if max(state[2]) >= 0:
+            self._raise_broken(*next((row, position) for row, position in enumerate(state[2]) if position >= 0))
         rows.commit(kept, verdict.logprobs)
         rows.longest = max(state[0])
         if proposal.tokens.shape[1]:
@@ -210,13 +213,13 @@ class Rollout:
             self._drafter = None
             return None
 
-    def _raise_broken(self, row: int) -> None:
+    def _raise_broken(self, row: int, position: int) -> None:
         rows = self._rows
         tokens, columns, visible = self._fed
         where = first_broken_module(self._target, tokens, columns, visible)
         raise FloatingPointError(
             f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
-            f"{int(rows.requests[row])} at generated position {int(rows.generated[row])}, decoding round "
+            f"{int(rows.requests[row])} at generated position {position}, decoding round "
             f"{self._statistics.rounds}; {where}. Check the weights of the last optimizer step and the logits "
             "processors, or run this model in a wider dtype."
         )
@@ -239,12 +242,15 @@ class Rollout:
         statistics.seconds = time.perf_counter() - self._started
 
 
-def _checked(proposal: Proposal, rows: Rows, draft_length: int) -> Proposal:
-    """Refuses a proposal of the wrong shape."""
-    expected = (rows.active, draft_length)
-    if tuple(proposal.tokens.shape) != expected or tuple(proposal.lengths.shape) != expected[:1]:
+def _checked(proposal: Proposal, expected: tuple[int, int, int]) -> Proposal:
+    """Refuses a proposal whose tokens are not `[B, γ]` int64, lengths `[B]` int64, logits `[B, γ, vocabulary]`."""
+    parts = ((proposal.tokens, expected[:2]), (proposal.lengths, expected[:1]))
+    if any(tuple(tensor.shape) != shape or tensor.dtype != torch.int64 for tensor, shape in parts):
         raise ValueError(
-            f"proposed tokens of shape {tuple(proposal.tokens.shape)} with lengths of shape "
-            f"{tuple(proposal.lengths.shape)}; expected {expected} and {expected[:1]}"
+            f"proposed tokens of shape {tuple(proposal.tokens.shape)} ({proposal.tokens.dtype}) with lengths of shape "
+            f"{tuple(proposal.lengths.shape)} ({proposal.lengths.dtype}); expected {expected[:2]} and {expected[:1]} "
+            "of int64"
         )
+    if proposal.logits is not None and tuple(proposal.logits.shape) != expected:
+        raise ValueError(f"proposed logits of shape {tuple(proposal.logits.shape)}; expected {expected}")
     return proposal

@@ -26,7 +26,14 @@ from .drafters.ngram import NgramDrafter
 from .drafters.self_draft import self_drafter_of
 from .drafters.small_model import SmallModelDrafter, load_assistant
 from .processing import LogitsPipeline, PrefixView, Stopping, length_limit
-from .requirements import check_generation_config, check_keywords, check_lengths, check_model, split_prompts
+from .requirements import (
+    check_generation_config,
+    check_keywords,
+    check_lengths,
+    check_model,
+    check_not_empty,
+    split_prompts,
+)
 from .rows import Request, Rows
 from .runner import EagerRunner
 from .sampling import stream_keys
@@ -206,6 +213,15 @@ def install() -> None:
             return original(self, *args, **kwargs)
         if custom is not None and custom is not speculative_decoding:
             raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
+        prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
+        if isinstance(prompts, Tensor):  # generate itself may fail on empty ones first, with an IndexError
+            check_not_empty(prompts)
+        if kwargs.get("synced_gpus"):
+            raise ValueError(
+                "synced_gpus=True cannot be combined with assistant_strategy: ranks take different numbers of rounds "
+                "and cannot run their forwards in step. Gather the weights around generate instead (TRL does so for "
+                "ZeRO-3), and leave synced_gpus unset."
+            )
         strategy = check_strategy(assistant_strategy or "self")
         config = SpeculativeConfig.coerce(speculative_config)
         # generate hands neither an assistant nor a streamer to a custom method, and refuses an assistant next to

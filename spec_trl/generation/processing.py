@@ -108,11 +108,14 @@ class LogitsPipeline:
     def _process_by_prefix(self, processor: LogitsProcessor, logits: Tensor, offset: int) -> Tensor:
         processed = torch.empty_like(logits)
         for row, step, prefix in self._prefixes.groups(offset, logits.shape[1]):
+            requests = self._prefixes.rows.requests[row]  # [n]
             if isinstance(processor, _ROW_BOUND):
-                for i in range(len(row)):
-                    request = int(self._prefixes.rows.requests[row[i]])
+                for i, request in enumerate(requests.tolist()):
                     bound = _bind_to_row(processor, request, self._batch_size)
                     processed[row[i], step[i]] = bound(prefix[i : i + 1], logits[row[i], step[i]][None])[0]
+            elif isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
+                bound = _bind_padding(processor, requests, self._batch_size)
+                processed[row, step] = bound(prefix, logits[row, step])
             else:
                 processed[row, step] = processor(prefix, logits[row, step])
         return processed
@@ -130,6 +133,18 @@ def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> L
     elif isinstance(processor, hf.EncoderNoRepeatNGramLogitsProcessor):
         prompt = request // (batch_size // processor.batch_size)
         bound.batch_size, bound.generated_ngrams = 1, processor.generated_ngrams[prompt : prompt + 1]
+    return bound
+
+
+def _bind_padding(
+    processor: hf.RepetitionPenaltyLogitsProcessor, requests: Tensor, batch_size: int
+) -> hf.RepetitionPenaltyLogitsProcessor:
+    """The processor with the padding of `requests` (`[n]`), which transformers >= 5.23 keeps for the caller's rows."""
+    padding = processor.prompt_ignore_length
+    if not isinstance(padding, Tensor):
+        return processor
+    bound = copy.copy(processor)
+    bound.prompt_ignore_length = padding.to(requests.device)[requests // (batch_size // len(padding))]  # [n]
     return bound
 
 

@@ -1,6 +1,7 @@
 """What the engine cannot serve, refused by name before any work."""
 
 import warnings
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .attention import MaskPlan
 _REFUSED_TYPES = {
     "gpt_neo": "its local attention takes the window from buffer indices",
     "bloom": "its ALiBi positions need a two-dimensional mask",
+    "mpt": "its ALiBi positions are counted back from the last cache column",
 }
 # What generate passes to a decoding method besides input_ids, that the engine reads or may ignore.
 _KNOWN_KEYWORDS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
@@ -41,9 +43,23 @@ def check_model(model: PreTrainedModel) -> None:
             "Generate without `assistant_strategy`."
         )
     MaskPlan.from_config(text_config)
+    if _has_prompt_learning(model):
+        raise ValueError(
+            "the model has a PEFT adapter of prompt learning (prompt, prefix or p-tuning), whose virtual tokens "
+            "assistant_strategy would lose. Use LoRA, or generate without `assistant_strategy`."
+        )
     places = set(getattr(model, "hf_device_map", {}).values())
     if len(places) > 1:
         raise ValueError(f"the model is spread over {sorted(map(str, places))}; load it on one device.")
+
+
+def _has_prompt_learning(model: PreTrainedModel) -> bool:
+    # PeftModel.generate calls the generate of its base model, and leaves only this trace on the instance.
+    from peft import PeftModel
+
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    owner = prepare.__self__ if isinstance(prepare, MethodType) else None
+    return isinstance(owner, PeftModel) and owner.active_peft_config.is_prompt_learning
 
 
 def check_generation_config(config: GenerationConfig) -> None:
@@ -91,6 +107,12 @@ def check_keywords(model_kwargs: dict[str, Any]) -> None:
         )
 
 
+def check_not_empty(input_ids: Tensor) -> None:
+    """Raises ValueError for prompts `[B, 0]`."""
+    if input_ids.shape[-1] == 0:
+        raise ValueError("input_ids is empty ([B, 0]); every prompt needs at least one token, e.g. the BOS token.")
+
+
 def split_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
     """Prompts without their left padding.
 
@@ -104,8 +126,7 @@ def split_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tens
     Raises:
         ValueError: a prompt is empty, right-padded or has holes.
     """
-    if input_ids.shape[1] == 0:
-        raise ValueError("input_ids is empty ([B, 0]); every prompt needs at least one token, e.g. the BOS token.")
+    check_not_empty(input_ids)
     if attention_mask is None:
         return list(input_ids)
     if attention_mask.shape != input_ids.shape:
@@ -127,7 +148,7 @@ def split_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tens
 
 
 def check_lengths(model: PreTrainedModel, longest_prompt: int, longest_total: int) -> None:
-    """Raises ValueError where prompts, or outputs under learned positions, exceed the model's context.
+    """Raises ValueError where prompts exceed the model's context, or outputs its :func:`position_limit`.
 
     Args:
         model: the target.
@@ -141,34 +162,45 @@ def check_lengths(model: PreTrainedModel, longest_prompt: int, longest_total: in
             f"the longest prompt has {longest_prompt} tokens and the model's context is {context} "
             "(max_position_embeddings). Truncate the prompts."
         )
-    if longest_total <= context:
-        return
-    rope_types = _rope_types(config)
-    if not rope_types or _has_position_table(model, context):
+    limit = position_limit(model)
+    if limit is not None and longest_total > limit:
+        scaling = sorted({scope["rope_type"] for scope in _rope_scopes(config)} & {"dynamic", "longrope"})
+        reason = f"{scaling} RoPE scaling makes a row depend on its batch" if scaling else "its learned positions end"
         raise ValueError(
-            f"prompt plus new tokens reach {longest_total}, and the model has learned positions for {context}. "
-            f"Set max_new_tokens to at most {context - longest_prompt}."
+            f"prompt plus new tokens reach {longest_total}, and at {limit} {reason}. Keep the longest prompt plus "
+            f"max_new_tokens within {limit}."
         )
-    if rope_types & {"dynamic", "longrope"}:
-        # Their frequencies follow the longest row of the batch: a row's tokens would depend on its neighbours.
-        raise ValueError(
-            f"prompt plus new tokens reach {longest_total}, beyond the context of {context}, where "
-            f"{sorted(rope_types)} RoPE scaling makes a row depend on the batch around it. "
-            f"Set max_new_tokens to at most {context - longest_prompt}."
+    if longest_total > context:
+        warnings.warn(
+            f"prompt plus new tokens reach {longest_total}, beyond the model's context of {context}; rows that get "
+            "there extrapolate, as in generate.",
+            stacklevel=2,
         )
-    warnings.warn(
-        f"prompt plus new tokens reach {longest_total}, beyond the model's context of {context}; rows that get there "
-        "extrapolate, as in generate.",
-        stacklevel=2,
-    )
 
 
-def _rope_types(config: Any) -> set[str]:
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Positions that `model` may be asked for; None: any number.
+
+    A table of learned positions ends with the context. Under dynamic and LongRoPE scaling the frequencies of all rows
+    change once the longest row, drafts included, passes a length.
+    """
+    config = model.config.get_text_config(decoder=True)
+    context = config.max_position_embeddings
+    scopes = _rope_scopes(config)
+    if not scopes or _has_position_table(model, context):
+        return context
+    limits = [scope["original_max_position_embeddings"] for scope in scopes if scope["rope_type"] == "longrope"]
+    limits += [context for scope in scopes if scope["rope_type"] == "dynamic"]
+    return min(limits, default=None)
+
+
+def _rope_scopes(config: Any) -> list[dict[str, Any]]:
+    """RoPE parameters, one dict or one for each layer type."""
     parameters = config.to_dict().get("rope_parameters") or {}
     scopes = (
         parameters.values() if parameters and all(isinstance(v, dict) for v in parameters.values()) else [parameters]
     )
-    return {scope["rope_type"] for scope in scopes if scope and "rope_type" in scope}
+    return [scope for scope in scopes if scope and "rope_type" in scope]
 
 
 def _has_position_table(model: PreTrainedModel, context: int) -> bool:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .cache import check_memory
+
 
 @dataclass(frozen=True)
 class Request:
@@ -53,6 +55,7 @@ class Rows:
         self.capacity = capacity
         self.columns = columns
         self.active = 0
+        check_memory(f"the tokens of {capacity} rows x {columns} columns", 12 * capacity * columns, device)
         self.tokens = torch.zeros(capacity, columns, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(capacity, columns, dtype=torch.float32, device=device)
         self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from .attention import MaskPlan
 from .cache import RaggedCache
+from .requirements import position_limit
 
 
 # Attention reads columns up to the longest row, rounded up: few distinct shapes, so that kernels that are prepared
@@ -47,7 +48,7 @@ class EagerRunner:
         self.forwards = 0
         config = network.config.get_text_config(decoder=True)
         self._masks = MaskPlan.from_config(config)
-        self._last_position = config.max_position_embeddings - 1
+        self._position_limit = position_limit(network)
         self._keeps_last_logits = network._supports_logits_to_keep()
 
     def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
@@ -62,9 +63,10 @@ class EagerRunner:
         device = tokens.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else self.network.dtype
-        # Drafts of a row about to end may lie past the context; their outputs are discarded, but a learned position
-        # table must not be read out of range.
-        position_ids = positions.clamp(max=self._last_position)  # [B, q]
+        # Drafts of a row about to end may lie past the last position; their outputs are discarded, but a learned
+        # position table must not be read out of range. RoPE goes on, as it does in `generate`.
+        limit = self._position_limit
+        position_ids = positions if limit is None else positions.clamp(max=limit - 1)  # [B, q]
         keep = {"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}
         self.forwards += 1
         return self.network(

@@ -15,6 +15,9 @@ _CHUNK = 1 << 18
 # Noise for a whole round is kept when it is smaller than this many elements, so that verification reuses the draft's.
 _ROUND_BUDGET = 1 << 26
 _MASK31 = 0x7FFFFFFF
+# The float32 below 2**-31: the largest 31-bit numbers round up to 2**31, and u = 1 would give noise of -inf, which
+# could forbid the one token that the processors have left.
+_TO_UNIT = 2.0**-31 * (1 - 2.0**-24)
 
 
 def _signed(value: int, bits: int) -> int:
@@ -80,7 +83,7 @@ def gumbel_noise(keys: Tensor, vocabulary: int) -> Tensor:
     for start in range(0, keys.shape[0], rows):
         chunk = keys[start : start + rows]  # [m]
         bits = _hash_into(chunk, counters, hashed[: len(chunk)], scratch[: len(chunk)]).bitwise_and_(_MASK31)
-        uniform = noise[start : start + rows].copy_(bits).add_(0.5).mul_(2.0**-31)  # (0, 1]
+        uniform = noise[start : start + rows].copy_(bits).add_(0.5).mul_(_TO_UNIT)  # (0, 1)
         # -log(-log1p(-u)): keeps full resolution where the noise is large. -log(-log(u)) would round u to 1 in
         # float32 and return +inf on 0.8 % of tokens at a vocabulary of 152k.
         uniform.neg_().log1p_().neg_().log_().neg_()

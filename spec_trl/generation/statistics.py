@@ -66,7 +66,7 @@ class SpeculationStatistics:
         rounds: decoding rounds (one target forward each).
         speculating: for each change, (round, draft length); 0 is autoregressive decoding.
         completion_curve: (seconds since start, requests finished so far), one entry per round that finished any.
-        phase_seconds: "prefill", "draft", "verify", "accept", "compact".
+        phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact".
         seconds: whole call.
         cache_bytes: K/V cache, a small drafter's own included.
         drafter_failure: why the drafter was dropped, or None.
@@ -122,9 +122,13 @@ class DraftCounter:
         self._per_depth = torch.zeros(len(DEPTH_EDGES), 6, dtype=torch.int64, device=device)
         self._edges = torch.tensor(DEPTH_EDGES[1:], device=device)
 
-    def add(self, requests: Tensor, depths: Tensor, proposal: Proposal, verdict: Verdict, kept: Tensor) -> None:
-        """Adds one round: `requests`, `depths` (generated position) and `kept` tokens, each `[B]` int64."""
-        drafted = torch.minimum(proposal.lengths, kept)  # what lies behind a row's end was never a chance
+    def add(
+        self, requests: Tensor, depths: Tensor, proposal: Proposal, verdict: Verdict, kept: Tensor, ends: Tensor
+    ) -> None:
+        """Adds one round: `requests`, `depths` (generated position) and `kept` tokens, each `[B]` int64; `ends` `[B]`
+        bool says which rows ended in it."""
+        # Drafts behind a row's end were never a chance.
+        drafted = torch.where(ends, torch.minimum(proposal.lengths, kept), proposal.lengths)  # [B]
         accepted = torch.minimum(verdict.accepted, kept)
         counts = torch.stack(
             [drafted, accepted, torch.ones_like(kept), drafted.clamp(max=1), accepted.clamp(max=1), kept], dim=1

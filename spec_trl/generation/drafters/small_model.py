@@ -2,6 +2,7 @@
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..requirements import check_model
 from ..shadow import make_shadow
 from .network import NetworkDrafter
 
@@ -18,6 +19,10 @@ class SmallModelDrafter(NetworkDrafter):
     """
 
     def __init__(self, assistant: PreTrainedModel, target: PreTrainedModel) -> None:
+        try:
+            check_model(assistant)
+        except ValueError as error:
+            raise ValueError(f"assistant_model cannot draft: {error}") from error
         config, target_config = (m.config.get_text_config(decoder=True) for m in (assistant, target))
         if config.vocab_size != target_config.vocab_size:
             raise ValueError(

@@ -1,0 +1,73 @@
+"""Models and prompts that several tests use."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def shared(path: str) -> Path:
+    """A file or folder of `../shared`; the test that asks for it is skipped where it is absent."""
+    if not (SHARED / path).exists():
+        pytest.skip(f"../shared/{path} is absent")
+    return SHARED / path
+
+
+def _load(name: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(shared(f"models/{name}"), dtype=torch.float64).eval()
+
+
+@pytest.fixture(scope="session")
+def stories() -> PreTrainedModel:
+    """stories260K, trained, float64."""
+    return _load("stories260K")
+
+
+@pytest.fixture(scope="session")
+def bit_stories() -> PreTrainedModel:
+    """bit-stories3M, trained, float64."""
+    return _load("bit-stories3M")
+
+
+@pytest.fixture(scope="session")
+def story_tokenizer() -> AutoTokenizer:
+    """The tokenizer of both story models."""
+    return AutoTokenizer.from_pretrained(shared("models/stories260K"), padding_side="left")
+
+
+def tiny_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
+    """A random float64 Llama of two layers with logits sharp enough that drafts are accepted now and then."""
+    torch.manual_seed(seed)
+    settings = dict(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.1, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**(settings | changes))).double().eval()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> LlamaForCausalLM:
+    """A target that no test may change."""
+    return tiny_llama()
+
+
+@pytest.fixture
+def fresh() -> LlamaForCausalLM:
+    """A target of the test's own."""
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def tiny_assistant(tiny: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The target with a little noise on its weights: agrees often, not always."""
+    assistant = tiny_llama()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return assistant

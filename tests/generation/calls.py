@@ -1,0 +1,66 @@
+"""One way to call the engine, and prompts to call it with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spec_trl import SpeculativeOutput
+
+
+Prompts = dict[str, Tensor]
+
+
+def pad_left(rows: Sequence[Tensor], width: int | None = None, pad: int = 0) -> Prompts:
+    """Rows `[n_i]` int64 as left-padded `input_ids` and `attention_mask`, both `[B, width]`."""
+    width = width or max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad)  # [B, width]
+    mask = torch.zeros_like(ids)  # [B, width]
+    for ids_row, mask_row, row in zip(ids, mask, rows, strict=True):
+        ids_row[width - len(row) :] = row
+        mask_row[width - len(row) :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def random_rows(lengths: Sequence[int], vocabulary: int = 64, seed: int = 0) -> list[Tensor]:
+    """Token rows of these lengths, without the ids 0 to 2, which serve as pad and EOS."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocabulary, (length,), generator=generator) for length in lengths]
+
+
+def generate(
+    model: PreTrainedModel,
+    prompts: Prompts,
+    strategy: str = "none",
+    config: dict[str, Any] | None = None,
+    **options: Any,
+) -> SpeculativeOutput:
+    """`model.generate` with a fixed seed; samples from the full softmax at temperature 1 unless told otherwise."""
+    defaults = dict(do_sample=True, top_k=0, max_new_tokens=24, return_dict_in_generate=True, pad_token_id=0)
+    return model.generate(
+        **prompts,
+        assistant_strategy=strategy,
+        speculative_config={"seed": 0, "draft_kernel": "reference"} | (config or {}),
+        **(defaults | options),
+    )
+
+
+def outputs(result: SpeculativeOutput) -> list[list[int]]:
+    """The generated tokens of each row, without padding."""
+    assert result.sequences is not None and result.lengths is not None and result.logprobs is not None
+    new = result.sequences[:, result.sequences.shape[1] - result.logprobs.shape[1] :]  # [B, new]
+    return [row[:length].tolist() for row, length in zip(new, result.lengths.tolist(), strict=True)]
+
+
+def reference_outputs(model: PreTrainedModel, prompts: Prompts, **options: Any) -> list[list[int]]:
+    """What transformers' own greedy `generate` gives for each row on its own, without padding."""
+    defaults = dict(do_sample=False, max_new_tokens=24, pad_token_id=0)
+    found = []
+    for ids, mask in zip(prompts["input_ids"], prompts["attention_mask"].bool(), strict=True):
+        row = ids[mask][None]  # [1, n]
+        found.append(
+            model.generate(row, attention_mask=torch.ones_like(row), **(defaults | options))[0, row.shape[1] :]
+        )
+    return [tokens.tolist() for tokens in found]

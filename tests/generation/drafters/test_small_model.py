@@ -1,0 +1,116 @@
+"""A small model as drafter: its own ragged cache stays in step with the rows."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
+from tests.conftest import tiny_llama
+from tests.generation.calls import generate, outputs, pad_left, random_rows
+
+
+EOS = dict(eos_token_id=[7, 11, 12])
+
+
+@pytest.mark.parametrize("max_batch_size", [None, 1, 2, 3])
+@pytest.mark.parametrize("draft_length", [1, 2, 5])
+def test_the_target_as_its_own_assistant(draft_length: int, max_batch_size: int | None, tiny: PreTrainedModel) -> None:
+    """Everything is accepted, exactly when the drafter's cache holds what the target's does, after every compaction
+    and refill. One stale column would show."""
+    rows = random_rows([5, 9, 1, 3, 12, 4])
+    prompts = pad_left([*rows, rows[3], rows[1]])
+    config = {"draft_length": draft_length, "max_batch_size": max_batch_size}
+    result = generate(tiny, prompts, "model", config, assistant_model=tiny, **EOS)
+    assert outputs(result) == outputs(generate(tiny, prompts, **EOS))
+    assert result.statistics.acceptance_rate == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(temperature=0.6, top_k=20),
+        dict(repetition_penalty=1.5, no_repeat_ngram_size=2),
+        dict(min_new_tokens=9, suppress_tokens=list(range(3, 30))),
+        dict(prefix_allowed_tokens_fn=lambda row, prefix: [3 + (7 * row + len(prefix) + i) % 60 for i in range(12)]),
+    ],
+)
+def test_the_drafter_applies_the_targets_processors(options: dict[str, Any], tiny: PreTrainedModel) -> None:
+    """At the position and on the prefix of each draft token: else the target itself would not agree with itself."""
+    prompts = pad_left(random_rows([5, 9, 1, 3]))
+    result = generate(tiny, prompts, "model", {"max_batch_size": 2}, assistant_model=tiny, **EOS, **options)
+    assert result.statistics.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("max_batch_size", [None, 2])
+def test_drafts_are_those_of_a_plain_forward(max_batch_size, tiny, tiny_assistant, monkeypatch) -> None:
+    """Greedy: each draft token is the assistant's own continuation of the row and the drafts before it."""
+    seen = []
+    original = SmallModelDrafter.propose
+
+    def watch(self: SmallModelDrafter, draft_length: int, noise: object) -> object:
+        proposal = original(self, draft_length, noise)
+        rows = self.session.rows
+        for tokens, length, drafts in zip(rows.tokens, rows.lengths.tolist(), proposal.tokens, strict=False):
+            seen.append((tokens[:length].clone(), drafts.clone()))
+        return proposal
+
+    monkeypatch.setattr(SmallModelDrafter, "propose", watch)
+    prompts = pad_left(random_rows([5, 9, 1, 3]))
+    config = {"draft_length": 3, "max_batch_size": max_batch_size}
+    generate(tiny, prompts, "model", config, assistant_model=tiny_assistant, do_sample=False, **EOS)
+    assert len(seen) > 20
+    for committed, drafts in seen:
+        text = torch.cat([committed, drafts])
+        logits = tiny_assistant(text[None]).logits[0]  # [n, V]
+        assert logits[len(committed) - 1 : -1].argmax(-1).tolist() == drafts.tolist()
+
+
+def test_an_assistant_with_a_shorter_context(tiny) -> None:
+    prompts = pad_left(random_rows([5, 9]))
+    for assistant in (tiny_llama(max_position_embeddings=12), learned_positions()):
+        result = generate(tiny, prompts, "model", assistant_model=assistant)
+        assert outputs(result) == outputs(generate(tiny, prompts))
+        assert result.statistics.drafter_failure is None
+
+
+def learned_positions() -> PreTrainedModel:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=12)).double().eval()
+
+
+def test_the_assistant_is_untouched(tiny) -> None:
+    assistant = tiny_llama(seed=2).train()
+    before = {name: tensor.clone() for name, tensor in assistant.state_dict().items()}
+    generate(tiny, pad_left(random_rows([3])), "model", assistant_model=assistant)
+    assert assistant.training and assistant.config._attn_implementation != "spec_trl_ragged"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in assistant.state_dict().items())
+
+
+def test_another_dtype_drafts_too(tiny) -> None:
+    prompts = pad_left(random_rows([3, 6]))
+    result = generate(tiny, prompts, "model", assistant_model=tiny_llama().bfloat16())
+    assert outputs(result) == outputs(generate(tiny, prompts))
+    assert result.statistics.acceptance_rate > 0.5
+
+
+def test_loading(tiny, tmp_path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    loaded = load_assistant(str(tmp_path), tiny)
+    assert loaded.dtype == torch.float64 and not loaded.training
+    assert load_assistant(tiny, tiny) is tiny
+
+
+def test_forwards_and_cache_are_counted(tiny, tiny_assistant) -> None:
+    config = {"draft_length": 3}
+    statistics = generate(
+        tiny, pad_left(random_rows([3, 5])), "model", config, assistant_model=tiny_assistant, max_new_tokens=16
+    ).statistics
+    # One prefill of both prompts, and γ forwards in each round; `speculating` tells γ from round to round.
+    spans = [*statistics.speculating, (statistics.rounds, 0)]
+    fed = sum((until - since) * gamma for (since, gamma), (until, _) in zip(spans, spans[1:], strict=False))
+    assert statistics.draft_forwards == 1 + fed
+    assert statistics.target_forwards == 1 + statistics.rounds

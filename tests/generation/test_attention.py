@@ -1,0 +1,97 @@
+"""Masks by position, and attention with folded heads, against the textbook."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from spec_trl.generation.attention import MaskPlan, ragged_attention
+
+
+POSITIONS = torch.tensor([[3, 4], [7, 8]])
+
+
+def visible(plan: MaskPlan, columns: int = 10) -> torch.Tensor:
+    """`[B, q, columns]` bool."""
+    mask = plan.build(POSITIONS, columns, torch.float32)
+    assert isinstance(mask, torch.Tensor) and mask.shape == (2, 1, 2, columns)
+    assert set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}
+    return mask[:, 0] == 0
+
+
+@pytest.mark.parametrize(
+    "kind, window, chunk, rule",
+    [
+        ("full_attention", None, None, lambda column, position: column <= position),
+        ("sliding_attention", 3, None, lambda column, position: position - 3 < column <= position),
+        ("chunked_attention", None, 4, lambda column, position: column <= position and column // 4 == position // 4),
+    ],
+)
+def test_masks(kind, window, chunk, rule) -> None:
+    found = visible(MaskPlan((kind,), False, window, chunk))
+    for row in range(2):
+        for query in range(2):
+            position = int(POSITIONS[row, query])
+            assert found[row, query].tolist() == [rule(column, position) for column in range(10)]
+
+
+def test_one_mask_for_each_layer_type() -> None:
+    plan = MaskPlan.from_config(AutoConfig.for_model("gemma3_text", sliding_window=3, num_hidden_layers=7))
+    masks = plan.build(POSITIONS, 10, torch.float64)
+    assert set(masks) == {"full_attention", "sliding_attention"}
+    assert torch.equal(
+        masks["sliding_attention"][:, 0] == 0, visible(MaskPlan(("sliding_attention",), False, 3, None))
+    )
+    assert torch.equal(masks["full_attention"][:, 0] == 0, visible(MaskPlan(("full_attention",), False, None, None)))
+
+
+@pytest.mark.parametrize(
+    "config, types, per_type",
+    [
+        (AutoConfig.for_model("llama"), ("full_attention",), False),
+        (AutoConfig.for_model("mistral", sliding_window=9), ("sliding_attention",), False),
+        (AutoConfig.for_model("mistral", sliding_window=None), ("full_attention",), False),
+        (AutoConfig.for_model("qwen2"), ("full_attention",), True),
+    ],
+)
+def test_plans(config, types, per_type) -> None:
+    plan = MaskPlan.from_config(config)
+    assert (plan.layer_types, plan.per_type) == (types, per_type)
+
+
+def test_layers_with_a_recurrent_state_are_refused_by_name() -> None:
+    config = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
+    with pytest.raises(ValueError, match="'qwen3_next' has layers of type .*'linear_attention'"):
+        MaskPlan.from_config(config)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("extra", ["plain", "softcap", "sinks", "scaled"])
+def test_attention(extra: str, length: int, groups: int) -> None:
+    torch.manual_seed(0)
+    batch, kv_heads, columns, size = 2, 3, 10, 8
+    heads = kv_heads * groups
+    query = torch.randn(batch, heads, length, size).double()
+    key, value = (
+        torch.randn(batch, kv_heads, columns, size).double(),
+        torch.randn(batch, kv_heads, columns, 5).double(),
+    )
+    positions = torch.tensor([[3], [7]]) + torch.arange(length)
+    mask = MaskPlan(("full_attention",), False, None, None).build(positions, columns, torch.float64)
+    options = {
+        "plain": {}, "softcap": dict(softcap=2.0), "sinks": dict(s_aux=torch.randn(heads).double()),
+        "scaled": dict(scaling=0.7),
+    }[extra]  # fmt: skip
+    output, _ = ragged_attention(torch.nn.Identity(), query, key, value, mask, dropout=0.5, **options)
+    assert output.shape == (batch, length, heads, 5)
+    for row in range(batch):
+        for head in range(heads):
+            for step in range(length):
+                seen = int(positions[row, step]) + 1
+                scores = key[row, head // groups, :seen] @ query[row, head, step] * options.get("scaling", size**-0.5)
+                if extra == "softcap":
+                    scores = torch.tanh(scores / 2) * 2
+                if extra == "sinks":
+                    scores = torch.cat([scores, options["s_aux"][head : head + 1]])
+                expected = scores.softmax(0)[:seen] @ value[row, head // groups, :seen]
+                torch.testing.assert_close(output[row, step, head], expected)

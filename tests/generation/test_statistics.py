@@ -1,0 +1,107 @@
+"""Statistics agree with the output they describe."""
+
+import math
+
+import pytest
+import torch
+
+from spec_trl.generation.statistics import DEPTH_EDGES, DraftCounter, DraftCounts, SpeculationStatistics
+from spec_trl.generation.verification import Proposal, Verdict
+from tests.generation.calls import generate, outputs, pad_left, random_rows
+
+
+def counted(
+    drafted: list[int], accepted: list[int], kept: list[int], ends: list[bool], depths: list[int]
+) -> SpeculationStatistics:
+    counter = DraftCounter(len(drafted), torch.device("cpu"))
+    width = max(drafted, default=0)
+    proposal = Proposal(torch.zeros(len(drafted), width).long(), torch.tensor(drafted))
+    empty = torch.zeros(len(drafted), width + 1)
+    verdict = Verdict(empty.long(), torch.tensor(accepted), empty, None)
+    counter.add(
+        torch.arange(len(drafted)), torch.tensor(depths), proposal, verdict, torch.tensor(kept), torch.tensor(ends)
+    )
+    statistics = SpeculationStatistics("self")
+    counter.write_to(statistics)
+    return statistics
+
+
+def test_counting_by_hand() -> None:
+    # All accepted; one accepted; EOS is the second of three accepted drafts; EOS corrects the second draft; no draft.
+    ends = [False, False, True, True, False]
+    statistics = counted([3, 3, 3, 3, 0], [3, 1, 3, 1, 0], [4, 2, 2, 2, 1], ends, [0, 63, 64, 64, 40_000])
+    assert statistics.per_request == [
+        DraftCounts(drafted=3, accepted=3, blocks=1, first_drafted=1, first_accepted=1, committed=4),
+        DraftCounts(drafted=3, accepted=1, blocks=1, first_drafted=1, first_accepted=1, committed=2),
+        DraftCounts(drafted=2, accepted=2, blocks=1, first_drafted=1, first_accepted=1, committed=2),
+        DraftCounts(drafted=2, accepted=1, blocks=1, first_drafted=1, first_accepted=1, committed=2),
+        DraftCounts(drafted=0, accepted=0, blocks=1, first_drafted=0, first_accepted=0, committed=1),
+    ]
+    assert statistics.block_efficiency == 11 / 5
+    assert statistics.acceptance_rate == 7 / 10
+    assert statistics.first_token_acceptance == 1
+    assert list(statistics.per_depth) == [0, 64, 32768]
+    assert statistics.per_depth[0].blocks == 2
+
+
+def test_nothing_drafted_is_nan_not_zero(tiny) -> None:
+    statistics = generate(tiny, pad_left(random_rows([3]))).statistics
+    assert math.isnan(statistics.acceptance_rate) and math.isnan(statistics.block_efficiency)
+    assert statistics.speculating == [(0, 0)]
+    assert statistics.rounds == statistics.target_forwards - 1 == 24
+    assert statistics.per_depth == {}
+
+
+@pytest.mark.parametrize("verification", ["exact", "rejection"])
+@pytest.mark.parametrize("max_batch_size", [None, 3])
+def test_fields_agree_with_the_output(max_batch_size, verification, tiny) -> None:
+    prompts = pad_left(random_rows([5, 3, 8, 2, 9, 4, 4]))
+    config = {"max_batch_size": max_batch_size, "draft_length": 4, "verification": verification}
+    result = generate(tiny, prompts, "self", config, eos_token_id=7, max_new_tokens=90)
+    found = result.statistics
+    tokens = outputs(result)
+    assert found.strategy == "self"
+    assert found.tokens == sum(map(len, tokens)) == int(result.lengths.sum())
+    assert found.logprob_sum == pytest.approx(float(result.logprobs.double().sum()), rel=1e-6)
+    for row, length in enumerate(result.lengths.tolist()):
+        assert not result.logprobs[row, length:].any()
+        assert (result.logprobs[row, :length] < 0).all()
+        assert (result.sequences[row, prompts["input_ids"].shape[1] + length :] == 0).all()
+    # Every token comes out of a round; rounds that drafted nothing for a row do not count as blocks of it.
+    assert sum(counts.committed for counts in found.per_request) == found.total.committed <= found.tokens
+    assert found.total.committed > 0.9 * found.tokens
+    for counts in [*found.per_request, found.total, *found.per_depth.values()]:
+        assert 0 <= counts.accepted <= counts.drafted <= 4 * counts.blocks
+        assert counts.first_accepted <= counts.first_drafted <= counts.blocks <= counts.committed
+        assert counts.accepted <= counts.committed <= counts.accepted + counts.blocks
+    assert sum(found.per_depth.values(), DraftCounts()) == found.total
+    assert set(found.per_depth) <= set(DEPTH_EDGES) and {0, 64} <= set(found.per_depth)
+    assert 0 < found.acceptance_rate < 1 < found.block_efficiency <= 5
+    assert 0 < found.first_token_acceptance <= 1
+    # The curve ends with everybody and never falls.
+    seconds, finished = zip(*found.completion_curve, strict=True)
+    assert finished[-1] == 7 and list(finished) == sorted(set(finished)) and list(seconds) == sorted(seconds)
+    assert set(found.phase_seconds) == {"prefill", "noise", "draft", "verify", "accept", "compact"}
+    assert 0 < sum(found.phase_seconds.values()) <= found.seconds
+    assert found.tokens_per_second == found.tokens / found.seconds
+    assert found.target_forwards > found.rounds > 0 < found.draft_forwards
+    changes = [round_ for round_, _ in found.speculating]
+    assert changes == sorted(set(changes)) and changes[0] == 0 and found.speculating[0][1] == 4
+    assert found.drafter_failure is None
+
+
+def test_cache_bytes(tiny, tiny_assistant) -> None:
+    """K and V of 2 layers x 2 heads x 16 in float64 for 3 rows of 9 + 24 + γ columns; a small model adds its own."""
+    prompts = pad_left(random_rows([9, 4, 4]))
+
+    def cache_bytes(strategy: str, **options: object) -> int:
+        return generate(tiny, prompts, strategy, {"draft_length": 5}, **options).statistics.cache_bytes
+
+    row_bytes = 2 * 2 * 2 * 16 * 8 * (9 + 24 + 5)
+    assert cache_bytes("none") == cache_bytes("ngram") == cache_bytes("self") == 3 * row_bytes
+    assert cache_bytes("model", assistant_model=tiny_assistant) == 6 * row_bytes
+
+
+def test_logprobs_cost_nothing_when_not_asked_for(tiny) -> None:
+    sequences = generate(tiny, pad_left(random_rows([3, 4])), "self", return_dict_in_generate=False)
+    assert isinstance(sequences, torch.Tensor) and sequences.shape == (2, 28)
