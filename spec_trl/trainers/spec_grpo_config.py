@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from ..generation.configuration import SpeculativeConfig, check_strategy
+from ..generation.configuration import MAX_DRAFT_LENGTH, SpeculativeConfig, check_strategy, require_int
 
 
 @dataclass
@@ -83,14 +83,14 @@ class SpecGRPOConfig(GRPOConfig):
                 'verification="rejection" needs draft probabilities, which assistant_strategy="ngram" has none of. '
                 'Use verification="exact".'
             )
+        # SpeculativeConfig checks the rest; these two have other names there, which its errors would give.
+        require_int("initial_draft_length", self.initial_draft_length, 1, MAX_DRAFT_LENGTH)
+        if self.rollout_batch_size is not None:
+            require_int("rollout_batch_size", self.rollout_batch_size, 1, None)
         self.speculative_config()
 
     def speculative_config(self) -> SpeculativeConfig:
-        """The same options as `generate` takes them.
-
-        Raises:
-            ValueError: a value is out of range; it is named as the field of SpeculativeConfig that it becomes.
-        """
+        """The same options as `generate` takes them."""
         return SpeculativeConfig(
             draft_length=self.initial_draft_length,
             verification=self.verification,  # type: ignore[arg-type]

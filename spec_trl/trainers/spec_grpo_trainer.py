@@ -1,5 +1,6 @@
 """GRPOTrainer whose rollouts are speculative and token-identical to plain sampling."""
 
+import copy
 import json
 import time
 from dataclasses import astuple, dataclass, field
@@ -60,6 +61,14 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._rollouts = {"train": 0, "eval": 0}
         self._totals = _RolloutTotals()
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        # Weights are replaced around a run (resuming, a second run, load_best_model_at_end) while no step is counted.
+        self._drafted_step = -1
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._drafted_step = -1
+
     def _generate(self, prompts: list[Any]) -> Any:
         mode = "train" if self.model.training else "eval"
         self._totals = _RolloutTotals()
@@ -86,6 +95,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         tensors = [torch.tensor(ids) for ids in prompt_ids]
         input_ids = pad(tensors, padding_value=self._tokenizer.pad_token_id, padding_side="left")  # [B, width]
         attention_mask = pad([torch.ones_like(t) for t in tensors], padding_value=0, padding_side="left")  # [B, width]
+        generation_config = copy.copy(self.generation_config)
+        generation_config.return_dict_in_generate = True  # next to a config, as an argument, it is deprecated
         with (
             profiling_context(self, "spec_trl.generate"),
             unwrap_model_for_generation(
@@ -104,8 +115,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             output = policy.generate(
                 input_ids=input_ids.to(self.accelerator.device),
                 attention_mask=attention_mask.to(self.accelerator.device),
-                generation_config=self.generation_config,
-                return_dict_in_generate=True,
+                generation_config=generation_config,
                 assistant_strategy=self.args.assistant_strategy,
                 speculative_config=self._speculative_config,
                 drafter=drafter,
