@@ -108,9 +108,10 @@ class Rollout:
                 self._guard(lambda drafter: drafter.admit(admission))
 
     def _round_draft_length(self) -> int:
-        """γ of this round: no longer than what the row with most room could use."""
+        """γ of this round: no longer than the row with most room could use; 0 where drafting cannot pay."""
         room = int((self._rows.limits - self._rows.lengths).max())
-        draft_length = 0 if self._drafter is None else min(self._draft_length, room - 1)
+        pays = self._drafter is not None and self._rows.active <= self._drafter.max_rows
+        draft_length = min(self._draft_length, room - 1) if pays else 0
         spans = self._statistics.speculating
         if not spans or spans[-1][1] != draft_length:
             spans.append((self._statistics.rounds, draft_length))

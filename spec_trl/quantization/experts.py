@@ -85,6 +85,11 @@ class QuantizedExperts(nn.Module):
         return sum(p.layer.in_features * p.layer.out_features for p in (*self.first, *self.second))
 
     @property
+    def max_rows(self) -> int:
+        """Rows of one expert up to which its packed weights are used."""
+        return self.first[0].max_rows
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes the packed weights occupy."""
         return sum(packed.nbytes for packed in (*self.first, *self.second))
@@ -103,7 +108,7 @@ class QuantizedExperts(nn.Module):
         experts, dtype = self._dense[1], result_dtype(x)
         first_name, second_name = matrix_names(experts)
         with torch.no_grad():
-            if chosen.numel() > self.first[0].max_rows * len(self.first):  # rows of an average expert
+            if chosen.numel() > self.max_rows * len(self.first):  # rows of an average expert
                 return self.dense(x, chosen, shares)
             y = torch.zeros_like(x)  # [tokens, hidden]
             for expert in chosen.unique().tolist():

@@ -53,6 +53,11 @@ class QuantizedLinear(nn.Module):
         return self.in_features * self.out_features
 
     @property
+    def max_rows(self) -> int:
+        """Rows of x up to which the packed weight is used."""
+        return self.packed.max_rows
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes the packed weight occupies."""
         return self.packed.nbytes
@@ -69,7 +74,7 @@ class QuantizedLinear(nn.Module):
         """x [..., in] → y [..., out], in the dtype that the replaced layer would return. Without gradient."""
         self.called = True
         with torch.no_grad():
-            if x.numel() > self.packed.max_rows * self.in_features:
+            if x.numel() > self.max_rows * self.in_features:
                 return self.dense(x)
             rows = x.reshape(-1, self.in_features).to(self.packed.activation_dtype)  # [m, in]
             y = self.packed.linear(rows).to(result_dtype(x))  # [m, out]

@@ -58,6 +58,11 @@ class QuantizedNetwork:
         """Bytes that the same weights take in bfloat16."""
         return sum(2 * layer.weight_count for layer in self.layers.values())
 
+    @property
+    def max_rows(self) -> int:
+        """With more rows than this every layer runs the policy's dense weight; 0 where nothing is packed."""
+        return max((layer.max_rows for layer in self.layers.values()), default=0)
+
     def refresh(self) -> None:
         """Quantize the live weights again, into the same buffers. Adapters are merged layer by layer on the way."""
         quantizer = RoundToNearest()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
@@ -153,13 +152,14 @@ class SpecGRPOTrainer(GRPOTrainer):
         """Ids that key the noise: (mode, rollout, turn, global row), the same for any number of ranks.
 
         Never `global_step`, within which generation repeats, and never local rows, with which ranks would sample
-        identical completions. Turns are those of a tool loop, which calls again with some of the rows.
+        identical completions. Turns are those of a tool loop, which calls again with some of the rows: behind the
+        first turn a rank numbers those it has, so there the ids depend on how rows are spread over ranks.
         """
         mode = "train" if self.model.training else "eval"
         if self._totals.turns == 0:
             self._rows_per_rank = count
         first = self.accelerator.process_index * self._rows_per_rank
-        base = (mode == "eval") << 62 | self._rollouts[mode] << 36 | self._totals.turns << 28
+        base = (mode == "eval") << 62 | self._rollouts[mode] << 36 | self._totals.turns << 24
         return [base | row for row in range(first, first + count)]
 
     def _log_rollout(self, mode: str) -> None:
@@ -192,19 +192,19 @@ class SpecGRPOTrainer(GRPOTrainer):
                 "first_token_acceptance": drafts.first_token_acceptance,
                 "draft_length": draft_length_sum / speculative if speculative else 0.0,
                 "sd_on_fraction": speculative / rounds,
-                "drafter_refresh_seconds": refresh_seconds,
             }
+            if self.args.assistant_strategy == "self":
+                metrics["drafter_refresh_seconds"] = refresh_seconds
             for edge, depth in zip(DEPTH_EDGES, depths, strict=True):
                 if depth.blocks:
                     metrics[f"block_efficiency_from_{edge}"] = depth.block_efficiency
         for name, value in metrics.items():
             self._metrics[mode][f"rollout/{name}"].append(value)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            (folder / _STATE_FILE).write_text(json.dumps({"rollouts": self._rollouts}))
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.args.should_save:  # the counters are our random state: saved with it, before old checkpoints go
+            (Path(output_dir) / _STATE_FILE).write_text(json.dumps({"rollouts": self._rollouts}))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

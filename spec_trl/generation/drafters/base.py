@@ -1,5 +1,6 @@
 """What a drafter is: something that proposes tokens, and whose proposals can never change an output."""
 
+import sys
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,8 @@ class Drafter(CandidateGenerator):
 
     has_probabilities: bool
     """Whether proposals can carry draft logits, which rejection verification needs."""
+    max_rows: int = sys.maxsize
+    """With more rows in flight a draft costs what the target costs; such rounds decode autoregressively."""
     forwards: int = 0
     """Draft network forwards since `begin`."""
 

@@ -29,6 +29,7 @@ class SelfDrafter(NetworkDrafter):
     ) -> None:
         twin = make_shadow(policy)
         self.quantized = quantize_projections(twin, scheme=quantization, kernel=kernel, lm_head=lm_head)
+        self.max_rows = self.quantized.max_rows
         super().__init__(twin, shares_target_cache=True)
 
     def refresh(self) -> None:

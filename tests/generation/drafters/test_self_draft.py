@@ -159,3 +159,22 @@ def test_the_drafter_shares_the_targets_cache(tiny: PreTrainedModel, prompts: Pr
     assert drafter.cache_bytes == 0
     assert drafter._runner.cache is drafter.session.target.cache
     assert result.statistics.cache_bytes == drafter.session.target.cache.bytes
+
+
+def test_rows_beyond_the_kernel_decode_autoregressively(fresh: LlamaForCausalLM) -> None:
+    prompts = pad_left(random_rows([3, 4, 5, 6]))
+    stop = [tokens[2] for tokens in outputs(generate(fresh, prompts))[:2]]  # ends two rows early
+    drafter = SelfDrafter(fresh, kernel="reference")
+    assert drafter.max_rows > 1000
+    drafter.max_rows = 2
+    drafted = generate(fresh, prompts, "self", drafter=drafter, max_new_tokens=40, eos_token_id=stop)
+    spans = drafted.statistics.speculating
+    assert spans[0] == (0, 0) and any(length for _, length in spans[1:])
+    assert outputs(drafted) == outputs(generate(fresh, prompts, max_new_tokens=40, eos_token_id=stop))
+
+
+def test_a_copy_with_nothing_packed_never_drafts(prompts: Prompts) -> None:
+    model = tiny_llama(hidden_size=40, intermediate_size=72)  # no multiple of 32
+    with pytest.warns(UserWarning, match="stay dense"):
+        drafted = generate(model, prompts, "self", {"draft_lm_head": "dense"})
+    assert drafted.statistics.total.blocks == 0
