@@ -1,0 +1,171 @@
+"""The two example scripts, run as a user runs them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples import generate, grpo_gsm8k
+from examples.demo.task import build_tokenizer
+from spec_trl import SpeculativeOutput
+from tests.trainers.harness import tiny_policy
+
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared"
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="../shared is absent")
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}={% endfor %}"
+
+
+def run(script: str, *arguments: str) -> str:
+    """Runs examples/`script`; returns what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, f"examples/{script}", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def save_chat_model(folder: Path) -> None:
+    """A tiny policy with a chat template."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tiny_policy().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@needs_shared
+def test_gsm8k_on_a_small_model(tmp_path: Path) -> None:
+    model = SHARED / "models" / "bit-stories3M"
+    printed = run(
+        "grpo_gsm8k.py", "--model", str(model), "--dataset", str(SHARED / "data" / "gsm8k" / "train.jsonl"),
+        "--max_steps", "2", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1",
+        "--num_generations", "4", "--max_completion_length", "32", "--learning_rate", "1e-3", "--use_cpu",
+        "--output_dir", str(tmp_path),
+    )  # fmt: skip
+    assert "questions of up to 480 tokens, completions of up to 32 tokens" in printed
+    assert re.search(r"2 logged steps, reward .* assistant_strategy='self': .* of drafts accepted", printed)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert saved.config.max_position_embeddings == 512
+
+
+def test_gsm8k_with_a_chat_template(tmp_path: Path) -> None:
+    save_chat_model(tmp_path / "model")
+    rows = [{"question": f"a{n}+b{n}", "answer": f"so #### {2 * n}"} for n in range(1, 9)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    printed = run(
+        "grpo_gsm8k.py", "--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "questions.jsonl"),
+        "--max_steps", "1", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1",
+        "--num_generations", "2", "--use_cpu", "--assistant_strategy", "none", "--output_dir", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert "8 questions of up to 128 tokens, completions of up to 128 tokens" in printed  # of a context of 256
+    assert "1 logged steps" in printed
+    assert "drafts accepted" not in printed
+
+
+def test_gsm8k_prompts_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    rows = [{"question": "a" * n, "answer": "#### 1"} for n in (5, 50, 500)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = build_tokenizer()
+    plain = grpo_gsm8k.build_dataset(str(tmp_path / "questions.jsonl"), tokenizer, longest_prompt=200)
+    assert [prompt.count("a" * 5) for prompt in plain["prompt"]] == [1, 10]
+    assert plain["prompt"][0].startswith("Question: aaaaa\n")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    chat = grpo_gsm8k.build_dataset(str(tmp_path / "questions.jsonl"), tokenizer, longest_prompt=200)
+    assert [messages[0]["role"] for messages in chat["prompt"]] == ["user", "user"]
+    with pytest.raises(ValueError, match="no question .* fits into 20 tokens"):
+        grpo_gsm8k.build_dataset(str(tmp_path / "questions.jsonl"), tokenizer, longest_prompt=20)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72", "72"),
+        ("#### $1,234.50 for all 3", "1234.5"),
+        ("#### 5\nNo, wait.\n#### -6", "-6"),
+        (r"so 3 of 4, that is \boxed{\$12}.", "12"),
+        ("It takes 3 hours and 20 minutes.", "20"),
+        ("#### unknown, perhaps 7", "7"),
+        ("It is 72.0.", "72"),
+        ("no idea", None),
+    ],
+)
+def test_gsm8k_answer_of_a_text(text: str, number: str | None) -> None:
+    assert grpo_gsm8k.find_answer(text) == (None if number is None else Decimal(number))
+
+
+def test_gsm8k_reward() -> None:
+    chat = [[{"role": "assistant", "content": "#### 72"}], [{"role": "assistant", "content": "#### 7"}]]
+    assert grpo_gsm8k.answer_reward(chat, answer=["... #### 72"] * 2) == [1.0, 0.0]
+    assert grpo_gsm8k.answer_reward(["it is 1,000", "no idea"], answer=["#### 1000"] * 2) == [1.0, 0.0]
+
+
+@needs_shared
+def test_generate_on_a_small_model() -> None:
+    printed = run(
+        "generate.py", "--model", str(SHARED / "models" / "bit-stories3M"),
+        "--prompts", str(SHARED / "data" / "tinystories" / "tinystories_1000.json"), "--max_prompt_tokens", "24",
+        "--max_new_tokens", "40", "--limit", "6", "--dtype", "float64", "--show", "2", "--compare",
+    )  # fmt: skip
+    assert printed.count("--- ") == 2
+    assert printed.count("tokens/s") == 2
+    assert re.search(r"tokens per verified block: [2-6]\.\d\d; drafts accepted: 0\.\d{3}", printed)
+    assert 'rows identical to "none": 6 of 6' in printed
+
+
+def test_generate_prompt_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "a.json").write_text('["one", "two"]')
+    (tmp_path / "a.jsonl").write_text('{"question": "one"}\n{"prompt": "two", "text": "other"}\n')
+    for suffix in ("txt", "json", "jsonl"):
+        assert generate.read_prompts(tmp_path / f"a.{suffix}") == ["one", "two"]
+    (tmp_path / "b.jsonl").write_text('{"prompt": "one"}\n{"answer": "two"}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .* has \['answer'\]"):
+        generate.read_prompts(tmp_path / "b.jsonl")
+    assert len(generate.read_prompts(None)) == 4
+
+
+def test_generate_cuts_prompts_and_keeps_the_template() -> None:
+    tokenizer = build_tokenizer()
+    plain = generate.tokenize(["a3+b8+c5", "a3"], tokenizer, longest=3)
+    assert tokenizer.batch_decode(plain["input_ids"], skip_special_tokens=True) == ["a3+", "a3"]
+    tokenizer.chat_template = CHAT_TEMPLATE
+    chat = generate.tokenize(["a3+b8+c5", "a3"], tokenizer, longest=3)
+    assert tokenizer.batch_decode(chat["input_ids"], skip_special_tokens=True) == ["a3+=", "a3="]
+    assert chat["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]  # no BOS that the template did not put
+
+
+def test_generate_options_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy().eval()
+    inputs = generate.tokenize(["a3+b8=", "c5="], build_tokenizer(), longest=16)
+
+    def sample(strategy: str, *options: str) -> SpeculativeOutput:
+        monkeypatch.setattr(sys, "argv", ["generate.py", *options])
+        return generate.sample(policy, inputs, strategy, generate.parse_arguments(), new_tokens=24)
+
+    reference = generate.completions_of(sample("none"))
+    for options in ([], ["--draft_length", "2"], ["--batch_size", "1"]):
+        assert generate.completions_of(sample("self", *options)) == reference
+    for options in (["--seed", "1"], ["--temperature", "2"], ["--top_p", "0.1"], ["--verification", "rejection"]):
+        assert generate.completions_of(sample("self", *options)) != reference
+    greedy = sample("self", "--temperature", "0")
+    assert torch.equal(greedy.sequences, policy.generate(**inputs, do_sample=False, max_new_tokens=24))
+    assert "tokens per verified block" in generate.describe(greedy)
+
+
+@pytest.mark.parametrize("module", [generate, grpo_gsm8k], ids=["generate", "grpo_gsm8k"])
+def test_help(module: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["example.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        module.main()
+    usage = capsys.readouterr().out
+    assert "--assistant_strategy" in usage and "--model" in usage

@@ -1,0 +1,137 @@
+"""A tiny policy, a tiny task, and one call that trains on them and keeps what was sampled."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    TrainerCallback,
+)
+from trl import GRPOTrainer
+
+from examples.demo.task import build_tokenizer
+from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+
+
+PROMPTS = ["a3+b8=", "c5+d9+e1=", "f2+g2=", "1+2+3+4=", "k=", "p7+q6+r5=", "z9=", "a1+b1+c1+d1="]
+
+
+def tiny_policy(seed: int = 0, **config: Any) -> LlamaForCausalLM:
+    """A random float64 Llama of 70 k parameters, peaked enough that its 4-bit copy is right often but not always."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(seed)
+    sizes = dict(
+        vocab_size=48, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**(sizes | config))).double()
+
+
+@dataclass
+class Run:
+    """What one training run left behind.
+
+    `rewarded` holds, per call of the reward function, whether it was in training and the completions' token ids;
+    `logs` is what a callback such as W&B's was given.
+    """
+
+    rewarded: list[tuple[str, list[list[int]]]] = field(default_factory=list)
+    logs: list[dict[str, float]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def completions(self) -> list[list[list[int]]]:
+        """Token ids of each training rollout, rows in the order they were generated."""
+        return [ids for mode, ids in self.rewarded if mode == "train"]
+
+    @property
+    def losses(self) -> list[float]:
+        return [entry["loss"] for entry in self.logs if "loss" in entry]
+
+    def metric(self, name: str) -> list[float]:
+        """Logged values of `name`, in order."""
+        return [entry[name] for entry in self.logs if name in entry]
+
+
+class _Collector(TrainerCallback):
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        self._run.logs.append(dict(logs))
+
+
+def tiny_dataset(rows: int = 64) -> Dataset:
+    """Prompts of different lengths."""
+    return Dataset.from_list([{"prompt": PROMPTS[i % len(PROMPTS)]} for i in range(rows)])
+
+
+def make_trainer(
+    output_dir: Path,
+    strategy: str = "self",
+    policy: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    trainer: dict[str, Any] | None = None,
+    kind: type[GRPOTrainer] = SpecGRPOTrainer,
+    **config: Any,
+) -> tuple[GRPOTrainer, Run]:
+    """A trainer on the tiny task and the Run that it will fill.
+
+    Args:
+        output_dir: for checkpoints.
+        strategy: `assistant_strategy`.
+        policy: default :func:`tiny_policy`.
+        tokenizer: default the demo's.
+        trainer: further arguments of the trainer.
+        kind: the trainer's class.
+        config: further fields of SpecGRPOConfig.
+    """
+    run = Run()
+
+    def count_digits(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        """Digits count one, "+" counts against: any reward will do that differs between completions."""
+        run.rewarded.append(("train" if built.model.training else "eval", [list(ids) for ids in completion_ids]))
+        return [sum((4 <= i < 14) - 0.5 * (i % 7 == 0) for i in ids) / len(ids) for ids in completion_ids]
+
+    settings = dict(
+        output_dir=str(output_dir), assistant_strategy=strategy, max_steps=3, per_device_train_batch_size=8,
+        num_generations=4, max_completion_length=16, learning_rate=3e-3, lr_scheduler_type="constant",
+        logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False,
+        disable_tqdm=True, seed=3,
+    )  # fmt: skip
+    arguments = dict(reward_funcs=count_digits, train_dataset=tiny_dataset(), callbacks=[_Collector(run)])
+    built = kind(
+        model=policy if policy is not None else tiny_policy(),
+        args=SpecGRPOConfig(**(settings | config)),
+        processing_class=tokenizer or build_tokenizer(),
+        **(arguments | (trainer or {})),
+    )
+    built.remove_callback(PrinterCallback)  # comes with disable_tqdm
+    return built, run
+
+
+def assert_same_training(one: Run, other: Run) -> None:
+    """Every sampled token, every loss and every final weight are equal to the last bit."""
+    for step, (ours, theirs) in enumerate(zip(one.completions, other.completions, strict=True)):
+        assert ours == theirs, f"completions differ in rollout {step}"
+    assert one.losses == other.losses
+    assert one.weights.keys() == other.weights.keys()
+    for name, weight in one.weights.items():
+        assert torch.equal(weight, other.weights[name]), f"{name} differs"
+
+
+def train(output_dir: Path, strategy: str = "self", resume: Path | None = None, **options: Any) -> Run:
+    """Trains; takes the options of :func:`make_trainer`."""
+    trainer, run = make_trainer(output_dir, strategy, **options)
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    run.weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return run

@@ -1,0 +1,188 @@
+"""SpecGRPOConfig: every field acts, every bad value is refused by the name the user set, all of it parses."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import HfArgumentParser
+from trl import GRPOConfig, TrlParser
+
+from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl.generation.drafters.base import Drafter, DraftSession
+from spec_trl.generation.drafters.ngram import NgramDrafter
+from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.small_model import SmallModelDrafter
+from spec_trl.quantization.kernels import ReferenceInt4
+from tests.trainers.harness import Run, make_trainer, tiny_dataset, tiny_policy
+
+
+@pytest.fixture
+def run_one_step(tmp_path: Path) -> Callable[..., tuple[Any, Run]]:
+    """Trains one step; returns the drafter that was used, and the run."""
+
+    def run(**options: Any) -> tuple[Any, Run]:
+        trainer, run = make_trainer(tmp_path, max_steps=1, **options)
+        trainer.train()
+        return trainer._drafter, run
+
+    return run
+
+
+OneStep = Callable[..., tuple[Any, Run]]
+
+
+def test_no_field_without_a_test_of_its_effect() -> None:
+    added = {field.name for field in fields(SpecGRPOConfig)} - {field.name for field in fields(GRPOConfig)}
+    tested = {name.removeprefix("test_effect_of_") for name in globals() if name.startswith("test_effect_of_")}
+    assert added == tested
+
+
+def test_effect_of_assistant_strategy(run_one_step: OneStep) -> None:
+    assert run_one_step(strategy="none")[0] is None
+    assert type(run_one_step(strategy="self")[0]) is SelfDrafter
+    assert type(run_one_step(strategy="ngram")[0]) is NgramDrafter
+
+
+def test_effect_of_assistant_model(run_one_step: OneStep, tmp_path: Path) -> None:
+    assistant = tiny_policy(seed=1, num_hidden_layers=1)
+    assistant.save_pretrained(tmp_path / "assistant")
+    drafter, _ = run_one_step(strategy="model", assistant_model=str(tmp_path / "assistant"))
+    assert type(drafter) is SmallModelDrafter
+    loaded = drafter.network.state_dict()
+    assert all(torch.equal(weight, loaded[name]) for name, weight in assistant.state_dict().items())
+
+
+@pytest.mark.parametrize("draft_length", [1, 4])
+def test_effect_of_initial_draft_length(run_one_step: OneStep, draft_length: int) -> None:
+    _, run = run_one_step(initial_draft_length=draft_length)
+    assert draft_length - 0.9 < run.metric("rollout/draft_length")[0] <= draft_length
+
+
+def test_effect_of_verification(run_one_step: OneStep) -> None:
+    (_, none), (_, exact), (_, rejection) = (
+        run_one_step(**options)
+        for options in ({"strategy": "none"}, {"verification": "exact"}, {"verification": "rejection"})
+    )
+    assert none.completions == exact.completions != rejection.completions
+    assert rejection.metric("rollout/acceptance_rate")[0] > 0.25
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bits", "group"), [("rtn-w4-g128", 4, 64), ("rtn-w4-g32", 4, 32), ("rtn-w8", 8, 64)]
+)
+def test_effect_of_draft_quantization(run_one_step: OneStep, scheme: str, bits: int, group: int) -> None:
+    layers = run_one_step(draft_quantization=scheme)[0].quantized.layers
+    query = layers["model.layers.0.self_attn.q_proj"].packed  # rows of 64
+    assert (query.layer.bits, query.layer.group) == (bits, group)
+
+
+def test_effect_of_draft_kernel(run_one_step: OneStep) -> None:
+    kernels = {
+        name: {type(layer.packed) for layer in run_one_step(draft_kernel=name)[0].quantized.layers.values()}
+        for name in ("auto", "reference")
+    }
+    assert kernels["reference"] == {ReferenceInt4}
+    assert ReferenceInt4 not in kernels["auto"]
+
+
+def test_effect_of_draft_lm_head(run_one_step: OneStep) -> None:
+    packed = {
+        choice: "lm_head" in run_one_step(draft_lm_head=choice)[0].quantized.layers for choice in ("dense", "packed")
+    }
+    assert packed == {"dense": False, "packed": True}
+
+
+@pytest.mark.parametrize(("rows", "in_flight"), [(3, 3), (None, 8), (100, 8)])
+def test_effect_of_rollout_batch_size(
+    run_one_step: OneStep, monkeypatch: pytest.MonkeyPatch, rows: int | None, in_flight: int
+) -> None:
+    capacities = []
+    begin = Drafter.begin
+
+    def watch(drafter: Drafter, session: DraftSession) -> None:
+        capacities.append(session.rows.capacity)
+        begin(drafter, session)
+
+    monkeypatch.setattr(Drafter, "begin", watch)
+    _, run = run_one_step(rollout_batch_size=rows)
+    assert capacities == [in_flight]
+    assert len(run.completions[0]) == 8
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"assistant_strategy": "selv"}, r"assistant_strategy='selv' is unknown; choose one of \['none', 'self'"),
+        ({"assistant_strategy": "model"}, "assistant_strategy='model' with assistant_model=None"),
+        ({"assistant_model": "gpt2"}, "assistant_strategy='self' with assistant_model='gpt2'"),
+        ({"initial_draft_length": 0}, "^initial_draft_length=0 is out of range; it must be 1 to 64"),
+        ({"initial_draft_length": 65}, "^initial_draft_length=65 is out of range; it must be 1 to 64"),
+        ({"initial_draft_length": 2.5}, "^initial_draft_length=2.5 is a float; pass an integer"),
+        ({"initial_draft_length": True}, "^initial_draft_length=True is a bool; pass an integer"),
+        ({"rollout_batch_size": 0}, "^rollout_batch_size=0 is out of range; it must be at least 1"),
+        ({"rollout_batch_size": "8"}, "^rollout_batch_size='8' is a str; pass an integer"),
+        ({"verification": "greedy"}, r"^verification='greedy' is unknown; choose one of \['exact', 'rejection'\]"),
+        ({"draft_quantization": "w4"}, r"^draft_quantization='w4' is unknown; choose one of \['rtn-w4-g128'"),
+        ({"draft_kernel": "marlln"}, r"^draft_kernel='marlln' is unknown; choose one of \['auto', 'torch_int4'"),
+        ({"draft_lm_head": "sparse"}, r"^draft_lm_head='sparse' is unknown; choose one of \['auto', 'dense'"),
+        (
+            {"assistant_strategy": "ngram", "verification": "rejection"},
+            'verification="rejection" needs draft probabilities, which assistant_strategy="ngram" has none of',
+        ),
+        ({"use_vllm": True}, "use_vllm=True contradicts assistant_strategy='self'.* Set use_vllm=False"),
+        (
+            {"use_transformers_continuous_batching": True},
+            "use_transformers_continuous_batching=True contradicts assistant_strategy='self'",
+        ),
+        ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False contradicts SpecGRPOTrainer"),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_bad_values(tmp_path: Path, bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpecGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **bad)
+
+
+def test_plain_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="args is a GRPOConfig; SpecGRPOTrainer needs a SpecGRPOConfig"):
+        SpecGRPOTrainer(
+            tiny_policy(), lambda completions, **_: [0.0], GRPOConfig(str(tmp_path), use_cpu=True, bf16=False),
+            tiny_dataset(),
+        )  # fmt: skip
+
+
+COMMAND_LINE = (
+    "--use_cpu --bf16 false --output_dir out --assistant_strategy model --assistant_model some/drafter "
+    "--initial_draft_length 7 --verification rejection --draft_quantization rtn-w8 --draft_kernel reference "
+    "--draft_lm_head dense --rollout_batch_size 4"
+).split()
+
+
+@pytest.mark.parametrize(
+    "parse",
+    [
+        lambda arguments: HfArgumentParser(SpecGRPOConfig).parse_args_into_dataclasses(arguments),
+        lambda arguments: TrlParser((SpecGRPOConfig,)).parse_args_and_config(arguments),
+    ],
+    ids=["HfArgumentParser", "TrlParser"],
+)
+def test_command_line(parse: Callable[[list[str]], tuple[SpecGRPOConfig]]) -> None:
+    (config,) = parse(COMMAND_LINE)
+    own = {field.name for field in fields(SpecGRPOConfig)} - {field.name for field in fields(GRPOConfig)}
+    assert {name: getattr(config, name) for name in own} == {
+        "assistant_strategy": "model", "assistant_model": "some/drafter", "initial_draft_length": 7,
+        "verification": "rejection", "draft_quantization": "rtn-w8", "draft_kernel": "reference",
+        "draft_lm_head": "dense", "rollout_batch_size": 4,
+    }  # fmt: skip
+
+
+def test_every_field_says_what_it_does_on_the_command_line() -> None:
+    usage = HfArgumentParser(SpecGRPOConfig).format_help()
+    for field in fields(SpecGRPOConfig):
+        if field.name not in {inherited.name for inherited in fields(GRPOConfig)}:
+            assert f"--{field.name}" in usage
+            assert field.metadata["help"]
+            assert f"{field.name} (" in (SpecGRPOConfig.__doc__ or "")
