@@ -22,7 +22,7 @@ help:
 	@echo "make test       lint, type check, tests: the whole of CI"
 	@echo "make lint       ruff"
 	@echo "make typecheck  mypy"
-	@echo "make bench      short benchmarks; results in benchmarks/results/"
+	@echo "make bench      short benchmarks (some 10 minutes); results in bench_output/"
 	@echo "make venv       install into $(VENV) (the other targets do it when needed)"
 	@echo "make clean      remove caches and demo_output/"
 	@echo "VENV=DIR uses an existing environment; PYTHON=EXE builds .venv with another interpreter"
@@ -53,10 +53,10 @@ typecheck: $(READY)
 	$(RUN) -m mypy
 
 bench: $(READY)
-	$(RUN) -m benchmarks.rollout
-	$(RUN) -m benchmarks.identity
-	$(RUN) -m benchmarks.refresh
+	$(RUN) -m benchmarks.rollout --output bench_output/rollout.json
+	$(RUN) -m benchmarks.identity --output bench_output/identity.json
+	$(RUN) -m benchmarks.refresh --output bench_output/refresh.json
 
 clean:
-	rm -rf demo_output .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf demo_output bench_output .pytest_cache .ruff_cache .mypy_cache build *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -22,8 +22,8 @@ class MaskPlan:
 
     layer_types: tuple[str, ...]
     per_type: bool
-    sliding_window: int | None
-    chunk_size: int | None
+    sliding_window: int
+    chunk_size: int
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> "MaskPlan":
@@ -44,9 +44,9 @@ class MaskPlan:
                     "compressed state that rejected tokens cannot be removed from. spec_trl serves full, sliding and "
                     "chunked attention; generate without `assistant_strategy`."
                 )
-            return cls(layer_types, True, window, chunk)
+            return cls(layer_types, True, window or 0, chunk or 0)
         layer_type = SLIDING if window is not None else CHUNKED if chunk is not None else FULL
-        return cls((layer_type,), False, window, chunk)
+        return cls((layer_type,), False, window or 0, chunk or 0)
 
     def build(self, positions: Tensor, columns: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Additive masks for queries at `positions`.

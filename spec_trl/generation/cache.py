@@ -43,8 +43,8 @@ class RaggedCache(Cache):
         self._positions = positions
         self._visible = columns
 
-    def copy_rows(self, source: Tensor, destination: Tensor, columns: int) -> None:
-        """Copies columns `0..columns` of rows `source` to rows `destination` (both `[n]` int64, no overlap)."""
+    def copy_rows(self, source: list[int], destination: list[int], columns: int) -> None:
+        """Copies columns `0..columns` of rows `source` to rows `destination`, which do not overlap."""
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys[destination, :, :columns] = layer.keys[source, :, :columns]

@@ -169,7 +169,10 @@ def speculative_decoding(
     if streamer is not None:
         streamer.end()
     output = _rectangular(input_ids, completions, pad_token_id, statistics)
-    return output if want_output else output.sequences
+    if want_output:
+        return output
+    assert output.sequences is not None
+    return output.sequences
 
 
 def _rectangular(

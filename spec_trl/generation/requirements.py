@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .attention import MaskPlan
 
@@ -47,6 +48,11 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(
             "the model has a PEFT adapter of prompt learning (prompt, prefix or p-tuning), whose virtual tokens "
             "assistant_strategy would lose. Use LoRA, or generate without `assistant_strategy`."
+        )
+    if is_fsdp_managed_module(model):
+        raise ValueError(
+            "the model is wrapped by FSDP, whose ranks would have to run their forwards in step. Use DDP, or gather "
+            "the weights into a plain model."
         )
     places = set(getattr(model, "hf_device_map", {}).values())
     if len(places) > 1:

@@ -21,9 +21,9 @@ def visible(plan: MaskPlan, columns: int = 10) -> torch.Tensor:
 @pytest.mark.parametrize(
     "kind, window, chunk, rule",
     [
-        ("full_attention", None, None, lambda column, position: column <= position),
-        ("sliding_attention", 3, None, lambda column, position: position - 3 < column <= position),
-        ("chunked_attention", None, 4, lambda column, position: column <= position and column // 4 == position // 4),
+        ("full_attention", 0, 0, lambda column, position: column <= position),
+        ("sliding_attention", 3, 0, lambda column, position: position - 3 < column <= position),
+        ("chunked_attention", 0, 4, lambda column, position: column <= position and column // 4 == position // 4),
     ],
 )
 def test_masks(kind, window, chunk, rule) -> None:
@@ -38,10 +38,8 @@ def test_one_mask_for_each_layer_type() -> None:
     plan = MaskPlan.from_config(AutoConfig.for_model("gemma3_text", sliding_window=3, num_hidden_layers=7))
     masks = plan.build(POSITIONS, 10, torch.float64)
     assert set(masks) == {"full_attention", "sliding_attention"}
-    assert torch.equal(
-        masks["sliding_attention"][:, 0] == 0, visible(MaskPlan(("sliding_attention",), False, 3, None))
-    )
-    assert torch.equal(masks["full_attention"][:, 0] == 0, visible(MaskPlan(("full_attention",), False, None, None)))
+    assert torch.equal(masks["sliding_attention"][:, 0] == 0, visible(MaskPlan(("sliding_attention",), False, 3, 0)))
+    assert torch.equal(masks["full_attention"][:, 0] == 0, visible(MaskPlan(("full_attention",), False, 0, 0)))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_attention(extra: str, length: int, groups: int) -> None:
         torch.randn(batch, kv_heads, columns, 5).double(),
     )
     positions = torch.tensor([[3], [7]]) + torch.arange(length)
-    mask = MaskPlan(("full_attention",), False, None, None).build(positions, columns, torch.float64)
+    mask = MaskPlan(("full_attention",), False, 0, 0).build(positions, columns, torch.float64)
     options = {
         "plain": {}, "softcap": dict(softcap=2.0), "sinks": dict(s_aux=torch.randn(heads).double()),
         "scaled": dict(scaling=0.7),

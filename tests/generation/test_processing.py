@@ -237,6 +237,11 @@ def test_first_stop(view: PrefixView, tiny: PreTrainedModel) -> None:
         keep, ends = Stopping(criteria, view).first_stop(torch.tensor(tokens), torch.tensor(counts))
         return keep.tolist(), ends.tolist()
 
+    def only_verified(ids: Tensor) -> Tensor:
+        assert not (ids == 99).any(), "a criterion was shown a token that was not verified"
+        return ids[:, -1] == 5
+
+    assert stop([[1, 99, 99], [1, 1, 99]], [1, 2], only_verified) == ([1, 2], [False, False])
     assert stop([[1, 1, 1], [1, 1, 1]], [1, 3]) == ([1, 3], [False, False])
     assert stop([[1, 1, 1], [1, 7, 8]], [3, 3]) == ([2, 2], [True, True]), "limit, and the first of two EOS"
     assert stop([[1, 7, 1], [1, 1, 7]], [1, 2]) == ([1, 2], [False, False]), "an EOS that was not verified"

@@ -1,0 +1,1 @@
+"""Benchmarks: rollout speed (`rollout`), losslessness (`identity`), drafter refresh (`refresh`)."""

@@ -1,0 +1,268 @@
+"""Losslessness: is every speculative rollout token-identical to "none" with the same seed, over many tokens?
+
+The logits of one position differ in their last bits between forward shapes, so a near-tie of perturbed logits may fall
+either way. At the first mismatch of a row the reference scores are recomputed (one unbatched forward of the row's
+prefix, same dtype): it is a near-tie when both tokens' scores lie closer to the best than the logit noise between
+forward shapes, which is measured first. Any other mismatch is an error, and the exit status says so. Behind a
+mismatch a row is another text, so its remaining tokens are not counted.
+
+Also: block efficiency of exact against rejection verification with the same drafter.
+"""
+
+import argparse
+import math
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+import spec_trl
+from spec_trl.generation.sampling import gumbel_noise, position_keys, stream_keys
+from spec_trl.generation.statistics import DraftCounts
+
+from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
+from .models import DTYPES, LoadedModel, load_model
+from .rollout import max_packed_rows, number, ours, packed_rows_line
+from .workload import Workload, common_prefix, end_tokens, prompt_source
+
+
+NOISE_LENGTH, NOISE_PROMPT = 64, 8  # tokens of the texts on which the logit noise is measured, and of their prefill
+PROMPT_BATCHES = 16  # then the same prompts come again, with other seeds
+
+
+@dataclass
+class Tally:
+    """What one strategy did against "none"."""
+
+    rows: int = 0
+    tokens_compared: int = 0
+    near_ties: int = 0
+    unexplained: int = 0
+    widest_near_tie: float = 0.0  # largest distance of a near-tie's token from the best score
+
+
+@dataclass(frozen=True)
+class LogitNoise:
+    """Largest and root mean square difference of one logit between forward shapes."""
+
+    largest: float
+    rms: float
+
+
+@torch.no_grad()
+def measure_logit_noise(model: PreTrainedModel, texts: Tensor, draft_length: int) -> LogitNoise:
+    """Compare the logits of `texts` [batch, n] when fed by 1 token, by draft_length + 1 tokens, and all at once."""
+    largest, squares, count = 0.0, 0.0, 0
+    caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    for cache in caches:
+        model(texts[:, :NOISE_PROMPT], past_key_values=cache)
+    whole = torch.cat([model(text[None]).logits for text in texts])  # [batch, n, vocab], row by row
+    width = draft_length + 1
+    for start in range(NOISE_PROMPT, texts.shape[1] - width + 1, width):
+        block = texts[:, start : start + width]  # [batch, width]
+        singly = torch.cat(
+            [model(token, past_key_values=caches[0]).logits for token in block.split(1, dim=1)], dim=1
+        ).double()  # [batch, width, vocab]
+        jointly = model(block, past_key_values=caches[1]).logits.double()  # [batch, width, vocab]
+        for other in (jointly, whole[:, start : start + width].double()):
+            difference = singly - other  # [batch, width, vocab]
+            largest = max(largest, difference.abs().max().item())
+            squares += difference.square().sum().item()
+            count += difference.numel()
+    return LogitNoise(largest, math.sqrt(squares / count))
+
+
+@torch.no_grad()
+def reference_scores(
+    model: PreTrainedModel, prefix: list[int], temperature: float, seed: int, row: int, at: int
+) -> Tensor:
+    """Perturbed scores [vocab] float64 of request `row` at generated position `at`, from one unbatched forward."""
+    logits = model(torch.tensor([prefix], device=model.device)).logits[0, -1]  # [vocab]
+    streams = stream_keys(seed, torch.tensor([row], device=model.device))  # [1]
+    keys = position_keys(streams, torch.tensor([[at]], device=model.device))  # [1, 1]
+    noise = gumbel_noise(keys.view(-1), logits.shape[-1])[0]  # [vocab]
+    return logits.double() / temperature + noise  # [vocab]
+
+
+def compare(
+    model: PreTrainedModel, work: Workload, plain: list[list[int]], other: list[list[int]],
+    noise: LogitNoise, seed: int, tally: Tally,
+) -> None:  # fmt: skip
+    """Add one batch to `tally`: rows of `other` against the rows of `plain`."""
+    for row, (a, b) in enumerate(zip(plain, other, strict=True)):
+        same = common_prefix(a, b)
+        tally.rows += 1
+        tally.tokens_compared += min(same + 1, max(len(a), len(b)))  # the differing token was compared as well
+        if a == b:
+            continue
+        gap = math.inf  # of a row that only ends early: there is no token to tie with
+        if same < min(len(a), len(b)):
+            scores = reference_scores(
+                model, work.prompts[row] + a[:same], work.temperature, seed, row, same
+            )  # [vocab]
+            gap = (scores.max() - scores[[a[same], b[same]]].min()).item()
+        if gap < noise.largest / work.temperature:
+            tally.near_ties += 1
+            tally.widest_near_tie = max(tally.widest_near_tie, gap)
+        else:
+            tally.unexplained += 1
+
+
+def study(loaded: LoadedModel, assistant: PreTrainedModel | None, options: argparse.Namespace) -> dict[str, Any]:
+    """The whole study of one model in one dtype, as plain data."""
+    model = loaded.model
+    eos = end_tokens(loaded, options.ignore_eos)
+    pad = model.generation_config.pad_token_id or 0
+    prompts = prompt_source(loaded, options.prompts, PROMPT_BATCHES * options.batch, options.seed)
+    config = spec_trl.SpeculativeConfig(draft_length=options.draft_length, draft_kernel=options.draft_kernel)
+    none = ours(model, "none", None, config)
+    exact_methods = {strategy: ours(model, strategy, assistant, config) for strategy in options.strategies}
+    rejection_methods = {
+        strategy: ours(model, strategy, assistant, replace(config, verification="rejection"))
+        for strategy in options.strategies
+        if strategy != "ngram"  # has no draft probabilities
+    }
+    tallies = {strategy: Tally() for strategy in exact_methods}
+    exact = {strategy: DraftCounts() for strategy in rejection_methods}
+    rejection = {strategy: DraftCounts() for strategy in rejection_methods}
+    noise: LogitNoise | None = None
+    batch = 0
+    with tqdm(total=options.tokens, desc=f"tokens compared, {loaded.facts['dtype']}") as bar:
+        while (done := min(tally.tokens_compared for tally in tallies.values())) < options.tokens:
+            start = batch % PROMPT_BATCHES * options.batch
+            work = Workload(
+                prompts[start : start + options.batch], options.max_new_tokens, options.temperature, eos, pad
+            )
+            seed = options.seed + batch
+            plain = none(work, seed).completions
+            if noise is None:
+                texts = [p + c for p, c in zip(work.prompts, plain, strict=True) if len(p + c) >= NOISE_LENGTH]
+                if not texts:
+                    raise ValueError(
+                        f"max_new_tokens={options.max_new_tokens}: no text has the {NOISE_LENGTH} tokens that "
+                        "measuring the logit noise takes; choose a larger one"
+                    )
+                cut = torch.tensor([text[:NOISE_LENGTH] for text in texts], device=model.device)  # [batch, n]
+                noise = measure_logit_noise(model, cut, options.draft_length)
+            for strategy, method in exact_methods.items():
+                run = method(work, seed)
+                compare(model, work, plain, run.completions, noise, seed, tallies[strategy])
+                if strategy in rejection_methods and batch < options.rejection_batches:
+                    exact[strategy] += run.draft_counts
+                    rejection[strategy] += rejection_methods[strategy](work, seed).draft_counts
+            batch += 1
+            bar.update(min(tally.tokens_compared for tally in tallies.values()) - done)
+    return {
+        "target": loaded.facts,
+        "self_drafter_max_rows": max_packed_rows(model, config) if "self" in exact_methods else None,
+        "logit_noise": asdict(noise) if noise is not None else None,
+        "strategies": {
+            name: asdict(tally)
+            | {"flips_per_token": tally.near_ties / tally.tokens_compared}
+            | (verification_facts(exact[name], rejection[name]) if name in rejection else {})
+            for name, tally in tallies.items()
+        },
+    }
+
+
+def verification_facts(exact: DraftCounts, rejection: DraftCounts) -> dict[str, float]:
+    """Block efficiency and acceptance of both verifications, on the same batches."""
+    return {
+        "block_efficiency_exact": exact.block_efficiency,
+        "block_efficiency_rejection": rejection.block_efficiency,
+        "exact_over_rejection": exact.block_efficiency / rejection.block_efficiency,
+        "acceptance_exact": exact.acceptance_rate,
+        "acceptance_rejection": rejection.acceptance_rate,
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """`result` as Markdown."""
+    options = result["options"]
+    lines = [
+        f'# Identity with "none": {result["studies"][0]["target"]["model"]}',
+        "",
+        machine_line(result["machine"]),
+        "",
+        f"Batch {options['batch']}, max_new_tokens {options['max_new_tokens']}, temperature {options['temperature']}, "
+        f"draft length {options['draft_length']}. A flip is a near-tie that fell the other way; every other mismatch "
+        "is unexplained and an error.",
+    ]
+    for entry in result["studies"]:
+        noise = entry["logit_noise"]
+        header = ["strategy", "rows", "tokens compared", "flips", "flips per token", "widest flip", "unexplained"]
+        header += ["τ exact", "τ rejection", "exact / rejection"]
+        rows = [
+            [name, str(s["rows"]), str(s["tokens_compared"]), str(s["near_ties"]), f"{s['flips_per_token']:.1e}"]
+            + [f"{s['widest_near_tie']:.2g}", str(s["unexplained"])]
+            + [
+                number(s.get(key, math.nan), 3)
+                for key in ("block_efficiency_exact", "block_efficiency_rejection", "exact_over_rejection")
+            ]
+            for name, s in entry["strategies"].items()
+        ]
+        lines += [
+            "",
+            f"## {entry['target']['dtype']}",
+            "",
+            f"Logit noise between forward shapes: largest {noise['largest']:.2g}, rms {noise['rms']:.2g}."
+            + packed_rows_line(entry["self_drafter_max_rows"]),
+            "",
+            markdown_table(header, rows),
+        ]
+    return "\n".join(lines)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", default="shape:tiny", help="folder, shape:NAME or shape:CONFIG.json")
+    parser.add_argument("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
+    parser.add_argument("--assistant", help="folder of a small model for strategy model")
+    parser.add_argument("--strategies", nargs="+", default=["self", "ngram"], choices=["self", "model", "ngram"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES))
+    parser.add_argument("--tokens", type=int, default=5_000, help="to compare, for each strategy and dtype")
+    parser.add_argument("--batch", type=int, default=4, help="rows per batch")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="per row")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling")
+    parser.add_argument("--draft-length", type=int, default=5, help="draft tokens per round")
+    parser.add_argument("--draft-kernel", default="auto", help="of the self-drafter; a fast one serves few rows only")
+    parser.add_argument("--rejection-batches", type=int, default=4, help="batches run with rejection too")
+    parser.add_argument("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
+    parser.add_argument("--prompts", type=Path, help="JSON list of strings; default: TinyStories in ../shared")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch on the CPU")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling")
+    parser.add_argument("--output", type=Path, default=RESULTS / "identity.json", help="the .md goes beside it")
+    options = parser.parse_args()
+    if "model" in options.strategies and options.assistant is None:
+        parser.error("strategy model needs --assistant: pass the folder of a small model")
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    machine = describe_machine(torch.device(options.device))
+    studies = []
+    for name in options.dtypes:
+        dtype = DTYPES[name]
+        loaded = load_model(options.model, dtype, options.device, options.agreement, options.seed)
+        assistant = load_model(options.assistant, dtype, options.device).model if options.assistant else None
+        studies.append(study(loaded, assistant, options))
+    shown = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
+    shown["model"] = studies[0]["target"]["model"]
+    shown["assistant"] = Path(options.assistant).name if options.assistant else None
+    result: dict[str, object] = {"machine": machine, "options": shown, "studies": studies}
+    write_result(options.output, result, report(result))
+    unexplained = sum(s["unexplained"] for entry in studies for s in entry["strategies"].values())
+    if unexplained:
+        sys.exit(f"{unexplained} mismatches are no near-ties")
+
+
+if __name__ == "__main__":
+    main()

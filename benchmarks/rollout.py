@@ -1,0 +1,429 @@
+"""Rollout speed: transformers' ways to generate against ours, same prompts, lengths and temperature, in one process.
+
+Methods run in alternation (A B C A B C ...), so that a slow minute of the machine hits all of them; the first pass
+warms up and measures memory and is not timed. Ratios are medians over passes of the ratio within a pass. At
+temperature 1 the methods draw different texts (only ours share their noise, so only they can be identical): compare
+tokens/s, not seconds, unless --ignore-eos makes all rows equally long.
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+import spec_trl
+from spec_trl.generation.configuration import STRATEGIES
+from spec_trl.generation.drafters.self_draft import self_drafter_of
+from spec_trl.generation.statistics import DraftCounts
+from spec_trl.quantization import QuantizedLinear
+
+from .measure import (
+    RESULTS,
+    count_forwards,
+    describe_machine,
+    machine_line,
+    markdown_table,
+    peak_memory,
+    stopwatch,
+    write_result,
+)
+from .models import DTYPES, load_model
+from .workload import Workload, common_prefix, end_tokens, prompt_source
+
+
+GENERATE = "transformers generate"
+CONTINUOUS = "transformers generate_batch"
+ASSISTED = "transformers assisted (batch 1)"
+PLAIN = "ours none"
+BASELINES = (GENERATE, CONTINUOUS, ASSISTED, PLAIN)
+PAGE = 256  # tokens per page of continuous batching's cache: transformers' default
+
+
+@dataclass
+class Run:
+    """One method, one batch, once. `seconds` is filled in by the caller."""
+
+    completions: list[list[int]]
+    target_forwards: int
+    block_efficiency: float = math.nan
+    acceptance_rate: float = math.nan
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    seconds: float = math.nan
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.completions))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+Method = Callable[[Workload, int], Run]
+
+
+def transformers_generate(model: PreTrainedModel) -> Method:
+    """`generate` on the left-padded batch."""
+
+    def run(work: Workload, seed: int) -> Run:
+        inputs = work.padded(model.device)
+        torch.manual_seed(seed)
+        with count_forwards(model) as forwards:
+            sequences = model.generate(**inputs, **sampling(work))  # [batch, longest + new]
+        new = sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        return Run([work.trimmed(row) for row in new], int(forwards.value))
+
+    return run
+
+
+def transformers_continuous(model: PreTrainedModel) -> Method:
+    """`generate_batch`: paged cache, rows leave when they end.
+
+    On a GPU it sizes its cache by the free memory. On a CPU that guess is far too large and slows it by an order of
+    magnitude, so there it gets the pages that the batch needs and room to prefill all prompts at once.
+    """
+
+    def run(work: Workload, seed: int) -> Run:
+        options = ContinuousBatchingConfig(seed=seed)
+        if model.device.type == "cpu":
+            pages = [math.ceil((len(prompt) + work.max_new_tokens) / PAGE) for prompt in work.prompts]
+            options.page_size = PAGE
+            options.num_blocks = sum(pages) + 2
+            options.max_batch_tokens = max(256, sum(map(len, work.prompts)))
+        generation = GenerationConfig(**sampling(work), eos_token_id=list(work.eos_token_ids) or None)
+        with count_forwards(model) as forwards:
+            outputs = model.generate_batch(
+                work.prompts, generation_config=generation, continuous_batching_config=options
+            )
+        # Requests are named req_0, req_1, ... in the order of the prompts and come back in the order they end.
+        ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
+        if len(ordered) != len(work.prompts) or any(output.error for output in ordered):
+            raise RuntimeError(f"generate_batch failed: {[output.error for output in ordered]}")
+        return Run([work.trimmed(list(output.generated_tokens)) for output in ordered], int(forwards.value))
+
+    return run
+
+
+def transformers_assisted(model: PreTrainedModel, assistant: PreTrainedModel, draft_length: int) -> Method:
+    """`generate(assistant_model=...)`, which knows batch 1 only: one row after the other."""
+    assistant.generation_config.num_assistant_tokens = draft_length
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0  # as ours: draft_length tokens each round
+
+    def run(work: Workload, seed: int) -> Run:
+        torch.manual_seed(seed)
+        completions = []
+        with count_forwards(model) as forwards:
+            for prompt in work.prompts:
+                ids = torch.tensor([prompt], device=model.device)  # [1, prompt]
+                sequence = model.generate(
+                    ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, **sampling(work)
+                )  # [1, prompt + new]
+                completions.append(work.trimmed(sequence[0, len(prompt) :].tolist()))
+        tokens = sum(map(len, completions))
+        return Run(completions, int(forwards.value), block_efficiency=tokens / forwards.value)
+
+    return run
+
+
+def ours(
+    model: PreTrainedModel, strategy: str, assistant: PreTrainedModel | None, config: spec_trl.SpeculativeConfig
+) -> Method:
+    """Our engine with one strategy; the run's seed replaces the config's."""
+
+    def run(work: Workload, seed: int) -> Run:
+        inputs = work.padded(model.device)
+        output = model.generate(
+            **inputs,
+            **sampling(work),
+            assistant_strategy=strategy,
+            assistant_model=assistant if strategy == "model" else None,
+            speculative_config=replace(config, seed=seed),
+            return_dict_in_generate=True,
+        )
+        facts = output.statistics
+        if facts.drafter_failure is not None:  # the rest ran as "none"
+            raise RuntimeError(f"the drafter of {strategy!r} failed: {facts.drafter_failure}")
+        new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        return Run(
+            [work.trimmed(row) for row in new],
+            facts.target_forwards,
+            facts.block_efficiency,
+            facts.acceptance_rate,
+            dict(facts.phase_seconds),
+            facts.total,
+        )
+
+    return run
+
+
+def max_packed_rows(model: PreTrainedModel, config: spec_trl.SpeculativeConfig) -> int:
+    """Rows up to which every layer of the self-drafter computes with packed weights; above, some run dense."""
+    drafter = self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+    linears = [layer for layer in drafter.quantized.layers.values() if isinstance(layer, QuantizedLinear)]
+    return min(linear.packed.max_rows for linear in linears)
+
+
+def packed_rows_line(rows: int | None) -> str:
+    """A sentence for the report on `max_packed_rows`; empty without a self-drafter."""
+    if rows is None or rows >= 1 << 31:
+        return ""
+    return (
+        f" The self-drafter's kernel serves up to {rows} rows here; larger batches draft on the policy's dense "
+        "weights, which accepts nearly everything and saves nothing."
+    )
+
+
+def sampling(work: Workload) -> dict[str, object]:
+    """Keywords of plain temperature sampling; transformers' default would add top_k=50."""
+    return {
+        "do_sample": True,
+        "temperature": work.temperature,
+        "top_k": 0,
+        "max_new_tokens": work.max_new_tokens,
+        "pad_token_id": work.pad_token_id,
+    }
+
+
+@dataclass
+class Summary:
+    """Medians of one method over the timed passes. NaN where a quantity does not apply."""
+
+    method: str
+    tokens_per_second: float
+    seconds: float
+    tokens: float
+    target_forwards_per_token: float
+    block_efficiency: float
+    acceptance_rate: float
+    peak_memory_mb: float
+    identical_rows: int | None
+    rows: int
+    identical_tokens: int | None
+    compared_tokens: int | None
+    ratio_to: dict[str, float]
+    phase_seconds: dict[str, float]
+    tokens_per_second_by_pass: list[float]
+
+
+def compare(
+    methods: dict[str, Method], works: list[Workload], device: torch.device, seed: int, advance: Callable[[], object]
+) -> list[Summary]:
+    """Run every method on every workload in alternation; `works[0]` is the warm-up and runs again as first timed pass.
+
+    Args:
+        methods: by name.
+        works: one workload for each timed pass.
+        device: of the model.
+        seed: pass i draws with seed + i.
+        advance: called after each run.
+    """
+    memory = {}
+    for name, method in methods.items():
+        with peak_memory(device) as peak:
+            method(works[0], seed)
+        memory[name] = peak.value / 1e6
+        advance()
+    runs: dict[str, list[Run]] = {name: [] for name in methods}
+    for index, work in enumerate(works):
+        for name, method in methods.items():
+            with stopwatch(device) as watch:
+                run = method(work, seed + index)
+            run.seconds = watch.value
+            runs[name].append(run)
+            advance()
+    return [summarise(name, runs, memory[name]) for name in methods]
+
+
+def summarise(name: str, runs: dict[str, list[Run]], memory_mb: float) -> Summary:
+    """Medians of `name`'s runs, and their ratios to and agreement with the other methods' runs of the same pass."""
+    own = runs[name]
+    compared = name != PLAIN and name.startswith("ours") and PLAIN in runs
+    pairs = [
+        (a, b)
+        for run, plain in zip(own, runs[PLAIN] if compared else [], strict=compared)
+        for a, b in zip(run.completions, plain.completions, strict=True)
+    ]
+    return Summary(
+        method=name,
+        tokens_per_second=median([run.tokens_per_second for run in own]),
+        seconds=median([run.seconds for run in own]),
+        tokens=median([run.tokens for run in own]),
+        target_forwards_per_token=median([run.target_forwards / run.tokens for run in own]),
+        block_efficiency=median([run.block_efficiency for run in own]),
+        acceptance_rate=median([run.acceptance_rate for run in own]),
+        peak_memory_mb=memory_mb,
+        identical_rows=sum(a == b for a, b in pairs) if compared else None,
+        rows=sum(len(run.completions) for run in own),
+        identical_tokens=sum(common_prefix(a, b) for a, b in pairs) if compared else None,
+        compared_tokens=sum(len(b) for _, b in pairs) if compared else None,
+        ratio_to={
+            other: median([a.tokens_per_second / b.tokens_per_second for a, b in zip(own, runs[other], strict=True)])
+            for other in BASELINES
+            if other in runs and other != name
+        },
+        phase_seconds={phase: median([run.phase_seconds[phase] for run in own]) for phase in own[0].phase_seconds},
+        tokens_per_second_by_pass=[run.tokens_per_second for run in own],
+    )
+
+
+def median(values: list[float]) -> float:
+    """Median of the values that are not NaN; NaN if there are none."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
+
+
+def report(result: dict[str, Any]) -> str:
+    """`result` as Markdown."""
+    options, target = result["options"], result["target"]
+    lines = [
+        f"# Rollout: {target['model']}, {target['dtype']}",
+        "",
+        machine_line(result["machine"]),
+        "",
+        f"max_new_tokens {options['max_new_tokens']}, temperature {options['temperature']}, draft length "
+        f"{options['draft_length']}, {options['verification']} verification, {options['repeats']} timed passes "
+        f"after one warm-up, prompts of {result['prompt_tokens'][0]} to {result['prompt_tokens'][1]} tokens"
+        + (", end of sequence ignored" if options["ignore_eos"] else "")
+        + ".",
+    ]
+    if target["synthetic_weights"]:
+        agreement = target["agreement"]
+        lines.append(
+            f"Synthetic weights (agreement asked for: {options['agreement']}); measured on own samples: overlap with "
+            f"the 4-bit copy {agreement['overlap_packed_head']:.3f} (with a dense head "
+            f"{agreement['overlap_dense_head']:.3f}), entropy {agreement['entropy']:.2f} nats."
+        )
+    lines.append(
+        "Ratios are medians of tokens/s over the baseline's in the same pass. Memory is the peak above the warm-up's "
+        "start; the self-drafter's packed weights are built in it and stay."
+        + packed_rows_line(result["self_drafter_max_rows"])
+    )
+    for batch, summaries in result["batches"].items():
+        shown = [other for other in BASELINES if other in {s["method"] for s in summaries}]
+        header = ["method", "tokens/s", "s", "forwards/token", "τ", "acceptance", "peak MB", "rows (tokens) as none"]
+        rows = []
+        for s in summaries:
+            identical = (
+                ""
+                if s["identical_rows"] is None
+                else (f"{s['identical_rows']}/{s['rows']} ({s['identical_tokens']}/{s['compared_tokens']})")
+            )
+            ratios = [f"{s['ratio_to'][other]:.2f}×" if other in s["ratio_to"] else "" for other in shown]
+            rows.append(
+                [s["method"], f"{s['tokens_per_second']:.1f}", f"{s['seconds']:.2f}"]
+                + [number(s["target_forwards_per_token"], 4), number(s["block_efficiency"], 2)]
+                + [number(s["acceptance_rate"], 3), f"{s['peak_memory_mb']:.0f}", identical, *ratios]
+            )
+        lines += ["", f"## Batch {batch}", "", markdown_table(header + [f"vs {other}" for other in shown], rows)]
+        phases = [s for s in summaries if s["phase_seconds"]]
+        names = list(dict.fromkeys(name for s in phases for name in s["phase_seconds"]))
+        table = [[s["method"], *(f"{s['phase_seconds'].get(name, 0.0):.3f}" for name in names)] for s in phases]
+        if table:
+            lines += ["", "Seconds per phase (medians):", "", markdown_table(["method", *names], table)]
+    return "\n".join(lines)
+
+
+def number(value: float, digits: int) -> str:
+    """`value` with `digits` decimals, or nothing for NaN."""
+    return "" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument(
+        "--model", default="shape:qwen2.5-0.5b", help="folder of a checkpoint, or shape:NAME or shape:CONFIG.json "
+        "for synthetic weights in that shape",
+    )  # fmt: skip
+    parser.add_argument("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
+    parser.add_argument("--assistant", help="folder of a small model, for strategy model and assisted")
+    parser.add_argument("--strategies", nargs="+", default=["none", "self"], choices=STRATEGIES)
+    parser.add_argument(
+        "--baselines", nargs="*", default=["generate", "continuous", "assisted"],
+        choices=["generate", "continuous", "assisted"], help="of transformers; assisted runs with --assistant only",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="rows per batch; each is measured")
+    parser.add_argument("--max-new-tokens", type=int, default=48, help="per row")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling")
+    parser.add_argument("--draft-length", type=int, default=5, help="draft tokens per round")
+    parser.add_argument("--verification", default="exact", choices=["exact", "rejection"], help="of the drafts")
+    parser.add_argument("--draft-kernel", default="auto", help="of the self-drafter")
+    parser.add_argument("--draft-lm-head", default="auto", choices=["auto", "dense", "packed"], help="likewise")
+    parser.add_argument("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
+    parser.add_argument("--prompts", type=Path, help="JSON list of strings; default: TinyStories in ../shared")
+    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch on the CPU")
+    parser.add_argument("--repeats", type=int, default=3, help="timed passes; each has its own prompts and seed")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling")
+    parser.add_argument("--output", type=Path, default=RESULTS / "rollout.json", help="the .md goes beside it")
+    options = parser.parse_args()
+    if "model" in options.strategies and options.assistant is None:
+        parser.error("strategy model needs --assistant: pass the folder of a small model")
+    if "ngram" in options.strategies and options.verification == "rejection":
+        parser.error("strategy ngram has no draft probabilities: leave it out, or use --verification exact")
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    dtype = DTYPES[options.dtype]
+    machine = describe_machine(torch.device(options.device))
+    loaded = load_model(options.model, dtype, options.device, options.agreement, options.seed)
+    model = loaded.model
+    assistant = load_model(options.assistant, dtype, options.device).model if options.assistant else None
+
+    methods: dict[str, Method] = {}
+    if "generate" in options.baselines:
+        methods[GENERATE] = transformers_generate(model)
+    if "continuous" in options.baselines:
+        methods[CONTINUOUS] = transformers_continuous(model)
+    if "assisted" in options.baselines and assistant is not None:
+        methods[ASSISTED] = transformers_assisted(model, assistant, options.draft_length)
+    config = spec_trl.SpeculativeConfig(
+        draft_length=options.draft_length,
+        draft_kernel=options.draft_kernel,
+        draft_lm_head=options.draft_lm_head,
+        verification=options.verification,
+    )
+    for strategy in options.strategies:
+        methods[f"ours {strategy}"] = ours(model, strategy, assistant, config)
+
+    eos = end_tokens(loaded, options.ignore_eos)
+    pad = model.generation_config.pad_token_id or 0
+    prompts = prompt_source(loaded, options.prompts, max(options.batch) * options.repeats, options.seed)
+    batches: dict[str, list[dict[str, object]]] = {}
+    runs = len(options.batch) * len(methods) * (options.repeats + 1)
+    with tqdm(total=runs, desc="rollouts") as bar:
+        for batch in options.batch:
+            works = [
+                Workload(prompts[i * batch : (i + 1) * batch], options.max_new_tokens, options.temperature, eos, pad)
+                for i in range(options.repeats)
+            ]
+            summaries = compare(methods, works, model.device, options.seed, bar.update)
+            batches[str(batch)] = [asdict(summary) for summary in summaries]
+    shown = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
+    shown["model"] = loaded.facts["model"]  # without the folder it came from
+    shown["assistant"] = Path(options.assistant).name if options.assistant else None
+    result: dict[str, object] = {
+        "machine": machine,
+        "options": shown,
+        "target": loaded.facts,
+        "prompt_tokens": [min(map(len, prompts)), max(map(len, prompts))],
+        "self_drafter_max_rows": max_packed_rows(model, config) if "self" in options.strategies else None,
+        "batches": batches,
+    }
+    write_result(options.output, result, report(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What is generated: prompts of unequal length, token limits, and what counts as a generated token."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .models import LoadedModel
+
+
+STORIES = Path(__file__).resolve().parents[2] / "shared/data/tinystories/tinystories_1000.json"
+SHORTEST_PROMPT, LONGEST_PROMPT = 16, 64  # tokens
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One batch to generate.
+
+    Args:
+        prompts: token ids of each row, of unequal length.
+        max_new_tokens: per row.
+        temperature: of the sampling; top-k, top-p and all else are off.
+        eos_token_ids: tokens that end a row; empty: all rows get `max_new_tokens`.
+        pad_token_id: on the left of short prompts.
+    """
+
+    prompts: list[list[int]]
+    max_new_tokens: int
+    temperature: float
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+
+    def padded(self, device: torch.device) -> dict[str, Tensor]:
+        """Left-padded `input_ids` and `attention_mask`, each [batch, longest] int64."""
+        width = max(map(len, self.prompts))
+        ids = [[self.pad_token_id] * (width - len(p)) + p for p in self.prompts]
+        mask = [[0] * (width - len(p)) + [1] * len(p) for p in self.prompts]
+        return {
+            "input_ids": torch.tensor(ids, device=device),  # [batch, longest]
+            "attention_mask": torch.tensor(mask, device=device),  # [batch, longest]
+        }
+
+    def trimmed(self, completion: list[int]) -> list[int]:
+        """`completion` up to its end of sequence, which counts, without the padding behind it, which does not."""
+        for place, token in enumerate(completion):
+            if token in self.eos_token_ids:
+                return completion[: place + 1]
+        return completion
+
+
+def prompt_source(loaded: LoadedModel, path: Path | None, count: int, seed: int) -> list[list[int]]:
+    """`count` prompts of 16 to 64 tokens: beginnings of texts, or seeded token ids where there is no tokenizer.
+
+    Args:
+        loaded: model and tokenizer.
+        path: JSON list of strings; by default the TinyStories beside the repository.
+        count: number of prompts; texts repeat when there are fewer.
+        seed: of the token ids.
+
+    Raises:
+        ValueError: no file of texts.
+    """
+    # A stride through the range, so that lengths differ inside every batch, and equally in each batch of 7.
+    span = LONGEST_PROMPT - SHORTEST_PROMPT
+    lengths = [SHORTEST_PROMPT + round(span * ((3 * i) % 7) / 6) for i in range(count)]
+    if loaded.tokenizer is None:
+        vocab = loaded.model.config.vocab_size
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
+    file = path or STORIES
+    if not file.exists():
+        raise ValueError(f"prompts: {file.name} does not exist: pass --prompts with a JSON list of strings")
+    texts = json.loads(file.read_text())
+    encoded = loaded.tokenizer(texts[:count])["input_ids"]
+    return [encoded[i % len(encoded)][:length] for i, length in enumerate(lengths)]
+
+
+def end_tokens(loaded: LoadedModel, ignore_eos: bool) -> tuple[int, ...]:
+    """The model's end-of-sequence ids; with `ignore_eos` they are also taken from its generation config."""
+    config = loaded.model.generation_config
+    if ignore_eos:
+        config.eos_token_id = None
+    ids = config.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Tokens that `a` and `b` share from the start."""
+    for place, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return place
+    return min(len(a), len(b))
