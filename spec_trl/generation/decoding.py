@@ -109,9 +109,9 @@ class Rollout:
 
     def _round_draft_length(self) -> int:
         """γ of this round: no longer than the row with most room could use; 0 where drafting cannot pay."""
-        room = int((self._rows.limits - self._rows.lengths).max())
-        pays = self._drafter is not None and self._rows.active <= self._drafter.max_rows
-        draft_length = min(self._draft_length, room - 1) if pays else 0
+        draft_length = 0
+        if self._drafter is not None and self._rows.active <= self._drafter.max_rows:
+            draft_length = min(self._draft_length, int((self._rows.limits - self._rows.lengths).max()) - 1)
         spans = self._statistics.speculating
         if not spans or spans[-1][1] != draft_length:
             spans.append((self._statistics.rounds, draft_length))
@@ -127,10 +127,10 @@ class Rollout:
     def _draft(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         rows = self._rows
         nothing = torch.zeros_like(rows.lengths)  # [B]
-        proposal = None
-        if draft_length:
-            shape = (rows.active, draft_length, self._vocabulary)
-            proposal = self._guard(lambda drafter: _checked(drafter.propose(draft_length, noise), shape))
+        if not draft_length:
+            return Proposal(rows.tokens[: rows.active, :0], nothing)
+        shape = (rows.active, draft_length, self._vocabulary)
+        proposal = self._guard(lambda drafter: _checked(drafter.propose(draft_length, noise), shape))
         if proposal is None:
             # A drafter that failed half-way may have left broken K/V in the columns it drafted: they are verified all
             # the same, as tokens nobody proposed, and so overwritten.
@@ -164,16 +164,16 @@ class Rollout:
         counts = verdict.accepted + 1  # [B]
         rows.write(0, verdict.tokens)
         kept, ends = self._stopping.first_stop(verdict.tokens, counts)
-        broken = ~(verdict.scores > -torch.inf)  # [B, γ + 1]: NaN, or no token has any probability
-        broken &= torch.arange(broken.shape[1], device=broken.device) < kept[:, None]
+        sound = verdict.scores > -torch.inf  # [B, γ + 1]; else NaN, or no token has any probability
+        broken = sound.long().cumprod(1).sum(1) < kept  # [B]
         if proposal.tokens.shape[1]:
             self._counter.add(rows.requests, rows.generated, proposal, verdict, kept, ends)
         if self._on_tokens is not None:
             self._on_tokens(verdict.tokens[0, : int(kept[0])])
-        position = torch.where(broken.any(1), rows.generated + broken.int().argmax(1), -1)  # [B], of the first
-        state = torch.stack([rows.lengths + kept, ends.long(), position]).tolist()  # the round's one sync
-        if max(state[2]) >= 0:
-            self._raise_broken(*next((row, position) for row, position in enumerate(state[2]) if position >= 0))
+        state = torch.stack([rows.lengths + kept, ends.long(), broken.long()]).tolist()  # the round's one sync
+        if any(state[2]):
+            row = state[2].index(1)
+            self._raise_broken(row, int(rows.generated[row] + sound[row].long().cumprod(0).sum()))
         rows.commit(kept, verdict.logprobs)
         rows.longest = max(state[0])
         if proposal.tokens.shape[1]:

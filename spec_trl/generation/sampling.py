@@ -6,6 +6,8 @@ different machines, meet the same noise at the same token and agree whenever the
 coupling: P(agree) >= (1 - TV) / (1 + TV), Daliri, Musco, Suresh, arXiv 2408.07978).
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -72,11 +74,16 @@ def _hash_into(keys: Tensor, counters: Tensor, out: Tensor, scratch: Tensor) -> 
     return out.bitwise_xor_(scratch.bitwise_and_(0xFFFF))
 
 
+@functools.lru_cache(maxsize=8)
+def _counters(vocabulary: int, device: torch.device) -> Tensor:
+    """`[V]` int32. An odd multiplier: counters of one key differ in many bits before the first round."""
+    return torch.arange(vocabulary, dtype=torch.int32, device=device).mul_(_signed(0x9E3779B1, 32))
+
+
 def gumbel_noise(keys: Tensor, vocabulary: int) -> Tensor:
     """Standard Gumbel noise `[n, vocabulary]` float32 for `keys` `[n]` int64."""
     noise = torch.empty(keys.shape[0], vocabulary, dtype=torch.float32, device=keys.device)  # [n, V]
-    # Odd multiplier: counters of one key differ in many bits before the first round.
-    counters = torch.arange(vocabulary, dtype=torch.int32, device=keys.device).mul_(_signed(0x9E3779B1, 32))  # [V]
+    counters = _counters(vocabulary, keys.device)  # [V]
     rows = max(1, _CHUNK // vocabulary)
     hashed = torch.empty(min(rows, keys.shape[0]), vocabulary, dtype=torch.int32, device=keys.device)
     scratch = torch.empty_like(hashed)

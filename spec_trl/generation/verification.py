@@ -104,5 +104,7 @@ def verify_rejection(
 
 def _leading(matches: Tensor, lengths: Tensor) -> Tensor:
     """Length of the leading run of `matches` (`[B, γ]` bool) within each row's `lengths` (`[B]`): `[B]` int64."""
+    if not matches.shape[1]:
+        return torch.zeros_like(lengths)
     within = torch.arange(matches.shape[1], device=matches.device) < lengths[:, None]  # [B, γ]
     return (matches & within).long().cumprod(dim=1).sum(dim=1)
