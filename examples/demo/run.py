@@ -41,7 +41,7 @@ from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
 
 
 OUTPUT = Path("demo_output")
-STEPS = 50
+STEPS = 40
 WINDOW = 10  # steps a reported reward is averaged over; one step is 8 questions, too few
 DRAFT_LENGTH = 5
 PROMPTS = 64  # of the comparison
