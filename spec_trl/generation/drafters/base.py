@@ -117,8 +117,9 @@ class Drafter(CandidateGenerator):
         draft_length = min(draft_length, max_length - length - 1)
         if draft_length < 1:
             return input_ids, None
-        noise = RoundNoise(rows.streams, rows.generated, draft_length, self._vocabulary) if do_sample else None
-        proposal = self.propose(draft_length, noise if self.has_probabilities else None)
+        samples = do_sample and self.has_probabilities
+        noise = RoundNoise(rows.streams, rows.generated, draft_length, self._vocabulary) if samples else None
+        proposal = self.propose(draft_length, noise)
         drafted = int(proposal.lengths)
         candidates = torch.cat([input_ids, proposal.tokens[:, :drafted]], dim=1)
         return candidates, proposal.logits[:, :drafted] if proposal.logits is not None and drafted else None
@@ -126,4 +127,4 @@ class Drafter(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """The draft length is the caller's business."""
 
-    _vocabulary: int = 1
+    _vocabulary: int  # of drafters with probabilities
