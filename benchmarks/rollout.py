@@ -22,7 +22,6 @@ import spec_trl
 from spec_trl.generation.configuration import STRATEGIES
 from spec_trl.generation.drafters.self_draft import self_drafter_of
 from spec_trl.generation.statistics import DraftCounts
-from spec_trl.quantization import QuantizedLinear
 
 from .measure import (
     RESULTS,
@@ -166,10 +165,8 @@ def ours(
 
 
 def max_packed_rows(model: PreTrainedModel, config: spec_trl.SpeculativeConfig) -> int:
-    """Rows up to which every layer of the self-drafter computes with packed weights; above, some run dense."""
-    drafter = self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
-    linears = [layer for layer in drafter.quantized.layers.values() if isinstance(layer, QuantizedLinear)]
-    return min(linear.packed.max_rows for linear in linears)
+    """Rows up to which the self-drafter drafts."""
+    return self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head).max_rows
 
 
 def packed_rows_line(rows: int | None) -> str:
@@ -177,8 +174,8 @@ def packed_rows_line(rows: int | None) -> str:
     if rows is None or rows >= 1 << 31:
         return ""
     return (
-        f" The self-drafter's kernel serves up to {rows} rows here; larger batches draft on the policy's dense "
-        "weights, which accepts nearly everything and saves nothing."
+        f" The self-drafter's kernel serves up to {rows} rows here; with more in flight, rounds decode "
+        "autoregressively."
     )
 
 
