@@ -5,24 +5,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .awq import ActivationAware, ChannelStatistics
 from .kernels import PackedWeight
-from .rtn import RoundToNearest
 from .source_weight import is_adapter, read_projection, under_adapters
 
 
 class QuantizedLinear(nn.Module):
-    """y = x @ packedᵀ + bias, for few rows of x; the replaced layer itself for many.
+    """y = (x * inverse_scales) @ packedᵀ + bias, for few rows of x; the replaced layer itself, unscaled, for many.
 
     The replaced layer is kept outside the module tree: `.to()`, `.train()` or `.requires_grad_()` on the drafter must
     not reach the policy's weights through it. It is the drafter's own module object over the policy's Parameters.
 
+    Args:
+        dense: the layer to replace.
+        packed: an empty packed weight of its shape.
+        activation_aware: scale the input channels (AWQ).
+
     Attributes:
         packed: the quantized weight; its buffers keep their addresses for life.
+        inverse_scales: what multiplies the input channels, [in], in place for life too; None = nothing does.
         dense: the replaced layer.
         called: whether the layer ran since the last refresh (a replayed CUDA graph does not count).
     """
 
-    def __init__(self, dense: nn.Module, packed: PackedWeight) -> None:
+    def __init__(self, dense: nn.Module, packed: PackedWeight, activation_aware: bool = False) -> None:
         super().__init__()
         self.packed = packed
         self._dense = (dense,)  # a tuple, so that nn.Module does not register it
@@ -34,8 +40,15 @@ class QuantizedLinear(nn.Module):
         bias = under_adapters(dense).bias
         merged_bias = bias.detach().clone() if self.has_adapter and bias is not None else None  # [out]
         self.register_buffer("merged_bias", merged_bias, persistent=False)
+        inverse_scales = None
+        if activation_aware:
+            # As wide as the quantizer computes: then the product with x is rounded once, to the kernel's dtype.
+            dtype = torch.float64 if packed.layer.policy_dtype == torch.float64 else torch.float32
+            inverse_scales = torch.ones(self.in_features, dtype=dtype, device=packed.layer.device)  # [in]
+        self.register_buffer("inverse_scales", inverse_scales, persistent=False)
 
     merged_bias: Tensor | None
+    inverse_scales: Tensor | None
 
     @property
     def dense(self) -> Any:
@@ -59,13 +72,21 @@ class QuantizedLinear(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes the packed weight occupies."""
-        return self.packed.nbytes
+        """Bytes the packed weight occupies, its input scales included."""
+        return self.packed.nbytes + (0 if self.inverse_scales is None else self.inverse_scales.nbytes)
 
-    def refresh(self, quantizer: RoundToNearest) -> None:
-        """Quantize the layer's present weight into the same buffers."""
+    def refresh(self, quantizer: ActivationAware, activations: ChannelStatistics | None = None) -> None:
+        """Quantize the layer's present weight into the same buffers.
+
+        Args:
+            quantizer: whose scratch memory the layers of a network share.
+            activations: what an activation-aware layer chooses its scales by; without, it rounds to nearest.
+        """
         weight, bias = read_projection(self.dense)
-        quantizer.quantize_(weight, self.packed)
+        if self.inverse_scales is None:
+            quantizer.quantize_(weight, self.packed)
+        else:
+            quantizer.quantize_scaled_(weight, self.packed, self.inverse_scales, activations)
         if self.merged_bias is not None and bias is not None:
             self.merged_bias.copy_(bias)  # [out]
         self.called = False
@@ -76,8 +97,10 @@ class QuantizedLinear(nn.Module):
         with torch.no_grad():
             if x.numel() > self.max_rows * self.in_features:
                 return self.dense(x)
-            rows = x.reshape(-1, self.in_features).to(self.packed.activation_dtype)  # [m, in]
-            y = self.packed.linear(rows).to(result_dtype(x))  # [m, out]
+            rows = x.reshape(-1, self.in_features)  # [m, in]
+            if self.inverse_scales is not None:
+                rows = rows * self.inverse_scales  # [m, in]
+            y = self.packed.linear(rows.to(self.packed.activation_dtype)).to(result_dtype(x))  # [m, out]
             bias = self.merged_bias if self.has_adapter else self.dense.bias  # [out]
             if bias is not None:
                 y += bias  # in place, so the sum keeps y's dtype

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .awq import ActivationAware, ActivationStatistics
 from .experts import (
     QuantizedExperts,
     holds_stacked_weights,
@@ -16,7 +17,6 @@ from .experts import (
 )
 from .kernels import LayerSpec, PackedWeight, check_kernel_name, find_kernel
 from .linear import QuantizedLinear
-from .rtn import RoundToNearest
 from .scheme import GROUP_SIZES, Scheme, find_scheme
 from .source_weight import (
     SourceSpec,
@@ -63,12 +63,45 @@ class QuantizedNetwork:
         """With more rows than this every layer runs the policy's dense weight; 0 where nothing is packed."""
         return max((layer.max_rows for layer in self.layers.values()), default=0)
 
-    def refresh(self) -> None:
-        """Quantize the live weights again, into the same buffers. Adapters are merged layer by layer on the way."""
-        quantizer = RoundToNearest()
+    @property
+    def activation_aware_layers(self) -> list[str]:
+        """Names of the layers that use statistics of the projections of the same names in the policy.
+
+        Stacked experts are not among them: no module of the policy sees one expert's input. They round to nearest.
+        """
+        return [
+            name
+            for name, layer in self.layers.items()
+            if isinstance(layer, QuantizedLinear) and layer.inverse_scales is not None
+        ]
+
+    def refresh(self, statistics: ActivationStatistics | None = None) -> None:
+        """Quantize the live weights again, into the same buffers. Adapters are merged layer by layer on the way.
+
+        Args:
+            statistics: of the policy's newest forwards, for activation-aware schemes (AWQ, ER §C.4). Layers that they
+                do not cover are rounded to nearest; None: all of them.
+
+        Raises:
+            ValueError: the statistics are of projections of other widths.
+        """
+        activations = {}
+        if statistics is not None:
+            activations = {name: statistics.of(name) for name in self.activation_aware_layers}
+        for name, found in activations.items():
+            width = self.layers[name].in_features
+            if found is not None and found.mean_square.numel() != width:
+                raise ValueError(
+                    f"statistics: {name!r} has {found.mean_square.numel()} input channels there and {width} in the "
+                    "drafter; pass statistics of the policy that the drafter was made of."
+                )
+        quantizer = ActivationAware()
         with torch.no_grad():
-            for layer in self.layers.values():
-                layer.refresh(quantizer)
+            for name, layer in self.layers.items():
+                if isinstance(layer, QuantizedLinear):
+                    layer.refresh(quantizer, activations.get(name))
+                else:
+                    layer.refresh(quantizer)
 
     def assert_all_called(self) -> None:
         """Check that every packed layer ran since the last refresh: a drafter that runs the policy's layers is slow.
@@ -100,8 +133,9 @@ def quantize_projections(
 
     Args:
         shadow: a causal LM with module objects of its own over the policy's Parameters, in eval mode.
-        scheme: "rtn-w4-g128", "rtn-w4-g64", "rtn-w4-g32" or "rtn-w8". A row that the group does not divide takes the
-            next smaller group.
+        scheme: "rtn-w4-g128", "rtn-w4-g64", "rtn-w4-g32", "rtn-w8", "awq-w4-g128", "awq-w4-g64" or "awq-w4-g32". A
+            row that the group does not divide takes the next smaller group. The result is rounded to nearest in any
+            case: "awq" begins with the first refresh that is given statistics.
         kernel: "auto" = the best for each layer; or a kernel's name.
         lm_head: "dense", "packed", or "auto" = packed if, left dense, it would make up at least a third of the
             weight bytes that a draft step reads (0.5 B parameters with 152 k tokens: yes; 7 B: no, as in ER). A head
@@ -198,7 +232,9 @@ class _Builder:
         if isinstance(source, str):
             return source
         packed = self._packed(source)
-        return packed if isinstance(packed, str) else QuantizedLinear(module, packed)
+        if isinstance(packed, str):
+            return packed
+        return QuantizedLinear(module, packed, self.scheme.activation_aware)
 
     def _quantized_experts(self, module: nn.Module) -> QuantizedExperts | str:
         packed: list[list[PackedWeight]] = []

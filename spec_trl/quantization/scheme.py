@@ -14,11 +14,13 @@ class Scheme:
         name: the name as users write it.
         bits: bits per weight, 4 or 8.
         group: the largest number of weights of a row that may share a scale; None = the whole row.
+        activation_aware: input channels are scaled by what the activations are like (AWQ, ER §C.4).
     """
 
     name: str
     bits: int
     group: int | None
+    activation_aware: bool = False
 
     def group_for(self, in_features: int) -> int | None:
         """Weights per scale in a row of `in_features` (ER §3.1): the largest that divides it, None if none does."""
@@ -32,6 +34,9 @@ SCHEMES = (
     Scheme("rtn-w4-g64", bits=4, group=64),
     Scheme("rtn-w4-g32", bits=4, group=32),
     Scheme("rtn-w8", bits=8, group=None),
+    Scheme("awq-w4-g128", bits=4, group=128, activation_aware=True),
+    Scheme("awq-w4-g64", bits=4, group=64, activation_aware=True),
+    Scheme("awq-w4-g32", bits=4, group=32, activation_aware=True),
 )
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...quantization import quantize_projections
+from ...quantization.awq import ActivationStatistics
 from ..sampling import RoundNoise
 from ..shadow import make_shadow
 from ..verification import Proposal
@@ -24,6 +25,8 @@ class SelfDrafter(NetworkDrafter):
         lm_head: "auto", "dense" or "packed".
     """
 
+    strategy = "self"
+
     def __init__(
         self, policy: PreTrainedModel, quantization: str = "rtn-w4-g128", kernel: str = "auto", lm_head: str = "auto"
     ) -> None:
@@ -32,9 +35,14 @@ class SelfDrafter(NetworkDrafter):
         self.max_rows = self.quantized.max_rows
         super().__init__(twin, shares_target_cache=True)
 
-    def refresh(self) -> None:
-        """Requantizes the policy's present weights into the same buffers (ER §3.1, Algorithm 1 line 3)."""
-        self.quantized.refresh()
+    def refresh(self, statistics: ActivationStatistics | None = None) -> None:
+        """Requantizes the policy's present weights into the same buffers (ER §3.1, Algorithm 1 line 3).
+
+        Args:
+            statistics: of the policy's forwards in the step before, over `quantized.activation_aware_layers`; the
+                "awq" schemes choose their scales by them and round to nearest without (ER §C.4).
+        """
+        self.quantized.refresh(statistics)
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
@@ -63,7 +71,8 @@ def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_
     """The self-drafter of `policy`, kept as long as the policy lives and refreshed when its weights have changed.
 
     A change is seen by the parameters' storage and version counters. Writes through `.data` escape them: they cost
-    acceptance until the next change that is seen, never correctness.
+    acceptance until the next change that is seen, never correctness. There are no activation statistics here: "awq"
+    schemes round to nearest. For scales, make a SelfDrafter, refresh it with statistics, and pass it as `drafter`.
     """
     options = (quantization, kernel, lm_head)
     parameters = list(policy.parameters())

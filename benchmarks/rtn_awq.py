@@ -1,0 +1,245 @@
+"""Round-to-nearest against AWQ (ER Fig. 7), and 4 bits against 8 (ER Tab. 4): block efficiency, and what AWQ costs.
+
+Every scheme drafts for the same prompts with the same noise, so the texts are the same and only the drafts differ. The
+statistics come from one forward over other texts, in place of the training step that the trainer takes them from.
+Models with synthetic weights (`shape:NAME`) are measured for cost alone: their weights lie near a 4-bit grid already.
+
+    python -m benchmarks.rtn_awq \\
+        --models ../shared/models/stories260K ../shared/models/bit-stories3M shape:qwen2.5-0.5b
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import spec_trl
+from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.shadow import make_shadow
+from spec_trl.generation.statistics import DraftCounts
+from spec_trl.quantization import quantize_projections
+from spec_trl.quantization.awq import ActivationStatistics
+
+from .measure import RESULTS, describe_machine, machine_line, markdown_table, stopwatch, write_result
+from .models import DTYPES, LoadedModel, load_model
+from .workload import STORIES, Workload, end_tokens, prompt_source
+
+
+SCHEMES = ("rtn-w4-g128", "awq-w4-g128", "rtn-w8")
+RESAMPLES = 2000  # of the bootstrap over rows
+
+
+def observed_tokens(loaded: LoadedModel, texts: Path, count: int, length: int) -> Tensor:
+    """Beginnings of the last `count` texts that are long enough, [count, length]; seeded ids without a tokenizer."""
+    if loaded.tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(loaded.model.config.vocab_size, (count, length), generator=generator)
+    encoded = loaded.tokenizer(json.loads(texts.read_text()))["input_ids"]
+    long = [torch.tensor(ids[:length]) for ids in encoded if len(ids) >= length]
+    return torch.stack(long[-count:])
+
+
+def draft(loaded: LoadedModel, drafter: SelfDrafter, draft_length: int, options: argparse.Namespace) -> Tensor:
+    """Tokens and blocks of every row, [rows, 2], and the rest of the counts, [rows, 6] in all."""
+    prompts = prompt_source(loaded, options.texts, options.rows, options.seed)
+    config = spec_trl.SpeculativeConfig(draft_length=draft_length, seed=options.seed)
+    counts: list[DraftCounts] = []
+    for first in range(0, options.rows, options.batch):
+        part = prompts[first : first + options.batch]
+        work = Workload(part, options.max_new_tokens, options.temperature, end_tokens(loaded, False), 0)
+        output = loaded.model.generate(
+            **work.padded(loaded.model.device),
+            do_sample=True,
+            temperature=work.temperature,
+            top_k=0,
+            max_new_tokens=work.max_new_tokens,
+            pad_token_id=work.pad_token_id,
+            assistant_strategy="self",
+            speculative_config=config,
+            drafter=drafter,
+            request_ids=range(first, first + len(part)),
+            return_dict_in_generate=True,
+        )
+        if output.statistics.drafter_failure is not None:
+            raise RuntimeError(f"the drafter failed: {output.statistics.drafter_failure}")
+        counts += output.statistics.per_request
+    return torch.tensor(
+        [[c.committed, c.blocks, c.accepted, c.drafted, c.first_accepted, c.first_drafted] for c in counts],
+        dtype=torch.float64,
+    )  # [rows, 6]
+
+
+def gain_interval(counts: Tensor, baseline: Tensor) -> tuple[float, float]:
+    """95 % interval of the difference in block efficiency, by resampling rows, the same ones on both sides."""
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(len(counts), (RESAMPLES, len(counts)), generator=generator)  # [resamples, rows]
+    ours, theirs = counts[picks].sum(1), baseline[picks].sum(1)  # [resamples, 6]
+    gains = ours[:, 0] / ours[:, 1] - theirs[:, 0] / theirs[:, 1]  # [resamples]
+    low, high = gains.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def acceptance(loaded: LoadedModel, tokens: Tensor, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Block efficiency of each scheme at each draft length."""
+    drafters = {}
+    for scheme in options.schemes:
+        drafters[scheme] = SelfDrafter(loaded.model, scheme, options.kernel)
+        if options.batch > drafters[scheme].max_rows:
+            raise ValueError(
+                f"--batch={options.batch} is more than the {drafters[scheme].max_rows} rows that {scheme!r} drafts "
+                "for here; pass a smaller one."
+            )
+        observed = ActivationStatistics(loaded.model, drafters[scheme].quantized.activation_aware_layers)
+        with observed.collect(0), torch.no_grad():
+            loaded.model(tokens)
+        drafters[scheme].refresh(observed)
+    cells: list[dict[str, Any]] = []
+    for draft_length in options.draft_lengths:
+        baseline: Tensor | None = None
+        for scheme in tqdm(options.schemes, desc=f"{loaded.facts['model']} draft length {draft_length}"):
+            counts = draft(loaded, drafters[scheme], draft_length, options)  # [rows, 6]
+            committed, blocks, accepted, drafted, first_accepted, first_drafted = counts.sum(0).tolist()
+            baseline = counts if baseline is None else baseline
+            cells.append(
+                {
+                    "scheme": scheme,
+                    "draft_length": draft_length,
+                    "block_efficiency": committed / blocks,
+                    "acceptance_rate": accepted / drafted,
+                    "first_token_acceptance": first_accepted / first_drafted,
+                    "blocks": int(blocks),
+                    "gain": committed / blocks - (baseline[:, 0].sum() / baseline[:, 1].sum()).item(),
+                    "gain_interval": gain_interval(counts, baseline),
+                }
+            )
+    return cells
+
+
+def least_seconds(works: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, float]:
+    """Of each work, the least of `repeats` runs behind one that does not count. They take turns."""
+    times = dict.fromkeys(works, float("inf"))
+    for repeat in range(repeats + 1):
+        for name, work in works.items():
+            with stopwatch(device) as watch:
+                work()
+            if repeat:
+                times[name] = min(times[name], watch.value)
+    return times
+
+
+def cost(loaded: LoadedModel, tokens: Tensor, options: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a refresh with and without statistics, and of a forward with and without hooks."""
+    device = loaded.model.device
+    network = quantize_projections(make_shadow(loaded.model), "awq-w4-g128", options.kernel)
+    observed = ActivationStatistics(loaded.model, network.activation_aware_layers)
+
+    def forward() -> None:
+        with torch.no_grad():
+            loaded.model(tokens, logits_to_keep=1)
+
+    def watched() -> None:
+        with observed.collect(0):
+            forward()
+
+    weights = network.source_bytes // 2  # two bytes each in bfloat16
+    works: dict[str, Callable[[], object]] = {
+        "forward_seconds": forward,
+        "hooked_forward_seconds": watched,
+        "rtn_refresh_seconds": network.refresh,
+        "awq_refresh_seconds": lambda: network.refresh(observed),
+    }
+    seconds = least_seconds(works, device, options.repeats)
+    facts = {"quantized_weights": weights, "forward_tokens": tokens.numel(), "load_average_1min": os.getloadavg()[0]}
+    return seconds | facts
+
+
+def report(result: dict[str, Any]) -> str:
+    """`result` as Markdown."""
+    options = result["options"]
+    lines = ["# Round-to-nearest against AWQ", "", machine_line(result["machine"]), ""]
+    rows = [
+        [model["model"], str(cell["draft_length"]), cell["scheme"], f"{cell['block_efficiency']:.3f}"]
+        + [f"{cell['gain']:+.3f}", "{:+.3f} to {:+.3f}".format(*cell["gain_interval"])]
+        + [f"{cell['acceptance_rate']:.3f}", f"{cell['first_token_acceptance']:.3f}"]
+        for model in result["models"]
+        for cell in model["acceptance"]
+    ]
+    if rows:
+        header = ["model", "draft length", "scheme", "block efficiency", f"gain over {options['schemes'][0]}"]
+        lines += [
+            f"{options['rows']} prompts in batches of {options['batch']}, up to {options['max_new_tokens']} new "
+            f"tokens, T = {options['temperature']:g}, exact verification, kernel {options['kernel']!r}. The "
+            f"interval is 95 %, by resampling rows. Statistics: one forward over {options['observed_texts']} other "
+            f"texts of {options['observed_length']} tokens.",
+            "",
+            markdown_table([*header, "interval", "accepted", "first token accepted"], rows),
+            "",
+        ]
+    lines += [
+        "## Cost",
+        "",
+        f"Weights in {options['dtype']}. Least of {options['repeats']} runs. The forward is without gradient; a "
+        "training step adds a backward, which runs no hooks. Load: the machine's average over the last minute; "
+        "above the threads, others were running too.",
+        "",
+    ]
+    header = ["model", "quantized weights", "refresh RTN ms", "refresh AWQ ms", "RTN ms per million"]
+    rows = []
+    for model in result["models"]:
+        c, million = model["cost"], model["cost"]["quantized_weights"] / 1e6
+        rtn, awq = c["rtn_refresh_seconds"] * 1e3, c["awq_refresh_seconds"] * 1e3
+        plain, hooked = c["forward_seconds"], c["hooked_forward_seconds"]
+        rows.append(
+            [model["model"], f"{million:.1f} M", f"{rtn:.1f}", f"{awq:.1f}", f"{rtn / million:.2f}"]
+            + [f"{awq / million:.2f}", str(c["forward_tokens"]), f"{plain * 1e3:.1f}", f"{(hooked / plain - 1):+.1%}"]
+            + [f"{c['load_average_1min']:.1f}"]
+        )
+    header += ["AWQ ms per million", "tokens of a forward", "forward ms", "hooks add", "load"]
+    return "\n".join([*lines, markdown_table(header, rows)])
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", required=True, help="folders, or shape:NAME for cost alone")
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES, help="the first is the baseline: %(default)s")
+    parser.add_argument("--draft-lengths", type=int, nargs="+", default=[3, 5, 7], help="(default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=list(DTYPES), help="(default: %(default)s)")
+    parser.add_argument("--kernel", default="auto", help="draft_kernel (default: %(default)s)")
+    parser.add_argument("--texts", type=Path, default=STORIES, help="JSON list of strings (default: TinyStories)")
+    parser.add_argument("--rows", type=int, default=256, help="prompts (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="rows decoded together (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="per row (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="(default: %(default)s)")
+    parser.add_argument("--observed-texts", type=int, default=32, help="for the statistics (default: %(default)s)")
+    parser.add_argument("--observed-length", type=int, default=256, help="tokens of each (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="of each timing (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "rtn_awq.json", help="(default: %(default)s)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    machine = describe_machine(torch.device("cpu"))
+    models = []
+    for spec in options.models:
+        loaded = load_model(spec, DTYPES[options.dtype], "cpu", seed=options.seed, measured=False)
+        tokens = observed_tokens(loaded, options.texts, options.observed_texts, options.observed_length)
+        cells = acceptance(loaded, tokens, options) if loaded.tokenizer is not None else []
+        models.append(loaded.facts | {"acceptance": cells, "cost": cost(loaded, tokens, options)})
+    shown = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
+    shown["models"] = [m["model"] for m in models]
+    result = {"machine": machine, "options": shown, "models": models}
+    write_result(options.output, result, report(result))
+
+
+if __name__ == "__main__":
+    main()

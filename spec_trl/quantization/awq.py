@@ -1,0 +1,186 @@
+"""Activation-aware quantization for the drafter (AWQ, Lin et al. 2024; ER §C.4).
+
+Where an input channel is large, rounding errors of its weights count more. AWQ multiplies the weights of channel c by
+s_c and the input by 1/s_c, so that rounding hurts the large channels less: s = a^alpha with a = mean |x| per channel
+and alpha from a small grid, chosen per layer. Three things differ from the AWQ paper:
+
+- 1/s multiplies the layer's input. AWQ folds it into the norm before the layer, which here is the policy's own.
+- Of the output error E‖(Q - W) x‖² the search keeps the diagonal, sum_c E[x_c²] ‖Q_c - W_c‖²: it needs no stored
+  activations. Correlations between channels are neglected.
+- alpha is searched on some of the rows of the weight, which share it. AWQ's clipping of weights is left out.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .kernels import PackedWeight
+from .rtn import CPU_CHUNK, GPU_CHUNK, RoundToNearest, _round_to_4_bits
+
+
+ALPHAS = tuple(i / 10 for i in range(11))  # 0 first: it is round-to-nearest, and wins ties
+SEARCH_ROWS = 128  # rows of a weight that the search looks at
+LARGEST_SPREAD = 1e4  # a channel this much below or above the mean counts as this far
+OBSERVED_ROWS = 256  # rows of one forward that are looked at: more would cost and add little
+
+
+@dataclass(frozen=True)
+class ChannelStatistics:
+    """What a projection's input was like.
+
+    Attributes:
+        mean_magnitude: E|x| per input channel, float32 [in].
+        mean_square: E[x²] per input channel, float32 [in].
+    """
+
+    mean_magnitude: Tensor
+    mean_square: Tensor
+
+
+class ActivationStatistics:
+    """Statistics of the inputs of a policy's projections, from forwards that happen anyway.
+
+    Hooks sit on the policy's own modules, so DDP and peft wrappers do not matter, and only inside `collect`. They look
+    at up to 256 rows of a forward, on the device, without waiting for it, and keep no part of the autograd graph. A
+    hook cannot tell padding from text: padded positions count. Under data parallelism each rank keeps its own, so
+    drafters may differ between ranks; what they are verified to cannot.
+
+    Args:
+        policy: the live policy, without peft's outer wrapper: the model that its drafter was made of.
+        names: projections to watch, as :attr:`QuantizedNetwork.activation_aware_layers` lists them.
+
+    Raises:
+        ValueError: the policy has no module of such a name.
+    """
+
+    def __init__(self, policy: nn.Module, names: Iterable[str]) -> None:
+        modules = dict(policy.named_modules())
+        names = list(names)
+        unknown = [name for name in names if name not in modules]
+        if unknown:
+            raise ValueError(
+                f"names: the policy has no module {unknown[0]!r}; pass the activation_aware_layers of a drafter of "
+                "this very policy, and the policy without peft's outer wrapper."
+            )
+        self._names = {modules[name]: name for name in names}
+        self._sums: dict[str, Tensor] = {}  # [2, in]: of |x| and of x²
+        self._rows: dict[str, int] = {}
+        self._step: int | None = None
+
+    @contextmanager
+    def collect(self, step: int) -> Iterator[None]:
+        """Observe the forwards inside the block. Those of a new `step` replace the older ones, micro-batches add up.
+
+        Leave it before generating: the engine's shadow of the policy inherits hooks (they would do nothing there), and
+        a packed lm_head is not made of a hooked one.
+        """
+        if step != self._step:
+            self._step = step
+            self._rows = {}
+            for sums in self._sums.values():
+                sums.zero_()
+        handles = [module.register_forward_pre_hook(self._observe) for module in self._names]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def of(self, name: str) -> ChannelStatistics | None:
+        """Statistics of the newest step, or None if the projection called `name` did not run in it."""
+        rows = self._rows.get(name)
+        if not rows:
+            return None
+        mean = self._sums[name] / rows  # [2, in]
+        return ChannelStatistics(mean[0], mean[1])
+
+    def _observe(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        name = self._names.get(module)
+        if name is None or not inputs:  # a shadow made inside the block
+            return
+        with torch.inference_mode(False), torch.no_grad():  # sums made in inference mode could not be added to outside
+            x = inputs[0]
+            rows = x.reshape(-1, x.shape[-1])  # [n, in]
+            # An odd stride: an even one would meet the same few positions in every sequence of a batch.
+            rows = rows[:: -(-len(rows) // OBSERVED_ROWS) | 1]  # [m, in]
+            magnitudes = rows.abs().to(torch.float32)  # [m, in]
+            sums = self._sums.get(name)
+            if sums is None or sums.device != x.device:
+                sums = self._sums[name] = torch.zeros(2, x.shape[-1], device=x.device)  # [2, in]
+            sums[0] += magnitudes.sum(0)  # [in]
+            sums[1] += magnitudes.square_().sum(0)  # [in]
+            self._rows[name] = self._rows.get(name, 0) + len(rows)
+
+
+class ActivationAware(RoundToNearest):
+    """Round-to-nearest behind a scaling of the input channels."""
+
+    def quantize_scaled_(
+        self, weight: Tensor, packed: PackedWeight, inverse_scales: Tensor, activations: ChannelStatistics | None
+    ) -> None:
+        """Write the scaled `weight` into `packed` and what its input is to be multiplied with into `inverse_scales`.
+
+        Args:
+            weight: [out, in], any floating dtype and any strides; only read.
+            packed: 4-bit, written in place.
+            inverse_scales: 1/s, [in], written in place; all 1 where alpha is 0.
+            activations: of this layer; None = round to nearest.
+        """
+        if activations is None:
+            inverse_scales.fill_(1)  # [in]
+            self.quantize_(weight, packed)
+            return
+        scales = self._search(weight, packed, activations)  # [in]
+        inverse_scales.copy_(scales.reciprocal())  # [in]
+        out, columns = weight.shape
+        chunk = CPU_CHUNK if weight.device.type == "cpu" else GPU_CHUNK
+        step = max(1, chunk // (columns * packed.row_block)) * packed.row_block  # rows
+        for first in range(0, out, step):
+            source = weight[first : first + step]  # [rows, in]
+            values = self._borrow(scales.dtype, source).copy_(source).mul_(scales)  # [rows, in]
+            codes = self._borrow(torch.int32, source)  # [rows, in]
+            packed.pack_(first, _round_to_4_bits(values, codes, packed.layer.group, packed.activation_dtype))
+
+    def _search(self, weight: Tensor, packed: PackedWeight, activations: ChannelStatistics) -> Tensor:
+        """The best s, [in], in the dtype to compute in. The choice stays on the device."""
+        candidates, importance = candidate_scales(activations)  # [alphas, in], [in]
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        candidates, importance = candidates.to(weight.device, dtype), importance.to(weight.device, dtype)
+        sample = weight[:: -(-len(weight) // SEARCH_ROWS)]  # [rows, in]
+        errors = torch.stack([self._error(sample, packed, scales, importance) for scales in candidates])  # [alphas]
+        return candidates.index_select(0, errors.argmin(0, keepdim=True))[0]  # [in]
+
+    def _error(self, sample: Tensor, packed: PackedWeight, scales: Tensor, importance: Tensor) -> Tensor:
+        """sum_c importance_c ‖Q_c / s_c - W_c‖² over the rows of `sample` [rows, in] → []."""
+        values = self._borrow(scales.dtype, sample).copy_(sample).mul_(scales)  # [rows, in]
+        codes = self._borrow(torch.int32, sample)  # [rows, in]
+        rounded = _round_to_4_bits(values, codes, packed.layer.group, packed.activation_dtype)
+        assert rounded.zeros is not None
+        values.copy_(rounded.codes)  # [rows, in]
+        grouped = values.view(len(sample), -1, packed.layer.group)  # [rows, groups, group]
+        grouped.sub_(rounded.zeros[..., None]).mul_(rounded.scales[..., None])  # [rows, groups, group]
+        return values.div_(scales).sub_(sample).square_().sum(0) @ importance  # []
+
+
+def candidate_scales(activations: ChannelStatistics) -> tuple[Tensor, Tensor]:
+    """s = a^alpha for each alpha, centred in the log so that max(s) · min(s) = 1, and the channels' importance.
+
+    Channels that carried nothing, or numbers that are none, get the scale of an average channel and no importance: so
+    all scales are finite, and without any usable channel alpha = 0 wins.
+
+    Returns:
+        float32 [alphas, in] and float32 [in].
+    """
+    magnitude, square = activations.mean_magnitude, activations.mean_square  # [in], [in]
+    usable = torch.isfinite(magnitude) & torch.isfinite(square) & (magnitude > 0)  # [in]
+    known = magnitude.where(usable, 0)  # [in]
+    mean = known.sum() / usable.sum().clamp(min=1)  # []
+    relative = (known / mean).clamp(1 / LARGEST_SPREAD, LARGEST_SPREAD).where(usable, 1)  # [in]
+    logs = relative.log()  # [in]
+    logs = logs - (logs.amax() + logs.amin()) / 2  # [in]
+    alphas = torch.tensor(ALPHAS, dtype=logs.dtype, device=logs.device)  # [alphas]
+    return torch.exp(alphas[:, None] * logs), square.where(usable, 0)  # [alphas, in], [in]
