@@ -44,6 +44,8 @@ class Drafter(CandidateGenerator):
     that closed a gap, and `propose`. Any exception out of these drops the drafter for the rest of the generation.
     """
 
+    strategy: str = "custom"
+    """The `assistant_strategy` it belongs to; statistics go by this name."""
     has_probabilities: bool
     """Whether proposals can carry draft logits, which rejection verification needs."""
     max_rows: int = sys.maxsize

@@ -14,6 +14,8 @@ class NgramDrafter(Drafter):
         ngram_size: largest n.
     """
 
+    strategy = "ngram"
+
     has_probabilities = False
 
     def __init__(self, ngram_size: int) -> None:

@@ -18,6 +18,8 @@ class SmallModelDrafter(NetworkDrafter):
         ValueError: the two cannot share tokens.
     """
 
+    strategy = "model"
+
     def __init__(self, assistant: PreTrainedModel, target: PreTrainedModel) -> None:
         try:
             check_model(assistant)

@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from spec_trl.generation.drafters.base import Drafter
+from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
@@ -20,12 +21,14 @@ DRAFT_LENGTH = 4
 MAX_LENGTH = 60
 
 
-@pytest.fixture(params=["self", "model", "ngram"])
+@pytest.fixture(params=["self", "model", "ngram", "history"])
 def make(request: pytest.FixtureRequest, tiny_assistant: PreTrainedModel) -> Callable[[PreTrainedModel], Drafter]:
     def build(model: PreTrainedModel) -> Drafter:
         if request.param == "self":
             return SelfDrafter(model, kernel="reference")
-        return SmallModelDrafter(tiny_assistant, model) if request.param == "model" else NgramDrafter(2)
+        if request.param == "model":
+            return SmallModelDrafter(tiny_assistant, model)
+        return NgramDrafter(2) if request.param == "ngram" else HistoryDrafter(10_000)
 
     return build
 

@@ -1,0 +1,291 @@
+"""Earlier rollouts of the same prompt as drafts: what Spec-RL and RhymeRL reuse (ER §A.3), verified exactly here."""
+
+from array import array
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..configuration import require_int
+from ..rows import Admission
+from ..sampling import RoundNoise
+from ..verification import Proposal
+from .base import Drafter, DraftSession
+from .suffix_index import SuffixIndex
+
+
+class HistoryDrafter(Drafter):
+    """Proposes what followed the longest suffix match in the texts of a row's prompt.
+
+    These are its completions of earlier generations (epochs), those of its group siblings, in flight or finished, and
+    the row's own text. Only tokens that the target has chosen enter. A policy that has moved on since accepts less of
+    them, and samples what it would have sampled anyway.
+
+    Args:
+        history_max_tokens: bound on the tokens kept, see :class:`RolloutHistory`.
+    """
+
+    strategy = "history"
+
+    has_probabilities = False
+
+    def __init__(self, history_max_tokens: int) -> None:
+        self.history = RolloutHistory(history_max_tokens)
+
+    def begin(self, session: DraftSession) -> None:
+        super().begin(session)
+        self._texts: list[Text] = []  # of each row
+        self._window = 1  # tokens to read per row and round: as many as one round has ever committed
+        self.history.drop_indexes(())
+
+    def admit(self, admission: Admission) -> None:
+        prompts = self.session.rows.prompts
+        self.history.drop_indexes(set(prompts))
+        del self._texts[admission.first :]
+        self._texts += [self.history.start(prompt) for prompt in prompts[admission.first :]]
+
+    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+        for row, target in zip(source, destination, strict=True):
+            self._texts[target] = self._texts[row]
+
+    def observe(self) -> None:
+        texts = self._texts[: self.session.rows.active]
+        lengths, tails = self._read(self._window)
+        missing = [length - text.length for length, text in zip(lengths, texts, strict=True)]
+        if max(missing) > self._window:
+            self._window = max(missing)
+            _, tails = self._read(self._window)
+        for text, tail, new in zip(texts, tails, missing, strict=True):
+            self.history.extend(text, tail[len(tail) - new :])
+        self.history.evict()
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        rows = self.session.rows
+        drafts = [self.history.propose(text, draft_length) for text in self._texts[: rows.active]]
+        padded = [draft + [0] * (draft_length - len(draft)) for draft in drafts]
+        device = rows.tokens.device
+        tokens = torch.tensor(padded, dtype=torch.int64, device=device)  # [B, γ]
+        lengths = torch.tensor([len(draft) for draft in drafts], dtype=torch.int64, device=device)  # [B]
+        return Proposal(tokens, lengths)
+
+    def _read(self, count: int) -> tuple[list[int], list[list[int]]]:
+        """Length and last `count` committed tokens of each row, in one transfer from the device.
+
+        What lies before a row's first token is its first token again.
+        """
+        rows = self.session.rows
+        columns = rows.columns_behind(-count, count).clamp(min=0)  # [B, count]
+        tails = rows.tokens[: rows.active].gather(1, columns)  # [B, count]
+        values = torch.cat([rows.lengths[:, None], tails], dim=1).tolist()  # [B, 1 + count]
+        return [row[0] for row in values], [row[1:] for row in values]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The history, for a checkpoint; see :meth:`RolloutHistory.state_dict`."""
+        return self.history.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replaces the history; not while a generation runs."""
+        self.history.load_state_dict(state)
+
+
+@dataclass(eq=False)
+class Text:
+    """One completion: its tokens so far, and where it ends in its prompt's index.
+
+    Args:
+        prompt: what it belongs to; None: evicted.
+        length: tokens, the prompt's included; counted on when the text itself has been evicted.
+    """
+
+    prompt: "_Prompt | None"
+    length: int
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    node: int = -1
+
+
+@dataclass(eq=False)
+class _Prompt:
+    key: bytes
+    tokens: "array[int]"
+    texts: "deque[Text]" = field(default_factory=deque)  # oldest first
+    index: SuffixIndex | None = None  # of all its texts; kept while the prompt is in flight
+
+
+class RolloutHistory:
+    """Completions by prompt, the newest `max_tokens` tokens of them.
+
+    At rest a text is four bytes per token. Only the prompts in flight have a suffix index, built when they come in and
+    dropped with them. When the bound is reached the oldest texts go first, whatever their prompt: with prompts that
+    come round in epochs, going by the prompt's last use would drop just those that are due next. A text in flight that
+    has to go is not continued, and its row gets no more drafts.
+
+    Args:
+        max_tokens: bound on the tokens kept: texts, and prompts that have any.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        require_int("history_max_tokens", max_tokens, 1, None)
+        self._max_tokens = max_tokens
+        self._clear()
+
+    def _clear(self) -> None:
+        self._prompts: dict[bytes, _Prompt] = {}
+        self._indexed: set[_Prompt] = set()
+        self._texts: deque[Text] = deque()  # oldest first
+        self._token_count = 0
+
+    def __len__(self) -> int:
+        """Tokens kept, at most `max_tokens` behind :meth:`evict`."""
+        return self._token_count
+
+    def start(self, key: bytes) -> Text:
+        """A new text of the prompt `key`: its int64 tokens as bytes, as in :attr:`Rows.prompts`."""
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            prompt = self._prompts[key] = _Prompt(key, array("i", array("q", key)))
+            self._token_count += len(prompt.tokens)
+        text = Text(prompt, len(prompt.tokens))
+        if prompt.index is not None:
+            text.node = prompt.index.root
+        prompt.texts.append(text)
+        self._texts.append(text)
+        return text
+
+    def extend(self, text: Text, tokens: Sequence[int]) -> None:
+        """Adds tokens behind a text."""
+        text.length += len(tokens)
+        if text.prompt is None:
+            return
+        text.tokens.extend(tokens)
+        self._token_count += len(tokens)
+        if text.prompt.index is not None:
+            text.node = text.prompt.index.extend(text.node, tokens)
+
+    def propose(self, text: Text, draft_length: int) -> list[int]:
+        """Up to `draft_length` tokens that may follow the text."""
+        if text.prompt is None:
+            return []
+        index = text.prompt.index
+        if index is None:
+            index = self._build_index(text.prompt)
+        return index.propose(text.node, draft_length)
+
+    def evict(self) -> None:
+        """Drops the oldest texts until the bound holds."""
+        while self._token_count > self._max_tokens:
+            text = self._texts.popleft()
+            prompt, text.prompt = text.prompt, None
+            assert prompt is not None and prompt.texts[0] is text
+            prompt.texts.popleft()
+            prompt.index = None  # holds the text's tokens; built again from what is left when next asked
+            self._token_count -= len(text.tokens)
+            if not prompt.texts:
+                del self._prompts[prompt.key]
+                self._token_count -= len(prompt.tokens)
+
+    def drop_indexes(self, but: Collection[bytes]) -> None:
+        """Drops the indexes of all prompts but those in flight."""
+        for prompt in [prompt for prompt in self._indexed if prompt.key not in but]:
+            prompt.index = None
+            self._indexed.remove(prompt)
+
+    def _build_index(self, prompt: _Prompt) -> SuffixIndex:
+        index = prompt.index = SuffixIndex(prompt.tokens)
+        self._indexed.add(prompt)
+        for text in prompt.texts:
+            text.node = index.extend(index.root, text.tokens)
+        return index
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All texts, oldest first, as flat tensors: loads with `torch.load(weights_only=True)`.
+
+        Returns:
+            `prompts` int32 and `prompt_lengths` `[P]` int64: the prompts' tokens, one after the other; `texts` int32
+            and `text_lengths` `[T]` int64 likewise; `text_prompts` `[T]` int64: which prompt each text belongs to.
+        """
+        number: dict[bytes, int] = {}
+        prompts, texts = array("i"), array("i")
+        prompt_lengths, text_lengths, text_prompts = [], [], []
+        for text in self._texts:
+            prompt = text.prompt
+            assert prompt is not None
+            if prompt.key not in number:
+                number[prompt.key] = len(number)
+                prompts.extend(prompt.tokens)
+                prompt_lengths.append(len(prompt.tokens))
+            texts.extend(text.tokens)
+            text_lengths.append(len(text.tokens))
+            text_prompts.append(number[prompt.key])
+        return {
+            "prompts": _to_tensor(prompts),
+            "prompt_lengths": torch.tensor(prompt_lengths, dtype=torch.int64),  # [P]
+            "texts": _to_tensor(texts),
+            "text_lengths": torch.tensor(text_lengths, dtype=torch.int64),  # [T]
+            "text_prompts": torch.tensor(text_prompts, dtype=torch.int64),  # [T]
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replaces the history by what :meth:`state_dict` gave, cut to the own bound.
+
+        Raises:
+            ValueError: `state` is something else, or damaged; the history is left as it was.
+        """
+        _check_state(state)
+        self._clear()
+        keys = [array("q", tokens).tobytes() for tokens in _split(state["prompts"], state["prompt_lengths"])]
+        texts = _split(state["texts"], state["text_lengths"])
+        for prompt, tokens in zip(state["text_prompts"].tolist(), texts, strict=True):
+            self.extend(self.start(keys[prompt]), tokens)
+        self.evict()
+
+
+def _to_tensor(tokens: "array[int]") -> Tensor:
+    # torch.frombuffer refuses an empty buffer.
+    return torch.frombuffer(tokens, dtype=torch.int32) if tokens else torch.zeros(0, dtype=torch.int32)  # [n]
+
+
+def _split(flat: Tensor, lengths: Tensor) -> "list[array[int]]":
+    return [array("i", part.numpy().tobytes()) for part in flat.cpu().split(lengths.tolist())]
+
+
+def _check_state(state: object) -> None:
+    parts = dict(
+        prompts=torch.int32, prompt_lengths=torch.int64, texts=torch.int32, text_lengths=torch.int64,
+        text_prompts=torch.int64,
+    )  # fmt: skip
+    problem = None
+    if not isinstance(state, Mapping):
+        problem = f"it is a {type(state).__name__}"
+    elif set(state) != set(parts):
+        problem = f"it has the keys {sorted(map(str, state))} instead of {sorted(parts)}"
+    else:
+        for name, dtype in parts.items():
+            part = state[name]
+            if not isinstance(part, Tensor) or part.dtype != dtype or part.dim() != 1:
+                problem = f"{name} is not a one-dimensional {dtype} tensor"
+                break
+        else:
+            problem = _damage(state)
+    if problem is not None:
+        raise ValueError(
+            f"state is not a whole rollout history: {problem}. Load what HistoryDrafter.state_dict() gave, or go on "
+            "without: the history only makes rollouts faster."
+        )
+
+
+def _damage(state: Mapping[str, Tensor]) -> str | None:
+    """What is wrong with a state of the right form; None: nothing."""
+    for name in ("prompt", "text"):
+        lengths, tokens = state[f"{name}_lengths"], state[f"{name}s"]
+        if (lengths < (1 if name == "prompt" else 0)).any() or int(lengths.sum()) != len(tokens):
+            return f"{name}_lengths ask for {int(lengths.sum())} tokens, {name}s has {len(tokens)}"
+        if (tokens < 0).any():
+            return f"{name}s holds negative tokens"
+    owners, prompts = state["text_prompts"], len(state["prompt_lengths"])
+    if len(owners) != len(state["text_lengths"]):
+        return f"text_prompts names {len(owners)} texts, text_lengths {len(state['text_lengths'])}"
+    if ((owners < 0) | (owners >= prompts)).any():
+        return f"text_prompts reaches beyond the {prompts} prompts"
+    return None

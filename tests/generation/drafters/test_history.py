@@ -1,0 +1,461 @@
+"""Drafts from earlier rollouts, against a history kept and searched in the plainest way."""
+
+import io
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from spec_trl import SpeculativeConfig
+from spec_trl.generation.drafters import suffix_index
+from spec_trl.generation.drafters.base import DraftSession
+from spec_trl.generation.drafters.history import HistoryDrafter
+from spec_trl.generation.drafters.suffix_index import SuffixIndex
+from spec_trl.generation.processing import LogitsPipeline, PrefixView
+from spec_trl.generation.rows import Request, Rows
+from tests.generation.calls import generate, outputs, pad_left, random_rows
+
+
+EOS = dict(eos_token_id=[7, 11, 12])  # rows end at different times
+UNBOUNDED = 10**9
+
+
+# ---- The plain way ---------------------------------------------------------------------------------------------
+
+
+class PlainText:
+    """A prompt with one completion; `number` counts texts."""
+
+    def __init__(self, number: int, prompt: list[int]) -> None:
+        self.number, self.prompt, self.all = number, prompt, list(prompt)
+
+
+class PlainHistory:
+    """Lists of texts, searched from one end to the other."""
+
+    def __init__(self, max_tokens: int = UNBOUNDED) -> None:
+        self.max_tokens = max_tokens
+        self.texts: list[PlainText] = []
+        self.evicted: list[PlainText] = []
+        # Every place where a token stands, in the order of arrival: (tokens, position)
+        self.places: dict[tuple[int, ...], list[tuple[list[int], int]]] = {}
+
+    def start(self, prompt: list[int]) -> PlainText:
+        self.texts.append(PlainText(len(self.texts) + len(self.evicted), prompt))
+        if tuple(prompt) not in self.places:
+            self._arrange(prompt)
+        return self.texts[-1]
+
+    def extend(self, text: PlainText, tokens: list[int]) -> None:
+        for token in tokens:
+            text.all.append(token)
+            if text in self.texts:
+                self.places[tuple(text.prompt)].append((text.all, len(text.all) - 1))
+
+    def evict(self) -> None:
+        while self.count() > self.max_tokens:
+            text = self.texts.pop(0)
+            self.evicted.append(text)
+            self._arrange(text.prompt)
+
+    def count(self) -> int:
+        prompts = {tuple(text.prompt) for text in self.texts}
+        return sum(map(len, prompts)) + sum(len(text.all) - len(text.prompt) for text in self.texts)
+
+    def forget_order(self, but: set[tuple[int, ...]]) -> None:
+        """Texts of prompts that are not in flight count as having arrived one after the other."""
+        for prompt in set(self.places) - but:
+            del self.places[prompt]
+
+    def _arrange(self, prompt: list[int]) -> None:
+        texts = [text.all for text in self.texts if text.prompt == prompt]
+        self.places[tuple(prompt)] = [(prompt, i) for i in range(len(prompt))] + [
+            (tokens, i) for tokens in texts for i in range(len(prompt), len(tokens))
+        ]
+
+    def propose(self, text: PlainText, draft_length: int) -> list[int]:
+        if text not in self.texts:
+            return []
+        draft: list[int] = []
+        matches: list[tuple[list[int], int]] = []
+        while len(draft) < draft_length:
+            matches = matches or self._matches(text, (text.all + draft)[-16:])
+            if not matches:
+                return draft
+            counts = Counter(tokens[i] for tokens, i in matches)
+            winner = next(tokens[i] for tokens, i in matches if counts[tokens[i]] == max(counts.values()))
+            draft.append(winner)
+            matches = [(tokens, i + 1) for tokens, i in matches if tokens[i] == winner and i + 1 < len(tokens)]
+        return draft
+
+    def _matches(self, text: PlainText, context: list[int]) -> list[tuple[list[int], int]]:
+        found = []
+        for tokens, i in reversed(self.places[tuple(text.prompt)]):
+            length = 0
+            while length < min(i, len(context)) and tokens[i - 1 - length] == context[-1 - length]:
+                length += 1
+            found.append((length, tokens, i))
+        for least in (16, 2, 1):  # what costs time is bounded by looking at the 64 newest of a kind
+            newest = [match for match in found if match[0] >= least][:64]
+            if newest:
+                longest = max(match[0] for match in newest)
+                return [(tokens, i) for length, tokens, i in newest if length == longest]
+        return []
+
+
+def test_the_limits_are_those_of_the_plain_way() -> None:
+    assert suffix_index._ANCHORS == (16, 2, 1)
+    assert (suffix_index._LONGEST_MATCH, suffix_index._CANDIDATES) == (16, 64)
+
+
+# ---- The index -------------------------------------------------------------------------------------------------
+
+
+def draft(prompt: list[int], others: list[list[int]], own: list[int], draft_length: int = 4) -> list[int]:
+    index = SuffixIndex(prompt)
+    for other in others:
+        index.extend(index.root, other)
+    return index.propose(index.extend(index.root, own), draft_length)
+
+
+@pytest.mark.parametrize(
+    "prompt, others, own, expected",
+    [
+        ([1, 2], [[3, 4, 5, 6, 7]], [], [3, 4, 5, 6]),  # a text of the same prompt, from its start
+        ([1, 2], [[3, 4, 5, 6, 7]], [9, 4], [5, 6, 7]),  # and from the middle; shorter where it ends
+        ([1, 2], [[3, 4, 5], [8, 4, 6]], [8, 4], [6]),  # the longer match
+        ([1, 2], [[3, 4], [3, 4], [3, 5]], [], [3, 4]),  # the more frequent way
+        ([1, 2], [[3, 4], [3, 5]], [], [3, 5]),  # the newest of equals
+        ([1, 2, 3, 4], [], [9, 2], [3, 4, 9, 2]),  # the prompt, and what came behind it
+        ([1, 2], [], [5, 6, 7, 5, 6], [7, 5, 6, 7]),  # the own text, round and round
+        ([1, 2], [[3, 4, 5]], [8], []),  # nothing
+        ([1], [], [], []),
+    ],
+)
+def test_by_hand(prompt: list[int], others: list[list[int]], own: list[int], expected: list[int]) -> None:
+    assert draft(prompt, others, own) == expected
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 3, 8, 50])
+def test_index_equals_a_plain_search(vocabulary: int) -> None:
+    """Texts grow in turns; with few tokens every limit of the lookup is met."""
+    rng = random.Random(vocabulary)
+    for prompt_length in (1, 2, 30):
+        prompt = [rng.randrange(vocabulary) for _ in range(prompt_length)]
+        index, plain = SuffixIndex(prompt), PlainHistory()
+        texts = [plain.start(prompt) for _ in range(4)]
+        nodes = [index.root] * 4
+        for _ in range(40):
+            i = rng.randrange(4)
+            # New words, or a quotation
+            quoted = rng.choice(texts).all
+            begin = rng.randrange(len(quoted))
+            new = quoted[begin : begin + rng.randrange(9)] + [rng.randrange(vocabulary)]
+            nodes[i] = index.extend(nodes[i], new)
+            plain.extend(texts[i], new)
+            for text, node in zip(texts, nodes, strict=True):
+                assert index.propose(node, 7) == plain.propose(text, 7)
+        assert len(index) == plain.count()
+
+
+# ---- Rows that come, move and go -------------------------------------------------------------------------------
+
+
+class Flight:
+    """Rows of a generation without a model: `answers[i]` is what request i will generate.
+
+    Keeps a drafter's history and a plain one side by side.
+    """
+
+    def __init__(self, drafter: HistoryDrafter, plain: PlainHistory, capacity: int, rng: random.Random) -> None:
+        self.drafter, self.plain, self.rng = drafter, plain, rng
+        self.capacity = capacity
+        self.moves = self.proposed = 0
+
+    def run(self, prompts: list[list[int]], answers: list[list[int]], reports: float = 1.0) -> None:
+        """Generates; a share `reports` of the rounds is reported to the drafter at once."""
+        self.rows = rows = Rows(self.capacity, 200, torch.device("cpu"))
+        rows.tokens.fill_(1)  # leftovers
+        pipeline = LogitsPipeline(LogitsProcessorList(), PrefixView(rows, 200, 0), self.capacity)
+        self.drafter.begin(DraftSession(rows, pipeline, True, None, False))
+        self.plain.forget_order(set())
+        self.prompts, self.texts, self.seen = prompts, {}, {}
+        waiting = [Request(i, torch.tensor(prompt), 200, 0) for i, prompt in enumerate(prompts)]
+        while waiting or rows.active:
+            if waiting and rows.active < rows.capacity:
+                self.admit([waiting.pop(0) for _ in range(min(len(waiting), rows.capacity - rows.active))])
+            if self.rng.random() < reports:
+                self.check_drafts()
+            self.decode(answers)
+            finished = [row for row, request in enumerate(rows.requests.tolist()) if self.left(answers, row) == 0]
+            if finished or self.rng.random() < reports:
+                self.report()
+            self.drop(finished)
+
+    def admit(self, requests: list[Request]) -> None:
+        admission = self.rows.admit(requests)
+        self.drafter.admit(admission)
+        self.plain.forget_order({tuple(self.prompts[i]) for i in self.rows.requests.tolist()})
+        for request in self.rows.requests[admission.first :].tolist():
+            prompt = self.prompts[request]
+            if tuple(prompt) not in self.plain.places:
+                self.plain._arrange(prompt)
+            self.texts[request] = self.plain.start(prompt)
+            self.seen[request] = 0
+
+    def check_drafts(self) -> None:
+        draft_length = self.rng.randrange(1, 8)
+        proposal = self.drafter.propose(draft_length, None)
+        assert proposal.tokens.shape == (self.rows.active, draft_length)
+        assert proposal.tokens.dtype == proposal.lengths.dtype == torch.int64
+        self.proposed += int(proposal.lengths.sum())
+        for request, tokens, length in zip(
+            self.rows.requests.tolist(), proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True
+        ):
+            if self.rows.generated[self.rows.requests == request] == self.seen[request]:  # else it drafts blindly
+                assert tokens[:length] == self.plain.propose(self.texts[request], draft_length)
+
+    def left(self, answers: list[list[int]], row: int) -> int:
+        return len(answers[int(self.rows.requests[row])]) - int(self.rows.generated[row])
+
+    def decode(self, answers: list[list[int]]) -> None:
+        rows = self.rows
+        counts = [min(self.rng.randrange(1, 7), self.left(answers, row)) for row in range(rows.active)]
+        for row, request in enumerate(rows.requests.tolist()):
+            done, length = int(rows.generated[row]), int(rows.lengths[row])
+            new = torch.tensor(answers[request][done : done + counts[row]])
+            rows.tokens[row, length : length + len(new)] = new
+            rows.tokens[row, length + len(new) : length + len(new) + 3] = 0  # rejected drafts
+        rows.commit(torch.tensor(counts), None)
+        rows.longest = int(rows.lengths.max())
+
+    def report(self) -> None:
+        self.drafter.observe()
+        for row, request in enumerate(self.rows.requests.tolist()):
+            text = self.texts[request]
+            length = int(self.rows.lengths[row])
+            self.plain.extend(text, self.rows.tokens[row, len(text.all) : length].tolist())
+            self.seen[request] = int(self.rows.generated[row])
+        self.plain.evict()
+        assert len(self.drafter.history) == self.plain.count() <= self.plain.max_tokens
+
+    def drop(self, finished: list[int]) -> None:
+        source, destination = self.rows.drop(finished)
+        if source:
+            self.moves += 1
+            self.drafter.move(source, destination, self.rows.longest)
+
+
+def task(rng: random.Random, prompt_count: int, copies: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, some of them alike, and answers over few tokens."""
+    prompts = [[rng.randrange(5) for _ in range(rng.randrange(1, 20))] for _ in range(prompt_count)]
+    prompts = [prompt for prompt in prompts for _ in range(copies)]
+    return prompts, [[rng.randrange(5) for _ in range(rng.randrange(1, 60))] for _ in prompts]
+
+
+@pytest.mark.parametrize("reports", [1.0, 0.5])
+@pytest.mark.parametrize("max_tokens", [UNBOUNDED, 700, 150, 20])
+def test_rows_equal_the_plain_way(max_tokens: int, reports: float) -> None:
+    """Three epochs of the same prompts, in another order each, with rows that finish, move and are refilled."""
+    rng = random.Random(max_tokens)
+    drafter, plain = HistoryDrafter(max_tokens), PlainHistory(max_tokens)
+    flight = Flight(drafter, plain, 5, rng)
+    for _ in range(3):
+        prompts, _ = task(random.Random(0), 4, 3)
+        order = rng.sample(range(len(prompts)), len(prompts))
+        answers = [[rng.randrange(5) for _ in range(rng.randrange(1, 60))] for _ in prompts]
+        flight.run([prompts[i] for i in order], answers, reports)
+    assert flight.moves > 5
+    assert flight.proposed > (0 if max_tokens == 20 else 200)
+    assert bool(plain.evicted) == (max_tokens != UNBOUNDED)
+
+
+def test_oldest_texts_go_first() -> None:
+    """Not the texts of the prompt that was used least recently: in the next epoch it is the next to come."""
+    drafter = HistoryDrafter(2 * 3 + 3 * 10)  # two prompts with three texts between them
+    flight = Flight(drafter, PlainHistory(36), 1, random.Random(0))
+    answers = [[10 * i + j for j in range(10)] for i in range(1, 5)]
+    a, b = [1, 2, 3], [4, 5, 6]
+    flight.run([a, b, a, a], answers)
+    kept = drafter.state_dict()["texts"].view(3, 10)[:, 0].tolist()
+    assert kept == [20, 30, 40]
+
+
+def test_a_text_that_had_to_go_in_flight_is_not_continued() -> None:
+    """Two rows and room for one: the older one drafts no more, and its tokens are not kept."""
+    drafter, plain = HistoryDrafter(30), PlainHistory(30)
+    flight = Flight(drafter, plain, 2, random.Random(1))
+    flight.run([[1, 2], [3, 4]], [[5, 6] * 20, [7, 8] * 10])
+    assert len(drafter.history) <= 30
+    texts = drafter.state_dict()["texts"].tolist()
+    assert 5 not in texts or 7 not in texts
+
+
+# ---- Checkpoints -----------------------------------------------------------------------------------------------
+
+
+def drafts_of(drafter: HistoryDrafter, prompts: list[list[int]], answers: list[list[int]]) -> list[Any]:
+    """What it proposes along a generation that does not follow any of it."""
+    rows = Rows(len(prompts), 100, torch.device("cpu"))
+    pipeline = LogitsPipeline(LogitsProcessorList(), PrefixView(rows, 100, 0), len(prompts))
+    drafter.begin(DraftSession(rows, pipeline, True, None, False))
+    drafter.admit(rows.admit([Request(i, torch.tensor(prompt), 100, 0) for i, prompt in enumerate(prompts)]))
+    found = []
+    for step in range(max(map(len, answers))):
+        proposal = drafter.propose(5, None)
+        found.append((proposal.tokens.tolist(), proposal.lengths.tolist()))
+        new = [answers[i][step % len(answers[i])] for i in rows.requests.tolist()]
+        rows.write(0, torch.tensor(new)[:, None])
+        rows.commit(torch.ones(len(prompts), dtype=torch.int64), None)
+        drafter.observe()
+    return found
+
+
+def saved(drafter: HistoryDrafter) -> dict[str, Tensor]:
+    file = io.BytesIO()
+    torch.save(drafter.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def filled(max_tokens: int = UNBOUNDED) -> HistoryDrafter:
+    drafter = HistoryDrafter(max_tokens)
+    Flight(drafter, PlainHistory(max_tokens), 4, random.Random(5)).run(*task(random.Random(3), 3, 4))
+    return drafter
+
+
+@pytest.mark.parametrize("max_tokens", [UNBOUNDED, 300])
+def test_the_state_gives_the_same_drafts(max_tokens: int) -> None:
+    drafter, restored = filled(max_tokens), HistoryDrafter(max_tokens)
+    drafts_of(restored, [[1, 2]], [[3, 4, 5]])  # goes when the state comes
+    restored.load_state_dict(saved(drafter))
+    assert len(restored.history) == len(drafter.history) > 100
+    for name, part in drafter.state_dict().items():
+        assert torch.equal(part, restored.state_dict()[name])
+    prompts, _ = task(random.Random(3), 3, 2)
+    _, answers = task(random.Random(4), 3, 2)
+    expected = drafts_of(drafter, prompts, answers)
+    assert drafts_of(restored, prompts, answers) == expected
+    assert expected != drafts_of(HistoryDrafter(max_tokens), prompts, answers)
+
+
+def test_a_smaller_bound_keeps_the_newest() -> None:
+    state = saved(filled())
+    restored = HistoryDrafter(200)
+    restored.load_state_dict(state)
+    texts = restored.state_dict()["texts"]
+    assert 0 < len(restored.history) <= 200
+    assert torch.equal(texts, state["texts"][-len(texts) :])
+
+
+def test_an_empty_state() -> None:
+    drafter = HistoryDrafter(100)
+    restored = filled()
+    restored.load_state_dict(saved(drafter))
+    assert len(restored.history) == 0
+    assert all(len(part) == 0 for part in restored.state_dict().values())
+
+
+def test_a_state_is_four_bytes_per_token() -> None:
+    state = filled().state_dict()
+    assert state["texts"].dtype == state["prompts"].dtype == torch.int32
+    assert sum(part.numel() for name, part in state.items() if "_" in name) == 2 * 12 + 3
+
+
+BROKEN_STATES: dict[str, tuple[Any, str]] = {
+    "none": (lambda state: None, "it is a NoneType"),
+    "weights": (lambda state: {"lm_head.weight": torch.zeros(2, 2)}, r"the keys \['lm_head.weight'\]"),
+    "a part missing": (lambda state: {k: v for k, v in state.items() if k != "texts"}, "instead of .*'texts'"),
+    "a part more": (lambda state: state | {"rows": torch.zeros(1)}, "the keys .*'rows'"),
+    "a list": (lambda state: state | {"texts": [1, 2]}, "texts is not a one-dimensional torch.int32 tensor"),
+    "another dtype": (lambda state: state | {"texts": state["texts"].float()}, "texts is not"),
+    "another shape": (lambda state: state | {"texts": state["texts"][None]}, "texts is not"),
+    "truncated texts": (lambda state: state | {"texts": state["texts"][:-1]}, r"text_lengths ask for \d+ tokens"),
+    "truncated prompts": (lambda state: state | {"prompts": state["prompts"][1:]}, "prompt_lengths ask for"),
+    "negative lengths": (lambda state: state | {"text_lengths": state["text_lengths"] - 5}, "text_lengths ask for"),
+    "negative tokens": (lambda state: state | {"texts": state["texts"] - 9}, "texts holds negative tokens"),
+    "no prompts": (
+        lambda state: state | {"prompts": state["prompts"][:0], "prompt_lengths": state["prompt_lengths"][:0]},
+        "text_prompts reaches beyond the 0 prompts",
+    ),
+    "too few owners": (lambda state: state | {"text_prompts": state["text_prompts"][1:]}, "text_prompts names 11"),
+    "wrong owners": (lambda state: state | {"text_prompts": state["text_prompts"] - 1}, "reaches beyond the 3"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_STATES)
+def test_broken_states(name: str) -> None:
+    drafter = filled()
+    before = drafter.state_dict()
+    damage, message = BROKEN_STATES[name]
+    with pytest.raises(ValueError, match=f"state is not a whole rollout history: .*{message}.*Load what"):
+        drafter.load_state_dict(damage(dict(before)))
+    assert all(torch.equal(part, before[key]) for key, part in drafter.state_dict().items())
+
+
+@pytest.mark.parametrize("value, message", [(0, "at least 1"), (-5, "at least 1"), (2.5, "an integer")])
+def test_bad_bounds(value: Any, message: str) -> None:
+    for make in (HistoryDrafter, lambda value: SpeculativeConfig(history_max_tokens=value)):
+        with pytest.raises(ValueError, match=f"history_max_tokens={value}.*{message}"):
+            make(value)
+
+
+# ---- In generate -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_batch_size", [None, 3])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_epochs_with_one_drafter(do_sample: bool, max_batch_size: int | None, tiny) -> None:
+    """Groups of three; what is kept is what was generated, and the second time it is accepted."""
+    rows = [row for row in random_rows([5, 9, 1]) for _ in range(3)]
+    options = EOS | dict(do_sample=do_sample, temperature=0.3 if do_sample else None)
+    drafter = HistoryDrafter(UNBOUNDED)
+    totals, all_outputs = [], []
+    for seed in (0, 1):
+        expected = outputs(generate(tiny, pad_left(rows), config={"seed": seed}, **options))
+        result = generate(
+            tiny,
+            pad_left(rows),
+            "history",
+            {"seed": seed, "max_batch_size": max_batch_size},
+            drafter=drafter,
+            **options,
+        )
+        assert outputs(result) == expected
+        assert result.statistics.drafter_failure is None
+        totals.append(result.statistics.total)
+        all_outputs += expected
+        state = drafter.state_dict()
+        texts = [text.tolist() for text in state["texts"].split(state["text_lengths"].tolist())]
+        assert sorted(texts) == sorted(all_outputs)
+    if do_sample:
+        assert totals[1].block_efficiency > totals[0].block_efficiency + 0.1
+    else:
+        assert totals[1].acceptance_rate > 0.9
+
+
+def test_siblings_help_each_other(tiny) -> None:
+    """One after the other, greedily: the second copy of a prompt finds all it needs in the first."""
+    row = random_rows([6])[0]
+    options = dict(do_sample=False, max_new_tokens=40)
+    alone = generate(tiny, pad_left([row]), "history", **options)
+    both = generate(tiny, pad_left([row, row]), "history", {"max_batch_size": 1}, **options)
+    other = generate(tiny, pad_left([row, random_rows([6], seed=9)[0]]), "history", {"max_batch_size": 1}, **options)
+    assert outputs(both) == outputs(alone) * 2
+    second = both.statistics.per_request[1]
+    assert second.accepted == second.drafted > 30
+    assert other.statistics.per_request[1].accepted < 30, "another prompt's text must not be found"
+
+
+def test_a_changed_policy_accepts_less_and_samples_its_own(tiny, tiny_assistant) -> None:
+    rows = pad_left([row for row in random_rows([5, 9]) for _ in range(2)])
+    drafter = HistoryDrafter(UNBOUNDED)
+    generate(tiny, rows, drafter=drafter, do_sample=False)
+    expected = outputs(generate(tiny_assistant, rows, do_sample=False))
+    result = generate(tiny_assistant, rows, drafter=drafter, do_sample=False)
+    assert outputs(result) == expected
+    assert 0 < result.statistics.acceptance_rate < 1
