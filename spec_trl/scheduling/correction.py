@@ -1,0 +1,46 @@
+"""Measured round times correct the profile while decoding (the online half of ER App. E.3)."""
+
+from collections import deque
+from statistics import median
+
+
+class OverheadCorrection:
+    """How much longer rounds of one kind take than predicted: a correction of the overhead per round, in seconds.
+
+    Kept apart for batches of like size (up to a factor of 2), because a profile errs differently for few rows and for
+    many; where a size was never measured, the nearest one speaks for it. Each is the median over the newest rounds:
+    one round that the machine spent elsewhere changes nothing.
+
+    Args:
+        memory: rounds of one size that count.
+    """
+
+    def __init__(self, memory: int = 16) -> None:
+        self._memory = memory
+        self._residuals: dict[int, deque[float]] = {}  # by the batch's bit length
+        self._overheads: dict[int, float] = {}
+
+    def record(self, batch: int, predicted: float, seconds: float) -> None:
+        """Takes one round of `batch` rows that took `seconds` instead of `predicted`."""
+        size = batch.bit_length()
+        residuals = self._residuals.setdefault(size, deque(maxlen=self._memory))
+        residuals.append(seconds - predicted)
+        self._overheads[size] = median(residuals)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was measured yet."""
+        return not self._residuals
+
+    def apply(self, batch: int, predicted: float) -> float:
+        """Corrected seconds; never less than a tenth of the prediction, which a residual of other shapes could ask."""
+        if self.is_empty:
+            return predicted
+        size = batch.bit_length()
+        nearest = min(self._overheads, key=lambda measured: (abs(measured - size), measured))
+        return max(predicted + self._overheads[nearest], 0.1 * predicted)
+
+    def clear(self) -> None:
+        """Forgets what was measured."""
+        self._residuals.clear()
+        self._overheads.clear()

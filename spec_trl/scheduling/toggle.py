@@ -1,0 +1,373 @@
+"""When to speculate, and with what: π_SD (ER §3.2, Eq. 3), corrected by what rounds really take.
+
+A control answers two calls per decoding round: `decide` before it and `record` after it. Three of them exist:
+`NeverSpeculate`, `AlwaysSpeculate` (the paper's always-on baseline) and `SpeculationToggle`.
+"""
+
+import operator
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+from statistics import median
+from typing import NamedTuple, Protocol
+
+from .correction import OverheadCorrection
+from .roofline import Roofline
+
+
+PROBE_ROUNDS = 3
+"""Autoregressive rounds that anchor the baseline before speculation is judged by it."""
+WINDOW = 16
+"""Speculative rounds over which a measured speedup is taken."""
+HOPELESS = {4: 0.6, 8: 0.8}
+"""Rounds of the first window after which a measured speedup below this is enough to give up."""
+DOUBT = 1.1
+"""Below this measured speedup the baseline is measured again nearby before it decides."""
+DWELL = 8
+"""With refill: rounds between two changes of mind, so that throughput does not fall off at the threshold."""
+RETRY_AFTER = 20
+"""Rollouts without speculation after which old evidence against it is put aside once: drafters improve with training
+(ER App. D), which nobody could see without drafting."""
+
+
+@dataclass
+class Candidate:
+    """One drafter as a control sees it.
+
+    Args:
+        name: its strategy.
+        draft_length: γ.
+        block_efficiency: τ_prev, of the last rollout that it drafted for, or what to expect of it.
+        max_rows: with more rows a draft costs what the target costs.
+        roofline: predicts its rounds; None: only measuring tells.
+        is_network: False: drafts are looked up, and cost no forward.
+    """
+
+    name: str
+    draft_length: int
+    block_efficiency: float
+    max_rows: int
+    roofline: Roofline | None = None
+    is_network: bool = True
+
+    def cycle_seconds(self, roofline: Roofline, batch: int, length: float) -> float:
+        """γ T̂_q + T̂_V, without T̂_q where no network drafts."""
+        if self.is_network:
+            return roofline.cycle_seconds(batch, length, self.draft_length)
+        return roofline.verify_seconds(batch, length, self.draft_length)
+
+
+@dataclass
+class Tally:
+    """What one candidate did in one rollout: `rounds`, verified `blocks` and the `tokens` they committed, `seconds`,
+    the same work's autoregressive seconds by the corrected profile, and the sum of predicted speedups."""
+
+    rounds: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    baseline_seconds: float = 0.0
+    predicted_sum: float = 0.0
+    predicted_rounds: int = 0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*map(operator.add, astuple(self), astuple(other)))
+
+    @property
+    def block_efficiency(self) -> float | None:
+        """τ, None without blocks."""
+        return self.tokens / self.blocks if self.blocks else None
+
+    @property
+    def predicted_speedup(self) -> float | None:
+        """Mean prediction over the rounds that had one."""
+        return self.predicted_sum / self.predicted_rounds if self.predicted_rounds else None
+
+    @property
+    def measured_speedup(self) -> float | None:
+        """Over the corrected profile's autoregressive time; None without a profile or rounds."""
+        return self.baseline_seconds / self.seconds if self.baseline_seconds and self.seconds else None
+
+
+class Control(Protocol):
+    """Decides in each round which candidate drafts, and how far."""
+
+    candidates: Sequence[Candidate]
+    tallies: list[Tally]
+
+    def begin(self, capacity: int, requests: int) -> None:
+        """A rollout of `requests` starts, `capacity` of them at a time."""
+        ...
+
+    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+        """(index of the candidate, γ) for a round of `batch` rows of mean length `length`; γ = 0: decode
+        autoregressively. `waiting` requests have no row yet."""
+        ...
+
+    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        """The round just decided drafted `draft_length` (less than decided where no row had room for more), took
+        `seconds` and committed `tokens`."""
+        ...
+
+    def drop(self, index: int) -> None:
+        """Candidate `index` failed and must not be chosen again in this rollout."""
+        ...
+
+
+class NeverSpeculate:
+    """Decodes autoregressively."""
+
+    candidates: Sequence[Candidate] = ()
+    tallies: list[Tally] = []
+
+    def begin(self, capacity: int, requests: int) -> None:
+        pass
+
+    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+        return 0, 0
+
+    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        pass
+
+    def drop(self, index: int) -> None:
+        pass
+
+
+class AlwaysSpeculate:
+    """Speculates in every round that its drafter's kernels can serve: the paper's always-on quantized self-SD.
+
+    Args:
+        candidate: the one drafter.
+    """
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidates: Sequence[Candidate] = (candidate,)
+        self.tallies = [Tally()]
+
+    def begin(self, capacity: int, requests: int) -> None:
+        self.tallies = [Tally()]
+        self._failed = False
+
+    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+        candidate = self.candidates[0]
+        self._batch = batch
+        self._draft_length = 0 if self._failed or batch > candidate.max_rows else candidate.draft_length
+        return 0, self._draft_length
+
+    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        if draft_length:
+            tally = self.tallies[0]
+            tally.rounds += 1
+            tally.blocks += self._batch
+            tally.tokens += tokens
+            tally.seconds += seconds
+
+    def drop(self, index: int) -> None:
+        self._failed = True
+
+
+@dataclass
+class _State:
+    """Of one candidate: corrections live as long as the toggle, the rest for one rollout."""
+
+    correction: OverheadCorrection = field(default_factory=OverheadCorrection)
+    window: deque["_Round"] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    failed_at: int | None = None  # batch at which it measured slower than autoregressive decoding
+    dropped: bool = False
+
+
+class _Round(NamedTuple):
+    batch: int
+    length: float
+    seconds: float
+    tokens: int
+
+
+class SpeculationToggle:
+    """π_SD over one or several candidates: the one with the largest predicted speedup, if that reaches 1 + ε.
+
+    Without refill the batch only shrinks, so speculation stays on once it is on (ER App. E.4). With refill it does
+    not: then speculation goes off again below a predicted speedup of 1 (hysteresis). In both cases measured rounds
+    have the last word: they correct the profile's overhead terms, and a candidate that measures slower than
+    autoregressive decoding is off for the rest of the rollout; in doubt a few autoregressive rounds in between
+    measure the baseline anew. A candidate without a profile is tried, and tried again once the batch has halved.
+
+    Requests that still wait for a row count as part of the batch: a small batch is a tail only when nobody waits. (The
+    authors' released code guards the ramp with a fixed 32 requests, so it never speculates with fewer.)
+
+    Args:
+        candidates: the drafters to choose among, at least one.
+        margin: ε ≥ 0.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], margin: float = 0.05) -> None:
+        self.candidates: Sequence[Candidate] = tuple(candidates)
+        self.margin = margin
+        self.tallies = [Tally() for _ in candidates]
+        self._states = [_State() for _ in candidates]
+        self._baseline = OverheadCorrection()  # of autoregressive rounds
+        self._plain_seconds: deque[float] = deque(maxlen=32)  # of them too, for candidates without a profile
+        self._idle_rollouts = 0
+
+    def begin(self, capacity: int, requests: int) -> None:
+        spoke = any(tally.rounds for tally in self.tallies)
+        self._idle_rollouts = 0 if spoke else self._idle_rollouts + 1
+        self._forgiving = self._idle_rollouts > RETRY_AFTER
+        if self._forgiving:
+            self._idle_rollouts = 0
+        self.tallies = [Tally() for _ in self.candidates]
+        for state in self._states:
+            state.window.clear()
+            state.failed_at, state.dropped = None, False
+            if self._forgiving:
+                state.correction.clear()
+        self._capacity = capacity
+        self._refills = requests > capacity
+        self._active: int | None = None
+        self._since_change = DWELL
+        self._probing = max(PROBE_ROUNDS - len(self._plain_seconds), 0)
+        self._anchor: int | None = None  # batch of the newest autoregressive round
+        self._judgement_due = False
+
+    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+        self._batch, self._length = batch, length
+        self._since_change += 1
+        if self._probing:
+            self._probing -= 1
+        else:
+            self._update(min(self._capacity, batch + waiting), batch, length)
+            if self._active is not None and batch <= self.candidates[self._active].max_rows:
+                self._chosen = self._active
+                return self._active, self.candidates[self._active].draft_length
+        self._chosen = None
+        return 0, 0
+
+    def _update(self, batch_ahead: int, batch: int, length: float) -> None:
+        """Turns speculation on or off; `batch_ahead` counts the rows that waiting requests are about to fill."""
+        if self._judgement_due:
+            self._judge()
+        if self._active is None:
+            if not self._refills or self._since_change >= DWELL:
+                best, speedup = self._best(batch_ahead, length)
+                if speedup >= 1 + self.margin:
+                    self._turn(best)
+        elif self._refills and self._since_change >= DWELL:
+            if self.predicted_speedup(self._active, batch, length) < 1:
+                self._turn(None)
+
+    def _best(self, batch: int, length: float, but: int | None = None) -> tuple[int | None, float]:
+        """The candidate with the largest predicted speedup, and that."""
+        speedups = {
+            index: self.predicted_speedup(index, batch, length)
+            for index in range(len(self.candidates))
+            if index != but and self._eligible(index, batch)
+        }
+        best = max(speedups, key=speedups.__getitem__, default=None)
+        return best, 0.0 if best is None else speedups[best]
+
+    def _turn(self, active: int | None) -> None:
+        self._active = active
+        self._since_change = 0
+
+    def _eligible(self, index: int, batch: int) -> bool:
+        candidate, state = self.candidates[index], self._states[index]
+        if state.dropped or batch > candidate.max_rows:
+            return False
+        return state.failed_at is None or (candidate.roofline is None and 2 * batch <= state.failed_at)
+
+    def predicted_speedup(self, index: int, batch: int, length: float) -> float:
+        """Eq. 3's left side for a candidate, with corrected times; infinite where only trying can tell."""
+        candidate, state = self.candidates[index], self._states[index]
+        gain = self._block_efficiency(index)
+        if candidate.roofline is None:
+            return self._measured_speedup(index) if len(state.window) == WINDOW else float("inf")
+        roofline = candidate.roofline
+        plain = self._autoregressive_seconds(roofline, batch, length)
+        cycle = candidate.cycle_seconds(roofline, batch, length)
+        if not state.correction.is_empty:
+            cycle = state.correction.apply(batch, cycle)
+        else:  # until it is measured: off by the same factor, as on a machine that is slower all in all
+            cycle *= plain / roofline.target_seconds(batch, length)
+        return gain * plain / cycle
+
+    def _block_efficiency(self, index: int) -> float:
+        """τ_prev until this rollout has its own."""
+        if self.tallies[index].rounds >= WINDOW:
+            return self.tallies[index].block_efficiency or 1.0
+        candidate = self.candidates[index]
+        return candidate.draft_length + 1.0 if self._forgiving else candidate.block_efficiency
+
+    def _autoregressive_seconds(self, roofline: Roofline | None, batch: int, length: float) -> float:
+        """T_p: by the corrected profile, or else as last measured."""
+        if roofline is None:
+            return median(self._plain_seconds)
+        return self._baseline.apply(batch, roofline.target_seconds(batch, length))
+
+    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        batch, length = self._batch, self._length
+        if draft_length == 0:
+            self._anchor = batch
+            self._plain_seconds.append(seconds)
+            roofline = self.candidates[0].roofline  # the target part is the same in all of them
+            if roofline is not None:
+                self._baseline.record(batch, roofline.target_seconds(batch, length), seconds)
+            return
+        if self._chosen is None or draft_length < self.candidates[self._chosen].draft_length:
+            return  # a rollout's last rounds, too short to judge by
+        index = self._chosen
+        candidate, state, tally = self.candidates[index], self._states[index], self.tallies[index]
+        baseline = self._autoregressive_seconds(candidate.roofline, batch, length)
+        if candidate.roofline is not None:
+            cycle = candidate.cycle_seconds(candidate.roofline, batch, length)
+            tally.predicted_sum += self.predicted_speedup(index, batch, length)
+            tally.predicted_rounds += 1
+            state.correction.record(batch, cycle, seconds)
+        tally.rounds += 1
+        tally.blocks += batch
+        tally.tokens += tokens
+        tally.seconds += seconds
+        tally.baseline_seconds += baseline * tokens / batch
+        state.window.append(_Round(batch, length, seconds, tokens))
+        self._judgement_due |= tally.rounds % WINDOW == 0 or tally.rounds in HOPELESS
+
+    def _measured_speedup(self, index: int) -> float:
+        """τ T_p / T_cycle over the candidate's newest rounds, in medians of the times."""
+        candidate, window = self.candidates[index], self._states[index].window
+        costs = [
+            r.seconds / self._autoregressive_seconds(candidate.roofline, r.batch, r.length) for r in window
+        ]
+        return sum(r.tokens / r.batch for r in window) / len(window) / median(costs)
+
+    def _judge(self) -> None:
+        """Keeps the active candidate only while it measures faster than autoregressive decoding and than what the
+        others promise."""
+        self._judgement_due = False
+        index = self._active
+        if index is None:
+            return
+        measured, rounds = self._measured_speedup(index), self.tallies[index].rounds
+        enough = HOPELESS.get(rounds, 1.0)
+        if rounds >= WINDOW:
+            other, promised = self._best(self._batch, self._length, but=index)
+            if promised >= max(measured, 1.0) * (1 + self.margin):
+                self._turn(other)
+                return
+        if measured < (DOUBT if rounds >= WINDOW else enough):
+            if not self._is_anchored():
+                self._probing, self._judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
+            elif measured < enough:
+                self._fail(index)
+
+    def _fail(self, index: int) -> None:
+        self._states[index].failed_at = self._batch
+        self._states[index].window.clear()
+        self._turn(None)
+
+    def _is_anchored(self) -> bool:
+        """Whether the newest autoregressive rounds of this rollout had about as many rows as there are now."""
+        return self._anchor is not None and 2 * min(self._anchor, self._batch) >= max(self._anchor, self._batch)
+
+    def drop(self, index: int) -> None:
+        self._states[index].dropped = True
+        if self._active == index:
+            self._turn(None)

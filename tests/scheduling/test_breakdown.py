@@ -1,0 +1,98 @@
+"""ER's simulated tables from the models' configs alone."""
+
+import json
+
+import pytest
+
+from spec_trl.scheduling.breakdown import (
+    A100_80GB,
+    Hardware,
+    Shape,
+    component_seconds,
+    component_shares,
+    idealized_draft_ratio,
+)
+from tests.conftest import shared
+
+
+# (length, batch) -> FFN, QKVO, attention, LM head, nonlinear in percent: ER Tab. 3
+TABLE_3 = {
+    "Qwen2.5-7B-Instruct": {
+        (2048, 8): (75.2, 10.9, 6.2, 7.2, 0.5),
+        (2048, 4): (77.8, 11.2, 3.2, 7.4, 0.3),
+        (4096, 2): (77.9, 11.2, 3.2, 7.4, 0.2),
+        (8192, 1): (78.0, 11.2, 3.2, 7.5, 0.1),
+    },
+    "Qwen2.5-14B-Instruct": {
+        (2048, 8): (65.0, 19.3, 10.3, 5.0, 0.4),
+        (2048, 4): (68.7, 20.4, 5.4, 5.2, 0.2),
+        (4096, 2): (68.8, 20.4, 5.4, 5.3, 0.1),
+        (8192, 1): (68.8, 20.4, 5.4, 5.3, 0.1),
+    },
+    "Llama-3.1-8B-Instruct": {
+        (2048, 8): (65.4, 15.6, 12.4, 6.1, 0.5),
+        (2048, 4): (69.9, 16.7, 6.7, 6.5, 0.3),
+        (4096, 2): (70.0, 16.7, 6.7, 6.5, 0.2),
+        (8192, 1): (70.0, 16.7, 6.7, 6.5, 0.1),
+    },
+}
+SMALL = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=1000, tied=True)
+
+
+def shape_of(model: str) -> Shape:
+    return Shape.from_config(json.loads(shared(f"configs/target/{model}/config.json").read_text()))
+
+
+@pytest.mark.parametrize("model", TABLE_3)
+def test_table_3_within_a_tenth_of_a_percentage_point(model: str) -> None:
+    shape = shape_of(model)
+    for (length, batch), printed in TABLE_3[model].items():
+        shares = component_shares(shape, A100_80GB, batch, length)
+        found = [100 * shares[name] for name in ("ffn", "qkvo", "attention", "lm_head", "nonlinear")]
+        # The paper prints one decimal, so half of it is rounding.
+        assert found == pytest.approx(printed, abs=0.1 + 0.05), (length, batch)
+
+
+def test_table_4() -> None:
+    shape = shape_of("Qwen2.5-7B-Instruct")
+    rho_kappa = 26205 / 57344  # the published fit's
+    assert shape.kv_bytes == 57344
+    assert round(idealized_draft_ratio(shape, 4, batch=1, length=2048, rho_kappa=rho_kappa), 3) == 0.360
+    assert round(idealized_draft_ratio(shape, 8, batch=1, length=2048, rho_kappa=rho_kappa), 3) == 0.573
+
+
+@pytest.mark.parametrize("model", ["qwen257b", "llama318binstruct"])
+def test_weight_bytes_are_the_published_ones(model: str) -> None:
+    constants = json.loads(shared(f"data/efficientrollout/model_constants_{model}.json").read_text())
+    config = {"qwen257b": "Qwen2.5-7B-Instruct", "llama318binstruct": "Llama-3.1-8B-Instruct"}[model]
+    shape = shape_of(config)
+    assert shape.weight_bytes() == constants["W_t"]
+    assert shape.weight_bytes(4) == constants["W_d"]
+    assert shape.kv_bytes == constants["kappa_theoretical"]
+
+
+def test_a_tied_head_counts_once_in_memory() -> None:
+    untied = Shape(**(vars(SMALL) | {"tied": False}))
+    assert untied.weight_bytes() - SMALL.weight_bytes() == 1000 * 64 * 2
+    assert component_seconds(untied, A100_80GB, 4, 100) == component_seconds(SMALL, A100_80GB, 4, 100)
+
+
+def test_large_batches_are_bound_by_arithmetic() -> None:
+    hardware = Hardware(flops_per_second=1e12, bytes_per_second=1e12)  # balanced at one row
+    one, many = (component_seconds(SMALL, hardware, batch, 10) for batch in (1, 64))
+    assert one["ffn"] == pytest.approx(SMALL.ffn_weights * 2 / 1e12)
+    assert many["ffn"] == pytest.approx(64 * one["ffn"])
+
+
+def test_config_defaults_and_errors() -> None:
+    config = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 9
+    }  # fmt: skip
+    shape = Shape.from_config(config)
+    assert (shape.kv_heads, shape.head_dim, shape.tied) == (4, 16, False)
+    with pytest.raises(ValueError, match=r"config lacks \['intermediate_size'\]"):
+        Shape.from_config(config | {"intermediate_size": None})
+    with pytest.raises(ValueError, match="hidden=0 is out of range"):
+        Shape(**(vars(SMALL) | {"hidden": 0}))
+    with pytest.raises(ValueError, match="bytes_per_second=0 is out of range"):
+        Hardware(1e12, 0)

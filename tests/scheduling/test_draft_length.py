@@ -1,0 +1,155 @@
+"""γ follows τ as in ER Algorithm 1 and App. G.3."""
+
+import pytest
+
+from spec_trl.scheduling.draft_length import (
+    DraftLengthController,
+    acceptance_of,
+    convert_block_efficiency,
+    expected_block_efficiency,
+)
+
+
+def schedule(taus: list[float], **options: object) -> list[int]:
+    """γ in force in each rollout, and after the last one."""
+    controller = DraftLengthController(**options)  # type: ignore[arg-type]
+    lengths = [controller.draft_length]
+    for tau in taus:
+        controller.observe(tau)
+        lengths.append(controller.draft_length)
+    return lengths
+
+
+def ramp(*points: float, steps: int = 6) -> list[float]:
+    """τ that rises evenly from each point to the next."""
+    return [
+        a + (b - a) * i / (steps - 1) for a, b in zip(points[::2], points[1::2], strict=True) for i in range(steps)
+    ]
+
+
+def moves(lengths: list[int]) -> list[int]:
+    return [b for a, b in zip([0, *lengths], lengths, strict=False) if a != b]
+
+
+# App. G.3: before each elevation τ reaches 5.73, 7.60, 9.48; afterwards it is 7.37, 9.35, 11.25.
+def test_qwen_7b_climbs_to_11() -> None:
+    taus = ramp(5.2, 5.73) + [5.73] + ramp(7.37, 7.6) + [7.6] + ramp(9.35, 9.48) + [9.48] + [11.25] * 6
+    assert moves(schedule(taus)) == [5, 7, 9, 11]
+
+
+def test_qwen_14b_climbs_to_9() -> None:
+    taus = ramp(5.2, 5.73) + [5.73] + ramp(7.37, 7.61) + [7.61] + [9.3] * 6
+    assert moves(schedule(taus)) == [5, 7, 9]
+
+
+def test_llama_stays_at_5() -> None:
+    assert moves(schedule(ramp(5.07, 5.5, steps=40))) == [5]
+
+
+def test_thresholds_count_as_reached() -> None:
+    assert schedule([5.7, 5.7])[-1] == 7  # 1 + 5 · 0.94
+    assert schedule([5.69, 5.7, 5.69, 5.7])[-1] == 5
+    assert schedule([6.95, 6.95], initial=7)[-1] == 5  # 1 + 7 · 0.85
+    assert schedule([6.95, 6.96, 6.95], initial=7)[-1] == 7
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3, 5])
+def test_a_condition_must_hold_for_the_whole_window(patience: int) -> None:
+    assert moves(schedule([5.9] * patience, patience=patience)) == [5, 7]
+    assert moves(schedule([5.9] * (patience - 1), patience=patience)) == [5]
+    interrupted = [5.9] * (patience - 1) + [5.3] + [5.9] * (patience - 1)
+    assert moves(schedule(interrupted, patience=patience)) == [5]
+
+
+def test_the_window_starts_anew_after_a_move() -> None:
+    # 6.0 is the ceiling at γ = 5 and below the lower threshold at γ = 7: kept in the window it would undo the move.
+    assert schedule([6.0, 6.0, 6.0, 7.3, 6.0, 6.0]) == [5, 5, 7, 7, 7, 7, 5]
+
+
+def test_ends_of_the_ladder_hold() -> None:
+    assert moves(schedule([1.0] * 5)) == [5]
+    assert moves(schedule([12.0] * 5, initial=11)) == [11]
+    assert moves(schedule([4.0] * 9, draft_lengths=[3])) == [3]
+
+
+def test_rollouts_that_never_speculated_change_nothing() -> None:
+    controller = DraftLengthController()
+    controller.observe(5.8)
+    before = controller.state_dict()
+    controller.observe(None)
+    assert controller.state_dict() == before
+    controller.observe(5.8)
+    assert controller.draft_length == 7
+
+
+def test_tau_prev_starts_at_gamma_and_follows_what_was_measured() -> None:
+    controller = DraftLengthController(initial=7)
+    assert controller.block_efficiency == 7.0
+    controller.observe(7.2)
+    assert controller.block_efficiency == 7.2
+
+
+# Design §7: from τ before each elevation, what is measured behind it (App. G.3: 7.37, 9.35, 11.25).
+@pytest.mark.parametrize(
+    ("tau", "old", "new", "expected"), [(5.73, 5, 7, 7.50), (7.60, 7, 9, 9.36), (9.48, 9, 11, 11.24)]
+)
+def test_conversion_to_another_draft_length(tau: float, old: int, new: int, expected: float) -> None:
+    assert convert_block_efficiency(tau, old, new) == pytest.approx(expected, abs=0.01)
+    controller = DraftLengthController(initial=old, patience=1)
+    controller.observe(tau)
+    assert controller.draft_length == new
+    assert controller.block_efficiency == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize("draft_length", [1, 5, 11])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.97, 1.0])
+def test_acceptance_inverts_block_efficiency(acceptance: float, draft_length: int) -> None:
+    tau = expected_block_efficiency(acceptance, draft_length)
+    assert acceptance_of(tau, draft_length) == pytest.approx(acceptance, abs=1e-9)
+
+
+def test_acceptance_outside_the_possible_range() -> None:
+    assert acceptance_of(9.0, 5) == pytest.approx(1.0)
+    assert acceptance_of(0.5, 5) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_state_goes_through_a_checkpoint() -> None:
+    taus = [5.8, 5.8, 7.2, 7.7, 7.7, 9.0]
+    whole = schedule(taus)
+    for cut in range(len(taus)):
+        first, second = DraftLengthController(), DraftLengthController()
+        for tau in taus[:cut]:
+            first.observe(tau)
+        second.load_state_dict(first.state_dict())
+        assert second.block_efficiency == first.block_efficiency
+        for tau in taus[cut:]:
+            second.observe(tau)
+        assert second.draft_length == whole[-1]
+
+
+def test_state_of_another_ladder_starts_over() -> None:
+    controller = DraftLengthController(draft_lengths=[2, 4])
+    controller.load_state_dict({"draft_length": 5, "block_efficiency": 5.8, "window": [5.8]})
+    assert (controller.draft_length, controller.block_efficiency) == (2, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"draft_lengths": [5, 5]}, r"draft_lengths=\[5, 5\] is not ascending; use \[5\]"),
+        ({"draft_lengths": [7, 5]}, r"draft_lengths=\[7, 5\] is not ascending; use \[5, 7\]"),
+        ({"draft_lengths": []}, r"draft_lengths=\[\] must be a list of at least one integer"),
+        ({"draft_lengths": [5, 7.5]}, "draft_lengths=.* must be a list of at least one integer"),
+        ({"draft_lengths": [0, 5]}, r"draft_lengths=\[0, 5\] must lie between 1 and 64"),
+        ({"draft_lengths": [5, 65]}, "must lie between 1 and 64"),
+        ({"initial": 6}, r"initial_draft_length=6 is not one of draft_lengths=\[5, 7, 9, 11\].*draft_lengths=\[6\]"),
+        ({"up": 1.1}, "draft_length_up=1.1 must lie between 0 and 1"),
+        ({"up": 0.85, "down": 0.85}, "draft_length_down=0.85 must be above 0 and below draft_length_up=0.85"),
+        ({"down": 0.0}, "draft_length_down=0.0 must be above 0"),
+        ({"patience": 0}, "draft_length_patience=0 must be an integer of at least 1"),
+        ({"patience": 1.5}, "draft_length_patience=1.5 must be an integer of at least 1"),
+    ],
+)
+def test_bad_arguments(bad: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DraftLengthController(**bad)  # type: ignore[arg-type]

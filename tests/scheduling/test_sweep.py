@@ -1,0 +1,148 @@
+"""Sweep files: both formats, and every way in which one can be broken."""
+
+from pathlib import Path
+
+import pytest
+
+from spec_trl.scheduling.sweep import Sample, check_samples, points, read_sweep, write_sweep
+from tests.conftest import shared
+
+
+PUBLISHED_HEADER = "model,batch,seq,gamma,mode,mean_ms,median_ms"
+
+
+def grid(batches: tuple[int, ...] = (1, 2, 4, 8), gammas: tuple[int, ...] = (3, 7, 11)) -> list[Sample]:
+    samples = [Sample(b, 128.0, 0, "target", 0.01 * b) for b in batches]
+    samples += [Sample(b, 128.0, g, "draft", 0.004 * b) for b in batches for g in gammas]
+    samples += [Sample(b, 128.0, g, "verify", 0.011 * b + 1e-5 * g) for b in batches for g in gammas]
+    return samples
+
+
+def write_published(path: Path, rows: list[str]) -> Path:
+    path.write_text("\n".join([PUBLISHED_HEADER, *rows]) + "\n")
+    return path
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    samples = [*grid(), Sample(3, 100.5, 0, "target", 1 / 3)]
+    write_sweep(tmp_path / "sweep.csv", "some model, with a comma", samples)
+    assert read_sweep(tmp_path / "sweep.csv") == samples
+
+
+def test_points_pair_the_times() -> None:
+    samples = grid((2,), (3, 7))
+    assert [p[:3] for p in points(samples)] == [(2, 128.0, 3), (2, 128.0, 7)]
+    assert points(samples)[1][3:] == pytest.approx((0.02, 0.008, 0.02207))
+    assert points(samples)[1].cycle == pytest.approx(7 * 0.008 + 0.02207)
+    # One draft time may stand for every draft length.
+    once = [s for s in samples if s.mode != "draft"] + [Sample(2, 128.0, 0, "draft", 0.008)]
+    assert points(once) == points(samples)
+    assert check_samples(once, "samples") is None
+
+
+@pytest.mark.parametrize(("model", "count"), [("qwen257b", 178), ("llama318binstruct", 179)])
+def test_published_sweeps_load_with_one_warning(model: str, count: int) -> None:
+    path = shared(f"data/efficientrollout/sweep_a100_tp1_{model}.csv")
+    with pytest.warns(UserWarning, match="of 180 grid points lack a draft or verify row") as caught:
+        samples = read_sweep(path)
+    assert len(caught) == 1
+    assert len(points(samples)) == count
+    assert min(s.batch for s in samples) == 1
+    # Their timers excluded the draft: verification at batch 1 costs about one target forward.
+    first = points(samples)[0]
+    assert first.verify == pytest.approx(first.target, rel=0.1)
+
+
+def test_included_draft_is_taken_off(tmp_path: Path) -> None:
+    rows = []
+    for batch in (1, 2):
+        rows.append(f"m,{batch},256,0,target_decode,0,10")
+        rows.append(f"m,{batch},256,0,target_decode_sd,0,99")
+        for gamma in (3, 7):
+            rows.append(f"m,{batch},256,{gamma},drafter_decode,0,4")
+            rows.append(f"m,{batch},256,{gamma},target_verify,0,{11 + 4 * gamma}")
+    rows.append("m,0,0,0,target_decode,0,5")
+    samples = read_sweep(write_published(tmp_path / "sweep.csv", rows))
+    assert len(samples) == 10
+    assert [p.verify for p in points(samples)] == pytest.approx([0.011] * 4)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "", "fast"])
+def test_a_bad_time_is_placed(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "sweep.csv"
+    write_sweep(path, "m", grid())
+    lines = path.read_text().splitlines()
+    lines[6] = ",".join([*lines[6].split(",")[:-1], value])
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"sweep\.csv, line 7, column seconds: .*measure the row again"):
+        read_sweep(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("m,0,128,3,verify,0.01", "column batch: 0 must be finite and at least 1"),
+        ("m,1.5,128,3,verify,0.01", "column batch: 1.5 must be an integer"),
+        ("m,1,-1,3,verify,0.01", "column length: -1"),
+        ("m,1,128,x,verify,0.01", "column draft_length: 'x' is not a number"),
+        ("m,1,128,3,prefill,0.01", "column mode: 'prefill' is unknown; choose one of"),
+        ("m,1,128,0,verify,0.01", "a verify row of draft length 0"),
+        ("m,1,128,3,verify,0.01", "a second verify row for the same point"),
+        ("m,1,128,3,verify", "column seconds: None is not a number"),
+        ("other,16,128,0,target,0.01", r"several models, \['m', 'other'\]"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "sweep.csv"
+    write_sweep(path, "m", grid())
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_sweep(path)
+
+
+def test_bad_published_rows(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="line 2, column median_ms: 0 must be finite and positive"):
+        read_sweep(write_published(tmp_path / "a.csv", ["m,1,256,0,target_decode,9.5,0"]))
+    with pytest.raises(ValueError, match="line 2, column mode: 'prefill' is unknown"):
+        read_sweep(write_published(tmp_path / "b.csv", ["m,1,256,0,prefill,9.5,9.5"]))
+
+
+def test_missing_columns(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.csv"
+    path.write_text("model,batch,length,mode\n")
+    with pytest.raises(ValueError, match=r"lacks the columns \['draft_length', 'seconds'\]"):
+        read_sweep(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match="lacks the columns"):
+        read_sweep(path)
+
+
+def test_missing_rows() -> None:
+    samples = grid()
+    for mode in ("target", "draft", "verify"):
+        with pytest.raises(ValueError, match=f"some file has no {mode} row"):
+            check_samples([s for s in samples if s.mode != mode], "some file")
+    with pytest.raises(ValueError, match="a draft row but no target row for batch=4, length=128"):
+        check_samples([s for s in samples if (s.mode, s.batch) != ("target", 4)], "some file")
+    one_gap = [s for s in samples if (s.mode, s.batch, s.draft_length) != ("verify", 8, 11)]
+    gaps = check_samples(one_gap, "some file")
+    assert gaps is not None
+    assert gaps.endswith(
+        "1 of 12 grid points lack a draft or verify row: (batch=8, length=128, draft_length=11); they are left out."
+    )
+    assert len(points(one_gap)) == 11
+    with pytest.raises(ValueError, match="3 of 12 grid points lack a draft or verify row.*measure them again"):
+        check_samples([s for s in samples if (s.mode, s.batch) != ("verify", 8)], "some file")
+    assert check_samples(samples, "some file") is None
+
+
+def test_a_bad_sample_is_refused() -> None:
+    with pytest.raises(ValueError, match="seconds=0 is out of range"):
+        Sample(1, 128.0, 3, "verify", 0)
+    with pytest.raises(ValueError, match="batch=1.5 is a float; it must be an integer"):
+        Sample(1.5, 128.0, 3, "verify", 0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mode='prefill' is unknown"):
+        Sample(1, 128.0, 3, "prefill", 0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="draft_length=0 of a verify sample"):
+        Sample(1, 128.0, 0, "verify", 0.1)

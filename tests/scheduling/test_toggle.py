@@ -1,0 +1,284 @@
+"""When to speculate: decisions of the toggle over simulated machines."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.scheduling.toggle import (
+    DWELL,
+    PROBE_ROUNDS,
+    RETRY_AFTER,
+    WINDOW,
+    AlwaysSpeculate,
+    Candidate,
+    Control,
+    NeverSpeculate,
+    SpeculationToggle,
+)
+
+
+# Qwen2.5-7B on an A100, as published (facts of ER): speculation pays at small batches only.
+A100 = Roofline(
+    ModelConstants("7b", 15.231e9, 5.443e9, 14.14e9, 401408, 57344),
+    Coefficients(F_eff=233.5e12, BW_eff=1.617e12, rho_kappa=0.457, eta_D=1.334, c_T=39e-6, c_D=69e-6, c_V=152e-6),
+)
+
+
+@dataclass
+class Machine:
+    """Decodes with a control, and answers with times: `target` and `cycle` seconds by (batch, length, γ)."""
+
+    control: Control
+    target: Callable[[int, float], float]
+    cycle: Callable[[int, int, float, int], float]  # (candidate, batch, length, γ)
+    tokens_per_row: Callable[[int], float] = lambda index: 5.0
+    seconds: float = 0.0
+    decisions: list[tuple[int, int]] = field(default_factory=list)  # (batch, γ)
+    chosen: list[int | None] = field(default_factory=list)
+
+    def run(self, batches: list[int], waiting: Callable[[int], int] = lambda number: 0, length: float = 512.0) -> None:
+        """One rollout, a round per entry."""
+        self.decisions, self.chosen = [], []
+        self.control.begin(max(batches), max(batches) + waiting(0))
+        for number, batch in enumerate(batches):
+            index, gamma = self.control.decide(batch, length, waiting(number))
+            self.decisions.append((batch, gamma))
+            self.chosen.append(index if gamma else None)
+            seconds = self.cycle(index, batch, length, gamma) if gamma else self.target(batch, length)
+            tokens = round(self.tokens_per_row(index) * batch) if gamma else batch
+            self.seconds += seconds
+            self.control.record(gamma, seconds, tokens)
+
+    @property
+    def spoke(self) -> list[bool]:
+        return [gamma > 0 for _, gamma in self.decisions]
+
+
+def candidate(**changes: Any) -> Candidate:
+    return replace(Candidate("self", 5, 5.0, 10_000, A100), **changes)
+
+
+def faithful(control: Control, tau: float = 5.0, slower: float = 1.0) -> Machine:
+    """A machine that the published roofline describes, but for `slower` speculative rounds."""
+    return Machine(
+        control,
+        A100.target_seconds,
+        lambda index, batch, length, gamma: slower * A100.cycle_seconds(batch, length, gamma),
+        lambda index: tau,
+    )
+
+
+SHRINKING = [64] * 40 + [48] * 30 + [32] * 30 + [16] * 30 + [8] * 30 + [4] * 60 + [1] * 60
+
+
+def test_turns_on_where_the_roofline_says_so_and_stays_on() -> None:
+    machine = faithful(SpeculationToggle([candidate()], margin=0.05))
+    machine.run(SHRINKING)
+    pays = [A100.speedup(batch, 512.0, 5.0, 5) >= 1.05 for batch, _ in machine.decisions]
+    assert not pays[0] and pays[-1]  # the case has both sides
+    first = pays.index(True)
+    assert machine.spoke.index(True) == first
+    # Monotone, but for the rounds that measure the baseline anew where the gain is in doubt.
+    off = [number for number in range(first, len(pays)) if not machine.spoke[number]]
+    assert off == list(range(off[0], off[0] + PROBE_ROUNDS)) and machine.decisions[off[0]][0] > 8
+
+
+def test_stays_on_even_where_the_prediction_falls() -> None:
+    # Monotone without refill (App. E.4): a batch that the roofline would refuse does not turn it off again.
+    machine = faithful(SpeculationToggle([candidate()]))
+    machine.run([8] * 10 + [64] * 3)
+    assert machine.spoke == [False] * PROBE_ROUNDS + [True] * 10
+    assert A100.speedup(64, 512.0, 5.0, 5) < 1
+
+
+@pytest.mark.parametrize(("margin", "on"), [(0.0, True), (0.05, True), (5.0, False)])
+def test_margin(margin: float, on: bool) -> None:
+    machine = faithful(SpeculationToggle([candidate()], margin=margin))
+    machine.run([8] * 20)
+    assert machine.spoke[-1] is on
+
+
+def test_block_efficiency_of_the_last_rollout_decides() -> None:
+    for tau, on in ((1.5, False), (5.5, True)):
+        machine = faithful(SpeculationToggle([candidate(block_efficiency=tau)]))
+        machine.run([8] * 20)
+        assert machine.spoke[-1] is on
+
+
+def test_waiting_requests_count_as_batch() -> None:
+    # Ramp: 8 rows of 64 are in flight while 56 wait. That is no tail.
+    machine = faithful(SpeculationToggle([candidate()]))
+    machine.control.begin(64, 64)
+    decisions = []
+    for waiting in (56, 56, 56, 56, 56, 0, 0):
+        decisions.append(machine.control.decide(8, 512.0, waiting)[1] > 0)
+        machine.control.record(0, A100.target_seconds(8, 512.0), 8)
+    assert decisions == [False] * 5 + [True] * 2
+
+
+def test_small_batches_speculate_from_the_start() -> None:
+    # The authors' released guard never speculates with 32 requests or fewer.
+    machine = faithful(SpeculationToggle([candidate()]))
+    machine.run([4] * 30)
+    assert machine.spoke == [False] * PROBE_ROUNDS + [True] * (30 - PROBE_ROUNDS)
+
+
+def test_hysteresis_with_refill() -> None:
+    machine = faithful(SpeculationToggle([candidate()]))
+    threshold = next(b for b in range(64, 0, -1) if A100.speedup(b, 512.0, 5.0, 5) >= 1.05)
+    above = next(b for b in range(64, 0, -1) if A100.speedup(b, 512.0, 5.0, 5) >= 1.0)
+    assert threshold < above  # between them it keeps what it has
+    back_and_forth = [threshold, above] * 30
+    machine.run([64, *back_and_forth], waiting=lambda number: 1 if number == 0 else 0)
+    assert machine.spoke == sorted(machine.spoke)
+    machine.run([64] + [threshold] * 20 + [64] * 20, waiting=lambda number: 1 if number == 0 else 0)
+    turns = [i for i in range(1, 41) if machine.spoke[i] != machine.spoke[i - 1]]
+    assert len(turns) == 2 and machine.spoke[-1] is False  # on, and off again at 64
+    assert turns[1] - turns[0] >= DWELL
+
+
+def test_slower_than_predicted_goes_off_for_the_rollout() -> None:
+    machine = faithful(SpeculationToggle([candidate()]), slower=4.0)
+    machine.run([8] * 200)
+    first = machine.spoke.index(True)
+    assert sum(machine.spoke) <= 2 * WINDOW
+    assert not any(machine.spoke[first + 3 * WINDOW :])
+    # The next rollout knows: the profile's overhead terms have been corrected.
+    machine.run([8] * 50)
+    assert not any(machine.spoke)
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_a_machine_that_is_off_by_a_factor_decides_the_same(factor: float) -> None:
+    machine = Machine(
+        SpeculationToggle([candidate()]),
+        lambda batch, length: factor * A100.target_seconds(batch, length),
+        lambda index, batch, length, gamma: factor * A100.cycle_seconds(batch, length, gamma),
+    )
+    machine.run([64] * 20 + [8] * 100)
+    assert not any(machine.spoke[:20]) and machine.spoke[20]
+    assert sum(machine.spoke[20:]) >= 100 - PROBE_ROUNDS  # at most one look back at the baseline
+
+
+def test_low_acceptance_goes_off() -> None:
+    machine = faithful(SpeculationToggle([candidate()]), tau=1.2)
+    machine.run([8] * 100)
+    assert any(machine.spoke) and not any(machine.spoke[-50:])
+
+
+def test_one_slow_round_changes_nothing() -> None:
+    machine = faithful(SpeculationToggle([candidate()]))
+    cycle = machine.cycle
+    machine.cycle = lambda *shape: cycle(*shape) * (100.0 if len(machine.decisions) == 20 else 1.0)
+    machine.run([8] * 80)
+    assert machine.spoke == [False] * PROBE_ROUNDS + [True] * (80 - PROBE_ROUNDS)
+
+
+def test_never_much_slower_than_autoregressive() -> None:
+    for slower in (0.5, 1.0, 2.0, 5.0):
+        for batches in (SHRINKING, [1] * 300, [8] * 300, [64] * 300):
+            machine = faithful(SpeculationToggle([candidate()]), slower=slower)
+            tokens = 0.0
+            machine.run(batches)
+            plain = 0.0
+            for batch, gamma in machine.decisions:
+                tokens += batch * (5 if gamma else 1)
+                plain += A100.target_seconds(batch, 512.0) * (5 if gamma else 1)
+            assert machine.seconds <= 1.3 * plain  # what trying costs in 300 rounds
+
+
+def test_gives_up_to_kernels_that_cannot_serve_the_batch() -> None:
+    machine = faithful(SpeculationToggle([candidate(max_rows=4)]))
+    machine.run([8] * 20 + [4] * 20)
+    assert machine.spoke == [False] * 20 + [True] * 20
+
+
+def test_forgets_old_evidence_after_many_rollouts_without() -> None:
+    toggle = SpeculationToggle([candidate()])
+    bad = faithful(toggle, slower=4.0)
+    bad.run([8] * 100)
+    good = faithful(toggle)
+    spoke = []
+    for _ in range(RETRY_AFTER + 2):
+        good.run([8] * 40)
+        spoke.append(any(good.spoke))
+    assert spoke[:RETRY_AFTER] == [False] * RETRY_AFTER
+    assert spoke[-1]
+
+
+def test_candidates_without_a_profile_are_tried_and_judged() -> None:
+    for cost, kept in ((2.0, True), (6.0, False)):
+        machine = Machine(
+            SpeculationToggle([candidate(roofline=None)]),
+            lambda batch, length: 1.0,
+            lambda index, batch, length, gamma, cost=cost: cost,
+        )
+        machine.run([8] * 60)
+        assert any(machine.spoke) and machine.spoke[-1] is kept
+    # What failed is tried again once the batch has halved, and not before.
+    machine.run([8] * 60 + [5] * 30 + [4] * 40)
+    assert not any(machine.spoke[60:90]) and any(machine.spoke[90:])
+
+
+@pytest.mark.parametrize("best", [0, 1, 2])
+@pytest.mark.parametrize("profiled", [True, False])
+def test_auto_ends_with_the_fastest_candidate(best: int, profiled: bool) -> None:
+    roofline = A100 if profiled else None
+    names = ("self", "history", "model")
+    toggle = SpeculationToggle([candidate(name=name, roofline=roofline) for name in names])
+    machine = Machine(
+        toggle,
+        A100.target_seconds,
+        lambda index, batch, length, gamma: A100.cycle_seconds(batch, length, gamma) * (1.0 if index == best else 1.6),
+    )
+    machine.run([4] * 300)
+    assert set(machine.chosen[-100:]) == {best}
+
+
+def test_auto_ends_without_any_where_none_pays() -> None:
+    toggle = SpeculationToggle([candidate(name=name) for name in ("self", "history")])
+    machine = faithful(toggle, slower=4.0)
+    machine.run([4] * 200)
+    assert not any(machine.spoke[-100:])
+
+
+def test_dropped_candidates_are_not_chosen_again() -> None:
+    toggle = SpeculationToggle([candidate()])
+    machine = faithful(toggle)
+    machine.run([4] * 10)
+    toggle.begin(4, 4)
+    assert toggle.decide(4, 512.0, 0)[1] == 5
+    toggle.drop(0)
+    assert toggle.decide(4, 512.0, 0)[1] == 0
+    toggle.begin(4, 4)  # a new rollout, perhaps a new drafter
+    assert toggle.decide(4, 512.0, 0)[1] == 5
+
+
+def test_lookup_drafters_cost_no_draft_forwards() -> None:
+    lookup, network = candidate(is_network=False), candidate()
+    assert lookup.cycle_seconds(A100, 8, 512.0) == A100.verify_seconds(8, 512.0, 5)
+    assert network.cycle_seconds(A100, 8, 512.0) == A100.cycle_seconds(8, 512.0, 5)
+
+
+def test_tallies_count_what_was_speculated() -> None:
+    machine = faithful(SpeculationToggle([candidate()]), tau=4.0)
+    machine.run([8] * 23)
+    (tally,) = machine.control.tallies
+    assert (tally.rounds, tally.blocks, tally.tokens) == (20, 160, 640)
+    assert tally.block_efficiency == 4.0
+    expected = 4.0 * A100.target_seconds(8, 512.0) / A100.cycle_seconds(8, 512.0, 5)
+    assert tally.measured_speedup == pytest.approx(expected)
+    assert tally.predicted_speedup == pytest.approx((16 * expected * 5 / 4 + 4 * expected) / 20, rel=0.05)
+
+
+def test_always_and_never() -> None:
+    always = faithful(AlwaysSpeculate(candidate(max_rows=16)))
+    always.run(SHRINKING)
+    assert always.spoke == [batch <= 16 for batch, _ in always.decisions]
+    assert always.control.tallies[0].block_efficiency == 5.0
+    never = faithful(NeverSpeculate())
+    never.run(SHRINKING)
+    assert not any(never.spoke) and never.control.tallies == []
