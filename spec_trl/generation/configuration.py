@@ -6,13 +6,16 @@ from typing import Any, Literal
 
 from ..quantization.kernels import KERNELS
 from ..quantization.scheme import SCHEMES
+from ..scheduling.draft_length import MAX_DRAFT_LENGTH
 
 
-STRATEGIES = ("none", "self", "model", "ngram")
+STRATEGIES = ("none", "self", "model", "ngram", "history", "auto")
 VERIFICATIONS = ("exact", "rejection")
-MAX_DRAFT_LENGTH = 64
+TOGGLES = ("roofline", "always", "never")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "verification": VERIFICATIONS,
+    "sd_toggle": TOGGLES,
+    "roofline_mismatch": ("recalibrate", "error"),
     "draft_quantization": tuple(scheme.name for scheme in SCHEMES),
     "draft_kernel": ("auto", *dict.fromkeys(kernel.name for kernel in KERNELS)),
     "draft_lm_head": ("auto", "dense", "packed"),
@@ -28,6 +31,8 @@ class SpeculativeConfig:
     Args:
         draft_length: γ, draft tokens per round, 1 to 64.
         ngram_size: `"ngram"`: longest suffix of a row that is looked up in its own prompt and output, in tokens.
+        history_max_tokens: `"history"`: bound on the prompt and output tokens kept for later drafts, the newest ones;
+            four bytes each, in memory and in a trainer's checkpoints.
 
     > Verification
 
@@ -37,6 +42,19 @@ class SpeculativeConfig:
             residual (Leviathan et al. 2023; ER §2.1): identical in distribution.
         seed: keys the noise together with (request, position, token). `None` draws one from torch's global generator,
             so `torch.manual_seed` rules as in plain `generate`.
+
+    > When to speculate
+
+    Args:
+        sd_toggle: `"always"` speculates in every round that the drafter's kernels can serve; `"roofline"` only where
+            the calibrated roofline predicts a speedup (ER §3.2) and measured rounds bear it out; `"never"` decodes
+            autoregressively. Under `assistant_strategy="auto"` anything but `"roofline"` chooses by measuring alone.
+        sd_margin: ε, predicted speedup beyond 1 from which on to speculate.
+        roofline_profile: path of the profile for `sd_toggle="roofline"`; where the file is missing, this machine is
+            calibrated once (minutes) and the profile saved there. `None`: one in the user's cache, by hardware, shape,
+            dtype and kernel.
+        roofline_mismatch: what to do with a `roofline_profile` of other hardware, shape, dtype or kernel:
+            `"recalibrate"`, with a warning, into the user's cache, or `"error"`.
 
     > Batching
 
@@ -54,8 +72,13 @@ class SpeculativeConfig:
 
     draft_length: int = 5
     ngram_size: int = 3
+    history_max_tokens: int = 16_000_000
     verification: Literal["exact", "rejection"] = "exact"
     seed: int | None = None
+    sd_toggle: Literal["roofline", "always", "never"] = "always"
+    sd_margin: float = 0.05
+    roofline_profile: str | None = None
+    roofline_mismatch: Literal["recalibrate", "error"] = "recalibrate"
     max_batch_size: int | None = None
     draft_quantization: str = "rtn-w4-g128"
     draft_kernel: str = "auto"
@@ -64,8 +87,15 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         require_int("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH)
         require_int("ngram_size", self.ngram_size, 1, 64)
+        require_int("history_max_tokens", self.history_max_tokens, 1, None)
         if self.max_batch_size is not None:
             require_int("max_batch_size", self.max_batch_size, 1, None)
+        require_margin(self.sd_margin)
+        if self.roofline_profile is not None and self.sd_toggle != "roofline":
+            raise ValueError(
+                f'roofline_profile={self.roofline_profile!r} is read under sd_toggle="roofline" only, and sd_toggle '
+                f'is {self.sd_toggle!r}; set sd_toggle="roofline", or drop the profile.'
+            )
         if self.seed is not None:
             require_int("seed", self.seed, None, None)
         for name, choices in _CHOICES.items():
@@ -96,6 +126,12 @@ def check_strategy(strategy: str) -> str:
     if strategy not in STRATEGIES:
         raise ValueError(f"assistant_strategy={strategy!r} is unknown; choose one of {list(STRATEGIES)}.")
     return strategy
+
+
+def require_margin(value: object) -> None:
+    """Raises ValueError unless `value` is a number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"sd_margin={value!r} is out of range; it must be a number of at least 0, e.g. 0.05.")
 
 
 def require_int(name: str, value: object, low: int | None, high: int | None) -> None:

@@ -2,13 +2,14 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ..scheduling.toggle import Control, Tally
 from .diagnosis import first_broken_module
 from .drafters.base import Drafter, DraftSession
 from .prefilling import prefill
@@ -16,7 +17,7 @@ from .processing import LogitsPipeline, Stopping
 from .rows import Request, Rows
 from .runner import EagerRunner
 from .sampling import RoundNoise, derive, position_keys, widen
-from .statistics import DraftCounter, PhaseTimer, SpeculationStatistics
+from .statistics import DraftCounter, PhaseTimer, RoundLog, SpeculationStatistics
 from .verification import Proposal, Verdict, verify_exact, verify_rejection
 
 
@@ -37,11 +38,11 @@ class Rollout:
     Args:
         requests: what to generate.
         target: the target over its cache.
-        drafter: proposes drafts; None decodes autoregressively.
+        drafters: propose drafts, one of them in each round; none: decode autoregressively.
+        control: decides in each round which drafter drafts and how far; its candidates are the drafters in order.
         rows: buffers for the rows in flight; their capacity bounds the batch.
         pipeline: logits processors.
         stopping: when a row ends.
-        draft_length: γ.
         do_sample: False: greedy.
         rejection: verify by rejection sampling instead of exactly.
         want_logprobs: whether completions carry logprobs.
@@ -53,11 +54,11 @@ class Rollout:
         self,
         requests: list[Request],
         target: EagerRunner,
-        drafter: Drafter | None,
+        drafters: Sequence[Drafter],
+        control: Control,
         rows: Rows,
         pipeline: LogitsPipeline,
         stopping: Stopping,
-        draft_length: int,
         do_sample: bool,
         rejection: bool,
         want_logprobs: bool,
@@ -66,57 +67,79 @@ class Rollout:
     ) -> None:
         self._waiting = list(reversed(requests))
         self._completions: list[Completion | None] = [None] * len(requests)
-        self._target, self._drafter, self._rows = target, drafter, rows
+        self._target, self._rows = target, rows
+        self._drafters: list[Drafter | None] = list(drafters)
+        self._control = control
         self._pipeline, self._stopping = pipeline, stopping
-        self._draft_length, self._do_sample, self._rejection = draft_length, do_sample, rejection and do_sample
+        self._do_sample, self._rejection = do_sample, rejection and do_sample
         self._want_logprobs, self._on_tokens = want_logprobs, on_tokens
         self._vocabulary = target.network.config.get_text_config(decoder=True).vocab_size
         self._statistics = SpeculationStatistics(strategy)
+        self._log = RoundLog()
         self._counter = DraftCounter(len(requests), rows.tokens.device)
         self._timer = PhaseTimer(rows.tokens.device)
 
     def run(self) -> tuple[list[Completion], SpeculationStatistics]:
         """Generates every request; completions come in the order of their indices."""
         self._started = time.perf_counter()
-        if self._drafter is not None:
-            session = DraftSession(self._rows, self._pipeline, self._do_sample, self._target, self._rejection)
-            self._guard(lambda drafter: drafter.begin(session))
+        self.begin()
         while self._waiting or self._rows.active:
-            self._admit()
-            draft_length = self._round_draft_length()
-            with self._timer.phase("noise"):
-                noise = self._noise(draft_length)
-            with self._timer.phase("draft"):
-                proposal = self._draft(draft_length, noise)
-            with self._timer.phase("verify"):
-                logits = self._verify(draft_length)
-            with self._timer.phase("accept"):
-                verdict = self._accept(logits, proposal, noise)
-                finished = self._commit(verdict, proposal)
-            with self._timer.phase("compact"):
-                self._retire(finished)
+            self.admit()
+            self.decode_round(*self._decide())
         self._finish_statistics()
         return [completion for completion in self._completions if completion is not None], self._statistics
 
-    def _admit(self) -> None:
+    def begin(self) -> None:
+        """Makes drafters and control ready."""
+        session = DraftSession(self._rows, self._pipeline, self._do_sample, self._target, self._rejection)
+        self._for_each_drafter(lambda drafter: drafter.begin(session))
+        self._control.begin(self._rows.capacity, len(self._waiting))
+
+    def decode_round(self, which: int, draft_length: int) -> None:
+        """One round: drafter `which` drafts γ = `draft_length` tokens per row and the target verifies them; with γ = 0
+        the target decodes."""
+        started = time.perf_counter()
+        batch, length = self._rows.active, self._total_length / self._rows.active
+        drafter = self._drafters[which] if draft_length else None
+        name = None if drafter is None else drafter.strategy
+        with self._timer.phase("noise"):
+            noise = self._noise(draft_length)
+        with self._timer.phase("draft"):
+            proposal = self._draft(which, draft_length, noise)
+        with self._timer.phase("verify"):
+            logits = self._verify(draft_length)
+        with self._timer.phase("accept"):
+            verdict = self._accept(logits, proposal, noise)
+            finished, tokens = self._commit(verdict, proposal)
+        with self._timer.phase("compact"):
+            self._retire(finished)
+        seconds = time.perf_counter() - started  # of the device too: the commit waited for it
+        self._log.add(batch, length, draft_length, name, seconds, tokens)
+        self._control.record(draft_length, seconds, tokens)
+
+    def admit(self) -> None:
+        """Gives free rows to waiting requests and reads their prompts."""
         rows = self._rows
         free = min(rows.capacity - rows.active, len(self._waiting))
         if free:
             with self._timer.phase("prefill"):
                 admission = rows.admit([self._waiting.pop() for _ in range(free)])
                 prefill(self._target, rows, admission)
-                self._guard(lambda drafter: drafter.admit(admission))
+                self._for_each_drafter(lambda drafter: drafter.admit(admission))
+            self.look()
 
-    def _round_draft_length(self) -> int:
-        """γ of this round: no longer than the row with most room could use; 0 where drafting cannot pay."""
-        draft_length = 0
-        if self._drafter is not None and self._rows.active <= self._drafter.max_rows:
-            draft_length = min(self._draft_length, int((self._rows.limits - self._rows.lengths).max()) - 1)
-        spans = self._statistics.speculating
-        if not spans or spans[-1][1] != draft_length:
-            spans.append((self._statistics.rounds, draft_length))
-        self._statistics.rounds += 1
-        return draft_length
+    def look(self) -> None:
+        """Reads from the device what the control asks for; later rounds bring it along with what they commit."""
+        rows = self._rows
+        self._total_length = int(rows.lengths.sum())
+        self._room = int((rows.limits - rows.lengths).max())
+
+    def _decide(self) -> tuple[int, int]:
+        """Which drafter drafts in this round, and γ: no longer than the row with most room could use."""
+        with self._timer.phase("control"):
+            active = self._rows.active
+            which, draft_length = self._control.decide(active, self._total_length / active, len(self._waiting))
+        return which, min(draft_length, self._room - 1)
 
     def _noise(self, draft_length: int) -> RoundNoise | None:
         rows = self._rows
@@ -124,13 +147,13 @@ class Rollout:
             return None
         return RoundNoise(rows.streams, rows.generated, draft_length + 1, self._vocabulary)
 
-    def _draft(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+    def _draft(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
         rows = self._rows
         nothing = torch.zeros_like(rows.lengths)  # [B]
         if not draft_length:
             return Proposal(rows.tokens[: rows.active, :0], nothing)
         shape = (rows.active, draft_length, self._vocabulary)
-        proposal = self._guard(lambda drafter: _checked(drafter.propose(draft_length, noise), shape))
+        proposal = self._guard(which, lambda drafter: _checked(drafter.propose(draft_length, noise), shape))
         if proposal is None:
             # A drafter that failed half-way may have left broken K/V in the columns it drafted: they are verified all
             # the same, as tokens nobody proposed, and so overwritten.
@@ -158,8 +181,8 @@ class Rollout:
             return verify_rejection(logits, proposal, coins, residual, self._want_logprobs)
         return verify_exact(logits, proposal, noise, self._want_logprobs)
 
-    def _commit(self, verdict: Verdict, proposal: Proposal) -> list[int]:
-        """Takes the verified tokens into the output; returns the rows that ended."""
+    def _commit(self, verdict: Verdict, proposal: Proposal) -> tuple[list[int], int]:
+        """Takes the verified tokens into the output; returns the rows that ended, and how many tokens there were."""
         rows = self._rows
         counts = verdict.accepted + 1  # [B]
         rows.write(0, verdict.tokens)
@@ -170,15 +193,20 @@ class Rollout:
             self._counter.add(rows.requests, rows.generated, proposal, verdict, kept, ends)
         if self._on_tokens is not None:
             self._on_tokens(verdict.tokens[0, : int(kept[0])])
-        state = torch.stack([rows.lengths + kept, ends.long(), broken.long()]).tolist()  # the round's one sync
+        lengths = rows.lengths + kept  # [B]
+        room = rows.limits - lengths  # [B]
+        state = torch.stack([lengths, ends.long(), broken.long(), room]).tolist()  # the round's one sync
         if any(state[2]):
             row = state[2].index(1)
             self._raise_broken(row, int(rows.generated[row] + sound[row].long().cumprod(0).sum()))
         rows.commit(kept, verdict.logprobs)
+        tokens = sum(state[0]) - self._total_length
+        finished = [row for row, ended in enumerate(state[1]) if ended]
         rows.longest = max(state[0])
-        if proposal.tokens.shape[1]:
-            self._guard(lambda drafter: drafter.observe())
-        return [row for row, ended in enumerate(state[1]) if ended]
+        self._total_length = sum(length for length, ended in zip(state[0], state[1], strict=True) if not ended)
+        self._room = max((room for room, ended in zip(state[3], state[1], strict=True) if not ended), default=0)
+        self._for_each_drafter(lambda drafter: drafter.observe())
+        return finished, tokens
 
     def _retire(self, finished: list[int]) -> None:
         rows = self._rows
@@ -193,25 +221,35 @@ class Rollout:
         source, destination = rows.drop(finished)
         if source:
             self._target.cache.copy_rows(source, destination, rows.longest)
-            self._guard(lambda drafter: drafter.move(source, destination, rows.longest))
+            self._for_each_drafter(lambda drafter: drafter.move(source, destination, rows.longest))
         rows.longest = max((length for row, length in enumerate(lengths) if row not in set(finished)), default=0)
         done = sum(completion is not None for completion in self._completions)
         self._statistics.completion_curve.append((time.perf_counter() - self._started, done))
 
-    def _guard(self, action: Callable[[Drafter], T]) -> T | None:
-        """Runs `action` on the drafter. A drafter may fail in any way and changes no output: it is dropped."""
-        if self._drafter is None:
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds per phase so far."""
+        return self._timer.seconds()
+
+    def _for_each_drafter(self, action: Callable[[Drafter], None]) -> None:
+        for which in range(len(self._drafters)):
+            self._guard(which, action)
+
+    def _guard(self, which: int, action: Callable[[Drafter], T]) -> T | None:
+        """Runs `action` on a drafter. A drafter may fail in any way and changes no output: it is dropped."""
+        drafter = self._drafters[which]
+        if drafter is None:
             return None
         try:
-            return action(self._drafter)
+            return action(drafter)
         except Exception as error:
             self._statistics.drafter_failure = f"{type(error).__name__}: {error}"
             warnings.warn(
-                f"the drafter {type(self._drafter).__name__} failed and is not used for the rest of this generation, "
-                f"which goes on autoregressively with the same tokens. {self._statistics.drafter_failure}",
+                f"the drafter {type(drafter).__name__} failed and is not used for the rest of this generation, "
+                f"which goes on without it and with the same tokens. {self._statistics.drafter_failure}",
                 stacklevel=2,
             )
-            self._drafter = None
+            self._drafters[which] = None
+            self._control.drop(which)
             return None
 
     def _raise_broken(self, row: int, position: int) -> None:
@@ -221,7 +259,7 @@ class Rollout:
         raise FloatingPointError(
             f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
             f"{int(rows.requests[row])} at generated position {position}, decoding round "
-            f"{self._statistics.rounds}; {where}. Check the weights of the last optimizer step and the logits "
+            f"{self._log.rounds + 1}; {where}. Check the weights of the last optimizer step and the logits "
             "processors, or run this model in a wider dtype."
         )
 
@@ -236,9 +274,14 @@ class Rollout:
             )
         statistics.target_forwards = self._target.forwards
         statistics.cache_bytes = self._target.cache.bytes
-        if self._drafter is not None:
-            statistics.draft_forwards = self._drafter.forwards
-            statistics.cache_bytes += self._drafter.cache_bytes
+        for drafter in self._drafters:
+            if drafter is not None:
+                statistics.draft_forwards += drafter.forwards
+                statistics.cache_bytes += drafter.cache_bytes
+        speculation = sum(self._control.tallies, Tally())
+        statistics.predicted_speedup = speculation.predicted_speedup
+        statistics.measured_speedup = speculation.measured_speedup
+        self._log.write_to(statistics)
         statistics.phase_seconds = self._timer.seconds()
         statistics.seconds = time.perf_counter() - self._started
 

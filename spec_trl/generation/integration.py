@@ -18,10 +18,14 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
+from ..scheduling.toggle import Control
 from .cache import RaggedCache
+from .calibrating import find_profile
 from .configuration import SpeculativeConfig, check_strategy
+from .control import make_control
 from .decoding import Completion, Rollout
 from .drafters.base import Drafter
+from .drafters.history import HistoryDrafter
 from .drafters.ngram import NgramDrafter
 from .drafters.self_draft import self_drafter_of
 from .drafters.small_model import SmallModelDrafter, load_assistant
@@ -59,21 +63,34 @@ class SpeculativeOutput(ModelOutput):
     statistics: SpeculationStatistics | None = None
 
 
-def make_drafter(
+def make_drafters(
     strategy: str, model: PreTrainedModel, assistant: PreTrainedModel | str | None, config: SpeculativeConfig
-) -> Drafter | None:
-    """The drafter of `strategy` for `model`; None for `"none"`.
+) -> list[Drafter]:
+    """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, else one.
 
-    The self-drafter of a model is kept between calls and refreshed when the weights have changed.
+    The self-drafter of a model is kept between calls and refreshed when the weights have changed. A history is not: to
+    go on with it, pass the drafter to the next call.
     """
     check_strategy(strategy)
-    if assistant is not None and strategy != "model":
+    if assistant is not None and strategy not in ("model", "auto"):
         raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
+    if strategy == "none":
+        return []
     if strategy == "self":
-        return self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+        return [self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)]
     if strategy == "model":
-        return SmallModelDrafter(load_assistant(assistant, model), model)
-    return NgramDrafter(config.ngram_size) if strategy == "ngram" else None
+        return [SmallModelDrafter(load_assistant(assistant, model), model)]
+    if strategy == "history":
+        return [HistoryDrafter(config.history_max_tokens)]
+    if strategy == "ngram":
+        return [NgramDrafter(config.ngram_size)]
+    # A history looks in the row's own text too, so prompt lookup has nothing to add to it.
+    members = ["self", "history"] + ["model"] * (assistant is not None)
+    return [
+        drafter
+        for member in members
+        for drafter in make_drafters(member, model, assistant if member == "model" else None, config)
+    ]
 
 
 @torch.no_grad()
@@ -85,8 +102,9 @@ def speculative_decoding(
     generation_config: GenerationConfig,
     assistant_strategy: str = "self",
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
-    drafter: Drafter | None = None,
+    drafter: Drafter | Sequence[Drafter] | None = None,
     request_ids: Sequence[int] | None = None,
+    control: Control | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Tensor:
     """Batched, lossless speculative decoding, as `generate(custom_generate=speculative_decoding)` calls it.
@@ -99,9 +117,10 @@ def speculative_decoding(
         generation_config: prepared by `generate`.
         assistant_strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
         speculative_config: options, a :class:`SpeculativeConfig` or a dict of its fields.
-        drafter: a drafter made before, in place of the strategy's own.
+        drafter: a drafter made before, or several, in place of the strategy's own.
         request_ids: B ints that key the noise with the seed; by default 0..B. Two calls with the same seed and the
             same ids sample the same tokens, whatever else differs.
+        control: decides in each round which of the drafters given with it drafts; by default one made from the config.
         model_kwargs: `attention_mask` and what else `generate` prepares.
 
     Returns:
@@ -129,13 +148,23 @@ def speculative_decoding(
     longest_prompt = max(len(prompt) for prompt in prompts)
     check_lengths(model, longest_prompt, longest_prompt + new_tokens)
     if drafter is None:
-        drafter = make_drafter(assistant_strategy, model, assistant, config)
+        drafters = make_drafters(assistant_strategy, model, assistant, config) if config.sd_toggle != "never" else []
+    else:
+        drafters = [drafter] if isinstance(drafter, Drafter) else list(drafter)
     do_sample = bool(generation_config.do_sample)
-    if config.verification == "rejection" and do_sample and drafter is not None and not drafter.has_probabilities:
-        raise ValueError(
-            f'verification="rejection" needs draft probabilities, which {type(drafter).__name__} has none of. '
-            'Use verification="exact".'
-        )
+    if config.verification == "rejection" and do_sample:
+        for each in drafters:
+            if not each.has_probabilities:
+                raise ValueError(
+                    f'verification="rejection" needs draft probabilities, which {type(each).__name__} has none of. '
+                    'Use verification="exact".'
+                )
+    capacity = min(batch, config.max_batch_size or batch)
+    if control is None:
+        profile = None
+        if drafters and config.sd_toggle == "roofline":
+            profile = find_profile(model, config, capacity, longest_prompt + new_tokens)
+        control = make_control(drafters, config, profile)
 
     device = model.device
     ids = torch.tensor(list(request_ids) if request_ids is not None else range(batch), dtype=torch.int64)
@@ -145,8 +174,8 @@ def speculative_decoding(
         Request(index, prompt.to(device), len(prompt) + new_tokens, stream)
         for index, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
     ]
-    capacity = min(batch, config.max_batch_size or batch)
-    rows = Rows(capacity, longest_prompt + new_tokens + config.draft_length, device)
+    furthest = max((candidate.draft_length for candidate in control.candidates), default=0)
+    rows = Rows(capacity, longest_prompt + new_tokens + furthest, device)
     pad = generation_config._pad_token_tensor
     pad_token_id = int(pad) if pad is not None else 0
     prefixes = PrefixView(rows, width, pad_token_id)
@@ -155,11 +184,11 @@ def speculative_decoding(
     completions, statistics = Rollout(
         requests,
         EagerRunner(make_shadow(model), RaggedCache(layers, capacity, rows.columns)),
-        drafter,
+        drafters,
+        control,
         rows,
         LogitsPipeline(logits_processor, prefixes, batch),
         Stopping(stopping_criteria, prefixes),
-        draft_length=config.draft_length,
         do_sample=do_sample,
         rejection=config.verification == "rejection",
         want_logprobs=want_output,
@@ -251,8 +280,9 @@ def _custom(
     aside: dict[str, Any],
     model: PreTrainedModel,
     input_ids: Tensor,
-    drafter: Drafter | None = None,
+    drafter: Drafter | Sequence[Drafter] | None = None,
     request_ids: Sequence[int] | None = None,
+    control: Control | None = None,
     **kwargs: Any,
 ) -> SpeculativeOutput | Tensor:
     return speculative_decoding(
@@ -262,6 +292,7 @@ def _custom(
         speculative_config=config,
         drafter=drafter,
         request_ids=request_ids,
+        control=control,
         **aside,
         **kwargs,
     )

@@ -51,6 +51,24 @@ class DraftCounts:
 
 
 @dataclass
+class RoundPoint:
+    """Measured rounds of like shape: `rounds` of `batch` rows with mean length `length` and γ = `draft_length`
+    (0: autoregressive) by the drafter called `drafter`, which took `seconds` and committed `tokens` in all."""
+
+    batch: int
+    length: float
+    draft_length: int
+    drafter: str | None
+    rounds: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+
+
+LENGTH_BIN = 128
+"""Rounds whose mean lengths fall into the same bin of this width are one point."""
+
+
+@dataclass
 class SpeculationStatistics:
     """Statistics of one `generate` call.
 
@@ -65,8 +83,12 @@ class SpeculationStatistics:
         target_forwards, draft_forwards: network forwards, prefill included.
         rounds: decoding rounds (one target forward each).
         speculating: for each change, (round, draft length); 0 is autoregressive decoding.
+        points: measured rounds by (batch, length bin, γ, drafter).
+        predicted_speedup: mean over the speculative rounds by the roofline; None without one.
+        measured_speedup: of the speculative rounds over the autoregressive time that the corrected roofline gives the
+            same tokens; None without a roofline.
         completion_curve: (seconds since start, requests finished so far), one entry per round that finished any.
-        phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact".
+        phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control".
         seconds: whole call.
         cache_bytes: K/V cache, a small drafter's own included.
         drafter_failure: why the drafter was dropped, or None.
@@ -82,6 +104,9 @@ class SpeculationStatistics:
     draft_forwards: int = 0
     rounds: int = 0
     speculating: list[tuple[int, int]] = field(default_factory=list)
+    points: list[RoundPoint] = field(default_factory=list)
+    predicted_speedup: float | None = None
+    measured_speedup: float | None = None
     completion_curve: list[tuple[float, int]] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -107,6 +132,37 @@ class SpeculationStatistics:
     def tokens_per_second(self) -> float:
         """Generated tokens over the seconds of the whole call."""
         return self.tokens / self.seconds if self.seconds else float("nan")
+
+
+class RoundLog:
+    """Collects rounds while decoding."""
+
+    def __init__(self) -> None:
+        self._points: dict[tuple[int, int, int, str | None], RoundPoint] = {}
+        self._spans: list[tuple[int, int]] = []
+        self.rounds = 0
+
+    def add(
+        self, batch: int, length: float, draft_length: int, drafter: str | None, seconds: float, tokens: int
+    ) -> None:
+        """Adds one round; see :class:`RoundPoint`."""
+        if not self._spans or self._spans[-1][1] != draft_length:
+            self._spans.append((self.rounds, draft_length))
+        self.rounds += 1
+        key = (batch, int(length) // LENGTH_BIN, draft_length, drafter)
+        point = self._points.get(key)
+        if point is None:
+            point = self._points[key] = RoundPoint(batch, 0.0, draft_length, drafter)
+        point.length += (length - point.length) / (point.rounds + 1)
+        point.rounds += 1
+        point.seconds += seconds
+        point.tokens += tokens
+
+    def write_to(self, statistics: SpeculationStatistics) -> None:
+        """Fills in `rounds`, `speculating` and `points`."""
+        statistics.rounds = self.rounds
+        statistics.speculating = self._spans
+        statistics.points = list(self._points.values())
 
 
 class DraftCounter:

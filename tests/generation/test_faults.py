@@ -250,7 +250,7 @@ def test_a_twin_that_runs_the_policy_is_noticed(tiny, prompts, expected) -> None
 
 
 @pytest.mark.filterwarnings("ignore:the drafter")
-@pytest.mark.parametrize("strategy", ["none", "self", "ngram"])
+@pytest.mark.parametrize("strategy", ["none", "self", "ngram", "history"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_nan_in_the_target(do_sample: bool, strategy: str, prompts) -> None:
     model = tiny_llama()

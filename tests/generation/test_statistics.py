@@ -81,7 +81,7 @@ def test_fields_agree_with_the_output(max_batch_size, verification, tiny) -> Non
     # The curve ends with everybody and never falls.
     seconds, finished = zip(*found.completion_curve, strict=True)
     assert finished[-1] == 7 and list(finished) == sorted(set(finished)) and list(seconds) == sorted(seconds)
-    assert set(found.phase_seconds) == {"prefill", "noise", "draft", "verify", "accept", "compact"}
+    assert set(found.phase_seconds) == {"prefill", "noise", "draft", "verify", "accept", "compact", "control"}
     assert 0 < sum(found.phase_seconds.values()) <= found.seconds
     assert found.tokens_per_second == found.tokens / found.seconds
     assert found.target_forwards > found.rounds > 0 < found.draft_forwards

@@ -1,0 +1,312 @@
+"""Calibration: times this machine's rounds with the engine itself, and fits the roofline to them (ER App. E.3)."""
+
+import itertools
+import os
+import platform
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import psutil
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from ..quantization.source_weight import inspect_projection, is_projection
+from ..scheduling.calibration import GemmMeasurement, effective_flops, fit
+from ..scheduling.profile import Profile, ProfileKey, ProfileMismatch
+from ..scheduling.sweep import Mode, Sample
+from ..scheduling.toggle import NeverSpeculate
+from .cache import RaggedCache
+from .configuration import SpeculativeConfig
+from .constants import model_constants
+from .decoding import Rollout
+from .drafters.base import Drafter
+from .drafters.self_draft import SelfDrafter, self_drafter_of
+from .processing import LogitsPipeline, PrefixView, Stopping
+from .requirements import position_limit
+from .rows import Request, Rows
+from .runner import EagerRunner
+from .sampling import RoundNoise
+from .shadow import make_shadow
+from .verification import Proposal
+
+
+DRAFT_LENGTHS = (3, 7, 11)
+BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
+LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
+GEMM_ROWS = (256, 512, 1024)
+"""Rows at which GEMMs have long been bound by compute: F_eff is their mean (facts of ER's released code)."""
+MEMORY_SHARE = 0.3
+"""Of the free memory, what the sweep's K/V cache may take."""
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
+"""Timed rounds of one visit to a cell."""
+
+
+def calibrate(
+    model: PreTrainedModel,
+    config: SpeculativeConfig | None = None,
+    max_batch_size: int = 64,
+    max_length: int = 4096,
+    budget_seconds: float = 120.0,
+    progress: bool = True,
+) -> Profile:
+    """Measures and fits a roofline profile for `model` and its quantized self-drafter on this machine.
+
+    Whole decoding rounds are timed as rollouts run them, so a predicted time is a round's time: the target's share
+    includes sampling, the verify's share acceptance and bookkeeping. The K/V cache is zeros of the right shape: what
+    is in it does not change the time.
+
+    Args:
+        model: the target, on the device it will decode on.
+        config: names the drafter's quantization, kernel and head.
+        max_batch_size: most rows in flight that will occur.
+        max_length: longest total length that will occur.
+        budget_seconds: time for the sweep; cells are repeated less where it is short. Every cell is timed three times
+            at least, so a large model on a slow machine may exceed it.
+        progress: show a progress bar.
+
+    Returns:
+        The profile; it is not saved.
+    """
+    config = config or SpeculativeConfig()
+    drafter = self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+    constants = model_constants(model, drafter.quantized)
+    with torch.no_grad():
+        flops = effective_flops(_time_gemms(model))
+        bandwidth = _copy_bandwidth(constants.weight_bytes, model.device)
+        samples = _sweep(model, drafter, max_batch_size, max_length, budget_seconds, progress)
+    roofline, diagnostics = fit(samples, constants, flops, bandwidth_bounds=(0.4 * bandwidth, 1.5 * bandwidth))
+    return Profile(
+        key=profile_key(model, config),
+        roofline=roofline,
+        draft_max_rows=drafter.max_rows,
+        diagnostics=asdict(diagnostics),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        samples=samples,
+    )
+
+
+def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey:
+    """What a profile for `model` on this machine is keyed by."""
+    shape = model.config.get_text_config(decoder=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    device = model.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+    return ProfileKey(
+        hardware=hardware_name(model.device),
+        shape=f"{type(model).__name__}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
+        f"vocabulary {shape.vocab_size}, {parameters} parameters",
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=config.draft_quantization,
+        kernel=f"{config.draft_kernel}, lm_head {config.draft_lm_head}",
+    )
+
+
+def hardware_name(device: torch.device) -> str:
+    """The device's name; of a CPU with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        name = models[0] if models else name
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def find_profile(
+    model: PreTrainedModel,
+    config: SpeculativeConfig,
+    max_batch_size: int = 64,
+    max_length: int = 4096,
+    extra_copy: Path | None = None,
+) -> Profile:
+    """The profile of `config.roofline_profile` or of the user's cache; calibrated and saved where there is none.
+
+    Args:
+        model: the target.
+        config: `roofline_profile`, `roofline_mismatch`, and the drafter's fields.
+        max_batch_size, max_length: as of :func:`calibrate`, should it come to that.
+        extra_copy: also save it here (a run's output directory).
+
+    Raises:
+        ProfileMismatch: the named profile is for something else and `roofline_mismatch` is `"error"`.
+        ValueError: the named profile cannot be read.
+    """
+    key = profile_key(model, config)
+    cached = _cache_directory() / key.file_name
+    path = cached if config.roofline_profile is None else Path(config.roofline_profile)
+    profile = None
+    if path.exists():
+        profile = Profile.load(path)
+        try:
+            profile.require(key, path)
+        except ProfileMismatch as error:
+            if config.roofline_mismatch == "error":
+                raise
+            warnings.warn(f"{error} Calibrating again, into {cached}.", stacklevel=2)
+            path, profile = cached, Profile.load(cached) if cached.exists() else None
+    if profile is None:
+        profile = calibrate(model, config, max_batch_size, max_length)
+        for place in {path, cached}:
+            profile.save(place)
+    if extra_copy is not None:
+        profile.save(extra_copy)
+    return profile
+
+
+def _cache_directory() -> Path:
+    home = os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "spec_trl" / "profiles"
+
+
+def _time_gemms(model: PreTrainedModel) -> list[GemmMeasurement]:
+    """Times y = x Wᵀ for the decoder's heaviest matrix shapes, four at most."""
+    weights: dict[tuple[int, int], int] = {}
+    for module in model.get_decoder().modules():
+        if is_projection(module) and not isinstance(source := inspect_projection(module), str):
+            shape = (source.out_features, source.in_features)
+            weights[shape] = weights.get(shape, 0) + shape[0] * shape[1]
+    measurements = []
+    for out_features, in_features in sorted(weights, key=weights.__getitem__, reverse=True)[:4]:
+        weight = torch.randn(out_features, in_features, device=model.device).to(model.dtype)  # [out, in]
+        for rows in GEMM_ROWS:
+            x = torch.randn(rows, in_features, device=model.device).to(model.dtype)  # [rows, in]
+            seconds = _seconds(partial(F.linear, x, weight), model.device)
+            measurements.append(GemmMeasurement(f"{out_features}x{in_features}", rows, weight.numel(), seconds))
+    return measurements
+
+
+def _copy_bandwidth(size: float, device: torch.device) -> float:
+    """Bytes per second that a copy of `size` bytes (at most 1 GiB) reads and writes: small models live in caches."""
+    source = torch.zeros(int(min(size, 2**30)) // 8 + 1, dtype=torch.int64, device=device)
+    destination = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(partial(destination.copy_, source), device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
+    """Median seconds of `work()`, after two calls that do not count."""
+    times = []
+    for _ in range(rounds + 2):
+        _synchronize(device)
+        started = time.perf_counter()
+        work()
+        _synchronize(device)
+        times.append(time.perf_counter() - started)
+    return median(times[2:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _sweep(
+    model: PreTrainedModel, drafter: SelfDrafter, max_batch: int, max_length: int, budget: float, progress: bool
+) -> list[Sample]:
+    """Times target, draft and verify over a grid that fits the machine, in two passes through shuffled cells."""
+    limit = position_limit(model)
+    longest = max_length if limit is None else min(max_length, limit)
+    margin = max(DRAFT_LENGTHS) + 1  # what a round may write
+    lengths = [length for length in LENGTHS if length <= longest - margin] or [max(longest - margin, 1)]
+    bench = _Bench(model, drafter, max_batch, lengths, margin)
+    lengths = [length for length in lengths if length <= bench.longest]
+    batches = [batch for batch in BATCHES if batch <= bench.capacity]
+    cells = [(batch, length, 0) for batch, length in itertools.product(batches, lengths)]
+    for batch, length, gamma in itertools.product(batches, lengths, DRAFT_LENGTHS):
+        # Beyond what the kernels serve nothing will be drafted by network: only verification matters, and less of it.
+        if batch <= drafter.max_rows or gamma == DRAFT_LENGTHS[1]:
+            cells.append((batch, length, gamma))
+    random.Random(0).shuffle(cells)
+    times: dict[tuple[int, float, int, Mode], list[float]] = {}
+    deadline = time.perf_counter() + budget
+    visits = list(itertools.product(range(2), cells))
+    for number, (_, (batch, length, gamma)) in enumerate(tqdm(visits, "calibrating", disable=not progress)):
+        share = max(deadline - time.perf_counter(), 0.0) / (len(visits) - number)
+        for mode, seconds in bench.rounds(batch, length, gamma, share):
+            times.setdefault((batch, float(length), gamma, mode), []).append(seconds)
+    return [Sample(*cell, seconds=median(values)) for cell, values in sorted(times.items())]
+
+
+class _NoDrafter(Drafter):
+    """Proposes whatever stands behind the rows: verification alone, for rounds that no kernel would draft."""
+
+    has_probabilities = False
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        rows = self.session.rows
+        return Proposal(rows.window(0, draft_length), torch.full_like(rows.lengths, draft_length))
+
+
+class _Bench:
+    """An engine whose rows can be set to any number and length without reading a prompt."""
+
+    def __init__(
+        self, model: PreTrainedModel, drafter: SelfDrafter, max_batch: int, lengths: list[int], margin: int
+    ) -> None:
+        device, shape = model.device, model.config.get_text_config(decoder=True)
+        self.longest, self.capacity = lengths[-1], max_batch
+        fitting = MEMORY_SHARE * _free_memory(device) / model_constants(model).kv_bytes  # cached tokens
+        while self.capacity * (self.longest + margin) > fitting and self.longest > lengths[0]:
+            self.longest = lengths[lengths.index(self.longest) - 1]
+        while self.capacity * (self.longest + margin) > fitting and self.capacity > 1:
+            self.capacity //= 2
+        self._rows = rows = Rows(self.capacity, self.longest + margin, device)
+        # Prompts of one token leave nothing to prefill.
+        requests = [Request(i, torch.zeros(1, dtype=torch.int64), 2**62, i) for i in range(self.capacity)]
+        view = PrefixView(rows, 1, 0)
+        self._drafter = drafter
+        self._rollout = Rollout(
+            requests,
+            EagerRunner(make_shadow(model), RaggedCache(shape.num_hidden_layers, self.capacity, rows.columns)),
+            [drafter, _NoDrafter()],
+            NeverSpeculate(),
+            rows,
+            LogitsPipeline(LogitsProcessorList(), view, self.capacity),
+            Stopping(StoppingCriteriaList(), view),
+            do_sample=True,
+            rejection=False,
+            want_logprobs=False,
+            strategy="calibration",
+        )
+        self._rollout.begin()
+        self._rollout.admit()
+        rows.tokens.random_(shape.vocab_size)
+
+    def rounds(self, batch: int, length: int, gamma: int, seconds: float) -> Iterator[tuple[Mode, float]]:
+        """Times rounds for about `seconds`, three at least and fifteen at most; yields the medians by mode."""
+        drafting, resting = [], []
+        drafts = batch <= self._drafter.max_rows
+        deadline = time.perf_counter() + seconds
+        for number in range(MOST_ROUNDS + 1):
+            if number > FEWEST_ROUNDS and time.perf_counter() > deadline:
+                break
+            self._rows.active, self._rows.longest = batch, length
+            self._rows.lengths.fill_(length)
+            self._rollout.look()
+            before = self._rollout.phase_seconds().get("draft", 0.0)
+            started = time.perf_counter()
+            self._rollout.decode_round(0 if drafts else 1, gamma)
+            whole = time.perf_counter() - started
+            draft = self._rollout.phase_seconds()["draft"] - before
+            if number:  # the first may prepare kernels
+                drafting.append(draft)
+                resting.append(whole - draft)
+        if gamma == 0:
+            yield "target", median(map(sum, zip(drafting, resting, strict=True)))
+            return
+        if drafts:
+            yield "draft", median(drafting) / gamma
+        yield "verify", median(resting)
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
