@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from ..generation.configuration import MAX_DRAFT_LENGTH, SpeculativeConfig, check_strategy, require_int
+from ..generation.configuration import SpeculativeConfig, check_strategy, require_int
+from ..scheduling.draft_length import DraftLengthController
 
 
 @dataclass
@@ -17,17 +18,44 @@ class SpecGRPOConfig(GRPOConfig):
 
         assistant_strategy (`str`, *optional*, defaults to `"self"`):
             How rollouts are drafted: `"self"` (the policy's own quantized copy, refreshed when the weights have
-            changed), `"model"` (a smaller causal LM, see `assistant_model`), `"ngram"` (prompt lookup) or `"none"`
-            (autoregressive decoding by the same engine). Rollouts are the same tokens under each of them.
+            changed), `"model"` (a smaller causal LM, see `assistant_model`), `"ngram"` (prompt lookup), `"history"`
+            (lookup in earlier rollouts of the same prompt and in the other completions of its group), `"auto"`
+            (whichever of these is fastest, autoregressive decoding included) or `"none"` (autoregressive decoding by
+            the same engine). Rollouts are the same tokens under each of them.
         assistant_model (`str`, *optional*):
-            Path or hub id of the drafter of `assistant_strategy="model"`.
-        initial_draft_length (`int`, *optional*, defaults to `5`):
-            Draft tokens per verification (γ₀), 1 to 64.
+            Path or hub id of the drafter of `assistant_strategy="model"`; `"auto"` then considers it as well.
+        draft_lengths (`list[int]`, *optional*, defaults to `[5, 7, 9, 11]`):
+            Draft tokens per verification that the controller moves among (Γ), ascending, 1 to 64. One entry keeps it
+            fixed.
+        initial_draft_length (`int`, *optional*):
+            The one to start with (γ₀); `None`: the first of `draft_lengths`.
+        draft_length_up (`float`, *optional*, defaults to `0.94`):
+            The draft length γ rises when the block efficiency stays at 1 + γ `draft_length_up` or more.
+        draft_length_down (`float`, *optional*, defaults to `0.85`):
+            It falls when the block efficiency stays at 1 + γ `draft_length_down` or less.
+        draft_length_patience (`int`, *optional*, defaults to `2`):
+            For so many training rollouts in a row.
+        sd_toggle (`str`, *optional*, defaults to `"roofline"`):
+            `"roofline"`: speculate only where the calibrated roofline predicts a speedup and measured rounds bear it
+            out. `"always"`: in every round that the drafter's kernels can serve. `"never"`: decode autoregressively.
+        sd_margin (`float`, *optional*, defaults to `0.05`):
+            Predicted speedup beyond 1 from which on to speculate (ε).
+        roofline_profile (`str`, *optional*):
+            Path of the profile for `sd_toggle="roofline"`. Where the file is missing, the machine is calibrated at the
+            first rollout (minutes) and the profile saved there. `None`: the one in the user's cache for this hardware,
+            model shape, dtype and kernel, calibrated once. A copy goes to `output_dir/roofline_profile.json`.
+        roofline_mismatch (`str`, *optional*, defaults to `"recalibrate"`):
+            What to do with a `roofline_profile` of other hardware, shape, dtype or kernel: `"recalibrate"`, with a
+            warning, into the user's cache, or `"error"`.
+        history_max_tokens (`int`, *optional*, defaults to `16_000_000`):
+            `"history"`: tokens of earlier rollouts that each device remembers; the oldest prompts are forgotten first.
         verification (`str`, *optional*, defaults to `"exact"`):
             `"exact"`: rollouts are token-identical to those without speculation. `"rejection"`: identical in
             distribution only, with a slightly higher block efficiency.
         draft_quantization (`str`, *optional*, defaults to `"rtn-w4-g128"`):
-            Quantization of the self-drafter: `"rtn-w4-g128"`, `"rtn-w4-g64"`, `"rtn-w4-g32"` or `"rtn-w8"`.
+            Quantization of the self-drafter: `"rtn-w4-g128"`, `"rtn-w4-g64"`, `"rtn-w4-g32"` or `"rtn-w8"`; or
+            `"awq-w4-g128"` and its smaller groups, which scale input channels by what the training forwards of the
+            step before showed of them.
         draft_kernel (`str`, *optional*, defaults to `"auto"`):
             Kernel of the self-drafter's quantized layers; `"auto"` takes the fastest one that serves a layer.
         draft_lm_head (`str`, *optional*, defaults to `"auto"`):
@@ -39,12 +67,32 @@ class SpecGRPOConfig(GRPOConfig):
     """
 
     assistant_strategy: str = field(
-        default="self", metadata={"help": "How rollouts are drafted: 'self', 'model', 'ngram' or 'none'."}
+        default="self", metadata={"help": "'self', 'model', 'ngram', 'history', 'auto' or 'none'."}
     )
     assistant_model: str | None = field(
         default=None, metadata={"help": "Path or hub id of the drafter of assistant_strategy='model'."}
     )
-    initial_draft_length: int = field(default=5, metadata={"help": "Draft tokens per verification, 1 to 64."})
+    draft_lengths: list[int] = field(
+        default_factory=lambda: [5, 7, 9, 11], metadata={"help": "Draft tokens per verification to move among."}
+    )
+    initial_draft_length: int | None = field(
+        default=None, metadata={"help": "The one to start with; None: the first of draft_lengths."}
+    )
+    draft_length_up: float = field(default=0.94, metadata={"help": "Accepted share from which on it rises."})
+    draft_length_down: float = field(default=0.85, metadata={"help": "Accepted share from which on it falls."})
+    draft_length_patience: int = field(default=2, metadata={"help": "Rollouts in a row before it moves."})
+    sd_toggle: str = field(default="roofline", metadata={"help": "When to speculate: 'roofline', 'always', 'never'."})
+    sd_margin: float = field(default=0.05, metadata={"help": "Predicted speedup beyond 1 that turns speculation on."})
+    roofline_profile: str | None = field(
+        default=None, metadata={"help": "Path of the roofline profile; calibrated and saved there if missing."}
+    )
+    roofline_mismatch: str = field(
+        default="recalibrate", metadata={"help": "A profile of something else: 'recalibrate' or 'error'."}
+    )
+    history_max_tokens: int = field(
+        default=SpeculativeConfig.history_max_tokens,
+        metadata={"help": "Tokens of earlier rollouts that 'history' remembers on each device."},
+    )
     verification: str = field(
         default="exact", metadata={"help": "'exact' (token-identical) or 'rejection' (identical in distribution)."}
     )
@@ -73,18 +121,20 @@ class SpecGRPOConfig(GRPOConfig):
                 "forwards, so the weights must be gathered for the whole rollout. Set ds3_gather_for_generation=True."
             )
         check_strategy(self.assistant_strategy)
-        if (self.assistant_model is None) == (self.assistant_strategy == "model"):
+        needs_model, takes_model = self.assistant_strategy == "model", self.assistant_strategy in ("model", "auto")
+        if (self.assistant_model is None and needs_model) or (self.assistant_model is not None and not takes_model):
             raise ValueError(
                 f"assistant_strategy={self.assistant_strategy!r} with assistant_model={self.assistant_model!r}: "
-                'assistant_model belongs to assistant_strategy="model", and that strategy needs it.'
+                'assistant_model belongs to assistant_strategy="model", which needs it, or "auto".'
             )
-        if self.assistant_strategy == "ngram" and self.verification == "rejection":
+        if self.assistant_strategy in ("ngram", "history", "auto") and self.verification == "rejection":
             raise ValueError(
-                'verification="rejection" needs draft probabilities, which assistant_strategy="ngram" has none of. '
+                'verification="rejection" needs draft probabilities, which '
+                f"assistant_strategy={self.assistant_strategy!r} has none of. "
                 'Use verification="exact".'
             )
-        # SpeculativeConfig checks the rest; these two have other names there, which its errors would give.
-        require_int("initial_draft_length", self.initial_draft_length, 1, MAX_DRAFT_LENGTH)
+        self.draft_length_controller()
+        # SpeculativeConfig checks the rest; this one has another name there, which its error would give.
         if self.rollout_batch_size is not None:
             require_int("rollout_batch_size", self.rollout_batch_size, 1, None)
         self.speculative_config()
@@ -92,11 +142,26 @@ class SpecGRPOConfig(GRPOConfig):
     def speculative_config(self) -> SpeculativeConfig:
         """The same options as `generate` takes them."""
         return SpeculativeConfig(
-            draft_length=self.initial_draft_length,
+            draft_length=self.draft_length_controller().draft_length,
             verification=self.verification,  # type: ignore[arg-type]
             seed=self.seed,
+            sd_toggle=self.sd_toggle,  # type: ignore[arg-type]
+            sd_margin=self.sd_margin,
+            roofline_profile=self.roofline_profile,
+            roofline_mismatch=self.roofline_mismatch,  # type: ignore[arg-type]
+            history_max_tokens=self.history_max_tokens,
             max_batch_size=self.rollout_batch_size,
             draft_quantization=self.draft_quantization,
             draft_kernel=self.draft_kernel,
             draft_lm_head=self.draft_lm_head,  # type: ignore[arg-type]
+        )
+
+    def draft_length_controller(self) -> DraftLengthController:
+        """A controller of the draft length at its start."""
+        return DraftLengthController(
+            self.draft_lengths,
+            self.initial_draft_length,
+            self.draft_length_up,
+            self.draft_length_down,
+            self.draft_length_patience,
         )

@@ -3,30 +3,53 @@
 import copy
 import json
 import time
-from dataclasses import astuple, dataclass, field
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import broadcast_object_list, is_peft_model
 from transformers import PreTrainedModel
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
 
+from ..generation.calibrating import find_profile, hardware_name, profile_key
+from ..generation.control import make_control
 from ..generation.drafters.base import Drafter
+from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.self_draft import SelfDrafter
-from ..generation.integration import make_drafter
-from ..generation.statistics import DEPTH_EDGES, DraftCounts, SpeculationStatistics
+from ..generation.integration import make_drafters
+from ..quantization.awq import ActivationStatistics
+from ..scheduling.draft_length import DraftLengthController
+from ..scheduling.profile import Profile
+from ..scheduling.toggle import Control
+from .rollout_totals import RolloutTotals
+from .run_log import LOG_FILE, RunHeader, RunLog, StepRecord
 from .spec_grpo_config import SpecGRPOConfig
+from .step_clock import StepClock
 
 
 _STATE_FILE = "rollout_state.json"
+PROFILE_FILE = "roofline_profile.json"
+COLLAPSE = 0.5
+"""An acceptance rate below this share of the rollout's before is worth a warning, if that was COLLAPSE_FROM or more:
+lookup drafters that accept little anyway come and go."""
+COLLAPSE_FROM = 0.3
+COLLAPSE_DRAFTED = 256
+"""Draft tokens in both rollouts from which on their acceptance rates can be compared."""
 
 
 class SpecGRPOTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] with lossless speculative rollouts (EfficientRollout).
+    """[`~trl.GRPOTrainer`] with lossless, system-aware speculative rollouts (EfficientRollout, Algorithm 1).
+
+    The drafter follows the policy, a calibrated roofline decides in each decoding round whether to speculate, and a
+    controller moves the draft length with the block efficiency. What every rollout and step did goes to
+    `output_dir/rollout_log.jsonl`, which `spec-trl report` draws.
 
     A drop-in replacement: the constructor's arguments are GRPOTrainer's, `args` is a [`SpecGRPOConfig`]. With exact
     verification completions, losses and weights are those of `assistant_strategy="none"`, whatever drafts.
@@ -54,11 +77,22 @@ class SpecGRPOTrainer(GRPOTrainer):
                 "FSDP is not served yet: the drafter needs the gathered weights of each layer. Use DDP or DeepSpeed."
             )
         self._speculative_config = args.speculative_config()
-        self._drafter: Drafter | None = None
+        self._drafters: list[Drafter] | None = None
         self._drafted_step = -1
+        self._profile: Profile | None = None
+        self._control: Control | None = None
+        # One controller per drafter: under "auto" each has its own γ and τ.
+        self._draft_lengths: dict[str, DraftLengthController] = {}
+        self._saved_draft_lengths: dict[str, dict[str, Any]] = {}
+        self._saved_history: dict[str, torch.Tensor] | None = None
+        self._activations: ActivationStatistics | None = None
         # Rollouts so far, per mode: evaluation in between must not change what training samples.
         self._rollouts = {"train": 0, "eval": 0}
-        self._totals = _RolloutTotals()
+        self._totals = RolloutTotals()
+        self._previous: RolloutTotals | None = None
+        self._log: RunLog | None = None
+        self._clock = StepClock(self._log_step)
+        self.add_callback(self._clock)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         # Weights are replaced around a run (resuming, a second run, load_best_model_at_end) while no step is counted.
@@ -68,13 +102,40 @@ class SpecGRPOTrainer(GRPOTrainer):
         finally:
             self._drafted_step = -1
 
+    # ---- where time goes ------------------------------------------------------------------------------------------
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with self._observe_activations():
+            return super().compute_loss(*args, **kwargs)
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        with self._clock.phase("prepare"):
+            return super()._prepare_inputs(generation_batch)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.phase("reward"):
+            return super()._calculate_rewards(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.phase("logprobs") if not torch.is_grad_enabled() else nullcontext():
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def _observe_activations(self) -> AbstractContextManager[None]:
+        """For AWQ: the loss's forwards show the inputs of each projection; the next refresh scales by them."""
+        if self._activations is None:
+            return nullcontext()
+        return self._activations.collect(self.state.global_step)
+
+    # ---- rollouts -------------------------------------------------------------------------------------------------
+
     def _generate(self, prompts: list[Any]) -> Any:
         mode = "train" if self.model.training else "eval"
-        self._totals = _RolloutTotals()
-        result = super()._generate(prompts)
-        self._rollouts[mode] += 1
+        self._totals = RolloutTotals()
+        with self._clock.phase("rollout"):
+            result = super()._generate(prompts)
         if self.rollout_func is None:
-            self._log_rollout(mode)
+            self._finish_rollout(mode)
+        self._rollouts[mode] += 1
         return result
 
     def _generate_single_turn(
@@ -90,7 +151,6 @@ class SpecGRPOTrainer(GRPOTrainer):
                 f"the prompts carry {sorted(multimodal_fields) or 'images'}; SpecGRPOTrainer generates from text. "
                 "Use trl.GRPOTrainer for multimodal prompts."
             )
-        started = time.perf_counter()
         tensors = [torch.tensor(ids) for ids in prompt_ids]
         input_ids = pad(tensors, padding_value=self._tokenizer.pad_token_id, padding_side="left")  # [B, width]
         attention_mask = pad([torch.ones_like(t) for t in tensors], padding_value=0, padding_side="left")  # [B, width]
@@ -110,43 +170,93 @@ class SpecGRPOTrainer(GRPOTrainer):
             self.accelerator.autocast(),
         ):
             policy = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
-            drafter = self._fresh_drafter(policy)
+            drafters = self._make_drafters(policy)
+            control = self._current_control(policy, drafters, input_ids.shape)
+            started = time.perf_counter()
+            self._refresh(drafters)
             output = policy.generate(
                 input_ids=input_ids.to(self.accelerator.device),
                 attention_mask=attention_mask.to(self.accelerator.device),
                 generation_config=generation_config,
                 assistant_strategy=self.args.assistant_strategy,
                 speculative_config=self._speculative_config,
-                drafter=drafter,
+                drafter=drafters,
                 request_ids=self._request_ids(len(prompt_ids)),
+                control=control,
             )
-        self._totals.add(output.statistics, time.perf_counter() - started)
+        self._totals.add(output.statistics, control, len(prompt_ids), time.perf_counter() - started)
         new = output.sequences[:, input_ids.shape[1] :].tolist()  # [B, new]
         completions = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]
         # No logprobs, as in TRL's own transformers path: the loss recomputes them in the training forward.
         return completions, None
 
-    def _fresh_drafter(self, policy: PreTrainedModel) -> Drafter | None:
-        """The drafter, refreshed if the weights have changed since it was (ER Algorithm 1, line 3).
+    def _make_drafters(self, policy: PreTrainedModel) -> list[Drafter]:
+        """The drafters, made at the first rollout."""
+        if self._drafters is None:
+            started = time.perf_counter()
+            wanted = self.args.sd_toggle != "never"
+            self._drafters = (
+                make_drafters(
+                    self.args.assistant_strategy, policy, self.args.assistant_model, self._speculative_config
+                )
+                if wanted
+                else []
+            )
+            for drafter in self._drafters:
+                controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
+                if drafter.strategy in self._saved_draft_lengths:
+                    controller.load_state_dict(self._saved_draft_lengths[drafter.strategy])
+                if isinstance(drafter, HistoryDrafter) and self._saved_history is not None:
+                    drafter.load_state_dict(self._saved_history)
+                if isinstance(drafter, SelfDrafter) and (names := drafter.quantized.activation_aware_layers):
+                    self._activations = ActivationStatistics(policy, names)
+            self._drafted_step = self.state.global_step
+            self._totals.refresh_seconds += time.perf_counter() - started
+        return self._drafters
+
+    def _refresh(self, drafters: list[Drafter]) -> None:
+        """Requantizes the policy's copy if the weights have changed since it was made (ER Algorithm 1, line 3).
 
         `global_step` counts optimizer steps: it stands still over micro-steps, over the reuse of a generation batch
         (`num_iterations`, `steps_per_generation`) and over evaluation.
         """
-        if self.args.assistant_strategy == "none":
-            return None
+        if self._drafted_step == self.state.global_step:
+            return
         started = time.perf_counter()
-        if self._drafter is None:
-            self._drafter = make_drafter(
-                self.args.assistant_strategy, policy, self.args.assistant_model, self._speculative_config
-            )
-        elif isinstance(self._drafter, SelfDrafter) and self._drafted_step != self.state.global_step:
-            self._drafter.refresh()
-        if self._drafted_step != self.state.global_step:
-            self._drafted_step = self.state.global_step
-            if policy.device.type == "cuda":
-                torch.cuda.synchronize()
-            self._totals.refresh_seconds += time.perf_counter() - started
-        return self._drafter
+        for drafter in drafters:
+            if isinstance(drafter, SelfDrafter):
+                drafter.refresh(self._activations)
+        self._drafted_step = self.state.global_step
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._totals.refresh_seconds += time.perf_counter() - started
+
+    def _current_control(self, policy: PreTrainedModel, drafters: list[Drafter], shape: torch.Size) -> Control:
+        """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8)."""
+        if self._control is None:
+            if drafters and self.args.sd_toggle == "roofline":
+                self._profile = self._shared_profile(policy, shape)
+            self._control = make_control(drafters, self._speculative_config, self._profile)
+        for candidate in self._control.candidates:
+            controller = self._draft_lengths[candidate.name]
+            candidate.draft_length = controller.draft_length
+            candidate.block_efficiency = controller.block_efficiency
+        return self._control
+
+    def _shared_profile(self, policy: PreTrainedModel, shape: torch.Size) -> Profile:
+        """The roofline profile, found or measured on one rank; the others would disturb its times."""
+        rows, width = shape
+        batch, length = self.args.rollout_batch_size or rows, width + self.args.max_completion_length
+        found: list[Profile | None] = [None]
+        if self.accelerator.is_main_process:
+            copy_to = Path(self.args.output_dir) / PROFILE_FILE
+            found[0] = find_profile(policy, self._speculative_config, min(batch, rows), length, copy_to)
+        broadcast_object_list(found)
+        profile = found[0]
+        assert profile is not None
+        if profile.key != profile_key(policy, self._speculative_config):  # another device than rank 0's
+            profile = find_profile(policy, self._speculative_config, min(batch, rows), length)
+        return profile
 
     def _request_ids(self, count: int) -> list[int]:
         """Ids that key the noise: (mode, rollout, turn, global row), the same for any number of ranks.
@@ -162,84 +272,91 @@ class SpecGRPOTrainer(GRPOTrainer):
         base = (mode == "eval") << 62 | self._rollouts[mode] << 36 | self._totals.turns << 24
         return [base | row for row in range(first, first + count)]
 
-    def _log_rollout(self, mode: str) -> None:
-        """Appends this rollout to TRL's metrics, summed over ranks."""
-        totals = self._totals
-        # Sums: [1 + bins, 6] draft counts, then scalars. Every rank sends the same shapes, whatever its tool loop did.
-        counts = torch.tensor([astuple(totals.drafts), *map(astuple, totals.depths)], dtype=torch.float64)
-        scalars = torch.tensor(
-            [totals.tokens, totals.logprob_sum, totals.rounds, totals.speculative_rounds, totals.draft_length_sum],
-            dtype=torch.float64,
-        )
-        times = torch.tensor([totals.seconds, totals.refresh_seconds], dtype=torch.float64)
-        packed = torch.cat([counts.flatten(), scalars, times]).to(self.accelerator.device)  # [n]
-        every = self.accelerator.gather(packed[None])  # [ranks, n]
-        summed = every.sum(0).cpu()  # [n]
-        seconds, refresh_seconds = every[:, -2:].amax(0).tolist()  # the slowest rank is what a step waits for
-        drafts, *depths = (DraftCounts(*map(int, row)) for row in summed[: counts.numel()].view(counts.shape).tolist())
-        tokens, logprob_sum, rounds, speculative, draft_length_sum = summed[counts.numel() : -2].tolist()
+    # ---- after a rollout ------------------------------------------------------------------------------------------
 
-        metrics = {
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            # -log p of the sampled tokens is an unbiased estimate of the entropy they were drawn with.
-            "target_entropy": -logprob_sum / tokens,
-        }
-        if self.args.assistant_strategy != "none":
-            metrics |= {
-                "block_efficiency": drafts.block_efficiency,
-                "acceptance_rate": drafts.acceptance_rate,
-                "first_token_acceptance": drafts.first_token_acceptance,
-                "draft_length": draft_length_sum / speculative if speculative else 0.0,
-                "sd_on_fraction": speculative / rounds,
-            }
-            if self.args.assistant_strategy == "self":
-                metrics["drafter_refresh_seconds"] = refresh_seconds
-            for edge, depth in zip(DEPTH_EDGES, depths, strict=True):
-                if depth.blocks:
-                    metrics[f"block_efficiency_from_{edge}"] = depth.block_efficiency
-        for name, value in metrics.items():
+    def _finish_rollout(self, mode: str) -> None:
+        """Logs the rollout, and lets γ and τ_prev follow it (ER Algorithm 1, lines 14-20)."""
+        totals = self._totals.over_ranks(self.accelerator, list(self._draft_lengths))
+        draft_lengths = {name: controller.draft_length for name, controller in self._draft_lengths.items()}
+        for name, value in totals.metrics().items():
             self._metrics[mode][f"rollout/{name}"].append(value)
+        if self.accelerator.is_main_process:
+            self._log_rollout(mode, totals, draft_lengths)
+        if mode == "eval":
+            return
+        self._warn_of_collapse(totals)
+        for name, controller in self._draft_lengths.items():
+            controller.observe(totals.tallies[name].block_efficiency)
+
+    def _warn_of_collapse(self, totals: RolloutTotals) -> None:
+        """One warning when acceptance falls apart between two rollouts: a drafter that has lost its policy is slow,
+        and nothing else would show it."""
+        previous, self._previous = self._previous, totals
+        if previous is None or previous.main_drafter != totals.main_drafter:
+            return
+        if min(previous.drafts.drafted, totals.drafts.drafted) < COLLAPSE_DRAFTED:
+            return
+        before, now = previous.drafts.acceptance_rate, totals.drafts.acceptance_rate
+        if before >= COLLAPSE_FROM and now < COLLAPSE * before:
+            warnings.warn(
+                f"the acceptance rate of the drafter {totals.main_drafter!r} fell from {before:.2f} to {now:.2f} "
+                f"between two rollouts (step {self.state.global_step}). Outputs are not affected, speed is. Did "
+                "something write weights that the drafter cannot see, or did the policy collapse?",
+                stacklevel=2,
+            )
+
+    def _run_log(self) -> RunLog:
+        """The run's log; its first use writes the header."""
+        if self._log is None:
+            self._log = RunLog(Path(self.args.output_dir) / LOG_FILE)
+            inherited = {field.name for field in fields(GRPOConfig)}
+            own = [field.name for field in fields(SpecGRPOConfig) if field.name not in inherited]
+            self._log.append(
+                RunHeader(
+                    started=datetime.now(UTC).isoformat(timespec="seconds"),
+                    hardware=hardware_name(self.accelerator.device),
+                    model=self.model.config._name_or_path or type(self.model).__name__,
+                    dtype=str(self.model.dtype).removeprefix("torch."),
+                    strategy=self.args.assistant_strategy,
+                    settings={name: getattr(self.args, name) for name in own},
+                    profile=None if self._profile is None else str(Path(self.args.output_dir) / PROFILE_FILE),
+                )
+            )
+        return self._log
+
+    def _log_rollout(self, mode: str, totals: RolloutTotals, draft_lengths: dict[str, int]) -> None:
+        record = totals.record(
+            mode, self._rollouts[mode], self.state.global_step, self.args.assistant_strategy, draft_lengths
+        )
+        self._run_log().append(record)
+
+    def _log_step(self, step: int, seconds: float, phases: dict[str, float]) -> None:
+        if self.accelerator.is_main_process:
+            rewards = self._metrics["train"].get("reward")
+            self._run_log().append(StepRecord(step, seconds, phases, rewards[-1] if rewards else None))
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.args.should_save:  # the counters are our random state: saved with it, before old checkpoints go
-            (Path(output_dir) / _STATE_FILE).write_text(json.dumps({"rollouts": self._rollouts}))
+            draft_lengths = {name: controller.state_dict() for name, controller in self._draft_lengths.items()}
+            state = {"rollouts": self._rollouts, "draft_lengths": draft_lengths or self._saved_draft_lengths}
+            (Path(output_dir) / _STATE_FILE).write_text(json.dumps(state))
+        for drafter in self._drafters or []:
+            if isinstance(drafter, HistoryDrafter):  # each rank remembers the prompts that it saw
+                torch.save(drafter.state_dict(), self._history_file(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (path := Path(checkpoint) / _STATE_FILE).exists():
-            self._rollouts = json.loads(path.read_text())["rollouts"]
+        if checkpoint is None or not (path := Path(checkpoint) / _STATE_FILE).exists():
+            return
+        state = json.loads(path.read_text())
+        self._rollouts = state["rollouts"]
+        self._saved_draft_lengths = state["draft_lengths"]
+        if (history := self._history_file(checkpoint)).exists():
+            self._saved_history = torch.load(history, weights_only=True)
+        self._drafters = self._control = None  # made anew from what was saved
 
-
-@dataclass
-class _RolloutTotals:
-    """One rollout of this rank, all turns of its tool loop together."""
-
-    turns: int = 0
-    drafts: DraftCounts = field(default_factory=DraftCounts)
-    depths: list[DraftCounts] = field(default_factory=lambda: [DraftCounts() for _ in DEPTH_EDGES])
-    tokens: int = 0
-    logprob_sum: float = 0.0
-    rounds: int = 0
-    speculative_rounds: int = 0
-    draft_length_sum: int = 0
-    seconds: float = 0.0
-    refresh_seconds: float = 0.0
-
-    def add(self, statistics: SpeculationStatistics, seconds: float) -> None:
-        """Adds one `generate` call that took `seconds`, preparation included."""
-        self.turns += 1
-        self.drafts += statistics.total
-        self.depths = [
-            total + statistics.per_depth.get(edge, DraftCounts())
-            for edge, total in zip(DEPTH_EDGES, self.depths, strict=True)
-        ]
-        self.tokens += statistics.tokens
-        self.logprob_sum += statistics.logprob_sum
-        self.rounds += statistics.rounds
-        ends = [start for start, _ in statistics.speculating[1:]] + [statistics.rounds]
-        for (start, draft_length), end in zip(statistics.speculating, ends, strict=True):
-            self.speculative_rounds += (end - start) * (draft_length > 0)
-            self.draft_length_sum += (end - start) * draft_length
-        self.seconds += seconds
+    def _history_file(self, directory: str) -> Path:
+        return Path(directory) / f"rollout_history_{self.accelerator.process_index}.pt"

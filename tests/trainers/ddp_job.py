@@ -15,6 +15,7 @@ def train_on_each_rank(folder: Path, rows_per_rank: int) -> Run:
     trainer, run = make_trainer(
         folder, max_steps=3, per_device_train_batch_size=rows_per_rank, per_device_eval_batch_size=rows_per_rank,
         gradient_accumulation_steps=2, draft_kernel="reference", eval_strategy="steps", eval_steps=2,
+        draft_lengths=[2, 3, 4], draft_length_up=0.05, draft_length_down=0.01, draft_length_patience=1,
         optim="sgd", learning_rate=0.1,  # Adam turns the rounding of a vanishing gradient into a full step
         trainer={"eval_dataset": tiny_dataset(2)},
     )  # fmt: skip

@@ -106,7 +106,7 @@ def make_trainer(
         output_dir=str(output_dir), assistant_strategy=strategy, max_steps=3, per_device_train_batch_size=8,
         num_generations=4, max_completion_length=16, learning_rate=3e-3, lr_scheduler_type="constant",
         logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False,
-        disable_tqdm=True, seed=3,
+        disable_tqdm=True, seed=3, sd_toggle="always",
     )  # fmt: skip
     arguments = dict(reward_funcs=count_digits, train_dataset=tiny_dataset(), callbacks=[_Collector(run)])
     built = kind(

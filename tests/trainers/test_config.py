@@ -1,7 +1,8 @@
 """SpecGRPOConfig: every field acts, every bad value is refused by the name the user set, all of it parses."""
 
+import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from trl import GRPOConfig, TrlParser
 
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
 from spec_trl.generation.drafters.base import Drafter, DraftSession
+from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.quantization.kernels import ReferenceInt4
+from spec_trl.scheduling.profile import Profile
 from tests.trainers.harness import Run, make_trainer, tiny_dataset, tiny_policy
 
 
@@ -24,9 +27,9 @@ def run_one_step(tmp_path: Path) -> Callable[..., tuple[Any, Run]]:
     """Trains one step; returns the drafter that was used, and the run."""
 
     def run(**options: Any) -> tuple[Any, Run]:
-        trainer, run = make_trainer(tmp_path, max_steps=1, **options)
+        trainer, run = make_trainer(tmp_path, **{"max_steps": 1} | options)
         trainer.train()
-        return trainer._drafter, run
+        return trainer._drafters[0] if trainer._drafters else None, run
 
     return run
 
@@ -44,6 +47,7 @@ def test_effect_of_assistant_strategy(run_one_step: OneStep) -> None:
     assert run_one_step(strategy="none")[0] is None
     assert type(run_one_step(strategy="self")[0]) is SelfDrafter
     assert type(run_one_step(strategy="ngram")[0]) is NgramDrafter
+    assert type(run_one_step(strategy="history")[0]) is HistoryDrafter
 
 
 def test_effect_of_assistant_model(run_one_step: OneStep, tmp_path: Path) -> None:
@@ -55,10 +59,94 @@ def test_effect_of_assistant_model(run_one_step: OneStep, tmp_path: Path) -> Non
     assert all(torch.equal(weight, loaded[name]) for name, weight in assistant.state_dict().items())
 
 
+def lengths_in_force(run: Run) -> list[int]:
+    return [math.ceil(length) for length in run.metric("rollout/draft_length")]  # rows near their end draft less
+
+
 @pytest.mark.parametrize("draft_length", [1, 4])
-def test_effect_of_initial_draft_length(run_one_step: OneStep, draft_length: int) -> None:
-    _, run = run_one_step(initial_draft_length=draft_length)
-    assert draft_length - 0.9 < run.metric("rollout/draft_length")[0] <= draft_length
+def test_effect_of_draft_lengths(run_one_step: OneStep, draft_length: int) -> None:
+    assert lengths_in_force(run_one_step(draft_lengths=[draft_length, 9])[1]) == [draft_length]
+
+
+def test_effect_of_initial_draft_length(run_one_step: OneStep) -> None:
+    assert lengths_in_force(run_one_step(draft_lengths=[2, 4], initial_draft_length=4)[1]) == [4]
+
+
+CLIMBING: dict[str, Any] = dict(
+    draft_lengths=[1, 2, 3, 4], draft_length_up=1e-3, draft_length_down=1e-4, draft_length_patience=1, max_steps=4
+)
+
+
+def test_effect_of_draft_length_up(run_one_step: OneStep) -> None:
+    assert lengths_in_force(run_one_step(**CLIMBING)[1]) == [1, 2, 3, 4]
+    assert lengths_in_force(run_one_step(**CLIMBING | {"draft_length_up": 1.0})[1]) == [1] * 4
+
+
+def test_effect_of_draft_length_patience(run_one_step: OneStep) -> None:
+    assert lengths_in_force(run_one_step(**CLIMBING | {"draft_length_patience": 2})[1]) == [1, 1, 2, 2]
+
+
+def test_effect_of_draft_length_down(run_one_step: OneStep) -> None:
+    falling = dict(
+        draft_lengths=[1, 2, 3, 4], initial_draft_length=4, draft_length_up=1.0, draft_length_patience=1, max_steps=4
+    )
+    assert lengths_in_force(run_one_step(**falling, draft_length_down=0.999)[1]) == [4, 3, 2, 1]
+    assert lengths_in_force(run_one_step(**falling, draft_length_down=1e-3)[1]) == [4] * 4
+
+
+def test_effect_of_sd_toggle(run_one_step: OneStep, profiles: dict[str, str]) -> None:
+    """Profiles of imaginary machines: speculation pays on one, not on the other."""
+    fraction = {
+        toggle: run_one_step(sd_toggle=toggle)[1].metric("rollout/sd_on_fraction") for toggle in ("always", "never")
+    }
+    assert fraction["always"][0] > 0.5
+    assert fraction["never"] == []  # nothing drafts, as with assistant_strategy="none"
+    for which, pays in (("pays", True), ("does not", False)):
+        _, run = run_one_step(sd_toggle="roofline", roofline_profile=profiles[which])
+        assert (run.metric("rollout/sd_on_fraction")[0] > 0) is pays
+
+
+def test_effect_of_sd_margin(run_one_step: OneStep, profiles: dict[str, str]) -> None:
+    _, run = run_one_step(sd_toggle="roofline", roofline_profile=profiles["pays"], sd_margin=1e6)
+    assert run.metric("rollout/sd_on_fraction") == [0.0]
+
+
+def test_effect_of_roofline_profile(run_one_step: OneStep, tmp_path: Path, quick_calibration: list[int]) -> None:
+    path = tmp_path / "profiles" / "mine.json"
+    run_one_step(sd_toggle="roofline", roofline_profile=str(path))
+    assert len(quick_calibration) == 1
+    assert Profile.load(path).draft_max_rows == SelfDrafter(tiny_policy()).max_rows
+    run_one_step(sd_toggle="roofline", roofline_profile=str(path))
+    assert len(quick_calibration) == 1  # read, not measured again
+
+
+def test_profile_in_the_cache_and_in_the_output(
+    run_one_step: OneStep, tmp_path: Path, quick_calibration: list[int]
+) -> None:
+    for _ in range(2):
+        run_one_step(sd_toggle="roofline")
+    assert len(quick_calibration) == 1
+    assert Profile.load(tmp_path / "roofline_profile.json")
+
+
+def test_effect_of_roofline_mismatch(
+    run_one_step: OneStep, tmp_path: Path, profiles: dict[str, str], quick_calibration: list[int]
+) -> None:
+    other = Profile.load(profiles["pays"])
+    other = replace(other, key=replace(other.key, dtype="float16", hardware="abacus"))
+    other.save(tmp_path / "other.json")
+    given = dict(sd_toggle="roofline", roofline_profile=str(tmp_path / "other.json"))
+    with pytest.raises(ValueError, match="hardware is 'abacus' there .*dtype is 'float16' there"):
+        run_one_step(**given, roofline_mismatch="error")
+    with pytest.warns(UserWarning, match="hardware is 'abacus' there .*Calibrating again"):
+        run_one_step(**given)
+    assert len(quick_calibration) == 1
+    assert Profile.load(tmp_path / "other.json") == other  # the user's file is left alone
+
+
+def test_effect_of_history_max_tokens(run_one_step: OneStep) -> None:
+    drafter, _ = run_one_step(strategy="history", max_steps=3, history_max_tokens=100)
+    assert 0 < len(drafter.history) <= 100
 
 
 def test_effect_of_verification(run_one_step: OneStep) -> None:
@@ -118,10 +206,16 @@ def test_effect_of_rollout_batch_size(
         ({"assistant_strategy": "selv"}, r"assistant_strategy='selv' is unknown; choose one of \['none', 'self'"),
         ({"assistant_strategy": "model"}, "assistant_strategy='model' with assistant_model=None"),
         ({"assistant_model": "gpt2"}, "assistant_strategy='self' with assistant_model='gpt2'"),
-        ({"initial_draft_length": 0}, "^initial_draft_length=0 is out of range; it must be 1 to 64"),
-        ({"initial_draft_length": 65}, "^initial_draft_length=65 is out of range; it must be 1 to 64"),
-        ({"initial_draft_length": 2.5}, "^initial_draft_length=2.5 is a float; pass an integer"),
-        ({"initial_draft_length": True}, "^initial_draft_length=True is a bool; pass an integer"),
+        ({"initial_draft_length": 6}, r"^initial_draft_length=6 is not one of draft_lengths=\[5, 7, 9, 11\]"),
+        ({"draft_lengths": [5, 5]}, r"^draft_lengths=\[5, 5\] is not ascending"),
+        ({"draft_lengths": [0]}, r"^draft_lengths=\[0\] must lie between 1 and 64"),
+        ({"draft_length_down": 0.94}, "^draft_length_down=0.94 must be above 0 and below draft_length_up=0.94"),
+        ({"draft_length_patience": 0}, "^draft_length_patience=0 must be an integer of at least 1"),
+        ({"sd_toggle": "on"}, r"^sd_toggle='on' is unknown; choose one of \['roofline', 'always', 'never'\]"),
+        ({"sd_margin": -0.1}, "^sd_margin=-0.1 is out of range"),
+        ({"roofline_mismatch": "ignore"}, "^roofline_mismatch='ignore' is unknown"),
+        ({"roofline_profile": "p.json", "sd_toggle": "always"}, "^roofline_profile='p.json' is read under"),
+        ({"history_max_tokens": 0}, "^history_max_tokens=0 is out of range"),
         ({"rollout_batch_size": 0}, "^rollout_batch_size=0 is out of range; it must be at least 1"),
         ({"rollout_batch_size": "8"}, "^rollout_batch_size='8' is a str; pass an integer"),
         ({"verification": "greedy"}, r"^verification='greedy' is unknown; choose one of \['exact', 'rejection'\]"),
@@ -130,7 +224,7 @@ def test_effect_of_rollout_batch_size(
         ({"draft_lm_head": "sparse"}, r"^draft_lm_head='sparse' is unknown; choose one of \['auto', 'dense'"),
         (
             {"assistant_strategy": "ngram", "verification": "rejection"},
-            'verification="rejection" needs draft probabilities, which assistant_strategy="ngram" has none of',
+            'verification="rejection" needs draft probabilities, which assistant_strategy=.ngram. has none of',
         ),
         ({"use_vllm": True}, "use_vllm=True contradicts assistant_strategy='self'.* Set use_vllm=False"),
         (
@@ -156,7 +250,10 @@ def test_plain_config_is_refused(tmp_path: Path) -> None:
 
 COMMAND_LINE = (
     "--use_cpu --bf16 false --output_dir out --assistant_strategy model --assistant_model some/drafter "
-    "--initial_draft_length 7 --verification rejection --draft_quantization rtn-w8 --draft_kernel reference "
+    "--draft_lengths 3 7 --initial_draft_length 7 --draft_length_up 0.9 --draft_length_down 0.8 "
+    "--draft_length_patience 3 --sd_toggle roofline --sd_margin 0.1 --roofline_profile p.json "
+    "--roofline_mismatch error --history_max_tokens 1000 "
+    "--verification rejection --draft_quantization rtn-w8 --draft_kernel reference "
     "--draft_lm_head dense --rollout_batch_size 4"
 ).split()
 
@@ -173,7 +270,10 @@ def test_command_line(parse: Callable[[list[str]], tuple[SpecGRPOConfig]]) -> No
     (config,) = parse(COMMAND_LINE)
     own = {field.name for field in fields(SpecGRPOConfig)} - {field.name for field in fields(GRPOConfig)}
     assert {name: getattr(config, name) for name in own} == {
-        "assistant_strategy": "model", "assistant_model": "some/drafter", "initial_draft_length": 7,
+        "assistant_strategy": "model", "assistant_model": "some/drafter", "draft_lengths": [3, 7],
+        "initial_draft_length": 7, "draft_length_up": 0.9, "draft_length_down": 0.8, "draft_length_patience": 3,
+        "sd_toggle": "roofline", "sd_margin": 0.1, "roofline_profile": "p.json", "roofline_mismatch": "error",
+        "history_max_tokens": 1000,
         "verification": "rejection", "draft_quantization": "rtn-w8", "draft_kernel": "reference",
         "draft_lm_head": "dense", "rollout_batch_size": 4,
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """What training samples does not depend on evaluations in between, nor on where a run was interrupted."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
+from spec_trl.generation.drafters.base import DraftSession
+from spec_trl.generation.drafters.history import HistoryDrafter
 from tests.trainers.harness import Run, make_trainer, tiny_dataset, train
 
 
@@ -43,12 +46,43 @@ def test_resumed_run_goes_on_as_if_never_stopped(tmp_path: Path, strategy: str) 
     out = tmp_path / "out"
     first = train(out, strategy, max_steps=3, save_strategy="steps", save_steps=3)
     checkpoint = out / "checkpoint-3"
-    assert json.loads((checkpoint / "rollout_state.json").read_text()) == {"rollouts": {"train": 3, "eval": 0}}
+    assert json.loads((checkpoint / "rollout_state.json").read_text())["rollouts"] == {"train": 3, "eval": 0}
     rest = train(out, strategy, resume=checkpoint, max_steps=6)
     assert whole.completions == first.completions + rest.completions
     assert whole.losses == first.losses + rest.losses
     for name, weight in whole.weights.items():
         assert torch.equal(weight, rest.weights[name]), name
+
+
+def test_resumed_run_goes_on_with_its_draft_length(tmp_path: Path) -> None:
+    climbing = dict(draft_lengths=[1, 2, 3, 4, 5], draft_length_up=1e-3, draft_length_down=1e-4)  # every other rollout
+    whole = uninterrupted(tmp_path, **climbing)
+    saving = dict(save_strategy="steps", save_steps=3, **climbing)
+    first = train(tmp_path / "out", max_steps=3, **saving)
+    rest = train(tmp_path / "out", resume=tmp_path / "out" / "checkpoint-3", max_steps=6, **saving)
+    lengths = whole.metric("rollout/draft_length")
+    assert [math.ceil(length) for length in lengths] == [1, 1, 2, 2, 3, 3]
+    assert lengths == first.metric("rollout/draft_length") + rest.metric("rollout/draft_length")
+    state = json.loads((tmp_path / "out" / "checkpoint-3" / "rollout_state.json").read_text())
+    assert state["draft_lengths"]["self"]["draft_length"] == 2 and len(state["draft_lengths"]["self"]["window"]) == 1
+
+
+def test_resumed_run_remembers_its_history(tmp_path: Path) -> None:
+    saving = dict(save_strategy="steps", save_steps=3, trainer={"train_dataset": tiny_dataset(2)})
+    train(tmp_path, "history", max_steps=3, **saving)
+    trainer, _ = make_trainer(tmp_path, "history", max_steps=4, **saving)
+    remembered = []
+    begin = HistoryDrafter.begin
+
+    def watch(drafter: HistoryDrafter, session: DraftSession) -> None:
+        remembered.append(len(drafter.history))
+        begin(drafter, session)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HistoryDrafter, "begin", watch)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    saved = torch.load(tmp_path / "checkpoint-3" / "rollout_history_0.pt", weights_only=True)
+    assert remembered == [len(saved["texts"]) + len(saved["prompts"])] and remembered[0] > 0
 
 
 def test_run_that_dies_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Two processes sample what one would: their own rows of the same global batch."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -59,6 +60,11 @@ def test_metrics_are_summed_over_ranks(ranks: list[Run], alone: Run) -> None:
     tokens = sum(len(ids) for ids in alone.completions[0])
     seconds, rate = (ranks[0].metric(f"rollout/{name}")[0] for name in ("seconds", "tokens_per_second"))
     assert seconds * rate == pytest.approx(tokens)
+
+
+def test_ranks_agree_on_the_draft_length(ranks: list[Run], alone: Run) -> None:
+    lengths = [[math.ceil(length) for length in run.metric("rollout/draft_length")] for run in (*ranks, alone)]
+    assert lengths == [[2, 3, 4]] * 3
 
 
 def test_ranks_end_with_the_same_weights(ranks: list[Run], alone: Run) -> None:

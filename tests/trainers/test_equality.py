@@ -34,11 +34,15 @@ def test_fifty_steps_with_the_self_drafter(tmp_path: Path) -> None:
     [
         {"strategy": "ngram"},
         {"strategy": "model"},
-        {"strategy": "self", "initial_draft_length": 2, "rollout_batch_size": 3},
+        {"strategy": "self", "draft_lengths": [2], "rollout_batch_size": 3},
         {"strategy": "self", "draft_quantization": "rtn-w8", "draft_lm_head": "packed"},
-        {"strategy": "self", "draft_kernel": "reference", "initial_draft_length": 9},
+        {"strategy": "self", "draft_kernel": "reference", "draft_lengths": [9]},
+        {"strategy": "self", "draft_lengths": [1, 2, 3, 5], "draft_length_up": 0.1, "draft_length_down": 0.05},
+        {"strategy": "self", "draft_quantization": "awq-w4-g128"},
+        {"strategy": "history"},
+        {"strategy": "auto", "max_completion_length": 48},
     ],
-    ids=["ngram", "model", "self-refilled", "self-w8", "self-reference"],
+    ids=["ngram", "model", "self-refilled", "self-w8", "self-reference", "self-climbing", "awq", "history", "auto"],
 )
 def test_ten_steps_with_other_drafters(tmp_path: Path, options: dict[str, Any]) -> None:
     if options["strategy"] == "model":
@@ -48,9 +52,20 @@ def test_ten_steps_with_other_drafters(tmp_path: Path, options: dict[str, Any]) 
                 parameter += 0.02 * torch.randn_like(parameter)
         assistant.save_pretrained(tmp_path / "assistant")
         options = options | {"assistant_model": str(tmp_path / "assistant")}
-    none, drafted = train(tmp_path, "none", max_steps=10), train(tmp_path, max_steps=10, **options)
+    both = {name: options.pop(name) for name in ("max_completion_length",) if name in options}
+    none, drafted = train(tmp_path, "none", max_steps=10, **both), train(tmp_path, max_steps=10, **options, **both)
     assert_same_training(none, drafted)
     assert max(drafted.metric("rollout/block_efficiency")) > 1
+
+
+def test_toggled_rollouts(tmp_path: Path, profiles: dict[str, str]) -> None:
+    """Rollouts that begin autoregressively and end with speculation, by a profile and by what rounds really take."""
+    both = dict(max_steps=6, max_completion_length=48)
+    none = train(tmp_path, "none", **both)
+    toggled = train(tmp_path, sd_toggle="roofline", roofline_profile=profiles["pays"], **both)
+    assert_same_training(none, toggled)
+    assert 0 < toggled.metric("rollout/sd_on_fraction")[0] < 1
+    assert "rollout/predicted_speedup" in toggled.logs[0]
 
 
 def test_micro_steps_reuse_and_accumulation(tmp_path: Path) -> None:

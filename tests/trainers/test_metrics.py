@@ -22,7 +22,7 @@ def rollout_names(logs: list[dict[str, float]], prefix: str) -> set[str]:
 
 
 def test_every_metric_is_logged_and_sane(tmp_path: Path) -> None:
-    run = train(tmp_path, max_steps=4, initial_draft_length=3)
+    run = train(tmp_path, max_steps=4, draft_lengths=[3])
     assert rollout_names(run.logs, "rollout/") == DRAFTED
     logs = [
         {name.removeprefix("rollout/"): value for name, value in entry.items() if name.startswith("rollout/")}

@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 
 from spec_trl.generation.drafters.base import DraftSession
 from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.quantization.awq import ActivationStatistics
 from tests.trainers.harness import make_trainer, tiny_dataset, tiny_policy
 
 
@@ -49,9 +50,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[GRPOTrainer], W
                 seen.stale.append(trainer.state.global_step)
             begin(drafter, session)
 
-        def watched_refresh(drafter: SelfDrafter) -> None:
+        def watched_refresh(drafter: SelfDrafter, statistics: ActivationStatistics | None = None) -> None:
             seen.refreshes.append(trainer.state.global_step)
-            refresh(drafter)
+            refresh(drafter, statistics)
 
         monkeypatch.setattr(SelfDrafter, "begin", watched_begin)
         monkeypatch.setattr(SelfDrafter, "refresh", watched_refresh)
@@ -130,5 +131,5 @@ def test_adapters_are_merged_into_the_drafter_and_not_into_the_policy(tmp_path: 
         module = base.get_submodule(module)
         assert torch.equal(getattr(module, "base_layer", module).get_parameter(leaf), parameter), name
     trainer.evaluate(tiny_dataset(8))
-    assert is_fresh(trainer._drafter, base)
+    assert is_fresh(trainer._drafters[0], base)
     assert trainer.model.peft_config  # still a policy with adapters

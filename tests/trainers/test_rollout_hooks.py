@@ -63,7 +63,7 @@ def test_rollout_func_is_left_alone(tmp_path: Path, requested: list[list[int]]) 
     trainer.train()
     assert run.completions == 3 * [[[4 + row, 2] for row in range(8)]]
     assert requested == []
-    assert trainer._drafter is None
+    assert trainer._drafters is None
     assert not [name for entry in run.logs for name in entry if name.startswith("rollout/")]
 
 

@@ -1,0 +1,196 @@
+"""What one rollout did, all turns of its tool loop together, summed over ranks."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, fields
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ..generation.statistics import DEPTH_EDGES, DraftCounts, RoundPoint, SpeculationStatistics
+from ..scheduling.toggle import Control, Tally
+from . import run_log
+from .run_log import DepthCounts, RolloutRecord
+
+
+CURVE_POINTS = 200
+
+
+@dataclass
+class RolloutTotals:
+    """Sums over the `generate` calls of one rollout.
+
+    `tallies` go by strategy. `curve`, `spans`, `points`, `phase_seconds` and `own_rounds` are this rank's own, for the
+    run log.
+    """
+
+    turns: int = 0
+    requests: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    depths: list[DraftCounts] = field(default_factory=lambda: [DraftCounts() for _ in DEPTH_EDGES])
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    tokens: int = 0
+    logprob_sum: float = 0.0
+    rounds: int = 0
+    speculative_rounds: int = 0
+    draft_length_sum: int = 0
+    seconds: float = 0.0
+    refresh_seconds: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    curve: list[tuple[float, int]] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    points: list[RoundPoint] = field(default_factory=list)
+    own_rounds: int = 0
+
+    def add(self, statistics: SpeculationStatistics, control: Control, requests: int, seconds: float) -> None:
+        """Adds one `generate` call of `requests` rows that took `seconds`, preparation included."""
+        self.curve += [(self.seconds + second, self.requests + done) for second, done in statistics.completion_curve]
+        self.spans += [(self.own_rounds + start, draft_length) for start, draft_length in statistics.speculating]
+        self.points += statistics.points
+        for name, phase in statistics.phase_seconds.items():
+            self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + phase
+        self.turns += 1
+        self.requests += requests
+        self.drafts += statistics.total
+        self.depths = [
+            total + statistics.per_depth.get(edge, DraftCounts())
+            for edge, total in zip(DEPTH_EDGES, self.depths, strict=True)
+        ]
+        for candidate, tally in zip(control.candidates, control.tallies, strict=True):
+            self.tallies[candidate.name] = self.tallies.get(candidate.name, Tally()) + tally
+        self.tokens += statistics.tokens
+        self.logprob_sum += statistics.logprob_sum
+        self.rounds += statistics.rounds
+        self.own_rounds += statistics.rounds
+        ends = [start for start, _ in statistics.speculating[1:]] + [statistics.rounds]
+        for (start, draft_length), end in zip(statistics.speculating, ends, strict=True):
+            self.speculative_rounds += (end - start) * (draft_length > 0)
+            self.draft_length_sum += (end - start) * draft_length
+        self.seconds += seconds
+
+    def over_ranks(self, accelerator: Accelerator, strategies: Sequence[str]) -> "RolloutTotals":
+        """Sums over ranks, the slowest rank's seconds, and what is this rank's own as it is.
+
+        Every rank sends the same shapes, whatever its tool loop did.
+
+        Args:
+            accelerator: of the run.
+            strategies: names of all candidates, the same on all ranks.
+        """
+        tallies = [self.tallies.get(name, Tally()) for name in strategies]
+        scalars = (self.tokens, self.logprob_sum, self.rounds, self.speculative_rounds, self.draft_length_sum)
+        rows = [*map(astuple, (self.drafts, *self.depths)), *map(astuple, tallies), scalars, (self.requests,)]
+        flat = [float(value) for row in rows for value in row] + [self.seconds, self.refresh_seconds]
+        packed = torch.tensor(flat, dtype=torch.float64, device=accelerator.device)  # [n]
+        every = accelerator.gather(packed[None])  # [ranks, n]
+        seconds, refresh_seconds = every[:, -2:].amax(0).tolist()
+        values = iter(every.sum(0).tolist())
+
+        def take(count: int) -> list[Any]:
+            return [next(values) for _ in range(count)]
+
+        drafts, *depths = (DraftCounts(*map(int, take(6))) for _ in range(1 + len(DEPTH_EDGES)))
+        summed = {name: Tally(*take(len(fields(Tally)))) for name in strategies}
+        tokens, logprob_sum, rounds, speculative_rounds, draft_length_sum, requests = take(6)
+        return RolloutTotals(
+            self.turns, int(requests), drafts, depths, summed, int(tokens), logprob_sum, int(rounds),
+            int(speculative_rounds), int(draft_length_sum), seconds, refresh_seconds,
+            self.phase_seconds, self.curve, self.spans, self.points, self.own_rounds,
+        )  # fmt: skip
+
+    @property
+    def speculation(self) -> Tally:
+        """All candidates together."""
+        return sum(self.tallies.values(), Tally())
+
+    @property
+    def target_entropy(self) -> float:
+        """Nats: -log p of the sampled tokens is an unbiased estimate of the entropy they were drawn with."""
+        return -self.logprob_sum / self.tokens if self.tokens else math.nan
+
+    @property
+    def mean_draft_length(self) -> float:
+        """Mean γ of the rounds that speculated; 0 without any."""
+        return self.draft_length_sum / self.speculative_rounds if self.speculative_rounds else 0.0
+
+    @property
+    def main_drafter(self) -> str | None:
+        """What drafted in most rounds; None: nothing did."""
+        drafted = {name: tally.rounds for name, tally in self.tallies.items() if tally.rounds}
+        return max(drafted, key=drafted.__getitem__, default=None)
+
+    def metrics(self) -> dict[str, float]:
+        """For TRL's log, without the `rollout/` before each name. Those of drafting only where drafters are."""
+        metrics = {
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens / self.seconds,
+            "target_entropy": self.target_entropy,
+        }
+        if not self.tallies:
+            return metrics
+        metrics |= {
+            "block_efficiency": self.drafts.block_efficiency,
+            "acceptance_rate": self.drafts.acceptance_rate,
+            "first_token_acceptance": self.drafts.first_token_acceptance,
+            "draft_length": self.mean_draft_length,
+            "sd_on_fraction": self.speculative_rounds / self.rounds,
+        }
+        if "self" in self.tallies:
+            metrics["drafter_refresh_seconds"] = self.refresh_seconds
+        if (predicted := self.speculation.predicted_speedup) is not None:
+            metrics["predicted_speedup"] = predicted
+        if (measured := self.speculation.measured_speedup) is not None:
+            metrics["measured_speedup"] = measured
+        if len(self.tallies) > 1:
+            for name, tally in self.tallies.items():
+                metrics[f"drafted_by_{name}"] = tally.rounds / self.rounds
+        for edge, depth in zip(DEPTH_EDGES, self.depths, strict=True):
+            if depth.blocks:
+                metrics[f"block_efficiency_from_{edge}"] = depth.block_efficiency
+        return metrics
+
+    def record(
+        self, mode: str, rollout: int, step: int, strategy: str, draft_lengths: dict[str, int]
+    ) -> RolloutRecord:
+        """For the run log; `draft_lengths` are the γ that were in force, by strategy."""
+        main, spoke = self.main_drafter, self.speculation
+        return RolloutRecord(
+            mode=mode,
+            rollout=rollout,
+            step=step,
+            strategy=strategy,
+            drafter=main,
+            seconds=self.seconds,
+            refresh_seconds=self.refresh_seconds,
+            tokens=self.tokens,
+            requests=self.requests,
+            phase_seconds=self.phase_seconds,
+            block_efficiency=self.drafts.block_efficiency,
+            acceptance_rate=self.drafts.acceptance_rate,
+            first_token_acceptance=self.drafts.first_token_acceptance,
+            target_entropy=self.target_entropy,
+            draft_length=draft_lengths.get(main, 0) if main is not None else max(draft_lengths.values(), default=0),
+            mean_draft_length=self.mean_draft_length or None,
+            sd_on_fraction=self.speculative_rounds / self.rounds if self.rounds else None,
+            predicted_speedup=spoke.predicted_speedup,
+            measured_speedup=spoke.measured_speedup,
+            rounds=self.own_rounds,
+            speculating=self.spans,
+            completion_curve=_thinned(self.curve),
+            per_depth={
+                edge: DepthCounts(depth.blocks, depth.committed, depth.drafted, depth.accepted)
+                for edge, depth in zip(DEPTH_EDGES, self.depths, strict=True)
+                if depth.blocks
+            },
+            points=[
+                run_log.RoundPoint(p.batch, p.length, p.draft_length, p.rounds, p.seconds / p.rounds, p.tokens)
+                for p in self.points
+            ],
+        )
+
+
+def _thinned(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """At most CURVE_POINTS of it, the last one among them."""
+    step = -(-len(curve) // CURVE_POINTS)
+    return curve[::-step][::-1] if curve else []

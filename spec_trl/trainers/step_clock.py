@@ -1,0 +1,46 @@
+"""Where the time of a training step goes (ER Fig. 2a, 6)."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import TrainerCallback
+
+
+class StepClock(TrainerCallback):
+    """Splits each optimizer step into the phases that ER Fig. 2a names.
+
+    Args:
+        on_step: called with (step, seconds, phases) at the end of each step; phases are "rollout", "reward",
+            "logprobs", "update" (everything outside the preparation of the batch) and "other" (advantages, logging),
+            in seconds.
+    """
+
+    def __init__(self, on_step: Callable[[int, float, dict[str, float]], None]) -> None:
+        self._on_step = on_step
+        self._seconds: dict[str, float] = {}
+        self._started = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time inside to `name`; "prepare" surrounds all but the update."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._seconds = {}
+        self._started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        seconds = time.perf_counter() - self._started
+        prepare = self._seconds.get("prepare", 0.0)
+        phases = {name: self._seconds.get(name, 0.0) for name in ("rollout", "reward", "logprobs")}
+        self._on_step(
+            state.global_step,
+            seconds,
+            phases | {"update": seconds - prepare, "other": max(prepare - sum(phases.values()), 0.0)},
+        )
