@@ -1,0 +1,222 @@
+"""Where speculation pays: predicted speedup over (S, B) with measured points on it (ER Fig. 11, App. E.4)."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+
+from ..scheduling.roofline import Roofline
+from ..scheduling.sweep import Sample
+from ..scheduling.sweep import points as sweep_points
+from ..trainers.run_log import RolloutRecord, RoundPoint
+from .figures import BLUE, GREEN, VERMILLION, Drawing
+from .options import MARGIN
+
+
+LEAST_ROUNDS = 3
+"""A cell of a run with fewer rounds is noise."""
+_GRID = 48  # background cells per axis
+_PER_ROW = 4  # panels
+# Pale, so that markers stand out at both ends; brown and violet differ for every kind of sight.
+_SURFACE = LinearSegmentedColormap.from_list("speedup", ["#C2A878", "#FFFFFF", "#9C8FC4"])
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """A measured speedup; with `assumed_baseline` against the roofline's autoregressive time, none being measured."""
+
+    batch: int
+    length: float
+    draft_length: int
+    speedup: float
+    assumed_baseline: bool = False
+
+
+def points_of_sweep(samples: Iterable[Sample], block_efficiency: Callable[[int], float]) -> list[MeasuredPoint]:
+    """ER Eq. 4 at every (B, S, γ) of a sweep; `block_efficiency` gives τ for γ."""
+    return [
+        MeasuredPoint(p.batch, p.length, p.draft_length, block_efficiency(p.draft_length) * p.target / p.cycle)
+        for p in sweep_points(samples)
+    ]
+
+
+def points_of_run(
+    rollouts: Iterable[RolloutRecord], roofline: Roofline
+) -> tuple[list[MeasuredPoint], list[tuple[int, float]]]:
+    """What the rounds of a run themselves say: tokens per second of speculative over autoregressive rounds.
+
+    Rounds of all `rollouts` are pooled by batch, γ and half octaves of S. With a toggle a cell rarely has both kinds;
+    the autoregressive time then comes from `roofline`, and the point says so.
+
+    Returns:
+        The points, and (batch, length) of the cells that only decoded autoregressively.
+    """
+    cells: dict[tuple[int, int, int], _Cell] = defaultdict(_Cell)
+    for record in rollouts:
+        for point in record.points:
+            band = round(2 * math.log2(max(point.length, 1.0)))
+            cells[point.batch, band, point.draft_length].add(point)
+    measured: list[MeasuredPoint] = []
+    idle = {(batch, band): cell.length for (batch, band, gamma), cell in cells.items() if gamma == 0 and cell.rounds}
+    for (batch, band, draft_length), cell in sorted(cells.items()):
+        if draft_length == 0 or cell.rounds < LEAST_ROUNDS or not cell.seconds or not cell.tokens:
+            continue
+        idle.pop((batch, band), None)
+        plain = cells.get((batch, band, 0), _Cell())
+        known = plain.rounds >= LEAST_ROUNDS and plain.tokens > 0
+        # Eq. 1 with what was measured for both sides: seconds per token.
+        baseline = plain.seconds / plain.tokens if known else roofline.target_seconds(batch, cell.length) / batch
+        speedup = baseline * cell.tokens / cell.seconds
+        measured.append(MeasuredPoint(batch, cell.length, draft_length, speedup, assumed_baseline=not known))
+    return measured, [(batch, length) for (batch, _), length in sorted(idle.items())]
+
+
+def block_efficiency_of_run(rollouts: Iterable[RolloutRecord]) -> dict[int, float]:
+    """Tokens per row and speculative round for each γ that was used."""
+    tokens: dict[int, int] = defaultdict(int)
+    rows: dict[int, int] = defaultdict(int)
+    for record in rollouts:
+        for point in record.points:
+            if point.draft_length:
+                tokens[point.draft_length] += point.tokens
+                rows[point.draft_length] += point.rounds * point.batch
+    return {gamma: tokens[gamma] / rows[gamma] for gamma in sorted(rows) if rows[gamma] and tokens[gamma]}
+
+
+def toggle_boundary(
+    roofline: Roofline,
+    points: Sequence[MeasuredPoint],
+    block_efficiency: Mapping[int, float],
+    margin: float = MARGIN,
+    draft_max_rows: int | None = None,
+    idle: Sequence[tuple[int, float]] = (),
+) -> Drawing | None:
+    """One panel per γ of `block_efficiency` (τ by γ): the predicted speedup, the contour 1 + ε and the points.
+
+    `idle` are (batch, length) that decoded autoregressively, for orientation. The numbers, by γ: how many points are
+    "beneficial" and "harmful", and the "agreement": the share of them on the side of 1 where the prediction is. None
+    without points.
+    """
+    if not points or not block_efficiency:
+        return None
+    lengths = _axis([*(point.length for point in points), *(length for _, length in idle)])
+    batches = _axis([*(float(point.batch) for point in points), *(float(batch) for batch, _ in idle)])
+    surfaces = {
+        gamma: [[roofline.speedup(max(1, round(b)), s, tau, gamma) for s in lengths] for b in batches]
+        for gamma, tau in block_efficiency.items()
+    }
+    values = [value for surface in surfaces.values() for row in surface for value in row]
+    norm = TwoSlopeNorm(vcenter=1.0, vmin=min(*values, 0.8), vmax=max(*values, 1.2))
+    columns = min(_PER_ROW, len(surfaces))
+    lines = math.ceil(len(surfaces) / columns)
+    figure = Figure(figsize=(3.6 * columns + 1.4, 3.6 * lines + 0.8), layout="constrained")
+    panels = [axes for line in figure.subplots(lines, columns, squeeze=False) for axes in line]
+    numbers: dict[int, dict[str, Any]] = {}
+    for axes, (gamma, surface) in zip(panels, surfaces.items(), strict=False):
+        mesh = axes.pcolormesh(lengths, batches, surface, cmap=_SURFACE, norm=norm, shading="gouraud")
+        if min(map(min, surface)) < 1 + margin < max(map(max, surface)):
+            axes.contour(lengths, batches, surface, levels=[1 + margin], colors=BLUE, linewidths=2)
+        if draft_max_rows is not None and batches[0] < draft_max_rows < batches[-1]:
+            axes.axhline(draft_max_rows, color="black", linestyle="--", linewidth=1)
+        here = [point for point in points if point.draft_length == gamma]
+        axes.scatter([length for _, length in idle], [batch for batch, _ in idle], s=6, c="#555555")
+        for look, chosen in _looks(here):
+            axes.scatter([p.length for p in chosen], [p.batch for p in chosen], **look)
+        axes.set(title=f"γ = {gamma}, τ = {block_efficiency[gamma]:.3g}", xlabel="S (cached tokens per row)")
+        axes.set(ylabel="B (active rows)", xscale="log", yscale="log")
+        for axis, values in ((axes.xaxis, lengths), (axes.yaxis, batches)):
+            axis.set_major_locator(FixedLocator(_ticks(values)))
+            axis.set_major_formatter(ScalarFormatter())
+            axis.set_minor_locator(NullLocator())
+        right = [
+            (roofline.speedup(p.batch, p.length, block_efficiency[gamma], gamma) > 1) == (p.speedup > 1) for p in here
+        ]
+        beneficial = sum(point.speedup > 1 for point in here)
+        agreement = statistics.fmean(right) if right else None
+        numbers[gamma] = {"beneficial": beneficial, "harmful": len(here) - beneficial, "agreement": agreement}
+    for axes in panels[len(surfaces) :]:
+        axes.set_visible(False)
+    figure.colorbar(mesh, ax=panels, label="predicted speedup (×)")
+    figure.legend(handles=_legend(margin, points, draft_max_rows, idle), loc="outside lower center", ncols=3)
+    text = "; ".join(
+        f"γ = {gamma}: {n['beneficial']} points beneficial, {n['harmful']} harmful"
+        + ("" if n["agreement"] is None else f", {n['agreement']:.1%} predicted on the right side of 1")
+        for gamma, n in numbers.items()
+    )
+    if assumed := sum(point.assumed_baseline for point in points):
+        text += f"; {assumed} of the points take the autoregressive time from the profile"
+    return Drawing(figure, {"draft_lengths": numbers, "margin": margin}, f"{text}.")
+
+
+def _looks(points: Sequence[MeasuredPoint]) -> list[tuple[dict[str, Any], list[MeasuredPoint]]]:
+    """How to draw which points: green circles won, red crosses lost, small ones have an assumed baseline."""
+    looks = []
+    for assumed in (False, True):
+        size = dict(s=18, linewidths=1.0) if assumed else dict(s=44, linewidths=2.0)
+        won = [p for p in points if p.assumed_baseline == assumed and p.speedup > 1]
+        lost = [p for p in points if p.assumed_baseline == assumed and p.speedup <= 1]
+        looks.append((dict(marker="o", facecolors=GREEN, edgecolors="white") | size | {"linewidths": 0.6}, won))
+        looks.append((dict(marker="x", c=VERMILLION) | size, lost))
+    return looks
+
+
+def _legend(
+    margin: float, points: Sequence[MeasuredPoint], draft_max_rows: int | None, idle: Sequence[tuple[int, float]]
+) -> list[Line2D]:
+    """Handles for what the panels show."""
+    handles = [
+        Line2D([], [], color=GREEN, marker="o", linestyle="", label="measured: speculation faster"),
+        Line2D([], [], color=VERMILLION, marker="x", linestyle="", label="measured: speculation slower"),
+        Line2D([], [], color=BLUE, linewidth=2, label=f"predicted speedup {1 + margin:g}"),
+    ]
+    if any(point.assumed_baseline for point in points):
+        label = "small: against the profile's autoregressive time"
+        handles.append(Line2D([], [], color=GREEN, marker="o", markersize=3, linestyle="", label=label))
+    if idle:
+        label = "decoded autoregressively"
+        handles.append(Line2D([], [], color="#555555", marker=".", markersize=4, linestyle="", label=label))
+    if draft_max_rows is not None:
+        label = f"the drafter's kernel ends at {draft_max_rows} rows"
+        handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1, label=label))
+    return handles
+
+
+@dataclass
+class _Cell:
+    """Sums over the rounds of one (B, S band, γ)."""
+
+    rounds: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    length_sum: float = 0.0
+
+    @property
+    def length(self) -> float:
+        return self.length_sum / self.rounds
+
+    def add(self, point: RoundPoint) -> None:
+        self.rounds += point.rounds
+        self.seconds += point.rounds * point.seconds
+        self.tokens += point.tokens
+        self.length_sum += point.rounds * point.length
+
+
+def _axis(values: Sequence[float]) -> list[float]:
+    """Log-spaced grid around all `values`, at least two octaves wide."""
+    low, high = max(1.0, min(values)), max(1.0, *values)
+    margin = max(1.2, math.sqrt(4 * low / high))
+    low, high = low / margin, high * margin
+    return [low * (high / low) ** (i / (_GRID - 1)) for i in range(_GRID)]
+
+
+def _ticks(axis: Sequence[float]) -> list[int]:
+    """Powers of two inside `axis`, at most seven."""
+    powers = [2**k for k in range(16) if axis[0] <= 2**k <= axis[-1]]
+    return powers[:: math.ceil(len(powers) / 7)]

@@ -1,0 +1,75 @@
+"""The command ``spec-trl``."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn, TextIO
+
+from . import calibrate, plot, predict, report, validate
+
+
+_COMMANDS = {"calibrate": calibrate, "validate": validate, "predict": predict, "plot": plot, "report": report}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is for those who ask for it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all commands."""
+    parser = _Parser(
+        prog="spec-trl",
+        description="System-aware speculative rollouts: measure a machine, predict what speculation gains, see a run.",
+        epilog="`spec-trl COMMAND --help` has each command's options and an example.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.__doc__,
+            epilog=f"example:\n  {module.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, or 2 after one line about bad input on stderr."""
+    arguments = build_parser().parse_args(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            _COMMANDS[arguments.command].run(arguments)
+        except ValueError as error:
+            return _fail(arguments.command, str(error))
+        except OSError as error:  # a path that does not exist, is a folder, or must not be written
+            name = f"{error.filename}: " if error.filename else ""
+            return _fail(arguments.command, f"{name}{error.strerror or error}")
+    return 0
+
+
+def _fail(command: str, message: str) -> int:
+    print(f"spec-trl {command}: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Where in our code a warning arose says nothing to a user."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Options that several commands share, checked where they are read."""
+
+import argparse
+import math
+from collections.abc import Callable
+
+from ..scheduling.draft_length import expected_block_efficiency
+
+
+MARGIN = 0.05
+"""ε of ER §3.2: speculation must be predicted to win by this much."""
+
+
+def whole_number(text: str) -> int:
+    """An integer of at least 1."""
+    return int(_number(text, lambda value: value >= 1 and value == int(value), "an integer of at least 1"))
+
+
+def whole_numbers(text: str) -> list[int]:
+    """ "1,8,32" as integers of at least 1."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 1,8,32") from None
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} holds a number below 1")
+    return numbers
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    return _number(text, lambda value: value > 0, "a number above 0")
+
+
+def fraction(text: str) -> float:
+    """A number of 0 to 1."""
+    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+
+
+def add_margin(parser: argparse.ArgumentParser) -> None:
+    """Adds --margin, ε."""
+    parser.add_argument(
+        "--margin", type=fraction, default=MARGIN, help="ε: the predicted gain that speculation needs (%(default)s)"
+    )
+
+
+def add_block_efficiency(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Adds --block-efficiency and --acceptance, of which at most one may be given."""
+    group = parser.add_mutually_exclusive_group(required=required)
+    group.add_argument(
+        "--block-efficiency", type=positive, metavar="TAU", help="τ: tokens per verified block, bonus included"
+    )
+    group.add_argument(
+        "--acceptance",
+        type=fraction,
+        metavar="ALPHA",
+        help="chance that a draft token is accepted; gives τ for each γ",
+    )
+
+
+def block_efficiency_of(arguments: argparse.Namespace) -> Callable[[int], float]:
+    """τ for γ by what `add_block_efficiency` added; γ itself where nothing was given (ER App. E.4)."""
+
+    def tau(draft_length: int) -> float:
+        if arguments.acceptance is not None:
+            return expected_block_efficiency(arguments.acceptance, draft_length)
+        if arguments.block_efficiency is None:
+            return float(draft_length)
+        if not 1 <= arguments.block_efficiency <= draft_length + 1:
+            raise ValueError(
+                f"--block-efficiency {arguments.block_efficiency:g} is impossible with {draft_length} draft tokens: "
+                f"it lies between 1 and {draft_length + 1}. Give --acceptance for several draft lengths at once."
+            )
+        return float(arguments.block_efficiency)
+
+    return tau
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Plain text in columns, right-aligned."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in [header, *rows])
+
+
+def _number(text: str, accepts: Callable[[float], bool], what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not accepts(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value

@@ -1,0 +1,178 @@
+"""Draws a training run: PNG files, one HTML page that needs nothing else, and a summary on the terminal.
+
+Step and rollout times, the completion curve, when speculation was on, draft length and block efficiency, entropy
+against acceptance, block efficiency by depth, predicted against measured speedup, and the toggle's boundary with the
+run's own rounds on it. A run that is still going on, or was killed, can be drawn too.
+"""
+
+import argparse
+import base64
+import html
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ..scheduling.profile import Profile
+from ..trainers.run_log import Run, read_run
+from . import figures
+from .boundary import block_efficiency_of_run, points_of_run, points_of_sweep, toggle_boundary
+from .figures import Drawing
+from .options import MARGIN, add_margin
+
+
+HELP = "draw a training run: PNG files and one HTML page"
+EXAMPLE = "spec-trl report out --profile profile.json     (out: the output_dir of the run)"
+_DPI = 110
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the report: `name` is of its PNG and its anchor; without a drawing `missing` says why."""
+
+    name: str
+    title: str
+    drawing: Drawing | None
+    missing: str
+
+    @property
+    def text(self) -> str:
+        """What is seen, or why nothing is."""
+        return self.missing if self.drawing is None else self.drawing.text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="output_dir of a SpecGRPOTrainer run, or its rollout_log.jsonl")
+    add("-o", "--output", type=Path, metavar="DIR", help="folder to write to (default: RUN/report)")
+    add("--profile", type=Path, metavar="JSON", help="roofline profile (default: the one that the run names)")
+    add_margin(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    log = read_run(arguments.run)
+    profile, missing = _profile_of(log, arguments.profile)
+    output = arguments.output or log.path.parent / "report"
+    output.mkdir(parents=True, exist_ok=True)
+    sections = build(log, profile, arguments.margin, missing)
+    images = {}
+    for section in tqdm(sections, desc="drawing", unit="figure"):
+        if section.drawing is not None:
+            buffer = io.BytesIO()
+            section.drawing.figure.savefig(buffer, format="png", dpi=_DPI)
+            images[section.name] = buffer.getvalue()
+            (output / f"{section.name}.png").write_bytes(images[section.name])
+    page = output / "report.html"
+    page.write_text(render(log, sections, images), encoding="utf-8")
+    print(summary(log, sections))
+    print(f"written: {page} and {len(images)} PNG files beside it")
+
+
+def build(log: Run, profile: Profile | None, margin: float = MARGIN, missing: str = "") -> list[Section]:
+    """All sections of the report; `missing` says why there is no `profile`."""
+    train = log.of("train")
+    boundary, whose = None, ""
+    if profile is not None:
+        points, idle = points_of_run(train, profile.roofline)
+        boundary = toggle_boundary(
+            profile.roofline, points, block_efficiency_of_run(train), margin, profile.draft_max_rows, idle
+        )
+        missing = "no speculative rounds were measured often enough, and the profile holds no times."
+        if boundary is None:  # the run never speculated: what calibration measured says why
+            sweep = points_of_sweep(profile.samples, float)
+            taus = {gamma: float(gamma) for gamma in sorted({point.draft_length for point in sweep})}
+            boundary = toggle_boundary(profile.roofline, sweep, taus, margin, profile.draft_max_rows, idle)
+            whose = " by the calibration's times at τ = γ"
+    silent = "no training rollout speculated."
+    by_first = figures.entropy_against(train, "first_token_acceptance")
+    by_tau = figures.entropy_against(train, "block_efficiency")
+    return [
+        Section("step_time", "Step time", figures.step_times(log.steps), "no step was logged."),
+        Section("reward", "Reward", figures.reward(log.steps), "no step logged a reward."),
+        Section("rollout_time", "Rollout time", figures.rollout_phases(train), "no training rollout was logged."),
+        Section("completion", "Completion curve", figures.completion_curves(train), "no rollout logged one."),
+        Section("speculation", "Speculation on and off", figures.speculation_spans(train), "no rounds were logged."),
+        Section("draft_length", "Draft length and τ", figures.draft_length_schedule(train), silent),
+        Section("entropy_acceptance", "Entropy and first-token acceptance", by_first, silent),
+        Section("entropy_efficiency", "Entropy and block efficiency", by_tau, silent),
+        Section("depth", "Block efficiency by output depth", figures.depth_efficiency(train), silent),
+        Section("speedup", "Predicted and measured speedup", figures.speedups(train), "no rollout has both of them."),
+        Section("toggle_boundary", f"Toggle boundary{whose}", boundary, missing),
+    ]
+
+
+def summary(log: Run, sections: Sequence[Section]) -> str:
+    """The report as a few lines of text."""
+    header = log.header
+    lines = [
+        f"{header.model}, {header.dtype}, {header.hardware}, assistant_strategy={header.strategy!r}: "
+        f"{len(log.of('train'))} training rollouts, {len(log.of('eval'))} of evaluation, {len(log.steps)} steps"
+    ]
+    lines += [f"{section.title}: {section.text}" for section in sections]
+    return "\n".join(lines)
+
+
+def render(log: Run, sections: Sequence[Section], images: dict[str, bytes]) -> str:
+    """The page: one HTML file, images inside, nothing from the network."""
+    escape = html.escape
+    header = log.header
+    facts = [("model", header.model), ("dtype", header.dtype), ("hardware", header.hardware)]
+    facts += [("assistant_strategy", header.strategy), ("profile", header.profile or "none")]
+    facts += [("started", ", resumed ".join(h.started for h in log.headers))]
+    facts += [(name, str(value)) for name, value in sorted(header.settings.items()) if name != "assistant_strategy"]
+    contents = [f'<a href="#{s.name}">{escape(s.title)}</a>' for s in sections]
+    parts = [
+        "<!DOCTYPE html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
+        f"<title>Rollouts of {escape(header.model)}</title>", f"<style>{_STYLE}</style>", "</head>", "<body>",
+        f"<h1>Rollouts of {escape(header.model)}</h1>", f"<p>{' · '.join(contents)}</p>",
+    ]  # fmt: skip
+    for section in sections:
+        parts.append(f'<h2 id="{section.name}">{escape(section.title)}</h2>')
+        parts.append(f"<p>{escape(section.text)}</p>")
+        if section.name in images:
+            data = base64.b64encode(images[section.name]).decode()
+            parts.append(f'<img alt="{escape(section.title)}" src="data:image/png;base64,{data}">')
+        if section.drawing is not None and section.drawing.table:
+            parts.append(_table(section.drawing.table))
+    parts.append("<h2>Settings</h2>")
+    parts.append(_table([("setting", "value"), *facts]))
+    parts += ["</body>", "</html>", ""]
+    return "\n".join(parts)
+
+
+def _profile_of(log: Run, named: Path | None) -> tuple[Profile | None, str]:
+    """The profile to draw with, or why there is none. One that the user names must be good; the run's may be gone."""
+    if named is not None:
+        return Profile.load(named), ""
+    if log.header.profile is None:
+        return None, "the run used no profile; name one with --profile."
+    path = Path(log.header.profile)
+    if not path.exists():  # the folder was moved, or the run was started elsewhere
+        path = log.path.parent / path.name
+    if not path.exists():
+        return None, f"the run's profile {log.header.profile} is gone; name one with --profile."
+    try:
+        return Profile.load(path), ""
+    except ValueError as error:
+        warnings.warn(f"the run's own profile cannot be read: {error}", stacklevel=2)
+        return None, "the run's profile cannot be read; name one with --profile."
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    header, *body = ([html.escape(cell) for cell in row] for row in rows)
+    lines = ["<table>", f"<tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr>"]
+    lines += [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body]
+    return "\n".join([*lines, "</table>"])
+
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222; }
+img { max-width: 100%; }
+table { border-collapse: collapse; margin: 1em 0; }
+th, td { border: 1px solid #ccc; padding: 0.2em 0.7em; text-align: left; }
+th { background: #eee; }
+h2 { margin-top: 2em; }
+"""
