@@ -1,6 +1,7 @@
 """Calibration: times this machine's rounds with the engine itself, and fits the roofline to them (ER App. E.3)."""
 
 import itertools
+import json
 import os
 import platform
 import random
@@ -88,7 +89,7 @@ def calibrate(
         key=profile_key(model, config),
         roofline=roofline,
         draft_max_rows=drafter.max_rows,
-        diagnostics=asdict(diagnostics),
+        diagnostics=json.loads(json.dumps(asdict(diagnostics))),  # as it will be read again
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         samples=samples,
     )

@@ -231,6 +231,7 @@ class SpeculationToggle:
 
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
         self._batch, self._length = batch, length
+        self._chosen: int | None = None
         self._since_change += 1
         if self._probing:
             self._probing -= 1
@@ -239,7 +240,6 @@ class SpeculationToggle:
             if self._active is not None and batch <= self.candidates[self._active].max_rows:
                 self._chosen = self._active
                 return self._active, self.candidates[self._active].draft_length
-        self._chosen = None
         return 0, 0
 
     def _update(self, batch_ahead: int, batch: int, length: float) -> None:
