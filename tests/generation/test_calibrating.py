@@ -68,7 +68,7 @@ def test_memory_limits_the_grid(policy: LlamaForCausalLM, monkeypatch: pytest.Mo
 def test_sweep_times_the_engine_with_the_policys_own_weights(
     policy: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is timed is the engine's round: a slow sampler shows in the target's time, a slow drafter in the draft's."""
+    """What is timed is the engine's round: a slow sampler shows in the target's time, a slow drafter in its own."""
 
     def slowed(owner: Any, name: str, seconds: float) -> None:
         original = getattr(owner, name)
