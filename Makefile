@@ -22,7 +22,7 @@ help:
 	@echo "make test       lint, type check, tests: the whole of CI"
 	@echo "make lint       ruff"
 	@echo "make typecheck  mypy"
-	@echo "make bench      short benchmarks (some 10 minutes); results in bench_output/"
+	@echo "make bench      short benchmarks; results in bench_output/"
 	@echo "make venv       install into $(VENV) (the other targets do it when needed)"
 	@echo "make clean      remove caches and demo_output/"
 	@echo "VENV=DIR uses an existing environment; PYTHON=EXE builds .venv with another interpreter"
@@ -56,6 +56,9 @@ bench: $(READY)
 	$(RUN) -m benchmarks.rollout --output bench_output/rollout.json
 	$(RUN) -m benchmarks.identity --output bench_output/identity.json
 	$(RUN) -m benchmarks.refresh --output bench_output/refresh.json
+	$(RUN) -m benchmarks.end_to_end --steps 6 --repeats 2 --calibration-seconds 5 --output bench_output/end_to_end.json
+	$(RUN) -m benchmarks.never_slower --models shape:tiny,bfloat16 shape:qwen2.5-0.5b,bfloat16 --batch 1 4 --repeats 3 \
+		--calibration-seconds 60 --output bench_output/never_slower.json
 
 clean:
 	rm -rf demo_output bench_output .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -1,8 +1,10 @@
 """The demo: GRPO with speculative rollouts on a small policy, then a comparison of rollout engines.
 
-``python -m examples.demo.run`` trains the shipped policy with `SpecGRPOTrainer` and the quantized self-drafter, then
-samples the same prompts with transformers, with spec_trl's "none" and with "self", and writes a table, a JSON file and
-a plot to ``demo_output/``.
+``python -m examples.demo.run`` trains the shipped policy with `SpecGRPOTrainer` and the quantized self-drafter, draft
+length adaptive. It speculates wherever its kernels can, so that there is something to see; on a model this small
+drafting costs more than it saves. The toggle finds that out: the demo calibrates this machine and samples the same
+prompts with transformers, with spec_trl's "none", with "self" always on, and with "self" under the toggle. Table, JSON
+file, plot and the figures of ``spec-trl report`` go to ``demo_output/``.
 """
 
 import json
@@ -37,16 +39,31 @@ from transformers import (
 
 from examples.demo.pretrain import POLICY
 from examples.demo.task import MAX_COMPLETION_LENGTH, build_dataset, exact_match
-from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpeculativeConfig
+from spec_trl.cli import figures
+from spec_trl.cli.main import main as spec_trl_command
+from spec_trl.generation.calibrating import calibrate
+from spec_trl.generation.statistics import SpeculationStatistics
+from spec_trl.scheduling.profile import Profile
+from spec_trl.trainers.run_log import LOG_FILE
 
 
 OUTPUT = Path("demo_output")
+PROFILE = "roofline_profile.json"
+CALIBRATION_SECONDS = 4.0  # of the sweep; minutes for a model of any size
 STEPS = 40
 WINDOW = 10  # steps a reported reward is averaged over; one step is 8 questions, too few
-DRAFT_LENGTH = 5
+ROLLOUT_BATCH = 16  # rows in flight: as many as the CPU's 4-bit kernels serve, so that every round has drafts
+DRAFT_LENGTH = 5  # of the comparison
 PROMPTS = 64  # of the comparison
 REPEATS = 3  # of each engine, in alternation
-ENGINES = ("transformers", "none", "self")
+ENGINES = ("transformers", "none", "self", "toggle")
+NAMES = {
+    "transformers": "transformers generate",
+    "none": 'spec_trl "none"',
+    "self": 'spec_trl "self"',
+    "toggle": 'spec_trl "self", toggle',
+}
 
 
 @dataclass
@@ -60,7 +77,7 @@ class Measurement:
     sequences: list[Tensor] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    statistics: list[Any] = field(default_factory=list)
+    statistics: list[SpeculationStatistics] = field(default_factory=list)
 
 
 class ShowProgress(TrainerCallback):
@@ -80,7 +97,8 @@ def train(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, bar: tqdm
     config = SpecGRPOConfig(
         output_dir=str(OUTPUT),
         assistant_strategy="self",
-        initial_draft_length=DRAFT_LENGTH,
+        sd_toggle="always",
+        rollout_batch_size=ROLLOUT_BATCH,
         max_steps=STEPS,
         per_device_train_batch_size=64,
         num_generations=8,
@@ -124,8 +142,8 @@ def sample(policy: PreTrainedModel, inputs: dict[str, Tensor], engine: str, seed
         output = policy.generate(
             **inputs,
             **sampling,
-            assistant_strategy=engine,
-            speculative_config={"draft_length": DRAFT_LENGTH, "seed": seed},
+            assistant_strategy="self" if engine == "toggle" else engine,
+            speculative_config=speculative_config(engine, seed),
             return_dict_in_generate=True,
         )
         sequences = output.sequences
@@ -139,11 +157,30 @@ def sample(policy: PreTrainedModel, inputs: dict[str, Tensor], engine: str, seed
     into.rates.append(tokens / seconds)
 
 
+def speculative_config(engine: str, seed: int) -> SpeculativeConfig:
+    """Options of one engine; the profile is that of :func:`calibrate_machine`."""
+    if engine != "toggle":
+        return SpeculativeConfig(draft_length=DRAFT_LENGTH, seed=seed)
+    profile = str(OUTPUT / PROFILE)
+    return SpeculativeConfig(draft_length=DRAFT_LENGTH, seed=seed, sd_toggle="roofline", roofline_profile=profile)
+
+
+def calibrate_machine(policy: PreTrainedModel, longest: int) -> Profile:
+    """Measures this machine with the policy and saves the profile; `longest` is the longest text in tokens."""
+    config = SpeculativeConfig(draft_length=DRAFT_LENGTH)
+    profile = calibrate(policy, config, PROMPTS, longest, CALIBRATION_SECONDS, progress=False)
+    profile.save(OUTPUT / PROFILE)
+    return profile
+
+
+def comparison_prompts(tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
+    """Left-padded `input_ids` and `attention_mask`, each `[PROMPTS, width]` int64."""
+    return dict(tokenizer(build_dataset(PROMPTS, seed=1)["prompt"][:], padding=True, return_tensors="pt"))
+
+
 def compare(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, bar: tqdm) -> dict[str, Measurement]:
     """Samples the same prompts with every engine in alternation, after one warm-up that is thrown away."""
-    policy.eval()
-    prompts = build_dataset(PROMPTS, seed=1)["prompt"][:]
-    inputs = dict(tokenizer(prompts, padding=True, return_tensors="pt"))
+    inputs = comparison_prompts(tokenizer)
     measurements = {engine: Measurement() for engine in ENGINES}
     for repeat in range(-1, REPEATS):
         for engine in ENGINES:
@@ -167,12 +204,21 @@ def summarize(measurements: dict[str, Measurement]) -> list[dict[str, Any]]:
                 phase: median(s.phase_seconds.get(phase, 0.0) for s in measured.statistics)
                 for phase in measured.statistics[0].phase_seconds
             }
-        if engine == "self":
-            row["block_efficiency"] = median(s.block_efficiency for s in measured.statistics)
-            row["acceptance_rate"] = median(s.acceptance_rate for s in measured.statistics)
+        if engine in ("self", "toggle"):
+            row["speculative_rounds"] = median(map(speculative_share, measured.statistics))
             row["identical_rows"] = count_identical(measured.sequences, measurements["none"].sequences)
+            if row["speculative_rounds"]:
+                row["block_efficiency"] = median(s.block_efficiency for s in measured.statistics)
+                row["acceptance_rate"] = median(s.acceptance_rate for s in measured.statistics)
         rows.append(row)
     return rows
+
+
+def speculative_share(statistics: SpeculationStatistics) -> float:
+    """Of the decoding rounds, those with a draft."""
+    ends = [start for start, _ in statistics.speculating[1:]] + [statistics.rounds]
+    drafted = sum(e - start for (start, length), e in zip(statistics.speculating, ends, strict=True) if length)
+    return drafted / statistics.rounds
 
 
 def count_identical(ours: list[Tensor], reference: list[Tensor]) -> str:
@@ -187,23 +233,51 @@ def count_identical(ours: list[Tensor], reference: list[Tensor]) -> str:
 
 def format_table(rows: list[dict[str, Any]]) -> str:
     """The comparison as text."""
-    names = {"transformers": "transformers generate", "none": 'spec_trl "none"', "self": 'spec_trl "self"'}
-    lines = [f"{'':22}{'tokens/s':>10}{'seconds':>9}{'tau':>7}{'accepted':>10}  phases in seconds"]
+    lines = [f"{'':25}{'tokens/s':>9}{'seconds':>9}{'drafting':>10}{'tau':>6}{'accepted':>10}  phases in seconds"]
     for row in rows:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row.get("phase_seconds", {}).items())
+        drafting = f"{row['speculative_rounds']:.0%}" if "speculative_rounds" in row else "-"
         tau = f"{row['block_efficiency']:.2f}" if "block_efficiency" in row else "-"
         accepted = f"{row['acceptance_rate']:.3f}" if "acceptance_rate" in row else "-"
         lines.append(
-            f"{names[row['engine']]:22}{row['tokens_per_second']:10.0f}{row['seconds']:9.2f}{tau:>7}{accepted:>10}"
-            f"  {phases or '-'}"
+            f"{NAMES[row['engine']]:25}{row['tokens_per_second']:9.0f}{row['seconds']:9.2f}{drafting:>10}{tau:>6}"
+            f"{accepted:>10}  {phases or '-'}"
         )
-    lines.append(f'rows of "self" identical to "none" with the same seed: {rows[-1]["identical_rows"]}')
+    same = ", ".join(f"{NAMES[row['engine']]}: {row['identical_rows']}" for row in rows if "identical_rows" in row)
+    lines.append(f'drafting: share of decoding rounds. Rows identical to "none" with the same seed: {same}')
     return "\n".join(lines)
 
 
-def plot(history: list[dict[str, float]], measurements: dict[str, Measurement], path: Path) -> None:
-    """Draws reward, τ and the completion curve side by side."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+def describe_training(history: list[dict[str, float]], correlation: float | None) -> list[str]:
+    """What training did, in sentences."""
+    first, last = (sum(e["reward"] for e in part) / len(part) for part in (history[:WINDOW], history[-WINDOW:]))
+    r = "none" if correlation is None else f"{correlation:.2f}"
+    return [
+        f"reward: {first:.2f} in the first {WINDOW} steps, {last:.2f} in the last {WINDOW}",
+        f"policy entropy against first-token acceptance over {len(history)} steps: Pearson r = {r}",
+    ]
+
+
+def describe_toggle(profile: Profile, measured: Measurement, tau: float, seconds: float) -> str:
+    """What the toggle expects of speculation with a block efficiency `tau`, and what it did."""
+    most = min(PROMPTS, profile.draft_max_rows or PROMPTS)
+    length = MAX_COMPLETION_LENGTH / 2
+    one, many = (profile.roofline.speedup(batch, length, tau, DRAFT_LENGTH) for batch in (1, most))
+    share = median(map(speculative_share, measured.statistics))
+    return (
+        f"toggle: calibrated in {seconds:.1f} s; at tau {tau:.2f} it predicts {one:.2f}x by speculation for one row, "
+        f"{many:.2f}x for {most} rows, and speculated in {share:.0%} of the rounds"
+    )
+
+
+def plot(
+    history: list[dict[str, float]],
+    correlation: float | None,
+    measurements: dict[str, Measurement],
+    path: Path,
+) -> None:
+    """Draws reward, draft length with τ, entropy with first-token acceptance, and the completion curve."""
+    figure, ((left, middle), (scatter, right)) = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     steps = range(1, len(history) + 1)
     rewards = [entry["reward"] for entry in history]
     left.plot(steps, rewards, color="tab:blue", alpha=0.35, label="step")
@@ -211,12 +285,21 @@ def plot(history: list[dict[str, float]], measurements: dict[str, Measurement], 
     left.plot(steps, smoothed, color="tab:blue", label=f"mean of {WINDOW} steps")
     left.set(title="Reward (exact match)", xlabel="GRPO step", ylim=(0, 1))
     left.legend(loc="lower right")
-    middle.plot(steps, [entry["rollout/block_efficiency"] for entry in history])
-    middle.set(title="Block efficiency τ", xlabel="GRPO step", ylabel="tokens per verified block")
-    middle.set_ylim(1, DRAFT_LENGTH + 1.2)  # from "no draft accepted" to just over "all accepted"
-    for engine in ("none", "self"):
+    middle.plot(steps, [entry["rollout/block_efficiency"] for entry in history], label="τ, tokens per verified block")
+    # The mean over rounds: the last rounds of a rollout have no room for a whole draft.
+    lengths = [entry["rollout/draft_length"] for entry in history]
+    middle.step(steps, lengths, where="mid", linestyle="--", label="γ, draft tokens per block")
+    middle.set(title="Draft length and block efficiency", xlabel="GRPO step", ylim=(1, max(lengths) + 1.2))
+    middle.legend(loc="lower right")
+    entropies = [entry["rollout/target_entropy"] for entry in history]
+    accepted = [entry["rollout/first_token_acceptance"] for entry in history]
+    points = scatter.scatter(entropies, accepted, c=list(steps), cmap="cividis")
+    figure.colorbar(points, ax=scatter, label="GRPO step")
+    r = "" if correlation is None else f", Pearson r = {correlation:.2f}"
+    scatter.set(title=f"Policy entropy and drafts{r}", xlabel="entropy (nats)", ylabel="first-token acceptance")
+    for engine in ENGINES[1:]:
         seconds, finished = zip(*measurements[engine].statistics[0].completion_curve, strict=True)
-        right.step([0, *seconds], [0, *finished], where="post", label=f'spec_trl "{engine}"')
+        right.step([0, *seconds], [0, *finished], where="post", label=NAMES[engine])
     # transformers hands all rows over at its end, and keeps the finished ones in the batch until then.
     right.axvline(measurements["transformers"].seconds[0], color="grey", linestyle="--", label="transformers returns")
     right.set(title="Completion curve", xlabel="seconds", ylabel=f"finished of {PROMPTS} requests")
@@ -230,19 +313,33 @@ def main() -> None:
     transformers.logging.disable_progress_bar()  # the demo has its own
     warnings.filterwarnings("ignore", category=FutureWarning)  # transformers renames options that TRL still sets
     OUTPUT.mkdir(exist_ok=True)
+    (OUTPUT / LOG_FILE).unlink(missing_ok=True)  # of an earlier demo; a trainer would take itself for resumed
     started = time.perf_counter()
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     # float32, because small updates are lost in bfloat16.
     policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     with tqdm(total=STEPS + len(ENGINES) * (REPEATS + 1), desc="GRPO") as bar:
         history = train(policy, tokenizer, bar)
+        policy.eval()
+        bar.set_description("calibrating")
+        before = time.perf_counter()
+        width = comparison_prompts(tokenizer)["input_ids"].shape[1]
+        profile = calibrate_machine(policy, width + MAX_COMPLETION_LENGTH)
+        calibration_seconds = time.perf_counter() - before
         measurements = compare(policy, tokenizer, bar)
         bar.set_description("done")
+    correlation = figures.pearson(
+        [entry["rollout/target_entropy"] for entry in history],
+        [entry["rollout/first_token_acceptance"] for entry in history],
+    )
     rows = summarize(measurements)
-    table = format_table(rows)
-    first, last = (sum(e["reward"] for e in part) / len(part) for part in (history[:WINDOW], history[-WINDOW:]))
-    reward = f"reward: {first:.2f} in the first {WINDOW} steps, {last:.2f} in the last {WINDOW}"
-    (OUTPUT / "table.txt").write_text(f"{table}\n{reward}\n")
+    tau = median(s.block_efficiency for s in measurements["self"].statistics)
+    lines = [
+        format_table(rows),
+        describe_toggle(profile, measurements["toggle"], tau, calibration_seconds),
+        *describe_training(history, correlation),
+    ]
+    (OUTPUT / "table.txt").write_text("\n".join(lines) + "\n")
     machine = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -250,10 +347,20 @@ def main() -> None:
         "trl": trl.__version__,
         "threads": torch.get_num_threads(),
     }
-    result = {"machine": machine, "seconds": time.perf_counter() - started, "comparison": rows, "history": history}
+    result = {
+        "machine": machine,
+        "calibration_seconds": calibration_seconds,
+        "comparison": rows,
+        "entropy_acceptance_correlation": correlation,
+        "history": history,
+    }
+    plot(history, correlation, measurements, OUTPUT / "demo.png")
+    print("\n" + "\n".join(lines))
+    print(f"\nspec-trl report {OUTPUT} --profile {OUTPUT / PROFILE}")
+    spec_trl_command(["report", str(OUTPUT), "--profile", str(OUTPUT / PROFILE)])
+    result["seconds"] = time.perf_counter() - started
     (OUTPUT / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(history, measurements, OUTPUT / "demo.png")
-    print(f"\n{table}\n{reward}\n{OUTPUT}/: table.txt, result.json, demo.png ({result['seconds']:.0f} s)")
+    print(f"{OUTPUT}/: table.txt, result.json, demo.png, report/report.html ({result['seconds']:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ GEMM_ROWS = (256, 512, 1024)
 """Rows at which GEMMs have long been bound by compute: F_eff is their mean (facts of ER's released code)."""
 MEMORY_SHARE = 0.3
 """Of the free memory, what the sweep's K/V cache may take."""
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
-"""Timed rounds of one visit to a cell."""
+FEWEST_ROUNDS, MOST_ROUNDS = 2, 15
+"""Timed rounds of one visit to a cell; there are two visits."""
 
 
 def calibrate(
@@ -70,7 +70,7 @@ def calibrate(
         config: names the drafter's quantization, kernel and head.
         max_batch_size: most rows in flight that will occur.
         max_length: longest total length that will occur.
-        budget_seconds: time for the sweep; cells are repeated less where it is short. Every cell is timed three times
+        budget_seconds: time for the sweep; cells are repeated less where it is short. Every cell is timed four times
             at least, so a large model on a slow machine may exceed it.
         progress: show a progress bar.
 
@@ -230,9 +230,9 @@ def _sweep(
     times: dict[tuple[int, float, int, Mode], list[float]] = {}
     deadline = time.perf_counter() + budget
     visits = list(itertools.product(range(2), cells))
-    for number, (_, (batch, length, gamma)) in enumerate(tqdm(visits, "calibrating", disable=not progress)):
+    for number, (visit, (batch, length, gamma)) in enumerate(tqdm(visits, "calibrating", disable=not progress)):
         share = max(deadline - time.perf_counter(), 0.0) / (len(visits) - number)
-        for mode, seconds in bench.rounds(batch, length, gamma, share):
+        for mode, seconds in bench.rounds(batch, length, gamma, share, warm_up=visit == 0):
             times.setdefault((batch, float(length), gamma, mode), []).append(seconds)
     return [Sample(*cell, seconds=median(values)) for cell, values in sorted(times.items())]
 
@@ -282,13 +282,15 @@ class _Bench:
         self._rollout.admit()
         rows.tokens.random_(shape.vocab_size)
 
-    def rounds(self, batch: int, length: int, gamma: int, seconds: float) -> Iterator[tuple[Mode, float]]:
-        """Times rounds for about `seconds`, three at least and fifteen at most; yields the medians by mode."""
+    def rounds(
+        self, batch: int, length: int, gamma: int, seconds: float, warm_up: bool
+    ) -> Iterator[tuple[Mode, float]]:
+        """Times rounds for about `seconds`, FEWEST_ROUNDS at least; yields the medians by mode."""
         drafting, resting = [], []
         drafts = batch <= self._drafter.max_rows
         deadline = time.perf_counter() + seconds
-        for number in range(MOST_ROUNDS + 1):
-            if number > FEWEST_ROUNDS and time.perf_counter() > deadline:
+        while len(drafting) < MOST_ROUNDS:
+            if len(drafting) >= FEWEST_ROUNDS and time.perf_counter() > deadline:
                 break
             self._rows.active, self._rows.longest = batch, length
             self._rows.lengths.fill_(length)
@@ -298,7 +300,9 @@ class _Bench:
             self._rollout.decode_round(0 if drafts else 1, gamma)
             whole = time.perf_counter() - started
             draft = self._rollout.phase_seconds()["draft"] - before
-            if number:  # the first may prepare kernels
+            if warm_up:  # it may prepare kernels
+                warm_up = False
+            else:
                 drafting.append(draft)
                 resting.append(whole - draft)
         if gamma == 0:

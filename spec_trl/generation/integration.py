@@ -174,7 +174,8 @@ def speculative_decoding(
         Request(index, prompt.to(device), len(prompt) + new_tokens, stream)
         for index, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
     ]
-    furthest = max((candidate.draft_length for candidate in control.candidates), default=0)
+    # "none" gets the same columns: attention over other widths would differ in the last bits.
+    furthest = max([config.draft_length, *(candidate.draft_length for candidate in control.candidates)])
     rows = Rows(capacity, longest_prompt + new_tokens + furthest, device)
     pad = generation_config._pad_token_tensor
     pad_token_id = int(pad) if pad is not None else 0

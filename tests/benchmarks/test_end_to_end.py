@@ -162,6 +162,7 @@ def test_the_command_trains_and_writes(monkeypatch: pytest.MonkeyPatch, tmp_path
     ("arguments", "message"),
     [
         (["--steps", "1"], "the first step is not timed"),
+        (["--model", "nowhere"], "--model nowhere: no such folder"),
         (["--rows", "6", "--group", "4"], "--rows 6 is no multiple of --group 4"),
         (["--repeats", "0"], "must be 1 or more"),
         (["--runs", "."], "is not empty"),

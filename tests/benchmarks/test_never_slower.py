@@ -108,6 +108,7 @@ def test_the_command_writes_json_and_markdown(monkeypatch: pytest.MonkeyPatch, t
     ("arguments", "message"),
     [
         (["--models", "shape:tiny"], "name a dtype behind a comma"),
+        (["--models", "nowhere,float32"], "--models nowhere: no such folder"),
         (["--models", "shape:tiny,int3"], "name a dtype behind a comma"),
         (["--batch", "0"], "must be 1 or more"),
         (["--most-tokens", "8"], "too few rounds to judge by"),
