@@ -75,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--max-batch-size", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=2100)
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds for the sweep (%(default)g)")
+    parser.add_argument("--budget", type=float, default=90.0, help="seconds for the sweep (%(default)g)")
     parser.add_argument("--threads", type=int, help="torch threads")
     parser.add_argument("--output", type=Path, default=RESULTS / "calibration.json")
     return parser.parse_args()

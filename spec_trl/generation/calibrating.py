@@ -56,7 +56,7 @@ def calibrate(
     config: SpeculativeConfig | None = None,
     max_batch_size: int = 64,
     max_length: int = 4096,
-    budget_seconds: float = 120.0,
+    budget_seconds: float = 90.0,
     progress: bool = True,
 ) -> Profile:
     """Measures and fits a roofline profile for `model` and its quantized self-drafter on this machine.

@@ -18,14 +18,13 @@ class OverheadCorrection:
     def __init__(self, memory: int = 16) -> None:
         self._memory = memory
         self._residuals: dict[int, deque[float]] = {}  # by the batch's bit length
-        self._overheads: dict[int, float] = {}
+        self._overheads: dict[int, float] = {}  # medians, as they are asked for
 
     def record(self, batch: int, predicted: float, seconds: float) -> None:
         """Takes one round of `batch` rows that took `seconds` instead of `predicted`."""
         size = batch.bit_length()
-        residuals = self._residuals.setdefault(size, deque(maxlen=self._memory))
-        residuals.append(seconds - predicted)
-        self._overheads[size] = median(residuals)
+        self._residuals.setdefault(size, deque(maxlen=self._memory)).append(seconds - predicted)
+        self._overheads.pop(size, None)
 
     @property
     def is_empty(self) -> bool:
@@ -37,7 +36,9 @@ class OverheadCorrection:
         if self.is_empty:
             return predicted
         size = batch.bit_length()
-        nearest = min(self._overheads, key=lambda measured: (abs(measured - size), measured))
+        nearest = min(self._residuals, key=lambda measured: (abs(measured - size), measured))
+        if nearest not in self._overheads:
+            self._overheads[nearest] = median(self._residuals[nearest])
         return max(predicted + self._overheads[nearest], 0.1 * predicted)
 
     def clear(self) -> None:

@@ -228,6 +228,7 @@ class SpeculationToggle:
         self._probing = max(PROBE_ROUNDS - len(self._plain_seconds), 0)
         self._anchor: int | None = None  # batch of the newest autoregressive round
         self._judgement_due = False
+        self._looked_at: int | None = None  # batch at which speculation was last found not to pay
 
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
         self._batch, self._length = batch, length
@@ -247,7 +248,10 @@ class SpeculationToggle:
         if self._judgement_due:
             self._judge()
         if self._active is None:
-            if not self._refills or self._since_change >= DWELL:
+            # Lengths grow by a token per round: what did not pay a moment ago at this batch still does not.
+            looked_at, self._looked_at = self._looked_at, batch_ahead
+            due = batch_ahead != looked_at or self._since_change % DWELL == 0
+            if due and (not self._refills or self._since_change >= DWELL):
                 best, speedup = self._best(batch_ahead, length)
                 if speedup >= 1 + self.margin:
                     self._turn(best)
