@@ -4,6 +4,7 @@ A control answers two calls per decoding round: `decide` before it and `record` 
 `NeverSpeculate`, `AlwaysSpeculate` (the paper's always-on baseline) and `SpeculationToggle`.
 """
 
+import math
 import operator
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from .roofline import Roofline
 
 PROBE_ROUNDS = 3
 """Autoregressive rounds that anchor the baseline before speculation is judged by it."""
+CONFIDENT = 1.25
+"""A predicted speedup from which on a toggle speculates before it has measured any baseline: a profile that is so far
+off will show in the first window."""
 WINDOW = 16
 """Speculative rounds over which a measured speedup is taken."""
 HOPELESS = {4: 0.6, 8: 0.8}
@@ -234,10 +238,13 @@ class SpeculationToggle:
         self._batch, self._length = batch, length
         self._chosen: int | None = None
         self._since_change += 1
+        batch_ahead = min(self._capacity, batch + waiting)
+        if self._probing and not self._plain_seconds and CONFIDENT <= self._best(batch_ahead, length)[1] < math.inf:
+            self._probing = 0
         if self._probing:
             self._probing -= 1
         else:
-            self._update(min(self._capacity, batch + waiting), batch, length)
+            self._update(batch_ahead, batch, length)
             if self._active is not None and batch <= self.candidates[self._active].max_rows:
                 self._chosen = self._active
                 return self._active, self.candidates[self._active].draft_length
@@ -284,7 +291,7 @@ class SpeculationToggle:
         candidate, state = self.candidates[index], self._states[index]
         gain = self._block_efficiency(index)
         if candidate.roofline is None:
-            return self._measured_speedup(index) if len(state.window) == WINDOW else float("inf")
+            return self._measured_speedup(index) if len(state.window) == WINDOW else math.inf
         roofline = candidate.roofline
         plain = self._autoregressive_seconds(roofline, batch, length)
         cycle = candidate.cycle_seconds(roofline, batch, length)
@@ -337,9 +344,7 @@ class SpeculationToggle:
     def _measured_speedup(self, index: int) -> float:
         """τ T_p / T_cycle over the candidate's newest rounds, in medians of the times."""
         candidate, window = self.candidates[index], self._states[index].window
-        costs = [
-            r.seconds / self._autoregressive_seconds(candidate.roofline, r.batch, r.length) for r in window
-        ]
+        costs = [r.seconds / self._autoregressive_seconds(candidate.roofline, r.batch, r.length) for r in window]
         return sum(r.tokens / r.batch for r in window) / len(window) / median(costs)
 
     def _judge(self) -> None:
@@ -347,7 +352,7 @@ class SpeculationToggle:
         others promise."""
         self._judgement_due = False
         index = self._active
-        if index is None:
+        if index is None or not self._states[index].window:
             return
         measured, rounds = self._measured_speedup(index), self.tallies[index].rounds
         enough = HOPELESS.get(rounds, 1.0)

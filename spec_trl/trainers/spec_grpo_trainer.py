@@ -172,8 +172,8 @@ class SpecGRPOTrainer(GRPOTrainer):
             policy = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
             drafters = self._make_drafters(policy)
             control = self._current_control(policy, drafters, input_ids.shape)
+            self._announce_new_weights(drafters)
             started = time.perf_counter()
-            self._refresh(drafters)
             output = policy.generate(
                 input_ids=input_ids.to(self.accelerator.device),
                 attention_mask=attention_mask.to(self.accelerator.device),
@@ -185,6 +185,10 @@ class SpecGRPOTrainer(GRPOTrainer):
                 control=control,
             )
         self._totals.add(output.statistics, control, len(prompt_ids), time.perf_counter() - started)
+        for drafter in drafters:
+            if isinstance(drafter, SelfDrafter):
+                self._totals.refresh_seconds += drafter.refresh_seconds
+                drafter.refresh_seconds = 0.0
         new = output.sequences[:, input_ids.shape[1] :].tolist()  # [B, new]
         completions = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]
         # No logprobs, as in TRL's own transformers path: the loss recomputes them in the training forward.
@@ -214,22 +218,18 @@ class SpecGRPOTrainer(GRPOTrainer):
             self._totals.refresh_seconds += time.perf_counter() - started
         return self._drafters
 
-    def _refresh(self, drafters: list[Drafter]) -> None:
-        """Requantizes the policy's copy if the weights have changed since it was made (ER Algorithm 1, line 3).
+    def _announce_new_weights(self, drafters: list[Drafter]) -> None:
+        """Has the policy's copy requantized if the weights have changed since it was (ER Algorithm 1, line 3).
 
         `global_step` counts optimizer steps: it stands still over micro-steps, over the reuse of a generation batch
         (`num_iterations`, `steps_per_generation`) and over evaluation.
         """
         if self._drafted_step == self.state.global_step:
             return
-        started = time.perf_counter()
         for drafter in drafters:
             if isinstance(drafter, SelfDrafter):
-                drafter.refresh(self._activations)
+                drafter.refresh_before_drafting(self._activations)
         self._drafted_step = self.state.global_step
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize()
-        self._totals.refresh_seconds += time.perf_counter() - started
 
     def _current_control(self, policy: PreTrainedModel, drafters: list[Drafter], shape: torch.Size) -> Control:
         """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8)."""

@@ -8,6 +8,7 @@ import pytest
 
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.toggle import (
+    CONFIDENT,
     DWELL,
     PROBE_ROUNDS,
     RETRY_AFTER,
@@ -90,7 +91,7 @@ def test_stays_on_even_where_the_prediction_falls() -> None:
     # Monotone without refill (App. E.4): a batch that the roofline would refuse does not turn it off again.
     machine = faithful(SpeculationToggle([candidate()]))
     machine.run([8] * 10 + [64] * 3)
-    assert machine.spoke == [False] * PROBE_ROUNDS + [True] * 10
+    assert machine.spoke == [True] * 13
     assert A100.speedup(64, 512.0, 5.0, 5) < 1
 
 
@@ -123,7 +124,18 @@ def test_small_batches_speculate_from_the_start() -> None:
     # The authors' released guard never speculates with 32 requests or fewer.
     machine = faithful(SpeculationToggle([candidate()]))
     machine.run([4] * 30)
-    assert machine.spoke == [False] * PROBE_ROUNDS + [True] * (30 - PROBE_ROUNDS)
+    assert machine.spoke == [True] * 30
+
+
+def test_a_close_call_waits_for_the_baseline() -> None:
+    for tau in (3.9, 5.0):
+        promised = A100.speedup(8, 512.0, tau, 5)
+        assert 1.05 < promised and (promised < CONFIDENT) is (tau == 3.9)  # the case has both sides
+        machine = faithful(SpeculationToggle([candidate(block_efficiency=tau)]), tau=tau)
+        machine.run([8] * 12)
+        assert machine.spoke == [tau == 5.0] * PROBE_ROUNDS + [True] * (12 - PROBE_ROUNDS)
+        machine.run([8] * 12)  # the baseline is known by now, or still not needed
+        assert machine.spoke == [True] * 12
 
 
 def test_hysteresis_with_refill() -> None:
@@ -174,7 +186,7 @@ def test_one_slow_round_changes_nothing() -> None:
     cycle = machine.cycle
     machine.cycle = lambda *shape: cycle(*shape) * (100.0 if len(machine.decisions) == 20 else 1.0)
     machine.run([8] * 80)
-    assert machine.spoke == [False] * PROBE_ROUNDS + [True] * (80 - PROBE_ROUNDS)
+    assert machine.spoke == [True] * 80
 
 
 def test_never_much_slower_than_autoregressive() -> None:

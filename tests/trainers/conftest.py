@@ -43,8 +43,8 @@ def imaginary_profile(draft_seconds: float) -> Profile:
 
 @pytest.fixture
 def profiles(tmp_path: Path) -> dict[str, str]:
-    """Paths of a profile by which speculation "pays", and of one by which it "does not"."""
-    paths = {"pays": 0.0, "does not": 10.0}
+    """Paths of a profile by which speculation "pays" (1.2 times, at τ = 5), and of one by which it "does not"."""
+    paths = {"pays": 0.63, "does not": 10.0}
     for name, draft_seconds in paths.items():
         imaginary_profile(draft_seconds).save(tmp_path / f"{name}.json")
     return {name: str(tmp_path / f"{name}.json") for name in paths}

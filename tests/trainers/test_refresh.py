@@ -11,7 +11,10 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from spec_trl.generation.drafters.base import DraftSession
+from spec_trl.generation.drafters.network import NetworkDrafter
 from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.sampling import RoundNoise
+from spec_trl.generation.verification import Proposal
 from spec_trl.quantization.awq import ActivationStatistics
 from tests.trainers.harness import make_trainer, tiny_dataset, tiny_policy
 
@@ -42,19 +45,23 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[GRPOTrainer], W
     seen = Watch()
 
     def start(trainer: GRPOTrainer) -> Watch:
-        begin, refresh = SelfDrafter.begin, SelfDrafter.refresh
+        begin, refresh, draft = SelfDrafter.begin, SelfDrafter.refresh, NetworkDrafter.propose
 
         def watched_begin(drafter: SelfDrafter, session: DraftSession) -> None:
             seen.generations.append(trainer.state.global_step)
+            begin(drafter, session)
+
+        def watched_draft(drafter: SelfDrafter, draft_length: int, noise: RoundNoise | None) -> Proposal:
             if not is_fresh(drafter, trainer.model):
                 seen.stale.append(trainer.state.global_step)
-            begin(drafter, session)
+            return draft(drafter, draft_length, noise)
 
         def watched_refresh(drafter: SelfDrafter, statistics: ActivationStatistics | None = None) -> None:
             seen.refreshes.append(trainer.state.global_step)
             refresh(drafter, statistics)
 
         monkeypatch.setattr(SelfDrafter, "begin", watched_begin)
+        monkeypatch.setattr(NetworkDrafter, "propose", watched_draft)
         monkeypatch.setattr(SelfDrafter, "refresh", watched_refresh)
         return seen
 
@@ -82,6 +89,16 @@ def test_one_refresh_per_step_that_generates(
     trainer.train()
     assert seen.generations == generations
     assert seen.refreshes == sorted(set(generations) - {0})  # the drafter is made from the weights of step 0
+
+
+def test_rollouts_that_never_speculate_do_not_pay_for_a_refresh(
+    tmp_path: Path, watch: Callable[[GRPOTrainer], Watch], profiles: dict[str, str]
+) -> None:
+    trainer, run = make_trainer(tmp_path, max_steps=4, sd_toggle="roofline", roofline_profile=profiles["does not"])
+    seen = watch(trainer)
+    trainer.train()
+    assert seen.generations == [0, 1, 2, 3] and seen.refreshes == []
+    assert run.metric("rollout/drafter_refresh_seconds")[1:] == [0.0] * 3
 
 
 def test_evaluation_shares_the_refresh_with_training(tmp_path: Path, watch: Callable[[GRPOTrainer], Watch]) -> None:

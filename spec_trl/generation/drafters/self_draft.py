@@ -1,8 +1,10 @@
 """The policy's own quantized copy as drafter (ER §3.1): it cannot go stale, and it needs no cache of its own."""
 
+import time
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -34,6 +36,10 @@ class SelfDrafter(NetworkDrafter):
         self.quantized = quantize_projections(twin, scheme=quantization, kernel=kernel, lm_head=lm_head)
         self.max_rows = self.quantized.max_rows
         super().__init__(twin, shares_target_cache=True)
+        self.refresh_seconds = 0.0
+        """Spent on refreshes that drafting waited for, in all."""
+        self._is_stale = False
+        self._statistics: ActivationStatistics | None = None
 
     def refresh(self, statistics: ActivationStatistics | None = None) -> None:
         """Requantizes the policy's present weights into the same buffers (ER §3.1, Algorithm 1 line 3).
@@ -43,12 +49,23 @@ class SelfDrafter(NetworkDrafter):
                 "awq" schemes choose their scales by them and round to nearest without (ER §C.4).
         """
         self.quantized.refresh(statistics)
+        self._is_stale = False
+
+    def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
+        """The same, put off until something is drafted: a rollout that never speculates does not pay for it."""
+        self._is_stale, self._statistics = True, statistics
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
         self._is_first = True
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        if self._is_stale:
+            started = time.perf_counter()
+            self.refresh(self._statistics)
+            if self.session.rows.tokens.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.refresh_seconds += time.perf_counter() - started
         proposal = super().propose(draft_length, noise)
         if self._is_first:  # a twin that silently ran the policy's own layers would be slow and never noticed
             self.quantized.assert_all_called()
