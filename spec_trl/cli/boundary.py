@@ -60,7 +60,7 @@ def points_of_run(
     """
     cells: dict[tuple[int, int, int], _Cell] = defaultdict(_Cell)
     for record in rollouts:
-        for point in record.points:
+        for point in filter(_fits_the_profile, record.points):
             band = round(2 * math.log2(max(point.length, 1.0)))
             cells[point.batch, band, point.draft_length].add(point)
     measured: list[MeasuredPoint] = []
@@ -78,13 +78,18 @@ def points_of_run(
     return measured, [(batch, length) for (batch, _), length in sorted(idle.items())]
 
 
+def _fits_the_profile(point: RoundPoint) -> bool:
+    """A profile is of the self-drafter; under "auto" others draft too."""
+    return point.drafter in (None, "self")
+
+
 def block_efficiency_of_run(rollouts: Iterable[RolloutRecord]) -> dict[int, float]:
     """Tokens per row and speculative round for each γ that was used."""
     tokens: dict[int, int] = defaultdict(int)
     rows: dict[int, int] = defaultdict(int)
     for record in rollouts:
-        for point in record.points:
-            if point.draft_length:
+        for point in filter(_fits_the_profile, record.points):
+            if point.draft_length and point.rounds >= LEAST_ROUNDS:
                 tokens[point.draft_length] += point.tokens
                 rows[point.draft_length] += point.rounds * point.batch
     return {gamma: tokens[gamma] / rows[gamma] for gamma in sorted(rows) if rows[gamma] and tokens[gamma]}

@@ -20,6 +20,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ..quantization.kernels import LayerSpec, find_kernel
+from ..quantization.scheme import find_scheme
 from ..quantization.source_weight import inspect_projection, is_projection
 from ..scheduling.calibration import GemmMeasurement, effective_flops, fit
 from ..scheduling.profile import Profile, ProfileKey, ProfileMismatch
@@ -30,7 +32,7 @@ from .configuration import SpeculativeConfig
 from .constants import model_constants
 from .decoding import Rollout
 from .drafters.base import Drafter
-from .drafters.self_draft import SelfDrafter, self_drafter_of
+from .drafters.self_draft import SelfDrafter
 from .processing import LogitsPipeline, PrefixView, Stopping
 from .requirements import position_limit
 from .rows import Request, Rows
@@ -40,6 +42,7 @@ from .shadow import make_shadow
 from .verification import Proposal
 
 
+NO_KERNEL = "none"
 DRAFT_LENGTHS = (3, 7, 11)
 BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
@@ -76,20 +79,32 @@ def calibrate(
 
     Returns:
         The profile; it is not saved.
+
+    Raises:
+        ValueError: no kernel can hold the drafter's layers, so there is nothing to calibrate.
     """
     config = config or SpeculativeConfig()
-    drafter = self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
-    constants = model_constants(model, drafter.quantized)
+    key = profile_key(model, config)
+    if key.kernel == NO_KERNEL:
+        raise ValueError(
+            f"draft_kernel={config.draft_kernel!r} with draft_quantization={config.draft_quantization!r} can pack no "
+            f"layer on {key.hardware}; choose another of them."
+        )
+    # Its own one: the strategy that will run may need none.
+    drafter = SelfDrafter(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+    constants = model_constants(model, drafter.quantized, _effective_dtype(model))
     with torch.no_grad():
         flops = effective_flops(_time_gemms(model))
         bandwidth = _copy_bandwidth(constants.weight_bytes, model.device)
         samples = _sweep(model, drafter, max_batch_size, max_length, budget_seconds, progress)
     roofline, diagnostics = fit(samples, constants, flops, bandwidth_bounds=(0.4 * bandwidth, 1.5 * bandwidth))
     return Profile(
-        key=profile_key(model, config),
+        key=key,
         roofline=roofline,
         draft_max_rows=drafter.max_rows,
-        diagnostics=json.loads(json.dumps(asdict(diagnostics))),  # as it will be read again
+        # As it will be read again.
+        diagnostics=json.loads(json.dumps(asdict(diagnostics)))
+        | {"max_batch_size": max_batch_size, "max_length": max_length},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         samples=samples,
     )
@@ -99,16 +114,38 @@ def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey
     """What a profile for `model` on this machine is keyed by."""
     shape = model.config.get_text_config(decoder=True)
     parameters = sum(p.numel() for p in model.parameters())
-    device = model.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
     return ProfileKey(
         hardware=hardware_name(model.device),
         shape=f"{type(model).__name__}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
         f"vocabulary {shape.vocab_size}, {parameters} parameters",
-        dtype=str(dtype).removeprefix("torch."),
-        quantization=config.draft_quantization,
-        kernel=f"{config.draft_kernel}, lm_head {config.draft_lm_head}",
+        dtype=str(_effective_dtype(model)).removeprefix("torch."),
+        quantization=f"{config.draft_quantization}, lm_head {config.draft_lm_head}",
+        kernel=_kernel_name(model, config),
     )
+
+
+def _effective_dtype(model: PreTrainedModel) -> torch.dtype:
+    """What the forwards compute in."""
+    device = model.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+
+
+def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
+    """The kernel that the drafter's projections get, whatever it was asked for as."""
+    scheme = find_scheme(config.draft_quantization)
+    for module in model.get_decoder().modules():
+        if not is_projection(module) or isinstance(source := inspect_projection(module), str):
+            continue
+        group = scheme.group_for(source.in_features)
+        if group is None:
+            continue
+        layer = LayerSpec(
+            source.out_features, source.in_features, scheme.bits, group, source.dtype, None, source.device
+        )
+        kernel = find_kernel(config.draft_kernel, layer)
+        if not isinstance(kernel, str):
+            return kernel.name
+    return NO_KERNEL
 
 
 def hardware_name(device: torch.device) -> str:
@@ -129,38 +166,71 @@ def find_profile(
     max_batch_size: int = 64,
     max_length: int = 4096,
     extra_copy: Path | None = None,
-) -> Profile:
+) -> Profile | None:
     """The profile of `config.roofline_profile` or of the user's cache; calibrated and saved where there is none.
 
     Args:
         model: the target.
         config: `roofline_profile`, `roofline_mismatch`, and the drafter's fields.
-        max_batch_size, max_length: as of :func:`calibrate`, should it come to that.
+        max_batch_size, max_length: as of :func:`calibrate`, should it come to that. A profile in the cache that was
+            calibrated for less than half of either is replaced by one for both.
         extra_copy: also save it here (a run's output directory).
+
+    Returns:
+        None where no kernel can hold the drafter's layers: then only measuring tells whether a draft pays.
 
     Raises:
         ProfileMismatch: the named profile is for something else and `roofline_mismatch` is `"error"`.
         ValueError: the named profile cannot be read.
     """
     key = profile_key(model, config)
-    cached = _cache_directory() / key.file_name
-    path = cached if config.roofline_profile is None else Path(config.roofline_profile)
-    profile = None
-    if path.exists():
-        profile = Profile.load(path)
-        try:
-            profile.require(key, path)
-        except ProfileMismatch as error:
-            if config.roofline_mismatch == "error":
-                raise
-            warnings.warn(f"{error} Calibrating again, into {cached}.", stacklevel=2)
-            path, profile = cached, Profile.load(cached) if cached.exists() else None
+    profile = None if config.roofline_profile is None else _named_profile(Path(config.roofline_profile), key, config)
+    if key.kernel == NO_KERNEL:
+        return None
     if profile is None:
-        profile = calibrate(model, config, max_batch_size, max_length)
-        for place in {path, cached}:
-            profile.save(place)
+        profile = _cached_or_new(model, config, key, max_batch_size, max_length)
     if extra_copy is not None:
         profile.save(extra_copy)
+    return profile
+
+
+def _named_profile(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profile | None:
+    """The profile at `path`; None where there is none, or another that may be recalibrated."""
+    if not path.exists():
+        return None
+    profile = Profile.load(path)
+    try:
+        profile.require(key, path)
+    except ProfileMismatch as error:
+        if config.roofline_mismatch == "error":
+            raise
+        warnings.warn(f"{error} Calibrating again, into {_cache_directory()}.", stacklevel=2)
+        return None
+    return profile
+
+
+def _cached_or_new(
+    model: PreTrainedModel, config: SpeculativeConfig, key: ProfileKey, max_batch_size: int, max_length: int
+) -> Profile:
+    cached = _cache_directory() / key.file_name
+    if cached.exists():
+        try:
+            profile = Profile.load(cached)
+            profile.require(key, cached)
+            covered = profile.diagnostics["max_batch_size"], profile.diagnostics["max_length"]
+            if 2 * covered[0] >= max_batch_size and 2 * covered[1] >= max_length:
+                return profile
+            max_batch_size, max_length = max(max_batch_size, covered[0]), max(max_length, covered[1])
+        except (ValueError, KeyError) as error:  # nobody named this file: it is no reason to stop
+            warnings.warn(f"{cached} is left aside, and the machine calibrated again: {error}", stacklevel=2)
+    profile = calibrate(model, config, max_batch_size, max_length)
+    named = config.roofline_profile
+    if named is not None and not Path(named).exists():
+        profile.save(named)
+    try:
+        profile.save(cached)
+    except OSError as error:  # a read-only home
+        warnings.warn(f"the roofline profile could not be kept in {cached}: {error}", stacklevel=2)
     return profile
 
 
@@ -176,11 +246,11 @@ def _time_gemms(model: PreTrainedModel) -> list[GemmMeasurement]:
         if is_projection(module) and not isinstance(source := inspect_projection(module), str):
             shape = (source.out_features, source.in_features)
             weights[shape] = weights.get(shape, 0) + shape[0] * shape[1]
-    measurements = []
+    dtype, measurements = _effective_dtype(model), []
     for out_features, in_features in sorted(weights, key=weights.__getitem__, reverse=True)[:4]:
-        weight = torch.randn(out_features, in_features, device=model.device).to(model.dtype)  # [out, in]
+        weight = torch.randn(out_features, in_features, device=model.device).to(dtype)  # [out, in]
         for rows in GEMM_ROWS:
-            x = torch.randn(rows, in_features, device=model.device).to(model.dtype)  # [rows, in]
+            x = torch.randn(rows, in_features, device=model.device).to(dtype)  # [rows, in]
             seconds = _seconds(partial(F.linear, x, weight), model.device)
             measurements.append(GemmMeasurement(f"{out_features}x{in_features}", rows, weight.numel(), seconds))
     return measurements
@@ -234,6 +304,7 @@ def _sweep(
         share = max(deadline - time.perf_counter(), 0.0) / (len(visits) - number)
         for mode, seconds in bench.rounds(batch, length, gamma, share, warm_up=visit == 0):
             times.setdefault((batch, float(length), gamma, mode), []).append(seconds)
+    bench.close()
     return [Sample(*cell, seconds=median(values)) for cell, values in sorted(times.items())]
 
 
@@ -286,7 +357,8 @@ class _Bench:
         self, batch: int, length: int, gamma: int, seconds: float, warm_up: bool
     ) -> Iterator[tuple[Mode, float]]:
         """Times rounds for about `seconds`, FEWEST_ROUNDS at least; yields the medians by mode."""
-        drafting, resting = [], []
+        drafting: list[float] = []
+        resting: list[float] = []
         drafts = batch <= self._drafter.max_rows
         deadline = time.perf_counter() + seconds
         while len(drafting) < MOST_ROUNDS:
@@ -299,6 +371,8 @@ class _Bench:
             started = time.perf_counter()
             self._rollout.decode_round(0 if drafts else 1, gamma)
             whole = time.perf_counter() - started
+            if self._rollout.drafter_failure is not None:
+                raise RuntimeError(f"the drafter failed while it was timed: {self._rollout.drafter_failure}")
             draft = self._rollout.phase_seconds()["draft"] - before
             if warm_up:  # it may prepare kernels
                 warm_up = False
@@ -311,6 +385,10 @@ class _Bench:
         if drafts:
             yield "draft", median(drafting) / gamma
         yield "verify", median(resting)
+
+    def close(self) -> None:
+        """Lets go of the cache."""
+        self._rollout.end()
 
 
 def _free_memory(device: torch.device) -> int:

@@ -1,5 +1,6 @@
 """What a model's shape costs per token, for the roofline: read off the modules, so any architecture will do."""
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -9,7 +10,9 @@ from ..quantization.source_weight import under_adapters
 from ..scheduling.roofline import ModelConstants
 
 
-def model_constants(model: PreTrainedModel, quantized: QuantizedNetwork | None = None) -> ModelConstants:
+def model_constants(
+    model: PreTrainedModel, quantized: QuantizedNetwork | None = None, dtype: torch.dtype | None = None
+) -> ModelConstants:
     """W_T, W_D, C_dense, C_attn and κ of `model` (ER App. E.3), with what `quantized` packs of it as drafter.
 
     Counted over the text decoder and its head. Tied embeddings are one weight that is used twice: they count once in
@@ -18,12 +21,15 @@ def model_constants(model: PreTrainedModel, quantized: QuantizedNetwork | None =
     Args:
         model: the target, or a skeleton of it on the meta device.
         quantized: the drafter's packed layers; None: no drafter, W_D = 0.
+        dtype: what forwards compute in; None: the weights' own. Autocast keeps its casts for a whole rollout, so
+            wider weights are read in this dtype.
     """
+    itemsize = (dtype or model.dtype).itemsize
     config = model.config.get_text_config(decoder=True)
     shape = config.to_dict()  # architectures leave out different keys
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     parameters = {id(p): p for module in (decoder, head) if module is not None for p in module.parameters()}
-    weight_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
+    weight_bytes = sum(p.numel() * min(p.element_size(), itemsize) for p in parameters.values())
 
     # Matrices are multiplied, tables (the input embedding among them) are looked up.
     tables = {id(p) for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
@@ -34,12 +40,11 @@ def model_constants(model: PreTrainedModel, quantized: QuantizedNetwork | None =
     experts = next((p.shape[0] for p in stacks.values()), 0)
     per_token = shape.get("num_experts_per_tok", experts) if stacks else 0
     active = sum(_count(p) for p in stacks.values()) * per_token / max(experts, 1)
-    expert_bytes = sum(p.numel() * p.element_size() for p in stacks.values())
+    expert_bytes = sum(p.numel() * min(p.element_size(), itemsize) for p in stacks.values())
 
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     head_dim = shape.get("head_dim") or config.hidden_size // heads
     kv_heads = shape.get("num_key_value_heads") or heads
-    itemsize = model.dtype.itemsize
     packed = saved = packed_experts = saved_experts = 0.0
     for layer in quantized.layers.values() if quantized is not None else ():
         dense = layer.weight_count * itemsize

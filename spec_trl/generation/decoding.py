@@ -87,13 +87,18 @@ class Rollout:
             self.admit()
             self.decode_round(*self._decide())
         self._finish_statistics()
+        self.end()
         return [completion for completion in self._completions if completion is not None], self._statistics
 
     def begin(self) -> None:
         """Makes drafters and control ready."""
+        self._control.begin(self._rows.capacity, len(self._waiting))
         session = DraftSession(self._rows, self._pipeline, self._do_sample, self._target, self._rejection)
         self._for_each_drafter(lambda drafter: drafter.begin(session))
-        self._control.begin(self._rows.capacity, len(self._waiting))
+
+    def end(self) -> None:
+        """Lets drafters go of the rows and caches, which would outlive the generation with them."""
+        self._for_each_drafter(lambda drafter: drafter.end())
 
     def decode_round(self, which: int, draft_length: int) -> None:
         """One round: drafter `which` drafts γ = `draft_length` tokens per row and the target verifies them; with γ = 0
@@ -225,6 +230,11 @@ class Rollout:
         rows.longest = max((length for row, length in enumerate(lengths) if row not in set(finished)), default=0)
         done = sum(completion is not None for completion in self._completions)
         self._statistics.completion_curve.append((time.perf_counter() - self._started, done))
+
+    @property
+    def drafter_failure(self) -> str | None:
+        """Why a drafter was dropped, or None."""
+        return self._statistics.drafter_failure
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds per phase so far."""

@@ -147,6 +147,10 @@ def speculative_decoding(
     new_tokens = length_limit(stopping_criteria) - width
     longest_prompt = max(len(prompt) for prompt in prompts)
     check_lengths(model, longest_prompt, longest_prompt + new_tokens)
+    capacity = min(batch, config.max_batch_size or batch)
+    profile = None
+    if control is None and config.sd_toggle == "roofline" and (drafter is not None or assistant_strategy != "none"):
+        profile = find_profile(model, config, capacity, longest_prompt + new_tokens)
     if drafter is None:
         drafters = make_drafters(assistant_strategy, model, assistant, config) if config.sd_toggle != "never" else []
     else:
@@ -159,11 +163,7 @@ def speculative_decoding(
                     f'verification="rejection" needs draft probabilities, which {type(each).__name__} has none of. '
                     'Use verification="exact".'
                 )
-    capacity = min(batch, config.max_batch_size or batch)
     if control is None:
-        profile = None
-        if drafters and config.sd_toggle == "roofline":
-            profile = find_profile(model, config, capacity, longest_prompt + new_tokens)
         control = make_control(drafters, config, profile)
 
     device = model.device

@@ -30,8 +30,8 @@ DOUBT = 1.1
 DWELL = 8
 """With refill: rounds between two changes of mind, so that throughput does not fall off at the threshold."""
 RETRY_AFTER = 20
-"""Rollouts without speculation after which old evidence against it is put aside once: drafters improve with training
-(ER App. D), which nobody could see without drafting."""
+"""Generations in which a candidate never drafted, after which old evidence against it is put aside once: drafters
+improve with training (ER App. D), which nobody could see without drafting."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ class AlwaysSpeculate:
         return 0, self._draft_length
 
     def record(self, draft_length: int, seconds: float, tokens: int) -> None:
-        if draft_length:
+        if draft_length == self.candidates[0].draft_length:  # less: a rollout's last rounds
             tally = self.tallies[0]
             tally.rounds += 1
             tally.blocks += self._batch
@@ -178,6 +178,8 @@ class _State:
     window: deque["_Round"] = field(default_factory=lambda: deque(maxlen=WINDOW))
     failed_at: int | None = None  # batch at which it measured slower than autoregressive decoding
     dropped: bool = False
+    idle: int = 0  # generations since it drafted
+    forgiven: bool = False  # in this generation old evidence does not count
 
 
 class _Round(NamedTuple):
@@ -209,27 +211,23 @@ class SpeculationToggle:
         self.margin = margin
         self.tallies = [Tally() for _ in candidates]
         self._states = [_State() for _ in candidates]
-        self._baseline = OverheadCorrection()  # of autoregressive rounds
-        self._plain_seconds: deque[float] = deque(maxlen=32)  # of them too, for candidates without a profile
-        self._idle_rollouts = 0
+        self._baseline = OverheadCorrection()  # of autoregressive rounds; without a profile, their times themselves
 
     def begin(self, capacity: int, requests: int) -> None:
-        spoke = any(tally.rounds for tally in self.tallies)
-        self._idle_rollouts = 0 if spoke else self._idle_rollouts + 1
-        self._forgiving = self._idle_rollouts > RETRY_AFTER
-        if self._forgiving:
-            self._idle_rollouts = 0
-        self.tallies = [Tally() for _ in self.candidates]
-        for state in self._states:
+        for state, tally in zip(self._states, self.tallies, strict=True):
+            state.idle = 0 if tally.rounds else state.idle + 1
+            state.forgiven = state.idle > RETRY_AFTER
+            if state.forgiven:
+                state.idle = 0
+                state.correction.clear()
             state.window.clear()
             state.failed_at, state.dropped = None, False
-            if self._forgiving:
-                state.correction.clear()
+        self.tallies = [Tally() for _ in self.candidates]
         self._capacity = capacity
         self._refills = requests > capacity
         self._active: int | None = None
         self._since_change = DWELL
-        self._probing = max(PROBE_ROUNDS - len(self._plain_seconds), 0)
+        self._probing = PROBE_ROUNDS if self._baseline.is_empty else 0
         self._anchor: int | None = None  # batch of the newest autoregressive round
         self._judgement_due = False
         self._looked_at: int | None = None  # batch at which speculation was last found not to pay
@@ -239,15 +237,15 @@ class SpeculationToggle:
         self._chosen: int | None = None
         self._since_change += 1
         batch_ahead = min(self._capacity, batch + waiting)
-        if self._probing and not self._plain_seconds and CONFIDENT <= self._best(batch_ahead, length)[1] < math.inf:
+        if self._probing and self._baseline.is_empty and CONFIDENT <= self._best(batch_ahead, length)[1] < math.inf:
             self._probing = 0
+        if not self._probing:
+            self._update(batch_ahead, batch, length)
         if self._probing:
             self._probing -= 1
-        else:
-            self._update(batch_ahead, batch, length)
-            if self._active is not None and batch <= self.candidates[self._active].max_rows:
-                self._chosen = self._active
-                return self._active, self.candidates[self._active].draft_length
+        elif self._active is not None and batch <= self.candidates[self._active].max_rows:
+            self._chosen = self._active
+            return self._active, self.candidates[self._active].draft_length
         return 0, 0
 
     def _update(self, batch_ahead: int, batch: int, length: float) -> None:
@@ -306,22 +304,18 @@ class SpeculationToggle:
         if self.tallies[index].rounds >= WINDOW:
             return self.tallies[index].block_efficiency or 1.0
         candidate = self.candidates[index]
-        return candidate.draft_length + 1.0 if self._forgiving else candidate.block_efficiency
+        return candidate.draft_length + 1.0 if self._states[index].forgiven else candidate.block_efficiency
 
     def _autoregressive_seconds(self, roofline: Roofline | None, batch: int, length: float) -> float:
-        """T_p: by the corrected profile, or else as last measured."""
-        if roofline is None:
-            return median(self._plain_seconds)
-        return self._baseline.apply(batch, roofline.target_seconds(batch, length))
+        """T_p: by the corrected profile, or else as last measured at about this batch."""
+        return self._baseline.apply(batch, 0.0 if roofline is None else roofline.target_seconds(batch, length))
 
     def record(self, draft_length: int, seconds: float, tokens: int) -> None:
         batch, length = self._batch, self._length
         if draft_length == 0:
             self._anchor = batch
-            self._plain_seconds.append(seconds)
             roofline = self.candidates[0].roofline  # the target part is the same in all of them
-            if roofline is not None:
-                self._baseline.record(batch, roofline.target_seconds(batch, length), seconds)
+            self._baseline.record(batch, 0.0 if roofline is None else roofline.target_seconds(batch, length), seconds)
             return
         if self._chosen is None or draft_length < self.candidates[self._chosen].draft_length:
             return  # a rollout's last rounds, too short to judge by
@@ -355,13 +349,15 @@ class SpeculationToggle:
         if index is None or not self._states[index].window:
             return
         measured, rounds = self._measured_speedup(index), self.tallies[index].rounds
-        enough = HOPELESS.get(rounds, 1.0)
+        enough = 1.0 if rounds >= WINDOW else HOPELESS[max(n for n in HOPELESS if n <= rounds)]
         if rounds >= WINDOW:
             other, promised = self._best(self._batch, self._length, but=index)
             if promised >= max(measured, 1.0) * (1 + self.margin):
                 self._turn(other)
                 return
-        if measured < (DOUBT if rounds >= WINDOW else enough):
+        # Without a profile nothing is known of this batch before it was measured here.
+        unknown = self.candidates[index].roofline is None
+        if unknown or measured < (DOUBT if rounds >= WINDOW else enough):
             if not self._is_anchored():
                 self._probing, self._judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
             elif measured < enough:

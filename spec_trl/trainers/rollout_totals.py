@@ -148,7 +148,8 @@ class RolloutTotals:
         for edge, depth in zip(DEPTH_EDGES, self.depths, strict=True):
             if depth.blocks:
                 metrics[f"block_efficiency_from_{edge}"] = depth.block_efficiency
-        return metrics
+        # TRL averages over a logging window: one rollout without drafts must not make the average NaN.
+        return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
     def record(
         self, mode: str, rollout: int, step: int, strategy: str, draft_lengths: dict[str, int]
@@ -184,7 +185,9 @@ class RolloutTotals:
                 if depth.blocks
             },
             points=[
-                run_log.RoundPoint(p.batch, p.length, p.draft_length, p.rounds, p.seconds / p.rounds, p.tokens)
+                run_log.RoundPoint(
+                    p.batch, p.length, p.draft_length, p.rounds, p.seconds / p.rounds, p.tokens, p.drafter
+                )
                 for p in self.points
             ],
         )

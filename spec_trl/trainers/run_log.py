@@ -43,6 +43,7 @@ class RoundPoint:
         rounds: how many rounds.
         seconds: mean seconds of one of them.
         tokens: tokens that all of them committed, over all rows.
+        drafter: the strategy that drafted; None: none did.
     """
 
     batch: int
@@ -51,6 +52,7 @@ class RoundPoint:
     rounds: int
     seconds: float
     tokens: int
+    drafter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,11 @@ class SpecGRPOConfig(GRPOConfig):
                 f"assistant_strategy={self.assistant_strategy!r} has none of. "
                 'Use verification="exact".'
             )
+        if self.roofline_profile is not None and self.assistant_strategy == "none":
+            raise ValueError(
+                f"roofline_profile={self.roofline_profile!r} has no use with assistant_strategy='none'; drop one of "
+                "them."
+            )
         self.draft_length_controller()
         # SpeculativeConfig checks the rest; this one has another name there, which its error would give.
         if self.rollout_batch_size is not None:

@@ -5,7 +5,7 @@ import json
 import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ COLLAPSE = 0.5
 """An acceptance rate below this share of the rollout's before is worth a warning, if that was COLLAPSE_FROM or more:
 lookup drafters that accept little anyway come and go."""
 COLLAPSE_FROM = 0.3
-COLLAPSE_DRAFTED = 256
-"""Draft tokens in both rollouts from which on their acceptance rates can be compared."""
+COLLAPSE_DRAFTED = 64
+"""Draft tokens of a rollout from which on its acceptance rate is compared: a toggle stops a bad drafter early."""
 
 
 class SpecGRPOTrainer(GRPOTrainer):
@@ -77,6 +77,8 @@ class SpecGRPOTrainer(GRPOTrainer):
                 "FSDP is not served yet: the drafter needs the gathered weights of each layer. Use DDP or DeepSpeed."
             )
         self._speculative_config = args.speculative_config()
+        if args.roofline_profile is not None and Path(args.roofline_profile).exists():
+            Profile.load(args.roofline_profile)  # a broken file is refused before any work
         self._drafters: list[Drafter] | None = None
         self._drafted_step = -1
         self._profile: Profile | None = None
@@ -97,6 +99,7 @@ class SpecGRPOTrainer(GRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         # Weights are replaced around a run (resuming, a second run, load_best_model_at_end) while no step is counted.
         self._drafted_step = -1
+        self._log = None  # a run has a header of its own
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -243,19 +246,25 @@ class SpecGRPOTrainer(GRPOTrainer):
             candidate.block_efficiency = controller.block_efficiency
         return self._control
 
-    def _shared_profile(self, policy: PreTrainedModel, shape: torch.Size) -> Profile:
+    def _shared_profile(self, policy: PreTrainedModel, shape: torch.Size) -> Profile | None:
         """The roofline profile, found or measured on one rank; the others would disturb its times."""
-        rows, width = shape
-        batch, length = self.args.rollout_batch_size or rows, width + self.args.max_completion_length
-        found: list[Profile | None] = [None]
+        rows = max(shape[0], self.args.per_device_train_batch_size * self.args.steps_per_generation)
+        batch, length = min(self.args.rollout_batch_size or rows, rows), shape[1] + self.args.max_completion_length
+        found: list[Profile | Exception | None] = [None]
         if self.accelerator.is_main_process:
-            copy_to = Path(self.args.output_dir) / PROFILE_FILE
-            found[0] = find_profile(policy, self._speculative_config, min(batch, rows), length, copy_to)
+            try:
+                copy_to = Path(self.args.output_dir) / PROFILE_FILE
+                found[0] = find_profile(policy, self._speculative_config, batch, length, copy_to)
+            except Exception as error:  # raised on all ranks, or the others would wait for ever
+                found[0] = error
         broadcast_object_list(found)
         profile = found[0]
-        assert profile is not None
-        if profile.key != profile_key(policy, self._speculative_config):  # another device than rank 0's
-            profile = find_profile(policy, self._speculative_config, min(batch, rows), length)
+        if isinstance(profile, Exception):
+            raise profile
+        if profile is not None and profile.key != profile_key(policy, self._speculative_config):
+            # Another device than rank 0's: what was named is for that one.
+            own = replace(self._speculative_config, roofline_profile=None)
+            profile = find_profile(policy, own, batch, length)
         return profile
 
     def _request_ids(self, count: int) -> list[int]:
@@ -291,10 +300,10 @@ class SpecGRPOTrainer(GRPOTrainer):
     def _warn_of_collapse(self, totals: RolloutTotals) -> None:
         """One warning when acceptance falls apart between two rollouts: a drafter that has lost its policy is slow,
         and nothing else would show it."""
+        if totals.drafts.drafted < COLLAPSE_DRAFTED:
+            return
         previous, self._previous = self._previous, totals
         if previous is None or previous.main_drafter != totals.main_drafter:
-            return
-        if min(previous.drafts.drafted, totals.drafts.drafted) < COLLAPSE_DRAFTED:
             return
         before, now = previous.drafts.acceptance_rate, totals.drafts.acceptance_rate
         if before >= COLLAPSE_FROM and now < COLLAPSE * before:
@@ -353,7 +362,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             return
         state = json.loads(path.read_text())
         self._rollouts = state["rollouts"]
-        self._saved_draft_lengths = state["draft_lengths"]
+        self._saved_draft_lengths = state.get("draft_lengths", {})  # older checkpoints have none
         if (history := self._history_file(checkpoint)).exists():
             self._saved_history = torch.load(history, weights_only=True)
         self._drafters = self._control = None  # made anew from what was saved

@@ -108,7 +108,7 @@ def test_key_names_what_a_profile_depends_on(policy: LlamaForCausalLM) -> None:
     assert key == profile_key(tiny_llama(seed=5).float(), config)  # weights do not matter, nor does a name
     changed = [
         profile_key(policy, replace(config, draft_quantization="rtn-w8")),
-        profile_key(policy, replace(config, draft_kernel="reference")),
+        profile_key(policy, replace(config, draft_kernel="reference")),  # "auto" takes a fast one
         profile_key(policy, replace(config, draft_lm_head="dense")),
         profile_key(tiny_llama(intermediate_size=128).float(), config),
         profile_key(tiny_llama(), config),
@@ -133,6 +133,47 @@ def calibrations(monkeypatch: pytest.MonkeyPatch, profile: Profile) -> list[tupl
 
 def toggled(**options: Any) -> SpeculativeConfig:
     return SpeculativeConfig(sd_toggle="roofline", **options)
+
+
+def test_profile_for_less_is_measured_again_for_both(
+    policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    find_profile(policy, toggled(), 4, 600)  # the module's profile is for 4 rows and 600 tokens
+    find_profile(policy, toggled(), 8, 1000)
+    assert calibrations == [(4, 600)]
+    find_profile(policy, toggled(), 16, 100)
+    find_profile(policy, toggled(), 2, 2000)
+    assert calibrations == [(4, 600), (16, 600), (4, 2000)]
+
+
+def test_cache_that_cannot_be_written_or_read_is_no_reason_to_stop(
+    policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    find_profile(policy, toggled(), 4, 600)
+    (file,) = (tmp_path / "cache" / "spec_trl" / "profiles").iterdir()
+    file.write_text("{")
+    with pytest.warns(UserWarning, match="is left aside, and the machine calibrated again"):
+        assert find_profile(policy, toggled(), 4, 600) == profile
+    assert len(calibrations) == 2
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "file"))
+    named = tmp_path / "named.json"
+    with pytest.warns(UserWarning, match="could not be kept in"):
+        assert find_profile(policy, toggled(roofline_profile=str(named)), 4, 600) == profile
+    assert Profile.load(named) == profile
+
+
+def test_without_a_kernel_only_measuring_tells(
+    policy: LlamaForCausalLM, calibrations: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrating, "find_kernel", lambda name, layer: "nothing for this machine")
+    assert find_profile(policy, toggled(), 4, 600) is None
+    assert calibrations == []
+    monkeypatch.undo()
+    monkeypatch.setattr(calibrating, "find_kernel", lambda name, layer: "nothing for this machine")
+    with pytest.raises(ValueError, match="draft_kernel='auto' with .* can pack no layer"):
+        calibrate(policy)
 
 
 def test_found_again_in_the_cache(

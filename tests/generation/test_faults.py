@@ -12,6 +12,7 @@ from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.rows import Admission
 from spec_trl.generation.sampling import RoundNoise
 from spec_trl.generation.verification import Proposal
+from spec_trl.scheduling.toggle import AlwaysSpeculate, Candidate, SpeculationToggle
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 
@@ -151,6 +152,19 @@ def test_exceptions_drop_the_drafter(method: str, nth: int, tiny, prompts, expec
         assert len(caught) == 1
         assert "KeyError" in result.statistics.drafter_failure
     assert outputs(result) == expected
+
+
+@pytest.mark.parametrize("control", [AlwaysSpeculate, lambda candidate: SpeculationToggle([candidate])])
+def test_a_drafter_that_cannot_begin_leaves_plain_rounds(control, tiny, prompts, expected) -> None:
+    config = {"max_batch_size": 3, "draft_length": 2}
+    deciding = control(Candidate("custom", 2, 2.0, 100))
+    for _ in range(2):  # a control that has been in use, too
+        with pytest.warns(UserWarning, match="the drafter Perfect failed"):
+            result = generate(
+                tiny, prompts, drafter=Perfect(expected, "begin", 1), config=config, control=deciding, **EOS
+            )
+        assert outputs(result) == expected
+        assert result.statistics.speculating == [(0, 0)]
 
 
 def test_ctrl_c_is_not_a_drafter_failure(tiny, prompts) -> None:

@@ -250,6 +250,51 @@ def test_auto_ends_with_the_fastest_candidate(best: int, profiled: bool) -> None
     assert set(machine.chosen[-100:]) == {best}
 
 
+def test_a_slightly_bad_start_is_given_a_whole_window() -> None:
+    """0.7 after four or five rounds is no reason to give up yet: acceptance varies."""
+    machine = faithful(SpeculationToggle([candidate()]))
+    taus = iter([2.6] * 6 + [6.0] * 1000)
+    machine.tokens_per_row = lambda index: next(taus)
+    machine.run([8] * 120)
+    assert machine.spoke[-50:] == [True] * 50
+
+
+def test_without_a_profile_the_baseline_is_of_like_batches() -> None:
+    """Rounds cost what their rows cost, speculative ones 1.3 times that per token: after many plain rounds at 64 rows
+    that must still show at 8."""
+    machine = Machine(
+        SpeculationToggle([candidate(roofline=None, max_rows=8)]),
+        lambda batch, length: batch * 1e-3,
+        lambda index, batch, length, gamma: 1.3 * 5 * batch * 1e-3,
+    )
+    machine.run([64] * 40 + [8] * 100)
+    assert any(machine.spoke) and not any(machine.spoke[-40:])
+
+
+def test_each_candidate_gets_its_second_chance() -> None:
+    toggle = SpeculationToggle([candidate(name="self"), candidate(name="history")])
+    better = [0]
+    machine = Machine(
+        toggle,
+        A100.target_seconds,
+        lambda index, *shape: A100.cycle_seconds(*shape) * (1 if index == better[0] else 3),
+    )
+    for _ in range(3):
+        machine.run([4] * 100)
+    better[0] = 1  # the second epoch: now the history knows the texts
+    toggle.candidates[0].block_efficiency = 2.0
+    for _ in range(RETRY_AFTER + 2):
+        machine.run([4] * 100)
+    assert set(machine.chosen[-50:]) == {1}
+
+
+def test_dropped_before_the_first_round() -> None:
+    for control in (SpeculationToggle([candidate()]), AlwaysSpeculate(candidate())):
+        control.begin(4, 4)
+        control.drop(0)
+        assert control.decide(4, 512.0, 0)[1] == 0
+
+
 def test_auto_ends_without_any_where_none_pays() -> None:
     toggle = SpeculationToggle([candidate(name=name) for name in ("self", "history")])
     machine = faithful(toggle, slower=4.0)
@@ -289,6 +334,7 @@ def test_tallies_count_what_was_speculated() -> None:
 def test_always_and_never() -> None:
     always = faithful(AlwaysSpeculate(candidate(max_rows=16)))
     always.run(SHRINKING)
+    always.control.record(2, 1.0, 2)  # cut short where no row has room for more: says nothing about τ
     assert always.spoke == [batch <= 16 for batch, _ in always.decisions]
     assert always.control.tallies[0].block_efficiency == 5.0
     never = faithful(NeverSpeculate())

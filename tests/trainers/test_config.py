@@ -120,6 +120,12 @@ def test_effect_of_roofline_profile(run_one_step: OneStep, tmp_path: Path, quick
     assert len(quick_calibration) == 1  # read, not measured again
 
 
+def test_broken_profile_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text('{"version": 1, ')
+    with pytest.raises(ValueError, match="broken.json is not a valid roofline profile"):
+        make_trainer(tmp_path, sd_toggle="roofline", roofline_profile=str(tmp_path / "broken.json"))
+
+
 def test_profile_in_the_cache_and_in_the_output(
     run_one_step: OneStep, tmp_path: Path, quick_calibration: list[int]
 ) -> None:
@@ -215,6 +221,7 @@ def test_effect_of_rollout_batch_size(
         ({"sd_margin": -0.1}, "^sd_margin=-0.1 is out of range"),
         ({"roofline_mismatch": "ignore"}, "^roofline_mismatch='ignore' is unknown"),
         ({"roofline_profile": "p.json", "sd_toggle": "always"}, "^roofline_profile='p.json' is read under"),
+        ({"roofline_profile": "p.json", "assistant_strategy": "none"}, "^roofline_profile='p.json' has no use with"),
         ({"history_max_tokens": 0}, "^history_max_tokens=0 is out of range"),
         ({"rollout_batch_size": 0}, "^rollout_batch_size=0 is out of range; it must be at least 1"),
         ({"rollout_batch_size": "8"}, "^rollout_batch_size='8' is a str; pass an integer"),

@@ -67,6 +67,20 @@ def test_resumed_run_goes_on_with_its_draft_length(tmp_path: Path) -> None:
     assert state["draft_lengths"]["self"]["draft_length"] == 2 and len(state["draft_lengths"]["self"]["window"]) == 1
 
 
+def test_checkpoints_without_draft_lengths_start_at_the_first(tmp_path: Path) -> None:
+    saving = dict(save_strategy="steps", save_steps=2)
+    train(tmp_path, max_steps=2, **saving)
+    (tmp_path / "checkpoint-2" / "rollout_state.json").write_text(json.dumps({"rollouts": {"train": 2, "eval": 0}}))
+    rest = train(tmp_path, resume=tmp_path / "checkpoint-2", max_steps=3, **saving)
+    assert [math.ceil(length) for length in rest.metric("rollout/draft_length")] == [5]
+
+
+def test_checkpoint_of_another_strategy_and_ladder(tmp_path: Path) -> None:
+    train(tmp_path, "ngram", max_steps=2, save_strategy="steps", save_steps=2)
+    rest = train(tmp_path, "self", resume=tmp_path / "checkpoint-2", max_steps=3, draft_lengths=[2, 3])
+    assert [math.ceil(length) for length in rest.metric("rollout/draft_length")] == [2]
+
+
 def test_resumed_run_remembers_its_history(tmp_path: Path) -> None:
     saving = dict(save_strategy="steps", save_steps=3, trainer={"train_dataset": tiny_dataset(2)})
     train(tmp_path, "history", max_steps=3, **saving)

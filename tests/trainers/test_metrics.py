@@ -72,7 +72,7 @@ def test_one_token_leaves_nothing_to_draft(tmp_path: Path) -> None:
     run = train(tmp_path, max_completion_length=1)
     assert run.metric("rollout/sd_on_fraction") == [0.0] * 3
     assert run.metric("rollout/draft_length") == [0.0] * 3
-    assert run.metric("rollout/block_efficiency") == [None] * 3  # how TRL logs NaN
+    assert run.metric("rollout/block_efficiency") == []  # nothing to report, and no NaN in TRL's averages
     assert all(run.metric("rollout/target_entropy"))
 
 

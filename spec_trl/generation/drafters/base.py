@@ -75,6 +75,10 @@ class Drafter(CandidateGenerator):
     def observe(self) -> None:
         """The round's verified tokens are committed: `session.rows` tells which drafts survived."""
 
+    def end(self) -> None:
+        """The generation is over: lets go of its session."""
+        del self.session
+
     @property
     def cache_bytes(self) -> int:
         """Bytes of K/V cache that the drafter holds beside the target's."""

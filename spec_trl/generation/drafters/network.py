@@ -13,6 +13,10 @@ from ..verification import Proposal
 from .base import Drafter, DraftSession
 
 
+CATCH_UP = 16
+"""Tokens per row that one forward of a drafter's catching up may hold."""
+
+
 class NetworkDrafter(Drafter):
     """Drafts with a causal language model over a ragged cache.
 
@@ -41,6 +45,10 @@ class NetworkDrafter(Drafter):
             layers = self.network.config.get_text_config(decoder=True).num_hidden_layers
             cache = RaggedCache(layers, rows.capacity, rows.columns)
         self._runner = EagerRunner(self.network, cache)
+
+    def end(self) -> None:
+        super().end()
+        del self._runner, self._cached
 
     def admit(self, admission: Admission) -> None:
         if self._cached is not None:
@@ -91,9 +99,13 @@ class NetworkDrafter(Drafter):
         rows = self.session.rows
         missing = 1
         if self._cached is not None:
-            # Usually 1, or 2 after a block that was accepted whole. Rows that miss fewer feed some tokens again, which
-            # rewrites the same K/V.
+            # Usually 1, or 2 after a block that was accepted whole; more after rounds in which it did not draft. Rows
+            # that miss fewer feed some tokens again, which rewrites the same K/V.
             missing = int((rows.lengths - self._cached[: rows.active]).max())
+        while missing > CATCH_UP:  # in pieces, without logits: all at once would need memory for a long prompt's
+            columns = rows.columns_behind(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]
+            self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)
+            missing -= CATCH_UP
         columns = rows.columns_behind(-missing, missing).clamp(min=0)  # [B, missing]
         return self._forward(columns, rows.longest)[:, -1]
 

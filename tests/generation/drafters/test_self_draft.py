@@ -155,10 +155,18 @@ def test_every_quantization_drafts(
 
 def test_the_drafter_shares_the_targets_cache(tiny: PreTrainedModel, prompts: Prompts) -> None:
     drafter = SelfDrafter(tiny, *OPTIONS)
+    shared = []
+    end = drafter.end
+
+    def watched_end() -> None:
+        shared.append(drafter._runner.cache is drafter.session.target.cache)
+        shared.append(drafter.cache_bytes == 0)
+        end()
+
+    drafter.end = watched_end
     result = generate(tiny, prompts, drafter=drafter)
-    assert drafter.cache_bytes == 0
-    assert drafter._runner.cache is drafter.session.target.cache
-    assert result.statistics.cache_bytes == drafter.session.target.cache.bytes
+    assert shared == [True, True]
+    assert result.statistics.cache_bytes == generate(tiny, prompts).statistics.cache_bytes
 
 
 def test_rows_beyond_the_kernel_decode_autoregressively(fresh: LlamaForCausalLM) -> None:

@@ -4,9 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from spec_trl.generation.drafters.base import DraftSession
+from spec_trl.generation.drafters.network import CATCH_UP
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
+from spec_trl.scheduling.toggle import AlwaysSpeculate, Candidate
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -114,3 +118,46 @@ def test_forwards_and_cache_are_counted(tiny, tiny_assistant) -> None:
     fed = sum((until - since) * gamma for (since, gamma), (until, _) in zip(spans, spans[1:], strict=False))
     assert statistics.draft_forwards == 1 + fed
     assert statistics.target_forwards == 1 + statistics.rounds
+
+
+def test_catching_up_after_rounds_without_it_goes_in_pieces(tiny: PreTrainedModel) -> None:
+    """Forty rounds autoregressively, then drafts: the cache is filled by forwards of bounded width, and holds what it
+    should, so the target as its own assistant is accepted throughout."""
+
+    class Late(AlwaysSpeculate):
+        rounds = 0
+
+        def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+            self.rounds += 1
+            index, draft_length = super().decide(batch, length, waiting)
+            return index, draft_length if self.rounds > 2.5 * CATCH_UP else 0
+
+    drafter = SmallModelDrafter(tiny, tiny)
+    widths = []
+    begin = drafter.begin
+
+    def watched_begin(session: DraftSession) -> None:
+        begin(session)
+        for name in ("forward", "prefill"):
+            original = getattr(drafter._runner, name)
+
+            def watched(tokens: Tensor, *rest: Any, original: Any = original, **more: Any) -> Any:
+                widths.append(tokens.shape[1])
+                return original(tokens, *rest, **more)
+
+            setattr(drafter._runner, name, watched)
+
+    drafter.begin = watched_begin  # type: ignore[method-assign]
+    prompts, options = pad_left(random_rows([5, 9, 3])), dict(max_new_tokens=60)
+    control = Late(Candidate("model", 3, 3.0, 100))
+    result = generate(tiny, prompts, "model", drafter=drafter, control=control, **options)
+    assert outputs(result) == outputs(generate(tiny, prompts, **options))
+    assert result.statistics.acceptance_rate == 1
+    drafted = widths[widths.index(CATCH_UP) :]
+    assert drafted[:3] == [CATCH_UP, CATCH_UP, int(2.5 * CATCH_UP) + 1 - 2 * CATCH_UP] and max(drafted) == CATCH_UP
+
+
+def test_nothing_of_a_generation_outlives_it(tiny: PreTrainedModel) -> None:
+    drafter = SmallModelDrafter(tiny_llama(seed=1), tiny)
+    generate(tiny, pad_left(random_rows([5, 9])), "model", drafter=drafter)
+    assert not {"session", "_runner", "_cached"} & vars(drafter).keys()
