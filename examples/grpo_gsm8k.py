@@ -12,6 +12,7 @@ Every field of SpecGRPOConfig is an option (--help lists them); a YAML file can 
 """
 
 import re
+import statistics
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -139,18 +140,24 @@ def main() -> None:
 def print_summary(history: list[dict[str, Any]], strategy: str) -> None:
     """One line: what was learnt, and how fast rollouts were."""
     steps = [entry for entry in history if "rollout/seconds" in entry]
+    drafted = [entry for entry in steps if "rollout/block_efficiency" in entry]  # the toggle may have kept it off
 
     def mean(name: str) -> float:
-        return sum(entry[name] for entry in steps) / len(steps)
+        return statistics.fmean(entry[name] for entry in steps if name in entry)
 
     line = (
         f"{len(steps)} logged steps, reward {steps[0]['reward']:.3f} to {steps[-1]['reward']:.3f}; "
         f"rollouts with assistant_strategy={strategy!r}: {sum(entry['rollout/seconds'] for entry in steps):.1f} s, "
         f"{mean('rollout/tokens_per_second'):.0f} tokens/s"
     )
-    if strategy != "none":
-        line += f", {mean('rollout/block_efficiency'):.2f} tokens per verified block, "
-        line += f"{mean('rollout/acceptance_rate'):.3f} of drafts accepted"
+    if drafted:
+        line += (
+            f", {mean('rollout/sd_on_fraction'):.0%} of the rounds speculative, "
+            f"{mean('rollout/block_efficiency'):.2f} tokens per verified block, "
+            f"{mean('rollout/acceptance_rate'):.3f} of drafts accepted"
+        )
+    elif strategy != "none":
+        line += "; speculation would not have paid here"
     print(line)
 
 

@@ -50,7 +50,7 @@ def test_gsm8k_on_a_small_model(tmp_path: Path) -> None:
         "grpo_gsm8k.py", "--model", str(model), "--dataset", str(SHARED / "data" / "gsm8k" / "train.jsonl"),
         "--max_steps", "2", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1",
         "--num_generations", "4", "--max_completion_length", "32", "--learning_rate", "1e-3", "--use_cpu",
-        "--output_dir", str(tmp_path),
+        "--output_dir", str(tmp_path), "--sd_toggle", "always",
     )  # fmt: skip
     assert "questions of up to 480 tokens, completions of up to 32 tokens" in printed
     assert re.search(r"2 logged steps, reward .* assistant_strategy='self': .* of drafts accepted", printed)

@@ -36,7 +36,7 @@ def imaginary_profile(draft_seconds: float) -> Profile:
         key=profile_key(policy, SpeculativeConfig()),
         roofline=replace(SLOW_TARGET, coefficients=replace(SLOW_TARGET.coefficients, t_D=draft_seconds)),
         draft_max_rows=SelfDrafter(policy).max_rows,
-        diagnostics={},
+        diagnostics={"max_batch_size": 64, "max_length": 4096},
         created="2026-11-21T00:00:00+00:00",
     )
 
