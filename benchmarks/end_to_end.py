@@ -269,7 +269,11 @@ def main() -> None:
         "machine": machine,
         "target": task.facts,
         "options": shown | asdict(size) | {"longest_prompt": task.longest_prompt, "questions": len(task.dataset)},
-        "shape": task.make_policy().config.get_text_config(decoder=True).to_dict(),
+        "shape": {  # a path would be of this machine
+            name: value
+            for name, value in task.make_policy().config.get_text_config(decoder=True).to_dict().items()
+            if name != "_name_or_path"
+        },
         "calibration": calibration,
         "configurations": configurations,
         "best_fixed": best_fixed(summaries),
