@@ -19,6 +19,8 @@ import torch
 import transformers
 from torch import nn
 
+from spec_trl.generation.calibrating import processor_name
+
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -93,13 +95,8 @@ def count_forwards(model: nn.Module) -> Iterator[Gauge]:
 
 def describe_machine(device: torch.device) -> dict[str, object]:
     """Processor, accelerator, threads, versions and date, as plain data for a result file."""
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
     return {
-        "cpu": processor,
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "load_average_1min": os.getloadavg()[0],  # well above `threads`: others were running too

@@ -47,7 +47,7 @@ DRAFT_LENGTHS = (3, 7, 11)
 BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
 GEMM_ROWS = (256, 512, 1024)
-"""Rows at which GEMMs have long been bound by compute: F_eff is their mean (facts of ER's released code)."""
+"""Rows at which GEMMs have long been bound by compute: F_eff is taken from them."""
 MEMORY_SHARE = 0.3
 """Of the free memory, what the sweep's K/V cache may take."""
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 15
@@ -152,12 +152,17 @@ def hardware_name(device: torch.device) -> str:
     """The device's name; of a CPU with the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    return f"{processor_name()}, {torch.get_num_threads()} threads"
+
+
+def processor_name() -> str:
+    """The CPU's name, as the system gives it."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         name = models[0] if models else name
-    return f"{name}, {torch.get_num_threads()} threads"
+    return name
 
 
 def find_profile(
@@ -177,7 +182,8 @@ def find_profile(
         extra_copy: also save it here (a run's output directory).
 
     Returns:
-        None where no kernel can hold the drafter's layers: then only measuring tells whether a draft pays.
+        None where no kernel can hold the drafter's layers, or where calibrating failed: then only measuring tells
+        whether a draft pays.
 
     Raises:
         ProfileMismatch: the named profile is for something else and `roofline_mismatch` is `"error"`.
@@ -189,7 +195,7 @@ def find_profile(
         return None
     if profile is None:
         profile = _cached_or_new(model, config, key, max_batch_size, max_length)
-    if extra_copy is not None:
+    if profile is not None and extra_copy is not None:
         profile.save(extra_copy)
     return profile
 
@@ -211,7 +217,7 @@ def _named_profile(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Pr
 
 def _cached_or_new(
     model: PreTrainedModel, config: SpeculativeConfig, key: ProfileKey, max_batch_size: int, max_length: int
-) -> Profile:
+) -> Profile | None:
     cached = _cache_directory() / key.file_name
     if cached.exists():
         try:
@@ -223,14 +229,21 @@ def _cached_or_new(
             max_batch_size, max_length = max(max_batch_size, covered[0]), max(max_length, covered[1])
         except (ValueError, KeyError) as error:  # nobody named this file: it is no reason to stop
             warnings.warn(f"{cached} is left aside, and the machine calibrated again: {error}", stacklevel=2)
-    profile = calibrate(model, config, max_batch_size, max_length)
-    named = config.roofline_profile
-    if named is not None and not Path(named).exists():
-        profile.save(named)
+    try:
+        profile = calibrate(model, config, max_batch_size, max_length)
+    except RuntimeError as error:  # the drafter's fault or too little memory: neither may end a run
+        warnings.warn(
+            f"the machine could not be calibrated, so measured rounds alone decide when to speculate: {error}",
+            stacklevel=2,
+        )
+        return None
     try:
         profile.save(cached)
     except OSError as error:  # a read-only home
         warnings.warn(f"the roofline profile could not be kept in {cached}: {error}", stacklevel=2)
+    named = config.roofline_profile
+    if named is not None and not Path(named).exists():
+        profile.save(named)
     return profile
 
 

@@ -64,7 +64,8 @@ class SpeculativeConfig:
     > The quantized self-drafter (`"self"`)
 
     Args:
-        draft_quantization: `"rtn-w4-g128"`, `"rtn-w4-g64"`, `"rtn-w4-g32"` or `"rtn-w8"`.
+        draft_quantization: `"rtn-w4-g128"`, `"rtn-w4-g64"`, `"rtn-w4-g32"` or `"rtn-w8"`; or `"awq-w4-g128"` and its
+            smaller groups, which round to nearest until a drafter is refreshed with activation statistics.
         draft_kernel: `"auto"` or the name of a kernel in `spec_trl.quantization.kernels`.
         draft_lm_head: `"dense"` shares the policy's output head, `"packed"` quantizes it for the drafter as well,
             `"auto"` packs it where it is a large share of a draft step.

@@ -1,6 +1,6 @@
 """Joins drafters to the control that decides when they draft."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..scheduling.profile import Profile
@@ -16,24 +16,21 @@ def make_control(
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
     profile: Profile | None = None,
-    block_efficiency: Mapping[str, float] | None = None,
 ) -> Control:
     """The control that `config.sd_toggle` asks for, over `drafters` in their order.
 
     Args:
         drafters: none: autoregressive decoding.
-        config: `sd_toggle`, `sd_margin`, `draft_length`.
+        config: `sd_toggle`, `sd_margin`, `draft_length`; τ_prev is γ at first (ER Algorithm 1 line 1).
         profile: of `sd_toggle="roofline"`.
-        block_efficiency: τ_prev by strategy; γ where there is none yet (ER Algorithm 1 line 1).
     """
     if not drafters or config.sd_toggle == "never":
         return NeverSpeculate()
-    known = block_efficiency or {}
     candidates = [
         Candidate(
             name=drafter.strategy,
             draft_length=config.draft_length,
-            block_efficiency=known.get(drafter.strategy, float(config.draft_length)),
+            block_efficiency=float(config.draft_length),
             max_rows=drafter.max_rows,
             roofline=None if profile is None else _roofline_of(drafter, profile.roofline),
             is_network=drafter.has_probabilities,

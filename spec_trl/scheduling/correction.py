@@ -4,26 +4,26 @@ from collections import deque
 from statistics import median
 
 
+MEMORY = 16
+"""Rounds of one size that count."""
+
+
 class OverheadCorrection:
     """How much longer rounds of one kind take than predicted: a correction of the overhead per round, in seconds.
 
     Kept apart for batches of like size (up to a factor of 2), because a profile errs differently for few rows and for
     many; where a size was never measured, the nearest one speaks for it. Each is the median over the newest rounds:
     one round that the machine spent elsewhere changes nothing.
-
-    Args:
-        memory: rounds of one size that count.
     """
 
-    def __init__(self, memory: int = 16) -> None:
-        self._memory = memory
+    def __init__(self) -> None:
         self._residuals: dict[int, deque[float]] = {}  # by the batch's bit length
         self._overheads: dict[int, float] = {}  # medians, as they are asked for
 
     def record(self, batch: int, predicted: float, seconds: float) -> None:
         """Takes one round of `batch` rows that took `seconds` instead of `predicted`."""
         size = batch.bit_length()
-        self._residuals.setdefault(size, deque(maxlen=self._memory)).append(seconds - predicted)
+        self._residuals.setdefault(size, deque(maxlen=MEMORY)).append(seconds - predicted)
         self._overheads.pop(size, None)
 
     @property

@@ -173,8 +173,10 @@ class SpecGRPOTrainer(GRPOTrainer):
             self.accelerator.autocast(),
         ):
             policy = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
+            started = time.perf_counter()
             drafters = self._make_drafters(policy)
-            control = self._current_control(policy, drafters, input_ids.shape)
+            making = time.perf_counter() - started
+            control = self._current_control(policy, drafters, input_ids.shape)  # may calibrate, once
             self._announce_new_weights(drafters)
             started = time.perf_counter()
             output = policy.generate(
@@ -187,7 +189,8 @@ class SpecGRPOTrainer(GRPOTrainer):
                 request_ids=self._request_ids(len(prompt_ids)),
                 control=control,
             )
-        self._totals.add(output.statistics, control, len(prompt_ids), time.perf_counter() - started)
+        self._totals.add(output.statistics, control, len(prompt_ids), making + time.perf_counter() - started)
+        self._totals.refresh_seconds += making
         for drafter in drafters:
             if isinstance(drafter, SelfDrafter):
                 self._totals.refresh_seconds += drafter.refresh_seconds
@@ -200,15 +203,9 @@ class SpecGRPOTrainer(GRPOTrainer):
     def _make_drafters(self, policy: PreTrainedModel) -> list[Drafter]:
         """The drafters, made at the first rollout."""
         if self._drafters is None:
-            started = time.perf_counter()
-            wanted = self.args.sd_toggle != "never"
-            self._drafters = (
-                make_drafters(
-                    self.args.assistant_strategy, policy, self.args.assistant_model, self._speculative_config
-                )
-                if wanted
-                else []
-            )
+            strategy = "none" if self.args.sd_toggle == "never" else self.args.assistant_strategy
+            assistant = None if strategy == "none" else self.args.assistant_model
+            self._drafters = make_drafters(strategy, policy, assistant, self._speculative_config)
             for drafter in self._drafters:
                 controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
                 if drafter.strategy in self._saved_draft_lengths:
@@ -218,7 +215,6 @@ class SpecGRPOTrainer(GRPOTrainer):
                 if isinstance(drafter, SelfDrafter) and (names := drafter.quantized.activation_aware_layers):
                     self._activations = ActivationStatistics(policy, names)
             self._drafted_step = self.state.global_step
-            self._totals.refresh_seconds += time.perf_counter() - started
         return self._drafters
 
     def _announce_new_weights(self, drafters: list[Drafter]) -> None:
@@ -290,7 +286,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         for name, value in totals.metrics().items():
             self._metrics[mode][f"rollout/{name}"].append(value)
         if self.accelerator.is_main_process:
-            self._log_rollout(mode, totals, draft_lengths)
+            step, strategy = self.state.global_step, self.args.assistant_strategy
+            self._run_log().append(totals.record(mode, self._rollouts[mode], step, strategy, draft_lengths))
         if mode == "eval":
             return
         self._warn_of_collapse(totals)
@@ -332,12 +329,6 @@ class SpecGRPOTrainer(GRPOTrainer):
                 )
             )
         return self._log
-
-    def _log_rollout(self, mode: str, totals: RolloutTotals, draft_lengths: dict[str, int]) -> None:
-        record = totals.record(
-            mode, self._rollouts[mode], self.state.global_step, self.args.assistant_strategy, draft_lengths
-        )
-        self._run_log().append(record)
 
     def _log_step(self, step: int, seconds: float, phases: dict[str, float]) -> None:
         if self.accelerator.is_main_process:

@@ -164,6 +164,19 @@ def test_cache_that_cannot_be_written_or_read_is_no_reason_to_stop(
     assert Profile.load(named) == profile
 
 
+def test_calibration_that_fails_does_not_end_a_run(
+    policy: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("the kernel's own trouble")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SelfDrafter, "propose", fail)
+        with pytest.warns(UserWarning, match="could not be calibrated, .* measured rounds alone decide"):
+            assert find_profile(policy, toggled(), 1, 200) is None
+    assert not (tmp_path / "cache").exists()
+
+
 def test_without_a_kernel_only_measuring_tells(
     policy: LlamaForCausalLM, calibrations: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

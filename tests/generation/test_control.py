@@ -181,10 +181,10 @@ def test_controls_by_configuration(tiny: LlamaForCausalLM) -> None:
     assert isinstance(make_control(drafters[:1], SpeculativeConfig()), AlwaysSpeculate)
     assert isinstance(make_control(drafters, SpeculativeConfig()), SpeculationToggle)  # by measuring
     config = SpeculativeConfig(sd_toggle="roofline", sd_margin=0.2, draft_length=3)
-    control = make_control(drafters, config, PROFILE, {"history": 1.5})
+    control = make_control(drafters, config, PROFILE)
     assert isinstance(control, SpeculationToggle) and control.margin == 0.2
     assert [candidate.name for candidate in control.candidates] == ["self", "history", "model", "ngram"]
-    assert [candidate.block_efficiency for candidate in control.candidates] == [3.0, 1.5, 3.0, 3.0]
+    assert [candidate.block_efficiency for candidate in control.candidates] == [3.0] * 4
     assert [candidate.is_network for candidate in control.candidates] == [True, False, True, False]
     assert control.candidates[0].max_rows == drafters[0].max_rows
 

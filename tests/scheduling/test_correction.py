@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec_trl.scheduling.correction import OverheadCorrection
+from spec_trl.scheduling.correction import MEMORY, OverheadCorrection
 
 
 def test_nothing_measured_nothing_corrected() -> None:
@@ -10,13 +10,15 @@ def test_nothing_measured_nothing_corrected() -> None:
 
 
 def test_the_median_of_the_newest_rounds_counts() -> None:
-    correction = OverheadCorrection(memory=3)
+    correction = OverheadCorrection()
     for seconds in (1.5, 90.0, 1.5):
         correction.record(8, 1.0, seconds)
     assert correction.apply(8, 1.0) == 1.5
-    for seconds in (2.0, 2.0):
-        correction.record(8, 1.0, seconds)
-    assert correction.apply(8, 1.0) == 2.0
+    for _ in range(MEMORY):
+        correction.record(8, 1.0, 2.0)
+    for _ in range(MEMORY // 2 + 1):  # more than half of those that count
+        correction.record(8, 1.0, 3.0)
+    assert correction.apply(8, 1.0) == 3.0
 
 
 def test_overhead_is_per_round_and_of_batches_of_like_size() -> None:
