@@ -173,9 +173,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             self.accelerator.autocast(),
         ):
             policy = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
-            started = time.perf_counter()
             drafters = self._make_drafters(policy)
-            making = time.perf_counter() - started
             control = self._current_control(policy, drafters, input_ids.shape)  # may calibrate, once
             self._announce_new_weights(drafters)
             started = time.perf_counter()
@@ -189,8 +187,7 @@ class SpecGRPOTrainer(GRPOTrainer):
                 request_ids=self._request_ids(len(prompt_ids)),
                 control=control,
             )
-        self._totals.add(output.statistics, control, len(prompt_ids), making + time.perf_counter() - started)
-        self._totals.refresh_seconds += making
+        self._totals.add(output.statistics, control, len(prompt_ids), time.perf_counter() - started)
         for drafter in drafters:
             if isinstance(drafter, SelfDrafter):
                 self._totals.refresh_seconds += drafter.refresh_seconds
@@ -201,8 +198,9 @@ class SpecGRPOTrainer(GRPOTrainer):
         return completions, None
 
     def _make_drafters(self, policy: PreTrainedModel) -> list[Drafter]:
-        """The drafters, made at the first rollout."""
+        """The drafters, made at the first rollout, which pays for it like for a refresh."""
         if self._drafters is None:
+            started = time.perf_counter()
             strategy = "none" if self.args.sd_toggle == "never" else self.args.assistant_strategy
             assistant = None if strategy == "none" else self.args.assistant_model
             self._drafters = make_drafters(strategy, policy, assistant, self._speculative_config)
@@ -215,6 +213,9 @@ class SpecGRPOTrainer(GRPOTrainer):
                 if isinstance(drafter, SelfDrafter) and (names := drafter.quantized.activation_aware_layers):
                     self._activations = ActivationStatistics(policy, names)
             self._drafted_step = self.state.global_step
+            making = time.perf_counter() - started
+            self._totals.seconds += making
+            self._totals.refresh_seconds += making
         return self._drafters
 
     def _announce_new_weights(self, drafters: list[Drafter]) -> None:
