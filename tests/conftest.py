@@ -1,9 +1,16 @@
 """Models and prompts that several tests use."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+
+# Before anything imports Triton: without a device its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 

@@ -1,0 +1,318 @@
+"""Decode attention over the ragged cache in Triton. Import it only where Triton is wanted.
+
+A row's few queries see columns of the cache from a first to a last one, both read from tensors: the shapes, and with
+them a captured CUDA graph, are the same however long the rows are, and what lies past a row's end is never read.
+
+One program takes a share of one row's columns (split K/V, Dao et al., "Flash-Decoding", 2023) for one K/V head and all
+the queries on it; a second kernel merges the shares in a fixed order: no atomics, the same bits at each call.
+
+    heads of one K/V head x queries, folded      columns of the row, in blocks
+    m = group * q + query                        . . |first ........... last| . . .
+    [BLOCK_M, d]                                     | split 0 | 1 | 2 | 3  |
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+# Chosen by reasoning about bfloat16 with d = 128 on Hopper, not measured yet.
+_QUERY_TILE = 128 * 128  # most folded queries times d per program; further ones read K/V again, from L2 as a rule
+_BLOCK_M = 128  # most of them where d is small
+_BLOCK_N = 64  # columns per step of the loop
+_BLOCK_FLOAT32 = 16  # both, in float32, which is multiplied without tensor cores: larger ones spill registers
+_TILE_BYTES = 16384  # of K or V per step: wider heads take fewer columns
+_NUM_STAGES = 2
+_PROGRAMS_PER_SM = 4  # that splitting aims at
+_MOST_SPLITS = 128
+_MERGED_AT_ONCE = 16  # splits
+_INTERPRETED_SMS = 16  # where there is no device to ask
+
+_LOG2E = math.log2(math.e)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit(do_not_specialize=["columns", "splits"])
+def _attend(
+    query_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, first_ptr: tl.tensor, last_ptr: tl.tensor,
+    partial_ptr: tl.tensor, maximum_ptr: tl.tensor, total_ptr: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, columns: tl.tensor, splits: tl.tensor,
+    query_row: tl.tensor, query_head: tl.tensor, query_step: tl.tensor, query_dim: tl.tensor,
+    key_row: tl.tensor, key_head: tl.tensor, key_column: tl.tensor,
+    value_row: tl.tensor, value_head: tl.tensor, value_column: tl.tensor,
+    first_row: tl.tensor, first_step: tl.tensor, last_row: tl.tensor, last_step: tl.tensor,
+    LENGTH: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+) -> None:  # fmt: skip
+    """The softmax-weighted values of one share of one row's columns, not normalised, with maximum and sum.
+
+    Scores are in units of log2: `scale` (and `cap`, for softcap) hold the factor log2(e).
+    """
+    FOLDED: tl.constexpr = GROUPS * LENGTH
+    BLOCKS: tl.constexpr = (FOLDED + BLOCK_M - 1) // BLOCK_M
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)  # 64 bits: rows * stride passes 2**31 in a 64-row 32k cache
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    m = tl.program_id(0) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    n = tl.arange(0, BLOCK_N)  # [N]
+    d = tl.arange(0, BLOCK_D)  # [D]
+    e = tl.arange(0, BLOCK_E)  # [E]
+    step = m % LENGTH
+
+    # A query past the last one sees what padding sees: from 1 to 0, nothing.
+    first = tl.load(first_ptr + row * first_row + step * first_step, mask=m < FOLDED, other=1)
+    last = tl.load(last_ptr + row * last_row + step * last_step, mask=m < FOLDED, other=0)
+    first = tl.maximum(first, 0).to(tl.int32)  # [M]
+    last = tl.minimum(last, columns - 1).to(tl.int32)  # [M]
+    begin = tl.min(tl.where(first <= last, first, columns), 0)
+    end = tl.max(tl.where(first <= last, last + 1, 0), 0)
+    blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
+    # Shares that differ by a block at most. Splits beyond the number of blocks get none.
+    start = begin + split * blocks // splits * BLOCK_N
+    end = tl.minimum(end, begin + (split + 1) * blocks // splits * BLOCK_N)
+
+    group_head = head * GROUPS + m // LENGTH  # [M]
+    query_at = row * query_row + group_head * query_head + step * query_step  # [M]
+    query = tl.load(
+        query_ptr + query_at[:, None] + d[None, :] * query_dim,
+        mask=(m < FOLDED)[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+    )  # [M, D]  # fmt: skip
+    key_at = key_ptr + row * key_row + head.to(tl.int64) * key_head + start.to(tl.int64) * key_column
+    value_at = value_ptr + row * value_row + head.to(tl.int64) * value_head + start.to(tl.int64) * value_column
+    key_at += n[None, :] * key_column + d[:, None]  # [D, N]
+    value_at += n[:, None] * value_column + e[None, :]  # [N, E]
+
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    partial = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    for at in range(start, end, BLOCK_N):
+        column = at + n  # [N]
+        # V is masked like K: a weight of 0 times a NaN that lies past the end would be NaN.
+        key = tl.load(key_at, mask=(d < HEAD_DIM)[:, None] & (column < end)[None, :], other=0.0)  # [D, N]
+        value = tl.load(value_at, mask=(column < end)[:, None] & (e < VALUE_DIM)[None, :], other=0.0)  # [N, E]
+        scores = tl.dot(query, key, input_precision="ieee") * scale  # [M, N]
+        if SOFTCAP:
+            # tanh(s) = sign(s) (1 - t) / (1 + t) with t = exp(-2 |s|), which never overflows; `scale` holds the 2.
+            power = tl.exp2(-tl.abs(scores))
+            scores = tl.where(scores < 0, -cap, cap) * (1 - power) / (1 + power)
+        seen = (column[None, :] >= first[:, None]) & (column[None, :] <= last[:, None]) & (column < end)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(maximum, tl.max(scores, 1))  # [M]
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf would be NaN
+        weights = tl.exp2(scores - shift[:, None])  # [M, N]
+        decay = tl.exp2(maximum - shift)  # [M]
+        total = total * decay + tl.sum(weights, 1)
+        partial = tl.dot(weights.to(value.dtype), value, partial * decay[:, None], input_precision="ieee")
+        maximum = higher
+        key_at += BLOCK_N * key_column
+        value_at += BLOCK_N * value_column
+
+    to = ((row * tl.num_programs(1) + head) * splits + split) * FOLDED + m  # [M], in [B, kv, splits, groups * q]
+    tl.store(maximum_ptr + to, maximum, mask=m < FOLDED)
+    tl.store(total_ptr + to, total, mask=m < FOLDED)
+    # A query that saw nothing here has a total of 0 (one that met NaN has not), by which the merge knows to skip it.
+    tl.store(
+        partial_ptr + to[:, None] * VALUE_DIM + e[None, :], partial,
+        mask=((m < FOLDED) & (total != 0))[:, None] & (e < VALUE_DIM)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge(
+    partial_ptr: tl.tensor, maximum_ptr: tl.tensor, total_ptr: tl.tensor, sink_ptr: tl.tensor, out_ptr: tl.tensor,
+    splits: tl.tensor,
+    LENGTH: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr,
+    LOG2E: tl.constexpr, ALL_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_E: tl.constexpr,
+) -> None:  # fmt: skip
+    """One query of one head from its splits; out `[B, q, heads, d_v]`."""
+    FOLDED: tl.constexpr = GROUPS * LENGTH
+    row = tl.program_id(0).to(tl.int64)
+    kv_heads = tl.num_programs(1) // FOLDED
+    head = tl.program_id(1) // FOLDED
+    m = tl.program_id(1) % FOLDED
+    e = tl.arange(0, BLOCK_E)  # [E]
+    base = (row * kv_heads + head) * splits * FOLDED + m
+
+    split = tl.arange(0, ALL_SPLITS)  # [ALL_SPLITS]
+    totals = tl.load(total_ptr + base + split * FOLDED, mask=split < splits, other=0.0)
+    maxima = tl.load(maximum_ptr + base + split * FOLDED, mask=totals != 0, other=float("-inf"))
+    highest = tl.max(maxima, 0)
+    group_head = head * GROUPS + m // LENGTH
+    if SINKS:
+        sink = tl.load(sink_ptr + group_head).to(tl.float32) * LOG2E
+        highest = tl.maximum(highest, sink)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    denominator = tl.sum(totals * tl.exp2(maxima - shift), 0)
+    if SINKS:
+        denominator += tl.exp2(sink - shift)
+
+    summed = tl.zeros((BLOCK_E,), tl.float32)
+    for at in range(0, splits, AT_ONCE):
+        some = at + tl.arange(0, AT_ONCE)  # [AT_ONCE]
+        total = tl.load(total_ptr + base + some * FOLDED, mask=some < splits, other=0.0)
+        maximum = tl.load(maximum_ptr + base + some * FOLDED, mask=total != 0, other=float("-inf"))
+        partial = tl.load(
+            partial_ptr + (base + some * FOLDED)[:, None] * VALUE_DIM + e[None, :],
+            mask=(total != 0)[:, None] & (e < VALUE_DIM)[None, :], other=0.0,
+        )  # [AT_ONCE, E]  # fmt: skip
+        summed += tl.sum(partial * tl.exp2(maximum - shift)[:, None], 0)
+    out = summed / tl.where(denominator == 0, 1.0, denominator)  # 0 for a query that sees nothing
+    heads = kv_heads * GROUPS
+    to = ((row * LENGTH + m % LENGTH) * heads + group_head) * VALUE_DIM + e  # [E]
+    tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=e < VALUE_DIM)
+
+
+def ragged_decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of few queries per row over each row's own columns of the cache; no gradient.
+
+    The custom op `spec_trl::ragged_decode_attention`: `torch.compile` and the capture of CUDA graphs go through it. A
+    call compiles kernels where shapes or strides are new; so call once before capturing.
+
+    Args:
+        query: `[B, heads, q, d]` float32, bfloat16 or float16, any strides.
+        keys: `[rows, kv_heads, columns, d]` of the same dtype, rows >= B, last dimension contiguous; kv_heads divides
+            heads.
+        values: `[rows, kv_heads, columns, d_v]`, likewise.
+        first: `[B, q]` int64 or int32, first cache column that each query sees; less than 0 counts as 0.
+        last: `[B, q]` likewise, the last column (inclusive); from `columns` on it counts as `columns - 1`. A query
+            with first > last sees nothing: its result is 0. All columns between a row's smallest first and largest
+            last are read for all its queries: NaN in a value there reaches also those that do not see it.
+        scale: factor of query · key.
+        softcap: scores become `tanh(score / softcap) * softcap` (Gemma 2).
+        sinks: `[heads]` floating, a score per head that joins the denominator once (GPT-OSS's `s_aux`).
+
+    Returns:
+        `[B, q, heads, d_v]` contiguous, in query's dtype; computed in float32.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
+    """
+    _check(query, keys, values, first, last, softcap, sinks)
+    return _op(query, keys, values, first, last, scale, softcap, sinks)
+
+
+@torch.library.custom_op("spec_trl::ragged_decode_attention", mutates_args=())
+def _op(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    batch, heads, length, head_dim = query.shape
+    kv_heads, columns, value_dim = values.shape[1:]
+    groups = heads // kv_heads
+    folded = groups * length
+    out = query.new_empty(batch, length, heads, value_dim)
+    if out.numel() == 0:
+        return out
+    block_d, block_e = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))  # tl.dot: 16 at least
+    if query.dtype == torch.float32:
+        block_m = block_n = _BLOCK_FLOAT32
+    else:
+        widest = max(block_d, block_e)
+        block_m = max(16, min(_QUERY_TILE // widest, _BLOCK_M, triton.next_power_of_2(folded)))
+        block_n = max(16, min(_TILE_BYTES // (widest * query.element_size()), _BLOCK_N))
+    blocks = triton.cdiv(folded, block_m)
+    splits = _splits(batch * blocks * kv_heads, triton.cdiv(columns, block_n), _multiprocessors(query.device))
+    partial = query.new_empty(batch, kv_heads, splits, folded, value_dim, dtype=torch.float32)
+    maximum = query.new_empty(batch, kv_heads, splits, folded, dtype=torch.float32)
+    total = torch.empty_like(maximum)
+    if softcap is None:
+        factor, cap = scale * _LOG2E, 0.0
+    else:
+        factor, cap = 2 * scale / softcap * _LOG2E, softcap * _LOG2E
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        _attend[(batch * blocks, kv_heads, splits)](
+            query, keys, values, first, last, partial, maximum, total,
+            factor, cap, columns, splits,
+            *query.stride(), *keys.stride()[:3], *values.stride()[:3], *first.stride(), *last.stride(),
+            LENGTH=length, GROUPS=groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, SOFTCAP=softcap is not None,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e,
+            num_warps=4 if block_m <= 64 else 8, num_stages=_NUM_STAGES,
+        )  # fmt: skip
+        _merge[(batch, kv_heads * folded)](
+            partial, maximum, total, total if sinks is None else sinks.contiguous(), out,
+            splits,
+            LENGTH=length, GROUPS=groups, VALUE_DIM=value_dim, SINKS=sinks is not None,
+            LOG2E=_LOG2E, ALL_SPLITS=triton.next_power_of_2(splits), AT_ONCE=_MERGED_AT_ONCE, BLOCK_E=block_e,
+            num_warps=2,
+        )  # fmt: skip
+    return out
+
+
+@_op.register_fake
+def _(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    batch, heads, length, _ = query.shape
+    return query.new_empty(batch, length, heads, values.shape[3])
+
+
+def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
+    """Into how many shares the columns of each row are divided: shapes decide, never the rows' lengths."""
+    return max(1, min(_PROGRAMS_PER_SM * multiprocessors // programs, blocks, _MOST_SPLITS))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor,
+    last: Tensor,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    batch, heads, length, head_dim = query.shape
+    if query.dtype not in _DTYPES:
+        raise ValueError(f"query is {query.dtype}; this kernel takes float32, bfloat16 and float16. Convert it first.")
+    for name, states in (("keys", keys), ("values", values)):
+        if states.dtype != query.dtype:
+            raise ValueError(f"{name} are {states.dtype} and query is {query.dtype}. Convert one to the other.")
+        if states.shape[0] < batch or states.shape[1:3] != keys.shape[1:3] or heads % states.shape[1]:
+            raise ValueError(
+                f"{name} of shape {list(states.shape)} do not fit query {list(query.shape)} and keys "
+                f"{list(keys.shape)}: they need [rows >= {batch}, kv_heads that divide {heads}, columns, d]."
+            )
+        if states.stride(3) != 1:
+            raise ValueError(f"{name} have strides {states.stride()}: make their last dimension contiguous.")
+    if keys.shape[3] != head_dim:
+        raise ValueError(f"keys have head dimension {keys.shape[3]} and query has {head_dim}: they must be equal.")
+    for name, bound in (("first", first), ("last", last)):
+        if bound.shape != (batch, length) or bound.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"{name} is {bound.dtype} of shape {list(bound.shape)}: pass int64 or int32 [{batch}, {length}], one "
+                "column per query."
+            )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap} must be positive; pass None for no softcap.")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks have shape {list(sinks.shape)}: pass one score for each of the {heads} heads.")
