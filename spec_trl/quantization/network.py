@@ -15,7 +15,7 @@ from .experts import (
     is_experts,
     matrix_names,
 )
-from .kernels import LayerSpec, PackedWeight, check_kernel_name, find_kernel
+from .kernels import LayerSpec, PackedWeight, check_kernel_name, make_packed
 from .linear import QuantizedLinear
 from .scheme import GROUP_SIZES, Scheme, find_scheme
 from .source_weight import (
@@ -257,8 +257,7 @@ class _Builder:
             source.out_features, source.in_features, self.scheme.bits, group,
             source.dtype, self.activation_dtype, source.device,
         )  # fmt: skip
-        kernel = find_kernel(self.kernel, layer)
-        return kernel if isinstance(kernel, str) else kernel(layer)
+        return make_packed(self.kernel, layer)
 
     def warn(self) -> None:
         """One warning for all that stays dense."""

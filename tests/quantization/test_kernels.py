@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from spec_trl.quantization.kernels import KERNELS, LayerSpec, check_kernel_name, find_kernel
+from spec_trl.quantization.kernels.humming import HummingInt4
 from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
 from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu, TorchInt4Cuda
 from spec_trl.quantization.kernels.torch_int8 import TorchInt8Cpu
@@ -100,8 +101,8 @@ def test_reference_computes_in_the_policy_dtype(dtype, bits):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_memory(kernel, bits):
-    if kernel is TorchInt4Cuda:
-        pytest.skip("allocates on a GPU")
+    if kernel in (TorchInt4Cuda, HummingInt4):
+        pytest.skip("needs a GPU to allocate")
     if kernel.bits != bits:
         pytest.skip("another width")
     packed = kernel(spec(256, 1024, 128 if bits == 4 else 1024, bits=bits, dtype=torch.bfloat16))
@@ -133,5 +134,6 @@ def test_what_does_not_fit_gets_a_reason(kernel, layer, reason):
 
 
 def test_an_unknown_kernel_is_refused_with_the_names():
-    with pytest.raises(ValueError, match=r"kernel='marlln'.*'auto', 'torch_int4', 'torch_int8', 'reference'"):
+    names = "'auto', 'torch_int4', 'triton', 'humming', 'marlin', 'torch_int8', 'reference'"
+    with pytest.raises(ValueError, match=rf"kernel='marlln'.*{names}"):
         check_kernel_name("marlln")

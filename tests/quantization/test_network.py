@@ -267,7 +267,7 @@ def test_a_named_kernel_for_another_width_packs_nothing(llama, make_shadow):
     ("argument", "valid"),
     [
         ({"scheme": "rtn-w3"}, "rtn-w4-g128', 'rtn-w4-g64', 'rtn-w4-g32', 'rtn-w8"),
-        ({"kernel": "int4"}, "auto', 'torch_int4', 'torch_int8', 'reference"),
+        ({"kernel": "int4"}, "auto', 'torch_int4', 'triton', 'humming', 'marlin', 'torch_int8', 'reference"),
         ({"lm_head": "tied"}, "auto', 'dense', 'packed"),
     ],
 )

@@ -1,15 +1,32 @@
 """Kernels that multiply with packed weights, and the choice among them."""
 
 from .base import LayerSpec, PackedWeight, QuantizedRows
+from .humming import HummingInt4
+from .marlin import MarlinInt4
+from .measured import choose_measured
 from .reference import ReferenceInt4, ReferenceInt8
 from .torch_int4 import TorchInt4Cpu, TorchInt4Cuda
 from .torch_int8 import TorchInt8Cpu
+from .triton_int4 import TritonInt4
 
 
-FAST_KERNELS: tuple[type[PackedWeight], ...] = (TorchInt4Cpu, TorchInt4Cuda, TorchInt8Cpu)  # best first
+# On a CPU best first; on a GPU the measured times decide.
+FAST_KERNELS: tuple[type[PackedWeight], ...] = (
+    TorchInt4Cpu, TorchInt4Cuda, TritonInt4, HummingInt4, MarlinInt4, TorchInt8Cpu,
+)  # fmt: skip
 KERNELS: tuple[type[PackedWeight], ...] = (*FAST_KERNELS, ReferenceInt4, ReferenceInt8)
 
-__all__ = ["KERNELS", "LayerSpec", "PackedWeight", "QuantizedRows", "check_kernel_name", "find_kernel"]
+__all__ = [
+    "FAST_KERNELS",
+    "KERNELS",
+    "LayerSpec",
+    "PackedWeight",
+    "QuantizedRows",
+    "check_kernel_name",
+    "find_kernel",
+    "fitting_kernels",
+    "make_packed",
+]
 
 
 def check_kernel_name(name: str) -> None:
@@ -23,18 +40,55 @@ def check_kernel_name(name: str) -> None:
         raise ValueError(f"kernel={name!r} is not a kernel; use one of {names}")
 
 
-def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:
-    """The kernel for `layer`, or, where there is none, the reason.
-
-    "auto" takes the fastest one that can hold the layer. It never falls back to "reference", which is slower than the
-    policy's own dense layer.
-    """
+def fitting_kernels(name: str, layer: LayerSpec) -> list[type[PackedWeight]] | str:
+    """The kernels called `name` that can hold `layer`, under "auto" all fast ones; or why there is none."""
     kernels = FAST_KERNELS if name == "auto" else tuple(kernel for kernel in KERNELS if kernel.name == name)
-    reasons = []
+    fitting, reasons = [], []
     for kernel in kernels:
         if kernel.bits == layer.bits and kernel.device_type in (None, layer.device.type):
             reason = kernel.unsupported(layer)
             if reason is None:
-                return kernel
-            reasons.append(f"{kernel.name}: {reason}")
-    return "; ".join(reasons) or f"kernel {name!r} has nothing for {layer.bits}-bit weights on {layer.device.type}"
+                fitting.append(kernel)
+            else:
+                reasons.append(f"{kernel.name}: {reason}")
+    nothing = f"kernel {name!r} has nothing for {layer.bits}-bit weights on {layer.device.type}"
+    return fitting or "; ".join(reasons) or nothing
+
+
+def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:
+    """The kernel for `layer`, or, where there is none, the reason.
+
+    "auto" takes the fastest one that can hold the layer: on a CPU the first of a fixed list, on a GPU the one that was
+    measured to be, unless the dense layer is faster still. It never falls back to "reference", which is slower than
+    the policy's own dense layer.
+    """
+    choice = _choose(name, layer)
+    return choice if isinstance(choice, str) else choice[0]
+
+
+def make_packed(name: str, layer: LayerSpec) -> PackedWeight | str:
+    """An empty packed weight of the kernel that `find_kernel` names, or the reason why there is none.
+
+    Its `max_rows` is the measured one under "auto" on a GPU, and the kernel's own otherwise.
+    """
+    choice = _choose(name, layer)
+    if isinstance(choice, str):
+        return choice
+    kernel, max_rows = choice
+    packed = kernel(layer)
+    if max_rows is not None:
+        packed.max_rows = max_rows
+    return packed
+
+
+def _choose(name: str, layer: LayerSpec) -> tuple[type[PackedWeight], int | None] | str:
+    """The kernel, and its measured max_rows where it was measured."""
+    fitting = fitting_kernels(name, layer)
+    if isinstance(fitting, str):
+        return fitting
+    if name != "auto" or layer.device.type != "cuda":
+        return fitting[0], None
+    measured = choose_measured(layer, fitting)
+    if measured is None:
+        return "no kernel was measured to be faster than the dense layer"
+    return next(kernel for kernel in fitting if kernel.name == measured.kernel), measured.max_rows

@@ -1,6 +1,7 @@
 """The interface between the quantizer, which makes codes, and the kernels, which each store them their own way."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,6 +61,7 @@ class PackedWeight(nn.Module, ABC):
         name: the kernel's name; kernels for different devices may share one.
         bits: the width of the codes it stores.
         device_type: the only kind of device it runs on; None = any.
+        package: the package, torch aside, that its speed comes from; None = there is none.
         row_block: `pack_` takes rows from a multiple of this on, and (but for the last rows) a multiple of them.
         max_rows: above this many rows of x the policy's dense weight is faster.
         activation_dtype: the dtype of x, y and the scales.
@@ -68,6 +70,7 @@ class PackedWeight(nn.Module, ABC):
     name: ClassVar[str]
     bits: ClassVar[int]
     device_type: ClassVar[str | None]
+    package: ClassVar[str | None] = None
     row_block: ClassVar[int]
     max_rows: int
     activation_dtype: torch.dtype
@@ -94,3 +97,29 @@ class PackedWeight(nn.Module, ABC):
     def nbytes(self) -> int:
         """Bytes that the packed weight occupies."""
         return sum(buffer.nbytes for buffer in self.buffers())
+
+
+def join_nibbles(nibbles: Sequence[Tensor]) -> Tensor:
+    """Words of which bits 4i … 4i + 3 are nibbles[i]: int32 tensors of one shape with values 0..15; 8 at most."""
+    words = nibbles[0].clone()
+    for i, nibble in enumerate(nibbles[1:], start=1):
+        words |= nibble << (4 * i)
+    return words
+
+
+def permute_scales(values: Tensor) -> Tensor:
+    """[rows, groups] → [groups, rows], of each 64 rows those with the same row % 8 together.
+
+    The lanes of a tensor-core fragment want it so: Marlin and Humming store scales and zero points in this order.
+    """
+    rows, groups = values.shape
+    return values.view(rows // 64, 8, 8, groups).permute(3, 0, 2, 1).reshape(groups, rows)  # [groups, rows]
+
+
+def gpu_unsupported(layer: LayerSpec, capability: tuple[int, int]) -> str | None:
+    """Why the GPU that holds `layer` cannot run a kernel for NVIDIA GPUs from `capability` on; None when it can."""
+    if torch.version.hip is not None:
+        return "the GPU is not NVIDIA's"
+    if torch.cuda.get_device_capability(layer.device) < capability:
+        return f"the GPU is older than compute capability {capability[0]}.{capability[1]}"
+    return None

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import LayerSpec, PackedWeight, QuantizedRows
+from .base import LayerSpec, PackedWeight, QuantizedRows, gpu_unsupported
 
 
 aten = torch.ops.aten
@@ -89,7 +89,7 @@ class TorchInt4Cuda(_TorchInt4):
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer, layer.out_features)
-        self.max_rows = 16  # its cost grows with ceil(m / 16)
+        self.max_rows = 16  # its cost grows with ceil(m / 16); "auto" measures
         # tinygemm loads 8, 4 or 2 tiles of 16 columns at once; every group size has at least 2
         self.inner_tiles = next(tiles for tiles in (8, 4, 2) if layer.in_features % (16 * tiles) == 0)
         shape = (layer.out_features // 8, layer.in_features // (16 * self.inner_tiles), 32, self.inner_tiles // 2)
@@ -98,13 +98,9 @@ class TorchInt4Cuda(_TorchInt4):
 
     @classmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
-        if torch.version.hip is not None:
-            return "the GPU is not NVIDIA's"
-        if torch.cuda.get_device_capability(layer.device) < (8, 0):
-            return "the GPU is older than compute capability 8.0"
         if layer.out_features % 8:
             return f"{layer.out_features} output features are no multiple of 8"
-        return super().unsupported(layer)
+        return super().unsupported(layer) or gpu_unsupported(layer, (8, 0))
 
     def pack_(self, first_row: int, rows: QuantizedRows) -> None:
         last_row = first_row + rows.codes.shape[0]

@@ -1,0 +1,174 @@
+"""The Triton code behind `TritonInt4`: y = x Wᵀ for few rows of x and a 4-bit W. Importing it imports triton.
+
+Few rows of x make the product a question of how fast W arrives and how few instructions take it apart. A nibble
+becomes a number by OR-ing it into the bits of 128 (bfloat16; float16: 1024), which makes 128 + code exactly; adding
+-(128 + zero), one instruction for two weights and exact as well, leaves code - zero for the tensor cores. The scale
+multiplies a group's product, in fp32. W is the left operand: its unpacked weights stay in registers, and x is padded
+to 8 or 16 rows only.
+
+Where W has too few tiles for the device, the columns are divided among programs and a second kernel adds the parts in
+a fixed order: no atomics, the same bits at each call.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+# By reasoning, and by the instructions, registers and spills of the code compiled for Hopper; not measured yet.
+BLOCK_N = 128  # rows of W per program
+MAX_BLOCK_M = 32  # rows of x per program; for more, W is read again, from the L2 cache where it fits
+NUM_WARPS, NUM_STAGES = 4, 4
+STAGES_MEMORY = 128 * 1024  # bytes of shared memory per multiprocessor from which on so many stages fit
+IMBALANCE = 1.35  # work of the busiest multiprocessor over the mean that is tolerated before columns are divided
+INTERPRETED_SMS = 132  # multiprocessors, where there is no device to ask
+
+
+def _assembly(nibble: int, one: str, magic: str) -> str:
+    """PTX from two words ($1, $2) and their rows' parameters ($3, $4) to a register ($0) with two (code - zero)."""
+    return f"""{{
+        .reg .b32 codes, offset, one;
+        prmt.b32 codes, $1, $2, {"0x5410" if nibble < 4 else "0x7632"};
+        shr.u32 codes, codes, {4 * (nibble % 4)};
+        lop3.b32 codes, codes, 0x000f000f, {magic}, 0xea;
+        prmt.b32 offset, $3, $4, 0x5410;
+        mov.b32 one, {one};
+        fma.rn.{"bf16x2" if magic == "0x43004300" else "f16x2"} $0, codes, one, offset;
+        }}"""
+
+
+_BF16_ASSEMBLY = tl.constexpr(tuple(_assembly(i, "0x3f803f80", "0x43004300") for i in range(8)))
+_FP16_ASSEMBLY = tl.constexpr(tuple(_assembly(i, "0x3c003c00", "0x64006400") for i in range(8)))
+
+
+@triton.jit
+def _steps(words, parameters, NIBBLE: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """code - zero of one nibble of each word, [BLOCK_N, WORDS]; parameters [BLOCK_N, 1].
+
+    Triton's interpreter knows neither assembly nor arithmetic in bfloat16, so there it is float32.
+    """
+    IS_BF16: tl.constexpr = DTYPE == tl.bfloat16
+    if INTERPRETED:
+        MAGIC: tl.constexpr = 0x4300 if IS_BF16 else 0x6400
+        codes = (((words >> (4 * NIBBLE)) & 0xF) | MAGIC).to(tl.int16).to(DTYPE, bitcast=True)
+        offset = parameters.to(tl.int16).to(DTYPE, bitcast=True)
+        steps = codes.to(tl.float32) + offset.to(tl.float32)
+    else:
+        lines: tl.constexpr = _BF16_ASSEMBLY[NIBBLE] if IS_BF16 else _FP16_ASSEMBLY[NIBBLE]
+        pairs = tl.inline_asm_elementwise(
+            lines, "=r,r,r,r,r", [words, parameters], dtype=tl.int16, is_pure=True, pack=2
+        )
+        steps = pairs.to(DTYPE, bitcast=True)
+    return steps
+
+
+@triton.jit(do_not_specialize=["m", "spans", "spans_per_split"])  # or more numbers would mean more compilations
+def _int4_mm(
+    x_ptr, words_ptr, parameters_ptr, out_ptr, m, n, k, stored_n, spans, spans_per_split, row_stride,
+    GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One [BLOCK_N, BLOCK_M] tile of W xᵀ over a share of the spans; out [splits, m, n]."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    SPAN: tl.constexpr = 8 * WORDS
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N], of W
+    split = tl.program_id(1)
+    column = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M], row of x
+    stored_row = tl.minimum(row, stored_n - 1)  # what is read past the end is not stored
+    j = tl.arange(0, WORDS)  # [WORDS]
+    word_ptrs = words_ptr + ((stored_row // 16 * spans * 16 + stored_row % 16) * WORDS)[:, None] + j[None, :]
+    x_ptrs = x_ptr + column[None, :].to(tl.int64) * row_stride + j[:, None]  # [WORDS, BLOCK_M]
+    wanted = (column < m)[None, :]  # [1, BLOCK_M]
+    y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    first = split * spans_per_split
+    for span in range(first, tl.minimum(first + spans_per_split, spans)):
+        words = tl.load(word_ptrs + span * (16 * WORDS))  # [BLOCK_N, WORDS]
+        for group in tl.static_range(SPAN // GROUP):
+            group_at = (span * (SPAN // GROUP) + group) * stored_n
+            parameters = tl.load(parameters_ptr + group_at + stored_row)  # [BLOCK_N]
+            product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for nibble in tl.static_range(group * (GROUP // WORDS), (group + 1) * (GROUP // WORDS)):
+                mask = wanted if EVEN_K else wanted & ((span * SPAN + nibble * WORDS + j)[:, None] < k)
+                x = tl.load(x_ptrs + span * SPAN + nibble * WORDS, mask=mask, other=0.0)  # [WORDS, BLOCK_M]
+                steps = _steps(words, parameters[:, None], nibble, dtype, INTERPRETED)  # [BLOCK_N, WORDS]
+                product = tl.dot(steps, x.to(steps.dtype), product, input_precision="ieee")
+            if dtype == tl.bfloat16:
+                scale = (parameters & -65536).to(tl.float32, bitcast=True)  # [BLOCK_N]
+            else:
+                scale = (parameters >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)  # [BLOCK_N]
+            y += scale[:, None] * product
+    to = (split.to(tl.int64) * m + column[None, :]) * n + row[:, None]  # [BLOCK_N, BLOCK_M]
+    tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=wanted & (row < n)[:, None])
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add_parts(parts_ptr, out_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """out [count] = the sum of parts [SPLITS, count], in order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    y = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        y += tl.load(parts_ptr + split * count + at, mask=at < count, other=0.0)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=at < count)
+
+
+def splits_for(tiles: int, spans: int, multiprocessors: int) -> int:
+    """Into how many parts to divide the spans of each tile.
+
+    The fewest parts with which the busiest multiprocessor works on at most IMBALANCE times the mean number of spans,
+    or on as few as any division gives it.
+    """
+
+    def busiest(splits: int) -> int:
+        return -(-tiles * splits // multiprocessors) * -(-spans // splits)
+
+    divisions = [splits for splits in range(1, spans + 1) if -(-spans // -(-spans // splits)) == splits]  # none empty
+    bound = max(IMBALANCE * tiles * spans / multiprocessors, min(map(busiest, divisions)))
+    return next(splits for splits in divisions if busiest(splits) <= bound)
+
+
+@torch.library.custom_op("spec_trl::triton_int4_mm", mutates_args=())
+def triton_int4_mm(x: Tensor, words: Tensor, scales_and_offsets: Tensor, out_features: int, group: int) -> Tensor:
+    """x Wᵀ for a W in the layout of `TritonInt4`.
+
+    Args:
+        x: [m, in], bfloat16 or float16, the last dimension contiguous.
+        words: int32 [stored_rows / 16, spans, 16, words per row and span].
+        scales_and_offsets: int32 [groups, stored_rows].
+        out_features: rows of W; at most stored_rows.
+        group: columns that share a scale.
+
+    Returns:
+        [m, out_features], x's dtype.
+    """
+    (m, k), stored_n = x.shape, scales_and_offsets.shape[1]
+    spans, words_per_span = words.shape[1], words.shape[3]
+    y = x.new_empty(m, out_features)
+    if m == 0:
+        return y
+    multiprocessors, stages = INTERPRETED_SMS, NUM_STAGES
+    on_gpu = x.device.type == "cuda"
+    if on_gpu:
+        gpu = torch.cuda.get_device_properties(x.device)
+        multiprocessors = gpu.multi_processor_count
+        stages = NUM_STAGES if gpu.shared_memory_per_multiprocessor >= STAGES_MEMORY else NUM_STAGES - 1
+    # Copies of less than 4 bytes per thread would not be asynchronous.
+    block_m = min(MAX_BLOCK_M, max(256 // words_per_span, triton.next_power_of_2(m)))
+    tiles, blocks = triton.cdiv(out_features, BLOCK_N), triton.cdiv(m, block_m)
+    splits = splits_for(tiles * blocks, spans, multiprocessors)
+    parts = y if splits == 1 else x.new_empty(splits, m, out_features, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        _int4_mm[(tiles, splits, blocks)](
+            x, words, scales_and_offsets, parts, m, out_features, k, stored_n, spans, triton.cdiv(spans, splits),
+            x.stride(0), GROUP=group, WORDS=words_per_span, BLOCK_M=block_m, BLOCK_N=BLOCK_N,
+            EVEN_K=k % (8 * words_per_span) == 0, INTERPRETED=not on_gpu, num_warps=NUM_WARPS, num_stages=stages,
+        )  # fmt: skip
+        if splits > 1:
+            _add_parts[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), SPLITS=splits, BLOCK=1024)
+    return y
+
+
+@triton_int4_mm.register_fake
+def _(x: Tensor, words: Tensor, scales_and_offsets: Tensor, out_features: int, group: int) -> Tensor:
+    return x.new_empty(x.shape[0], out_features)

@@ -1,0 +1,102 @@
+"""Every 4-bit kernel on a GPU: product, refresh in place under a captured graph, large blocks of rows, measuring."""
+
+import pytest
+import torch
+
+from spec_trl.quantization.kernels import FAST_KERNELS, LayerSpec, fitting_kernels, measured
+from spec_trl.quantization.kernels.reference import ReferenceInt4
+from spec_trl.quantization.rtn import RoundToNearest
+
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+KERNELS = [kernel for kernel in FAST_KERNELS if kernel.device_type == "cuda"]
+SHAPES = [(512, 3584, 128), (3584, 512, 64), (4864, 896, 128), (1024, 1024, 32)]
+
+
+def layer_for(kernel, shape):
+    layer = LayerSpec(*shape[:2], 4, shape[2], torch.bfloat16, None, torch.device("cuda"))
+    reason = kernel.unsupported(layer)
+    if reason is not None:
+        pytest.skip(reason)
+    return layer
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_multiplies_like_the_reference(kernel, shape):
+    torch.manual_seed(0)
+    layer = layer_for(kernel, shape)
+    weight = torch.randn(*shape[:2], device="cuda") / 60
+    packed, reference = kernel(layer), ReferenceInt4(layer)
+    for target in (packed, reference):
+        RoundToNearest().quantize_(weight, target)
+    exact_weight = reference.dequantize().double()
+    for rows in (1, 3, 8, 16, 17, 64):
+        x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+        exact = x.double() @ exact_weight.T
+        y = packed.linear(x)
+        assert y.shape == exact.shape and y.dtype == torch.bfloat16
+        assert (y.double() - exact).std() < 0.01 * exact.std()
+        assert ((y.double() - exact).abs() <= 0.05 * exact.std()).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_captured_graph_survives_a_refresh(kernel):
+    torch.manual_seed(0)
+    layer = layer_for(kernel, (3584, 3584, 128))
+    packed, x = kernel(layer), torch.randn(1, 3584, device="cuda").bfloat16()
+    old, new = (torch.randn(3584, 3584, device="cuda") for _ in range(2))
+    RoundToNearest().quantize_(old, packed)
+    packed.linear(x)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = packed.linear(x)
+    RoundToNearest().quantize_(new, packed)
+    graph.replay()
+    assert torch.equal(y, packed.linear(x))
+    RoundToNearest().quantize_(old, packed)
+    fresh = kernel(layer)
+    RoundToNearest().quantize_(old, fresh)
+    graph.replay()
+    torch.testing.assert_close(y, fresh.linear(x))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_large_blocks_of_rows_pack_like_small_ones(kernel, monkeypatch):
+    torch.manual_seed(0)
+    layer = layer_for(kernel, (18944, 512, 128))
+    weight = torch.randn(18944, 512, device="cuda")
+    whole, blocks = kernel(layer), kernel(layer)
+    RoundToNearest().quantize_(weight, whole)
+    monkeypatch.setattr("spec_trl.quantization.rtn.GPU_CHUNK", 512 * 128)
+    RoundToNearest().quantize_(weight, blocks)
+    assert all(torch.equal(a, b) for a, b in zip(whole.buffers(), blocks.buffers(), strict=True))
+
+
+def test_quantizing_waits_for_nothing():
+    weight = torch.randn(1024, 1024, device="cuda")
+    for kernel in KERNELS:
+        layer = LayerSpec(1024, 1024, 4, 128, torch.bfloat16, None, torch.device("cuda"))
+        if kernel.unsupported(layer) is None:
+            packed, quantizer = kernel(layer), RoundToNearest()
+            quantizer.quantize_(weight, packed)  # compiles, allocates
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                quantizer.quantize_(weight, packed)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_kernels_are_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(measured, "_tables", {})
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
+    layer = LayerSpec(3584, 3584, 4, 128, torch.bfloat16, None, torch.device("cuda"))
+    fitting = fitting_kernels("auto", layer)
+    assert not isinstance(fitting, str)
+    table = measured.kernel_table(layer, fitting)
+    assert list(table.kernels) == [kernel.name for kernel in fitting]
+    assert all(1e-7 < seconds < 1e-2 for times in (table.dense, *table.kernels.values()) for seconds in times.values())

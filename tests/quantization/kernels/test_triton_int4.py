@@ -1,0 +1,295 @@
+"""The Triton kernel, under Triton's interpreter where there is no GPU: layout, product, splitting, operator."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, find_kernel
+from spec_trl.quantization.kernels.reference import ReferenceInt4
+from spec_trl.quantization.kernels.triton_int4 import TritonInt4
+from spec_trl.quantization.rtn import RoundToNearest
+
+
+mm = pytest.importorskip("spec_trl.quantization.kernels.triton_int4_mm", reason="triton is not installed")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# out, in, group: whole tiles, rows and columns that need padding, words of 16 and of 32, one row, a small model's
+SHAPES = [
+    (128, 256, 128),
+    (64, 128, 128),
+    (208, 64, 32),
+    (40, 192, 64),
+    (344, 256, 32),
+    (300, 1024, 128),
+    (496, 896, 128),
+    (1, 512, 64),
+    (128, 288, 32),
+]
+
+
+def spec(out_features, in_features, group, dtype=torch.bfloat16, device=DEVICE):
+    return LayerSpec(out_features, in_features, 4, group, torch.float32, dtype, device)
+
+
+def pack(kernel, layer, weight):
+    packed = kernel(layer)
+    RoundToNearest().quantize_(weight, packed)
+    return packed
+
+
+def exact_weight(reference):
+    """What the codes of a reference weight stand for, in float64."""
+    layer = reference.layer
+    steps = codes_of(reference).view(-1, layer.groups, layer.group).double() - reference.zeros.double()[..., None]
+    return (steps * reference.scales.double()[..., None]).flatten(1)  # [out, in]
+
+
+def codes_of(reference):
+    return torch.stack((reference.nibbles & 15, reference.nibbles >> 4), dim=-1).flatten(1).int()  # [out, in]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 8, 16, 40])
+def test_multiplies_like_the_reference(shape, rows):
+    torch.manual_seed(0)
+    weight, layer = torch.randn(*shape[:2], device=DEVICE), spec(*shape)
+    x = torch.randn(rows, shape[1], device=DEVICE).bfloat16()
+    y = pack(TritonInt4, layer, weight).linear(x)  # [rows, out]
+    exact = x.double() @ exact_weight(pack(ReferenceInt4, layer, weight)).T  # [rows, out]
+    assert y.dtype == torch.bfloat16 and y.shape == exact.shape
+    # One rounding of the result, and the interpreter's cuts bits off; the sums are fp32.
+    noise = 2**-16 * x.double().abs() @ weight.double().abs().T  # [rows, out]
+    assert ((y.double() - exact).abs() <= 2**-7 * exact.abs() + noise).all()
+
+
+@pytest.mark.parametrize("shape", [(208, 64, 32), (300, 1024, 128)])
+def test_float16_where_asked_for(shape):
+    torch.manual_seed(0)
+    weight, layer = torch.randn(*shape[:2], device=DEVICE), spec(*shape, dtype=torch.float16)
+    x = torch.randn(5, shape[1], device=DEVICE).half()
+    y = pack(TritonInt4, layer, weight).linear(x)
+    exact = x.double() @ exact_weight(pack(ReferenceInt4, layer, weight)).T
+    assert y.dtype == torch.float16
+    noise = 2**-14 * x.double().abs() @ weight.double().abs().T
+    assert ((y.double() - exact).abs() <= 2**-10 * exact.abs() + noise).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_unpacking_gives_the_codes_back(shape):
+    torch.manual_seed(0)
+    weight, layer = torch.randn(*shape[:2], device=DEVICE), spec(*shape)
+    packed, reference = pack(TritonInt4, layer, weight), pack(ReferenceInt4, layer, weight)
+    assert torch.equal(packed.unpack(), codes_of(reference))
+
+
+@pytest.mark.parametrize("shape", [(300, 1024, 128), (40, 192, 64), (128, 288, 32)])
+def test_the_layout_is_the_one_that_is_drawn(shape):
+    torch.manual_seed(0)
+    weight, layer = torch.randn(*shape[:2]), spec(*shape, device=torch.device("cpu"))
+    packed, reference = pack(TritonInt4, layer, weight), pack(ReferenceInt4, layer, weight)
+    width = 32 if shape[1] % 256 == 0 else 16
+    codes = codes_of(reference)
+    for row, column in zip(np.random.RandomState(0).randint(0, shape[0], 200), range(0, shape[1]), strict=False):
+        span, within = divmod(column, 8 * width)
+        word = int(packed.codes[row // 16, span, row % 16, within % width]) & 0xFFFFFFFF
+        assert word >> (4 * (within // width)) & 15 == codes[row, column]
+    pairs = packed.scales_and_offsets[: layer.groups, : shape[0]].T.contiguous()  # [out, groups]
+    halves = pairs.view(torch.bfloat16).view(shape[0], layer.groups, 2)  # little endian: the lower half first
+    assert torch.equal(halves[..., 0], -(128 + reference.zeros.bfloat16()))
+    assert torch.equal(halves[..., 1], reference.scales)
+    assert not packed.scales_and_offsets[layer.groups :].any()
+    assert not packed.scales_and_offsets[:, shape[0] :].any()
+
+
+@pytest.mark.parametrize("shape", [(300, 1024, 128), (40, 192, 64)])
+def test_packs_in_place_and_in_blocks_of_rows(shape):
+    torch.manual_seed(0)
+    layer = spec(*shape)
+    packed = pack(TritonInt4, layer, torch.randn(*shape[:2], device=DEVICE))
+    pointers = [buffer.data_ptr() for buffer in packed.buffers()]
+    draw = torch.randint(0, 16, (shape[0], shape[1]), dtype=torch.int32, device=DEVICE)
+    zeros = torch.randint(0, 16, (shape[0], layer.groups), device=DEVICE).bfloat16()
+    scales = torch.rand(shape[0], layer.groups, device=DEVICE).bfloat16()
+    for first in range(0, shape[0], 32):
+        block = slice(first, first + 32)
+        packed.pack_(first, QuantizedRows(draw[block].clone(), scales[block], zeros[block]))
+    whole = TritonInt4(layer)
+    whole.pack_(0, QuantizedRows(draw, scales, zeros))
+    assert all(torch.equal(a, b) for a, b in zip(packed.buffers(), whole.buffers(), strict=True))
+    assert [buffer.data_ptr() for buffer in packed.buffers()] == pointers
+    assert torch.equal(packed.unpack(), draw)
+
+
+def test_padding_and_other_rows_of_x_do_not_leak():
+    torch.manual_seed(0)
+    packed = pack(TritonInt4, spec(40, 192, 64), torch.randn(40, 192, device=DEVICE))
+    x = torch.randn(3, 192, device=DEVICE).bfloat16()
+    clean = packed.linear(x)
+    x[1] = torch.nan
+    y = packed.linear(x)
+    assert y[1].isnan().all()
+    assert torch.equal(y[[0, 2]], clean[[0, 2]])
+
+
+def test_x_may_be_a_view():
+    torch.manual_seed(0)
+    packed = pack(TritonInt4, spec(64, 128, 128), torch.randn(64, 128, device=DEVICE))
+    wide = torch.randn(3, 256, device=DEVICE).bfloat16()
+    assert torch.equal(packed.linear(wide[:, ::2]), packed.linear(wide[:, ::2].contiguous()))
+    assert packed.linear(wide[:0, ::2]).shape == (0, 64)
+
+
+def test_division_of_the_columns_changes_rounding_only(monkeypatch):
+    torch.manual_seed(0)
+    packed = pack(TritonInt4, spec(200, 1024, 128), torch.randn(200, 1024, device=DEVICE))
+    x = torch.randn(3, 1024, device=DEVICE).bfloat16()
+    products = []
+    for splits in (1, 2, 4):
+        monkeypatch.setattr(mm, "splits_for", lambda *shape, splits=splits: splits)
+        products.append(packed.linear(x))
+        assert torch.equal(products[-1], packed.linear(x))  # the same bits at each call
+    for product in products[1:]:
+        torch.testing.assert_close(product, products[0], rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("tiles", [1, 4, 28, 148, 264, 1188])
+@pytest.mark.parametrize("spans", [1, 7, 14, 74])
+def test_splits(tiles, spans):
+    splits = mm.splits_for(tiles, spans, 132)
+    each = -(-spans // splits)
+    assert (splits - 1) * each < spans <= splits * each  # none is empty, and all is covered
+    busiest = -(-tiles * splits // 132) * each
+    fewest = min(-(-tiles * n // 132) * -(-spans // n) for n in range(1, spans + 1))
+    assert busiest <= max(fewest, mm.IMBALANCE * tiles * spans / 132)
+
+
+def test_splits_of_known_layers():
+    assert mm.splits_for(1188, 14, 132) == 1  # an output head: nine tiles for each multiprocessor
+    assert mm.splits_for(4, 14, 132) == 14  # keys and values: one span per program
+    assert mm.splits_for(28, 14, 132) == 4
+
+
+def run_ptx(lines, inputs):
+    """The registers after the few kinds of instructions that the unpacking uses; inputs are $1, $2, … ."""
+    registers = {f"${i + 1}": value for i, value in enumerate(inputs)}
+
+    def read(name):
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in lines.split(";"):
+        found = re.match(r"\s*\{?\s*([a-z0-9.]+)\s+(.*)", line.strip(" \n{}"), re.S)
+        if not found or found[1] == ".reg.b32" or found[1].startswith(".reg"):
+            continue
+        operation, arguments = found[1], [a.strip() for a in found[2].split(",")]
+        target, values = arguments[0], [read(a) for a in arguments[1:]]
+        if operation == "prmt.b32":
+            octets = values[0].to_bytes(4, "little") + values[1].to_bytes(4, "little")
+            registers[target] = int.from_bytes(bytes(octets[values[2] >> 4 * i & 7] for i in range(4)), "little")
+        elif operation == "shr.u32":
+            registers[target] = values[0] >> values[1]
+        elif operation == "lop3.b32":
+            a, b, c, table = values
+            bits = [table >> ((a >> i & 1) * 4 + (b >> i & 1) * 2 + (c >> i & 1)) & 1 for i in range(32)]
+            registers[target] = sum(bit << i for i, bit in enumerate(bits))
+        elif operation == "mov.b32":
+            registers[target] = values[0]
+        elif operation in ("fma.rn.bf16x2", "fma.rn.f16x2"):
+            dtype = torch.bfloat16 if "bf" in operation else torch.float16
+            a, b, c = (torch.tensor([v & 0xFFFF, v >> 16]).to(torch.int16).view(dtype).double() for v in values)
+            halves = (a * b + c).to(dtype).view(torch.int16).int() & 0xFFFF
+            registers[target] = int(halves[0]) | int(halves[1]) << 16
+        else:
+            raise AssertionError(f"{operation} is not known here")
+    return registers["$0"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nibble", range(8))
+def test_the_assembly_unpacks_exactly(nibble, dtype):
+    """It runs on a GPU only, so here its instructions are followed one by one."""
+    lines = (mm._BF16_ASSEMBLY if dtype == torch.bfloat16 else mm._FP16_ASSEMBLY).value[nibble]
+    base = 128 if dtype == torch.bfloat16 else 1024
+    random = np.random.RandomState(nibble)
+    for _ in range(50):
+        words = [int(w) for w in random.randint(0, 2**32, 2, dtype=np.int64)]
+        zeros = [int(z) for z in random.randint(0, 16, 2)]
+        offsets = (-(base + torch.tensor(zeros).to(dtype))).view(torch.int16).int() & 0xFFFF
+        scales = [int(s) << 16 for s in random.randint(0, 2**16, 2)]
+        pair = run_ptx(lines, [*words, *(s | int(o) for s, o in zip(scales, offsets, strict=True))])
+        steps = torch.tensor([pair & 0xFFFF, pair >> 16]).to(torch.int16).view(dtype).tolist()
+        assert steps == [(w >> 4 * nibble & 15) - z for w, z in zip(words, zeros, strict=True)]
+
+
+def test_the_operator_can_be_compiled():
+    torch.manual_seed(0)
+    packed = pack(TritonInt4, spec(40, 192, 64), torch.randn(40, 192, device=DEVICE))
+    x = torch.randn(3, 192, device=DEVICE).bfloat16()
+    arguments = (x, packed.codes, packed.scales_and_offsets, 40, 64)
+    torch.library.opcheck(mm.triton_int4_mm, arguments, test_utils=("test_schema", "test_faketensor"))
+    compiled = torch.compile(lambda x: packed.linear(x) * 2, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), packed.linear(x) * 2)
+
+
+def test_what_does_not_fit_gets_a_reason(monkeypatch):
+    layer = spec(64, 128, 128, dtype=torch.float32, device=torch.device("cuda"))
+    assert "activation_dtype=torch.float32" in find_kernel("triton", layer)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install triton" in TritonInt4.unsupported(spec(64, 128, 128, device=torch.device("cuda")))
+    assert "nothing for 4-bit weights on cpu" in find_kernel("triton", spec(64, 128, 128, device=torch.device("cpu")))
+
+
+def test_an_older_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    reason = TritonInt4.unsupported(spec(64, 128, 128, device=torch.device("cuda")))
+    assert reason == "the GPU is older than compute capability 8.0"
+
+
+COMPILE = """
+import importlib.util, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+spec = importlib.util.spec_from_file_location("mm", sys.argv[1])
+mm = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(mm)
+capability, dtype, block_m, words, group = int(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:])
+names = mm._int4_mm.arg_names
+pointers = {"x_ptr": f"*{dtype}", "words_ptr": "*i32", "parameters_ptr": "*i32", "out_ptr": f"*{dtype}"}
+constants = dict(GROUP=group, WORDS=words, BLOCK_M=block_m, BLOCK_N=mm.BLOCK_N, EVEN_K=True, INTERPRETED=False)
+signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in names}
+aligned = [*pointers, "n", "k", "stored_n", "row_stride"]
+kernel = triton.compile(
+    ASTSource(
+        mm._int4_mm, signature, {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    ),
+    target=GPUTarget("cuda", capability, 32),
+    options={"num_warps": mm.NUM_WARPS, "num_stages": mm.NUM_STAGES},
+)
+assert kernel.asm["cubin"]
+print(kernel.asm["ptx"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "block_m", "words", "group"),
+    [(90, "bf16", 8, 32, 128), (90, "bf16", 32, 32, 32), (90, "fp16", 16, 16, 64), (80, "bf16", 16, 16, 128)],
+)
+def test_it_compiles_for_gpus_that_are_not_here(capability, dtype, block_m, words, group):
+    """The interpreter does not see the assembly; Triton's own assembler does, and needs no GPU."""
+    arguments = [mm.__file__, *map(str, (capability, dtype, block_m, words, group))]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE, *arguments], env=environment, capture_output=True, text=True)
+    if "Cannot find ptxas" in done.stderr:
+        pytest.skip("this build of Triton has no assembler for NVIDIA GPUs")
+    assert done.returncode == 0, done.stderr[-2000:]
+    products = len(re.findall(r"^\s*(?:wgmma\.mma_async\.sync|mma\.sync)", done.stdout, re.M))
+    assert products >= 8
+    assert done.stdout.count("cp.async.c") >= mm.NUM_STAGES  # loads run ahead
+    stores = done.stdout[: done.stdout.index("st.global")].count("st.shared")
+    assert stores <= 8  # of the result's way out: unpacked weights stay in registers
