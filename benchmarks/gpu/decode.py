@@ -1,0 +1,284 @@
+"""Decoding by our engine's "none" and by transformers: seconds per token behind the prompt, at about 2048 tokens.
+
+Each way to generate is timed in turns with "none", after a whole warm-up call that compiles and captures. Seconds per
+token leave the prompt out and are medians over the steps of a call: between tokens in transformers' loop, over rounds
+in ours. generate_batch is timed while all rows decode, and gets the better of its median and its mean, since it may
+hand out tokens in bursts. Whole calls are reported beside.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import spec_trl
+from spec_trl.scheduling.toggle import NeverSpeculate
+
+from .part import Part
+from .shapes import config_of, random_model
+from .timing import synchronize
+
+
+BATCHES = (1, 8, 32)
+PROMPT, NEW = 2000, 96
+REPEATS = {"default": 3, "batched": 2, "static": 3, "runners": 3}
+"""Timed calls by group: each call of generate_batch sizes its cache and captures its graphs anew, which takes long."""
+PLAIN = "none"
+DEFAULT, STATIC = "generate", "generate, static cache, compiled"
+BATCHED, BATCHED_GRAPHS = "generate_batch", "generate_batch, CUDA graphs"
+RUNNERS = ("eager", "graph", "compiled")
+
+
+@dataclass
+class Call:
+    """One generation: seconds per token and of the whole call, and what it generated.
+
+    Args:
+        seconds_per_token: of decoding, all rows together taking one step per token: the median step.
+        mean_seconds: the mean over all tokens, with whatever happens between steps.
+        call_seconds: with the prompt and everything else.
+        tokens: [B][new].
+        facts: what else is known of it.
+    """
+
+    seconds_per_token: float
+    mean_seconds: float
+    call_seconds: float
+    tokens: list[list[int]]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+Method = Callable[[Tensor, int], Call]
+"""Generates from prompts [B, prompt] with a seed."""
+
+
+class RecordedRounds(NeverSpeculate):
+    """Decodes autoregressively and keeps each round's seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        self.seconds.append(seconds)
+
+
+class _Stamps(StoppingCriteria):
+    """Notes when each token was chosen; transformers' loop waits for the device once per token anyway."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def median_step(times: Sequence[float]) -> float:
+    """Median of the differences."""
+    return median(later - earlier for earlier, later in pairwise(times))
+
+
+def sampled(new: int) -> dict[str, Any]:
+    """Keywords of plain sampling at temperature 1."""
+    return dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new, pad_token_id=0)
+
+
+def transformers_generate(model: PreTrainedModel, new: int, **more: Any) -> Method:
+    """`generate` with keywords `more`."""
+
+    def run(prompts: Tensor, seed: int) -> Call:
+        torch.manual_seed(seed)
+        stamps = _Stamps()
+        synchronize(prompts.device)
+        started = time.perf_counter()
+        output = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), stopping_criteria=StoppingCriteriaList([stamps]),
+            **sampled(new), **more,
+        )  # fmt: skip
+        synchronize(prompts.device)
+        ended = time.perf_counter()
+        tokens = output[:, prompts.shape[1] :].tolist()
+        mean = (stamps.times[-1] - stamps.times[0]) / (new - 1)
+        return Call(median_step(stamps.times), mean, ended - started, tokens)
+
+    return run
+
+
+def transformers_batched(model: PreTrainedModel, new: int, use_cuda_graph: bool | None) -> Method:
+    """`generate_batch`. Its cache is sized by itself on a GPU; on a CPU it would take all memory."""
+
+    def run(prompts: Tensor, seed: int) -> Call:
+        config = ContinuousBatchingConfig(seed=seed, use_cuda_graph=use_cuda_graph)
+        if prompts.device.type == "cpu":
+            config.num_blocks, config.max_batch_tokens = 2 * len(prompts) + 2, max(256, prompts.numel())
+        generation = GenerationConfig(**sampled(new), eos_token_id=None)
+        synchronize(prompts.device)
+        started = time.perf_counter()
+        outputs = model.generate_batch(
+            prompts.tolist(), generation_config=generation, continuous_batching_config=config, record_timestamps=True
+        )
+        ended = time.perf_counter()
+        done = list(outputs.values())
+        if len(done) != len(prompts) or any(output.error for output in done):
+            raise RuntimeError(f"generate_batch failed: {[output.error for output in done]}")
+        stamps = [output.timestamps for output in done]
+        first, last = max(times[0] for times in stamps), min(times[-1] for times in stamps)
+        steps = median(sum(first < moment <= last for moment in times) for times in stamps)
+        if steps < new / 4:
+            raise RuntimeError(f"rows overlapped in {steps} of {new} steps only: no time per token can be told")
+        mean = (last - first) / steps
+        together = [moment for moment in stamps[0] if first <= moment <= last]
+        best = min(mean, median_step(together)) if len(together) > 1 else mean
+        facts = {"cuda_graphs": str(config.use_cuda_graph), "median_step": median_step(together)}
+        return Call(best, mean, ended - started, [list(output.generated_tokens) for output in done], facts)
+
+    return run
+
+
+def engine(model: PreTrainedModel, new: int, strategy: str = "none", **fields: Any) -> Method:
+    """Ours, with fields of SpeculativeConfig."""
+
+    def run(prompts: Tensor, seed: int) -> Call:
+        rounds = RecordedRounds() if strategy == "none" else None
+        synchronize(prompts.device)
+        started = time.perf_counter()
+        output = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), assistant_strategy=strategy,
+            speculative_config=spec_trl.SpeculativeConfig(seed=seed, **fields), return_dict_in_generate=True,
+            control=rounds, **sampled(new),
+        )  # fmt: skip
+        synchronize(prompts.device)
+        ended = time.perf_counter()
+        facts = output.statistics
+        if facts.drafter_failure is not None:
+            raise RuntimeError(f"the drafter failed: {facts.drafter_failure}")
+        mean = (facts.seconds - facts.phase_seconds["prefill"]) / new
+        tokens = output.sequences[:, prompts.shape[1] :].tolist()
+        return Call(median(rounds.seconds) if rounds else mean, mean, ended - started, tokens, {
+            "target_forwards": facts.target_forwards,
+            "draft_forwards": facts.draft_forwards,
+            "block_efficiency": facts.block_efficiency,
+            "predicted_speedup": facts.predicted_speedup,
+            "speculative_rounds": sum(point.rounds for point in facts.points if point.draft_length),
+            "rounds": facts.rounds,
+            "phase_seconds": dict(facts.phase_seconds),
+            "graphs": facts.graphs,
+            "graph_bytes": facts.graph_bytes,
+            "entropy": -facts.logprob_sum / facts.tokens,
+        })  # fmt: skip
+
+    return run
+
+
+def make_prompts(batch: int, length: int, vocabulary: int, seed: int, device: torch.device) -> Tensor:
+    """Random tokens [B, length], no two rows alike."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (batch, length), generator=generator).to(device)
+
+
+def alternate(
+    part: Part, key: str, methods: dict[str, Method], prompts: Callable[[int], Tensor], repeats: int
+) -> dict[str, list[Call]]:
+    """Runs the methods in turns, a warm-up and `repeats` timed calls each; one whose warm-up fails drops out.
+
+    Args:
+        part: keeps the errors.
+        key: what is measured.
+        methods: by name.
+        prompts: of pass i; the warm-up has pass 0's.
+        repeats: fewer where the time runs out.
+    """
+    calls: dict[str, list[Call]] = {}
+    for name, method in methods.items():
+        if part.attempt(f"{key} | {name} | warm-up", partial(method, prompts(0), part.seed)) is not None:
+            calls[name] = []
+    for index in range(repeats):
+        for name in list(calls):
+            call = part.attempt(f"{key} | {name} | pass {index}", partial(methods[name], prompts(index), index))
+            if call is not None:
+                calls[name].append(call)
+    return {name: done for name, done in calls.items() if done}
+
+
+def summarise(calls: dict[str, list[Call]], plain: str = PLAIN) -> dict[str, Any]:
+    """Medians of each method, and the ratios of its seconds to those of `plain`: above 1, `plain` is faster."""
+    found: dict[str, Any] = {}
+    for name, done in calls.items():
+        found[name] = {
+            "seconds_per_token": median(call.seconds_per_token for call in done),
+            "by_pass": [call.seconds_per_token for call in done],
+            "mean_seconds": median(call.mean_seconds for call in done),
+            "call_seconds": median(call.call_seconds for call in done),
+            "calls": len(done),
+            "facts": done[-1].facts,
+        }
+        if plain in calls and name != plain:
+            pairs = list(zip(done, calls[plain], strict=False))
+            found[name]["over_plain"] = median(a.seconds_per_token / b.seconds_per_token for a, b in pairs)
+            found[name]["mean_over_plain"] = median(a.mean_seconds / b.mean_seconds for a, b in pairs)
+            found[name]["call_over_plain"] = median(a.call_seconds / b.call_seconds for a, b in pairs)
+            rows = [(x, y) for a, b in pairs for x, y in zip(a.tokens, b.tokens, strict=True)]
+            found[name]["identical_rows"] = [sum(x == y for x, y in rows), len(rows)]
+    return found
+
+
+def methods_of(part: Part, model: PreTrainedModel, new: int) -> dict[str, Method]:
+    """What is timed together in the part's group."""
+    plain = {PLAIN: engine(model, new)}
+    groups = {
+        "default": plain | {DEFAULT: transformers_generate(model, new)},
+        "batched": plain | {
+            BATCHED: transformers_batched(model, new, None), BATCHED_GRAPHS: transformers_batched(model, new, True),
+        },
+        "static": plain | {STATIC: transformers_generate(model, new, cache_implementation="static")},
+        "runners": plain | {f"none, {runner}": engine(model, new, runner=runner) for runner in RUNNERS},
+    }  # fmt: skip
+    methods = groups[part.group]
+    if part.device.type != "cuda":
+        for name in {BATCHED_GRAPHS, "none, graph", "none, compiled"} & methods.keys():
+            part.skip(name, "needs a GPU")
+            del methods[name]
+    return methods
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    part = Part("decode", __doc__, arguments, groups=list(REPEATS))
+    prompt, new, batches = (24, 8, (1, 2)) if part.is_smoke else (PROMPT, NEW, BATCHES)
+    repeats = 1 if part.is_smoke else REPEATS[part.group]
+    part.state(dtype="bfloat16", prompt=prompt, new_tokens=new, temperature=1.0)
+    config = config_of(part.shape)
+    model = random_model(config, part.device, torch.bfloat16, part.seed)
+    methods = methods_of(part, model, new)
+    # The engine keeps captured forwards of one runner per model: its runners take no turns.
+    together = [{name: method} for name, method in methods.items()] if part.group == "runners" else [methods]
+    for batch in batches:
+        if part.group == "static":
+            torch.compiler.reset()  # else the second batch size is compiled for any size, and slower
+        key = f"{part.group}, B {batch}"
+
+        def prompts(index: int, batch: int = batch) -> Tensor:
+            return make_prompts(batch, prompt, config.vocab_size, 1000 * part.seed + index, part.device)
+
+        def work(key: str = key, prompts: Callable[[int], Tensor] = prompts) -> dict[str, Any]:
+            calls = [alternate(part, key, some, prompts, repeats) for some in together]
+            return summarise({name: done for found in calls for name, done in found.items()})
+
+        part.measure(key, work)
+    return part.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

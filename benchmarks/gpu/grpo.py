@@ -1,0 +1,243 @@
+"""GRPO steps with our rollouts and with TRL's, by its default and by continuous batching, on a policy trained here.
+
+The policy starts from random weights and learns, for a stated number of seconds, a language whose next token is drawn
+from a few successors of the last: its 4-bit copy then agrees with it as training made it, and τ is what it is. Tokens
+may end a text, so completions have a long tail. All ways sample from the same policy for the same prompts; ours alone
+share their noise, so tokens per second are given beside seconds. The first step is not counted: it compiles and
+captures.
+"""
+
+import copy
+import gc
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from benchmarks.timed_training import Training, settings_of, train
+from benchmarks.training_task import Size, TrainingTask, odd_share
+from spec_trl import SpeculativeConfig, release
+from spec_trl.generation.calibrating import calibrate
+
+from .part import Part
+from .shapes import TINY, config_of, random_model
+
+
+SHAPE = "qwen2.5-0.5b"
+PAD, END, FIRST = 0, 1, 2  # token ids; states of the language follow
+STATES, SUCCESSORS = 512, 8
+MEAN_LENGTH = 150  # tokens of a text
+PROMPT = 64
+LESSON_SECONDS, CALIBRATION_SECONDS = 30.0, 20.0
+LESSON_ROWS, LESSON_LENGTH = 32, 256
+LEARNING_RATE = 5e-4
+SIZE = Size(steps=4, rows=32, group=8, max_completion_length=384)
+SMOKE_SIZE = Size(steps=2, rows=4, group=2, max_completion_length=8)
+TRL, TRL_BATCHED, PLAIN, SELF = "TRL", "TRL, continuous batching", "none", "self"
+
+
+@dataclass(frozen=True)
+class Language:
+    """A Markov chain over STATES tokens: s is followed by `successors[s]`, one half, one quarter, ... of the time.
+
+    Args:
+        successors: [STATES, SUCCESSORS] int64 token ids.
+        shares: [SUCCESSORS].
+    """
+
+    successors: Tensor
+    shares: Tensor
+
+    @classmethod
+    def draw(cls, seed: int, device: torch.device) -> "Language":
+        generator = torch.Generator().manual_seed(seed)
+        successors = FIRST + torch.randint(STATES, (STATES, SUCCESSORS), generator=generator)
+        shares = 0.5 ** torch.arange(1, SUCCESSORS + 1)
+        return cls(successors.to(device), (shares / shares.sum()).to(device))
+
+    @property
+    def entropy(self) -> float:
+        """Nats per token, the end of a text left out."""
+        return -(self.shares * self.shares.log()).sum().item()
+
+    def texts(self, rows: int, length: int, ends: bool, generator: torch.Generator) -> Tensor:
+        """[rows, length] int64; with `ends`, a text ends after MEAN_LENGTH tokens on average, and padding follows."""
+        device = self.successors.device
+        token = FIRST + torch.randint(STATES, (rows,), generator=generator, device=device)  # [rows]
+        picks = torch.multinomial(self.shares.expand(rows, -1), length, replacement=True, generator=generator)
+        stops = torch.rand(rows, length, generator=generator, device=device) < 1 / MEAN_LENGTH  # [rows, length]
+        columns = []
+        for column in range(length):
+            columns.append(token)
+            token = self.successors[token - FIRST, picks[:, column]]  # [rows]
+        texts = torch.stack(columns, dim=1)  # [rows, length]
+        if ends:
+            seen = stops.long().cumsum(1)  # [rows, length]: 0 before the end
+            texts = texts.masked_fill(seen > 0, PAD).masked_fill((seen == 1) & stops, END)
+        return texts
+
+
+def teach(part: Part, policy: PreTrainedModel, language: Language) -> dict[str, Any]:
+    """Trains `policy` (float32) in place by next tokens; bfloat16 products, as trainers do it."""
+    seconds = 0.3 if part.is_smoke else LESSON_SECONDS
+    rows, length = (8, 32) if part.is_smoke else (LESSON_ROWS, LESSON_LENGTH)
+    generator = torch.Generator(part.device).manual_seed(part.seed + 1)
+    policy.train().requires_grad_(True)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    losses: list[float] = []
+    started, warm_up = time.perf_counter(), 20
+    while (spent := time.perf_counter() - started) < seconds:
+        rate = LEARNING_RATE * min(1.0, (len(losses) + 1) / warm_up) * max(0.05, 1 - spent / seconds)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        ids = language.texts(rows, length, True, generator)  # [rows, length]
+        with torch.autocast(part.device.type, torch.bfloat16):
+            logits = policy(input_ids=ids[:, :-1]).logits  # [rows, length - 1, V]
+        labels = ids[:, 1:].masked_fill(ids[:, 1:] == PAD, -100)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    policy.eval()
+    last = losses[-max(1, len(losses) // 10) :]
+    return {
+        "seconds": time.perf_counter() - started,
+        "steps": len(losses),
+        "tokens": len(losses) * rows * length,
+        "first_loss": losses[0],
+        "last_loss": sum(last) / len(last),
+        "entropy_of_the_language": language.entropy,
+        "untrained_loss": math.log(policy.config.vocab_size),
+    }
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Writes token i as "<i>": no word is part of another."""
+    words = {f"<{token}>": token for token in range(FIRST + STATES)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=f"<{PAD}>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=f"<{PAD}>", eos_token=f"<{END}>", padding_side="left"
+    )
+
+
+def make_task(part: Part, policy: PreTrainedModel, language: Language, size: Size) -> TrainingTask:
+    """Prompts of the language; reward: the share of odd tokens. The learning rate leaves bfloat16 weights as they are,
+    so that all steps do the same work."""
+    generator = torch.Generator(part.device).manual_seed(part.seed + 2)
+    count = size.steps * size.rows // size.group
+    texts = language.texts(count, 8 if part.is_smoke else PROMPT, False, generator).tolist()
+    prompts = [" ".join(f"<{token}>" for token in text) for text in texts]
+    return TrainingTask(
+        make_policy=lambda: copy.deepcopy(policy),
+        tokenizer=make_tokenizer(),
+        dataset=Dataset.from_dict({"prompt": prompts}),
+        reward=odd_share,
+        facts={},
+        longest_prompt=len(texts[0]),
+        settings=dict(learning_rate=1e-6, lr_scheduler_type="constant"),
+    )
+
+
+def summarise(run: Training) -> dict[str, Any]:
+    """Medians over the steps but the first; rollouts hold making the drafter anew."""
+    rollouts = [step.phases["rollout"] for step in run.steps][1:]
+    tokens = [sum(map(len, rows)) for rows in run.completions][1:]
+    longest = [max(map(len, rows)) for rows in run.completions][1:]
+    return {
+        "rollout_seconds": median(rollouts),
+        "step_seconds": median(step.seconds for step in run.steps[1:]),
+        "by_step": {"rollout": rollouts, "step": [step.seconds for step in run.steps[1:]], "tokens": tokens},
+        "tokens": median(tokens),
+        "longest": median(longest),
+        "tokens_per_second": median(count / seconds for count, seconds in zip(tokens, rollouts, strict=True)),
+        "seconds_per_longest_token": median(s / n for s, n in zip(rollouts, longest, strict=True)),
+        "first_rollout_seconds": run.steps[0].phases["rollout"],
+        "block_efficiency": [record.block_efficiency for record in run.rollouts],
+        "sd_on_fraction": [record.sd_on_fraction for record in run.rollouts],
+        "refresh_seconds": [record.refresh_seconds for record in run.rollouts],
+        "phase_seconds": run.rollouts[-1].phase_seconds if run.rollouts else {},
+    }
+
+
+def ratios(part: Part) -> dict[str, float]:
+    """TRL's seconds over ours with `self`, as far as both were measured."""
+    found: dict[str, float] = {}
+    ours = part.found.get(SELF)
+    for name in (TRL, TRL_BATCHED, PLAIN):
+        theirs = part.found.get(name)
+        if ours and theirs:
+            found[f"{name}: rollout"] = theirs["rollout_seconds"] / ours["rollout_seconds"]
+            found[f"{name}: step"] = theirs["step_seconds"] / ours["step_seconds"]
+            found[f"{name}: tokens per second"] = ours["tokens_per_second"] / theirs["tokens_per_second"]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    part = Part("grpo", __doc__, arguments)
+    shape, size = (TINY, SMOKE_SIZE) if part.is_smoke else (SHAPE, SIZE)
+    part.state(dtype="bfloat16", policy=shape, rows=size.rows, group=size.group, steps=size.steps,
+               max_completion_length=size.max_completion_length)  # fmt: skip
+    language = Language.draw(part.seed, part.device)
+    # Dropout-free and with an end: what is learnt is what rollouts sample from.
+    config = config_of(shape, **({"vocab_size": FIRST + STATES + 6} if part.is_smoke else {}))
+    config.eos_token_id = END
+    policy = random_model(config, part.device, torch.float32, part.seed)
+    policy.generation_config.eos_token_id, policy.generation_config.pad_token_id = END, PAD
+    if part.measure("lesson", partial(teach, part, policy, language)) is None:
+        return part.finish()
+    policy = policy.to(torch.bfloat16).eval()
+    gc.collect()
+    task = make_task(part, policy, language, size)
+    shared = settings_of(task, size, part.seed, part.device.type == "cpu")
+
+    with tempfile.TemporaryDirectory() as scratch, tqdm(disable=True) as bar:
+
+        def run(name: str, fields: dict[str, Any] | None, **more: Any) -> None:
+            def work() -> dict[str, Any]:
+                folder = Path(scratch) / str(len(part.found))
+                return summarise(train(task, fields, shared | more, folder, bar))
+
+            part.measure(name, work, needs=0.0 if part.is_smoke else 10.0)
+            gc.collect()
+
+        def calibrated() -> dict[str, Any]:
+            seconds = 0.3 if part.is_smoke else CALIBRATION_SECONDS
+            longest = task.longest_prompt + size.max_completion_length
+            profile = calibrate(policy, SpeculativeConfig(), size.rows, longest, seconds, progress=False)
+            profile.save(path)
+            release(policy)
+            return {"diagnostics": profile.diagnostics}
+
+        path = Path(scratch) / "profile.json"
+        run(TRL, None)
+        toggle: dict[str, Any] = dict(sd_toggle="always")
+        if part.measure("profile", calibrated) is not None:
+            toggle = dict(sd_toggle="roofline", roofline_profile=str(path), roofline_mismatch="error")
+        run(SELF, dict(assistant_strategy="self", **toggle))
+        run(PLAIN, dict(assistant_strategy="none"))
+        if part.device.type == "cuda":
+            run(TRL_BATCHED, None, use_transformers_continuous_batching=True)
+        else:
+            part.skip(TRL_BATCHED, "needs a GPU")
+    part.record("ratios", ratios(part))
+    return part.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

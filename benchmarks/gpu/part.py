@@ -1,0 +1,179 @@
+"""What the parts of the GPU benchmark share: their command line, their clock, and the JSON that each of them writes.
+
+A part may be killed at any time, so its JSON is written anew after every measurement. What fails is recorded with its
+error and the part goes on: a baseline that cannot run is named, not dropped.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import transformers
+
+from benchmarks.measure import describe_machine
+
+from .shapes import CONFIGS, DEFAULT, TINY
+
+
+T = TypeVar("T")
+LONGEST_ERROR = 1500
+"""Characters of an error's text."""
+
+
+class Part:
+    """One part of the benchmark.
+
+    Args:
+        name: of the part and of its JSON.
+        description: for `--help`.
+        arguments: of the command line; None: the process's.
+        groups: of measurements, one of which runs in this process: `--group`, which the JSON's name ends with.
+
+    Attributes:
+        device, shape, seed: what to measure on and with; `is_smoke`: the tiny shape, to try the code out.
+        group: the one of `groups` that was asked for.
+        found: measured so far, by key.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        description: str | None,
+        arguments: Sequence[str] | None = None,
+        groups: Sequence[str] = (),
+    ) -> None:
+        # Importing torch and transformers takes seconds of a part's time too.
+        self._started = psutil.Process().create_time()
+        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--output", type=Path, default=Path("bench_output/gpu"), help="folder (%(default)s)")
+        parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing later than this")
+        if groups:
+            parser.add_argument("--group", default=groups[0], choices=groups, help="what to measure (%(default)s)")
+        parser.add_argument("--shape", default=DEFAULT, choices=sorted(CONFIGS), help="of the model (%(default)s)")
+        parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="(%(default)s)")
+        parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling (%(default)s)")
+        options = parser.parse_args(arguments)
+        if options.device == "cuda" and not torch.cuda.is_available():
+            parser.error(f"torch {torch.__version__} sees no GPU; to try this out: --device cpu --shape {TINY}")
+        self.group = options.group if groups else ""
+        self.name = f"{name}_{self.group}" if groups else name
+        self.shape, self.seed = options.shape, options.seed
+        self.device = torch.device(options.device)
+        self.folder: Path = options.output
+        self.is_smoke = self.shape == TINY
+        self._limit = options.seconds
+        self.found: dict[str, Any] = {}
+        self._errors: dict[str, str] = {}
+        self._skipped: dict[str, str] = {}
+        self._facts: dict[str, Any] = {"machine": describe_machine(self.device)}
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self._write("unfinished")
+
+    @property
+    def seconds_left(self) -> float:
+        """Until nothing more should start."""
+        return self._limit - (time.time() - self._started)
+
+    @property
+    def triton_absent(self) -> str | None:
+        """Why Triton's kernels cannot run here; None: they can."""
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        if self.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "needs a GPU; to try it out without one, set TRITON_INTERPRET=1"
+        return None
+
+    def state(self, **facts: Any) -> None:
+        """Adds facts that all measurements share: shape, dtype, lengths."""
+        self._facts |= facts
+        self._write("unfinished")
+
+    def record(self, key: str, value: Any) -> None:
+        """Keeps what was found under `key`, at once."""
+        self.found[key] = value
+        print(f"[{self.name}] {key}: {_short(value)}", flush=True)
+        self._write("unfinished")
+
+    def skip(self, key: str, reason: str) -> None:
+        """Says why `key` was not measured."""
+        self._skipped[key] = reason
+        print(f"[{self.name}] {key}: skipped: {reason}", flush=True)
+        self._write("unfinished")
+
+    def attempt(self, key: str, work: Callable[[], T], needs: float = 0.0) -> T | None:
+        """`work()`; None where it failed, with its error kept under `key`, or where fewer than `needs` seconds are
+        left."""
+        if self.seconds_left <= needs:
+            self.skip(key, f"no time left: {max(self.seconds_left, 0.0):.0f} s, and {needs:.0f} s are needed")
+            return None
+        try:
+            return work()
+        except Exception as error:  # of a library, a kernel, or too little memory: all of them are results
+            trace = traceback.format_exc()
+            print(trace, file=sys.stderr, flush=True)
+            text = f"{type(error).__name__}: {error}"
+            # The beginning says what, the end of the trace where.
+            self._errors[key] = text[:LONGEST_ERROR] + " | " + trace[-LONGEST_ERROR // 3 :]
+            print(f"[{self.name}] {key}: FAILED: {text[:300]}", flush=True)
+            self._write("unfinished")
+            return None
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def measure(self, key: str, work: Callable[[], Any], needs: float = 0.0) -> Any:
+        """Attempts `work` and records what it returned."""
+        value = self.attempt(key, work, needs)
+        if value is not None:
+            self.record(key, value)
+        return value
+
+    def finish(self) -> int:
+        """Writes the last state; 1 where nothing was measured and something failed."""
+        self._write("complete" if not self._errors and not self._skipped else "complete, with gaps")
+        return int(bool(self._errors) and not self.found)
+
+    def _write(self, status: str) -> None:
+        result = {
+            "part": self.name,
+            "status": status,
+            "seconds": time.time() - self._started,
+            "shape": self.shape,
+            "seed": self.seed,
+            **self._facts,
+            "measured": self.found,
+            "errors": self._errors,
+            "skipped": self._skipped,
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{self.name}.json"
+        scratch = path.with_suffix(".tmp")  # a part killed while it writes must not lose what it had
+        scratch.write_text(json.dumps(_plain(result), indent=1) + "\n")
+        os.replace(scratch, path)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON knows it: keys are strings, and there is no NaN."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int | bool) else str(value)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(_plain(value))
+    return text if len(text) < 400 else text[:400] + "..."

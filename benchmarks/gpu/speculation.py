@@ -1,0 +1,129 @@
+"""`self` against `none`, γ = 5, with a policy whose 4-bit copy agrees with it as a trained one's does; and identity.
+
+No checkpoint is needed: the policy's projections lie on the grid that round-to-nearest finds, plus Gaussian noise of a
+stated number of grid steps, the largest of a few at which the block efficiency, measured here, is above 5. Times are
+of whole calls without their prompts, first with drafting in every round, then with the toggle over a profile that is
+calibrated here.
+"""
+
+import gc
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from spec_trl import SpeculativeConfig, release
+from spec_trl.generation.calibrating import calibrate
+
+from .decode import PLAIN, Method, alternate, engine, make_prompts, summarise
+from .part import Part
+from .shapes import config_of, grid_model
+
+
+BATCHES = (1, 8, 32)
+PROMPT, NEW = 1984, 128
+REPEATS = 3
+DRAFT_LENGTH = 5
+NOISES = (0.008, 0.004, 0.002, 0.001, 0.0)
+WANTED_EFFICIENCY = 5.05
+"""Block efficiency, out of 6; 5 is wanted, and it varies a little from prompt to prompt."""
+CALIBRATION_SECONDS = 25.0
+ALWAYS, TOGGLED = "self, always", "self, roofline"
+
+
+def identity(part: Part) -> dict[str, Any]:
+    """Identical rows of a small float32 model, drafted for in every round."""
+    name = part.shape if part.is_smoke else "qwen2.5-0.5b"
+    config = config_of(name) if part.is_smoke else config_of(name, num_hidden_layers=6)
+    model = grid_model(config, 0.02, part.device, torch.float32, part.seed)
+    batch, prompt, new = (2, 8, 8) if part.is_smoke else (16, 64, 192)
+    methods = {
+        PLAIN: engine(model, new),
+        ALWAYS: engine(model, new, "self", draft_length=DRAFT_LENGTH, sd_toggle="always"),
+    }
+    found = summarise(
+        alternate(
+            part, "identity", methods,
+            lambda i: make_prompts(batch, prompt, config.vocab_size, i, part.device), 1 if part.is_smoke else 3,
+        )
+    )  # fmt: skip
+    return found | {"shape": f"{name}, {config.num_hidden_layers} layers", "noise": 0.02, "dtype": "float32"}
+
+
+def efficiency(part: Part, model: PreTrainedModel, vocabulary: int) -> dict[str, float]:
+    """τ of the 4-bit copy, and the entropy of what the policy samples, in nats."""
+    batch, prompt, new = (2, 8, 12) if part.is_smoke else (4, PROMPT, 96)
+    run = engine(model, new, "self", draft_length=DRAFT_LENGTH, sd_toggle="always")
+    call = run(make_prompts(batch, prompt, vocabulary, part.seed, part.device), part.seed)
+    distinct = len({token for row in call.tokens for token in row}) / (batch * new)
+    return {name: call.facts[name] for name in ("block_efficiency", "entropy")} | {"distinct_tokens": distinct}
+
+
+def find_policy(part: Part, config: PreTrainedConfig) -> PreTrainedModel:
+    """The noisiest policy of NOISES whose copy reaches the block efficiency."""
+    tried = []
+    for noise in NOISES:
+        model = grid_model(config, noise, part.device, torch.bfloat16, part.seed)
+        found = efficiency(part, model, config.vocab_size)
+        tried.append({"noise_in_grid_steps": noise} | found)
+        part.record("policy", {"tried": tried, "chosen": tried[-1]})
+        if found["block_efficiency"] >= WANTED_EFFICIENCY or part.is_smoke:
+            return model
+        release(model)
+        del model
+        gc.collect()
+        if part.device.type == "cuda":
+            torch.cuda.empty_cache()
+    raise ArithmeticError(f"no policy reaches a block efficiency of {WANTED_EFFICIENCY}: {tried}")
+
+
+def calibrated(part: Part, model: PreTrainedModel, config: SpeculativeConfig, batch: int, length: int) -> str:
+    """A roofline profile of the policy, in the results' folder."""
+    seconds = 0.5 if part.is_smoke else CALIBRATION_SECONDS
+    profile = calibrate(model, config, batch, length, min(seconds, max(part.seconds_left / 3, 0.0)), progress=False)
+    path = part.folder / "speculation_profile.json"
+    profile.save(path)
+    part.record("profile", {"diagnostics": profile.diagnostics, "draft_max_rows": profile.draft_max_rows})
+    return str(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    part = Part("speculation", __doc__, arguments)
+    prompt, new, batches, repeats = (24, 12, (1, 2), 1) if part.is_smoke else (PROMPT, NEW, BATCHES, REPEATS)
+    part.state(dtype="bfloat16", prompt=prompt, new_tokens=new, temperature=1.0, draft_length=DRAFT_LENGTH)
+    part.measure("identity, float32", partial(identity, part))
+    config = config_of(part.shape)
+    model = part.attempt("policy", partial(find_policy, part, config))
+    if model is None:
+        return part.finish()
+    head = SpeculativeConfig(draft_length=DRAFT_LENGTH, draft_lm_head="packed", sd_toggle="always")
+
+    def prompts(batch: int, index: int) -> Tensor:
+        return make_prompts(batch, prompt, config.vocab_size, 1000 * part.seed + index, part.device)
+
+    def compare(name: str, drafted: Method) -> None:
+        for batch in batches:
+            key = f"{name}, B {batch}"
+            methods = {PLAIN: engine(model, new), name: drafted}
+
+            def work(key: str = key, methods: dict[str, Method] = methods, batch: int = batch) -> dict[str, Any]:
+                found = summarise(alternate(part, key, methods, partial(prompts, batch), repeats), name)
+                # Rounds commit several tokens, so means are compared: of the whole call but its prompt.
+                return found | {"speedup": found[PLAIN]["mean_over_plain"]}
+
+            part.measure(key, work)
+
+    shared: dict[str, Any] = dict(draft_length=DRAFT_LENGTH, draft_lm_head=head.draft_lm_head)
+    compare(ALWAYS, engine(model, new, "self", sd_toggle="always", **shared))
+    path = part.attempt("profile", partial(calibrated, part, model, head, max(batches), prompt + new + 16), needs=20.0)
+    if path is not None:
+        toggled = dict(sd_toggle="roofline", roofline_profile=path, roofline_mismatch="error")
+        compare(TOGGLED, engine(model, new, "self", **toggled, **shared))
+    return part.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
