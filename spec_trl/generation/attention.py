@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
 
@@ -48,6 +48,26 @@ class MaskPlan:
         layer_type = SLIDING if window is not None else CHUNKED if chunk is not None else FULL
         return cls((layer_type,), False, window or 0, chunk or 0)
 
+    def spans(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """The same masks as the first and the last column that each query sees.
+
+        Args:
+            positions: `[B, q]` int64, the cache column of every query.
+
+        Returns:
+            `[B, 1, q, 2]` int64, or one such tensor per layer type. As short as the queries, however long the rows:
+            a captured forward that reads them serves every length.
+        """
+        spans: dict[str, Tensor] = {}
+        for layer_type in self.layer_types:
+            first = torch.zeros_like(positions)  # [B, q]
+            if layer_type == SLIDING:
+                first = (positions - self.sliding_window + 1).clamp(min=0)
+            elif layer_type == CHUNKED:
+                first = positions // self.chunk_size * self.chunk_size
+            spans[layer_type] = torch.stack([first, positions], dim=-1)[:, None]  # [B, 1, q, 2]
+        return spans if self.per_type else spans[self.layer_types[0]]
+
     def build(self, positions: Tensor, columns: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Additive masks for queries at `positions`.
 
@@ -74,6 +94,15 @@ class MaskPlan:
         return masks if self.per_type else masks[self.layer_types[0]]
 
 
+def reads_spans(network: PreTrainedModel) -> bool:
+    """Whether attention in `network` can take spans (:meth:`MaskPlan.spans`) for masks: through the CUDA kernel.
+
+    It computes in half precision and float32; families with attention code of their own need masks.
+    """
+    is_narrow = network.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return network.device.type == "cuda" and is_narrow and network._supports_attention_backend
+
+
 def ragged_attention(
     module: nn.Module,
     query: Tensor,
@@ -85,7 +114,7 @@ def ragged_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention of `[B, heads, q, d]` queries over `[B, kv_heads, columns, d]` keys under an additive mask.
+    """Attention of `[B, heads, q, d]` queries over `[B, kv_heads, columns, d]` keys under an additive mask or spans.
 
     The heads of one K/V group are folded into the query axis, so K/V is read once and never repeated:
 
@@ -93,6 +122,12 @@ def ragged_attention(
 
     `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls.
     """
+    if not attention_mask.is_floating_point():
+        from .kernels.ragged_attention import ragged_decode_attention  # needs Triton, which CPU installations lack
+
+        first, last = attention_mask[:, 0, :, 0], attention_mask[:, 0, :, 1]  # [B, q]
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        return ragged_decode_attention(query, key, value, first, last, scale, softcap, s_aux), None
     batch, heads, length, _head_dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads

@@ -5,6 +5,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -34,6 +35,11 @@ class RaggedCache(Cache):
         self._row_index = torch.empty(0)
         self._positions = torch.empty(0)
         self._visible = 0
+
+    @classmethod
+    def for_network(cls, network: PreTrainedModel, rows: int, columns: int) -> "RaggedCache":
+        """A cache with a layer for each of the network's decoder layers."""
+        return cls(network.config.get_text_config(decoder=True).num_hidden_layers, rows, columns)
 
     def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
         """Says where the next forward writes: row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and that

@@ -8,7 +8,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,18 +27,16 @@ from ..scheduling.calibration import GemmMeasurement, effective_flops, fit
 from ..scheduling.profile import Profile, ProfileKey, ProfileMismatch
 from ..scheduling.sweep import Mode, Sample
 from ..scheduling.toggle import NeverSpeculate
-from .cache import RaggedCache
 from .configuration import SpeculativeConfig
 from .constants import model_constants
 from .decoding import Rollout
 from .drafters.base import Drafter
 from .drafters.self_draft import SelfDrafter
+from .graphs import CAPTURE_AFTER, runner_for, runner_mode
 from .processing import LogitsPipeline, PrefixView, Stopping
 from .requirements import position_limit
 from .rows import Request, Rows
-from .runner import EagerRunner
 from .sampling import RoundNoise
-from .shadow import make_shadow
 from .verification import Proposal
 
 
@@ -96,7 +94,7 @@ def calibrate(
     with torch.no_grad():
         flops = effective_flops(_time_gemms(model))
         bandwidth = _copy_bandwidth(constants.weight_bytes, model.device)
-        samples = _sweep(model, drafter, max_batch_size, max_length, budget_seconds, progress)
+        samples = _sweep(model, drafter, max_batch_size, max_length, budget_seconds, progress, config)
     roofline, diagnostics = fit(samples, constants, flops, bandwidth_bounds=(0.4 * bandwidth, 1.5 * bandwidth))
     return Profile(
         key=key,
@@ -121,6 +119,7 @@ def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey
         dtype=str(_effective_dtype(model)).removeprefix("torch."),
         quantization=f"{config.draft_quantization}, lm_head {config.draft_lm_head}",
         kernel=_kernel_name(model, config),
+        runner=runner_mode(config, model.device),
     )
 
 
@@ -131,8 +130,9 @@ def _effective_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
-    """The kernel that the drafter's projections get, whatever it was asked for as."""
+    """The kernels that the drafter's projections get, whatever they were asked for as."""
     scheme = find_scheme(config.draft_quantization)
+    names = set()
     for module in model.get_decoder().modules():
         if not is_projection(module) or isinstance(source := inspect_projection(module), str):
             continue
@@ -144,8 +144,8 @@ def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
         )
         kernel = find_kernel(config.draft_kernel, layer)
         if not isinstance(kernel, str):
-            return kernel.name
-    return NO_KERNEL
+            names.add(kernel.name)
+    return "+".join(sorted(names)) or NO_KERNEL
 
 
 def hardware_name(device: torch.device) -> str:
@@ -294,14 +294,20 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _sweep(
-    model: PreTrainedModel, drafter: SelfDrafter, max_batch: int, max_length: int, budget: float, progress: bool
+    model: PreTrainedModel,
+    drafter: SelfDrafter,
+    max_batch: int,
+    max_length: int,
+    budget: float,
+    progress: bool,
+    config: SpeculativeConfig,
 ) -> list[Sample]:
     """Times target, draft and verify over a grid that fits the machine, in two passes through shuffled cells."""
     limit = position_limit(model)
     longest = max_length if limit is None else min(max_length, limit)
     margin = max(DRAFT_LENGTHS) + 1  # what a round may write
     lengths = [length for length in LENGTHS if length <= longest - margin] or [max(longest - margin, 1)]
-    bench = _Bench(model, drafter, max_batch, lengths, margin)
+    bench = _Bench(model, drafter, max_batch, lengths, margin, config)
     lengths = [length for length in lengths if length <= bench.longest]
     batches = [batch for batch in BATCHES if batch <= bench.capacity]
     cells = [(batch, length, 0) for batch, length in itertools.product(batches, lengths)]
@@ -312,10 +318,11 @@ def _sweep(
     random.Random(0).shuffle(cells)
     times: dict[tuple[int, float, int, Mode], list[float]] = {}
     deadline = time.perf_counter() + budget
+    warm_ups = 1 if runner_mode(config, model.device) == "eager" else CAPTURE_AFTER
     visits = list(itertools.product(range(2), cells))
     for number, (visit, (batch, length, gamma)) in enumerate(tqdm(visits, "calibrating", disable=not progress)):
         share = max(deadline - time.perf_counter(), 0.0) / (len(visits) - number)
-        for mode, seconds in bench.rounds(batch, length, gamma, share, warm_up=visit == 0):
+        for mode, seconds in bench.rounds(batch, length, gamma, share, warm_ups=0 if visit else warm_ups):
             times.setdefault((batch, float(length), gamma, mode), []).append(seconds)
     bench.close()
     return [Sample(*cell, seconds=median(values)) for cell, values in sorted(times.items())]
@@ -335,7 +342,13 @@ class _Bench:
     """An engine whose rows can be set to any number and length without reading a prompt."""
 
     def __init__(
-        self, model: PreTrainedModel, drafter: SelfDrafter, max_batch: int, lengths: list[int], margin: int
+        self,
+        model: PreTrainedModel,
+        drafter: SelfDrafter,
+        max_batch: int,
+        lengths: list[int],
+        margin: int,
+        config: SpeculativeConfig,
     ) -> None:
         device, shape = model.device, model.config.get_text_config(decoder=True)
         self.longest, self.capacity = lengths[-1], max_batch
@@ -351,7 +364,7 @@ class _Bench:
         self._drafter = drafter
         self._rollout = Rollout(
             requests,
-            EagerRunner(make_shadow(model), RaggedCache(shape.num_hidden_layers, self.capacity, rows.columns)),
+            runner_for(model, self.capacity, rows.columns, replace(config, keep_graphs=False)),
             [drafter, _NoDrafter()],
             NeverSpeculate(),
             rows,
@@ -367,7 +380,7 @@ class _Bench:
         rows.tokens.random_(shape.vocab_size)
 
     def rounds(
-        self, batch: int, length: int, gamma: int, seconds: float, warm_up: bool
+        self, batch: int, length: int, gamma: int, seconds: float, warm_ups: int
     ) -> Iterator[tuple[Mode, float]]:
         """Times rounds for about `seconds`, FEWEST_ROUNDS at least; yields the medians by mode."""
         drafting: list[float] = []
@@ -387,8 +400,8 @@ class _Bench:
             if self._rollout.drafter_failure is not None:
                 raise RuntimeError(f"the drafter failed while it was timed: {self._rollout.drafter_failure}")
             draft = self._rollout.phase_seconds()["draft"] - before
-            if warm_up:  # it may prepare kernels
-                warm_up = False
+            if warm_ups:  # they prepare kernels, and captured forwards
+                warm_ups -= 1
             else:
                 drafting.append(draft)
                 resting.append(whole - draft)

@@ -12,6 +12,7 @@ from ..scheduling.draft_length import MAX_DRAFT_LENGTH
 STRATEGIES = ("none", "self", "model", "ngram", "history", "auto")
 VERIFICATIONS = ("exact", "rejection")
 TOGGLES = ("roofline", "always", "never")
+RUNNERS = ("auto", "eager", "graph", "compiled")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "verification": VERIFICATIONS,
     "sd_toggle": TOGGLES,
@@ -19,6 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "draft_quantization": tuple(scheme.name for scheme in SCHEMES),
     "draft_kernel": ("auto", *dict.fromkeys(kernel.name for kernel in KERNELS)),
     "draft_lm_head": ("auto", "dense", "packed"),
+    "runner": RUNNERS,
 }
 
 
@@ -61,6 +63,17 @@ class SpeculativeConfig:
     Args:
         max_batch_size: rows in flight; further prompts are admitted as rows finish. `None`: all at once.
 
+    > Captured forwards (CUDA)
+
+    Args:
+        runner: how forwards run. `"eager"`: as the modules are; `"graph"`: captured as CUDA graphs, for the shapes
+            that come again; `"compiled"`: the same with compiled decoder layers; `"auto"`: `"graph"` on CUDA, where
+            shapes that are replayed thousands of times also try the compiled layers and keep what measures faster;
+            `"eager"` elsewhere. A network that cannot be captured or compiled runs eagerly, with a warning.
+        max_graph_memory: GiB that captured forwards may take, the K/V cache not counted.
+        keep_graphs: keep captured forwards, and the K/V cache they write to, from call to call, until the model dies;
+            `spec_trl.release(model)` frees them before. `False`: free them after each call and capture again.
+
     > The quantized self-drafter (`"self"`)
 
     Args:
@@ -81,6 +94,9 @@ class SpeculativeConfig:
     roofline_profile: str | None = None
     roofline_mismatch: Literal["recalibrate", "error"] = "recalibrate"
     max_batch_size: int | None = None
+    runner: Literal["auto", "eager", "graph", "compiled"] = "auto"
+    max_graph_memory: float = 4.0
+    keep_graphs: bool = True
     draft_quantization: str = "rtn-w4-g128"
     draft_kernel: str = "auto"
     draft_lm_head: Literal["auto", "dense", "packed"] = "auto"
@@ -92,6 +108,7 @@ class SpeculativeConfig:
         if self.max_batch_size is not None:
             require_int("max_batch_size", self.max_batch_size, 1, None)
         require_margin(self.sd_margin)
+        require_graph_memory(self.max_graph_memory)
         if self.roofline_profile is not None and self.sd_toggle != "roofline":
             raise ValueError(
                 f'roofline_profile={self.roofline_profile!r} is read under sd_toggle="roofline" only, and sd_toggle '
@@ -133,6 +150,15 @@ def require_margin(value: object) -> None:
     """Raises ValueError unless `value` is a number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ValueError(f"sd_margin={value!r} is out of range; it must be a number of at least 0, e.g. 0.05.")
+
+
+def require_graph_memory(value: object) -> None:
+    """Raises ValueError unless `value` is a positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(
+            f"max_graph_memory={value!r} is out of range; it must be a positive number of GiB, e.g. 4.0, or choose "
+            'runner="eager".'
+        )
 
 
 def require_int(name: str, value: object, low: int | None, high: int | None) -> None:

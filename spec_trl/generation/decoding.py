@@ -115,7 +115,7 @@ class Rollout:
             logits = self._verify(draft_length)
         with self._timer.phase("accept"):
             verdict = self._accept(logits, proposal, noise)
-            finished, tokens = self._commit(verdict, proposal)
+            finished, tokens = self._commit(verdict, proposal, which)
         with self._timer.phase("compact"):
             self._retire(finished)
         seconds = time.perf_counter() - started  # of the device too: the commit waited for it
@@ -168,25 +168,25 @@ class Rollout:
         lengths = torch.minimum(proposal.lengths, room).minimum(legal.long().cumprod(1).sum(1)).clamp(min=0)
         tokens = proposal.tokens.clamp(0, self._vocabulary - 1)
         rows.write(0, tokens)
-        return Proposal(tokens, lengths, proposal.logits)
+        return Proposal(tokens, lengths, proposal.logits, proposal.broken)
 
     def _verify(self, draft_length: int) -> Tensor:
         """Feeds each row's last committed token and its drafts; returns logits `[B, γ + 1, vocabulary]`."""
         rows = self._rows
         columns = rows.columns_behind(-1, draft_length + 1)  # [B, γ + 1]
         self._fed = rows.window(-1, draft_length + 1), columns, rows.longest + draft_length
-        return widen(self._target.forward(*self._fed))
+        return self._target.forward(*self._fed)
 
     def _accept(self, logits: Tensor, proposal: Proposal, noise: RoundNoise | None) -> Verdict:
-        logits = self._pipeline(logits)  # [B, γ + 1, V]
         if self._rejection and proposal.logits is not None:
             rows = self._rows
+            logits = self._pipeline(widen(logits))  # [B, γ + 1, V]
             steps = rows.generated[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, γ + 1]
             coins, residual = (position_keys(derive(rows.streams, purpose), steps) for purpose in (1, 2))
             return verify_rejection(logits, proposal, coins, residual, self._want_logprobs)
-        return verify_exact(logits, proposal, noise, self._want_logprobs)
+        return verify_exact(self._pipeline.draw(logits, noise, want_logprobs=self._want_logprobs), proposal)
 
-    def _commit(self, verdict: Verdict, proposal: Proposal) -> tuple[list[int], int]:
+    def _commit(self, verdict: Verdict, proposal: Proposal, which: int) -> tuple[list[int], int]:
         """Takes the verified tokens into the output; returns the rows that ended, and how many tokens there were."""
         rows = self._rows
         counts = verdict.accepted + 1  # [B]
@@ -200,7 +200,8 @@ class Rollout:
             self._on_tokens(verdict.tokens[0, : int(kept[0])])
         lengths = rows.lengths + kept  # [B]
         room = rows.limits - lengths  # [B]
-        state = torch.stack([lengths, ends.long(), broken.long(), room]).tolist()  # the round's one sync
+        state = torch.stack([lengths, ends.long(), broken.long(), room, self._is_broken(proposal)]).tolist()
+        # That was the round's one sync.
         if any(state[2]):
             row = state[2].index(1)
             self._raise_broken(row, int(rows.generated[row] + sound[row].long().cumprod(0).sum()))
@@ -210,8 +211,17 @@ class Rollout:
         rows.longest = max(state[0])
         self._total_length = sum(length for length, ended in zip(state[0], state[1], strict=True) if not ended)
         self._room = max((room for room, ended in zip(state[3], state[1], strict=True) if not ended), default=0)
+        if any(state[4]):
+            self._guard(which, _report_broken)
         self._for_each_drafter(lambda drafter: drafter.observe())
         return finished, tokens
+
+    def _is_broken(self, proposal: Proposal) -> Tensor:
+        """`[B]` int64, whether the drafter says that its network is broken."""
+        rows = self._rows
+        if proposal.broken is None:
+            return torch.zeros_like(rows.lengths)
+        return proposal.broken.long().expand_as(rows.lengths)
 
     def _retire(self, finished: list[int]) -> None:
         rows = self._rows
@@ -284,6 +294,7 @@ class Rollout:
             )
         statistics.target_forwards = self._target.forwards
         statistics.cache_bytes = self._target.cache.bytes
+        statistics.graphs, statistics.graph_bytes = self._target.captured
         for drafter in self._drafters:
             if drafter is not None:
                 statistics.draft_forwards += drafter.forwards
@@ -294,6 +305,10 @@ class Rollout:
         self._log.write_to(statistics)
         statistics.phase_seconds = self._timer.seconds()
         statistics.seconds = time.perf_counter() - self._started
+
+
+def _report_broken(_: Drafter) -> None:
+    raise FloatingPointError("the draft network returned NaN logits")
 
 
 def _checked(proposal: Proposal, expected: tuple[int, int, int]) -> Proposal:

@@ -22,7 +22,7 @@ def first_broken_module(runner: EagerRunner, tokens: Tensor, positions: Tensor, 
         for name, module in runner.network.named_modules():
             if not module._modules:
                 watch(name, module)
-        runner.forward(tokens, positions, columns)
+        EagerRunner(runner.network, runner.cache).forward(tokens, positions, columns)  # a replay calls no hooks
     finally:
         for handle in handles:
             handle.remove()

@@ -19,7 +19,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ..scheduling.toggle import Control
-from .cache import RaggedCache
 from .calibrating import find_profile
 from .configuration import SpeculativeConfig, check_strategy
 from .control import make_control
@@ -29,6 +28,7 @@ from .drafters.history import HistoryDrafter
 from .drafters.ngram import NgramDrafter
 from .drafters.self_draft import self_drafter_of
 from .drafters.small_model import SmallModelDrafter, load_assistant
+from .graphs import runner_for, runner_mode
 from .processing import LogitsPipeline, PrefixView, Stopping, length_limit
 from .requirements import (
     check_generation_config,
@@ -39,9 +39,7 @@ from .requirements import (
     split_prompts,
 )
 from .rows import Request, Rows
-from .runner import EagerRunner
 from .sampling import stream_keys
-from .shadow import make_shadow
 from .statistics import SpeculationStatistics
 
 
@@ -93,6 +91,7 @@ def make_drafters(
     ]
 
 
+@torch.inference_mode(False)  # what is kept for the next call must not be bound to this one's inference mode
 @torch.no_grad()
 def speculative_decoding(
     model: PreTrainedModel,
@@ -136,6 +135,7 @@ def speculative_decoding(
     assistant: PreTrainedModel | str | None = model_kwargs.pop("_assistant", None)
     streamer: BaseStreamer | None = model_kwargs.pop("_streamer", None)
     check_model(model)
+    runner_mode(config, model.device)
     check_generation_config(generation_config)
     check_keywords(model_kwargs)
     prompts = split_prompts(input_ids, model_kwargs.get("attention_mask"))
@@ -180,11 +180,10 @@ def speculative_decoding(
     pad = generation_config._pad_token_tensor
     pad_token_id = int(pad) if pad is not None else 0
     prefixes = PrefixView(rows, width, pad_token_id)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
     want_output = bool(generation_config.return_dict_in_generate)
     completions, statistics = Rollout(
         requests,
-        EagerRunner(make_shadow(model), RaggedCache(layers, capacity, rows.columns)),
+        runner_for(model, capacity, rows.columns, config),
         drafters,
         control,
         rows,

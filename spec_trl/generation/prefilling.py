@@ -3,7 +3,7 @@
 import torch
 
 from .rows import Admission, Rows
-from .runner import Runner
+from .runner import EagerRunner
 
 
 # Tokens of one prefill forward, padding included: bounds activations and masks.
@@ -11,7 +11,7 @@ _TOKENS_PER_FORWARD = 8192
 _QUERIES_PER_FORWARD = 2048
 
 
-def prefill(runner: Runner, rows: Rows, admission: Admission) -> None:
+def prefill(runner: EagerRunner, rows: Rows, admission: Admission) -> None:
     """Writes the K/V of newly admitted prompts, all but their last token, into `runner`'s cache.
 
     The last prompt token is fed by the first decoding round, like any other last committed token; so prefill needs no

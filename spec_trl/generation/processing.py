@@ -6,7 +6,9 @@ the others run on the prefixes that `generate` would have shown them, grouped by
 """
 
 import copy
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .rows import Rows
+from .sampling import Draw, RoundNoise, draw, widen
 
 
 _SCORES_ONLY = (
@@ -92,6 +95,7 @@ class LogitsPipeline:
                     "Remove it, or generate without `assistant_strategy`."
                 )
         self._processors = processors
+        self._filters = Filters.of(processors)
         self._prefixes = prefixes
         self._batch_size = batch_size
 
@@ -104,6 +108,27 @@ class LogitsPipeline:
             else:
                 logits = self._process_by_prefix(processor, logits, offset)
         return logits
+
+    def draw(self, logits: Tensor, noise: RoundNoise | None, offset: int = 0, want_logprobs: bool = False) -> Draw:
+        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` and draws a token at each.
+
+        On CUDA one kernel reads the logits once; temperature, top-k and min-p, where nothing else is set, act in it.
+        """
+        if not _is_fused(logits):
+            return draw(self(widen(logits), offset), noise, offset, want_logprobs)
+        from .kernels.gumbel_sampler import fused_draw  # needs Triton, which CPU installations lack
+
+        batch, count, _ = logits.shape
+        temperature, floors = 1.0, None
+        if self._filters is None:
+            logits = self(widen(logits), offset)  # [B, n, V]
+        else:
+            temperature = self._filters.temperature
+            floors = self._filters.floors(logits.flatten(0, 1))  # [B * n]
+        keys = None if noise is None else noise.keys[:, offset : offset + count].reshape(-1)  # [B * n]
+        drawn = fused_draw(logits.flatten(0, 1), keys, temperature, floors)  # of [B * n] each
+        tokens, scores, logprobs = (part.view(batch, count) for part in drawn)
+        return Draw(tokens, scores, logprobs if want_logprobs else None)
 
     def _process_by_prefix(self, processor: LogitsProcessor, logits: Tensor, offset: int) -> Tensor:
         processed = torch.empty_like(logits)
@@ -119,6 +144,56 @@ class LogitsPipeline:
             else:
                 processed[row, step] = processor(prefix, logits[row, step])
         return processed
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Temperature, top-k and min-p, of which the last two only say from which logit on a token may be drawn.
+
+    Attributes:
+        temperature: divides the logits.
+        top_k: tokens that may be drawn; None: all.
+        min_p: least probability, as a share of the largest one; None: none.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    min_p: float | None = None
+
+    @classmethod
+    def of(cls, processors: LogitsProcessorList) -> "Filters | None":
+        """What `processors` amount to, or None where there are others, or these in another order."""
+        filters = cls()
+        for processor in processors:
+            if type(processor) is hf.TemperatureLogitsWarper and filters == cls():
+                filters = replace(filters, temperature=processor.temperature)
+            elif type(processor) is hf.TopKLogitsWarper and filters.min_p is None and _bars(processor):
+                filters = replace(filters, top_k=processor.top_k)
+            elif type(processor) is hf.MinPLogitsWarper and processor.min_tokens_to_keep == 1 and _bars(processor):
+                filters = replace(filters, min_p=processor.min_p or None)
+            else:
+                return None
+        return filters
+
+    def floors(self, logits: Tensor) -> Tensor | None:
+        """Smallest logits `[n]` float32, divided by the temperature, that may be drawn from `logits` `[n, V]`."""
+        bounds = []
+        if self.top_k is not None:
+            bounds.append(logits.topk(min(self.top_k, logits.shape[1]), sorted=False).values.amin(1).float())
+        if self.min_p is not None:
+            # p >= min_p * p_max, whatever top-k has left out: the two share their normaliser.
+            bounds.append(logits.amax(1).float() + self.temperature * math.log(self.min_p))
+        return torch.stack(bounds).amax(0) / self.temperature if bounds else None
+
+
+def _bars(warper: hf.TopKLogitsWarper | hf.MinPLogitsWarper) -> bool:
+    """Whether what it filters out cannot be drawn at all."""
+    return warper.filter_value == -math.inf
+
+
+def _is_fused(logits: Tensor) -> bool:
+    """Whether one kernel draws from these logits."""
+    return logits.device.type == "cuda" and logits.dtype != torch.float64
 
 
 def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> LogitsProcessor:

@@ -1,37 +1,23 @@
 """Runs one network over a ragged cache. Every forward of generation, target's or drafter's, goes through here."""
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .attention import MaskPlan
+from .attention import MaskPlan, reads_spans
 from .cache import RaggedCache
 from .requirements import position_limit
+from .shadow import decoder_layers
 
 
 # Attention reads columns up to the longest row, rounded up: few distinct shapes, so that kernels that are prepared
 # per shape (oneDNN on CPU, captured graphs on CUDA) are prepared rarely.
 COLUMN_BUCKET = 32
 
-
-class Runner(Protocol):
-    """What the engine needs of a network, whether it runs eagerly, compiled or as a captured graph."""
-
-    cache: RaggedCache
-    forwards: int
-
-    def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
-        """Runs `tokens` (`[B, q]` int64) of cache rows `first_row..first_row + B` at `positions` (`[B, q]` int64).
-
-        Writes their K/V, attends over columns `0..columns` and returns logits `[B, q, vocab]`.
-        """
-        ...
-
-    def prefill(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> None:
-        """The same forward for its K/V alone."""
-        ...
+Heard = Callable[[Tensor, Tensor, int], None]
 
 
 class EagerRunner:
@@ -40,24 +26,122 @@ class EagerRunner:
     Args:
         network: a shadow (:func:`~spec_trl.generation.shadow.make_shadow`) or its quantized twin.
         cache: where it reads and writes K/V; a self-drafter shares its target's.
+
+    Attributes:
+        forwards: since the generation began.
+        eager_forwards: those among them that ran the network's modules.
     """
 
     def __init__(self, network: PreTrainedModel, cache: RaggedCache) -> None:
         self.network = network
         self.cache = cache
         self.forwards = 0
+        self.eager_forwards = 0
         config = network.config.get_text_config(decoder=True)
         self._masks = MaskPlan.from_config(config)
         self._position_limit = position_limit(network)
         self._keeps_last_logits = network._supports_logits_to_keep()
+        self._uses_spans = reads_spans(network)
+        self._states: dict[int, Tensor] = {}
+        self._listened: tuple[int, ...] = ()
+        self._heard: Heard | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
-        return self._run(tokens, positions, columns, first_row, logits_to_keep=0)
+        """Runs `tokens` (`[B, q]` int64) of cache rows `first_row..first_row + B` at `positions` (`[B, q]` int64).
+
+        Writes their K/V, attends over columns `0..columns` and returns logits `[B, q, vocab]`.
+        """
+        self.forwards += 1
+        logits, features = self._run(tokens, positions, columns, first_row, logits_to_keep=0)
+        self._tell(features, positions, first_row)
+        return logits
 
     def prefill(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> None:
-        self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # 1: the fewest a head can be asked for
+        """The same forward for its K/V alone."""
+        self.forwards += 1
+        # 1: the fewest a head can be asked for.
+        _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)
+        self._tell(features, positions, first_row)
 
-    def _run(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int, logits_to_keep: int) -> Tensor:
+    def beside(self, network: PreTrainedModel, shares_cache: bool) -> "EagerRunner":
+        """A runner of this kind for another network, over this cache or one of its own of the same size."""
+        return EagerRunner(network, self._cache_beside(network, shares_cache))
+
+    def listen(self, layers: Sequence[int], heard: "Heard") -> None:
+        """Has every further forward tell its hidden states, for drafters that are fed with them.
+
+        Args:
+            layers: which ones, in transformers' count: 0 is the embedding's output, i the input of layer i, and the
+                number of layers the output of the final norm.
+            heard: called after each forward with features `[B, q, len(layers) * hidden]`, the states side by side in
+                the order of `layers`, the positions `[B, q]` they belong to, and the first cache row. The features are
+                valid until the next forward.
+
+        Raises:
+            ValueError: the network has no such layer.
+        """
+        self._heard = heard
+        if tuple(layers) == self._listened:
+            return
+        decoder = self.network.get_decoder()
+        blocks = decoder_layers(self.network)
+        beyond = [index for index in layers if not 0 <= index <= len(blocks)]
+        if beyond:
+            raise ValueError(
+                f"layers={list(layers)}: hidden states {beyond} are asked for, and {type(self.network).__name__} has "
+                f"those of 0 to {len(blocks)}."
+            )
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            blocks[index].register_forward_pre_hook(self._keep_input(index), with_kwargs=True)
+            if index < len(blocks)
+            else decoder.register_forward_hook(self._keep_output(index))
+            for index in dict.fromkeys(layers)
+        ]
+        self._listened = tuple(layers)
+
+    def stop_listening(self) -> None:
+        """Tells nobody any more. The states are kept all the same, so that captured forwards stay as they are."""
+        self._heard = None
+
+    def _keep_input(self, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._states[index] = args[0] if args else kwargs["hidden_states"]  # [B, q, hidden]
+
+        return hook
+
+    def _keep_output(self, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            self._states[index] = output.last_hidden_state  # [B, q, hidden]
+
+        return hook
+
+    def _features(self) -> Tensor | None:
+        """`[B, q, len(layers) * hidden]` of the forward that just ran."""
+        if not self._listened:
+            return None
+        features = torch.cat([self._states[index] for index in self._listened], dim=-1)
+        self._states.clear()
+        return features
+
+    def _tell(self, features: Tensor | None, positions: Tensor, first_row: int) -> None:
+        if self._heard is not None and features is not None:
+            self._heard(features, positions, first_row)
+
+    @property
+    def captured(self) -> tuple[int, int]:
+        """Captured forwards of this network and those beside it, and the bytes they take."""
+        return 0, 0
+
+    def _cache_beside(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
+        return self.cache if shares_cache else RaggedCache.for_network(network, self.cache.rows, self.cache.columns)
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, columns: int, first_row: int, logits_to_keep: int, spans: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        self.eager_forwards += 1
         columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
         self.cache.point_at(positions, columns, first_row)
         device = tokens.device.type
@@ -68,12 +152,13 @@ class EagerRunner:
         limit = self._position_limit
         position_ids = positions if limit is None else positions.clamp(max=limit - 1)  # [B, q]
         keep = {"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}
-        self.forwards += 1
-        return self.network(
+        masks = self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype)
+        logits = self.network(
             input_ids=tokens,
             position_ids=position_ids,
-            attention_mask=self._masks.build(positions, columns, dtype),
+            attention_mask=masks,
             past_key_values=self.cache,
             use_cache=True,
             **keep,
         ).logits
+        return logits, self._features()

@@ -7,6 +7,7 @@ coupling: P(agree) >= (1 - TV) / (1 + TV), Daliri, Musco, Suresh, arXiv 2408.079
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def uniform_coins(keys: Tensor) -> Tensor:
 
 
 class RoundNoise:
-    """Noise of one round: generated positions `t..t + count` of each row.
+    """Noise of one round: generated positions `t..t + count` of each row. Computed when first asked for.
 
     Args:
         streams: `[B]` int64 from :func:`stream_keys`.
@@ -114,18 +115,56 @@ class RoundNoise:
     """
 
     def __init__(self, streams: Tensor, positions: Tensor, count: int, vocabulary: int) -> None:
-        steps = positions[:, None] + torch.arange(count, device=positions.device)  # [B, count]
-        self.keys = position_keys(streams, steps)  # [B, count]
+        self._streams, self._positions, self._count = streams, positions, count
         self._vocabulary = vocabulary
-        self._block: Tensor | None = None
-        if self.keys.numel() * vocabulary <= _ROUND_BUDGET:
-            self._block = gumbel_noise(self.keys.view(-1), vocabulary).view(*self.keys.shape, vocabulary)
+
+    @functools.cached_property
+    def keys(self) -> Tensor:
+        """`[B, count]` int64."""
+        steps = self._positions[:, None] + torch.arange(self._count, device=self._positions.device)  # [B, count]
+        return position_keys(self._streams, steps)
+
+    @functools.cached_property
+    def _block(self) -> Tensor | None:
+        if self.keys.numel() * self._vocabulary > _ROUND_BUDGET:
+            return None
+        return gumbel_noise(self.keys.view(-1), self._vocabulary).view(*self.keys.shape, self._vocabulary)
 
     def at(self, step: int) -> Tensor:
         """`[B, vocabulary]` float32 at the round's position `step`."""
         if self._block is not None:
             return self._block[:, step]
         return gumbel_noise(self.keys[:, step].contiguous(), self._vocabulary)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One token for each of n positions of B rows.
+
+    Args:
+        tokens: `[B, n]` int64.
+        scores: `[B, n]`, perturbed logit of each token; NaN or -inf where the logits were broken.
+        logprobs: `[B, n]` log-probability of each token under the processed distribution, if asked for.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    logprobs: Tensor | None
+
+
+def draw(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False) -> Draw:
+    """Draws a token at each position from processed logits.
+
+    Args:
+        logits: `[B, n, vocabulary]` processed logits, float32 or float64.
+        noise: of the round; None: greedy.
+        first: the round's position that the first of the n is.
+        want_logprobs: whether to compute `logprobs`.
+    """
+    drawn = [sample(logits[:, i], None if noise is None else noise.at(first + i)) for i in range(logits.shape[1])]
+    scores = torch.stack([score for score, _ in drawn], dim=1)  # [B, n]
+    tokens = torch.stack([token for _, token in drawn], dim=1)  # [B, n]
+    return Draw(tokens, scores, token_logprobs(logits, tokens) if want_logprobs else None)
 
 
 def sample(logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,40 @@ def make_shadow(policy: PreTrainedModel) -> PreTrainedModel:
     return shadow
 
 
+def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's layers.
+
+    Raises:
+        ValueError: the decoder has no single list of them.
+    """
+    lists = [module for module in network.get_decoder().children() if isinstance(module, nn.ModuleList)]
+    if len(lists) != 1:
+        raise ValueError(f"{type(network).__name__} has no single list of decoder layers.")
+    return lists[0]
+
+
+def fingerprint(policy: PreTrainedModel) -> tuple[object, ...]:
+    """What a shadow took over by value or by address: while it stays equal, a shadow of `policy` stays true.
+
+    Modules, their plain attributes and hooks, where their tensors lie; not what the tensors hold.
+    """
+    marks: list[object] = []
+    for module in policy.modules():
+        marks.append(id(module))
+        for name, value in module.__dict__.items():
+            if isinstance(value, bool | int | float | str) and name != "training":
+                marks.append((name, value))
+            elif name in _HOOK_DICTS:
+                marks += map(id, value.values())
+            elif isinstance(value, list | tuple) and all(isinstance(item, bool | int | float | str) for item in value):
+                marks.append((name, tuple(value)))
+            elif name in _ROOT_PATCHES:
+                marks.append(id(value))
+        for tensors in (module._parameters, module._buffers):
+            marks += [(name, None if tensor is None else tensor.data_ptr()) for name, tensor in tensors.items()]
+    return tuple(marks)
+
+
 def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any]) -> Any:
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]

@@ -91,6 +91,8 @@ class SpeculationStatistics:
         phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control".
         seconds: whole call.
         cache_bytes: K/V cache, a small drafter's own included.
+        graphs: captured forwards that the target and its drafters hold.
+        graph_bytes: device memory that they take beside weights and cache.
         drafter_failure: why the drafter was dropped, or None.
     """
 
@@ -111,6 +113,8 @@ class SpeculationStatistics:
     phase_seconds: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     cache_bytes: int = 0
+    graphs: int = 0
+    graph_bytes: int = 0
     drafter_failure: str | None = None
 
     @property

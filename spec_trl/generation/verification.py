@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .sampling import RoundNoise, gumbel_noise, sample, token_logprobs, uniform_coins
+from .sampling import Draw, gumbel_noise, sample, token_logprobs, uniform_coins
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,13 @@ class Proposal:
         tokens: `[B, γ]` int64.
         lengths: `[B]` int64, how many of them a row really has.
         logits: `[B, γ, vocabulary]` processed draft logits; rejection verification needs them.
+        broken: bool scalar, whether the drafter found NaN in its logits; read with the round's one sync.
     """
 
     tokens: Tensor
     lengths: Tensor
     logits: Tensor | None = None
+    broken: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Verdict:
     logprobs: Tensor | None
 
 
-def verify_exact(logits: Tensor, proposal: Proposal, noise: RoundNoise | None, want_logprobs: bool) -> Verdict:
-    """Samples the target's own token at every position and accepts the drafts that equal it (design §3).
+def verify_exact(draw: Draw, proposal: Proposal) -> Verdict:
+    """Accepts the drafts that equal the target's own tokens, sampled at every position (design §3).
 
     The target's token at a position does not depend on the draft, so the output is what `"none"` gives:
 
@@ -50,16 +52,11 @@ def verify_exact(logits: Tensor, proposal: Proposal, noise: RoundNoise | None, w
         output          y1   y2   y3   y4        the y behind the last accepted draft is corrected or bonus
 
     Args:
-        logits: `[B, γ + 1, vocabulary]` processed target logits.
+        draw: the target's tokens at the γ + 1 positions.
         proposal: the drafts.
-        noise: of this round; None: greedy.
-        want_logprobs: whether to compute `logprobs`.
     """
-    drawn = [sample(logits[:, i], None if noise is None else noise.at(i)) for i in range(logits.shape[1])]
-    scores = torch.stack([score for score, _ in drawn], dim=1)  # [B, γ + 1]
-    tokens = torch.stack([token for _, token in drawn], dim=1)  # [B, γ + 1]
-    accepted = _leading(proposal.tokens == tokens[:, :-1], proposal.lengths)  # [B]
-    return Verdict(tokens, accepted, scores, token_logprobs(logits, tokens) if want_logprobs else None)
+    accepted = _leading(proposal.tokens == draw.tokens[:, :-1], proposal.lengths)  # [B]
+    return Verdict(draw.tokens, accepted, draw.scores, draw.logprobs)
 
 
 def verify_rejection(

@@ -32,6 +32,7 @@ class ProfileKey:
         dtype: of the target's weights.
         quantization: the drafter's.
         kernel: the drafter's.
+        runner: how forwards run ("eager", or captured in one of the ways of `SpeculativeConfig.runner`).
     """
 
     hardware: str
@@ -39,6 +40,7 @@ class ProfileKey:
     dtype: str
     quantization: str
     kernel: str
+    runner: str = "eager"
 
     @property
     def file_name(self) -> str:

@@ -64,6 +64,14 @@ class SpecGRPOConfig(GRPOConfig):
         rollout_batch_size (`int`, *optional*):
             Rows that are decoded together on each device; the others of the generation batch follow as rows finish.
             `None`: all at once.
+        runner (`str`, *optional*, defaults to `"auto"`):
+            How the forwards of rollouts run: `"eager"`, captured as CUDA graphs (`"graph"`), these with compiled
+            decoder layers (`"compiled"`), or `"auto"`: captured on CUDA, compiled where that measures faster.
+        max_graph_memory (`float`, *optional*, defaults to `4.0`):
+            GiB that captured forwards may take; further shapes run eagerly.
+        keep_graphs (`bool`, *optional*, defaults to `True`):
+            Keep captured forwards and the rollout's K/V cache while training. `False` gives their memory to the
+            training step and captures again in each rollout.
     """
 
     assistant_strategy: str = field(
@@ -105,6 +113,14 @@ class SpecGRPOConfig(GRPOConfig):
     )
     rollout_batch_size: int | None = field(
         default=None, metadata={"help": "Rows decoded together on each device; None: all at once."}
+    )
+
+    runner: str = field(
+        default="auto", metadata={"help": "Forwards of rollouts: 'eager', 'graph', 'compiled' or 'auto'."}
+    )
+    max_graph_memory: float = field(default=4.0, metadata={"help": "GiB that captured forwards may take."})
+    keep_graphs: bool = field(
+        default=True, metadata={"help": "Keep captured forwards and the K/V cache between rollouts."}
     )
 
     def __post_init__(self) -> None:
@@ -156,6 +172,9 @@ class SpecGRPOConfig(GRPOConfig):
             roofline_mismatch=self.roofline_mismatch,  # type: ignore[arg-type]
             history_max_tokens=self.history_max_tokens,
             max_batch_size=self.rollout_batch_size,
+            runner=self.runner,  # type: ignore[arg-type]
+            max_graph_memory=self.max_graph_memory,
+            keep_graphs=self.keep_graphs,
             draft_quantization=self.draft_quantization,
             draft_kernel=self.draft_kernel,
             draft_lm_head=self.draft_lm_head,  # type: ignore[arg-type]

@@ -93,3 +93,29 @@ def test_attention(extra: str, length: int, groups: int) -> None:
                     scores = torch.cat([scores, options["s_aux"][head : head + 1]])
                 expected = scores.softmax(0)[:seen] @ value[row, head // groups, :seen]
                 torch.testing.assert_close(output[row, step, head], expected)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "chunked_attention"])
+def test_spans_say_what_masks_say(kind: str) -> None:
+    plan = MaskPlan((kind,), False, sliding_window=3, chunk_size=4)
+    positions = torch.tensor([[0, 1, 2], [2, 3, 4], [9, 10, 11]])
+    spans, mask = plan.spans(positions), plan.build(positions, 16, torch.float64)
+    assert isinstance(spans, torch.Tensor) and isinstance(mask, torch.Tensor)
+    column = torch.arange(16)
+    inside = (column >= spans[..., :1]) & (column <= spans[..., 1:])  # [B, 1, q, columns]
+    assert torch.equal(inside, mask == 0)
+
+
+def test_spans_go_to_the_kernel() -> None:
+    """`ragged_attention` under spans is what it is under the mask they stand for (fp32, interpreted on a CPU)."""
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, heads, n, 16, generator=generator) for heads, n in ((4, 3), (2, 40), (2, 40)))
+    plan = MaskPlan(("sliding_attention",), False, sliding_window=7, chunk_size=0)
+    positions = torch.tensor([[0, 1, 2], [12, 13, 14], [37, 38, 39]])
+    for options in ({}, {"softcap": 5.0}, {"s_aux": torch.randn(4, generator=generator)}):
+        masked, _ = ragged_attention(
+            torch.nn.Module(), query, key, value, plan.build(positions, 40, torch.float32), 0.3, **options
+        )
+        spanned, _ = ragged_attention(torch.nn.Module(), query, key, value, plan.spans(positions), 0.3, **options)
+        torch.testing.assert_close(spanned, masked, rtol=1e-5, atol=1e-5)

@@ -156,9 +156,7 @@ def test_auto_considers_what_there_can_be(tiny: LlamaForCausalLM) -> None:
     options = dict(max_new_tokens=120)
     none = generate(tiny, prompts, **options)
     auto = generate(tiny, prompts, "auto", **options)
-    with_model = generate(
-        tiny, prompts, "auto", assistant_model=tiny_llama(seed=1, num_hidden_layers=1), **options
-    )
+    with_model = generate(tiny, prompts, "auto", assistant_model=tiny_llama(seed=1, num_hidden_layers=1), **options)
     assert outputs(auto) == outputs(none) == outputs(with_model)
     for result in (auto, with_model):
         assert result.statistics is not None

@@ -234,18 +234,17 @@ def test_nan_in_packed_weights(max_batch_size, poisoned: str, tiny, prompts, exp
 
 def test_a_drafter_that_breaks_off_half_way(tiny, prompts, expected, monkeypatch) -> None:
     """After two of five draft tokens are written, with K/V that nobody will ever verify as theirs."""
-    from spec_trl.generation.drafters import network
-
-    drafter, calls, sample = SelfDrafter(tiny, kernel="reference"), 0, network.sample
+    drafter, calls = SelfDrafter(tiny, kernel="reference"), 0
+    forward = drafter._forward
 
     def failing(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 8:
             raise RuntimeError("out of luck")
-        return sample(*args)
+        return forward(*args)
 
-    monkeypatch.setattr(network, "sample", failing)
+    monkeypatch.setattr(drafter, "_forward", failing)
     with pytest.warns(UserWarning, match="out of luck"):
         result = generate(tiny, prompts, drafter=drafter, **EOS)
     assert outputs(result) == expected

@@ -15,10 +15,12 @@ from transformers import (
     StoppingCriteriaList,
     WatermarkingConfig,
 )
+from transformers.generation import logits_process as hf
 
-from spec_trl.generation.processing import PrefixView, Stopping
+from spec_trl.generation import processing
+from spec_trl.generation.processing import Filters, LogitsPipeline, PrefixView, Stopping
 from spec_trl.generation.rows import Request, Rows
-from spec_trl.generation.sampling import gumbel_noise, position_keys, stream_keys
+from spec_trl.generation.sampling import RoundNoise, draw, gumbel_noise, position_keys, stream_keys
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 
 
@@ -249,3 +251,55 @@ def test_first_stop(view: PrefixView, tiny: PreTrainedModel) -> None:
     assert stop([[1, 5, 1], [1, 5, 1]], [2, 3], lambda ids: ids[:, -1] == 5) == ([2, 2], [True, True])
     assert stop([[1, 1, 5], [7, 5, 1]], [2, 3], lambda ids: ids[:, -1] == 5) == ([2, 1], [True, True])
     assert stop([[1, 5, 1], [1, 1, 5]], [1, 2], lambda ids: ids[:, -1] == 5) == ([1, 2], [False, False])
+
+
+TEMPERATURE, TOP_K, MIN_P, TOP_P = (
+    hf.TemperatureLogitsWarper(0.6), hf.TopKLogitsWarper(7), hf.MinPLogitsWarper(0.05), hf.TopPLogitsWarper(0.8),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("processors", "filters"),
+    [
+        ([], Filters()),
+        ([TEMPERATURE], Filters(0.6)),
+        ([TEMPERATURE, TOP_K], Filters(0.6, top_k=7)),
+        ([TOP_K, MIN_P], Filters(1.0, top_k=7, min_p=0.05)),
+        ([TEMPERATURE, TOP_K, MIN_P], Filters(0.6, top_k=7, min_p=0.05)),
+        ([TEMPERATURE, TOP_P], None),
+        ([TOP_K, TEMPERATURE], None),
+        ([MIN_P, TOP_K], None),
+        ([hf.TopKLogitsWarper(7, filter_value=-5.0)], None),
+        ([hf.MinPLogitsWarper(0.1, min_tokens_to_keep=2)], None),
+        ([hf.InfNanRemoveLogitsProcessor()], None),
+    ],
+)
+def test_filters(processors: list[Any], filters: Filters | None) -> None:
+    assert Filters.of(LogitsProcessorList(processors)) == filters
+    if filters is None:
+        return
+    logits = 3 * torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    processed = LogitsProcessorList(processors)(None, logits.clone())
+    floors = filters.floors(logits)
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    if floors is not None:
+        kept = logits / filters.temperature >= floors[:, None]
+    assert torch.equal(kept, processed > -torch.inf)
+
+
+@pytest.mark.parametrize("processors", [[], [TEMPERATURE, TOP_K, MIN_P], [TEMPERATURE, TOP_P]])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_drawing_in_one_pass(processors: list[Any], sampled: bool, view: PrefixView, monkeypatch) -> None:
+    pytest.importorskip("triton")
+    pipeline = LogitsPipeline(LogitsProcessorList(processors), view, 1)
+    logits = 3 * torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(1))
+    noise = RoundNoise(stream_keys(0, torch.arange(3)), torch.tensor([0, 5, 2]), 5, 64) if sampled else None
+    expected = pipeline.draw(logits, noise, offset=1, want_logprobs=True)
+    reference = draw(pipeline(logits, offset=1), noise, 1, want_logprobs=True)
+    assert torch.equal(expected.tokens, reference.tokens)
+    monkeypatch.setattr(processing, "_is_fused", lambda logits: True)
+    drawn = pipeline.draw(logits, noise, offset=1, want_logprobs=True)
+    assert torch.equal(drawn.tokens, expected.tokens)
+    torch.testing.assert_close(drawn.scores, expected.scores, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(drawn.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+    assert pipeline.draw(logits, noise, offset=1).logprobs is None

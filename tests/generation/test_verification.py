@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from spec_trl.generation.drafters.base import Drafter
-from spec_trl.generation.sampling import RoundNoise, stream_keys
+from spec_trl.generation.sampling import RoundNoise, draw, stream_keys
 from spec_trl.generation.verification import Proposal, verify_exact, verify_rejection
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
@@ -23,9 +23,8 @@ def test_exact_accepts_the_leading_agreement() -> None:
     target = [[4, 5, 6, 7]] * 6
     drafts = [[4, 5, 6], [4, 5, 0], [4, 0, 6], [0, 5, 6], [4, 5, 6], [4, 5, 6]]
     lengths = [3, 3, 3, 3, 1, 0]
-    verdict = verify_exact(
-        one_hot_logits(target), Proposal(torch.tensor(drafts), torch.tensor(lengths)), None, want_logprobs=True
-    )
+    drawn = draw(one_hot_logits(target), None, want_logprobs=True)
+    verdict = verify_exact(drawn, Proposal(torch.tensor(drafts), torch.tensor(lengths)))
     assert verdict.accepted.tolist() == [3, 2, 1, 0, 1, 0]
     assert verdict.tokens.tolist() == target
     assert verdict.logprobs is not None
@@ -35,7 +34,7 @@ def test_exact_accepts_the_leading_agreement() -> None:
 def test_exact_samples_with_the_noise_of_the_position() -> None:
     logits = torch.randn(2, 3, 50, dtype=torch.float64)
     noise = RoundNoise(stream_keys(0, torch.arange(2)), torch.tensor([4, 9]), 3, 50)
-    verdict = verify_exact(logits, Proposal(torch.zeros(2, 2).long(), torch.zeros(2).long()), noise, False)
+    verdict = verify_exact(draw(logits, noise), Proposal(torch.zeros(2, 2).long(), torch.zeros(2).long()))
     for position in range(3):
         assert verdict.tokens[:, position].tolist() == (logits[:, position] + noise.at(position)).argmax(-1).tolist()
 

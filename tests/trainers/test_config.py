@@ -12,6 +12,7 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl.generation import graphs
 from spec_trl.generation.drafters.base import Drafter, DraftSession
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
@@ -19,6 +20,7 @@ from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.quantization.kernels import ReferenceInt4
 from spec_trl.scheduling.profile import Profile
+from tests.generation.tape import Tape
 from tests.trainers.harness import Run, make_trainer, tiny_dataset, tiny_policy
 
 
@@ -255,13 +257,41 @@ def test_plain_config_is_refused(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
+@pytest.fixture
+def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
+    tape = Tape()
+    monkeypatch.setattr(graphs, "recorder_for", lambda device: tape)
+    return tape
+
+
+def test_effect_of_runner(run_one_step: OneStep, tape: Tape) -> None:
+    run_one_step(runner="eager")
+    assert tape.recorded == 0
+    run_one_step(runner="graph")
+    assert tape.recorded > 0
+
+
+def test_effect_of_max_graph_memory(run_one_step: OneStep, tape: Tape) -> None:
+    with pytest.warns(UserWarning, match="reaches max_graph_memory=0.0005"):
+        run_one_step(max_graph_memory=0.0005, max_completion_length=32)
+    assert tape.recorded == 1
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_effect_of_keep_graphs(tmp_path: Path, tape: Tape, keep: bool) -> None:
+    trainer, _ = make_trainer(tmp_path, max_steps=1, keep_graphs=keep)
+    trainer.train()
+    assert tape.recorded > 0
+    assert (trainer.model in graphs._kept) == keep
+
+
 COMMAND_LINE = (
     "--use_cpu --bf16 false --output_dir out --assistant_strategy model --assistant_model some/drafter "
     "--draft_lengths 3 7 --initial_draft_length 7 --draft_length_up 0.9 --draft_length_down 0.8 "
     "--draft_length_patience 3 --sd_toggle roofline --sd_margin 0.1 --roofline_profile p.json "
     "--roofline_mismatch error --history_max_tokens 1000 "
     "--verification rejection --draft_quantization rtn-w8 --draft_kernel reference "
-    "--draft_lm_head dense --rollout_batch_size 4"
+    "--draft_lm_head dense --rollout_batch_size 4 --runner compiled --max_graph_memory 2.5 --keep_graphs false"
 ).split()
 
 
@@ -282,7 +312,8 @@ def test_command_line(parse: Callable[[list[str]], tuple[SpecGRPOConfig]]) -> No
         "sd_toggle": "roofline", "sd_margin": 0.1, "roofline_profile": "p.json", "roofline_mismatch": "error",
         "history_max_tokens": 1000,
         "verification": "rejection", "draft_quantization": "rtn-w8", "draft_kernel": "reference",
-        "draft_lm_head": "dense", "rollout_batch_size": 4,
+        "draft_lm_head": "dense", "rollout_batch_size": 4, "runner": "compiled", "max_graph_memory": 2.5,
+        "keep_graphs": False,
     }  # fmt: skip
 
 

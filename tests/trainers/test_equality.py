@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from trl import GRPOTrainer
 
 from spec_trl import SpecGRPOTrainer
+from spec_trl.generation import graphs
 from spec_trl.generation.drafters.base import Drafter, DraftSession
+from tests.generation.tape import Tape
 from tests.trainers.harness import assert_same_training, tiny_policy, train
 
 
@@ -27,6 +29,19 @@ def test_fifty_steps_with_the_self_drafter(tmp_path: Path) -> None:
     # The drafter was at work all along, and still fits the policy after 50 updates.
     assert min(drafted.metric("rollout/acceptance_rate")) > 0.25
     assert min(drafted.metric("rollout/block_efficiency")) > 2
+
+
+@pytest.mark.parametrize("keep_graphs", [True, False])
+def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_graphs: bool) -> None:
+    """A tape stands in for CUDA graphs: it replays on the same memory while the optimizer updates the weights."""
+    none = train(tmp_path, "none", max_steps=6)
+    monkeypatch.setattr(graphs, "recorder_for", lambda device: tape)
+    for strategy in ("none", "self"):
+        tape = Tape()
+        captured = train(tmp_path, strategy, max_steps=6, runner="graph", keep_graphs=keep_graphs)
+        assert_same_training(none, captured)
+        assert tape.replayed > 50
+    assert min(captured.metric("rollout/acceptance_rate")) > 0.25
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..processing import LogitsPipeline, PrefixView
 from ..rows import Admission, Request, Rows
-from ..runner import Runner
+from ..runner import EagerRunner
 from ..sampling import RoundNoise, stream_keys
 from ..verification import Proposal
 
@@ -33,7 +33,7 @@ class DraftSession:
     rows: Rows
     pipeline: LogitsPipeline
     do_sample: bool
-    target: Runner | None
+    target: EagerRunner | None
     keep_logits: bool
 
 

@@ -8,7 +8,7 @@ from ..cache import RaggedCache
 from ..prefilling import prefill
 from ..rows import Admission
 from ..runner import EagerRunner
-from ..sampling import RoundNoise, sample, widen
+from ..sampling import RoundNoise, draw, widen
 from ..verification import Proposal
 from .base import Drafter, DraftSession
 
@@ -38,13 +38,15 @@ class NetworkDrafter(Drafter):
         rows = session.rows
         if self._shares_target_cache and session.target is not None:
             self._cached: Tensor | None = None
-            cache = session.target.cache
         else:
             # Tokens of each row whose K/V this cache holds: [capacity]
             self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=rows.tokens.device)
-            layers = self.network.config.get_text_config(decoder=True).num_hidden_layers
-            cache = RaggedCache(layers, rows.capacity, rows.columns)
-        self._runner = EagerRunner(self.network, cache)
+        if session.target is not None:
+            self._runner = session.target.beside(self.network, self._shares_target_cache)
+        else:
+            self._runner = EagerRunner(
+                self.network, RaggedCache.for_network(self.network, rows.capacity, rows.columns)
+            )
 
     def end(self) -> None:
         super().end()
@@ -71,20 +73,22 @@ class NetworkDrafter(Drafter):
         logits = self._logits_of_next()  # [B, V]
         kept, scores = [], []
         for step in range(draft_length):
-            processed = session.pipeline(widen(logits)[:, None], offset=step)[:, 0]  # [B, V]
-            score, token = sample(processed, None if noise is None else noise.at(step))  # [B]
-            rows.write(step, token[:, None])
-            scores.append(score)
             if session.keep_logits:
-                kept.append(processed)
+                processed = session.pipeline(widen(logits)[:, None], step)  # [B, 1, V]
+                kept.append(processed.clone())  # the next forward may overwrite them
+                drawn = draw(processed, noise, step)
+            else:
+                drawn = session.pipeline.draw(logits[:, None], noise, step)
+            rows.write(step, drawn.tokens)
+            scores.append(drawn.scores)
             if step + 1 < draft_length:
                 logits = self._forward(rows.columns_behind(step, 1), rows.longest + step + 1)[:, 0]
-        if torch.isnan(torch.stack(scores)).any():
-            raise FloatingPointError("the draft network returned NaN logits")
         if self._cached is not None:  # all but the newest draft token were fed
             self._cached[: rows.active] = rows.lengths + (draft_length - 1)
-        lengths = torch.full_like(rows.lengths, draft_length)
-        return Proposal(rows.window(0, draft_length), lengths, torch.stack(kept, dim=1) if kept else None)
+        broken = torch.cat(scores, dim=1).isnan().any(dim=1)  # [B]
+        lengths = torch.full_like(rows.lengths, draft_length).masked_fill(broken, 0)  # [B]
+        draft_logits = torch.cat(kept, dim=1) if kept else None  # [B, γ, V]
+        return Proposal(rows.window(0, draft_length), lengths, draft_logits, broken.any())
 
     @property
     def forwards(self) -> int:  # type: ignore[override]

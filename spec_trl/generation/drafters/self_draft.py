@@ -67,7 +67,8 @@ class SelfDrafter(NetworkDrafter):
                 torch.cuda.synchronize()
             self.refresh_seconds += time.perf_counter() - started
         proposal = super().propose(draft_length, noise)
-        if self._is_first:  # a twin that silently ran the policy's own layers would be slow and never noticed
+        # A twin that silently ran the policy's own layers would be slow and never noticed. Replays run no layer.
+        if self._is_first and self._runner.eager_forwards:
             self.quantized.assert_all_called()
             self._is_first = False
         return proposal

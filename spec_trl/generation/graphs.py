@@ -1,0 +1,404 @@
+"""Captured forwards: on a GPU an eager forward of one token costs its kernel launches, not its memory traffic.
+
+A captured forward reads its tokens and positions from static buffers and writes its logits into one; replaying it
+launches all its kernels at once. It is captured for a number of rows, a number of tokens per row and a number of
+visible columns, so shapes go in buckets. Weights are read where they lie: an optimizer step or a refresh of the
+drafter, both in place, leaves captured forwards valid.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .cache import RaggedCache
+from .compiling import compiled_twin
+from .configuration import SpeculativeConfig
+from .runner import EagerRunner, Heard
+from .shadow import fingerprint, make_shadow
+
+
+MOST_QUERIES = 65
+"""Tokens per row up to which a forward is captured: γ + 1 at most; longer ones are prefills."""
+CAPTURE_AFTER = 3
+"""Times a shape is asked for before it is captured: a rollout's last rounds ask for many shapes once."""
+COMPILE_AFTER = 10_000
+"""Replays after which "auto" tries a compiled forward of that shape: compiling takes seconds to tens of seconds."""
+WARM_UPS = 2
+SMALLEST_COLUMNS = 256
+_TIMED_REPLAYS = 20
+
+Outputs = tuple[Tensor, Tensor | None]
+
+
+class Recording(NamedTuple):
+    """A captured forward: `replay()` runs it again, into the same `logits` and `features` (of a listened runner)."""
+
+    replay: Callable[[], None]
+    logits: Tensor
+    features: Tensor | None = None
+
+
+class Recorder(Protocol):
+    """Captures forwards; the CUDA one is :class:`CudaRecorder`."""
+
+    def record(self, forward: Callable[[], Outputs]) -> Recording:
+        """Captures the device work of `forward`, which must not wait for the device."""
+        ...
+
+    def seconds(self, replay: Callable[[], None]) -> float:
+        """Seconds of the device that one replay takes."""
+        ...
+
+    def bytes(self) -> int:
+        """Bytes of device memory reserved now."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs that share one memory pool, since they are replayed one after the other."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, forward: Callable[[], Outputs]) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (data loaders that pin memory) may call CUDA while this one captures.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits, features = forward()
+        return Recording(graph.replay, logits, features)
+
+    def seconds(self, replay: Callable[[], None]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        replay()
+        start.record()
+        for _ in range(_TIMED_REPLAYS):
+            replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / _TIMED_REPLAYS
+
+    def bytes(self) -> int:
+        return torch.cuda.memory_reserved()
+
+
+@dataclass
+class GraphBudget:
+    """What the captured forwards of one model and its drafters may take together.
+
+    Args:
+        recorder: captures them.
+        limit: bytes; from there on shapes make do with a larger one that is captured, or run eagerly.
+    """
+
+    recorder: Recorder
+    limit: float
+    bytes: int = 0
+    graphs: int = 0
+    _warned: bool = field(default=False, repr=False)
+
+    def has_room(self) -> bool:
+        """Whether one more may be captured; says so once when not."""
+        if self.bytes < self.limit:
+            return True
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"captured forwards take {self.bytes / 2**30:.2f} GiB, which reaches "
+                f"max_graph_memory={self.limit / 2**30:g}: further shapes run padded to a captured one, or eagerly. "
+                "Raise max_graph_memory to capture more.",
+                stacklevel=2,
+            )
+        return False
+
+    def record(self, forward: Callable[[], Outputs]) -> Recording:
+        """Captures `forward` and counts what it took."""
+        before = self.recorder.bytes()
+        recording = self.recorder.record(forward)
+        self.bytes += max(self.recorder.bytes() - before, 0)
+        self.graphs += 1
+        return recording
+
+
+class _Key(NamedTuple):
+    rows: int
+    queries: int
+    columns: int
+    autocast: torch.dtype | None
+
+
+@dataclass
+class _Graph:
+    tokens: Tensor  # [rows, q], static
+    positions: Tensor  # [rows, q], static
+    recording: Recording
+    filled: int  # rows of the buffers that hold what the caller gave; the others stand at position 0
+    replays: int = 0
+
+
+class GraphRunner(EagerRunner):
+    """An :class:`EagerRunner` that replays captured forwards for the few tokens per row of drafting and verifying.
+
+    Logits it returns are overwritten by its next forward of the same shape: clone what must outlive that.
+
+    Args:
+        network: as for the eager runner.
+        cache: its rows must be a bucket (:func:`row_bucket`): rows that pad a batch write into free cache rows.
+        budget: shared by a model and its drafters.
+        mode: "graph": the forward as it is; "compiled": with compiled layers; "auto": as it is, until a shape has
+            been replayed so often that compiling it may pay; then whichever measures faster.
+    """
+
+    def __init__(self, network: PreTrainedModel, cache: RaggedCache, budget: GraphBudget, mode: str) -> None:
+        super().__init__(network, cache)
+        self.budget = budget
+        self._mode = mode
+        self._graphs: dict[_Key, _Graph] = {}
+        self._asked: Counter[_Key] = Counter()
+        self._beside: dict[bool, GraphRunner] = {}  # the newest of each kind: drafters come and go
+        self._compiled: EagerRunner | None = None
+        self._gave_up = False
+
+    def beside(self, network: PreTrainedModel, shares_cache: bool) -> "GraphRunner":
+        runner = self._beside.get(shares_cache)
+        if runner is None or runner.network is not network:
+            cache = self._cache_beside(network, shares_cache)
+            runner = self._beside[shares_cache] = GraphRunner(network, cache, self.budget, self._mode)
+        runner.forwards = runner.eager_forwards = 0
+        return runner
+
+    @property
+    def captured(self) -> tuple[int, int]:
+        return self.budget.graphs, self.budget.bytes
+
+    def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
+        graph = None
+        if first_row == 0 and tokens.shape[1] <= MOST_QUERIES and not self._gave_up:
+            graph = self._graph_for(tokens, positions, columns)
+        if graph is None:
+            return super().forward(tokens, positions, columns, first_row)
+        rows = len(tokens)
+        graph.tokens[:rows] = tokens
+        graph.positions[:rows] = positions
+        if graph.filled > rows:
+            graph.positions[rows:] = 0  # free rows: what they write is never read
+        graph.filled = rows
+        graph.recording.replay()
+        self.forwards += 1
+        graph.replays += 1
+        recording = graph.recording
+        self._tell(None if recording.features is None else recording.features[:rows], positions, first_row)
+        return recording.logits[:rows]
+
+    def listen(self, layers: Sequence[int], heard: Heard) -> None:
+        if tuple(layers) != self._listened:  # what was captured kept other states, or none
+            self._graphs.clear()
+            self._compiled = None
+        super().listen(layers, heard)
+
+    # ---- which graph ----------------------------------------------------------------------------------------------
+
+    def _graph_for(self, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
+        """The captured forward for this shape, captured now if it is worth it; None: run eagerly."""
+        autocast = _autocast_dtype(tokens.device.type)
+        if autocast is not None and self.network.dtype != autocast:
+            # Autocast casts wide weights once per rollout and keeps the copies; a graph would cast in each replay.
+            return None
+        visible = self.cache.columns if self._uses_spans else column_bucket(columns, self.cache.columns)
+        key = _Key(row_bucket(len(tokens)), tokens.shape[1], visible, autocast)
+        graph = self._graphs.get(key)
+        if graph is None:
+            self._asked[key] += 1
+            if self._asked[key] < CAPTURE_AFTER:
+                return None
+            if not self.budget.has_room():
+                return self._larger(key)
+            graph = self._capture(key, tokens, positions)
+        elif self._mode == "auto" and graph.replays == COMPILE_AFTER:
+            self._try_compiled(key, graph)
+        return graph
+
+    def _larger(self, key: _Key) -> _Graph | None:
+        fitting = [
+            other
+            for other in self._graphs
+            if other.rows >= key.rows
+            and other.columns >= key.columns
+            and (other.queries, other.autocast) == (key.queries, key.autocast)
+        ]
+        return self._graphs[min(fitting)] if fitting else None
+
+    def _capture(self, key: _Key, tokens: Tensor, positions: Tensor) -> _Graph | None:
+        """Captures the forward of `key`, checked against an eager one; None, with a warning, where that fails."""
+        # Buffers filled with this very call: warming up writes the K/V that the call writes anyway.
+        graph_tokens = tokens.new_zeros(key.rows, key.queries)  # [rows, q]
+        graph_positions = positions.new_zeros(key.rows, key.queries)  # [rows, q]
+        graph_tokens[: len(tokens)] = tokens
+        graph_positions[: len(tokens)] = positions
+        try:
+            expected, _ = self._run(tokens, positions, key.columns, 0, logits_to_keep=0, spans=False)
+            runner = self._compiled_runner() if self._mode == "compiled" else self
+            recording = self._record(runner, graph_tokens, graph_positions, key.columns)
+            recording.replay()
+            if not _agree(recording.logits[: len(tokens)], expected):
+                raise RuntimeError("its logits differ from an eager forward's")
+        except Exception as error:
+            self._gave_up = True
+            warnings.warn(
+                f"the forward of {type(self.network).__name__} could not be captured ({self._mode}) and runs eagerly, "
+                f"with the same tokens but slower: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+            return None
+        graph = self._graphs[key] = _Graph(graph_tokens, graph_positions, recording, len(tokens))
+        return graph
+
+    def _record(self, runner: EagerRunner, tokens: Tensor, positions: Tensor, columns: int) -> Recording:
+        def forward() -> Outputs:
+            logits, features = runner._run(tokens, positions, columns, 0, logits_to_keep=0, spans=self._uses_spans)
+            # The hooks came along with a compiled twin, and keep its states here.
+            return logits, features if runner is self else self._features()
+
+        for _ in range(WARM_UPS):  # kernels are compiled, and libraries make their workspaces, before the capture
+            forward()
+        return self.budget.record(forward)
+
+    # ---- compiled -------------------------------------------------------------------------------------------------
+
+    def _compiled_runner(self) -> EagerRunner:
+        if self._compiled is None:
+            self._compiled = EagerRunner(compiled_twin(self.network, self.cache), self.cache)
+        return self._compiled
+
+    def _try_compiled(self, key: _Key, graph: _Graph) -> None:
+        """Takes a compiled forward in place of `graph` if it agrees with it and measures faster."""
+        if not self.budget.has_room():
+            return
+        try:
+            recording = self._record(self._compiled_runner(), graph.tokens, graph.positions, key.columns)
+            graph.recording.replay()
+            recording.replay()
+            if not _agree(recording.logits, graph.recording.logits):
+                raise RuntimeError("its logits differ from the uncompiled forward's")
+            seconds = self.budget.recorder.seconds
+            if seconds(recording.replay) < seconds(graph.recording.replay):
+                graph.recording = recording
+        except Exception as error:
+            self._mode = "graph"
+            warnings.warn(
+                f"{type(self.network).__name__} could not be compiled and stays as it is, with the same tokens: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+
+
+def row_bucket(rows: int) -> int:
+    """Rows that a batch of `rows` is padded to: a power of two up to 8, then a multiple of 8, of 32 beyond 64."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = 8 if rows <= 64 else 32
+    return -(-rows // step) * step
+
+
+def column_bucket(columns: int, limit: int) -> int:
+    """Columns that `columns` are padded to where attention reads a mask: a power of two, at most `limit`."""
+    return min(max(SMALLEST_COLUMNS, 1 << (columns - 1).bit_length()), limit)
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _agree(logits: Tensor, expected: Tensor) -> bool:
+    """Whether two forwards are the same up to rounding, for at least half of the tokens.
+
+    Half: where experts are routed, rounding alone may send a token elsewhere.
+    """
+    tolerance = 0.05 if expected.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    wide = expected.double()
+    close = (logits.double() - wide).norm(dim=-1) <= tolerance * wide.norm(dim=-1)  # [B, q]
+    close = close[wide.isfinite().all(dim=-1)]  # broken weights are not the capture's fault, and found elsewhere
+    return not len(close) or bool(close.double().mean() >= 0.5)
+
+
+# ---- kept between calls ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Kept:
+    fingerprint: tuple[object, ...]
+    options: tuple[str, float, torch.dtype | None]
+    runner: GraphRunner
+
+
+_kept: "WeakKeyDictionary[PreTrainedModel, _Kept]" = WeakKeyDictionary()
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What captures forwards on `device`, or None where nothing does."""
+    return CudaRecorder() if device.type == "cuda" else None
+
+
+def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
+    """How forwards run on `device` under `config.runner`.
+
+    Raises:
+        ValueError: captured forwards are wanted on a device without them.
+    """
+    if recorder_for(device) is not None:
+        return config.runner
+    if config.runner in ("graph", "compiled"):
+        raise ValueError(
+            f'runner="{config.runner}" captures CUDA graphs, and the model is on {device}. Move it to a CUDA device, '
+            'or use runner="auto" or "eager".'
+        )
+    return "eager"
+
+
+def runner_for(model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig) -> EagerRunner:
+    """A runner of `model`'s shadow over a cache for `rows` x `columns`.
+
+    One with captured forwards is kept, with its cache, until the model dies, changes (other modules, hooks or weight
+    tensors; the values of the weights may change) or needs more room.
+
+    Args:
+        model: the target; never changed.
+        rows: rows in flight.
+        columns: tokens a row can hold.
+        config: its `runner`, `max_graph_memory` and `keep_graphs`.
+
+    Raises:
+        ValueError: captured forwards are wanted on a device without them.
+    """
+    mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
+    if mode == "eager" or recorder is None:
+        return EagerRunner(make_shadow(model), RaggedCache.for_network(model, rows, columns))
+    # Autocast decides in which dtype K/V is stored.
+    options = (mode, config.max_graph_memory, _autocast_dtype(model.device.type))
+    present = fingerprint(model)
+    kept = _kept.pop(model, None)
+    if kept is not None and (kept.fingerprint, kept.options) == (present, options):
+        cache = kept.runner.cache
+        if cache.rows >= row_bucket(rows) and cache.columns >= columns:
+            kept.runner.forwards = kept.runner.eager_forwards = 0
+            if config.keep_graphs:
+                _kept[model] = kept
+            return kept.runner
+    kept = None  # its memory goes before more is asked for
+    cache = RaggedCache.for_network(model, row_bucket(rows), -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS)
+    budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
+    runner = GraphRunner(make_shadow(model), cache, budget, mode)
+    if config.keep_graphs:
+        _kept[model] = _Kept(present, options, runner)
+    return runner
+
+
+def release(model: PreTrainedModel) -> None:
+    """Frees the K/V cache and the captured forwards that are kept for `model`."""
+    _kept.pop(model, None)

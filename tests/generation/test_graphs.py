@@ -1,0 +1,343 @@
+"""Captured forwards: the buckets, static buffers and lifetimes, with a tape in the place of CUDA graphs.
+
+On a GPU the same tests run with CUDA graphs (`recorder` below).
+"""
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spec_trl
+from spec_trl.generation import compiling, graphs, processing, runner
+from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.graphs import Recording, column_bucket, row_bucket
+from tests.conftest import tiny_llama
+from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.tape import Tape
+
+
+PROMPTS = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3]))
+LONG = dict(max_new_tokens=48)
+
+
+@pytest.fixture
+def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
+    tape = Tape()
+    monkeypatch.setattr(graphs, "recorder_for", lambda device: tape)
+    # The backend is not ours to test, and the C++ one takes half a minute: what matters is what torch.compile traces.
+    compile_ = torch.compile
+    monkeypatch.setattr(compiling.torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
+    return tape
+
+
+def eager(model: nn.Module, strategy: str = "none", config: dict[str, Any] | None = None, **options: Any) -> Any:
+    return generate(model, PROMPTS, strategy, {"runner": "eager"} | (config or {}), **(LONG | options))
+
+
+def graph(model: nn.Module, strategy: str = "none", config: dict[str, Any] | None = None, **options: Any) -> Any:
+    return generate(model, PROMPTS, strategy, {"runner": "graph"} | (config or {}), **(LONG | options))
+
+
+# ---- identity -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("runner", "strategy", "options"),
+    [
+        *itertools.product(["graph"], ["none", "self", "model", "history"], [{}, {"temperature": 0.7, "top_k": 20}]),
+        ("graph", "self", {"do_sample": False}),
+        *itertools.product(["compiled"], ["none", "self"], [{}]),
+    ],
+)
+def test_captured_forwards_change_no_token(fresh, tiny_assistant, tape, runner, strategy, options) -> None:
+    options = options | ({"assistant_model": tiny_assistant} if strategy == "model" else {})
+    result = generate(fresh, PROMPTS, strategy, {"runner": runner, "draft_length": 3}, **(LONG | options))
+    assert outputs(result) == outputs(eager(fresh, **{k: v for k, v in options.items() if k != "assistant_model"}))
+    assert tape.replayed > 20
+    assert result.statistics.graphs == tape.recorded and result.statistics.graph_bytes == tape.bytes()
+
+
+@pytest.mark.parametrize("strategy", ["none", "self"])
+def test_rows_that_pad_a_bucket_disturb_nobody(fresh, tape, strategy) -> None:
+    """3 rows in a bucket of 4, with refill: what the fourth writes must be gone when a prompt moves in."""
+    result = graph(fresh, strategy, {"max_batch_size": 3}, eos_token_id=[1, 2])
+    assert outputs(result) == outputs(eager(fresh, eos_token_id=[1, 2]))
+    assert tape.replayed > 20
+
+
+def test_drafts_are_those_of_eager_forwards(fresh, tape) -> None:
+    """A drafter may be wrong without changing a token: its acceptance tells whether it reads what it should."""
+    for verification in ("exact", "rejection"):
+        config = {"verification": verification, "draft_length": 4}
+        expected, result = eager(fresh, "self", config), graph(fresh, "self", config)
+        assert outputs(result) == outputs(expected)
+        assert result.statistics.total.accepted == expected.statistics.total.accepted > 0
+
+
+def test_output_longer_than_a_column_bucket(tape) -> None:
+    model = tiny_llama(max_position_embeddings=600)
+    options = dict(max_new_tokens=300)
+    assert outputs(graph(model, **options)) == outputs(eager(model, **options))
+    assert tape.recorded == 2  # up to 256 columns and up to 512
+
+
+def test_buckets() -> None:
+    assert [row_bucket(rows) for rows in (1, 2, 3, 5, 8, 9, 16, 17, 63, 64, 65, 97)] == [
+        1, 2, 4, 8, 8, 16, 16, 24, 64, 64, 96, 128,
+    ]  # fmt: skip
+    assert [column_bucket(columns, 1280) for columns in (1, 256, 257, 512, 1025)] == [256, 256, 512, 512, 1280]
+
+
+# ---- lifetime -------------------------------------------------------------------------------------------------------
+
+
+def test_kept_between_calls_while_weights_change_in_place(fresh, tape) -> None:
+    def captured() -> set[int]:
+        runner = graphs._kept[fresh].runner
+        return {id(graph) for each in (runner, runner._beside[True]) for graph in each._graphs.values()}
+
+    graph(fresh, "self")
+    before_change = captured()
+    assert len(before_change) == tape.recorded >= 2  # draft and verify
+    for seed in range(2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in fresh.parameters():
+                parameter += 0.02 * torch.randn_like(parameter)
+        before = outputs(eager(fresh))
+        result = graph(fresh, "self")
+        assert outputs(result) == before
+        # The drafter's packed weights were refreshed under the captured forward.
+        assert result.statistics.total.accepted == eager(fresh, "self").statistics.total.accepted
+    assert captured() >= before_change
+
+
+def _replace_a_weight(model: nn.Module) -> None:
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(model.model.layers[0].mlp.up_proj.weight * 0.5)
+
+
+def _hook_the_head(model: nn.Module) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.25)
+
+
+def _replace_a_module(model: nn.Module) -> None:
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+
+
+def _set_an_attribute(model: nn.Module) -> None:
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+@pytest.mark.parametrize("change", [_replace_a_weight, _hook_the_head, _replace_a_module, _set_an_attribute])
+def test_a_change_of_the_model_is_seen(fresh, tape, change: Callable[[nn.Module], None]) -> None:
+    before = outputs(graph(fresh))
+    change(fresh)
+    after = outputs(graph(fresh))
+    assert after == outputs(eager(fresh)) != before
+
+
+def test_more_rows_or_columns_get_a_new_cache(fresh, tape) -> None:
+    graph(fresh, config={"max_batch_size": 2})
+    recorded = tape.recorded
+    graph(fresh, config={"max_batch_size": 2}, max_new_tokens=30)
+    assert tape.recorded == recorded
+    assert outputs(graph(fresh)) == outputs(eager(fresh))
+    assert tape.recorded > recorded
+
+
+def test_memory_is_given_back(fresh, tape) -> None:
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(thing, graphs.GraphRunner) for thing in gc.get_objects())
+
+    graph(fresh, "self", {"keep_graphs": False})
+    assert kept() == 0
+    graph(fresh, "self")
+    assert kept() == 2
+    spec_trl.release(fresh)
+    assert kept() == 0
+    model = tiny_llama()
+    graph(model, "self")
+    assert kept() == 2
+    del model
+    assert kept() == 0
+
+
+def test_drafters_that_come_and_go_do_not_pile_up(fresh, tiny_assistant, tape) -> None:
+    for _ in range(3):
+        graph(fresh, "model", assistant_model=tiny_assistant)
+    gc.collect()
+    assert sum(isinstance(thing, graphs.GraphRunner) for thing in gc.get_objects()) == 2
+
+
+def test_calls_in_and_out_of_inference_mode(fresh, tape) -> None:
+    expected = outputs(eager(fresh))
+    with torch.inference_mode():
+        assert outputs(graph(fresh)) == expected
+    assert outputs(graph(fresh)) == expected
+
+
+def test_training_goes_on_as_before(fresh, tape) -> None:
+    def gradient() -> Tensor:
+        fresh.zero_grad()
+        fresh(PROMPTS["input_ids"], labels=PROMPTS["input_ids"]).loss.backward()
+        return fresh.model.layers[0].mlp.up_proj.weight.grad.clone()
+
+    fresh.train()
+    before = gradient()
+    for mode in ("graph", "compiled"):
+        graph(fresh, "self", {"runner": mode})
+    assert torch.equal(gradient(), before) and fresh.training
+
+
+# ---- with the kernels of a GPU --------------------------------------------------------------------------------------
+
+
+def test_through_the_kernels(tape, monkeypatch) -> None:
+    """What a GPU runs, as far as a CPU can: captured forwards with span attention, and drawing in one pass.
+
+    The kernels run under Triton's interpreter here; float32, so a near tie could differ, and none does.
+    """
+    pytest.importorskip("triton")
+    model = tiny_llama().float()
+    options = dict(max_new_tokens=10, temperature=0.7, top_k=20)
+    expected = outputs(eager(model, **options))
+    monkeypatch.setattr(runner, "reads_spans", lambda network: True)
+    monkeypatch.setattr(processing, "_is_fused", lambda logits: True)
+    for strategy in ("none", "self"):
+        result = graph(model, strategy, {"draft_length": 2, "draft_kernel": "torch_int4"}, **options)
+        assert outputs(result) == expected
+        assert result.statistics.drafter_failure is None
+    assert tape.recorded >= 2 and tape.replayed > 10
+
+
+# ---- bounds and failures --------------------------------------------------------------------------------------------
+
+
+def test_above_the_memory_bound_larger_ones_serve(fresh, tape) -> None:
+    """Rows finish, and the smaller batch runs padded to the bucket of 8 that was captured."""
+    bound = {"max_graph_memory": 0.5 / 2**10}  # half a MiB: reached by the first capture
+    with pytest.warns(UserWarning, match=r"reaches max_graph_memory=0.000488281.*Raise max_graph_memory") as seen:
+        result = graph(fresh, config=bound, eos_token_id=[1, 2, 3, 4])
+    assert len(seen) == 1
+    assert outputs(result) == outputs(eager(fresh, eos_token_id=[1, 2, 3, 4]))
+    assert tape.recorded == 1 and result.statistics.graphs == 1
+    assert tape.replayed > result.statistics.target_forwards // 2
+
+
+def test_a_model_that_waits_for_the_device_runs_eagerly(fresh, tape) -> None:
+    class Waiting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(x.abs().max() >= 0)
+
+    fresh.model.layers[1].mlp = nn.Sequential(fresh.model.layers[1].mlp, Waiting())
+    expected = outputs(eager(fresh))
+    with pytest.warns(UserWarning, match="could not be captured.*waits for the device") as seen:
+        result = graph(fresh)
+    assert len(seen) == 1 and outputs(result) == expected and tape.replayed == 0
+
+
+def test_a_capture_that_computes_something_else_is_not_used(fresh, tape, monkeypatch) -> None:
+    record = tape.record
+
+    def broken(forward: Callable[[], graphs.Outputs]) -> Recording:
+        recording = record(forward)
+
+        def replay() -> None:
+            recording.replay()
+            recording.logits.mul_(1.5)
+
+        return recording._replace(replay=replay)
+
+    monkeypatch.setattr(tape, "record", broken)
+    with pytest.warns(UserWarning, match="its logits differ from an eager forward's"):
+        result = graph(fresh)
+    assert outputs(result) == outputs(eager(fresh))
+
+
+@pytest.mark.parametrize("compiled_is_faster", [True, False])
+def test_auto_keeps_what_measures_faster(fresh, tape, monkeypatch, compiled_is_faster) -> None:
+    monkeypatch.setattr(graphs, "COMPILE_AFTER", 10)
+    times = iter([1.0, 2.0] if compiled_is_faster else [2.0, 1.0])  # the compiled one is timed first
+    monkeypatch.setattr(tape, "seconds", lambda replay: next(times))
+    recorded: list[Recording] = []
+    record = tape.record
+
+    def watch(forward: Callable[[], graphs.Outputs]) -> Recording:
+        recording = record(forward)
+        count = [0]
+
+        def replay() -> None:
+            count[0] += 1
+            recording.replay()
+
+        recorded.append(recording._replace(replay=replay))
+        replays.append(count)
+        return recorded[-1]
+
+    replays: list[list[int]] = []
+    monkeypatch.setattr(tape, "record", watch)
+    assert outputs(graph(fresh, config={"runner": "auto"})) == outputs(eager(fresh))
+    assert len(replays) == 2
+    chosen, other = (1, 0) if compiled_is_faster else (0, 1)
+    assert replays[chosen][0] > 20 and replays[other][0] <= 13
+
+
+def test_auto_goes_on_where_nothing_compiles(fresh, tape, monkeypatch) -> None:
+    monkeypatch.setattr(graphs, "COMPILE_AFTER", 10)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(graphs, "compiled_twin", fail)
+    with pytest.warns(UserWarning, match="could not be compiled.*no compiler here") as seen:
+        result = graph(fresh, config={"runner": "auto"})
+    assert len(seen) == 1 and outputs(result) == outputs(eager(fresh))
+
+
+def test_wide_weights_under_autocast_run_eagerly(tape) -> None:
+    """A graph would cast every weight again in each replay; autocast keeps the casts of a rollout."""
+    model = tiny_llama().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        graph(model)
+    assert tape.recorded == 0
+    graph(model)
+    assert tape.recorded == 1
+
+
+def test_a_drafter_that_returns_nan_is_dropped(fresh, tape) -> None:
+    drafter = SelfDrafter(fresh, kernel="reference")
+    drafter.network.lm_head = nn.Linear(64, 64, dtype=torch.float64)
+    nn.init.constant_(drafter.network.lm_head.weight, float("nan"))
+    drafter.quantized.layers.clear()  # the canary is not what is tested
+    with pytest.warns(UserWarning, match="the draft network returned NaN logits"):
+        result = graph(fresh, drafter=drafter)
+    assert outputs(result) == outputs(eager(fresh))
+    assert result.statistics.drafter_failure is not None and result.statistics.total.accepted == 0
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runner", ["graph", "compiled"])
+def test_captured_forwards_need_cuda(fresh, runner) -> None:
+    with pytest.raises(ValueError, match=f'runner="{runner}" captures CUDA graphs, and the model is on cpu'):
+        graph(fresh, config={"runner": runner})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"runner": "fast"}, "runner='fast' is unknown; choose one of"),
+        ({"max_graph_memory": 0}, "max_graph_memory=0 is out of range.*positive number of GiB"),
+        ({"max_graph_memory": "4GB"}, "max_graph_memory='4GB' is out of range"),
+    ],
+)
+def test_bad_values(fresh, config, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(fresh, PROMPTS, "none", config)
