@@ -24,6 +24,12 @@ def shared(path: str) -> Path:
     return SHARED / path
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests marked `cuda` where there is no device."""
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
 def _load(name: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(shared(f"models/{name}"), dtype=torch.float64).eval()
 

@@ -243,7 +243,6 @@ for dtype in (torch.bfloat16, torch.float32):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 def test_a_captured_graph_draws_anew() -> None:
     torch.manual_seed(0)
     logits, keys = random(32, 152_064, dtype=torch.bfloat16), keys_of(0, 32)

@@ -326,7 +326,6 @@ for heads, kv_heads, length, d, d_v, dtype, softcap, sinks in {SHAPES}:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 def test_a_captured_graph_serves_every_length() -> None:
     torch.manual_seed(0)
     query = queries(3, 14, 6, 128, torch.bfloat16)

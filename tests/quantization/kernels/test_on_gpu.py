@@ -8,10 +8,7 @@ from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.rtn import RoundToNearest
 
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 KERNELS = [kernel for kernel in FAST_KERNELS if kernel.device_type == "cuda"]
 SHAPES = [(512, 3584, 128), (3584, 512, 64), (4864, 896, 128), (1024, 1024, 32)]
 
