@@ -280,9 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 case = part.attempt(key, partial(make_case, config, batch, queries, ragged, part))
                 if case is not None:
                     # FlexAttention compiles for seconds in each case: the ragged ones are what it is for here.
-                    part.measure(
-                        key, partial(measure, part, methods if ragged else uncompiled, key, case, bandwidth)
-                    )
+                    part.measure(key, partial(measure, part, methods if ragged else uncompiled, key, case, bandwidth))
                 del case
     return part.finish()
 

@@ -93,9 +93,9 @@ def with_head(
         "making_the_drafter_seconds": making,  # the first one on a machine also measures the kernels
         "draft_max_rows": drafter.max_rows,
         "draft_weight_bytes": constants.draft_weight_bytes,
-        "kernels": sorted({
-            layer.packed.name for layer in drafter.quantized.layers.values() if isinstance(layer, QuantizedLinear)
-        }),
+        "kernels": sorted(
+            {layer.packed.name for layer in drafter.quantized.layers.values() if isinstance(layer, QuantizedLinear)}
+        ),
         "graphs": bench._rollout._target.captured,
         "ratios": {
             batch: {

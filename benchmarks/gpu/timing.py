@@ -61,9 +61,7 @@ def compare(
     for _ in range(repeats):
         for name, run in passes.items():
             samples[name].append(once(run, device) / len(variants[name]))
-    return {
-        name: Timing(median(times), min(times), max(times), repeats, captured) for name, times in samples.items()
-    }
+    return {name: Timing(median(times), min(times), max(times), repeats, captured) for name, times in samples.items()}
 
 
 def once(work: Work, device: torch.device) -> float:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+from .kernels import run_on
+
 
 RAGGED_ATTENTION = "spec_trl_ragged"
 
@@ -100,7 +102,7 @@ def reads_spans(network: PreTrainedModel) -> bool:
     It computes in half precision and float32; families with attention code of their own need masks.
     """
     is_narrow = network.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return network.device.type == "cuda" and is_narrow and network._supports_attention_backend
+    return run_on(network.device) and is_narrow and network._supports_attention_backend
 
 
 def ragged_attention(
@@ -123,11 +125,13 @@ def ragged_attention(
     `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls.
     """
     if not attention_mask.is_floating_point():
-        from .kernels.ragged_attention import ragged_decode_attention  # needs Triton, which CPU installations lack
+        from .kernels.ragged_attention import ragged_decode_attention  # imports Triton
 
         first, last = attention_mask[:, 0, :, 0], attention_mask[:, 0, :, 1]  # [B, q]
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        return ragged_decode_attention(query, key, value, first, last, scale, softcap, s_aux), None
+        # Autocast may leave queries wide and K/V narrow.
+        output = ragged_decode_attention(query.to(key.dtype), key, value, first, last, scale, softcap, s_aux)
+        return output.to(query.dtype), None  # [B, q, heads, d]
     batch, heads, length, _head_dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads

@@ -1,5 +1,6 @@
 """The ragged K/V cache: every row owns its own columns, nothing is ever shifted or padded."""
 
+import weakref
 from typing import Any
 
 import psutil
@@ -69,7 +70,13 @@ class _RaggedLayer(CacheLayerMixin):
 
     def __init__(self, cache: RaggedCache) -> None:
         super().__init__()
-        self.cache = cache
+        self._cache = weakref.ref(cache)  # without a cycle, a cache's memory goes with its last user
+
+    @property
+    def cache(self) -> RaggedCache:
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         cache = self.cache

@@ -9,7 +9,9 @@ from ..quantization.scheme import SCHEMES
 from ..scheduling.draft_length import MAX_DRAFT_LENGTH
 
 
-STRATEGIES = ("none", "self", "model", "ngram", "history", "auto")
+STRATEGIES = ("none", "self", "model", "ngram", "history", "eagle3", "dflash", "auto")
+NEED_ASSISTANT = ("model", "eagle3", "dflash")
+TAKE_ASSISTANT = (*NEED_ASSISTANT, "auto")
 VERIFICATIONS = ("exact", "rejection")
 TOGGLES = ("roofline", "always", "never")
 RUNNERS = ("auto", "eager", "graph", "compiled")

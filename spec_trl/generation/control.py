@@ -7,9 +7,7 @@ from ..scheduling.profile import Profile
 from ..scheduling.roofline import Roofline
 from ..scheduling.toggle import AlwaysSpeculate, Candidate, Control, NeverSpeculate, SpeculationToggle
 from .configuration import SpeculativeConfig
-from .constants import model_constants
-from .drafters.base import Drafter
-from .drafters.small_model import SmallModelDrafter
+from .drafters.base import DraftCost, Drafter
 
 
 def make_control(
@@ -32,7 +30,7 @@ def make_control(
             draft_length=config.draft_length,
             block_efficiency=float(config.draft_length),
             max_rows=drafter.max_rows,
-            roofline=None if profile is None else _roofline_of(drafter, profile.roofline),
+            roofline=None if profile is None else _roofline_of(drafter.cost, profile.roofline, config.draft_length),
             is_network=drafter.has_probabilities,
         )
         for drafter in drafters
@@ -42,16 +40,17 @@ def make_control(
     return SpeculationToggle(candidates, config.sd_margin)
 
 
-def _roofline_of(drafter: Drafter, roofline: Roofline) -> Roofline:
+def _roofline_of(cost: DraftCost | None, roofline: Roofline, draft_length: int) -> Roofline:
     """The target's roofline with this drafter's forwards in place of the self-drafter's.
 
-    A small model runs dense kernels like the target's, so the target's coefficients stand in for its own until
-    measured rounds correct them.
+    Other networks than the policy's copy run dense kernels like the target's, so the target's coefficients stand in
+    for their own until measured rounds correct them. A forward that drafts many tokens is shared among them.
     """
-    if not isinstance(drafter, SmallModelDrafter):
+    if cost is None:
         return roofline
-    assistant, c = model_constants(drafter.network), roofline.coefficients
+    k, c = roofline.constants, roofline.coefficients
+    share = 1 / min(cost.tokens, draft_length)
     return Roofline(
-        replace(roofline.constants, draft_weight_bytes=assistant.weight_bytes, draft_expert_bytes=0.0),
-        replace(c, eta_D=1.0, c_D=c.c_T, t_D=c.t_T, phi_D=assistant.dense_flops / roofline.constants.dense_flops),
+        replace(k, draft_weight_bytes=cost.weight_bytes * share, draft_expert_bytes=0.0),
+        replace(c, eta_D=1.0, c_D=c.c_T * share, t_D=c.t_T * share, phi_D=cost.dense_flops * share / k.dense_flops),
     )

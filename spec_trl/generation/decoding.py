@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -270,6 +271,8 @@ class Rollout:
             )
             self._drafters[which] = None
             self._control.drop(which)
+            with suppress(Exception):
+                drafter.end()
             return None
 
     def _raise_broken(self, row: int, position: int) -> None:

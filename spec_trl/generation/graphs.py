@@ -6,22 +6,24 @@ visible columns, so shapes go in buckets. Weights are read where they lie: an op
 drafter, both in place, leaves captured forwards valid.
 """
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import RaggedCache
 from .compiling import compiled_twin
 from .configuration import SpeculativeConfig
 from .runner import EagerRunner, Heard
-from .shadow import fingerprint, make_shadow
+from .shadow import addresses, fingerprint, make_shadow
 
 
 MOST_QUERIES = 65
@@ -35,6 +37,7 @@ SMALLEST_COLUMNS = 256
 _TIMED_REPLAYS = 20
 
 Outputs = tuple[Tensor, Tensor | None]
+T = TypeVar("T")
 
 
 class Recording(NamedTuple):
@@ -57,22 +60,47 @@ class Recorder(Protocol):
         ...
 
     def bytes(self) -> int:
-        """Bytes of device memory reserved now."""
+        """Bytes of device memory in use now."""
         ...
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool, since they are replayed one after the other."""
+    """CUDA graphs of one device that share a memory pool, since they are replayed one after the other."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
 
     def record(self, forward: Callable[[], Outputs]) -> Recording:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (data loaders that pin memory) may call CUDA while this one captures.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits, features = forward()
+        with torch.cuda.device(self._device):
+            self._refuse_waiting(forward)
+            if self._pool is None:
+                # A pool must not lose its last graph while a library's workspace lies in it: this one stays.
+                self._pool = torch.cuda.graph_pool_handle()
+                self._stream = torch.cuda.Stream(self._device)
+                self._anchor, _ = self._capture(lambda: torch.zeros(1, device=self._device))
+            graph, (logits, features) = self._capture(forward)
         return Recording(graph.replay, logits, features)
+
+    def _refuse_waiting(self, forward: Callable[[], Outputs]) -> None:
+        """Raises RuntimeError where `forward` waits for the device: a capture that fails could harm the process."""
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            forward()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Other threads (data loaders that pin memory) may call CUDA while this one captures.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = work()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # a capture that fails to end leaves its own behind
+            raise
+        return graph, result
 
     def seconds(self, replay: Callable[[], None]) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -85,7 +113,10 @@ class CudaRecorder:
         return start.elapsed_time(end) / 1e3 / _TIMED_REPLAYS
 
     def bytes(self) -> int:
-        return torch.cuda.memory_reserved()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # capturing does so too, and what it frees is not the graph's
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
 
 
 @dataclass
@@ -117,13 +148,19 @@ class GraphBudget:
             )
         return False
 
-    def record(self, forward: Callable[[], Outputs]) -> Recording:
-        """Captures `forward` and counts what it took."""
+    def record(self, forward: Callable[[], Outputs]) -> tuple[Recording, int]:
+        """Captures `forward`; returns also the bytes that it took."""
         before = self.recorder.bytes()
         recording = self.recorder.record(forward)
-        self.bytes += max(self.recorder.bytes() - before, 0)
+        taken = max(self.recorder.bytes() - before, 0)
+        self.bytes += taken
         self.graphs += 1
-        return recording
+        return recording, taken
+
+    def give_back(self, taken: int) -> None:
+        """One captured forward, which took so many bytes, is gone."""
+        self.bytes -= taken
+        self.graphs -= 1
 
 
 class _Key(NamedTuple):
@@ -138,6 +175,7 @@ class _Graph:
     tokens: Tensor  # [rows, q], static
     positions: Tensor  # [rows, q], static
     recording: Recording
+    bytes: int  # that it took
     filled: int  # rows of the buffers that hold what the caller gave; the others stand at position 0
     replays: int = 0
 
@@ -145,7 +183,7 @@ class _Graph:
 class GraphRunner(EagerRunner):
     """An :class:`EagerRunner` that replays captured forwards for the few tokens per row of drafting and verifying.
 
-    Logits it returns are overwritten by its next forward of the same shape: clone what must outlive that.
+    Logits it returns lie in memory that all captured forwards of its budget share: clone what must outlive the next.
 
     Args:
         network: as for the eager runner.
@@ -161,17 +199,27 @@ class GraphRunner(EagerRunner):
         self._mode = mode
         self._graphs: dict[_Key, _Graph] = {}
         self._asked: Counter[_Key] = Counter()
-        self._beside: dict[bool, GraphRunner] = {}  # the newest of each kind: drafters come and go
+        # The newest of each kind: drafters come and go.
+        self._beside: dict[bool, tuple[tuple[int, ...], GraphRunner]] = {}
         self._compiled: EagerRunner | None = None
+        self._failed: set[_Key] = set()
         self._gave_up = False
 
     def beside(self, network: PreTrainedModel, shares_cache: bool) -> "GraphRunner":
-        runner = self._beside.get(shares_cache)
-        if runner is None or runner.network is not network:
-            cache = self._cache_beside(network, shares_cache)
-            runner = self._beside[shares_cache] = GraphRunner(network, cache, self.budget, self._mode)
-        runner.forwards = runner.eager_forwards = 0
+        present = (id(network), *addresses(network))
+        known, runner = self._beside.get(shares_cache, ((), None))
+        if runner is None or known != present:
+            if runner is not None:
+                runner._drop_graphs()
+            runner = GraphRunner(network, self._cache_beside(network, shares_cache), self.budget, self._mode)
+            self._beside[shares_cache] = present, runner
+        runner.begin()
         return runner
+
+    def begin(self) -> None:
+        """A generation begins."""
+        self.forwards = self.eager_forwards = 0
+        self.stop_listening()  # what an exception may have left
 
     @property
     def captured(self) -> tuple[int, int]:
@@ -197,10 +245,16 @@ class GraphRunner(EagerRunner):
         return recording.logits[:rows]
 
     def listen(self, layers: Sequence[int], heard: Heard) -> None:
-        if tuple(layers) != self._listened:  # what was captured kept other states, or none
-            self._graphs.clear()
-            self._compiled = None
+        before = self._listened
         super().listen(layers, heard)
+        if self._listened != before:  # what was captured kept other states, or none
+            self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        for graph in self._graphs.values():
+            self.budget.give_back(graph.bytes)
+        self._graphs.clear()
+        self._compiled = None
 
     # ---- which graph ----------------------------------------------------------------------------------------------
 
@@ -213,14 +267,14 @@ class GraphRunner(EagerRunner):
         visible = self.cache.columns if self._uses_spans else column_bucket(columns, self.cache.columns)
         key = _Key(row_bucket(len(tokens)), tokens.shape[1], visible, autocast)
         graph = self._graphs.get(key)
-        if graph is None:
+        if graph is None and key not in self._failed:
             self._asked[key] += 1
             if self._asked[key] < CAPTURE_AFTER:
                 return None
             if not self.budget.has_room():
                 return self._larger(key)
-            graph = self._capture(key, tokens, positions)
-        elif self._mode == "auto" and graph.replays == COMPILE_AFTER:
+            graph = self._capture(key, tokens, positions, columns)
+        elif graph is not None and self._mode == "auto" and graph.replays == COMPILE_AFTER:
             self._try_compiled(key, graph)
         return graph
 
@@ -234,7 +288,7 @@ class GraphRunner(EagerRunner):
         ]
         return self._graphs[min(fitting)] if fitting else None
 
-    def _capture(self, key: _Key, tokens: Tensor, positions: Tensor) -> _Graph | None:
+    def _capture(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
         """Captures the forward of `key`, checked against an eager one; None, with a warning, where that fails."""
         # Buffers filled with this very call: warming up writes the K/V that the call writes anyway.
         graph_tokens = tokens.new_zeros(key.rows, key.queries)  # [rows, q]
@@ -242,32 +296,59 @@ class GraphRunner(EagerRunner):
         graph_tokens[: len(tokens)] = tokens
         graph_positions[: len(tokens)] = positions
         try:
-            expected, _ = self._run(tokens, positions, key.columns, 0, logits_to_keep=0, spans=False)
+            expected, _ = self._run(tokens, positions, columns, 0, logits_to_keep=0)
             runner = self._compiled_runner() if self._mode == "compiled" else self
-            recording = self._record(runner, graph_tokens, graph_positions, key.columns)
+            recording, taken = self._record(runner, graph_tokens, graph_positions, key)
+            recording.logits.fill_(float("nan"))  # a replay that does nothing must not pass
             recording.replay()
-            if not _agree(recording.logits[: len(tokens)], expected):
+            if not self._agree(recording.logits[: len(tokens)], expected):
+                self.budget.give_back(taken)
                 raise RuntimeError("its logits differ from an eager forward's")
         except Exception as error:
-            self._gave_up = True
-            warnings.warn(
-                f"the forward of {type(self.network).__name__} could not be captured ({self._mode}) and runs eagerly, "
-                f"with the same tokens but slower: {type(error).__name__}: {error}",
-                stacklevel=2,
-            )
+            self._note_failure(key, error)
             return None
-        graph = self._graphs[key] = _Graph(graph_tokens, graph_positions, recording, len(tokens))
+        graph = self._graphs[key] = _Graph(graph_tokens, graph_positions, recording, taken, len(tokens))
         return graph
 
-    def _record(self, runner: EagerRunner, tokens: Tensor, positions: Tensor, columns: int) -> Recording:
+    def _note_failure(self, key: _Key, error: Exception) -> None:
+        """A compiled network goes on uncompiled; a shape that failed runs eagerly, and all do if it was the first."""
+        if self._mode == "compiled":
+            self._mode, then = "graph", "goes on without being compiled"
+        else:
+            self._failed.add(key)
+            self._gave_up = not self._graphs
+            then = "runs eagerly" if self._gave_up else f"runs eagerly for {key.rows} rows x {key.queries} tokens"
+        warnings.warn(
+            f"the forward of {type(self.network).__name__} could not be captured and {then}, with the same tokens but "
+            f"slower: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+
+    def _record(self, runner: EagerRunner, tokens: Tensor, positions: Tensor, key: _Key) -> tuple[Recording, int]:
         def forward() -> Outputs:
-            logits, features = runner._run(tokens, positions, columns, 0, logits_to_keep=0, spans=self._uses_spans)
+            logits, features = runner._run(tokens, positions, key.columns, 0, logits_to_keep=0, spans=self._uses_spans)
             # The hooks came along with a compiled twin, and keep its states here.
             return logits, features if runner is self else self._features()
 
-        for _ in range(WARM_UPS):  # kernels are compiled, and libraries make their workspaces, before the capture
-            forward()
-        return self.budget.record(forward)
+        # Autocast keeps the casts of fp32 weights (adapters, say) until it ends; a graph must not read those.
+        uncached = nullcontext() if key.autocast is None else _autocast_without_cache(tokens.device.type, key.autocast)
+        with uncached:
+            for _ in range(WARM_UPS):  # kernels are compiled, and libraries make their workspaces, before the capture
+                forward()
+            return self.budget.record(forward)
+
+    def _agree(self, logits: Tensor, expected: Tensor) -> bool:
+        """Whether two forwards are the same up to rounding, for at least half of the tokens.
+
+        Half: where experts are routed, rounding alone may send a token elsewhere. What it looks for is a capture that
+        computes something else, not precision.
+        """
+        narrowest = min(self.network.dtype, expected.dtype, key=lambda dtype: dtype.itemsize)
+        tolerance = {2: 0.15, 4: 1e-2, 8: 1e-6}[narrowest.itemsize]
+        wide = expected.double()
+        close = (logits.double() - wide).norm(dim=-1) <= tolerance * wide.norm(dim=-1)  # [B, q]
+        close = close[wide.isfinite().all(dim=-1)]  # broken weights are not the capture's fault, and found elsewhere
+        return not len(close) or bool(close.double().mean() >= 0.5)
 
     # ---- compiled -------------------------------------------------------------------------------------------------
 
@@ -281,14 +362,20 @@ class GraphRunner(EagerRunner):
         if not self.budget.has_room():
             return
         try:
-            recording = self._record(self._compiled_runner(), graph.tokens, graph.positions, key.columns)
+            recording, taken = self._record(self._compiled_runner(), graph.tokens, graph.positions, key)
             graph.recording.replay()
+            expected = graph.recording.logits.clone()  # the next replay may overwrite them
+            recording.logits.fill_(float("nan"))
             recording.replay()
-            if not _agree(recording.logits, graph.recording.logits):
-                raise RuntimeError("its logits differ from the uncompiled forward's")
+            agree = self._agree(recording.logits, expected)
             seconds = self.budget.recorder.seconds
-            if seconds(recording.replay) < seconds(graph.recording.replay):
-                graph.recording = recording
+            if agree and seconds(recording.replay) < seconds(graph.recording.replay):
+                self.budget.give_back(graph.bytes)
+                graph.recording, graph.bytes = recording, taken
+            else:
+                self.budget.give_back(taken)
+            if not agree:
+                raise RuntimeError("its logits differ from the uncompiled forward's")
         except Exception as error:
             self._mode = "graph"
             warnings.warn(
@@ -315,16 +402,9 @@ def _autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _agree(logits: Tensor, expected: Tensor) -> bool:
-    """Whether two forwards are the same up to rounding, for at least half of the tokens.
-
-    Half: where experts are routed, rounding alone may send a token elsewhere.
-    """
-    tolerance = 0.05 if expected.dtype in (torch.float16, torch.bfloat16) else 1e-3
-    wide = expected.double()
-    close = (logits.double() - wide).norm(dim=-1) <= tolerance * wide.norm(dim=-1)  # [B, q]
-    close = close[wide.isfinite().all(dim=-1)]  # broken weights are not the capture's fault, and found elsewhere
-    return not len(close) or bool(close.double().mean() >= 0.5)
+def _autocast_without_cache(device: str, dtype: torch.dtype) -> AbstractContextManager[None]:
+    context: AbstractContextManager[None] = torch.autocast(device, dtype=dtype, cache_enabled=False)
+    return context
 
 
 # ---- kept between calls ---------------------------------------------------------------------------------------------
@@ -342,7 +422,7 @@ _kept: "WeakKeyDictionary[PreTrainedModel, _Kept]" = WeakKeyDictionary()
 
 def recorder_for(device: torch.device) -> Recorder | None:
     """What captures forwards on `device`, or None where nothing does."""
-    return CudaRecorder() if device.type == "cuda" else None
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
@@ -378,6 +458,8 @@ def runner_for(model: PreTrainedModel, rows: int, columns: int, config: Speculat
     """
     mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
     if mode == "eager" or recorder is None:
+        if recorder is None:  # it may have been on another device
+            _kept.pop(model, None)
         return EagerRunner(make_shadow(model), RaggedCache.for_network(model, rows, columns))
     # Autocast decides in which dtype K/V is stored.
     options = (mode, config.max_graph_memory, _autocast_dtype(model.device.type))
@@ -386,11 +468,13 @@ def runner_for(model: PreTrainedModel, rows: int, columns: int, config: Speculat
     if kept is not None and (kept.fingerprint, kept.options) == (present, options):
         cache = kept.runner.cache
         if cache.rows >= row_bucket(rows) and cache.columns >= columns:
-            kept.runner.forwards = kept.runner.eager_forwards = 0
+            kept.runner.begin()
             if config.keep_graphs:
                 _kept[model] = kept
             return kept.runner
-    kept = None  # its memory goes before more is asked for
+    if kept is not None:
+        kept = None
+        gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
     cache = RaggedCache.for_network(model, row_bucket(rows), -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS)
     budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
     runner = GraphRunner(make_shadow(model), cache, budget, mode)
@@ -399,6 +483,9 @@ def runner_for(model: PreTrainedModel, rows: int, columns: int, config: Speculat
     return runner
 
 
-def release(model: PreTrainedModel) -> None:
-    """Frees the K/V cache and the captured forwards that are kept for `model`."""
-    _kept.pop(model, None)
+def release(model: nn.Module) -> None:
+    """Frees the K/V cache and the captured forwards that are kept for `model`, a wrapped one included."""
+    found = [_kept.pop(module, None) for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if any(found):
+        found.clear()
+        gc.collect()  # they hold each other

@@ -1,6 +1,7 @@
 """The door: teaches `generate` the keyword `assistant_strategy`, through transformers' `custom_generate` hook."""
 
 import functools
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +21,17 @@ from transformers.utils import ModelOutput
 
 from ..scheduling.toggle import Control
 from .calibrating import find_profile
-from .configuration import SpeculativeConfig, check_strategy
+from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy
 from .control import make_control
 from .decoding import Completion, Rollout
 from .drafters.base import Drafter
+from .drafters.dflash import DFlashDrafter
+from .drafters.eagle3 import Eagle3Drafter
 from .drafters.history import HistoryDrafter
 from .drafters.ngram import NgramDrafter
 from .drafters.self_draft import self_drafter_of
 from .drafters.small_model import SmallModelDrafter, load_assistant
-from .graphs import runner_for, runner_mode
+from .graphs import GraphRunner, release, runner_for, runner_mode
 from .processing import LogitsPipeline, PrefixView, Stopping, length_limit
 from .requirements import (
     check_generation_config,
@@ -61,16 +64,19 @@ class SpeculativeOutput(ModelOutput):
     statistics: SpeculationStatistics | None = None
 
 
+_LEARNED = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
+
+
 def make_drafters(
     strategy: str, model: PreTrainedModel, assistant: PreTrainedModel | str | None, config: SpeculativeConfig
 ) -> list[Drafter]:
     """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, else one.
 
-    The self-drafter of a model is kept between calls and refreshed when the weights have changed. A history is not: to
-    go on with it, pass the drafter to the next call.
+    The self-drafter of a model is kept between calls and refreshed when the weights have changed. A history is not,
+    and a learned drafter is loaded in each call: to go on with one, pass the drafter to the next call.
     """
     check_strategy(strategy)
-    if assistant is not None and strategy not in ("model", "auto"):
+    if assistant is not None and strategy not in TAKE_ASSISTANT:
         raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
     if strategy == "none":
         return []
@@ -78,6 +84,13 @@ def make_drafters(
         return [self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)]
     if strategy == "model":
         return [SmallModelDrafter(load_assistant(assistant, model), model)]
+    if strategy in _LEARNED:
+        if not isinstance(assistant, str):
+            raise ValueError(
+                f"assistant_model={assistant!r} with assistant_strategy={strategy!r}: give the folder or hub id of a "
+                "drafter's checkpoint."
+            )
+        return [_LEARNED[strategy](assistant, model)]
     if strategy == "history":
         return [HistoryDrafter(config.history_max_tokens)]
     if strategy == "ngram":
@@ -176,14 +189,18 @@ def speculative_decoding(
     ]
     # "none" gets the same columns: attention over other widths would differ in the last bits.
     furthest = max([config.draft_length, *(candidate.draft_length for candidate in control.candidates)])
-    rows = Rows(capacity, longest_prompt + new_tokens + furthest, device)
+    columns = longest_prompt + new_tokens + furthest
+    for each in drafters:
+        each.check_length(columns)
+    rows = Rows(capacity, columns, device)
     pad = generation_config._pad_token_tensor
     pad_token_id = int(pad) if pad is not None else 0
     prefixes = PrefixView(rows, width, pad_token_id)
     want_output = bool(generation_config.return_dict_in_generate)
-    completions, statistics = Rollout(
+    runner = runner_for(model, capacity, rows.columns, config)
+    rollout = Rollout(
         requests,
-        runner_for(model, capacity, rows.columns, config),
+        runner,
         drafters,
         control,
         rows,
@@ -194,9 +211,17 @@ def speculative_decoding(
         want_logprobs=want_output,
         strategy=assistant_strategy,
         on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
-    ).run()
+    )
+    try:
+        completions, statistics = rollout.run()
+    except BaseException:
+        release(model)  # a cache of broken or half-written K/V is kept for nobody
+        raise
     if streamer is not None:
         streamer.end()
+    if isinstance(runner, GraphRunner) and not config.keep_graphs:
+        del rollout, runner
+        gc.collect()  # a runner and what it captured hold each other
     output = _rectangular(input_ids, completions, pad_token_id, statistics)
     if want_output:
         return output

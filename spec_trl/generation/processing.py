@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .kernels import run_on
 from .rows import Rows
 from .sampling import Draw, RoundNoise, draw, widen
 
@@ -112,11 +113,12 @@ class LogitsPipeline:
     def draw(self, logits: Tensor, noise: RoundNoise | None, offset: int = 0, want_logprobs: bool = False) -> Draw:
         """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` and draws a token at each.
 
-        On CUDA one kernel reads the logits once; temperature, top-k and min-p, where nothing else is set, act in it.
+        On CUDA one kernel draws, and makes the noise as it goes; temperature acts in it, and so do top-k and min-p, by
+        thresholds, where nothing else is set.
         """
         if not _is_fused(logits):
             return draw(self(widen(logits), offset), noise, offset, want_logprobs)
-        from .kernels.gumbel_sampler import fused_draw  # needs Triton, which CPU installations lack
+        from .kernels.gumbel_sampler import fused_draw  # imports Triton
 
         batch, count, _ = logits.shape
         temperature, floors = 1.0, None
@@ -167,13 +169,20 @@ class Filters:
         for processor in processors:
             if type(processor) is hf.TemperatureLogitsWarper and filters == cls():
                 filters = replace(filters, temperature=processor.temperature)
-            elif type(processor) is hf.TopKLogitsWarper and filters.min_p is None and _bars(processor):
+            elif (
+                type(processor) is hf.TopKLogitsWarper and filters.top_k is filters.min_p is None and _bars(processor)
+            ):
                 filters = replace(filters, top_k=processor.top_k)
-            elif type(processor) is hf.MinPLogitsWarper and processor.min_tokens_to_keep == 1 and _bars(processor):
+            elif type(processor) is hf.MinPLogitsWarper and filters.min_p is None and _keeps_one(processor):
                 filters = replace(filters, min_p=processor.min_p or None)
             else:
                 return None
         return filters
+
+    @property
+    def cuts_nothing(self) -> bool:
+        """Whether every token may be drawn."""
+        return self.top_k is None and self.min_p is None
 
     def floors(self, logits: Tensor) -> Tensor | None:
         """Smallest logits `[n]` float32, divided by the temperature, that may be drawn from `logits` `[n, V]`."""
@@ -191,9 +200,13 @@ def _bars(warper: hf.TopKLogitsWarper | hf.MinPLogitsWarper) -> bool:
     return warper.filter_value == -math.inf
 
 
+def _keeps_one(warper: hf.MinPLogitsWarper) -> bool:
+    return warper.min_tokens_to_keep == 1 and _bars(warper)
+
+
 def _is_fused(logits: Tensor) -> bool:
     """Whether one kernel draws from these logits."""
-    return logits.device.type == "cuda" and logits.dtype != torch.float64
+    return run_on(logits.device) and logits.dtype != torch.float64
 
 
 def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> LogitsProcessor:

@@ -29,7 +29,7 @@ class EagerRunner:
 
     Attributes:
         forwards: since the generation began.
-        eager_forwards: those among them that ran the network's modules.
+        eager_forwards: runs of the network's modules, those that warm up a capture included.
     """
 
     def __init__(self, network: PreTrainedModel, cache: RaggedCache) -> None:
@@ -78,11 +78,16 @@ class EagerRunner:
                 the order of `layers`, the positions `[B, q]` they belong to, and the first cache row. The features are
                 valid until the next forward.
 
+        `heard` must not raise: it runs within the target's forward, and would end the generation.
+
         Raises:
+            RuntimeError: somebody listens already.
             ValueError: the network has no such layer.
         """
-        self._heard = heard
+        if self._heard is not None:
+            raise RuntimeError("another drafter listens to the target already, which tells one of them")
         if tuple(layers) == self._listened:
+            self._heard = heard
             return
         decoder = self.network.get_decoder()
         blocks = decoder_layers(self.network)
@@ -100,7 +105,7 @@ class EagerRunner:
             else decoder.register_forward_hook(self._keep_output(index))
             for index in dict.fromkeys(layers)
         ]
-        self._listened = tuple(layers)
+        self._heard, self._listened = heard, tuple(layers)
 
     def stop_listening(self) -> None:
         """Tells nobody any more. The states are kept all the same, so that captured forwards stay as they are."""

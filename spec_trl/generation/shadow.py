@@ -18,6 +18,10 @@ from .attention import RAGGED_ATTENTION
 
 # What accelerate and TRL leave on the root of a prepared policy; generation runs the class's own forward.
 _ROOT_PATCHES = ("forward", "_original_forward")
+# Where transformers' hooks come from that a forward with `output_hidden_states` leaves behind: nobody collects here,
+# and torch.compile cannot trace them.
+_CAPTURING = "transformers.utils.output_capturing"
+_PLAIN = (bool, int, float, str)
 _HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 
 
@@ -55,21 +59,26 @@ def fingerprint(policy: PreTrainedModel) -> tuple[object, ...]:
 
     Modules, their plain attributes and hooks, where their tensors lie; not what the tensors hold.
     """
-    marks: list[object] = []
+    marks: list[object] = [policy.config.to_json_string(use_diff=False)]
     for module in policy.modules():
-        marks.append(id(module))
+        marks += [id(module), type(module)]
         for name, value in module.__dict__.items():
-            if isinstance(value, bool | int | float | str) and name != "training":
+            if isinstance(value, _PLAIN) and name != "training":
                 marks.append((name, value))
             elif name in _HOOK_DICTS:
                 marks += map(id, value.values())
-            elif isinstance(value, list | tuple) and all(isinstance(item, bool | int | float | str) for item in value):
+            elif isinstance(value, list | tuple) and all(isinstance(item, _PLAIN) for item in value):
                 marks.append((name, tuple(value)))
+            elif isinstance(value, dict) and all(isinstance(item, _PLAIN) for item in value.values()):
+                marks.append((name, tuple(value.items())))
             elif name in _ROOT_PATCHES:
                 marks.append(id(value))
-        for tensors in (module._parameters, module._buffers):
-            marks += [(name, None if tensor is None else tensor.data_ptr()) for name, tensor in tensors.items()]
-    return tuple(marks)
+    return (*marks, *addresses(policy))
+
+
+def addresses(network: nn.Module) -> tuple[int, ...]:
+    """Where the parameters and buffers of `network` lie."""
+    return tuple(tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers()))
 
 
 def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any]) -> Any:
@@ -85,6 +94,9 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     state["training"] = False
     for name in _HOOK_DICTS:  # copied, not cleared: TRL's `cast_lm_head_to_fp32` lives in hooks
         state[name] = state[name].copy()
+        for key, hook in module.__dict__[name].items():
+            if hook.__module__ == _CAPTURING:
+                del state[name][key]
     for name, value in module.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is module:
             state[name] = MethodType(value.__func__, clone)

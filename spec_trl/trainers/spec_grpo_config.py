@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from ..generation.configuration import SpeculativeConfig, check_strategy, require_int
+from ..generation.configuration import NEED_ASSISTANT, TAKE_ASSISTANT, SpeculativeConfig, check_strategy, require_int
 from ..scheduling.draft_length import DraftLengthController
 
 
@@ -19,11 +19,14 @@ class SpecGRPOConfig(GRPOConfig):
         assistant_strategy (`str`, *optional*, defaults to `"self"`):
             How rollouts are drafted: `"self"` (the policy's own quantized copy, refreshed when the weights have
             changed), `"model"` (a smaller causal LM, see `assistant_model`), `"ngram"` (prompt lookup), `"history"`
-            (lookup in earlier rollouts of the same prompt and in the other completions of its group), `"auto"`
-            (whichever of these is fastest, autoregressive decoding included) or `"none"` (autoregressive decoding by
-            the same engine). Rollouts are the same tokens under each of them.
+            (lookup in earlier rollouts of the same prompt and in the other completions of its group), `"eagle3"` or
+            `"dflash"` (a learned drafter's checkpoint, see `assistant_model`; it stays as it is while the policy
+            learns), `"auto"` (whichever of the copy, the history and an assistant is fastest, autoregressive decoding
+            included) or `"none"` (autoregressive decoding by the same engine). Rollouts are the same tokens under each
+            of them.
         assistant_model (`str`, *optional*):
-            Path or hub id of the drafter of `assistant_strategy="model"`; `"auto"` then considers it as well.
+            Path or hub id of the drafter of `assistant_strategy="model"`, `"eagle3"` or `"dflash"`; `"auto"` then
+            considers it, a causal LM, as well.
         draft_lengths (`list[int]`, *optional*, defaults to `[5, 7, 9, 11]`):
             Draft tokens per verification that the controller moves among (Γ), ascending, 1 to 64. One entry keeps it
             fixed.
@@ -68,17 +71,17 @@ class SpecGRPOConfig(GRPOConfig):
             How the forwards of rollouts run: `"eager"`, captured as CUDA graphs (`"graph"`), these with compiled
             decoder layers (`"compiled"`), or `"auto"`: captured on CUDA, compiled where that measures faster.
         max_graph_memory (`float`, *optional*, defaults to `4.0`):
-            GiB that captured forwards may take; further shapes run eagerly.
-        keep_graphs (`bool`, *optional*, defaults to `True`):
-            Keep captured forwards and the rollout's K/V cache while training. `False` gives their memory to the
-            training step and captures again in each rollout.
+            GiB that captured forwards may take; further shapes run padded to a captured one, or eagerly.
+        keep_graphs (`bool`, *optional*, defaults to `False`):
+            Keep captured forwards and the rollout's whole K/V cache while training. `False` gives their memory to the
+            training step and captures again in each rollout, which takes seconds for a model of some billions.
     """
 
     assistant_strategy: str = field(
-        default="self", metadata={"help": "'self', 'model', 'ngram', 'history', 'auto' or 'none'."}
+        default="self", metadata={"help": "'self', 'model', 'ngram', 'history', 'eagle3', 'dflash', 'auto' or 'none'."}
     )
     assistant_model: str | None = field(
-        default=None, metadata={"help": "Path or hub id of the drafter of assistant_strategy='model'."}
+        default=None, metadata={"help": "Path or hub id of the drafter of 'model', 'eagle3' or 'dflash'."}
     )
     draft_lengths: list[int] = field(
         default_factory=lambda: [5, 7, 9, 11], metadata={"help": "Draft tokens per verification to move among."}
@@ -120,7 +123,7 @@ class SpecGRPOConfig(GRPOConfig):
     )
     max_graph_memory: float = field(default=4.0, metadata={"help": "GiB that captured forwards may take."})
     keep_graphs: bool = field(
-        default=True, metadata={"help": "Keep captured forwards and the K/V cache between rollouts."}
+        default=False, metadata={"help": "Keep captured forwards and the K/V cache between rollouts."}
     )
 
     def __post_init__(self) -> None:
@@ -137,11 +140,11 @@ class SpecGRPOConfig(GRPOConfig):
                 "forwards, so the weights must be gathered for the whole rollout. Set ds3_gather_for_generation=True."
             )
         check_strategy(self.assistant_strategy)
-        needs_model, takes_model = self.assistant_strategy == "model", self.assistant_strategy in ("model", "auto")
-        if (self.assistant_model is None and needs_model) or (self.assistant_model is not None and not takes_model):
+        needs, takes = self.assistant_strategy in NEED_ASSISTANT, self.assistant_strategy in TAKE_ASSISTANT
+        if (self.assistant_model is None and needs) or (self.assistant_model is not None and not takes):
             raise ValueError(
                 f"assistant_strategy={self.assistant_strategy!r} with assistant_model={self.assistant_model!r}: "
-                'assistant_model belongs to assistant_strategy="model", which needs it, or "auto".'
+                f"assistant_model belongs to one of {list(NEED_ASSISTANT)}, which need it, or to 'auto'."
             )
         if self.assistant_strategy in ("ngram", "history", "auto") and self.verification == "rejection":
             raise ValueError(

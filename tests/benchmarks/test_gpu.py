@@ -162,9 +162,7 @@ def test_speculation(tmp_path: Path) -> None:
     always = found["self, always, B 1"]
     assert always["self, always"]["facts"]["speculative_rounds"] > 0
     assert always["self, always"]["facts"]["block_efficiency"] > 2
-    assert always["speedup"] == pytest.approx(
-        always["none"]["mean_seconds"] / always["self, always"]["mean_seconds"]
-    )
+    assert always["speedup"] == pytest.approx(always["none"]["mean_seconds"] / always["self, always"]["mean_seconds"])
     assert "self, roofline, B 2" in found
 
 

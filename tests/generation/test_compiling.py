@@ -67,6 +67,14 @@ def test_hooks_and_patches_of_the_head_stay(counter) -> None:
     assert torch.equal(forward_twice(network, network), forward_twice(network))
 
 
+def test_after_a_forward_that_showed_its_hidden_states(counter) -> None:
+    """transformers then leaves hooks on every layer, which torch.compile cannot trace."""
+    model = tiny_llama()
+    model(torch.arange(4)[None], output_hidden_states=True, output_attentions=True)
+    network = make_shadow(model)
+    assert torch.equal(forward_twice(network, network), forward_twice(network))
+
+
 def test_twin_shares_the_weights_and_leaves_the_network_alone(counter) -> None:
     network = make_shadow(tiny_llama())
     twin = compiled_twin(network, RaggedCache.for_network(network, 1, 8))

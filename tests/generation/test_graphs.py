@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 import spec_trl
 from spec_trl.generation import compiling, graphs, processing, runner
 from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.graphs import Recording, column_bucket, row_bucket
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -99,7 +102,7 @@ def test_buckets() -> None:
 def test_kept_between_calls_while_weights_change_in_place(fresh, tape) -> None:
     def captured() -> set[int]:
         runner = graphs._kept[fresh].runner
-        return {id(graph) for each in (runner, runner._beside[True]) for graph in each._graphs.values()}
+        return {id(graph) for each in (runner, runner._beside[True][1]) for graph in each._graphs.values()}
 
     graph(fresh, "self")
     before_change = captured()
@@ -133,7 +136,16 @@ def _set_an_attribute(model: nn.Module) -> None:
     model.model.layers[0].self_attn.scaling *= 2
 
 
-@pytest.mark.parametrize("change", [_replace_a_weight, _hook_the_head, _replace_a_module, _set_an_attribute])
+def _change_the_config(model: nn.Module) -> None:
+    model.config.rms_norm_eps = 1.0
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1.0
+
+
+@pytest.mark.parametrize(
+    "change", [_replace_a_weight, _hook_the_head, _replace_a_module, _set_an_attribute, _change_the_config]
+)
 def test_a_change_of_the_model_is_seen(fresh, tape, change: Callable[[nn.Module], None]) -> None:
     before = outputs(graph(fresh))
     change(fresh)
@@ -173,6 +185,74 @@ def test_drafters_that_come_and_go_do_not_pile_up(fresh, tiny_assistant, tape) -
         graph(fresh, "model", assistant_model=tiny_assistant)
     gc.collect()
     assert sum(isinstance(thing, graphs.GraphRunner) for thing in gc.get_objects()) == 2
+
+
+def test_adapters_that_are_scaled_or_trained(tape) -> None:
+    """`scaling` is a dict of the adapter's layers; `release` also finds a wrapped model."""
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_llama(), LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear"))
+    base = model.get_base_model()
+    found = [outputs(graph(base))]
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.scale_layer(4)
+    found.append(outputs(graph(base)))
+    assert found[1] == outputs(eager(base)) != found[0]
+    spec_trl.release(model)
+    assert base not in graphs._kept
+
+
+def test_wide_adapters_on_a_narrow_policy_under_autocast(tape) -> None:
+    """Autocast keeps its casts of the fp32 adapter; a captured forward that read those would never see it learn."""
+    model = tiny_llama().bfloat16()
+    head = model.lm_head
+    model.lm_head = nn.Linear(64, 64, bias=False)  # fp32, as adapters are
+    model.lm_head.weight.data.copy_(head.weight)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        first = outputs(graph(model))
+    assert tape.recorded > 0
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    recorded = tape.recorded
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        second = outputs(graph(model))
+        expected = outputs(eager(model))
+    assert tape.recorded == recorded and second == expected != first
+
+
+def test_a_call_that_fails_leaves_nothing_behind(fresh, tape) -> None:
+    """NaN that a broken forward left in the cache would outlive the repair of the weights."""
+    expected = outputs(graph(fresh))
+    weight = fresh.model.layers[0].self_attn.v_proj.weight
+    good = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError):
+        graph(fresh)
+    with torch.no_grad():
+        weight.copy_(good)
+    assert outputs(graph(fresh)) == expected
+
+
+def test_an_assistant_whose_weights_move(fresh, tape) -> None:
+    assistant = tiny_llama()
+    drafter = SmallModelDrafter(assistant, fresh)
+    good = graph(fresh, drafter=drafter).statistics.total
+    assert good.acceptance_rate == 1
+    for parameter in assistant.parameters():  # as `.to()` does it
+        parameter.data = parameter.data * -1
+    bad = graph(fresh, drafter=drafter).statistics.total
+    assert (
+        bad.acceptance_rate
+        == eager(fresh, drafter=SmallModelDrafter(assistant, fresh)).statistics.total.acceptance_rate
+    )
+    assert bad.acceptance_rate < 1
+
+
+def test_dropped_forwards_are_given_back_to_the_budget(fresh, tiny_assistant, tape) -> None:
+    counts = {graph(fresh, "model", assistant_model=tiny_assistant).statistics.graphs for _ in range(4)}
+    alive = graphs._kept[fresh].runner
+    assert max(counts) == len(alive._graphs) + sum(len(runner._graphs) for _, runner in alive._beside.values())
 
 
 def test_calls_in_and_out_of_inference_mode(fresh, tape) -> None:
@@ -258,6 +338,42 @@ def test_a_capture_that_computes_something_else_is_not_used(fresh, tape, monkeyp
     with pytest.warns(UserWarning, match="its logits differ from an eager forward's"):
         result = graph(fresh)
     assert outputs(result) == outputs(eager(fresh))
+
+
+def test_a_replay_that_does_nothing_is_not_used(fresh, tape, monkeypatch) -> None:
+    """A capture on another device than the model's records nothing; its buffers hold the right answer all the same."""
+    record = tape.record
+    monkeypatch.setattr(tape, "record", lambda forward: record(forward)._replace(replay=lambda: None))
+    with pytest.warns(UserWarning, match="its logits differ from an eager forward's"):
+        result = graph(fresh)
+    assert outputs(result) == outputs(eager(fresh))
+
+
+def test_one_shape_that_fails_spoils_no_other(fresh, tape, monkeypatch) -> None:
+    graph(fresh, "self")
+    record, replayed = tape.record, tape.replayed
+
+    def no_memory(forward: Callable[[], graphs.Outputs]) -> Recording:
+        raise torch.OutOfMemoryError("not now")
+
+    monkeypatch.setattr(tape, "record", no_memory)
+    with pytest.warns(UserWarning, match=r"could not be captured and runs eagerly for \d+ rows x 4 tokens") as seen:
+        result = graph(fresh, "self", {"draft_length": 3})
+    assert outputs(result) == outputs(eager(fresh)) and tape.replayed > replayed
+    assert len(seen) == len({str(warning.message) for warning in seen})  # once for each shape
+    monkeypatch.setattr(tape, "record", record)
+    assert outputs(graph(fresh)) == outputs(eager(fresh))
+
+
+def test_what_does_not_compile_is_captured_as_it_is(fresh, tape, monkeypatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(graphs, "compiled_twin", fail)
+    with pytest.warns(UserWarning, match="goes on without being compiled.*no compiler here") as seen:
+        result = graph(fresh, config={"runner": "compiled"})
+    assert len(seen) == 1 and outputs(result) == outputs(eager(fresh))
+    assert tape.replayed > 20
 
 
 @pytest.mark.parametrize("compiled_is_faster", [True, False])

@@ -267,6 +267,8 @@ TEMPERATURE, TOP_K, MIN_P, TOP_P = (
         ([TOP_K, MIN_P], Filters(1.0, top_k=7, min_p=0.05)),
         ([TEMPERATURE, TOP_K, MIN_P], Filters(0.6, top_k=7, min_p=0.05)),
         ([TEMPERATURE, TOP_P], None),
+        ([TOP_K, hf.TopKLogitsWarper(50)], None),
+        ([MIN_P, hf.MinPLogitsWarper(0.01)], None),
         ([TOP_K, TEMPERATURE], None),
         ([MIN_P, TOP_K], None),
         ([hf.TopKLogitsWarper(7, filter_value=-5.0)], None),

@@ -37,6 +37,21 @@ class DraftSession:
     keep_logits: bool
 
 
+@dataclass(frozen=True)
+class DraftCost:
+    """What one forward of a drafting network costs, for the roofline.
+
+    Args:
+        weight_bytes: that it reads, a borrowed head included.
+        dense_flops: per row.
+        tokens: most draft tokens per row that come out of it.
+    """
+
+    weight_bytes: float
+    dense_flops: float
+    tokens: int = 1
+
+
 class Drafter(CandidateGenerator):
     """Proposes draft tokens for a ragged batch, and for batch 1 in transformers' assisted loop.
 
@@ -50,8 +65,13 @@ class Drafter(CandidateGenerator):
     """Whether proposals can carry draft logits, which rejection verification needs."""
     max_rows: int = sys.maxsize
     """With more rows in flight a draft costs what the target costs; such rounds decode autoregressively."""
+    cost: DraftCost | None = None
+    """Of a network that is not the policy's packed copy, which a profile knows."""
     forwards: int = 0
     """Draft network forwards since `begin`."""
+
+    def check_length(self, columns: int) -> None:
+        """Raises ValueError where it cannot draft for rows of `columns` tokens, drafts included."""
 
     def begin(self, session: DraftSession) -> None:
         """Starts a generation."""

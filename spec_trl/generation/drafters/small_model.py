@@ -2,8 +2,10 @@
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..constants import model_constants
 from ..requirements import check_model
 from ..shadow import make_shadow
+from .base import DraftCost
 from .network import NetworkDrafter
 
 
@@ -38,6 +40,8 @@ class SmallModelDrafter(NetworkDrafter):
                 f"assistant_model.to({str(target.device)!r})."
             )
         super().__init__(make_shadow(assistant), shares_target_cache=False)
+        constants = model_constants(assistant)
+        self.cost = DraftCost(constants.weight_bytes, constants.dense_flops)
 
 
 def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrainedModel) -> PreTrainedModel:

@@ -45,9 +45,7 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
         return KernelChoice(kernels[0].name, UNMEASURED_ROWS)
 
 
-def kernel_table(
-    layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer | None = None
-) -> KernelTable:
+def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer | None = None) -> KernelTable:
     """Times of the dense layer and of each of `kernels`, for random weights and activations; kept as above.
 
     A kernel that fails, or whose product differs from (code - zero) * scale by more than bfloat16 rounding, is struck:

@@ -191,9 +191,7 @@ def times(first, second, dense=10.0):
     )
 
 
-@pytest.mark.parametrize(
-    ("table", "kernel", "max_rows"), [(times(3, 2), AlsoOnGpu, 16), (times(3, 4), OnGpu, 64)]
-)
+@pytest.mark.parametrize(("table", "kernel", "max_rows"), [(times(3, 2), AlsoOnGpu, 16), (times(3, 4), OnGpu, 64)])
 def test_auto_on_a_gpu_goes_by_the_table(monkeypatch, table, kernel, max_rows):
     monkeypatch.setattr(kernel_choice, "FAST_KERNELS", (OnGpu, AlsoOnGpu))
     monkeypatch.setattr(measured, "kernel_table", lambda layer, kernels: table)

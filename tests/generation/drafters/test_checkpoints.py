@@ -1,0 +1,249 @@
+"""Checkpoints of learned drafters come in exactly, and go out as they came."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from spec_trl.generation.drafters.checkpoints import (
+    ConfigFile,
+    load_exactly,
+    read_checkpoint,
+    renamed,
+    tensors_to_store,
+    write_checkpoint,
+)
+
+
+RENAMES = {"old.": "new.inner."}
+CONFIG = {"kind": "test", "width": 3}
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "old.weight": torch.randn(3, 2, generator=generator).half(),
+        "old.bias": torch.randn(3, generator=generator).half(),
+        "ids": torch.tensor([2, 0, 1]),
+    }
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.ModuleDict({"inner": nn.Linear(2, 3)})
+        self.register_buffer("ids", torch.empty(3, dtype=torch.int64))
+
+
+def meta(dtype: torch.dtype = torch.float64) -> Network:
+    with torch.device("meta"):
+        return Network().to(dtype)
+
+
+def load(given: dict[str, Tensor], network: Network | None = None, optional: tuple[str, ...] = ()) -> Network:
+    network = network or meta()
+    load_exactly(network, given, RENAMES, optional, "here", torch.device("cpu"))
+    return network
+
+
+def is_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
+
+
+def test_written_and_read(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "new" / "folder", CONFIG, tensors())
+    config, found = read_checkpoint(tmp_path / "new" / "folder")
+    assert config == CONFIG and is_equal(found, tensors())
+
+
+def test_a_config_is_kept_to_the_byte_until_it_changes(tmp_path: Path) -> None:
+    text = '{ "width":3 ,\r\n\t"kind": "t\\u00e9st", "unknown": [1.0, 1e5]}'
+    write_checkpoint(tmp_path, CONFIG, tensors())
+    (tmp_path / "config.json").write_bytes(text.encode())
+    config, found = read_checkpoint(str(tmp_path))
+    write_checkpoint(tmp_path, config, found)  # over the file its tensors are mapped to
+    assert (tmp_path / "config.json").read_bytes() == text.encode()
+    assert is_equal(found, tensors()) and is_equal(read_checkpoint(tmp_path)[1], tensors())
+    config["width"] = 4
+    write_checkpoint(tmp_path, config, found)
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(text) | {"width": 4}
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+
+
+def test_tensors_that_share_memory_or_are_not_contiguous(tmp_path: Path) -> None:
+    square = torch.arange(9.0).view(3, 3)
+    given = {"a": square, "b": square, "c": square.T}
+    write_checkpoint(tmp_path, CONFIG, given)
+    assert is_equal(read_checkpoint(tmp_path)[1], given)
+
+
+def write_pieces(folder: Path, kind: str) -> None:
+    """The tensors as `kind` of file."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    given = tensors()
+    first, second = {"ids": given.pop("ids")}, given
+    if kind == "bin":
+        torch.save(first | second, folder / "pytorch_model.bin")
+        return
+    stem, suffix = ("model", "safetensors") if kind == "safetensors shards" else ("pytorch_model", "bin")
+    names = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
+    for name, part in zip(names, (first, second), strict=True):
+        save_file(part, folder / name) if suffix == "safetensors" else torch.save(part, folder / name)
+    places = dict.fromkeys(first, names[0]) | dict.fromkeys(second, names[1])
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@pytest.mark.parametrize("kind", ["bin", "safetensors shards", "bin shards"])
+def test_other_files(kind: str, tmp_path: Path) -> None:
+    write_pieces(tmp_path, kind)
+    config, found = read_checkpoint(tmp_path)
+    assert config == CONFIG and is_equal(found, tensors())
+
+
+def test_safetensors_are_preferred(tmp_path: Path) -> None:
+    write_pieces(tmp_path, "bin")
+    write_checkpoint(tmp_path, CONFIG, {"a": torch.zeros(1)})
+    assert list(read_checkpoint(tmp_path)[1]) == ["a"]
+
+
+def hub(cache: Path, weights: str) -> None:
+    """A repository in a hub cache, as a download leaves it."""
+    snapshot = cache / "models--someone--drafter" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    reference = cache / "models--someone--drafter" / "refs" / "main"
+    reference.parent.mkdir()
+    reference.write_text("0" * 40)
+    write_pieces(snapshot, "bin") if weights == "bin" else write_checkpoint(snapshot, CONFIG, tensors())
+
+
+@pytest.mark.parametrize("weights", ["bin", "safetensors"])
+def test_hub_ids(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    hub(tmp_path, weights)
+    config, found = read_checkpoint("someone/drafter")
+    assert config == CONFIG and is_equal(found, tensors())
+    for unknown in ("someone/else", "no/such/folder", Path("nowhere")):
+        with pytest.raises(ValueError, match=f"assistant_model='{unknown}' is neither a folder nor a hub id"):
+            read_checkpoint(unknown)
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return print, ("unpickled",)
+
+
+def test_nothing_but_tensors_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"a": Payload()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_checkpoint(tmp_path)
+    assert "unpickled" not in capsys.readouterr().out
+    torch.save({"a": torch.zeros(1), "step": 3}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="more than a dict of tensors"):
+        read_checkpoint(tmp_path)
+
+
+def test_broken_folders(tmp_path: Path) -> None:
+    def refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message) as error:
+            read_checkpoint(tmp_path)
+        assert str(tmp_path) in str(error.value)
+
+    refused("no config.json")
+    (tmp_path / "config.json").write_text("{")
+    refused("no JSON object")
+    (tmp_path / "config.json").write_text("[1]")
+    refused("no JSON object")
+    (tmp_path / "config.json").write_text("{}")
+    refused("no weights")
+    (tmp_path / "model.safetensors").write_bytes(b"not one")
+    refused("cannot be read")
+
+
+def test_broken_shards(tmp_path: Path) -> None:
+    write_pieces(tmp_path, "safetensors shards")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    for name, message in (
+        ("model-00003-of-00002.safetensors", "does not lie beside"),
+        ("../a.safetensors", r"\.\./a"),
+    ):
+        index.write_text(json.dumps({"weight_map": content["weight_map"] | {"ids": name}}))
+        with pytest.raises(ValueError, match=message):
+            read_checkpoint(tmp_path)
+    index.write_text(json.dumps({"weight_map": content["weight_map"] | {"more": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ValueError, match=r"disagree about \['more'\]"):
+        read_checkpoint(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="is no index"):
+        read_checkpoint(tmp_path)
+
+
+# ---- into a network ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_loaded_and_stored(dtype: torch.dtype) -> None:
+    given = tensors() | {"unused": torch.zeros(1)}
+    network = load(given, meta(dtype), optional=("unused",))
+    assert all(tensor.device.type == "cpu" for tensor in network.state_dict().values())
+    assert torch.equal(network.new.inner.weight, given["old.weight"].to(dtype))  # type: ignore[union-attr]
+    assert torch.equal(network.ids, given["ids"]) and network.new.inner.bias.dtype == dtype  # type: ignore[union-attr]
+    assert all(parameter.requires_grad for parameter in network.parameters())
+    assert is_equal(tensors_to_store(network, given, RENAMES), given)  # bfloat16 holds less than float16, and yet
+    with torch.no_grad():
+        network.new.inner.bias += 1  # type: ignore[union-attr, operator]
+    stored = tensors_to_store(network, given, RENAMES)
+    assert stored["old.bias"].dtype == torch.float16 and not torch.equal(stored["old.bias"], given["old.bias"])
+    assert is_equal(stored | {"old.bias": given["old.bias"]}, given)
+
+
+BAD: dict[str, tuple[dict[str, Tensor | None], str]] = {
+    "missing": ({"old.bias": None}, r"missing \['new.inner.bias'\], unexpected \[\]"),
+    "unexpected": ({"old.scale": torch.zeros(1)}, r"missing \[\], unexpected \['old.scale'\]"),
+    "twice": ({"new.inner.bias": torch.zeros(3)}, r"\['new.inner.bias', 'old.bias'\] are stored for the same place"),
+    "shape": ({"old.bias": torch.zeros(4)}, r"old.bias has shape \[4\] and its config makes it \[3\]"),
+    "kind": ({"ids": torch.zeros(3)}, "ids is stored as torch.float32"),
+    "NaN": ({"old.bias": torch.tensor([0.0, torch.nan, 0.0])}, "old.bias holds NaN or infinite"),
+    "infinite": ({"old.bias": torch.tensor([0.0, torch.inf, 0.0])}, "old.bias holds NaN or infinite"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit(name: str) -> None:
+    changes, message = BAD[name]
+    given = {key: value for key, value in (tensors() | changes).items() if value is not None}
+    with pytest.raises(ValueError, match=message) as error:
+        load(given)
+    assert "assistant_model='here'" in str(error.value)
+
+
+def test_too_large_for_the_dtype() -> None:
+    given = tensors() | {"old.bias": torch.tensor([1e5, 0.0, 0.0])}
+    with pytest.raises(ValueError, match="old.bias .* torch.float16"):
+        load(given, meta(torch.float16))
+
+
+def test_nothing_keeps_a_value_it_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a copy is forgotten the parameter is NaN, not zero."""
+    monkeypatch.setattr(Tensor, "copy_", lambda self, source: self)
+    with pytest.raises(ValueError, match="holds NaN"):
+        load(tensors())
+
+
+def test_renamed() -> None:
+    assert [renamed(name, RENAMES) for name in ("old.a", "b.old.a", "older")] == ["new.inner.a", "b.old.a", "older"]
+
+
+def test_config_file() -> None:
+    config = ConfigFile('{"a": 1}')
+    assert config == {"a": 1} and config.text == '{"a": 1}'
