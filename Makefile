@@ -43,8 +43,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(READY)
 	@$(RUN) -m examples.demo.run
 
+# Two processes of one thread each: most tests are too small for more threads.
 test: lint typecheck
-	$(RUN) -m pytest -q
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile
 
 lint: $(READY)
 	$(RUN) -m ruff check .

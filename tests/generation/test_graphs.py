@@ -285,12 +285,14 @@ def test_through_the_kernels(tape, monkeypatch) -> None:
     """
     pytest.importorskip("triton")
     model = tiny_llama().float()
-    options = dict(max_new_tokens=10, temperature=0.7, top_k=20)
-    expected = outputs(eager(model, **options))
+    prompts = pad_left(random_rows([5, 9, 3]))
+    options = dict(max_new_tokens=8, temperature=0.7, top_k=20)
+    expected = outputs(generate(model, prompts, "none", {"runner": "eager"}, **options))
     monkeypatch.setattr(runner, "reads_spans", lambda network: True)
     monkeypatch.setattr(processing, "_is_fused", lambda logits: True)
     for strategy in ("none", "self"):
-        result = graph(model, strategy, {"draft_length": 2, "draft_kernel": "torch_int4"}, **options)
+        config = {"runner": "graph", "draft_length": 2, "draft_kernel": "torch_int4"}
+        result = generate(model, prompts, strategy, config, **options)
         assert outputs(result) == expected
         assert result.statistics.drafter_failure is None
     assert tape.recorded >= 2 and tape.replayed > 10
