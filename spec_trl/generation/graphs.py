@@ -103,13 +103,14 @@ class CudaRecorder:
         return graph, result
 
     def seconds(self, replay: Callable[[], None]) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        replay()
-        start.record()
-        for _ in range(_TIMED_REPLAYS):
+        with torch.cuda.device(self._device):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             replay()
-        end.record()
-        end.synchronize()
+            start.record()
+            for _ in range(_TIMED_REPLAYS):
+                replay()
+            end.record()
+            end.synchronize()
         return start.elapsed_time(end) / 1e3 / _TIMED_REPLAYS
 
     def bytes(self) -> int:
