@@ -236,7 +236,7 @@ class GraphRunner(EagerRunner):
         graph.tokens[:rows] = tokens
         graph.positions[:rows] = positions
         if graph.filled > rows:
-            graph.positions[rows:] = 0  # free rows: what they write is never read
+            graph.positions[rows:] = 0  # free rows, whatever they write: they shall read one column, not many
         graph.filled = rows
         graph.recording.replay()
         self.forwards += 1

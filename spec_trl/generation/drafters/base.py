@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..processing import LogitsPipeline, PrefixView
 from ..rows import Admission, Request, Rows
 from ..runner import EagerRunner
-from ..sampling import RoundNoise, stream_keys
+from ..sampling import Draw, RoundNoise, draw, stream_keys, widen
 from ..verification import Proposal
 
 
@@ -35,6 +35,17 @@ class DraftSession:
     do_sample: bool
     target: EagerRunner | None
     keep_logits: bool
+
+    def draw(self, logits: Tensor, noise: RoundNoise | None, step: int) -> tuple[Draw, Tensor | None]:
+        """Draws each row's draft token at `step` from raw logits `[B, 1, V]`, as the target would from the same.
+
+        Returns:
+            The draw and, where proposals must carry them, the processed logits `[B, 1, V]`.
+        """
+        if not self.keep_logits:
+            return self.pipeline.draw(logits, noise, step), None
+        processed = self.pipeline(widen(logits), step).clone()  # a runner's next forward may overwrite its logits
+        return draw(processed, noise, step), processed
 
 
 @dataclass(frozen=True)

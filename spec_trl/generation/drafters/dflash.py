@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..cache import RaggedCache
 from ..rows import Admission
 from ..runner import COLUMN_BUCKET
-from ..sampling import RoundNoise, draw, widen
+from ..sampling import RoundNoise
 from ..verification import Proposal
 from .base import DraftSession
 from .checkpoints import load_exactly, read_checkpoint, tensors_to_store, write_checkpoint
@@ -102,15 +102,11 @@ class DFlashDrafter(LearnedDrafter):
         logits = self._block_logits(steps)  # [B, steps, draft vocabulary]
         kept, scores = [], []
         for step in range(steps):
-            scored = self._over_target(logits[:, step : step + 1])  # [B, 1, V]
-            if session.keep_logits:
-                processed = session.pipeline(widen(scored), step)  # [B, 1, V]
-                kept.append(processed)
-                drawn = draw(processed, noise, step)
-            else:
-                drawn = session.pipeline.draw(scored, noise, step)
+            drawn, processed = session.draw(self._over_target(logits[:, step : step + 1]), noise, step)
             rows.write(step, drawn.tokens)
             scores.append(drawn.scores)
+            if processed is not None:
+                kept.append(processed)
         won = torch.cat(scores, dim=1)  # [B, steps]
         broken = won.isnan().any(dim=1)  # [B]
         # -inf: the processors left no token of the draft vocabulary. A row drafts up to there.

@@ -12,7 +12,7 @@ from ..attention import FULL, MaskPlan
 from ..cache import RaggedCache, check_memory
 from ..rows import Admission
 from ..runner import COLUMN_BUCKET
-from ..sampling import RoundNoise, draw, widen
+from ..sampling import RoundNoise
 from ..verification import Proposal
 from .base import DraftSession
 from .checkpoints import load_exactly, read_checkpoint, tensors_to_store, write_checkpoint
@@ -140,14 +140,11 @@ class Eagle3Drafter(LearnedDrafter):
         kept, scores = [], []
         for step in range(draft_length):
             logits = self._over_target(self._apply(self.network.logits, h))  # [B, 1, V]
-            if session.keep_logits:
-                logits = session.pipeline(widen(logits), step)
-                kept.append(logits)
-                drawn = draw(logits, noise, step)
-            else:
-                drawn = session.pipeline.draw(logits, noise, step)
+            drawn, processed = session.draw(logits, noise, step)
             rows.write(step, drawn.tokens)
             scores.append(drawn.scores)
+            if processed is not None:
+                kept.append(processed)
             if step + 1 < draft_length:
                 columns = rows.columns_behind(step - 1, 1)  # [B, 1]
                 h = self._feed(columns, rows.longest + step, states=self._apply(self.network.fed_back, h))

@@ -8,7 +8,7 @@ from ..cache import RaggedCache
 from ..prefilling import prefill
 from ..rows import Admission
 from ..runner import EagerRunner
-from ..sampling import RoundNoise, draw, widen
+from ..sampling import RoundNoise
 from ..verification import Proposal
 from .base import Drafter, DraftSession
 
@@ -73,14 +73,11 @@ class NetworkDrafter(Drafter):
         logits = self._logits_of_next()  # [B, V]
         kept, scores = [], []
         for step in range(draft_length):
-            if session.keep_logits:
-                processed = session.pipeline(widen(logits)[:, None], step)  # [B, 1, V]
-                kept.append(processed.clone())  # the next forward may overwrite them
-                drawn = draw(processed, noise, step)
-            else:
-                drawn = session.pipeline.draw(logits[:, None], noise, step)
+            drawn, processed = session.draw(logits[:, None], noise, step)
             rows.write(step, drawn.tokens)
             scores.append(drawn.scores)
+            if processed is not None:
+                kept.append(processed)
             if step + 1 < draft_length:
                 logits = self._forward(rows.columns_behind(step, 1), rows.longest + step + 1)[:, 0]
         if self._cached is not None:  # all but the newest draft token were fed
