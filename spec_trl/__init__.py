@@ -4,8 +4,8 @@ Importing this package teaches `model.generate` the keyword `assistant_strategy`
 """
 
 from .generation.configuration import SpeculativeConfig
-from .generation.graphs import release
 from .generation.integration import SpeculativeOutput, install, speculative_decoding, uninstall
+from .generation.strategies import release
 from .trainers.spec_grpo_config import SpecGRPOConfig
 from .trainers.spec_grpo_trainer import SpecGRPOTrainer
 

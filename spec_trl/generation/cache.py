@@ -32,7 +32,7 @@ class RaggedCache(Cache):
         super().__init__(layers=[_RaggedLayer(self) for _ in range(layers)])
         self.rows = rows
         self.columns = columns
-        self._first_row = 0
+        self.first_row = 0
         self._row_index = torch.empty(0)
         self._positions = torch.empty(0)
         self._visible = 0
@@ -45,7 +45,7 @@ class RaggedCache(Cache):
     def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
         """Says where the next forward writes: row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and that
         it reads columns `0..columns`."""
-        self._first_row = first_row
+        self.first_row = first_row
         self._row_index = torch.arange(positions.shape[0], device=positions.device)[:, None]  # [B, 1]
         self._positions = positions
         self._visible = columns
@@ -107,7 +107,7 @@ class _RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache = self.cache
-        rows = slice(cache._first_row, cache._first_row + key_states.shape[0])
+        rows = slice(cache.first_row, cache.first_row + key_states.shape[0])
         keys, values = self.keys[rows], self.values[rows]  # [B, kv, columns, d], views
         keys[cache._row_index, :, cache._positions] = key_states.transpose(1, 2)  # [B, q, kv, d]
         values[cache._row_index, :, cache._positions] = value_states.transpose(1, 2)
@@ -119,6 +119,61 @@ class _RaggedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache._visible, 0
+
+    def get_max_length(self) -> int:  # transformers >= 5.23
+        return self.cache.columns
+
+    def get_max_cache_shape(self) -> int:  # transformers < 5.23
+        return self.cache.columns
+
+
+class ReplayCache(Cache):
+    """K/V of a ragged cache to be written to with gradient: every write makes new tensors.
+
+    Args:
+        keys_values: K and V `[B, kv_heads, columns, d]` of each layer.
+        columns: read by every forward.
+    """
+
+    def __init__(self, keys_values: list[tuple[Tensor, Tensor]], columns: int) -> None:
+        super().__init__(layers=[_ReplayLayer(self, keys, values) for keys, values in keys_values])
+        self.columns = columns
+
+    def point_at(self, positions: Tensor) -> None:
+        """Says where the next forward writes: columns `[B, q]` int64 of each row."""
+        self.positions = positions
+
+
+class _ReplayLayer(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, cache: ReplayCache, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self._cache, self.keys, self.values = weakref.ref(cache), keys, values
+        self.is_initialized = True
+
+    @property
+    def cache(self) -> ReplayCache:
+        cache = self._cache()
+        assert cache is not None
+        return cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        positions = self.cache.positions  # [B, q]
+        where = torch.arange(len(positions), device=positions.device)[:, None], slice(None), positions
+        keys, values = self.keys.to(key_states.dtype, copy=True), self.values.to(value_states.dtype, copy=True)
+        keys[where], values[where] = key_states.transpose(1, 2), value_states.transpose(1, 2)  # [B, q, kv, d]
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.columns, 0
 
     def get_max_length(self) -> int:  # transformers >= 5.23
         return self.cache.columns

@@ -1,5 +1,6 @@
 """Options of one speculative generation."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -9,9 +10,10 @@ from ..quantization.scheme import SCHEMES
 from ..scheduling.draft_length import MAX_DRAFT_LENGTH
 
 
-STRATEGIES = ("none", "self", "model", "ngram", "history", "eagle3", "dflash", "auto")
+STRATEGIES = ("none", "self", "model", "ngram", "history", "eagle3", "dflash", "tts", "auto")
 NEED_ASSISTANT = ("model", "eagle3", "dflash")
-TAKE_ASSISTANT = (*NEED_ASSISTANT, "auto")
+TAKE_ASSISTANT = (*NEED_ASSISTANT, "tts", "auto")
+TTS_DRAFTERS = ("self", "model", "eagle3", "dflash")
 VERIFICATIONS = ("exact", "rejection")
 TOGGLES = ("roofline", "always", "never")
 RUNNERS = ("auto", "eager", "graph", "compiled")
@@ -23,7 +25,50 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "draft_kernel": ("auto", *dict.fromkeys(kernel.name for kernel in KERNELS)),
     "draft_lm_head": ("auto", "dense", "packed"),
     "runner": RUNNERS,
+    "tts_drafter": TTS_DRAFTERS,
+    "tts_scope": ("request", "rollout", "run"),
+    "tts_anchor": ("current", "initial"),
 }
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """How a drafter learns while it drafts.
+
+    Args:
+        learning_rate: η of Adam; None: by what learns, see :mod:`~spec_trl.generation.drafters.learners`.
+        scope: what a drafter learns is kept for one "request", one "rollout" (a call of `generate`), or the whole
+            "run". The paper's is "request".
+        steps: K, optimizer steps per update (TTS §6.5: 1 is best).
+        stride: S, an update every S rounds that drafted (TTS App. C.1); None: adaptive.
+        anchor_weight: λ of the second KL term, which holds q near the anchor.
+        anchor: "current", q_t, the drafter before the update, or "initial", q_0. At K = 1 the term has no gradient
+            at q = q_t, so it acts there with "initial" only.
+        asynchronous: update beside the next S - 1 rounds, instead of before them.
+        rank: of low-rank corrections, where these learn instead of the weights.
+    """
+
+    learning_rate: float | None = None
+    scope: str = "request"
+    steps: int = 1
+    stride: int | None = 1
+    anchor_weight: float = 0.0
+    anchor: str = "current"
+    asynchronous: bool = False
+    rank: int = 8
+
+    def __post_init__(self) -> None:
+        if self.learning_rate is not None:
+            require_number("tts_learning_rate", self.learning_rate, positive=True)
+        require_int("tts_steps", self.steps, 1, None)
+        if self.stride is not None:
+            require_int("tts_stride", self.stride, 1, None)
+        require_number("tts_anchor_weight", self.anchor_weight, positive=False)
+        require_int("tts_rank", self.rank, 1, None)
+        if not isinstance(self.asynchronous, bool):
+            raise ValueError(f"tts_asynchronous={self.asynchronous!r} is no bool; pass True or False.")
+        for name in ("scope", "anchor"):
+            _require_choice(f"tts_{name}", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -76,6 +121,24 @@ class SpeculativeConfig:
         keep_graphs: keep captured forwards, and the K/V cache they write to, from call to call, until the model dies;
             `spec_trl.release(model)` frees them before. `False`: free them after each call and capture again.
 
+    > Test-Time Speculation (`"tts"`): a drafter that learns from the rounds it drafted (arXiv 2605.09329)
+
+        tts_drafter: what learns: `"eagle3"`, `"dflash"` or `"model"`, the checkpoint in `assistant_model`; or
+            low-rank corrections of the quantized copy, `"self"`.
+        tts_learning_rate: η of Adam; `None`: 3e-4 for low-rank corrections, and for weights 3e-4 where the drafter is
+            256 wide and less in proportion where it is wider.
+        tts_scope: how long it is kept what a drafter learned: for one `"request"`, as in the paper; for one
+            `"rollout"`, a call of `generate`; or for the `"run"`, from call to call on the same model. Requests of one
+            batch learn apart, low-rank corrections each; in the wider scopes, and alone, all weights.
+        tts_steps: K, optimizer steps per update.
+        tts_stride: S, an update every S rounds; or `"adaptive"`: more often while the block efficiency falls, less
+            often while it is level.
+        tts_anchor_weight: λ, weight of the loss term that keeps the drafter near the anchor.
+        tts_anchor: `"current"`, the drafter before the update, which matters for `tts_steps` > 1 only, or
+            `"initial"`, the one that was loaded.
+        tts_asynchronous: update beside the next S - 1 rounds instead of between two rounds.
+        tts_rank: rank of low-rank corrections.
+
     > The quantized self-drafter (`"self"`)
 
     Args:
@@ -99,6 +162,15 @@ class SpeculativeConfig:
     runner: Literal["auto", "eager", "graph", "compiled"] = "auto"
     max_graph_memory: float = 4.0
     keep_graphs: bool = True
+    tts_drafter: Literal["self", "model", "eagle3", "dflash"] = "self"
+    tts_learning_rate: float | None = None
+    tts_scope: Literal["request", "rollout", "run"] = "request"
+    tts_steps: int = 1
+    tts_stride: int | Literal["adaptive"] = 1
+    tts_anchor_weight: float = 0.0
+    tts_anchor: Literal["current", "initial"] = "current"
+    tts_asynchronous: bool = False
+    tts_rank: int = 8
     draft_quantization: str = "rtn-w4-g128"
     draft_kernel: str = "auto"
     draft_lm_head: Literal["auto", "dense", "packed"] = "auto"
@@ -116,12 +188,28 @@ class SpeculativeConfig:
                 f'roofline_profile={self.roofline_profile!r} is read under sd_toggle="roofline" only, and sd_toggle '
                 f'is {self.sd_toggle!r}; set sd_toggle="roofline", or drop the profile.'
             )
+        self.distillation()
         if self.seed is not None:
             require_int("seed", self.seed, None, None)
-        for name, choices in _CHOICES.items():
-            value = vars(self)[name]
-            if value not in choices:
-                raise ValueError(f"{name}={value!r} is unknown; choose one of {list(choices)}.")
+        for name in _CHOICES:
+            _require_choice(name, vars(self)[name])
+
+    def packing(self) -> tuple[str, str, str]:
+        """Scheme, kernel and head of the quantized copy."""
+        return self.draft_quantization, self.draft_kernel, self.draft_lm_head
+
+    def distillation(self) -> Distillation:
+        """How a drafter of `"tts"` learns."""
+        return Distillation(
+            learning_rate=self.tts_learning_rate,
+            scope=self.tts_scope,
+            steps=self.tts_steps,
+            stride=None if self.tts_stride == "adaptive" else self.tts_stride,
+            anchor_weight=self.tts_anchor_weight,
+            anchor=self.tts_anchor,
+            asynchronous=self.tts_asynchronous,
+            rank=self.tts_rank,
+        )
 
     @classmethod
     def coerce(cls, value: "SpeculativeConfig | Mapping[str, Any] | None") -> "SpeculativeConfig":
@@ -152,6 +240,19 @@ def require_margin(value: object) -> None:
     """Raises ValueError unless `value` is a number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ValueError(f"sd_margin={value!r} is out of range; it must be a number of at least 0, e.g. 0.05.")
+
+
+def _require_choice(name: str, value: object) -> None:
+    if value not in _CHOICES[name]:
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {list(_CHOICES[name])}.")
+
+
+def require_number(name: str, value: object, positive: bool) -> None:
+    """Raises ValueError, naming `name`, unless `value` is a finite number, of at least 0 or more than it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 0 or (positive and value == 0):  # type: ignore[operator]
+        bound = "above 0" if positive else "of at least 0"
+        raise ValueError(f"{name}={value!r} is out of range; it must be a number {bound}.")
 
 
 def require_graph_memory(value: object) -> None:

@@ -114,6 +114,9 @@ class Rollout:
             proposal = self._draft(which, draft_length, noise)
         with self._timer.phase("verify"):
             logits = self._verify(draft_length)
+        if drafter is not None and drafter.learns:
+            with self._timer.phase("learn"):
+                self._guard(which, lambda drafter: drafter.learn(logits))
         with self._timer.phase("accept"):
             verdict = self._accept(logits, proposal, noise)
             finished, tokens = self._commit(verdict, proposal, which)
@@ -214,7 +217,7 @@ class Rollout:
         self._room = max((room for room, ended in zip(state[3], state[1], strict=True) if not ended), default=0)
         if any(state[4]):
             self._guard(which, _report_broken)
-        self._for_each_drafter(lambda drafter: drafter.observe())
+        self._for_each_drafter(lambda drafter: drafter.observe(tokens))
         return finished, tokens
 
     def _is_broken(self, proposal: Proposal) -> Tensor:
@@ -237,7 +240,7 @@ class Rollout:
         source, destination = rows.drop(finished)
         if source:
             self._target.cache.copy_rows(source, destination, rows.longest)
-            self._for_each_drafter(lambda drafter: drafter.move(source, destination, rows.longest))
+        self._for_each_drafter(lambda drafter: drafter.move(source, destination, rows.longest))
         rows.longest = max((length for row, length in enumerate(lengths) if row not in set(finished)), default=0)
         done = sum(completion is not None for completion in self._completions)
         self._statistics.completion_curve.append((time.perf_counter() - self._started, done))
@@ -302,6 +305,8 @@ class Rollout:
             if drafter is not None:
                 statistics.draft_forwards += drafter.forwards
                 statistics.cache_bytes += drafter.cache_bytes
+                if drafter.learns:
+                    statistics.learning = drafter.learning
         speculation = sum(self._control.tallies, Tally())
         statistics.predicted_speedup = speculation.predicted_speedup
         statistics.measured_speedup = speculation.measured_speedup

@@ -7,6 +7,7 @@ drafter, both in place, leaves captured forwards valid.
 """
 
 import gc
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ MOST_QUERIES = 65
 """Tokens per row up to which a forward is captured: γ + 1 at most; longer ones are prefills."""
 CAPTURE_AFTER = 3
 """Times a shape is asked for before it is captured: a rollout's last rounds ask for many shapes once."""
+CAPTURING = threading.Lock()
+"""Held while a forward is captured: whatever else waits for the device meanwhile would fail, in any thread."""
 COMPILE_AFTER = 10_000
 """Replays after which "auto" tries a compiled forward of that shape: compiling takes seconds to tens of seconds."""
 WARM_UPS = 2
@@ -72,7 +75,7 @@ class CudaRecorder:
         self._pool: Any = None
 
     def record(self, forward: Callable[[], Outputs]) -> Recording:
-        with torch.cuda.device(self._device):
+        with CAPTURING, torch.cuda.device(self._device):
             self._refuse_waiting(forward)
             if self._pool is None:
                 # A pool must not lose its last graph while a library's workspace lies in it: this one stays.
@@ -207,7 +210,9 @@ class GraphRunner(EagerRunner):
         self._gave_up = False
 
     def beside(self, network: PreTrainedModel, shares_cache: bool) -> "GraphRunner":
-        present = (id(network), *addresses(network))
+        # Hooks are captured too, with the tensors that they read: a learner's corrections.
+        hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())
+        present = (id(network), *addresses(network), *hooks)
         known, runner = self._beside.get(shares_cache, ((), None))
         if runner is None or known != present:
             if runner is not None:

@@ -3,6 +3,7 @@
 import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +22,10 @@ from transformers.utils import ModelOutput
 
 from ..scheduling.toggle import Control
 from .calibrating import find_profile
-from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy
+from .configuration import SpeculativeConfig, check_strategy
 from .control import make_control
 from .decoding import Completion, Rollout
 from .drafters.base import Drafter
-from .drafters.dflash import DFlashDrafter
-from .drafters.eagle3 import Eagle3Drafter
-from .drafters.history import HistoryDrafter
-from .drafters.ngram import NgramDrafter
-from .drafters.self_draft import self_drafter_of
-from .drafters.small_model import SmallModelDrafter, load_assistant
 from .graphs import GraphRunner, release, runner_for, runner_mode
 from .processing import LogitsPipeline, PrefixView, Stopping, length_limit
 from .requirements import (
@@ -44,6 +39,7 @@ from .requirements import (
 from .rows import Request, Rows
 from .sampling import stream_keys
 from .statistics import SpeculationStatistics
+from .strategies import make_drafters
 
 
 @dataclass
@@ -62,46 +58,6 @@ class SpeculativeOutput(ModelOutput):
     logprobs: Tensor | None = None
     lengths: Tensor | None = None
     statistics: SpeculationStatistics | None = None
-
-
-_LEARNED = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
-
-
-def make_drafters(
-    strategy: str, model: PreTrainedModel, assistant: PreTrainedModel | str | None, config: SpeculativeConfig
-) -> list[Drafter]:
-    """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, else one.
-
-    The self-drafter of a model is kept between calls and refreshed when the weights have changed. A history is not,
-    and a learned drafter is loaded in each call: to go on with one, pass the drafter to the next call.
-    """
-    check_strategy(strategy)
-    if assistant is not None and strategy not in TAKE_ASSISTANT:
-        raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
-    if strategy == "none":
-        return []
-    if strategy == "self":
-        return [self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)]
-    if strategy == "model":
-        return [SmallModelDrafter(load_assistant(assistant, model), model)]
-    if strategy in _LEARNED:
-        if not isinstance(assistant, str):
-            raise ValueError(
-                f"assistant_model={assistant!r} with assistant_strategy={strategy!r}: give the folder or hub id of a "
-                "drafter's checkpoint."
-            )
-        return [_LEARNED[strategy](assistant, model)]
-    if strategy == "history":
-        return [HistoryDrafter(config.history_max_tokens)]
-    if strategy == "ngram":
-        return [NgramDrafter(config.ngram_size)]
-    # A history looks in the row's own text too, so prompt lookup has nothing to add to it.
-    members = ["self", "history"] + ["model"] * (assistant is not None)
-    return [
-        drafter
-        for member in members
-        for drafter in make_drafters(member, model, assistant if member == "model" else None, config)
-    ]
 
 
 @torch.inference_mode(False)  # what is kept for the next call must not be bound to this one's inference mode
@@ -215,6 +171,8 @@ def speculative_decoding(
     try:
         completions, statistics = rollout.run()
     except BaseException:
+        with suppress(Exception):
+            rollout.end()
         release(model)  # a cache of broken or half-written K/V is kept for nobody
         raise
     if streamer is not None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import MaskPlan, reads_spans
-from .cache import RaggedCache
+from .cache import RaggedCache, ReplayCache
 from .requirements import position_limit
 from .shadow import decoder_layers
 
@@ -167,3 +167,22 @@ class EagerRunner:
             **keep,
         ).logits
         return logits, self._features()
+
+    def replay(self, network: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: ReplayCache) -> Tensor:
+        """Logits `[B, q, vocab]` of `tokens` at `positions` (`[B, q]` int64) by a copy of the network, with gradient.
+
+        Args:
+            network: whose forward is as this runner's.
+            tokens: `[B, q]` int64.
+            positions: `[B, q]` int64.
+            cache: K/V that it continues.
+        """
+        cache.point_at(positions)
+        limit = self._position_limit
+        return network(
+            input_ids=tokens,
+            position_ids=positions if limit is None else positions.clamp(max=limit - 1),
+            attention_mask=self._masks.build(positions, cache.columns, network.dtype),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits

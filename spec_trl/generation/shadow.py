@@ -42,6 +42,12 @@ def make_shadow(policy: PreTrainedModel) -> PreTrainedModel:
     return shadow
 
 
+def share_weights(network: nn.Module) -> Any:
+    """A second module tree over the Parameters and buffers of `network`, in eval mode: hooks on one are not the
+    other's."""
+    return _clone(network, {}, {})
+
+
 def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
     """The decoder's layers.
 

@@ -51,6 +51,19 @@ class DraftCounts:
 
 
 @dataclass
+class LearningStatistics:
+    """What a drafter learned while it drafted (TTS).
+
+    `updates` are those begun, `seconds` the time that they took, `waited` the time that decoding stood still for them,
+    `bytes` the most memory that learning held beside the drafter."""
+
+    updates: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    bytes: int = 0
+
+
+@dataclass
 class RoundPoint:
     """Measured rounds of like shape: `rounds` of `batch` rows with mean length `length` and γ = `draft_length`
     (0: autoregressive) by the drafter called `drafter`, which took `seconds` and committed `tokens` in all."""
@@ -88,11 +101,13 @@ class SpeculationStatistics:
         measured_speedup: of the speculative rounds over the autoregressive time that the corrected roofline gives the
             same tokens; None without a roofline.
         completion_curve: (seconds since start, requests finished so far), one entry per round that finished any.
-        phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control".
+        phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control", and "learn" where a
+            drafter learns.
         seconds: whole call.
         cache_bytes: K/V cache, a small drafter's own included.
         graphs: captured forwards that the target and its drafters hold.
         graph_bytes: device memory that they take beside weights and cache.
+        learning: of a drafter that learns while it drafts; else None.
         drafter_failure: why the drafter was dropped, or None.
     """
 
@@ -115,6 +130,7 @@ class SpeculationStatistics:
     cache_bytes: int = 0
     graphs: int = 0
     graph_bytes: int = 0
+    learning: LearningStatistics | None = None
     drafter_failure: str | None = None
 
     @property

@@ -62,7 +62,8 @@ def matrices_of(experts: Any, name: str) -> list[Tensor]:
 class QuantizedExperts(nn.Module):
     """Runs each expert that some token chose with its own packed weights; the replaced module where rows are many.
 
-    Attributes: `dense` and `called` as of QuantizedLinear.
+    Attributes: `dense`, `called` and `passes_gradient` as of QuantizedLinear, but that no gradient passes: it goes by
+        experts along the residual stream.
         first: packed gate_up_proj (or up_proj) of each expert.
         second: packed down_proj of each expert.
     """
@@ -72,6 +73,7 @@ class QuantizedExperts(nn.Module):
         self._dense = (dense, under_adapters(dense))  # a tuple, so that nn.Module does not register them
         self.first, self.second = first, second
         self.packed = nn.ModuleList((*first, *second))  # registers their buffers
+        self.passes_gradient = False
         self.called = False
 
     @property
@@ -108,7 +110,8 @@ class QuantizedExperts(nn.Module):
         experts, dtype = self._dense[1], result_dtype(x)
         first_name, second_name = matrix_names(experts)
         with torch.no_grad():
-            if chosen.numel() > self.max_rows * len(self.first):  # rows of an average expert
+            is_many = chosen.numel() > self.max_rows * len(self.first)  # of rows of an average expert
+            if is_many and not self.passes_gradient:
                 return self.dense(x, chosen, shares)
             y = torch.zeros_like(x)  # [tokens, hidden]
             for expert in chosen.unique().tolist():

@@ -25,6 +25,8 @@ class QuantizedLinear(nn.Module):
         packed: the quantized weight; its buffers keep their addresses for life.
         inverse_scales: what multiplies the input channels, [in], in place for life too; None = nothing does.
         dense: the replaced layer.
+        passes_gradient: whether gradients reach x, as they would through the replaced layer: kernels have none of
+            their own, and the two weights differ by less than a quantization step.
         called: whether the layer ran since the last refresh (a replayed CUDA graph does not count).
     """
 
@@ -32,6 +34,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.packed = packed
         self._dense = (dense,)  # a tuple, so that nn.Module does not register it
+        self.passes_gradient = False
         self.called = False
         self.in_features = packed.layer.in_features
         self.out_features = packed.layer.out_features
@@ -92,10 +95,20 @@ class QuantizedLinear(nn.Module):
         self.called = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → y [..., out], in the dtype that the replaced layer would return. Without gradient."""
+        """x [..., in] → y [..., out], in the dtype that the replaced layer would return.
+
+        With `passes_gradient` the packed weight is used for many rows too, or it would be another network that learns.
+        """
+        y = self._multiply(x)
+        if self.passes_gradient and x.requires_grad and torch.is_grad_enabled():
+            dense = self.dense(x)  # [..., out]
+            y = y + (dense - dense.detach())
+        return y
+
+    def _multiply(self, x: Tensor) -> Tensor:
         self.called = True
         with torch.no_grad():
-            if x.numel() > self.max_rows * self.in_features:
+            if x.numel() > self.max_rows * self.in_features and not self.passes_gradient:
                 return self.dense(x)
             rows = x.reshape(-1, self.in_features)  # [m, in]
             if self.inverse_scales is not None:

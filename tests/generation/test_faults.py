@@ -122,7 +122,7 @@ class Perfect(Drafter):
     def move(self, source: list[int], destination: list[int], columns: int) -> None:
         self._count("move")
 
-    def observe(self) -> None:
+    def observe(self, tokens: int) -> None:
         self._count("observe")
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:

@@ -147,6 +147,20 @@ def test_many_rows_run_the_dense_layer(llama, make_shadow):
     assert layer.called
 
 
+def test_passes_a_gradient_for_learning(llama, make_shadow):
+    """Through the packed weight for any number of rows, with the dense weight's gradient."""
+    layer = quantize_projections(make_shadow(llama)).layers["model.layers.0.mlp.up_proj"]
+    dense = llama.model.layers[0].mlp.up_proj
+    few = torch.randn(layer.packed.max_rows // 2, 128)
+    many = few.repeat(4, 1).requires_grad_()  # more rows than the packed weight is the faster for
+    layer.passes_gradient = True
+    y = layer(many)
+    torch.testing.assert_close(y.detach(), layer(few).repeat(4, 1))
+    (gradient,) = torch.autograd.grad(y.sum(), many)
+    torch.testing.assert_close(gradient, torch.ones_like(y) @ dense.weight.detach())
+    assert not layer(few).requires_grad
+
+
 def test_no_gradient_and_no_state(llama, make_shadow):
     shadow = make_shadow(llama)
     quantized = quantize_projections(shadow, lm_head="packed")

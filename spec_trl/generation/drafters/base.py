@@ -14,6 +14,7 @@ from ..processing import LogitsPipeline, PrefixView
 from ..rows import Admission, Request, Rows
 from ..runner import EagerRunner
 from ..sampling import Draw, RoundNoise, draw, stream_keys, widen
+from ..statistics import LearningStatistics
 from ..verification import Proposal
 
 
@@ -78,6 +79,10 @@ class Drafter(CandidateGenerator):
     """With more rows in flight a draft costs what the target costs; such rounds decode autoregressively."""
     cost: DraftCost | None = None
     """Of a network that is not the policy's packed copy, which a profile knows."""
+    learns: bool = False
+    """Whether it wants to see the target's logits (`learn`)."""
+    learning: LearningStatistics
+    """Since `begin`, where it `learns`."""
     forwards: int = 0
     """Draft network forwards since `begin`."""
 
@@ -92,7 +97,8 @@ class Drafter(CandidateGenerator):
         """Rows came in."""
 
     def move(self, source: list[int], destination: list[int], columns: int) -> None:
-        """Rows `source` are now rows `destination`; state per row moves along, `columns` of a cache."""
+        """Rows have ended, and rows `source` are now rows `destination`, so that the active ones come first: state per
+        row moves along, `columns` of a cache. Both are empty where the last rows ended."""
 
     @abstractmethod
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
@@ -103,8 +109,16 @@ class Drafter(CandidateGenerator):
             noise: of this round, the very noise the target samples with; None: greedy.
         """
 
-    def observe(self) -> None:
-        """The round's verified tokens are committed: `session.rows` tells which drafts survived."""
+    def learn(self, logits: Tensor) -> None:
+        """What the target said to the proposal, before anything is committed; called where it `learns`.
+
+        Args:
+            logits: `[B, γ + 1, V]`, raw; γ as in the proposal. Valid until the target's next forward.
+        """
+
+    def observe(self, tokens: int) -> None:
+        """The round's verified tokens are committed, `tokens` in all rows together: `session.rows` tells which drafts
+        survived."""
 
     def end(self) -> None:
         """The generation is over: lets go of its session."""
@@ -150,7 +164,7 @@ class Drafter(CandidateGenerator):
             rows.write(0, input_ids[:, -new:])
             rows.commit(torch.tensor([new], device=input_ids.device), None)
             rows.longest = length
-            self.observe()
+            self.observe(new)
         draft_length = min(draft_length, max_length - length - 1)
         if draft_length < 1:
             return input_ids, None

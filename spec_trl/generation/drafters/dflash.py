@@ -1,5 +1,6 @@
 """DFlash: a trained network drafts a block in one forward, conditioned on the target's hidden states."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -14,8 +15,9 @@ from ..verification import Proposal
 from .base import DraftSession
 from .checkpoints import load_exactly, read_checkpoint, tensors_to_store, write_checkpoint
 from .dflash_config import DFlashConfig
-from .dflash_network import DFlashNetwork
+from .dflash_network import DFlashNetwork, Store
 from .learned import LearnedDrafter, network_cost
+from .trainable import Canvas
 
 
 # What training leaves in a checkpoint besides the network: the target's head for the loss, a rotary table.
@@ -40,6 +42,7 @@ class DFlashDrafter(LearnedDrafter):
     """
 
     strategy = "dflash"
+    network: DFlashNetwork
 
     def __init__(self, checkpoint: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         self._settings, self._stored = read_checkpoint(checkpoint)
@@ -60,6 +63,7 @@ class DFlashDrafter(LearnedDrafter):
             _check_vocabulary_maps(self.network, checkpoint)
             self.target_ids = self.network.target_ids  # [draft vocabulary]
         self.position_limit = self.config.position_limit
+        self.feature_layers = self.config.target_layers
         head = None if has_head else target.get_output_embeddings()
         self.cost = network_cost(self.network, head, self.config.block_size, self.config.drafts)
 
@@ -90,8 +94,10 @@ class DFlashDrafter(LearnedDrafter):
     def admit(self, admission: Admission) -> None:
         if admission.followers:
             self._cache.copy_rows(admission.sources, admission.followers, self.session.rows.longest)
+        self._admit_recent(admission)
 
     def move(self, source: list[int], destination: list[int], columns: int) -> None:
+        super().move(source, destination, columns)
         self._cache.copy_rows(source, destination, columns)
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
@@ -99,7 +105,14 @@ class DFlashDrafter(LearnedDrafter):
             raise self._broken_off
         session, rows = self.session, self.session.rows
         steps = min(draft_length, self.config.drafts)
-        logits = self._block_logits(steps)  # [B, steps, draft vocabulary]
+        self.forwards += 1
+        slots = rows.columns_behind(-1, self.config.block_size)  # [B, n]
+        columns = rows.longest - 1 + self.config.block_size
+        columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self._cache.columns)
+        self._cache.point_at(slots, columns, 0)
+        logits = self._block_logits(
+            self.network, rows.window(-1, 1), slots, columns, self._store, steps
+        )  # [B, steps, draft vocabulary]
         kept, scores = [], []
         for step in range(steps):
             drawn, processed = session.draw(self._over_target(logits[:, step : step + 1]), noise, step)
@@ -117,14 +130,49 @@ class DFlashDrafter(LearnedDrafter):
         return Proposal(tokens, lengths, draft_logits, broken.any())
 
     @property
-    def cache_bytes(self) -> int:
-        return self._cache.bytes
+    def cache(self) -> RaggedCache:
+        return self._cache
+
+    def columns_of_replay(self, draft_length: int) -> int:
+        return self.config.block_size
+
+    @property
+    def width(self) -> int:
+        return self.config.decoder.hidden_size
+
+    def replay(self, network: DFlashNetwork, canvas: Canvas) -> Tensor:
+        count = min(canvas.draft_length, self.config.drafts)
+        cache = canvas.cache()
+
+        def store(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            return cache.layers[layer].update(keys, values)
+
+        if canvas.features is not None:
+            context = canvas.behind(-1 - canvas.context, canvas.context)  # [B, context]
+            cache.point_at(context)
+            network.remember(canvas.features.to(network.fc.weight.dtype), context, store)
+        slots = canvas.behind(-1, self.config.block_size)  # [B, n]
+        cache.point_at(slots)
+        return self._block_logits(network, canvas.tokens_behind(-1, 1), slots, canvas.columns, store, count)
+
+    def trained(self, network: DFlashNetwork) -> list[nn.Parameter]:
+        return [p for name, p in network.named_parameters() if name not in ("embed_tokens.weight", "lm_head.weight")]
+
+    def projections(self, network: DFlashNetwork) -> dict[str, nn.Module]:
+        return {name: m for name, m in network.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+
+    def position_weights(self, count: int) -> list[float]:
+        """exp(-(k - 1) / γ_w), with γ_w 7 for blocks of 16 and 4 for blocks of 8 (published), and a straight line
+        through both, not below 1, for others."""
+        decay = max(4 + (self.config.block_size - 8) * (7 - 4) / (16 - 8), 1.0)
+        return [math.exp(-k / decay) for k in range(count)]
 
     def _hear(self, features: Tensor, positions: Tensor, first_row: int) -> None:
         # It runs within the target's forward, where an exception would end the generation instead of the drafter.
         if self._broken_off is not None:
             return
         try:
+            self._keep_recent(features, positions, first_row)
             weight = self.network.fc.weight
             self._cache.point_at(positions, 0, first_row)
             with torch.autocast(weight.device.type, enabled=False):
@@ -136,26 +184,32 @@ class DFlashDrafter(LearnedDrafter):
         found: tuple[Tensor, Tensor] = self._cache.update(keys, values, layer)
         return found
 
-    def _block_logits(self, count: int) -> Tensor:
-        """Logits `[B, count, draft vocabulary]` of the first drafted slots of one block per row."""
-        rows, config, session = self.session.rows, self.config, self.session
+    def _block_logits(
+        self, network: DFlashNetwork, newest: Tensor, slots: Tensor, columns: int, store: Store, count: int
+    ) -> Tensor:
+        """Logits `[B, count, draft vocabulary]` of the first drafted slots of one block per row.
+
+        Args:
+            network: this drafter's, or a copy of it.
+            newest: `[B, 1]` int64, the last committed tokens, which the target has not read yet.
+            slots: `[B, n]` int64, the block's columns.
+            columns: that `store` returns.
+            store: of K/V, pointed at the slots.
+            count: of slots.
+        """
+        config, session = self.config, self.session
         assert session.target is not None
         target = session.target.network
-        self.forwards += 1
-        anchors = rows.lengths - 1  # [B]: the last committed token, which the target has not read yet
-        tokens = torch.full((rows.active, config.block_size), config.mask_token, device=anchors.device)
-        tokens[:, 0] = rows.window(-1, 1)[:, 0]
-        embedded = self.network.embed(tokens, target.get_input_embeddings())  # [B, n, H]
-        slots = rows.columns_behind(-1, config.block_size)  # [B, n]
-        columns = rows.longest - 1 + config.block_size
-        columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self._cache.columns)
-        keys = torch.arange(columns, device=anchors.device)[None]  # [1, columns]
-        masks = config.masks(anchors, keys, keys >= anchors[:, None], embedded.dtype)
-        self._cache.point_at(slots, columns, 0)
-        with torch.autocast(anchors.device.type, enabled=False):
-            states = self.network.refine(embedded, slots, masks, self._store)  # [B, n, H]
+        anchors = slots[:, :1]  # [B, 1]
+        tokens = torch.full_like(slots, config.mask_token)  # [B, n]
+        tokens[:, :1] = newest
+        embedded = network.embed(tokens, target.get_input_embeddings())  # [B, n, H]
+        keys = torch.arange(columns, device=slots.device)[None]  # [1, columns]
+        masks = config.masks(anchors[:, 0], keys, keys >= anchors, embedded.dtype)
+        with torch.autocast(slots.device.type, enabled=False):
+            states = network.refine(embedded, slots, masks, store)  # [B, n, H]
         first = config.block_size - config.drafts
-        return self.network.logits(states[:, first : first + count], target.get_output_embeddings())
+        return network.logits(states[:, first : first + count], target.get_output_embeddings())
 
 
 def _check_target(config: DFlashConfig, target: PreTrainedModel, has_embedding: bool, has_head: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..attention import FULL, MaskPlan
@@ -19,6 +19,7 @@ from .checkpoints import load_exactly, read_checkpoint, tensors_to_store, write_
 from .eagle3_network import Eagle3Config, Eagle3Network
 from .learned import LearnedDrafter, network_cost
 from .network import CATCH_UP
+from .trainable import Canvas
 
 
 RENAMES = {"midlayer.": "layers.0."}
@@ -63,6 +64,7 @@ class Eagle3Drafter(LearnedDrafter):
     """
 
     strategy = "eagle3"
+    network: Eagle3Network
 
     def __init__(self, checkpoint: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         self._config_file, self._stored = read_checkpoint(checkpoint)
@@ -76,6 +78,7 @@ class Eagle3Drafter(LearnedDrafter):
         self.network = network.eval()
         self.target_ids = _target_ids(network, set(self._stored), source)
         self.position_limit = config.position_limit
+        self.feature_layers = config.layer_ids
         self.cost = network_cost(network, None)
         self._vocabulary = config.vocab_size
         self._dtype = dtype or target.dtype
@@ -124,12 +127,14 @@ class Eagle3Drafter(LearnedDrafter):
         if followers:
             self._copy(admission.sources, admission.followers, max(followers))
         self._cached[admission.first : rows.active] = rows.lengths[admission.first :] - 1
+        self._admit_recent(admission)
 
     def move(self, source: list[int], destination: list[int], columns: int) -> None:
+        super().move(source, destination, columns)
         self._copy(source, destination, columns)
         self._cached[destination] = self._cached[source]
 
-    def observe(self) -> None:
+    def observe(self, tokens: int) -> None:
         if self._failure is not None:
             raise self._failure
         self._behind += self._heard  # no row gained more than was verified
@@ -157,8 +162,40 @@ class Eagle3Drafter(LearnedDrafter):
         return Proposal(rows.window(0, draft_length), lengths, draft_logits, found.isnan().any())
 
     @property
+    def cache(self) -> RaggedCache:
+        return self._cache
+
+    @property
+    def width(self) -> int:
+        return self.network.config.layer.hidden_size
+
+    def replay(self, network: Eagle3Network, canvas: Canvas) -> Tensor:
+        assert canvas.features is not None
+        cache, table, dtype = canvas.cache(), self._embedding(), network.fc.weight.dtype
+
+        def feed(columns: Tensor, tokens: Tensor, states: Tensor) -> Tensor:
+            cache.point_at(columns)
+            mask = _CAUSAL.build(columns, canvas.columns, dtype)  # [B, 1, q, columns]
+            return network(F.embedding(tokens, table).to(dtype), states, columns, mask, cache.layers[0])
+
+        context = canvas.context
+        states = network.project(canvas.features.to(dtype))  # [B, context, H]
+        h = feed(canvas.behind(-1 - context, context), canvas.tokens_behind(-context, context), states)[:, -1:]
+        logits = [network.logits(h)]  # [B, 1, draft vocabulary] each
+        for step in range(canvas.draft_length - 1):
+            h = feed(canvas.behind(step - 1, 1), canvas.tokens_behind(step, 1), network.fed_back(h))  # [B, 1, H]
+            logits.append(network.logits(h))
+        return torch.cat(logits, dim=1)
+
+    def trained(self, network: Eagle3Network) -> list[nn.Parameter]:
+        return [p for name, p in network.named_parameters() if name != "embed_tokens.weight"]
+
+    def projections(self, network: Eagle3Network) -> dict[str, nn.Module]:
+        return {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+
+    @property
     def cache_bytes(self) -> int:
-        return self._cache.bytes + self._projected.nbytes
+        return super().cache_bytes + self._projected.nbytes
 
     def _hear(self, features: Tensor, positions: Tensor, first_row: int) -> None:
         """Keeps the target's features `[B, q, layers * H_t]` of `positions` (`[B, q]`), projected."""
@@ -166,9 +203,11 @@ class Eagle3Drafter(LearnedDrafter):
         if self._failure is not None:
             return
         try:
+            self._cache.point_at(positions, 0, first_row)  # adapters of `fc` are the rows' own
             projected = self._apply(self.network.project, features.to(self._dtype))  # [B, q, H]
             rows = torch.arange(first_row, first_row + len(positions), device=positions.device)[:, None]  # [B, 1]
             self._projected[rows, positions] = projected
+            self._keep_recent(features, positions, first_row)
         except Exception as error:  # raised where the engine expects drafters to fail, not out of the target's forward
             self._failure = error
 

@@ -50,7 +50,7 @@ class HistoryDrafter(Drafter):
         for row, target in zip(source, destination, strict=True):
             self._texts[target] = self._texts[row]
 
-    def observe(self) -> None:
+    def observe(self, tokens: int) -> None:
         texts = self._texts[: self.session.rows.active]
         lengths, tails = self._read(self._window)
         missing = [length - text.length for length, text in zip(lengths, texts, strict=True)]

@@ -1,23 +1,27 @@
 """Drafting token by token with a network: the loop that the self-drafter and a small model share."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from ...quantization.linear import QuantizedLinear
 from ..cache import RaggedCache
 from ..prefilling import prefill
 from ..rows import Admission
 from ..runner import EagerRunner
 from ..sampling import RoundNoise
+from ..shadow import decoder_layers
 from ..verification import Proposal
-from .base import Drafter, DraftSession
+from .base import DraftSession
+from .trainable import Canvas, TrainableDrafter
 
 
 CATCH_UP = 16
 """Tokens per row that one forward of a drafter's catching up may hold."""
 
 
-class NetworkDrafter(Drafter):
+class NetworkDrafter(TrainableDrafter):
     """Drafts with a causal language model over a ragged cache.
 
     Args:
@@ -27,6 +31,7 @@ class NetworkDrafter(Drafter):
     """
 
     has_probabilities = True
+    network: PreTrainedModel
 
     def __init__(self, network: PreTrainedModel, shares_target_cache: bool) -> None:
         self.network = network
@@ -63,7 +68,7 @@ class NetworkDrafter(Drafter):
             self._runner.cache.copy_rows(source, destination, columns)
             self._cached[destination] = self._cached[source]
 
-    def observe(self) -> None:
+    def observe(self, tokens: int) -> None:
         if self._cached is not None:  # what was fed behind the last committed token was rejected
             rows = self.session.rows
             self._cached[: rows.active] = torch.minimum(self._cached[: rows.active], rows.lengths - 1)
@@ -94,6 +99,29 @@ class NetworkDrafter(Drafter):
     @property
     def cache_bytes(self) -> int:
         return 0 if self._cached is None else self._runner.cache.bytes
+
+    @property
+    def cache(self) -> RaggedCache:
+        return self._runner.cache
+
+    @property
+    def width(self) -> int:
+        return self.network.config.get_text_config(decoder=True).hidden_size
+
+    def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
+        # One forward instead of γ: what was drafted is known.
+        count = canvas.tokens.shape[1] - 1
+        return self._runner.replay(network, canvas.tokens[:, :count], canvas.behind(-1, count), canvas.cache())
+
+    def trained(self, network: PreTrainedModel) -> list[nn.Parameter]:
+        return list(network.parameters())
+
+    def projections(self, network: PreTrainedModel) -> dict[str, nn.Module]:
+        return {
+            name: module
+            for name, module in decoder_layers(network).named_modules()
+            if isinstance(module, nn.Linear | Conv1D | QuantizedLinear)
+        }
 
     def _logits_of_next(self) -> Tensor:
         """Feeds what the cache misses, up to the last committed token, and returns the logits behind it."""

@@ -1,6 +1,7 @@
 """The policy's own quantized copy as drafter (ER §3.1): it cannot go stale, and it needs no cache of its own."""
 
 import time
+import weakref
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,8 @@ class SelfDrafter(NetworkDrafter):
         """Spent on refreshes that drafting waited for, in all."""
         self._is_stale = False
         self._statistics: ActivationStatistics | None = None
+        self._policy = weakref.ref(policy)
+        self._versions = versions(policy)
 
     def refresh(self, statistics: ActivationStatistics | None = None) -> None:
         """Requantizes the policy's present weights into the same buffers (ER §3.1, Algorithm 1 line 3).
@@ -51,9 +54,23 @@ class SelfDrafter(NetworkDrafter):
         self.quantized.refresh(statistics)
         self._is_stale = False
 
+    def refresh_if_changed(self) -> None:
+        """Requantizes if the policy's weights have changed since this was called or the drafter was made.
+
+        A change is seen by the parameters' storage and version counters. Writes through `.data` escape them: they cost
+        acceptance until the next change that is seen, never correctness.
+        """
+        policy = self._policy()
+        if policy is not None and self._versions != (present := versions(policy)):
+            self.refresh()
+            self._versions = present
+
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
         """The same, put off until something is drafted: a rollout that never speculates does not pay for it."""
         self._is_stale, self._statistics = True, statistics
+
+    def trained(self, network: PreTrainedModel) -> list[nn.Parameter]:
+        return []  # all of them are the policy's
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
@@ -78,7 +95,6 @@ class SelfDrafter(NetworkDrafter):
 class _Kept:
     options: tuple[str, str, str]
     structure: tuple[int, ...]
-    weights: tuple[tuple[int, int], ...]
     drafter: SelfDrafter
 
 
@@ -88,18 +104,19 @@ _kept: "WeakKeyDictionary[nn.Module, _Kept]" = WeakKeyDictionary()
 def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_head: str) -> SelfDrafter:
     """The self-drafter of `policy`, kept as long as the policy lives and refreshed when its weights have changed.
 
-    A change is seen by the parameters' storage and version counters. Writes through `.data` escape them: they cost
-    acceptance until the next change that is seen, never correctness. There are no activation statistics here: "awq"
+    There are no activation statistics here: "awq"
     schemes round to nearest. For scales, make a SelfDrafter, refresh it with statistics, and pass it as `drafter`.
     """
     options = (quantization, kernel, lm_head)
-    parameters = list(policy.parameters())
-    structure = tuple(id(p) for p in parameters)
-    weights = tuple((p.data_ptr(), p._version) for p in parameters)
+    structure = tuple(id(p) for p in policy.parameters())
     kept = _kept.get(policy)
     if kept is None or kept.options != options or kept.structure != structure:
-        kept = _kept[policy] = _Kept(options, structure, weights, SelfDrafter(policy, *options))
-    elif kept.weights != weights:
-        kept.drafter.refresh()
-        kept.weights = weights
+        kept = _kept[policy] = _Kept(options, structure, SelfDrafter(policy, *options))
+    else:
+        kept.drafter.refresh_if_changed()
     return kept.drafter
+
+
+def versions(policy: PreTrainedModel) -> tuple[tuple[int, int], ...]:
+    """Where each parameter lies and how often it was written to."""
+    return tuple((p.data_ptr(), p._version) for p in policy.parameters())

@@ -236,8 +236,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor, Tensor, 
     propose, block_logits = DFlashDrafter.propose, DFlashDrafter._block_logits
     logits: list[Tensor] = []
 
-    def watched_logits(self: DFlashDrafter, count: int) -> Tensor:
-        raw = block_logits(self, count)
+    def watched_logits(self: DFlashDrafter, *arguments: Any) -> Tensor:
+        raw = block_logits(self, *arguments)
         logits.append(self._over_target(raw))
         return raw
 

@@ -234,7 +234,7 @@ class Flight:
         rows.longest = int(rows.lengths.max())
 
     def report(self) -> None:
-        self.drafter.observe()
+        self.drafter.observe(0)
         for row, request in enumerate(self.rows.requests.tolist()):
             text = self.texts[request]
             length = int(self.rows.lengths[row])
@@ -311,7 +311,7 @@ def drafts_of(drafter: HistoryDrafter, prompts: list[list[int]], answers: list[l
         new = [answers[i][step % len(answers[i])] for i in rows.requests.tolist()]
         rows.write(0, torch.tensor(new)[:, None])
         rows.commit(torch.ones(len(prompts), dtype=torch.int64), None)
-        drafter.observe()
+        drafter.observe(0)
     return found
 
 

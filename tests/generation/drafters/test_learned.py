@@ -84,13 +84,13 @@ def test_rows_that_outgrow_a_drafter_are_refused_before_any_work(strategy: str, 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_is_needed(strategy: str, tiny) -> None:
     for assistant in (None, nn.Linear(1, 1)):
-        with pytest.raises(ValueError, match=f"assistant_strategy='{strategy}': give the folder or hub id"):
+        with pytest.raises(ValueError, match=f"drafter of kind '{strategy}': give the folder or hub id"):
             generate(tiny, PROMPTS, strategy, assistant_model=assistant)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training(strategy: str, tmp_path: Path) -> None:
-    """Frozen while the policy learns, and outside its optimizer: the same tokens, losses and weights as without."""
+    """It follows the policy as that learns, outside its optimizer: the same tokens, losses and weights as without."""
     vocabulary = tiny_policy().config.vocab_size
     options: dict[str, Any] = dict(assistant_model=make_checkpoint(tmp_path / "drafter", strategy, vocabulary))
     none, drafted = train(tmp_path, "none", max_steps=4), train(tmp_path, strategy, max_steps=4, **options)

@@ -1,0 +1,149 @@
+"""Which drafters an `assistant_strategy` means."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..quantization.kernels import PackedWeight
+from . import graphs
+from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy
+from .drafters.base import Drafter
+from .drafters.dflash import DFlashDrafter
+from .drafters.distillation import DistilledDrafter
+from .drafters.eagle3 import Eagle3Drafter
+from .drafters.history import HistoryDrafter
+from .drafters.ngram import NgramDrafter
+from .drafters.self_draft import SelfDrafter, self_drafter_of, versions
+from .drafters.small_model import SmallModelDrafter, load_assistant
+from .drafters.trainable import TrainableDrafter
+
+
+Assistant: TypeAlias = "PreTrainedModel | str | None"
+# Kernels whose layers keep locks or partial sums between thread blocks: drafting and learning would share them.
+_ONE_STREAM = {"humming", "marlin"}
+_LEARNED = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
+
+
+def make_drafters(
+    strategy: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig
+) -> list[Drafter]:
+    """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, else one.
+
+    The self-drafter of a model is kept between calls and refreshed when the weights have changed, and so is a
+    drafter that learns. A history is not, and a learned drafter is loaded in each call: to go on with one, pass the
+    drafter to the next call.
+    """
+    check_strategy(strategy)
+    if assistant is not None and strategy not in TAKE_ASSISTANT:
+        raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
+    if strategy == "none":
+        return []
+    if strategy == "self":
+        return [self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)]
+    if strategy == "model":
+        return [SmallModelDrafter(load_assistant(assistant, model), model)]
+    if strategy in _LEARNED:
+        return [_load_learned(strategy, model, assistant)]
+    if strategy == "history":
+        return [HistoryDrafter(config.history_max_tokens)]
+    if strategy == "ngram":
+        return [NgramDrafter(config.ngram_size)]
+    if strategy == "tts":
+        return [_distilled_drafter_of(model, assistant, config)]
+    # A history looks in the row's own text too, so prompt lookup has nothing to add to it.
+    members = ["self", "history"] + ["model"] * (assistant is not None)
+    return [
+        drafter
+        for member in members
+        for drafter in make_drafters(member, model, assistant if member == "model" else None, config)
+    ]
+
+
+def _load_learned(strategy: str, model: PreTrainedModel, assistant: Assistant) -> TrainableDrafter:
+    if not isinstance(assistant, str):
+        raise ValueError(
+            f"assistant_model={assistant!r} with a drafter of kind {strategy!r}: give the folder or hub id of a "
+            "drafter's checkpoint."
+        )
+    return _LEARNED[strategy](assistant, model)
+
+
+@dataclass
+class _Kept:
+    options: tuple[object, ...]
+    drafter: DistilledDrafter
+
+
+_kept: "WeakKeyDictionary[nn.Module, _Kept]" = WeakKeyDictionary()
+
+
+def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> DistilledDrafter:
+    """The learning drafter of `model`, kept for the next call with the same options: scope "run" spans calls."""
+    options = (config.tts_drafter, config.distillation(), config.packing())
+    options = (*options, model.dtype, model.device, *map(id, model.parameters()), *_identity(assistant))
+    kept = _kept.get(model)
+    if kept is None or kept.options != options:
+        if kept is not None:
+            del _kept[model]  # before a second one is loaded
+        student = _student(model, assistant, config)
+        kept = _kept[model] = _Kept(options, DistilledDrafter(student, config.distillation()))
+    elif isinstance(kept.drafter.student, SelfDrafter):
+        kept.drafter.student.refresh_if_changed()
+    return kept.drafter
+
+
+def _identity(assistant: Assistant) -> Iterator[object]:
+    """What changes where the assistant does: its weights' storage and versions, or its files' times."""
+    if isinstance(assistant, PreTrainedModel):
+        yield from versions(assistant)
+    elif isinstance(assistant, str):
+        yield assistant
+        if (folder := Path(assistant)).is_dir():
+            yield from sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())
+
+
+def release(model: nn.Module) -> None:
+    """Frees what is kept for `model`, a wrapped one included: its K/V cache, captured forwards, and a drafter of
+    `"tts"` with what it has learned."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            _kept.pop(module, None)
+    graphs.release(model)
+
+
+def _student(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> TrainableDrafter:
+    """A drafter whose weights are nobody else's."""
+    kind = config.tts_drafter
+    if kind == "self":
+        if assistant is not None:
+            raise ValueError(
+                f"assistant_model={_name(assistant)!r} is given, and tts_drafter='self' learns corrections of the "
+                "model's own quantized copy. Say what the assistant is: tts_drafter='eagle3', 'dflash' or 'model'; or "
+                "drop it."
+            )
+        student = SelfDrafter(model, *config.packing())
+        names = {name for layer in student.quantized.layers.values() for name in _kernels_of(layer)}
+        if config.tts_asynchronous and (alone := sorted(names & _ONE_STREAM)):
+            raise ValueError(
+                f"tts_asynchronous=True with layers of the kernels {alone}, whose scratch memory serves one stream. "
+                'Set draft_kernel="triton" or "torch_int4", or tts_asynchronous=False.'
+            )
+        return student
+    if kind == "model":
+        loaded = load_assistant(assistant, model)
+        return SmallModelDrafter(copy.deepcopy(loaded) if loaded is assistant else loaded, model)
+    return _load_learned(kind, model, assistant)
+
+
+def _kernels_of(layer: nn.Module) -> set[str]:
+    return {module.name for module in layer.modules() if isinstance(module, PackedWeight)}
+
+
+def _name(assistant: Assistant) -> str:
+    return assistant if isinstance(assistant, str) else type(assistant).__name__

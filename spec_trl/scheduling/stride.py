@@ -1,0 +1,62 @@
+"""How often a drafter learns while it drafts: the update stride S of Test-Time Speculation (TTS App. C.1, C.2)."""
+
+STRIDES = (1, 2, 5, 10, 20, 50)
+"""The strides that an adaptive one moves among; those of TTS Tab. 7 and 8, more evenly spaced."""
+WINDOW = 32
+"""Rounds whose mean block efficiency is compared with that of as many before."""
+CHANGE = 0.05
+"""Relative change of the block efficiency from one window to the next that counts as one."""
+
+
+class UpdateStride:
+    """Says after which rounds the drafter learns: every S of them.
+
+    An adaptive S (TTS leaves it as future work, App. C.2) follows the block efficiency τ of a window of rounds
+    against the window before:
+
+        τ fell     → next smaller S: the drafter loses its target
+        τ is level → next larger S: updates cost time and bring nothing now
+        τ rose     → S stays: they pay
+
+    Args:
+        fixed: S; None: adaptive, from the third of `STRIDES` on.
+    """
+
+    def __init__(self, fixed: int | None) -> None:
+        self._fixed = fixed
+        self.begin()
+
+    def begin(self) -> None:
+        """Something new starts to be learned: the first round is learned from."""
+        self._index = 2
+        self._waited = self.rounds - 1
+        self._previous: float | None = None
+        self._sum, self._count = 0.0, 0
+
+    @property
+    def rounds(self) -> int:
+        """S in force."""
+        return self._fixed if self._fixed is not None else STRIDES[self._index]
+
+    def is_due(self) -> bool:
+        """Called once in each round that drafted: whether it is learned from."""
+        self._waited += 1
+        if self._waited < self.rounds:
+            return False
+        self._waited = 0
+        return True
+
+    def observe(self, block_efficiency: float) -> None:
+        """The round committed `block_efficiency` tokens per row, the corrected or bonus token included."""
+        self._sum += block_efficiency
+        self._count += 1
+        if self._count < WINDOW:
+            return
+        mean, previous = self._sum / self._count, self._previous
+        self._previous, self._sum, self._count = mean, 0.0, 0
+        if previous is None:
+            return
+        if mean < (1 - CHANGE) * previous:
+            self._index = max(self._index - 1, 0)
+        elif mean <= (1 + CHANGE) * previous:
+            self._index = min(self._index + 1, len(STRIDES) - 1)
