@@ -1,0 +1,90 @@
+"""A target's logits from its last hidden states, outside its forward, for losses that learn from them."""
+
+import re
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+
+# What families do to their logits behind the head, by the config's key.
+_FACTORS = {"logit_scale", "lm_head_multiplier"}  # Cohere, Falcon-H1
+_DIVISORS = {"logits_scaling"}  # Granite
+_SOFTCAPS = {"final_logit_softcapping"}  # Gemma 2 and later
+# Of attention, of routers, of other heads.
+_ELSEWHERE = re.compile(r"att(n|ention)_|router|num_logits_to_keep|output_auxiliary_logits|mlp_|_init_value")
+_LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
+
+
+class FrozenHead(nn.Module):
+    """A target's output embedding, of this moment, that passes gradients on and takes none.
+
+    A loss that runs through a borrowed head must not leave gradients in the policy it was borrowed from.
+
+    Args:
+        head: called with its parameters detached; not a part of this module's own parameters or state.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self._held = (head,)  # in a tuple: a submodule would bring its parameters along
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Scores `[..., V]` of `[..., H_t]`, in the head's dtype."""
+        (head,) = self._held
+        parameters = {name: parameter.detach() for name, parameter in head.named_parameters()}
+        scores: Tensor = functional_call(head, parameters, (states.to(self.get_parameter("weight").dtype),))
+        return scores
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The head's own parameter."""
+        return self._held[0].get_parameter(target)
+
+
+class TargetHead:
+    """Logits as the target itself would give them: its head, and what its family does to the scores behind it.
+
+    Args:
+        target: a causal language model.
+
+    Attributes:
+        scores: its head.
+        factor: on the scores.
+        softcap: of the scores, behind the factor; None: none.
+
+    Raises:
+        ValueError: its config says something about its logits that is not known here, or it has no head.
+    """
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        head = target.get_output_embeddings()
+        if head is None:
+            raise ValueError(f"{type(target).__name__} has no output embedding; a causal language model is needed.")
+        self.scores = FrozenHead(head)
+        self.factor: float = 1.0
+        self.softcap: float | None = None
+        settings = target.config.get_text_config(decoder=True).to_dict()
+        for name, value in settings.items():
+            if value is None or isinstance(value, bool) or not _LOGITS.search(name) or _ELSEWHERE.search(name):
+                continue
+            if name in _FACTORS:
+                self.factor *= value
+            elif name in _DIVISORS:
+                self.factor /= value
+            elif name in _SOFTCAPS:
+                self.softcap = value
+            else:
+                raise ValueError(
+                    f"the config of {type(target).__name__} has {name}={value!r}, which may change its logits and is "
+                    "not known here; a drafter cannot be trained on this family."
+                )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., V]`, at least float32, of last hidden states `[..., H_t]`, without gradients."""
+        with torch.no_grad():
+            logits = self.scores(hidden)  # [..., V]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.factor
+            if self.softcap is not None:
+                logits = torch.tanh(logits / self.softcap) * self.softcap
+            return logits
