@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ..generation.drafters.distillation import DistilledDrafter
 from ..generation.statistics import DEPTH_EDGES, DraftCounts, RoundPoint, SpeculationStatistics
 from ..scheduling.toggle import Control, Tally
 from . import run_log
@@ -21,8 +22,9 @@ CURVE_POINTS = 200
 class RolloutTotals:
     """Sums over the `generate` calls of one rollout.
 
-    `tallies` go by strategy. `curve`, `spans`, `points`, `phase_seconds` and `own_rounds` are this rank's own, for the
-    run log.
+    `tallies` go by strategy. `updates` are those of a drafter that learns while it drafts, `update_seconds` the time
+    that decoding stood still for them. `curve`, `spans`, `points`, `phase_seconds` and `own_rounds` are this rank's
+    own, for the run log.
     """
 
     turns: int = 0
@@ -37,6 +39,8 @@ class RolloutTotals:
     draft_length_sum: int = 0
     seconds: float = 0.0
     refresh_seconds: float = 0.0
+    updates: int = 0
+    update_seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=dict)
     curve: list[tuple[float, int]] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -61,6 +65,9 @@ class RolloutTotals:
             self.tallies[candidate.name] = self.tallies.get(candidate.name, Tally()) + tally
         self.tokens += statistics.tokens
         self.logprob_sum += statistics.logprob_sum
+        if statistics.learning is not None:
+            self.updates += statistics.learning.updates
+            self.update_seconds += statistics.learning.waited
         self.rounds += statistics.rounds
         self.own_rounds += statistics.rounds
         ends = [start for start, _ in statistics.speculating[1:]] + [statistics.rounds]
@@ -80,11 +87,13 @@ class RolloutTotals:
         """
         tallies = [self.tallies.get(name, Tally()) for name in strategies]
         scalars = (self.tokens, self.logprob_sum, self.rounds, self.speculative_rounds, self.draft_length_sum)
-        rows = [*map(astuple, (self.drafts, *self.depths)), *map(astuple, tallies), scalars, (self.requests,)]
-        flat = [float(value) for row in rows for value in row] + [self.seconds, self.refresh_seconds]
+        counts = (self.requests, self.updates)
+        rows = [*map(astuple, (self.drafts, *self.depths)), *map(astuple, tallies), scalars, counts]
+        slowest = [self.seconds, self.refresh_seconds, self.update_seconds]
+        flat = [float(value) for row in rows for value in row] + slowest
         packed = torch.tensor(flat, dtype=torch.float64, device=accelerator.device)  # [n]
         every = accelerator.gather(packed[None])  # [ranks, n]
-        seconds, refresh_seconds = every[:, -2:].amax(0).tolist()
+        slowest = every[:, -len(slowest) :].amax(0).tolist()
         values = iter(every.sum(0).tolist())
 
         def take(count: int) -> list[Any]:
@@ -92,10 +101,12 @@ class RolloutTotals:
 
         drafts, *depths = (DraftCounts(*map(int, take(6))) for _ in range(1 + len(DEPTH_EDGES)))
         summed = {name: Tally(*take(len(fields(Tally)))) for name in strategies}
-        tokens, logprob_sum, rounds, speculative_rounds, draft_length_sum, requests = take(6)
+        tokens, logprob_sum, rounds, speculative_rounds, draft_length_sum = take(len(scalars))
+        requests, updates = map(int, take(len(counts)))
+        seconds, refresh_seconds, update_seconds = slowest
         return RolloutTotals(
-            self.turns, int(requests), drafts, depths, summed, int(tokens), logprob_sum, int(rounds),
-            int(speculative_rounds), int(draft_length_sum), seconds, refresh_seconds,
+            self.turns, requests, drafts, depths, summed, int(tokens), logprob_sum, int(rounds),
+            int(speculative_rounds), int(draft_length_sum), seconds, refresh_seconds, updates, update_seconds,
             self.phase_seconds, self.curve, self.spans, self.points, self.own_rounds,
         )  # fmt: skip
 
@@ -120,8 +131,12 @@ class RolloutTotals:
         drafted = {name: tally.rounds for name, tally in self.tallies.items() if tally.rounds}
         return max(drafted, key=drafted.__getitem__, default=None)
 
-    def metrics(self) -> dict[str, float]:
-        """For TRL's log, without the `rollout/` before each name. Those of drafting only where drafters are."""
+    def metrics(self, refreshes: bool) -> dict[str, float]:
+        """For TRL's log, without the `rollout/` before each name. Those of drafting only where drafters are.
+
+        Args:
+            refreshes: whether one of them is the policy's quantized copy.
+        """
         metrics = {
             "seconds": self.seconds,
             "tokens_per_second": self.tokens / self.seconds,
@@ -136,8 +151,10 @@ class RolloutTotals:
             "draft_length": self.mean_draft_length,
             "sd_on_fraction": self.speculative_rounds / self.rounds,
         }
-        if "self" in self.tallies:
+        if refreshes:
             metrics["drafter_refresh_seconds"] = self.refresh_seconds
+        if DistilledDrafter.strategy in self.tallies:
+            metrics |= {"drafter_updates": self.updates, "drafter_update_seconds": self.update_seconds}
         if (predicted := self.speculation.predicted_speedup) is not None:
             metrics["predicted_speedup"] = predicted
         if (measured := self.speculation.measured_speedup) is not None:

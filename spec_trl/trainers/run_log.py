@@ -93,7 +93,8 @@ class RolloutRecord:
         seconds: of the whole rollout, `refresh_seconds` included; the slowest rank.
         refresh_seconds: making or requantizing the drafter.
         tokens, requests: generated, over all ranks.
-        phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control".
+        phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control"; "learn" where a drafter
+            learns while it drafts.
         block_efficiency: τ, tokens per verified block, bonus included.
         acceptance_rate: accepted over drafted tokens.
         first_token_acceptance: share of blocks whose first draft token was accepted.
@@ -142,7 +143,7 @@ class StepRecord:
     Args:
         step: counts from 1.
         seconds: of the whole step.
-        phases: seconds of "rollout", "reward", "logprobs", "update", "other".
+        phases: seconds of "rollout", "reward", "logprobs", "adaptation", "update", "other".
         reward: mean reward, if there was one.
     """
 

@@ -1,5 +1,6 @@
 """GRPOConfig with one more group of fields: how rollouts are drafted and verified."""
 
+import math
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
@@ -20,13 +21,13 @@ class SpecGRPOConfig(GRPOConfig):
             How rollouts are drafted: `"self"` (the policy's own quantized copy, refreshed when the weights have
             changed), `"model"` (a smaller causal LM, see `assistant_model`), `"ngram"` (prompt lookup), `"history"`
             (lookup in earlier rollouts of the same prompt and in the other completions of its group), `"eagle3"` or
-            `"dflash"` (a learned drafter's checkpoint, see `assistant_model`; it stays as it is while the policy
-            learns), `"auto"` (whichever of the copy, the history and an assistant is fastest, autoregressive decoding
-            included) or `"none"` (autoregressive decoding by the same engine). Rollouts are the same tokens under each
-            of them.
+            `"dflash"` (a learned drafter's checkpoint, see `assistant_model`, which follows the policy as it learns,
+            see `drafter_adaptation`), `"tts"` (a drafter that learns from the rounds it drafts, see `tts_drafter`),
+            `"auto"` (whichever of the copy, the history and an assistant is fastest, autoregressive decoding included)
+            or `"none"` (autoregressive decoding by the same engine). Rollouts are the same tokens under each of them.
         assistant_model (`str`, *optional*):
-            Path or hub id of the drafter of `assistant_strategy="model"`, `"eagle3"` or `"dflash"`; `"auto"` then
-            considers it, a causal LM, as well.
+            Path or hub id of the drafter of `assistant_strategy="model"`, `"eagle3"` or `"dflash"`, or of `"tts"`
+            with such a `tts_drafter`; `"auto"` then considers it, a causal LM, as well.
         draft_lengths (`list[int]`, *optional*, defaults to `[5, 7, 9, 11]`):
             Draft tokens per verification that the controller moves among (Γ), ascending, 1 to 64. One entry keeps it
             fixed.
@@ -75,13 +76,53 @@ class SpecGRPOConfig(GRPOConfig):
         keep_graphs (`bool`, *optional*, defaults to `False`):
             Keep captured forwards and the rollout's whole K/V cache while training. `False` gives their memory to the
             training step and captures again in each rollout, which takes seconds for a model of some billions.
+
+        > Parameters that control the adaptation of a learned drafter (`"eagle3"`, `"dflash"`)
+
+        drafter_adaptation (`bool`, *optional*, defaults to `True`):
+            Train the drafter along with the policy, on the hidden states of the loss's own forward, by an optimizer
+            of its own. A drafter that stays as it was loaded falls behind a policy that learns. Costs the drafter's
+            forward and backward pass in each micro-batch, and changes neither completions nor the policy.
+        drafter_learning_rate (`float`, *optional*, defaults to `1e-6`):
+            Of the drafter's AdamW, constant.
+        drafter_hidden_weight (`float`, *optional*, defaults to `1.0`):
+            Weight of the regression of the drafter's hidden states onto the policy's; 0 leaves it out.
+        drafter_token_weight (`float`, *optional*, defaults to `0.1`):
+            Weight of the soft cross-entropy against the policy's distributions.
+
+        > Parameters that control Test-Time Speculation (`"tts"`)
+
+        tts_drafter (`str`, *optional*, defaults to `"self"`):
+            What learns from the rounds it drafts: `"eagle3"`, `"dflash"` or `"model"`, the checkpoint in
+            `assistant_model`; or low-rank corrections of the policy's quantized copy, `"self"`.
+        tts_learning_rate (`float`, *optional*):
+            Of its Adam; `None`: by what learns, as `SpeculativeConfig` says.
+        tts_scope (`str`, *optional*, defaults to `"run"`):
+            How long it is kept what the drafter learned: for the `"run"`, since training comes back to the same task
+            in every rollout, saved in checkpoints; for one `"rollout"`; or for one `"request"`, as in the paper, where
+            the requests of a batch learn low-rank corrections, each for itself.
+        tts_steps (`int`, *optional*, defaults to `1`):
+            Optimizer steps per update (K).
+        tts_stride (`str`, *optional*, defaults to `"1"`):
+            An update every so many rounds (S), an integer; or `"adaptive"`: more often while the block efficiency
+            falls, less often while it is level.
+        tts_anchor_weight (`float`, *optional*, defaults to `0.0`):
+            Weight of the loss term that keeps the drafter near the anchor (λ).
+        tts_anchor (`str`, *optional*, defaults to `"current"`):
+            `"current"`: the drafter before the update, which matters for `tts_steps` > 1 only. `"initial"`: the one
+            that was loaded.
+        tts_asynchronous (`bool`, *optional*, defaults to `False`):
+            Update beside the next S - 1 rounds instead of between two rounds.
+        tts_rank (`int`, *optional*, defaults to `8`):
+            Rank of low-rank corrections.
     """
 
     assistant_strategy: str = field(
-        default="self", metadata={"help": "'self', 'model', 'ngram', 'history', 'eagle3', 'dflash', 'auto' or 'none'."}
+        default="self",
+        metadata={"help": "'self', 'model', 'ngram', 'history', 'eagle3', 'dflash', 'tts', 'auto' or 'none'."},
     )
     assistant_model: str | None = field(
-        default=None, metadata={"help": "Path or hub id of the drafter of 'model', 'eagle3' or 'dflash'."}
+        default=None, metadata={"help": "Path or hub id of the drafter of 'model', 'eagle3', 'dflash' or 'tts'."}
     )
     draft_lengths: list[int] = field(
         default_factory=lambda: [5, 7, 9, 11], metadata={"help": "Draft tokens per verification to move among."}
@@ -126,6 +167,31 @@ class SpecGRPOConfig(GRPOConfig):
         default=False, metadata={"help": "Keep captured forwards and the K/V cache between rollouts."}
     )
 
+    drafter_adaptation: bool = field(
+        default=True, metadata={"help": "Train the drafter of 'eagle3' or 'dflash' along with the policy."}
+    )
+    drafter_learning_rate: float = field(default=1e-6, metadata={"help": "Of the drafter's own AdamW."})
+    drafter_hidden_weight: float = field(
+        default=1.0, metadata={"help": "Weight of the drafter's hidden regression; 0 leaves it out."}
+    )
+    drafter_token_weight: float = field(default=0.1, metadata={"help": "Weight of the drafter's soft cross-entropy."})
+
+    tts_drafter: str = field(
+        default="self", metadata={"help": "What learns under 'tts': 'self', 'model', 'eagle3' or 'dflash'."}
+    )
+    tts_learning_rate: float | None = field(default=None, metadata={"help": "Of its Adam; None: by what learns."})
+    tts_scope: str = field(default="run", metadata={"help": "It learns for one 'request', 'rollout' or the 'run'."})
+    tts_steps: int = field(default=1, metadata={"help": "Optimizer steps per update (K)."})
+    tts_stride: str = field(default="1", metadata={"help": "An update every so many rounds (S), or 'adaptive'."})
+    tts_anchor_weight: float = field(
+        default=0.0, metadata={"help": "Weight of the term that keeps the drafter near the anchor."}
+    )
+    tts_anchor: str = field(
+        default="current", metadata={"help": "'current': the drafter before the update; 'initial': as it was loaded."}
+    )
+    tts_asynchronous: bool = field(default=False, metadata={"help": "Update beside the next S - 1 rounds."})
+    tts_rank: int = field(default=8, metadata={"help": "Rank of low-rank corrections."})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for other in ("use_vllm", "use_transformers_continuous_batching"):
@@ -140,11 +206,14 @@ class SpecGRPOConfig(GRPOConfig):
                 "forwards, so the weights must be gathered for the whole rollout. Set ds3_gather_for_generation=True."
             )
         check_strategy(self.assistant_strategy)
-        needs, takes = self.assistant_strategy in NEED_ASSISTANT, self.assistant_strategy in TAKE_ASSISTANT
+        drafter, setting = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
+        if drafter == "tts":
+            drafter, setting = self.tts_drafter, f"{setting}, tts_drafter={self.tts_drafter!r}"
+        needs, takes = drafter in NEED_ASSISTANT, drafter in TAKE_ASSISTANT
         if (self.assistant_model is None and needs) or (self.assistant_model is not None and not takes):
             raise ValueError(
-                f"assistant_strategy={self.assistant_strategy!r} with assistant_model={self.assistant_model!r}: "
-                f"assistant_model belongs to one of {list(NEED_ASSISTANT)}, which need it, or to 'auto'."
+                f"{setting} with assistant_model={self.assistant_model!r}: assistant_model belongs to one of "
+                f"{list(NEED_ASSISTANT)}, which need it under 'tts' as well, or to 'auto'."
             )
         if self.assistant_strategy in ("ngram", "history", "auto") and self.verification == "rejection":
             raise ValueError(
@@ -157,6 +226,20 @@ class SpecGRPOConfig(GRPOConfig):
                 f"roofline_profile={self.roofline_profile!r} has no use with assistant_strategy='none'; drop one of "
                 "them."
             )
+        if not 0 < self.drafter_learning_rate < math.inf:
+            raise ValueError(
+                f"drafter_learning_rate={self.drafter_learning_rate} must be above 0 and finite. To keep the drafter "
+                "as it is, set drafter_adaptation=False."
+            )
+        weights = {name: getattr(self, name) for name in ("drafter_hidden_weight", "drafter_token_weight")}
+        for name, weight in weights.items():
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"{name}={weight} must be at least 0 and finite.")
+        if not any(weights.values()):
+            raise ValueError(
+                "drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn. Raise one of "
+                "them, or set drafter_adaptation=False."
+            )
         self.draft_length_controller()
         # SpeculativeConfig checks the rest; this one has another name there, which its error would give.
         if self.rollout_batch_size is not None:
@@ -165,6 +248,7 @@ class SpecGRPOConfig(GRPOConfig):
 
     def speculative_config(self) -> SpeculativeConfig:
         """The same options as `generate` takes them."""
+        stride: int | str = int(self.tts_stride) if str(self.tts_stride).isdecimal() else self.tts_stride
         return SpeculativeConfig(
             draft_length=self.draft_length_controller().draft_length,
             verification=self.verification,  # type: ignore[arg-type]
@@ -181,6 +265,15 @@ class SpecGRPOConfig(GRPOConfig):
             draft_quantization=self.draft_quantization,
             draft_kernel=self.draft_kernel,
             draft_lm_head=self.draft_lm_head,  # type: ignore[arg-type]
+            tts_drafter=self.tts_drafter,  # type: ignore[arg-type]
+            tts_learning_rate=self.tts_learning_rate,
+            tts_scope=self.tts_scope,  # type: ignore[arg-type]
+            tts_steps=self.tts_steps,
+            tts_stride=stride,  # type: ignore[arg-type]
+            tts_anchor_weight=self.tts_anchor_weight,
+            tts_anchor=self.tts_anchor,  # type: ignore[arg-type]
+            tts_asynchronous=self.tts_asynchronous,
+            tts_rank=self.tts_rank,
         )
 
     def draft_length_controller(self) -> DraftLengthController:

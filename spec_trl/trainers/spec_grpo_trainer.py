@@ -4,6 +4,7 @@ import copy
 import json
 import time
 import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from trl.trainer.utils import pad
 from ..generation.calibrating import find_profile, hardware_name, profile_key
 from ..generation.control import make_control
 from ..generation.drafters.base import Drafter
+from ..generation.drafters.distillation import DistilledDrafter
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.self_draft import SelfDrafter
 from ..generation.integration import make_drafters
@@ -28,6 +30,7 @@ from ..quantization.awq import ActivationStatistics
 from ..scheduling.draft_length import DraftLengthController
 from ..scheduling.profile import Profile
 from ..scheduling.toggle import Control
+from .drafter_adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from .rollout_totals import RolloutTotals
 from .run_log import LOG_FILE, RunHeader, RunLog, StepRecord
 from .spec_grpo_config import SpecGRPOConfig
@@ -35,6 +38,8 @@ from .step_clock import StepClock
 
 
 _STATE_FILE = "rollout_state.json"
+_MEMORY_FILES = {HistoryDrafter.strategy: "rollout_history_{}.pt", DistilledDrafter.strategy: "rollout_tts_{}.pt"}
+"""Of each rank: it remembers the prompts that it saw, and its drafter has learned from the rounds that it drafted."""
 PROFILE_FILE = "roofline_profile.json"
 COLLAPSE = 0.5
 """An acceptance rate below this share of the rollout's before is worth a warning, if that was COLLAPSE_FROM or more:
@@ -76,6 +81,8 @@ class SpecGRPOTrainer(GRPOTrainer):
             raise ValueError(
                 "FSDP is not served yet: the drafter needs the gathered weights of each layer. Use DDP or DeepSpeed."
             )
+        if args.drafter_adaptation and args.assistant_strategy in ADAPTABLE:
+            check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage)
         self._speculative_config = args.speculative_config()
         if args.roofline_profile is not None and Path(args.roofline_profile).exists():
             Profile.load(args.roofline_profile)  # a broken file is refused before any work
@@ -86,8 +93,10 @@ class SpecGRPOTrainer(GRPOTrainer):
         # One controller per drafter: under "auto" each has its own γ and τ.
         self._draft_lengths: dict[str, DraftLengthController] = {}
         self._saved_draft_lengths: dict[str, dict[str, Any]] = {}
-        self._saved_history: dict[str, torch.Tensor] | None = None
+        self._memories: dict[str, dict[str, Any]] = {}
         self._activations: ActivationStatistics | None = None
+        self._adaptation: DrafterAdaptation | None = None
+        self._resumed_from: Path | None = None
         # Rollouts so far, per mode: evaluation in between must not change what training samples.
         self._rollouts = {"train": 0, "eval": 0}
         self._totals = RolloutTotals()
@@ -107,9 +116,20 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     # ---- where time goes ------------------------------------------------------------------------------------------
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        with self._observe_activations():
-            return super().compute_loss(*args, **kwargs)
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with self._observe_activations(), self._watch_for_drafter(inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if self._adaptation is not None:
+            # Behind the backward pass: what it needed of the forward is free again.
+            with self._clock.phase("adaptation"):
+                self._adaptation.update()
+            if self.accelerator.sync_gradients:
+                for name, value in self._adaptation.take_metrics().items():
+                    self._metrics["train"][f"drafter/{name}"].append(value)
+        return loss
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         with self._clock.phase("prepare"):
@@ -128,6 +148,12 @@ class SpecGRPOTrainer(GRPOTrainer):
         if self._activations is None:
             return nullcontext()
         return self._activations.collect(self.state.global_step)
+
+    def _watch_for_drafter(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        """For a learned drafter: the loss's forward shows the hidden states it learns from; evaluation's does not."""
+        if self._adaptation is None or not self.model.training:
+            return nullcontext()
+        return self._adaptation.watch(inputs)
 
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
@@ -188,10 +214,9 @@ class SpecGRPOTrainer(GRPOTrainer):
                 control=control,
             )
         self._totals.add(output.statistics, control, len(prompt_ids), time.perf_counter() - started)
-        for drafter in drafters:
-            if isinstance(drafter, SelfDrafter):
-                self._totals.refresh_seconds += drafter.refresh_seconds
-                drafter.refresh_seconds = 0.0
+        for copied in _policy_copies(drafters):
+            self._totals.refresh_seconds += copied.refresh_seconds
+            copied.refresh_seconds = 0.0
         new = output.sequences[:, input_ids.shape[1] :].tolist()  # [B, new]
         completions = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]
         # No logprobs, as in TRL's own transformers path: the loss recomputes them in the training forward.
@@ -208,9 +233,18 @@ class SpecGRPOTrainer(GRPOTrainer):
                 controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
                 if drafter.strategy in self._saved_draft_lengths:
                     controller.load_state_dict(self._saved_draft_lengths[drafter.strategy])
-                if isinstance(drafter, HistoryDrafter) and self._saved_history is not None:
-                    drafter.load_state_dict(self._saved_history)
-                if isinstance(drafter, SelfDrafter) and (names := drafter.quantized.activation_aware_layers):
+                memory = self._memories.pop(drafter.strategy, None)
+                if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
+                    drafter.load_state_dict(memory)
+                if isinstance(drafter, Adaptable) and self.args.drafter_adaptation:
+                    self._adaptation = DrafterAdaptation(
+                        drafter, policy, self.accelerator, self.args.drafter_learning_rate,
+                        self.args.drafter_hidden_weight, self.args.drafter_token_weight, self.args.seed,
+                    )  # fmt: skip
+                    if self._resumed_from is not None:
+                        self._adaptation.load_state(self._resumed_from)
+            for copied in _policy_copies(self._drafters):
+                if names := copied.quantized.activation_aware_layers:
                     self._activations = ActivationStatistics(policy, names)
             self._drafted_step = self.state.global_step
             making = time.perf_counter() - started
@@ -226,9 +260,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         """
         if self._drafted_step == self.state.global_step:
             return
-        for drafter in drafters:
-            if isinstance(drafter, SelfDrafter):
-                drafter.refresh_before_drafting(self._activations)
+        for copied in _policy_copies(drafters):
+            copied.refresh_before_drafting(self._activations)
         self._drafted_step = self.state.global_step
 
     def _current_control(self, policy: PreTrainedModel, drafters: list[Drafter], shape: torch.Size) -> Control:
@@ -284,7 +317,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         """Logs the rollout, and lets γ and τ_prev follow it (ER Algorithm 1, lines 14-20)."""
         totals = self._totals.over_ranks(self.accelerator, list(self._draft_lengths))
         draft_lengths = {name: controller.draft_length for name, controller in self._draft_lengths.items()}
-        for name, value in totals.metrics().items():
+        for name, value in totals.metrics(refreshes=bool(_policy_copies(self._drafters or []))).items():
             self._metrics[mode][f"rollout/{name}"].append(value)
         if self.accelerator.is_main_process:
             step, strategy = self.state.global_step, self.args.assistant_strategy
@@ -338,15 +371,22 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self._adaptation is not None and self.args.should_save:  # first: what super saves it may push to the hub
+            self._adaptation.save_drafter(output_dir or self.args.output_dir)
+        super().save_model(output_dir, _internal_call)
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.args.should_save:  # the counters are our random state: saved with it, before old checkpoints go
             draft_lengths = {name: controller.state_dict() for name, controller in self._draft_lengths.items()}
             state = {"rollouts": self._rollouts, "draft_lengths": draft_lengths or self._saved_draft_lengths}
             (Path(output_dir) / _STATE_FILE).write_text(json.dumps(state))
+            if self._adaptation is not None:  # the same on all ranks
+                self._adaptation.save_state(output_dir)
         for drafter in self._drafters or []:
-            if isinstance(drafter, HistoryDrafter):  # each rank remembers the prompts that it saw
-                torch.save(drafter.state_dict(), self._history_file(output_dir))
+            if isinstance(drafter, HistoryDrafter | DistilledDrafter) and (memory := drafter.state_dict()):
+                torch.save(memory, self._memory_file(output_dir, drafter.strategy))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -355,9 +395,18 @@ class SpecGRPOTrainer(GRPOTrainer):
         state = json.loads(path.read_text())
         self._rollouts = state["rollouts"]
         self._saved_draft_lengths = state.get("draft_lengths", {})  # older checkpoints have none
-        if (history := self._history_file(checkpoint)).exists():
-            self._saved_history = torch.load(history, weights_only=True)
-        self._drafters = self._control = None  # made anew from what was saved
+        self._memories = {DistilledDrafter.strategy: {}}  # without one it starts anew, and says so
+        for strategy in _MEMORY_FILES:
+            if (path := self._memory_file(checkpoint, strategy)).exists():
+                self._memories[strategy] = torch.load(path, map_location="cpu", weights_only=True)
+        self._drafters = self._control = self._adaptation = None  # made anew from what was saved
+        self._resumed_from = Path(checkpoint)
 
-    def _history_file(self, directory: str) -> Path:
-        return Path(directory) / f"rollout_history_{self.accelerator.process_index}.pt"
+    def _memory_file(self, directory: str, strategy: str) -> Path:
+        return Path(directory) / _MEMORY_FILES[strategy].format(self.accelerator.process_index)
+
+
+def _policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
+    """The policy's quantized copies among them, those that learn by corrections as well."""
+    drafting = [drafter.student if isinstance(drafter, DistilledDrafter) else drafter for drafter in drafters]
+    return [drafter for drafter in drafting if isinstance(drafter, SelfDrafter)]

@@ -13,8 +13,8 @@ class StepClock(TrainerCallback):
 
     Args:
         on_step: called with (step, seconds, phases) at the end of each step; phases are "rollout", "reward",
-            "logprobs", "update" (everything outside the preparation of the batch) and "other" (advantages, logging),
-            in seconds.
+            "logprobs", "adaptation" (of a learned drafter), "update" (everything else outside the preparation of the
+            batch) and "other" (advantages, logging), in seconds.
     """
 
     def __init__(self, on_step: Callable[[int, float, dict[str, float]], None]) -> None:
@@ -24,7 +24,7 @@ class StepClock(TrainerCallback):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time inside to `name`; "prepare" surrounds all but the update."""
+        """Adds the time inside to `name`; "prepare" surrounds all but update and adaptation."""
         started = time.perf_counter()
         try:
             yield
@@ -37,10 +37,8 @@ class StepClock(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         seconds = time.perf_counter() - self._started
-        prepare = self._seconds.get("prepare", 0.0)
+        prepare, adaptation = (self._seconds.get(name, 0.0) for name in ("prepare", "adaptation"))
         phases = {name: self._seconds.get(name, 0.0) for name in ("rollout", "reward", "logprobs")}
-        self._on_step(
-            state.global_step,
-            seconds,
-            phases | {"update": seconds - prepare, "other": max(prepare - sum(phases.values()), 0.0)},
-        )
+        other = max(prepare - sum(phases.values()), 0.0)
+        outside = {"adaptation": adaptation, "update": seconds - prepare - adaptation}
+        self._on_step(state.global_step, seconds, phases | outside | {"other": other})

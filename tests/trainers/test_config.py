@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
 from spec_trl.generation import graphs
 from spec_trl.generation.drafters.base import Drafter, DraftSession
+from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.quantization.kernels import ReferenceInt4
 from spec_trl.scheduling.profile import Profile
+from tests.generation.drafters.test_learned import make_checkpoint
 from tests.generation.tape import Tape
+from tests.trainers import test_tts
 from tests.trainers.harness import Run, make_trainer, tiny_dataset, tiny_policy
 
 
@@ -41,7 +45,8 @@ OneStep = Callable[..., tuple[Any, Run]]
 
 def test_no_field_without_a_test_of_its_effect() -> None:
     added = {field.name for field in fields(SpecGRPOConfig)} - {field.name for field in fields(GRPOConfig)}
-    tested = {name.removeprefix("test_effect_of_") for name in globals() if name.startswith("test_effect_of_")}
+    names = globals() | vars(test_tts)
+    tested = {name.removeprefix("test_effect_of_") for name in names if name.startswith("test_effect_of_")}
     assert added == tested
 
 
@@ -235,6 +240,14 @@ def test_effect_of_rollout_batch_size(
             {"assistant_strategy": "ngram", "verification": "rejection"},
             'verification="rejection" needs draft probabilities, which assistant_strategy=.ngram. has none of',
         ),
+        ({"drafter_learning_rate": 0.0}, "^drafter_learning_rate=0.0 must be above 0 and finite"),
+        ({"drafter_learning_rate": math.nan}, "^drafter_learning_rate=nan must be above 0 and finite"),
+        ({"drafter_hidden_weight": -1.0}, "^drafter_hidden_weight=-1.0 must be at least 0 and finite"),
+        ({"drafter_token_weight": math.inf}, "^drafter_token_weight=inf must be at least 0 and finite"),
+        (
+            {"drafter_hidden_weight": 0, "drafter_token_weight": 0},
+            "^drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn",
+        ),
         ({"use_vllm": True}, "use_vllm=True contradicts assistant_strategy='self'.* Set use_vllm=False"),
         (
             {"use_transformers_continuous_batching": True},
@@ -285,13 +298,58 @@ def test_effect_of_keep_graphs(tmp_path: Path, tape: Tape, keep: bool) -> None:
     assert (trainer.model in graphs._kept) == keep
 
 
+@pytest.fixture
+def run_eagle3(run_one_step: OneStep, tmp_path: Path) -> Callable[..., tuple[dict[str, Tensor], Run]]:
+    """Trains one step with an EAGLE-3 drafter; returns how far its weights moved, by name, and the run."""
+    checkpoint = make_checkpoint(tmp_path / "eagle3", "eagle3", tiny_policy().config.vocab_size)
+    loaded = Eagle3Drafter(checkpoint, tiny_policy()).network.state_dict()
+
+    def run(**options: Any) -> tuple[dict[str, Tensor], Run]:
+        drafter, run = run_one_step(strategy="eagle3", assistant_model=checkpoint, **options)
+        weights = drafter.network.state_dict()
+        return {name: (weights[name] - loaded[name]).abs().max() for name in loaded}, run
+
+    return run
+
+
+Eagle3Run = Callable[..., tuple[dict[str, Tensor], Run]]
+
+
+def test_effect_of_drafter_adaptation(run_eagle3: Eagle3Run) -> None:
+    assert any(run_eagle3()[0].values())
+    assert not any(run_eagle3(drafter_adaptation=False)[0].values())
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-3])
+def test_effect_of_drafter_learning_rate(run_eagle3: Eagle3Run, rate: float) -> None:
+    moved, _ = run_eagle3(drafter_learning_rate=rate)
+    assert max(moved.values()) == pytest.approx(rate, rel=1e-3)  # Adam's first step
+
+
+def test_effect_of_drafter_hidden_weight(run_eagle3: Eagle3Run) -> None:
+    without, one, two = (
+        run_eagle3(drafter_hidden_weight=weight)[1].metric("drafter/loss")[0] for weight in (0.0, 1.0, 2.0)
+    )
+    assert two - one == pytest.approx(one - without, rel=1e-5) and one > without > 0
+
+
+def test_effect_of_drafter_token_weight(run_eagle3: Eagle3Run) -> None:
+    (moved, without), (_, tenth), (_, fifth) = (run_eagle3(drafter_token_weight=weight) for weight in (0.0, 0.1, 0.2))
+    assert moved["lm_head.weight"] == 0 < moved["fc.weight"]  # hidden states alone say nothing of the head
+    losses = [run.metric("drafter/loss")[0] for run in (without, tenth, fifth)]
+    assert losses[2] - losses[1] == pytest.approx(losses[1] - losses[0], rel=1e-5) and losses[1] > losses[0] > 0
+
+
 COMMAND_LINE = (
     "--use_cpu --bf16 false --output_dir out --assistant_strategy model --assistant_model some/drafter "
     "--draft_lengths 3 7 --initial_draft_length 7 --draft_length_up 0.9 --draft_length_down 0.8 "
     "--draft_length_patience 3 --sd_toggle roofline --sd_margin 0.1 --roofline_profile p.json "
     "--roofline_mismatch error --history_max_tokens 1000 "
     "--verification rejection --draft_quantization rtn-w8 --draft_kernel reference "
-    "--draft_lm_head dense --rollout_batch_size 4 --runner compiled --max_graph_memory 2.5 --keep_graphs false"
+    "--draft_lm_head dense --rollout_batch_size 4 --runner compiled --max_graph_memory 2.5 --keep_graphs false "
+    "--drafter_adaptation false --drafter_learning_rate 2e-6 --drafter_hidden_weight 0.5 --drafter_token_weight 0.2 "
+    "--tts_drafter model --tts_learning_rate 2e-4 --tts_scope rollout --tts_steps 2 --tts_stride adaptive "
+    "--tts_anchor_weight 0.5 --tts_anchor initial --tts_asynchronous --tts_rank 4"
 ).split()
 
 
@@ -313,7 +371,11 @@ def test_command_line(parse: Callable[[list[str]], tuple[SpecGRPOConfig]]) -> No
         "history_max_tokens": 1000,
         "verification": "rejection", "draft_quantization": "rtn-w8", "draft_kernel": "reference",
         "draft_lm_head": "dense", "rollout_batch_size": 4, "runner": "compiled", "max_graph_memory": 2.5,
-        "keep_graphs": False,
+        "keep_graphs": False, "drafter_adaptation": False, "drafter_learning_rate": 2e-6,
+        "drafter_hidden_weight": 0.5, "drafter_token_weight": 0.2,
+        "tts_drafter": "model", "tts_learning_rate": 2e-4, "tts_scope": "rollout", "tts_steps": 2,
+        "tts_stride": "adaptive", "tts_anchor_weight": 0.5, "tts_anchor": "initial", "tts_asynchronous": True,
+        "tts_rank": 4,
     }  # fmt: skip
 
 
