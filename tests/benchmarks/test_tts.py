@@ -1,0 +1,333 @@
+"""The TTS benchmark: bins, intervals, resuming, what it sees of p and q, and one tiny run. No test looks at a time."""
+
+import json
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from benchmarks import tts
+from benchmarks.tts_distributions import observe_position
+from benchmarks.tts_drafters import FROZEN, NONE, TTS, make_kind
+from benchmarks.tts_numbers import (
+    BINS,
+    Record,
+    acceptance_length,
+    by_depth,
+    gain_interval,
+    paper_stride_gain,
+    speed_ratio,
+    third,
+    trend,
+)
+from benchmarks.tts_parts import anchors_ways, last_quarter, summarise
+from benchmarks.tts_runs import Bench, Generated, in_turns
+from benchmarks.tts_store import Store
+from examples import train_drafter
+from spec_trl.generation.configuration import Distillation
+from spec_trl.generation.drafter_training import STATE_FILE
+from spec_trl.generation.drafters.new_drafter import write_eagle3
+from spec_trl.generation.statistics import SpeculationStatistics
+from tests.conftest import shared
+
+
+def record(blocks: int, committed: int, seconds: float = 1.0, where: int = 0) -> Record:
+    counts = [[0] * BINS, [0] * BINS]
+    counts[0][where], counts[1][where] = blocks, committed
+    facts = {"ties": 0, "unexplained": 0, "same": committed, "tokens": committed, "load": 1.0, "drafted": 9 * blocks}
+    return {"blocks": counts[0], "committed": counts[1], "seconds": seconds, "accepted": committed - blocks} | facts
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_are_counted_where_they_began() -> None:
+    rounds = [3, 1, 5, 2, 9, 1]  # begin at 0, 3, 4, 9, 11, 20
+    blocks, committed = by_depth(rounds, 21)
+    assert {i: count for i, count in enumerate(blocks) if count} == {0: 1, 3: 1, 4: 1, 9: 1, 11: 1}
+    assert {i: count for i, count in enumerate(committed) if count} == {0: 3, 3: 1, 4: 5, 9: 2, 11: 9}
+    blocks, committed = by_depth(rounds, 420)
+    assert (blocks[0], committed[0], blocks[1], committed[1]) == (5, 20, 1, 1)  # bins of 20, and room behind 20
+    assert sum(by_depth([1] * 42, 42)[0]) == 41  # the last token alone is no block
+
+
+def test_acceptance_length_is_pooled() -> None:
+    records = [record(1, 4), record(3, 4), record(1, 9, where=20)]
+    assert acceptance_length(records) == 17 / 5
+    assert acceptance_length(records, third(0)) == 2.0
+    assert acceptance_length(records, third(2)) == 9.0
+    assert acceptance_length(records, third(1)) is None
+    assert [third(i) for i in range(3)] == [slice(0, 7), slice(7, 14), slice(14, 21)]
+
+
+def test_interval_of_the_gain_is_paired() -> None:
+    # Requests differ a lot, the gain is 20 % in each: an unpaired bootstrap would be wide.
+    frozen = [record(100 * i, 200 * i) for i in range(1, 9)]
+    other = [record(100 * i, 240 * i) for i in range(1, 9)]
+    assert gain_interval(frozen, other) == pytest.approx((0.2, 0.2))
+    mixed = [record(100, 300 if i % 2 else 200) for i in range(8)]
+    low, high = gain_interval([record(100, 200)] * 8, mixed)  # type: ignore[misc]
+    assert 0.0 <= low < 0.1 and 0.4 < high <= 0.5
+    assert gain_interval(frozen[:1], other[:1]) is None
+
+
+def test_speed_is_compared_within_requests() -> None:
+    frozen = [record(1, 1, seconds) for seconds in (1.0, 10.0, 4.0)]
+    assert speed_ratio(frozen, [record(1, 1, seconds) for seconds in (2.0, 5.0, 4.0)]) == 1.0
+    assert speed_ratio(frozen, [record(1, 1, seconds) for seconds in (0.5, 5.0, 4.0)]) == 2.0
+
+
+def test_trends_in_words() -> None:
+    assert trend([3.0, 2.0, None, 2.0]) == "falls monotonically"
+    assert trend([1.0, 2.0]) == "rises monotonically"
+    assert trend([1.0, 2.0, 1.5]) == "is not monotone (1 of 2 steps rise)"
+    assert trend([None, 1.0]) == "too few values to tell"
+
+
+def test_means_of_the_papers_strides() -> None:
+    assert paper_stride_gain(1) == pytest.approx(0.392, abs=5e-4)
+    assert paper_stride_gain(50) == pytest.approx(0.109, abs=5e-4)
+    assert paper_stride_gain(2) is None
+
+
+# ---- store ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_keeps_its_cells(tmp_path: Path) -> None:
+    path = tmp_path / "tts.json"
+    store = Store(path, {"seed": 0})
+    assert store.cell("a", "ways", lambda: [1, 2]) == [1, 2]
+
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.cell("b", "ways", killed)
+    again = Store(path, {"seed": 0})
+    assert again.cell("a", "ways", killed) == [1, 2]
+    assert again.cell("b", "ways", lambda: 3) == 3
+    assert again.cell("a", "other ways", lambda: 4) == 4  # what it was made with has changed
+    again.write({"summary": "done"})
+    kept = json.loads(path.read_text())
+    assert kept["summary"] == "done" and set(kept["cells"]) == {"a", "b"}
+    assert Store(path, {"seed": 0}).cell("a", "other ways", killed) == 4
+    assert Store(path, {"seed": 0}, fresh=True).cells == {}
+    with pytest.raises(ValueError, match="'seed': 0.*--fresh"):
+        Store(path, {"seed": 1})
+
+
+# ---- distributions -------------------------------------------------------------------------------------------------
+
+
+def test_what_a_position_shows_of_p_and_q() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.7, 0.2])
+    facts = observe_position(p.log() + 3, q.log() - 2, torch.tensor([2, 0]))
+    assert facts["entropy"] == pytest.approx(-sum(x * math.log(x) for x in (0.5, 0.3, 0.2)))
+    assert facts["cross_entropy"] == facts["seen_cross_entropy"] == pytest.approx(-math.log(0.1))
+    assert (facts["count"], facts["seen"], facts["agreed"]) == (1, 1, 0)
+    facts = observe_position(p.log(), p.log(), torch.tensor([2, 1]))
+    assert (facts["seen"], facts["seen_cross_entropy"], facts["agreed"]) == (0, 0, 1)
+    pruned = torch.tensor([-torch.inf, 1.0, 2.0])
+    assert observe_position(p.log(), pruned, torch.tensor([0])) == {"unknown": 1.0}
+
+
+# ---- summing up ----------------------------------------------------------------------------------------------------
+
+
+def test_the_last_quarter_of_a_run() -> None:
+    cells = [{FROZEN: record(10, 20), TTS: record(10, 20 + i) | {"updates": 7}} for i in range(8)]
+    row = last_quarter(cells, 0)
+    assert (row["requests"], row["updates"], row["last"]) == (8, 56, 2)
+    assert (row["frozen"], row["tau"]) == (2.0, 2.65)
+    assert row["gain"] == pytest.approx(0.325)
+    assert row["quarters"] == [[2.0] * 4, [2.05, 2.25, 2.45, 2.65]]
+
+
+def test_requests_of_a_batch_are_resampled_one_by_one() -> None:
+    def batch(committed: list[int]) -> Record:
+        depth = {"0": [20, sum(committed)]}
+        return record(0, sum(committed)) | {"blocks": [10] * len(committed), "committed": committed, "depth": depth}
+
+    cells = [{NONE: record(0, 1), FROZEN: batch([20, 20]), TTS: batch([20, 40])}]
+    row = summarise({("eagle3", 1.0): cells}, 0)[-1]
+    assert row["gain"] == 0.5 and row["interval"] == (0.0, 1.0)
+    assert row["by_edge"] == {"0": 3.0}
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_request_starts_with_the_next_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[object] = []
+    monkeypatch.setattr(Bench, "generate", lambda self, drafter, *_: order.append(drafter))
+    monkeypatch.setattr(Bench, "record", lambda self, made: {})
+    monkeypatch.setattr(Bench, "compared", lambda self, record, *_: record)
+    bench = object.__new__(Bench)
+    for shift in range(4):
+        found = in_turns(bench, {NONE: 0, "a": 1, "b": 2}, 7, [0], 1.0, shift, lambda: None)  # type: ignore[dict-item]
+        assert list(found) == [NONE, "a", "b"]
+    assert order == [0, 1, 2, 1, 2, 0, 2, 0, 1, 0, 1, 2]
+
+
+def test_the_frozen_drafter_runs_beside_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[object] = []
+
+    def generate(_: Bench, drafter: object, *__: object) -> Generated:
+        order.append(drafter)
+        return Generated([], [], SpeculationStatistics("tts"), float(len(order)))
+
+    monkeypatch.setattr(Bench, "generate", generate)
+    monkeypatch.setattr(Bench, "record", lambda self, made: {"seconds": made.seconds})
+    monkeypatch.setattr(Bench, "compared", lambda self, record, *_: record)
+    bench, ways = object.__new__(Bench), {NONE: 0, FROZEN: 1, "a": 2, "b": 3}
+    found = in_turns(bench, ways, 7, [0], 1.0, 0, lambda: None, True)  # type: ignore[arg-type]
+    assert order == [0, 1, 1, 2, 1, 3]
+    assert found[FROZEN]["seconds"] == 2 and found["b"] == {"seconds": 6, "frozen_seconds": 5}
+    assert speed_ratio([found[FROZEN]], [found["b"]]) == 5 / 6
+    order.clear()
+    in_turns(bench, ways, 7, [0], 1.0, 3, lambda: None, True)  # type: ignore[arg-type]
+    assert order == [3, 1, 0, 1, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Untrained drafters for stories260K."""
+    place = tmp_path_factory.mktemp("drafters")
+    target = AutoModelForCausalLM.from_pretrained(shared("models/stories260K"))
+    write_eagle3(place / "eagle3", target)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).save_pretrained(place / "small_lm")
+    yield place
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, output: Path, *arguments: str, requests: int = 1) -> dict:
+    """One part on stories260K in float64, with few tokens."""
+    given = ["--target", str(shared("models/stories260K")), "--drafters", str(folder), "--dtype", "float64"]
+    given += ["--new-tokens", "42", "--requests", str(requests), "--prompt-tokens", "4", "--output", str(output)]
+    given += ["--threads", str(torch.get_num_threads()), "--rates", "eagle3=1e-3", "model=1e-2"]
+    shared("data/tinystories/tinystories_1000.json")
+    monkeypatch.setattr(sys, "argv", ["tts", *arguments, *given])
+    tts.main()
+    return json.loads((output / f"tts_{arguments[0]}.json").read_text())
+
+
+def test_drafters_end_to_end_and_again_from_what_is_kept(monkeypatch, folder: Path, tmp_path: Path) -> None:
+    result = run(monkeypatch, folder, tmp_path, "drafters", "--kinds", "model", requests=2)
+    assert [(row["temperature"], row["way"]) for row in result["summary"]] == [
+        (t, way) for t in (0.0, 1.0) for way in (NONE, FROZEN, TTS)
+    ]
+    assert result["identity"] == {"calls": 8, "tokens": 336, "same": 336, "ties": 0, "unexplained": 0}
+    assert result["target_unchanged"] and len(result["cells"]) == 4
+    for row in result["summary"]:
+        assert (row["way"] == NONE) == ("tau" not in row)
+        assert (row["way"] == TTS) == ("updates_per_call" in row)
+    for cell in result["cells"].values():
+        learned = cell["data"][TTS]
+        assert learned["updates"] == sum(learned["blocks"])  # S = 1: after every block
+        assert learned["committed"][0] >= learned["blocks"][0] > 0
+        assert sum(learned["committed"]) in (41, 42)
+    assert any(row["gain"] != 0 for row in result["summary"] if row["way"] == TTS)
+    text = (tmp_path / "tts_drafters.md").read_text()
+    assert "336 of 336 tokens" in text and (tmp_path / "tts_drafters.png").exists()
+    assert str(tmp_path) not in (tmp_path / "tts_drafters.json").read_text() + text
+
+    def generate(*_: object) -> None:
+        raise AssertionError("a finished cell was made again")
+
+    monkeypatch.setattr(Bench, "generate", generate)
+    assert run(monkeypatch, folder, tmp_path, "drafters", "--kinds", "model", requests=2)["cells"] == result["cells"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("strides", "--strides", "1", "10", "--temperatures", "1"), "As in Tab. 8"),
+        (("rates", "--learning-rates", "1e-3", "--temperatures", "1"), "best η=0.001"),
+        (("steps", "--steps", "1", "2", "--temperatures", "0"), "K=1 best"),
+                (("distributions", "--temperatures", "1"), "the target's entropy"),
+        (("run", "--updates", "50", "--temperatures", "1"), "last quarter of the requests"),
+        (("batch", "--batch", "2", "--temperatures", "1"), "TTS, per rollout"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_each_part_is_lossless_and_reports(arguments, expected, monkeypatch, folder: Path, tmp_path: Path) -> None:
+    kind = "eagle3" if arguments[0] in ("distributions", "batch") else "model"
+    result = run(monkeypatch, folder, tmp_path, *arguments, "--kinds", kind)
+    same = result["identity"]
+    assert same["same"] == same["tokens"] > 0 and same["ties"] == same["unexplained"] == 0
+    assert result["target_unchanged"]
+    assert expected in (tmp_path / f"tts_{arguments[0]}.md").read_text()
+    if arguments[0] == "distributions":
+        frozen, learned = (row["distributions"][-1] for row in result["summary"][1:])
+        assert frozen["positions"] > learned["unseen_positions"] > 0
+        assert learned["cross_entropy"] < frozen["cross_entropy"] - 1  # untrained, it has much to learn
+    if arguments[0] == "run":
+        assert 50 <= result["summary"][0]["updates"] < 50 + 42
+    if arguments[0] == "batch":
+        (cell,) = result["cells"].values()
+        assert all(len(cell["data"][way]["blocks"]) == 2 for way in cell["data"] if way != NONE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["drafters", "--rates", "eagle3=-1"], "'=' and a number above 0"),
+        (["drafters", "--rates", "medusa=1"], "'=' and a number above 0"),
+        (["strides", "--strides", "0"], "must be 1 or more"),
+        (["drafters", "--new-tokens", "5"], "--new-tokens 5 must be 21 or more"),
+        (["drafters", "--target", "nowhere"], "--target nowhere: no such folder"),
+        (["anchors", "--anchor-weights", "0"], "must be above 0"),
+    ],
+)
+def test_wrong_options_are_named(arguments, message, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["tts", *arguments])
+    with pytest.raises(SystemExit):
+        tts.main()
+    assert message in capsys.readouterr().err
+
+
+def test_ways_of_the_anchors(folder: Path) -> None:
+    kind = make_kind("model", folder, "", folder, 16, 1e-3, "")
+    ways = anchors_ways(kind, Namespace(anchor_weights=[0.5]))
+    how = Distillation(1e-3)
+    assert ways == {
+        FROZEN: None,
+        "K=1, λ=0": how,
+        "K=2, λ=0": replace(how, steps=2),
+        "K=2, λ=0.5, q_t": replace(how, steps=2, anchor_weight=0.5),
+        "K=1, λ=0.5, q_0": replace(how, anchor_weight=0.5, anchor="initial"),
+    }
+
+
+def test_a_missing_drafter_is_trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[list[str]] = []
+
+    def train(arguments: list[str]) -> None:
+        calls.append(arguments)
+        place = Path(arguments[arguments.index("--output") + 1])
+        (place / STATE_FILE).touch()
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        (place / "model.safetensors").write_bytes(b"weights")
+
+    monkeypatch.setattr(train_drafter, "main", train)
+    with pytest.raises(KeyboardInterrupt):
+        make_kind("dflash", tmp_path, "target", Path("stories.json"), 8, None, "")
+    for _ in range(2):
+        kind = make_kind("dflash", tmp_path, "target", Path("stories.json"), 8, None, "")
+    assert len(calls) == 2 and "--resume" not in calls[0] and calls[1] == [*calls[0], "--resume"]
+    assert (kind.draft_length, kind.folder) == (7, tmp_path / "dflash8")
+    training = kind.facts()["training"]
+    assert isinstance(training, dict) and training["seconds"] >= 0 and "64" in training["options"]
+    train_drafter.parse_arguments(calls[1])  # options that it knows
+    (tmp_path / "eagle3").mkdir()
+    (tmp_path / "eagle3/config.json").touch()
+    make_kind("eagle3", tmp_path, "target", Path("stories.json"), 8, None, "")
+    assert len(calls) == 2  # trained elsewhere
