@@ -68,12 +68,13 @@ class RaggedCache(Cache):
 class _RaggedLayer(CacheLayerMixin):
     is_sliding = False
 
-    def __init__(self, cache: RaggedCache) -> None:
+    def __init__(self, cache: "RaggedCache | ReplayCache") -> None:
         super().__init__()
         self._cache = weakref.ref(cache)  # without a cycle, a cache's memory goes with its last user
 
     @property
-    def cache(self) -> RaggedCache:
+    def cache(self) -> Any:
+        """The cache it is a layer of."""
         cache = self._cache()
         assert cache is not None
         return cache
@@ -137,29 +138,18 @@ class ReplayCache(Cache):
 
     def __init__(self, keys_values: list[tuple[Tensor, Tensor]], columns: int) -> None:
         super().__init__(layers=[_ReplayLayer(self, keys, values) for keys, values in keys_values])
-        self.columns = columns
+        self.columns = self._visible = columns
 
     def point_at(self, positions: Tensor) -> None:
         """Says where the next forward writes: columns `[B, q]` int64 of each row."""
         self.positions = positions
 
 
-class _ReplayLayer(CacheLayerMixin):
-    is_sliding = False
-
+class _ReplayLayer(_RaggedLayer):
     def __init__(self, cache: ReplayCache, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self._cache, self.keys, self.values = weakref.ref(cache), keys, values
+        super().__init__(cache)
+        self.keys, self.values = keys, values
         self.is_initialized = True
-
-    @property
-    def cache(self) -> ReplayCache:
-        cache = self._cache()
-        assert cache is not None
-        return cache
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         positions = self.cache.positions  # [B, q]
@@ -168,18 +158,6 @@ class _ReplayLayer(CacheLayerMixin):
         keys[where], values[where] = key_states.transpose(1, 2), value_states.transpose(1, 2)  # [B, q, kv, d]
         self.keys, self.values = keys, values
         return keys, values
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.columns, 0
-
-    def get_max_length(self) -> int:  # transformers >= 5.23
-        return self.cache.columns
-
-    def get_max_cache_shape(self) -> int:  # transformers < 5.23
-        return self.cache.columns
 
 
 def check_memory(what: str, needed: int, device: torch.device) -> None:
