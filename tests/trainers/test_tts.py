@@ -81,8 +81,9 @@ def steps_taken(drafter: DistilledDrafter) -> int:
 # ---- the policy is left alone ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("kind", STUDENTS)
+@pytest.mark.parametrize(
+    ("kind", "asynchronous"), [("self", False), ("model", True), ("eagle3", False), ("eagle3", True), ("dflash", True)]
+)
 def test_the_policy_trains_as_without(kind: str, asynchronous: bool, tmp_path: Path, named: Named) -> None:
     """Completions, losses and weights, to the last bit, while the drafter learns."""
     none = train(tmp_path / "none", "none", max_steps=4)
@@ -106,17 +107,16 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("scope", ["run", "request"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_of_training(variant: str, scope: str, tmp_path: Path, named: Named) -> None:
+def test_variants_of_training(variant: str, tmp_path: Path, named: Named) -> None:
     none = train(tmp_path / "none", "none", **VARIANTS[variant]())
-    for kind in ("self", "eagle3"):
+    for kind, scope in (("self", "run"), ("eagle3", "request")):
         _, run, _ = run_tts(tmp_path / kind, tts_scope=scope, **VARIANTS[variant](), **named(kind))
         assert_same_training(none, run)
         assert min(run.metric("rollout/drafter_updates")) > 0
 
 
-@pytest.mark.parametrize("kind", STUDENTS)
+@pytest.mark.parametrize("kind", ["self", "eagle3"])
 def test_optimizers_are_apart(kind: str, tmp_path: Path, named: Named) -> None:
     drafter, _, trainer = run_tts(tmp_path, max_steps=2, **named(kind))
     policys = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
@@ -175,8 +175,16 @@ def test_the_copy_gets_activation_statistics(tmp_path: Path) -> None:
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", STUDENTS)
-@pytest.mark.parametrize("how", [{}, dict(tts_asynchronous=True, tts_stride=2), dict(tts_anchor="initial")], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, {}) for kind in STUDENTS),
+        ("self", dict(tts_asynchronous=True, tts_stride=2)),
+        ("eagle3", dict(tts_asynchronous=True, tts_stride=2)),
+        ("dflash", dict(tts_anchor="initial")),
+    ],
+    ids=str,
+)
 def test_resumed_run_goes_on_bit_for_bit(kind: str, how: dict[str, Any], tmp_path: Path, named: Named) -> None:
     options = how | named(kind)
     if how.get("tts_anchor"):

@@ -79,8 +79,16 @@ def options(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scope", ["request", "rollout", "run"])
-@pytest.mark.parametrize(("asynchronous", "stride"), [(False, 1), (False, "adaptive"), (True, 1), (True, 3)])
+@pytest.mark.parametrize(
+    ("scope", "asynchronous", "stride"),
+    [
+        ("request", False, 1),
+        ("request", True, 3),
+        ("rollout", False, "adaptive"),
+        ("rollout", True, 3),
+        ("run", True, 1),
+    ],
+)
 def test_identical_with_none(kind, scope, asynchronous, stride, tiny, named) -> None:
     config = options(tts_drafter=kind, tts_scope=scope, tts_asynchronous=asynchronous, tts_stride=stride)
     before = copy.deepcopy(tiny.state_dict())
