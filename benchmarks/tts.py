@@ -159,7 +159,7 @@ def main() -> None:
     output.with_suffix(".md").write_text(text + "\n")
     print(f"{text}\n\nwritten: {output}, {output.with_suffix('.md')}")
     if result["identity"]["unexplained"] or not result["target_unchanged"]:
-        sys.exit("the output is not that of \"none\", or the target has changed")
+        sys.exit('the output is not that of "none", or the target has changed')
 
 
 if __name__ == "__main__":

@@ -107,14 +107,12 @@ def make_cells(
         names = [NONE, *ways]
 
         @cache
-        def drafters(kind: Kind = kind, ways: tuple[tuple[str, Distillation | None], ...] = tuple(ways.items())) -> (
-            dict[str, Drafter | None]
-        ):
+        def drafters(
+            kind: Kind = kind, ways: tuple[tuple[str, Distillation | None], ...] = tuple(ways.items())
+        ) -> dict[str, Drafter | None]:
             """Made where a cell is missing, not before."""
             if part == "distributions":
-                made = {
-                    name: WatchedDrafter(kind.student(bench.target), how, bench.new_tokens) for name, how in ways
-                }
+                made = {name: WatchedDrafter(kind.student(bench.target), how, bench.new_tokens) for name, how in ways}
                 return {NONE: None, **made}
             return {NONE: None, **{name: kind.drafter(bench.target, how) for name, how in ways}}
 

@@ -49,7 +49,7 @@ def report(result: Result, figures: Path) -> str:
         "",
         *[_drafter_line(name, facts) for name, facts in result["drafters"].items()],
         "",
-        f"Identity with `\"none\"`: {same['same']} of {same['tokens']} tokens in {same['calls']} calls; "
+        f'Identity with `"none"`: {same["same"]} of {same["tokens"]} tokens in {same["calls"]} calls; '
         f"{same['ties']} near-ties of scores (text behind them is not counted), {same['unexplained']} unexplained "
         f"mismatches. The target's parameters are {'bit-equal to' if result['target_unchanged'] else 'NOT those'} "
         "before.",
@@ -331,7 +331,7 @@ def _batch(result: Result, figures: Path) -> list[str]:
     lines += ["By output depth, from:", "", markdown_table(["drafter", "T", "way", *map(str, edges)], rows), ""]
     rate = result["options"]["adapter_rate"]
     lines.append(
-        f"\"{ROLLOUT}\" learns all weights from all rows together, and starts anew with each batch; per request, each "
+        f'"{ROLLOUT}" learns all weights from all rows together, and starts anew with each batch; per request, each '
         "row learns a rank-8 correction of its own" + (f" with η = {rate:g}." if rate else ".")
     )
     return lines

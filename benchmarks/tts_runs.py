@@ -219,8 +219,7 @@ def in_turns(
                 paired[name] = run.seconds
         advance()
     records = {
-        name: bench.compared(bench.record(made[name]), made[name], made[NONE], requests, temperature)
-        for name in names
+        name: bench.compared(bench.record(made[name]), made[name], made[NONE], requests, temperature) for name in names
     }
     for name, seconds in paired.items():
         records[name]["frozen_seconds"] = round(seconds, 4)

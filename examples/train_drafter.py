@@ -4,7 +4,7 @@ r"""Trains a drafter for a model that has none, on the model's own samples.
     python examples/train_drafter.py --target path/or/hub-id --drafter dflash --output my_drafter --resume
 
 The target continues the prompts (or, without a file, its BOS token) at temperature 1; the drafter learns to say what
-the target would. It takes minutes on a CPU for a target of a few million parameters. Afterwards
+the target would. Afterwards
 
     model.generate(..., assistant_strategy="eagle3", assistant_model="my_drafter")
 

@@ -181,7 +181,7 @@ class SpeculativeConfig:
         require_int("history_max_tokens", self.history_max_tokens, 1, None)
         if self.max_batch_size is not None:
             require_int("max_batch_size", self.max_batch_size, 1, None)
-        require_margin(self.sd_margin)
+        require_number("sd_margin", self.sd_margin, positive=False)
         require_graph_memory(self.max_graph_memory)
         if self.roofline_profile is not None and self.sd_toggle != "roofline":
             raise ValueError(
@@ -234,12 +234,6 @@ def check_strategy(strategy: str) -> str:
     if strategy not in STRATEGIES:
         raise ValueError(f"assistant_strategy={strategy!r} is unknown; choose one of {list(STRATEGIES)}.")
     return strategy
-
-
-def require_margin(value: object) -> None:
-    """Raises ValueError unless `value` is a number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"sd_margin={value!r} is out of range; it must be a number of at least 0, e.g. 0.05.")
 
 
 def _require_choice(name: str, value: object) -> None:

@@ -1,13 +1,51 @@
-"""What a target thinks of whole sequences, outside the engine."""
+"""What a target thinks: its hidden states, kept as its forwards go by."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .shadow import decoder_layers
+
+
+def keep_states(network: PreTrainedModel, layers: Iterable[int], states: dict[int, Tensor]) -> list[RemovableHandle]:
+    """Has every forward of `network` leave its hidden states `[B, q, hidden]` in `states`, until the handles go.
+
+    Args:
+        network: a causal language model.
+        layers: which ones, in transformers' count: 0 is the embedding's output, i the input of layer i, and the number
+            of layers the output of the final norm.
+        states: where to; each forward overwrites what the one before left.
+
+    Raises:
+        ValueError: the network has no such layer.
+    """
+    layers, blocks = list(dict.fromkeys(layers)), decoder_layers(network)
+    beyond = [index for index in layers if not 0 <= index <= len(blocks)]
+    if beyond:
+        raise ValueError(
+            f"layers={layers}: hidden states {beyond} are asked for, and {type(network).__name__} has those of 0 to "
+            f"{len(blocks)}."
+        )
+
+    def keep_input(index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def keep_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        states[len(blocks)] = output.last_hidden_state
+
+    return [
+        blocks[index].register_forward_pre_hook(keep_input(index), with_kwargs=True)
+        if index < len(blocks)
+        else network.get_decoder().register_forward_hook(keep_output)
+        for index in layers
+    ]
 
 
 @torch.no_grad()
@@ -24,27 +62,12 @@ def observe(target: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> t
     """
     states: dict[int, Tensor] = {}
     hidden: list[Tensor] = []
-    blocks, decoder = decoder_layers(target), target.get_decoder()
-
-    def keep_input(index: int) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states[index] = args[0] if args else kwargs["hidden_states"]  # [B, T, H_t]
-
-        return hook
-
-    def keep_output(_: nn.Module, __: Any, output: Any) -> None:
-        states[len(blocks)] = output.last_hidden_state  # [B, T, H_t]
 
     def keep_hidden(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         hidden.append(args[0])
         return (args[0][:, -1:],)  # logits are computed later, in pieces
 
-    hooks = [
-        blocks[index].register_forward_pre_hook(keep_input(index), with_kwargs=True)
-        if index < len(blocks)
-        else decoder.register_forward_hook(keep_output)
-        for index in dict.fromkeys(layers)
-    ]
+    hooks = keep_states(target, layers, states)
     hooks.append(target.get_output_embeddings().register_forward_pre_hook(keep_hidden))
     try:
         target(tokens, use_cache=False)

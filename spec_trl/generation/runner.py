@@ -1,16 +1,15 @@
 """Runs one network over a ragged cache. Every forward of generation, target's or drafter's, goes through here."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import MaskPlan, reads_spans
 from .cache import RaggedCache, ReplayCache
+from .observation import keep_states
 from .requirements import position_limit
-from .shadow import decoder_layers
 
 
 # Attention reads columns up to the longest row, rounded up: few distinct shapes, so that kernels that are prepared
@@ -72,8 +71,7 @@ class EagerRunner:
         """Has every further forward tell its hidden states, for drafters that are fed with them.
 
         Args:
-            layers: which ones, in transformers' count: 0 is the embedding's output, i the input of layer i, and the
-                number of layers the output of the final norm.
+            layers: which ones, as :func:`~spec_trl.generation.observation.keep_states` counts them.
             heard: called after each forward with features `[B, q, len(layers) * hidden]`, the states side by side in
                 the order of `layers`, the positions `[B, q]` they belong to, and the first cache row. The features are
                 valid until the next forward.
@@ -89,39 +87,15 @@ class EagerRunner:
         if tuple(layers) == self._listened:
             self._heard = heard
             return
-        decoder = self.network.get_decoder()
-        blocks = decoder_layers(self.network)
-        beyond = [index for index in layers if not 0 <= index <= len(blocks)]
-        if beyond:
-            raise ValueError(
-                f"layers={list(layers)}: hidden states {beyond} are asked for, and {type(self.network).__name__} has "
-                f"those of 0 to {len(blocks)}."
-            )
+        hooks = keep_states(self.network, layers, self._states)
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [
-            blocks[index].register_forward_pre_hook(self._keep_input(index), with_kwargs=True)
-            if index < len(blocks)
-            else decoder.register_forward_hook(self._keep_output(index))
-            for index in dict.fromkeys(layers)
-        ]
+        self._hooks = hooks
         self._heard, self._listened = heard, tuple(layers)
 
     def stop_listening(self) -> None:
         """Tells nobody any more. The states are kept all the same, so that captured forwards stay as they are."""
         self._heard = None
-
-    def _keep_input(self, index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._states[index] = args[0] if args else kwargs["hidden_states"]  # [B, q, hidden]
-
-        return hook
-
-    def _keep_output(self, index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-            self._states[index] = output.last_hidden_state  # [B, q, hidden]
-
-        return hook
 
     def _features(self) -> Tensor | None:
         """`[B, q, len(layers) * hidden]` of the forward that just ran."""

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..generation.drafters.dflash import DFlashDrafter
 from ..generation.drafters.eagle3 import Eagle3Drafter
 from ..generation.drafters.sequence_loss import TargetView, sequence_loss
 from ..generation.drafters.trainable import TrainableDrafter
+from ..generation.observation import keep_states
 from ..generation.sampling import stream_keys
 from ..generation.shadow import decoder_layers
 
@@ -126,26 +127,14 @@ class DrafterAdaptation:
             yield
             return
         states: dict[int, Tensor] = {}
-        blocks = decoder_layers(self._policy)
-
-        def keep_input(index: int) -> Any:
-            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                states[index] = (args[0] if args else kwargs["hidden_states"]).detach()  # [B, P + C, H]
-
-            return hook
-
-        def keep_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-            states[len(blocks)] = output.last_hidden_state.detach()  # [B, P + C, H]
-
-        wanted = {index for index in self.drafter.feature_layers if index < len(blocks)}
-        handles = [blocks[i].register_forward_pre_hook(keep_input(i), with_kwargs=True) for i in sorted(wanted)]
-        handles.append(self._policy.get_decoder().register_forward_hook(keep_output))
+        newest = len(decoder_layers(self._policy))
+        handles = keep_states(self._policy, {*self.drafter.feature_layers, newest}, states)
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-        self._seen = inputs, states
+        self._seen = inputs, {index: state.detach() for index, state in states.items()}
 
     # ---- learning -------------------------------------------------------------------------------------------------
 

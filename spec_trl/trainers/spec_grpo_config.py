@@ -1,11 +1,17 @@
 """GRPOConfig with one more group of fields: how rollouts are drafted and verified."""
 
-import math
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from ..generation.configuration import NEED_ASSISTANT, TAKE_ASSISTANT, SpeculativeConfig, check_strategy, require_int
+from ..generation.configuration import (
+    NEED_ASSISTANT,
+    TAKE_ASSISTANT,
+    SpeculativeConfig,
+    check_strategy,
+    require_int,
+    require_number,
+)
 from ..scheduling.draft_length import DraftLengthController
 
 
@@ -226,16 +232,10 @@ class SpecGRPOConfig(GRPOConfig):
                 f"roofline_profile={self.roofline_profile!r} has no use with assistant_strategy='none'; drop one of "
                 "them."
             )
-        if not 0 < self.drafter_learning_rate < math.inf:
-            raise ValueError(
-                f"drafter_learning_rate={self.drafter_learning_rate} must be above 0 and finite. To keep the drafter "
-                "as it is, set drafter_adaptation=False."
-            )
-        weights = {name: getattr(self, name) for name in ("drafter_hidden_weight", "drafter_token_weight")}
-        for name, weight in weights.items():
-            if not 0 <= weight < math.inf:
-                raise ValueError(f"{name}={weight} must be at least 0 and finite.")
-        if not any(weights.values()):
+        require_number("drafter_learning_rate", self.drafter_learning_rate, positive=True)
+        require_number("drafter_hidden_weight", self.drafter_hidden_weight, positive=False)
+        require_number("drafter_token_weight", self.drafter_token_weight, positive=False)
+        if not self.drafter_hidden_weight and not self.drafter_token_weight:
             raise ValueError(
                 "drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn. Raise one of "
                 "them, or set drafter_adaptation=False."

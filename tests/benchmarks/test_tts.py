@@ -251,7 +251,7 @@ def test_drafters_end_to_end_and_again_from_what_is_kept(monkeypatch, folder: Pa
         (("strides", "--strides", "1", "10", "--temperatures", "1"), "As in Tab. 8"),
         (("rates", "--learning-rates", "1e-3", "--temperatures", "1"), "best η=0.001"),
         (("steps", "--steps", "1", "2", "--temperatures", "0"), "K=1 best"),
-                (("distributions", "--temperatures", "1"), "the target's entropy"),
+        (("distributions", "--temperatures", "1"), "the target's entropy"),
         (("run", "--updates", "50", "--temperatures", "1"), "last quarter of the requests"),
         (("batch", "--batch", "2", "--temperatures", "1"), "TTS, per rollout"),
     ],

@@ -240,10 +240,13 @@ def test_effect_of_rollout_batch_size(
             {"assistant_strategy": "ngram", "verification": "rejection"},
             'verification="rejection" needs draft probabilities, which assistant_strategy=.ngram. has none of',
         ),
-        ({"drafter_learning_rate": 0.0}, "^drafter_learning_rate=0.0 must be above 0 and finite"),
-        ({"drafter_learning_rate": math.nan}, "^drafter_learning_rate=nan must be above 0 and finite"),
-        ({"drafter_hidden_weight": -1.0}, "^drafter_hidden_weight=-1.0 must be at least 0 and finite"),
-        ({"drafter_token_weight": math.inf}, "^drafter_token_weight=inf must be at least 0 and finite"),
+        ({"drafter_learning_rate": 0.0}, "^drafter_learning_rate=0.0 is out of range; it must be a number above 0"),
+        ({"drafter_learning_rate": math.nan}, "^drafter_learning_rate=nan is out of range"),
+        (
+            {"drafter_hidden_weight": -1.0},
+            "^drafter_hidden_weight=-1.0 is out of range; it must be a number of at least 0",
+        ),
+        ({"drafter_token_weight": math.inf}, "^drafter_token_weight=inf is out of range"),
         (
             {"drafter_hidden_weight": 0, "drafter_token_weight": 0},
             "^drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn",

@@ -73,7 +73,7 @@ class DFlashNetwork(nn.Module):
         self._frequencies, self._rotation_scale = make(decoder, device=torch.device("cpu"))  # [d / 2]
 
     def forward(self, features: Tensor, context_positions: Tensor, embedded: Tensor, anchors: Tensor) -> Tensor:
-        """Block states from whole contexts, without a cache: what training differentiates.
+        """Block states from whole contexts, without a cache: what the cached and the batched forms are checked with.
 
         Args:
             features: `[B, C, feature width]` of the target. Those at or behind a row's anchor are not seen.
