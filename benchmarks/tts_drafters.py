@@ -15,6 +15,7 @@ from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.drafters.dflash import DFlashDrafter
 from spec_trl.generation.drafters.distillation import DistilledDrafter
 from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
+from spec_trl.generation.drafters.learners import CORRECTION_RATE
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.trainable import TrainableDrafter
@@ -33,6 +34,9 @@ TRAINING = {
     "model": ["--steps", "5000", "--batch-size", "16"],
 }
 SAMPLES = 16000
+_WEIGHT_RATES = {
+    "eagle3": Eagle3Drafter.weight_rate, "dflash": DFlashDrafter.weight_rate, "model": SmallModelDrafter.weight_rate,
+}  # fmt: skip
 NONE, FROZEN, TTS = "none", "frozen", "TTS"
 
 
@@ -44,14 +48,14 @@ class Kind:
         name: one of `KINDS`.
         folder: its checkpoint; None for "self".
         draft_length: γ.
-        learning_rate: η; None: spec_trl's own.
+        learning_rate: η of all weights; of "self", of its corrections.
         quantization: scheme of "self".
     """
 
     name: str
     folder: Path | None
     draft_length: int
-    learning_rate: float | None
+    learning_rate: float
     quantization: str
 
     def how(self, **changes: object) -> Distillation:
@@ -102,12 +106,13 @@ def make_kind(
         rate: η; None: spec_trl's own.
         quantization: of "self".
     """
-    draft_length = block_size - 1 if name == "dflash" else DRAFT_LENGTH
     if name == "self":
-        return Kind(name, None, draft_length, rate, quantization)
+        return Kind(name, None, DRAFT_LENGTH, rate or CORRECTION_RATE, quantization)
+    draft_length = block_size - 1 if name == "dflash" else DRAFT_LENGTH
     place = folder / {"eagle3": "eagle3", "dflash": f"dflash{block_size}", "model": "small_lm"}[name]
     _train_once(name, place, target, stories, block_size)
-    return Kind(name, place, draft_length, rate, quantization)
+    width = json.loads((place / "config.json").read_text())["hidden_size"]
+    return Kind(name, place, draft_length, rate or _WEIGHT_RATES[name] / width, quantization)
 
 
 def _train_once(name: str, place: Path, target: str, stories: Path, block_size: int) -> None:
@@ -122,9 +127,11 @@ def _train_once(name: str, place: Path, target: str, stories: Path, block_size: 
     if name == "dflash":
         options += ["--block-size", str(block_size)]
     place.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(json.dumps({"options": options, "seconds": None}))
+    resumed = (place / STATE_FILE).exists()
+    recipe.write_text(json.dumps({"options": options, "seconds": None, "resumed": resumed}))
     print(f"training the drafter {place.name}, once", flush=True)
     started = time.perf_counter()
-    resume = ["--resume"] if (place / STATE_FILE).exists() else []
+    resume = ["--resume"] if resumed else []
     train_drafter.main(["--target", target, "--prompts", str(stories), "--output", str(place), *options, *resume])
-    recipe.write_text(json.dumps({"options": options, "seconds": round(time.perf_counter() - started, 1)}))
+    seconds = round(time.perf_counter() - started, 1)
+    recipe.write_text(json.dumps({"options": options, "seconds": seconds, "resumed": resumed}))

@@ -77,9 +77,8 @@ def rates_ways(kind: Kind, options: argparse.Namespace) -> Ways:
 
 def batch_ways(kind: Kind, options: argparse.Namespace) -> Ways:
     """Requests of one batch that learn apart, low-rank corrections, or together, all weights."""
-    rate = options.adapter_rate or kind.learning_rate
     return {
-        FROZEN: None, REQUEST: kind.how(learning_rate=rate), ROLLOUT: kind.how(scope="rollout"),
+        FROZEN: None, REQUEST: kind.how(learning_rate=options.adapter_rate), ROLLOUT: kind.how(scope="rollout"),
     }  # fmt: skip
 
 

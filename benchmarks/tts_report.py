@@ -65,7 +65,9 @@ def _drafter_line(name: str, facts: dict[str, Any]) -> str:
     training = facts["training"]
     if isinstance(training, str):
         return f"{line}, weights {facts['digest']}, {training}"
-    return f"{line}, weights {facts['digest']}, trained in {training['seconds']} s: {' '.join(training['options'])}"
+    since = " since it was resumed" if training["resumed"] else ""
+    options = " ".join(training["options"])
+    return f"{line}, weights {facts['digest']}, trained in {training['seconds']} s{since}: {options}"
 
 
 def _groups(rows: Sequence[Row]) -> list[tuple[str, float, dict[str, Row]]]:

@@ -42,6 +42,7 @@ class DFlashDrafter(LearnedDrafter):
     """
 
     strategy = "dflash"
+    weight_rate = 0.25  # measured: benchmarks/results/tts_rates.md
     network: DFlashNetwork
 
     def __init__(self, checkpoint: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None) -> None:

@@ -19,10 +19,6 @@ from .low_rank import RowAdam, RowAdapters
 from .trainable import TrainableDrafter
 
 
-WEIGHT_RATE = 0.08
-"""η of weights times the width of the drafter: a step of Adam moves every weight by about η, and what a unit sums up
-grows with its inputs. 3e-4 at width 256; at 4096 it is 2e-5, between what others have trained drafters with online
-(1e-6 to 1e-3)."""
 CORRECTION_RATE = 3e-4
 """η of low-rank corrections, which are relative to the layer's own scale."""
 
@@ -245,10 +241,10 @@ def make_learner(
     Args:
         drafter: that learns.
         rows: cache rows that learn each for itself; 1: all together.
-        learning_rate: η; None: `WEIGHT_RATE` over the drafter's width, or `CORRECTION_RATE`.
+        learning_rate: η; None: the drafter's `weight_rate` over its width, or `CORRECTION_RATE`.
         rank: of corrections.
         keeps_initial: whether q_0 will be asked for.
     """
     if rows == 1 and drafter.trained(drafter.network):
-        return WeightLearner(drafter, learning_rate or WEIGHT_RATE / drafter.width, keeps_initial)
+        return WeightLearner(drafter, learning_rate or drafter.weight_rate / drafter.width, keeps_initial)
     return AdapterLearner(drafter, learning_rate or CORRECTION_RATE, rows, rank)
