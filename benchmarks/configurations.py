@@ -8,6 +8,7 @@ TRL = "trl"
 EFFICIENT_ROLLOUT = "efficient-rollout"
 ALWAYS_ADAPTIVE = "self-always-adaptive"
 AWQ = "awq-always-5"
+LEARNED_FROZEN, LEARNED_ADAPTED, LEARNED_TTS = "learned-frozen", "learned-adapted", "learned-tts"
 
 LADDER = [5, 7, 9, 11]
 """Γ (ER §4.1)."""
@@ -47,6 +48,24 @@ METHODS: dict[str, dict[str, Any]] = {
     "auto": {"assistant_strategy": "auto", "sd_toggle": "roofline", "sd_margin": 0.05} | _ADAPTIVE,
 }
 """Rows of Table 2; the always-on ones become one, at γ*."""
+
+
+def learned(kind: str, checkpoint: str, learning_rate: float) -> dict[str, dict[str, Any]]:
+    """The learned auxiliary drafter of Table 2 (ER App. F.5), always on: kept, adapted to the policy behind each
+    micro-batch, and learning from each round (TTS).
+
+    Args:
+        kind: "eagle3" or "dflash".
+        checkpoint: folder of the drafter.
+        learning_rate: of the adaptation.
+    """
+    fields = {"assistant_model": checkpoint, "sd_toggle": "always", "draft_lengths": [5]}
+    return {
+        LEARNED_FROZEN: fields | {"assistant_strategy": kind, "drafter_adaptation": False},
+        LEARNED_ADAPTED: fields | {"assistant_strategy": kind, "drafter_learning_rate": learning_rate},
+        LEARNED_TTS: fields | {"assistant_strategy": "tts", "tts_drafter": kind, "tts_scope": "run"},
+    }
+
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     **{toggled(length): _TOGGLED | {"draft_lengths": [length]} for length in LADDER},  # Fig. 4a

@@ -4,9 +4,10 @@ Every method trains the same policy for the same steps from the same seeds with 
 trl.GRPOTrainer with transformers' generate, the rest is SpecGRPOTrainer as in `benchmarks/configurations.py`. A repeat
 trains all of them once, every second repeat in reverse order, so that a slow minute of the machine does not hit the
 same one. A time is the mean over steps, the first one left out (ER App. F), of the median over repeats. The learned
-auxiliary drafter of Table 2 is not among the methods: it comes with Test-Time Speculation.
+auxiliary drafter of Table 2 needs a checkpoint for the policy, which --learned names.
 
     python -m benchmarks.end_to_end [--ablations]
+    python -m benchmarks.end_to_end --model FOLDER --methods trl --learned eagle3 DRAFTER --learning-rate 1e-5
     python -m benchmarks.end_to_end --model shape:qwen2.5-0.5b --methods autoregressive self-always efficient-rollout
 """
 
@@ -37,6 +38,7 @@ from .configurations import (
     METHODS,
     TRL,
     always_on,
+    learned,
     uses_profile,
 )
 from .end_to_end_report import report
@@ -168,14 +170,23 @@ def identical_until(ours: list[list[list[int]]], theirs: list[list[list[int]]]) 
     return len(ours)
 
 
-def expand(methods: Sequence[str], ablations: bool) -> dict[str, dict[str, Any]]:
-    """Configurations by name, in the order of `configurations`, autoregressive decoding always among them."""
+def expand(
+    methods: Sequence[str], ablations: bool, auxiliary: tuple[str, str, float] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Configurations by name, in the order of `configurations`, autoregressive decoding always among them.
+
+    Args:
+        methods: names.
+        ablations: those too.
+        auxiliary: kind, checkpoint and learning rate of a learned drafter; None: none.
+    """
     wanted = {AUTOREGRESSIVE, *methods}
     if ALWAYS in wanted:
         wanted |= {always_on(length) for length in FIXED}
     if ablations:
         wanted |= {*ABLATED, *ABLATIONS}
-    return {name: fields for name, fields in (METHODS | ABLATIONS).items() if name in wanted}
+    chosen = {name: fields for name, fields in (METHODS | ABLATIONS).items() if name in wanted}
+    return chosen | (learned(*auxiliary) if auxiliary else {})
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -186,6 +197,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--methods", nargs="+", default=CHOICES, choices=CHOICES, help="besides autoregressive (default: all)")
     add("--ablations", action="store_true", help="toggle and draft length (Fig. 4a, 5), W4 and W8 (Tab. 4), AWQ "
         "(Fig. 7)")  # fmt: skip
+    add("--learned", nargs=2, metavar=("KIND", "DRAFTER"), help="three more: a drafter (eagle3 or dflash, and its "
+        "folder) kept, adapted, and learning while it drafts")  # fmt: skip
+    add("--learning-rate", type=float, help="of the policy (default: the task's)")
+    add("--drafter-learning-rate", type=float, default=1e-6, help="of an adapted drafter (default: %(default)s)")
     add("--steps", type=int, help=f"optimizer steps (default: {DEMO_SIZE.steps}, other models {OTHER_SIZE.steps})")
     add("--rows", type=int, help=f"completions per step (default: {DEMO_SIZE.rows}, other models {OTHER_SIZE.rows})")
     add("--group", type=int, help=f"of one prompt (default: {DEMO_SIZE.group}, other models {OTHER_SIZE.group})")
@@ -209,6 +224,13 @@ def parse_arguments() -> argparse.Namespace:
     options.size = size = replace(size, **given)
     if options.model != DEMO and not options.model.startswith(SHAPE_PREFIX) and not Path(options.model).is_dir():
         parser.error(f"--model {options.model}: no such folder; name one, {DEMO}, or {SHAPE_PREFIX}NAME")
+    if options.learned is not None:
+        kind, drafter = options.learned
+        if kind not in ("eagle3", "dflash") or not Path(drafter).is_dir():
+            parser.error(f"--learned {kind} {drafter}: give eagle3 or dflash, and the folder of a drafter")
+    for name in ("learning_rate", "drafter_learning_rate"):
+        if (rate := getattr(options, name)) is not None and rate <= 0:
+            parser.error(f"--{name.replace('_', '-')} {rate} must be above 0")
     if options.dtype is None:
         options.dtype = "bfloat16" if options.model.startswith(SHAPE_PREFIX) else "float32"
     if size.steps < 2:
@@ -244,7 +266,9 @@ def main() -> None:
     device = torch.device(options.device)
     machine = describe_machine(device)
     task, size = make_task(options), options.size
-    configurations = expand(options.methods, options.ablations)
+    auxiliary = None if options.learned is None else (*options.learned, options.drafter_learning_rate)
+    configurations = expand(options.methods, options.ablations, auxiliary)
+    rate = {} if options.learning_rate is None else {"learning_rate": options.learning_rate}
     with ExitStack() as stack:
         folder = options.runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         calibration: dict[str, Any] | None = None
@@ -256,7 +280,7 @@ def main() -> None:
         def run(name: str, repeat: int) -> Training:
             bar.set_description(name)
             fields = configurations[name] | (profile if uses_profile(configurations[name]) else {})
-            shared = settings_of(task, size, options.seed, device.type == "cpu")
+            shared = settings_of(task, size, options.seed, device.type == "cpu") | rate
             return train(task, None if name == TRL else fields, shared, folder / f"{name}-{repeat}", bar)
 
         runs = in_turns(list(configurations), options.repeats, run)
@@ -268,14 +292,21 @@ def main() -> None:
     result: dict[str, Any] = {
         "machine": machine,
         "target": task.facts,
-        "options": shown | asdict(size) | {"longest_prompt": task.longest_prompt, "questions": len(task.dataset)},
-        "shape": {  # a path would be of this machine
+        "options": shown
+        | asdict(size)
+        | task.settings
+        | rate
+        | {"longest_prompt": task.longest_prompt, "questions": len(task.dataset)},
+        "shape": {
             name: value
             for name, value in task.make_policy().config.get_text_config(decoder=True).to_dict().items()
             if name != "_name_or_path"
         },
         "calibration": calibration,
-        "configurations": configurations,
+        "configurations": {  # a path would be of this machine
+            name: {key: Path(value).name if key == "assistant_model" else value for key, value in fields.items()}
+            for name, fields in configurations.items()
+        },
         "best_fixed": best_fixed(summaries),
         "methods": {name: asdict(summary) for name, summary in summaries.items()},
         "ablations": options.ablations,

@@ -13,6 +13,9 @@ from .configurations import (
     EFFICIENT_ROLLOUT,
     FIXED,
     LADDER,
+    LEARNED_ADAPTED,
+    LEARNED_FROZEN,
+    LEARNED_TTS,
     METHODS,
     TRL,
     always_on,
@@ -27,6 +30,9 @@ _NAMES = {
     TRL: "trl.GRPOTrainer (transformers generate)",
     "history": "history-based, lossless",
     EFFICIENT_ROLLOUT: "EfficientRollout",
+    LEARNED_FROZEN: "learned auxiliary, as it came",
+    LEARNED_ADAPTED: "learned auxiliary, adapted behind each micro-batch",
+    LEARNED_TTS: "learned auxiliary, learning from each round (TTS)",
 }
 
 
@@ -43,9 +49,8 @@ def report(result: dict[str, Any]) -> str:
         f"{options['longest_prompt']} tokens, the same seeds for each method. Times are means over the steps but the "
         f"first of medians over {options['repeats']} repeats; the percentage is the change against autoregressive "
         f"decoding (trl draws other texts: compare its tokens/s). τ and γ̄ are means over steps. Reward: mean of the "
-        f"last {max(1, options['steps'] // 3)} steps. The learned auxiliary drafter of the paper's table is not built "
-        "yet. "
-        f"The whole benchmark took {result['seconds']:.0f} s.",
+        f"last {max(1, options['steps'] // 3)} steps. The policy learns at "
+        f"{options['learning_rate']:g}. The whole benchmark took {result['seconds']:.0f} s.",
     ]
     if target["synthetic_weights"]:
         agreement = target["agreement"]
@@ -90,7 +95,8 @@ def _methods_table(result: dict[str, Any]) -> str:
 def _rows_of_table(methods: dict[str, Any], best: str | None) -> list[str]:
     """Names in the order of Table 2, of the always-on ones only the best."""
     others = [always_on(length) for length in FIXED if always_on(length) != best]
-    return [name for name in METHODS if name in methods and name not in others]
+    order = [*METHODS, LEARNED_FROZEN, LEARNED_ADAPTED, LEARNED_TTS]
+    return [name for name in order if name in methods and name not in others]
 
 
 def _identity_lines(result: dict[str, Any]) -> list[str]:

@@ -15,9 +15,13 @@ from benchmarks.configurations import (
     AUTOREGRESSIVE,
     EFFICIENT_ROLLOUT,
     FIXED,
+    LEARNED_ADAPTED,
+    LEARNED_FROZEN,
+    LEARNED_TTS,
     METHODS,
     TRL,
     always_on,
+    learned,
     toggled,
     uses_profile,
 )
@@ -25,7 +29,11 @@ from benchmarks.end_to_end import best_fixed, expand, identical_until, in_turns,
 from benchmarks.timed_training import Training
 from benchmarks.training_task import demo_task, model_task, odd_share
 from spec_trl import SpecGRPOConfig
+from spec_trl.generation.drafters.new_drafter import write_eagle3
 from spec_trl.trainers.run_log import RolloutRecord, StepRecord, read_run
+
+
+LEARNED = dict.fromkeys((LEARNED_FROZEN, LEARNED_ADAPTED, LEARNED_TTS)).keys()
 
 
 def record(step: int, refresh: float = 0.0, tau: float | None = None, gamma: int = 0) -> RolloutRecord:
@@ -92,7 +100,7 @@ def test_the_best_fixed_draft_length_has_the_shortest_rollouts() -> None:
 
 
 def test_every_configuration_is_one_that_the_trainer_takes(tmp_path: Path) -> None:
-    for name, fields in (METHODS | ABLATIONS).items():
+    for name, fields in (METHODS | ABLATIONS | learned("eagle3", "somewhere", 1e-5)).items():
         if name != TRL:
             config = SpecGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **fields)
             assert uses_profile(fields) == (config.sd_toggle == "roofline" and config.assistant_strategy != "none")
@@ -105,6 +113,7 @@ def test_methods_are_expanded() -> None:
     assert list(expand(["history"], False)) == [AUTOREGRESSIVE, "history"]
     assert list(expand([end_to_end.ALWAYS], False)) == [AUTOREGRESSIVE, *map(always_on, FIXED)]
     assert set(expand([TRL], True)) == {TRL, *ABLATED, *ABLATIONS}
+    assert list(expand([], False, ("dflash", "somewhere", 1e-6))) == [AUTOREGRESSIVE, *LEARNED]
     assert set(expand(end_to_end.CHOICES, True)) == METHODS.keys() | ABLATIONS.keys()
 
 
@@ -129,28 +138,43 @@ def test_the_demo_task_starts_from_the_same_weights() -> None:
 
 def test_the_command_trains_and_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     output, runs = tmp_path / "end_to_end.json", tmp_path / "runs"
-    arguments = ["--steps", "3", "--rows", "8", "--group", "4", "--max-completion-length", "24", "--repeats", "1"]
+    arguments = ["--steps", "2", "--rows", "8", "--group", "4", "--max-completion-length", "24", "--repeats", "1"]
     arguments += ["--dtype", "float64", "--ablations", "--calibration-seconds", "1", "--epochs", "1.5"]
+    policy = demo_task(torch.float64, 1, 0).make_policy()
+    write_eagle3(tmp_path / "auxiliary", policy)
+    arguments += ["--learned", "eagle3", str(tmp_path / "auxiliary"), "--learning-rate", "1e-3"]
     monkeypatch.setattr(sys, "argv", ["end_to_end", *arguments, "--runs", str(runs), "--output", str(output)])
     end_to_end.main()
     result = json.loads(output.read_text())
     methods = result["methods"]
-    assert methods.keys() == METHODS.keys() | ABLATIONS.keys()
+    assert methods.keys() == METHODS.keys() | ABLATIONS.keys() | LEARNED
     for name, method in methods.items():
-        assert method["steps"] == len(method["by_step"]["reward"]) == 3
+        assert method["steps"] == len(method["by_step"]["reward"]) == 2
         assert method["step_seconds"] > method["rollout_seconds"] > 0
         if name != TRL:  # in float64 there are no near-ties to excuse a difference
-            assert method["identical_steps"] == 3, name
+            assert method["identical_steps"] == 2, name
             assert method["by_step"]["reward"] == methods[AUTOREGRESSIVE]["by_step"]["reward"]
     assert methods[AUTOREGRESSIVE]["preparation_seconds"] is methods[TRL]["preparation_seconds"] is None
     assert methods[always_on(3)]["block_efficiency"] > 1.5
     assert methods[always_on(7)]["draft_length"] > methods[always_on(3)]["draft_length"]
     assert result["best_fixed"] in map(always_on, FIXED)
     assert result["calibration"]["seconds"] > 0
+    assert result["configurations"][LEARNED_ADAPTED]["assistant_model"] == "auxiliary"
+    assert all(methods[name]["block_efficiency"] >= 1 for name in LEARNED)
     log = read_run(runs / f"{EFFICIENT_ROLLOUT}-0")
+    assert result["options"]["learning_rate"] == 1e-3
     assert log.header.settings["roofline_profile"] == str(runs / end_to_end.PROFILE)
     text = output.with_suffix(".md").read_text()
-    for part in ("EfficientRollout", "always on at γ* = ", "(Fig. 4a)", "(Fig. 5)", "(Tab. 4)", "(Fig. 7)"):
+    for part in (
+        "EfficientRollout",
+        "(TTS)",
+        "The policy learns at 0.001",
+        "always on at γ* = ",
+        "(Fig. 4a)",
+        "(Fig. 5)",
+        "(Tab. 4)",
+        "(Fig. 7)",
+    ):
         assert part in text
     # Tab. 4's ratio, from the shape: an 8-bit copy reads more than a 4-bit one.
     w8, w4 = (next(line for line in text.splitlines() if line.startswith(f"| RTN {bits}")) for bits in ("W8", "W4"))
@@ -164,6 +188,9 @@ def test_the_command_trains_and_writes(monkeypatch: pytest.MonkeyPatch, tmp_path
         (["--steps", "1"], "the first step is not timed"),
         (["--model", "nowhere"], "--model nowhere: no such folder"),
         (["--rows", "6", "--group", "4"], "--rows 6 is no multiple of --group 4"),
+        (["--learned", "ngram", "."], "--learned ngram .: give eagle3 or dflash"),
+        (["--learned", "eagle3", "nowhere"], "--learned eagle3 nowhere: give eagle3 or dflash"),
+        (["--drafter-learning-rate", "0"], "--drafter-learning-rate 0.0 must be above 0"),
         (["--repeats", "0"], "must be 1 or more"),
         (["--runs", "."], "is not empty"),
     ],
