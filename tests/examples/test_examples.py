@@ -58,15 +58,20 @@ def test_gsm8k_on_a_small_model(tmp_path: Path) -> None:
     assert saved.config.max_position_embeddings == 512
 
 
-def test_gsm8k_with_a_chat_template(tmp_path: Path) -> None:
+def test_gsm8k_with_a_chat_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_chat_model(tmp_path / "model")
     rows = [{"question": f"a{n}+b{n}", "answer": f"so #### {2 * n}"} for n in range(1, 9)]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    printed = run(
-        "grpo_gsm8k.py", "--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "questions.jsonl"),
-        "--max_steps", "1", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1",
-        "--num_generations", "2", "--use_cpu", "--assistant_strategy", "none", "--output_dir", str(tmp_path / "out"),
-    )  # fmt: skip
+    arguments = [
+        "--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "questions.jsonl"), "--max_steps", "1",
+        "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--num_generations", "2",
+        "--use_cpu", "--assistant_strategy", "none", "--output_dir", str(tmp_path / "out"),
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["grpo_gsm8k.py", *arguments])
+    grpo_gsm8k.main()
+    printed = capsys.readouterr().out
     assert "8 questions of up to 128 tokens, completions of up to 128 tokens" in printed  # of a context of 256
     assert "1 logged steps" in printed
     assert "drafts accepted" not in printed

@@ -156,8 +156,7 @@ def stopping(trainee: Trainee, after: int) -> None:
     trainee.loss = counted  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize(("kind", "after"), [*((kind, 3) for kind in KINDS), ("model", 0)])
 def test_resumed_training_ends_in_the_same_bits(
     kind: str, after: int, samples: Samples, tiny: PreTrainedModel, tmp_path: Path
 ) -> None:

@@ -1,13 +1,25 @@
-"""What each rank of the two-process test runs: ``torchrun --nproc_per_node 2 -m tests.trainers.ddp_job FOLDER``."""
+"""What each rank of the two-process tests runs: ``torchrun --nproc_per_node 2 -m tests.trainers.ddp_job FOLDER``.
 
-import json
+One pair of processes for all of them: starting it takes longer than any training here.
+"""
+
 import os
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
+from spec_trl.generation.drafters.sequence_loss import TargetView
+from spec_trl.trainers import drafter_adaptation
+from spec_trl.trainers.drafter_adaptation import DrafterAdaptation
 from tests.trainers.harness import Run, make_trainer, tiny_dataset
+
+
+ADAPTATIONS = ("plain", "loss fails on one", "step fails on one", "nothing on one")
 
 
 def train_on_each_rank(folder: Path, rows_per_rank: int) -> Run:
@@ -24,9 +36,91 @@ def train_on_each_rank(folder: Path, rows_per_rank: int) -> Run:
     return run
 
 
+def same_batch(rows_per_rank: int) -> dict[str, Any]:
+    """A global batch of 8 rows; any number of ranks must sample the same."""
+    return dict(
+        max_steps=2, per_device_train_batch_size=rows_per_rank, gradient_accumulation_steps=2,
+        optim="sgd", learning_rate=0.1,  # Adam turns the rounding of a vanishing gradient into a full step
+    )  # fmt: skip
+
+
+def learn_while_drafting(folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """Trains with Test-Time Speculation, saves, and goes on in another trainer."""
+    given = same_batch(rows_per_rank=4) | dict(
+        tts_drafter="eagle3", assistant_model=str(checkpoint), tts_learning_rate=1e-3, draft_lengths=[3],
+    )  # fmt: skip
+    first, log = make_trainer(folder, "tts", **given, save_strategy="steps", save_steps=2)
+    first.train()
+    rest, more = make_trainer(folder, "tts", **given | {"max_steps": 3})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rest.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    states = [trainer._drafters[0].state_dict() for trainer in (first, rest)]
+    return {
+        "completions": log.completions + more.completions,
+        "steps": [int(state["moments"][0]["step"]) for state in states],
+        "updates": [run.metric("rollout/drafter_updates") for run in (log, more)],
+        "tensors": states[0]["tensors"],
+        "warned": [str(warning.message) for warning in caught if "Test-Time" in str(warning.message)],
+    }
+
+
+def adapt(folder: Path, checkpoint: Path, rank: int, case: str) -> dict[str, Any]:
+    """Trains a drafter on this rank's rows; on rank 1 things may go wrong."""
+    local: list[list[Tensor]] = []
+    stepped: list[list[Tensor]] = []
+    learn, step, loss = DrafterAdaptation._learn_from, DrafterAdaptation._step, drafter_adaptation.sequence_loss
+
+    def remember_own(adaptation: DrafterAdaptation, seen: Any) -> Any:
+        found = learn(adaptation, seen)
+        local.append([gradient.clone() for gradient in found[3]])
+        return found
+
+    def remember_mean(adaptation: DrafterAdaptation, gradients: list[Tensor]) -> None:
+        stepped.append([gradient.clone() for gradient in gradients])
+        if rank == 1 and case == "step fails on one":
+            raise RuntimeError("out of luck")
+        step(adaptation, gradients)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if rank == 1 and case == "loss fails on one" and len(local) == 2:
+            raise RuntimeError("out of luck")
+        return loss(*args, **kwargs)
+
+    view = drafter_adaptation.target_view
+
+    def blind(*args: Any) -> TargetView:
+        found = view(*args)
+        if rank == 1 and case == "nothing on one":
+            found.first.copy_(found.is_real.sum(dim=1))  # no token counts
+        return found
+
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as caught:
+        patched.setattr(DrafterAdaptation, "_learn_from", remember_own)
+        patched.setattr(DrafterAdaptation, "_step", remember_mean)
+        patched.setattr(drafter_adaptation, "sequence_loss", fail)
+        patched.setattr(drafter_adaptation, "target_view", blind)
+        trainer, log = make_trainer(
+            folder / f"rank{rank}", "dflash", assistant_model=str(checkpoint), max_steps=3,
+            per_device_train_batch_size=4, gradient_accumulation_steps=2, drafter_learning_rate=1e-3,
+        )  # fmt: skip
+        warnings.simplefilter("always")
+        trainer.train()
+    return {
+        "local": local,
+        "stepped": stepped,
+        "drafter": list(trainer._drafters[0].network.state_dict().values()),
+        "warned": [str(warning.message) for warning in caught if "adapted no further" in str(warning.message)],
+        "metrics": log.metric("drafter/loss"),
+        "steps": trainer.state.global_step,
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     run = train_on_each_rank(folder / f"rank{rank}", rows_per_rank=4)
-    (folder / f"rank{rank}.json").write_text(json.dumps({"rewarded": run.rewarded, "logs": run.logs}))
-    torch.save(run.weights, folder / f"rank{rank}.pt")
+    done = {"plainly": {"rewarded": run.rewarded, "logs": run.logs, "weights": run.weights}}
+    done["tts"] = learn_while_drafting(folder / "tts", folder / "eagle3")
+    done |= {case: adapt(folder / case, folder / "dflash", rank, case) for case in ADAPTATIONS}
+    torch.save(done, folder / f"rank{rank}.pt")

@@ -1,38 +1,48 @@
-"""Two processes sample what one would: their own rows of the same global batch."""
+"""Two processes sample what one would, their own rows of the same global batch; and what their drafters learn."""
 
-import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.trainers.ddp_job import train_on_each_rank
-from tests.trainers.harness import Run
+from tests.generation.drafters.test_learned import make_checkpoint
+from tests.trainers.ddp_job import same_batch, train_on_each_rank
+from tests.trainers.harness import Run, train
 
 
 ROOT = Path(__file__).parents[2]
+VOCABULARY = 48  # of the tiny policy
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-    """Runs the job on two gloo ranks; `logs` are filled on both, though only the first one's are reported."""
-    folder = tmp_path_factory.mktemp("ddp")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ddp")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    """What each of two gloo ranks left of all that the job trains."""
+    for kind in ("eagle3", "dflash"):
+        make_checkpoint(folder / kind, kind, VOCABULARY)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*command, "-m", "tests.trainers.ddp_job", str(folder)],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    runs = []
-    for rank in (0, 1):
-        saved = json.loads((folder / f"rank{rank}.json").read_text())
-        weights = torch.load(folder / f"rank{rank}.pt")
-        runs.append(Run([tuple(entry) for entry in saved["rewarded"]], saved["logs"], weights))
-    return runs
+    return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def ranks(found: list[dict[str, Any]]) -> list[Run]:
+    """Trained plainly; `logs` are filled on both, though only the first one's are reported."""
+    return [Run(**rank["plainly"]) for rank in found]
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +81,61 @@ def test_ranks_end_with_the_same_weights(ranks: list[Run], alone: Run) -> None:
     for name, weight in alone.weights.items():
         assert torch.equal(ranks[0].weights[name], ranks[1].weights[name])
         torch.testing.assert_close(ranks[0].weights[name], weight, rtol=1e-5, atol=1e-7)
+
+
+# ---- drafters that learn --------------------------------------------------------------------------------------------
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_drafters_that_learn_while_drafting_learn_apart(
+    folder: Path, found: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Ranks sample the same batch all the same, and each saves its own state."""
+    ranks = [rank["tts"] for rank in found]
+    alone = train(tmp_path, "none", **same_batch(rows_per_rank=8) | {"max_steps": 3})
+    pairs = zip(*(rank["completions"] for rank in ranks), strict=True)
+    assert [one + other for one, other in pairs] == alone.completions
+    assert not equal(ranks[0]["tensors"], ranks[1]["tensors"])
+    assert [rank["warned"] for rank in ranks] == [[], []]
+    for rank, result in enumerate(ranks):
+        saved = torch.load(folder / "tts" / "checkpoint-2" / f"rollout_tts_{rank}.pt", weights_only=True)
+        assert equal(saved["tensors"], result["tensors"])
+        assert saved["moments"][0]["step"] == result["steps"][0] < result["steps"][1]
+    # What is logged counts the updates of both.
+    totals = [sum(rank["steps"][i] for rank in ranks) for i in (0, 1)]
+    assert [sum(counts) for counts in ranks[0]["updates"]] == [totals[0], totals[1] - totals[0]]
+
+
+def test_adapted_drafters_agree(found: list[dict[str, Any]]) -> None:
+    """Each learns from its own rows; the step is that of the mean gradient."""
+    one, other = (rank["plain"] for rank in found)
+    assert len(one["local"]) == len(one["stepped"]) == 6  # three steps of two micro-batches
+    for mine, theirs, step, same in zip(one["local"], other["local"], one["stepped"], other["stepped"], strict=True):
+        assert any(not torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        for a, b, mean, again in zip(mine, theirs, step, same, strict=True):
+            assert torch.equal(mean, again)
+            torch.testing.assert_close(mean, (a + b) / 2)
+    assert equal(one["drafter"], other["drafter"])
+    assert one["warned"] == other["warned"] == []
+    assert one["metrics"] == other["metrics"] and len(one["metrics"]) == 3
+
+
+@pytest.mark.parametrize("case", ["loss fails on one", "step fails on one"])
+def test_adaptation_stops_everywhere_when_one_fails(case: str, found: list[dict[str, Any]]) -> None:
+    one, other = (rank[case] for rank in found)
+    assert one["steps"] == other["steps"] == 3  # the training goes on
+    assert len(one["warned"]) == len(other["warned"]) == 1
+    assert "it failed on another rank" in one["warned"][0] and "out of luck" in other["warned"][0]
+
+
+def test_a_rank_with_nothing_to_learn_from_takes_part(found: list[dict[str, Any]]) -> None:
+    one, other = (rank["nothing on one"] for rank in found)
+    assert equal(one["drafter"], other["drafter"])
+    assert one["warned"] == other["warned"] == []
+    for mine, theirs, step in zip(one["local"], other["local"], one["stepped"], strict=True):
+        assert not any(gradient.any() for gradient in theirs)
+        for a, alone in zip(mine, step, strict=True):
+            assert torch.equal(a, alone)

@@ -1,7 +1,6 @@
 """Test-Time Speculation: whatever a drafter learns, outputs stay; and it learns what the paper says."""
 
 import copy
-import dataclasses
 import math
 import threading
 from pathlib import Path
@@ -10,65 +9,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from spec_trl import SpeculativeConfig, release
 from spec_trl.generation import graphs, strategies
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.dflash import DFlashDrafter
 from spec_trl.generation.drafters.distillation import DistilledDrafter, distillation_loss, divergence
-from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
-from spec_trl.generation.drafters.learners import CORRECTION_RATE, WEIGHT_RATE
-from spec_trl.generation.drafters.low_rank import RowAdapters
-from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.drafters.trainable import TrainableDrafter
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.generation.drafters import eagle3_reference
 from tests.generation.drafters.test_learned import make_checkpoint
 from tests.generation.tape import Tape
 
 
 KINDS = ["self", "model", "eagle3", "dflash"]
-BATCH = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3]))
+BATCH = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3, 4]))
 ALONE = pad_left(random_rows([9]))
-
-
-@pytest.fixture(scope="module")
-def assistant() -> Any:
-    """Near the target, so that drafts are accepted now and then."""
-    model = tiny_llama()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return model
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> dict[str, str]:
-    return {kind: make_checkpoint(tmp_path_factory.mktemp(kind), kind) for kind in ("eagle3", "dflash")}
-
-
-@pytest.fixture
-def named(assistant, checkpoints) -> dict[str, Any]:
-    """`assistant_model` of each kind."""
-    return {"self": None, "model": assistant, **checkpoints}
-
-
-@pytest.fixture
-def student(tiny, assistant, checkpoints) -> Any:
-    """Makes a drafter of a kind."""
-
-    def make(kind: str) -> TrainableDrafter:
-        if kind == "self":
-            return SelfDrafter(tiny, "rtn-w4-g32", "reference", "packed")
-        if kind == "model":
-            return SmallModelDrafter(copy.deepcopy(assistant), tiny)
-        return (Eagle3Drafter if kind == "eagle3" else DFlashDrafter)(checkpoints[kind], tiny)
-
-    return make
+PROMPTS = {"batch": BATCH, "alone": ALONE}
 
 
 def options(**changes: Any) -> dict[str, Any]:
@@ -78,107 +35,67 @@ def options(**changes: Any) -> dict[str, Any]:
 # ---- losslessness --------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def plain(tiny) -> dict[tuple[str, bool], list[list[int]]]:
+    """What "none" generates, by prompts and whether greedily."""
+    return {
+        (name, greedy): outputs(generate(tiny, PROMPTS[name], max_new_tokens=24, do_sample=not greedy))
+        for name in PROMPTS
+        for greedy in (False, True)
+    }
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("scope", "asynchronous", "stride"),
-    [
-        ("request", False, 1),
-        ("request", True, 3),
-        ("rollout", False, "adaptive"),
-        ("rollout", True, 3),
+@pytest.mark.parametrize("mode", range(5))
+def test_identical_with_none(mode: int, kind: str, tiny, named, plain) -> None:
+    """Every drafter in every mode: a batch, rows that come in late, one row; greedily in every other call."""
+    scope, asynchronous, stride = [
+        ("request", False, 1), ("request", True, 3), ("rollout", False, "adaptive"), ("rollout", True, 3),
         ("run", True, 1),
-    ],
-)
-def test_identical_with_none(kind, scope, asynchronous, stride, tiny, named) -> None:
+    ][mode]  # fmt: skip
     config = options(tts_drafter=kind, tts_scope=scope, tts_asynchronous=asynchronous, tts_stride=stride)
     before = copy.deepcopy(tiny.state_dict())
-    for prompts, rows in ((BATCH, None), (BATCH, 3), (ALONE, None)):
-        for greedy in ({}, {"do_sample": False}):
-            expected = outputs(generate(tiny, prompts, max_new_tokens=30, **greedy))
-            result = generate(
-                tiny, prompts, "tts", config | {"max_batch_size": rows}, assistant_model=named[kind],
-                max_new_tokens=30, **greedy,
-            )  # fmt: skip
-            assert outputs(result) == expected
-            assert result.statistics.drafter_failure is None
-            assert result.statistics.learning.updates > 0
+    for case, (prompts, rows) in enumerate((("batch", None), ("batch", 3), ("alone", None))):
+        greedy = (KINDS.index(kind) + mode + case) % 2 == 0
+        result = generate(
+            tiny, PROMPTS[prompts], "tts", config | {"max_batch_size": rows}, assistant_model=named[kind],
+            max_new_tokens=24, do_sample=not greedy,
+        )  # fmt: skip
+        assert outputs(result) == plain[prompts, greedy]
+        assert result.statistics.drafter_failure is None
+        assert result.statistics.learning.updates > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in tiny.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["self", "model"])
 def test_under_captured_forwards(kind: str, tiny, named, monkeypatch) -> None:
-    """What was learned reaches captured draft forwards, which read weights where they lie."""
-    config = options(tts_drafter=kind, tts_learning_rate=3e-3)
+    """What was learned reaches captured draft forwards, which are kept from call to call and read weights where they
+    lie. With the self-drafter, rows that learn apart and one that learns alone have other corrections, which a forward
+    captured before them does not know: it would change no token, but what is accepted."""
+    config = options(tts_drafter=kind, tts_learning_rate=1e-2)
     batch = pad_left(random_rows([5, 9, 12, 7]))
-    calls = (batch, ALONE, batch)  # rows that learn apart, one that learns alone, and new corrections for these rows
-    arguments: dict[str, Any] = dict(assistant_model=named[kind], max_new_tokens=80)
-    expected = [generate(tiny, prompts, "tts", config, **arguments) for prompts in calls]
-    release(tiny)
-    tape = Tape()
+
+    def run(**changes: Any) -> list[Any]:
+        release(tiny)
+        calls = (batch, ALONE, batch, ALONE, batch)
+        return [
+            generate(tiny, prompts, "tts", config | changes, assistant_model=named[kind], max_new_tokens=40)
+            for prompts in calls
+        ]
+
+    expected, tape = run(), Tape()
     monkeypatch.setattr(graphs, "recorder_for", lambda device: tape)
-    for prompts, eager in zip(calls, expected, strict=True):
-        result = generate(tiny, prompts, "tts", config | {"runner": "graph"}, **arguments)
-        assert outputs(result) == outputs(eager) == outputs(generate(tiny, prompts, max_new_tokens=80))
+    for result, eager in zip(run(runner="graph"), expected, strict=True):
+        assert outputs(result) == outputs(eager)
         assert result.statistics.total == eager.statistics.total
     assert tape.replayed > 60
     release(tiny)
 
 
-def test_an_assistant_of_the_callers_is_not_changed(tiny, assistant) -> None:
-    before = copy.deepcopy(assistant.state_dict())
-    generate(tiny, ALONE, "tts", options(tts_drafter="model"), assistant_model=assistant)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in assistant.state_dict().items())
-
-
-# ---- replay --------------------------------------------------------------------------------------------------------
-
-
-class Comparing(DistilledDrafter):
-    """Learns nothing, and compares each replay with what was drafted."""
-
-    rounds = 0
-
-    def learn(self, logits: Tensor) -> None:
-        proposal, student = self._proposal, self.student
-        canvas = student.canvas(logits.shape[1] - 1, snapshot=False)
-        replayed = student.replay(student.network, canvas)  # [B, C, draft V]
-        drafted = proposal.logits[:, : replayed.shape[1]]  # [B, C, V]
-        if student.target_ids is not None:
-            drafted = drafted[..., student.target_ids]
-        rows = proposal.lengths > 0
-        torch.testing.assert_close(replayed[rows], drafted[rows], rtol=1e-9, atol=1e-9)
-        self.rounds += 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_replay_gives_what_was_drafted(kind: str, student, tiny) -> None:
-    """Over rounds with rejections, rows that end and rows that come in."""
-    drafter = Comparing(student(kind), Distillation(1e-3, scope="run"))
-    result = generate(
-        tiny, BATCH, "tts", {"verification": "rejection", "max_batch_size": 4, "draft_length": 4}, drafter=drafter,
-        max_new_tokens=50,
-    )  # fmt: skip
-    assert result.statistics.drafter_failure is None and drafter.rounds > 20
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_replay_of_rows_that_share_a_prompt(kind: str, student, tiny) -> None:
-    """A row that comes in late shares its prompt with one that has long forgotten the prompt's features."""
-    drafter = Comparing(student(kind), Distillation(1e-3, scope="run"))
-    prompts = pad_left(random_rows([20]) * 6)
-    result = generate(
-        tiny, prompts, "tts", {"verification": "rejection", "max_batch_size": 2, "draft_length": 3}, drafter=drafter,
-        max_new_tokens=110, eos_token_id=[60],
-    )  # fmt: skip
-    assert result.statistics.drafter_failure is None and drafter.rounds > 40
-    assert sorted(result.lengths.tolist())[-1] > 90 and len(set(result.lengths.tolist())) > 2
-
-
-def test_a_replay_over_a_pruned_vocabulary(tiny, tmp_path) -> None:
-    eagle3_reference.make_folder(tmp_path, eagle3_reference.safeai(draft_vocab_size=40))
-    drafter = Comparing(Eagle3Drafter(str(tmp_path), tiny), Distillation(1e-3))
-    result = generate(tiny, BATCH, "tts", {"verification": "rejection"}, drafter=drafter)
-    assert result.statistics.drafter_failure is None and drafter.rounds > 5
+def test_an_assistant_of_the_callers_is_not_changed(tiny, tiny_assistant) -> None:
+    before = copy.deepcopy(tiny_assistant.state_dict())
+    generate(tiny, ALONE, "tts", options(tts_drafter="model"), assistant_model=tiny_assistant)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tiny_assistant.state_dict().items())
 
 
 # ---- the loss ------------------------------------------------------------------------------------------------------
@@ -254,19 +171,13 @@ def test_an_update_brings_the_drafter_nearer(kind: str, student, tiny) -> None:
 
     for scope, prompts in (("request", BATCH), ("request", ALONE), ("rollout", BATCH)):
         drafter = Watching(student(kind), Distillation(1e-4, scope=scope))
-        generate(tiny, prompts, "tts", drafter=drafter, max_new_tokens=40)
-    assert len(falls) > 20 and sum(falls) > 0.9 * len(falls)
+        generate(tiny, prompts, "tts", drafter=drafter)
+    assert len(falls) > 12 and sum(falls) > 0.9 * len(falls)
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_scopes(kind: str, student, tiny) -> None:
     """A run goes on with what it learned; a rollout and a request start anew."""
-    drafter = DistilledDrafter(student(kind), Distillation(1e-3, scope="run"))
-    first = weights_of(drafter)
-    generate(tiny, BATCH, "tts", drafter=drafter)
-    learned = weights_of(drafter)
-    assert not equal(first, learned)
-
     starts: list[list[Tensor]] = []
 
     class Starting(DistilledDrafter):
@@ -277,44 +188,17 @@ def test_scopes(kind: str, student, tiny) -> None:
     for scope, prompts, rows in (("run", BATCH, None), ("rollout", BATCH, 3), ("request", BATCH, 1)):
         starts.clear()
         drafter = Starting(student(kind), Distillation(1e-3, scope=scope))
+        first = weights_of(drafter)
         for _ in range(2):
-            generate(tiny, prompts, "tts", {"max_batch_size": rows}, drafter=drafter)
+            generate(tiny, prompts, "tts", {"max_batch_size": rows}, drafter=drafter, max_new_tokens=10)
         same = [equal(first, weights) for weights in starts]
         if scope == "run":
             assert same == [True, False]
         elif scope == "request":
-            assert same == [True] * 14
+            assert same == [True] * 16
         else:  # the rows that a rollout admits later find what the earlier ones taught
             second = len(same) // 2
             assert same[0] and same[second] and not any(same[1:second])
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-def test_the_projection_of_features_learns(kind: str, student, tiny) -> None:
-    """From all columns of the context, which are keys and values of the round."""
-    norms: list[tuple[float, float]] = []
-
-    class Gradients(DistilledDrafter):
-        def learn(self, logits: Tensor) -> None:
-            network = self.student.network
-            canvas = self.student.canvas(logits.shape[1] - 1, snapshot=False)
-            newest = dataclasses.replace(
-                canvas, features=canvas.features[:, -1:], tokens=canvas.tokens[:, canvas.context - 1 :]
-            )
-            found = []
-            for seen in (canvas, newest):
-                with torch.enable_grad():
-                    weight = network.fc.weight.requires_grad_()
-                    drafts = self.student.replay(network, seen)
-                    loss = distillation_loss(drafts, logits, None, [1.0] * drafts.shape[1])
-                    (gradient,) = torch.autograd.grad(loss.sum(), weight)
-                found.append(float(gradient.norm()))
-            norms.append((found[0], found[1]))
-
-    drafter = Gradients(student(kind), Distillation(1e-3))
-    result = generate(tiny, ALONE, "tts", {"draft_length": 4}, drafter=drafter, max_new_tokens=30)
-    assert result.statistics.drafter_failure is None
-    assert norms and all(whole > 0 and newest > 0 and whole != newest for whole, newest in norms[:-1])
 
 
 @pytest.mark.parametrize("kind", ["self", "dflash"])
@@ -326,15 +210,15 @@ def test_requests_of_a_batch_learn_apart(kind: str, tiny, named) -> None:
     found = []
     for rows in (7, 2):  # one at a time all weights would learn
         result = generate(
-            tiny, prompts, "tts", options(tts_drafter=kind, max_batch_size=rows), assistant_model=named[kind],
-            max_new_tokens=30,
-        )  # fmt: skip
+            tiny, prompts, "tts", options(tts_drafter=kind, max_batch_size=rows), assistant_model=named[kind]
+        )
         found.append([(counts.drafted, counts.accepted) for counts in result.statistics.per_request])
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "asynchronous"), [("self", False), ("model", True), ("eagle3", False), ("dflash", True)]
+)
 def test_a_request_starts_without_what_its_row_learned_before(kind: str, asynchronous: bool, student, tiny) -> None:
     admitted: list[float] = []
     learned: list[bool] = []
@@ -360,7 +244,7 @@ def test_synchronous_and_asynchronous_agree_at_stride_one(tiny, named) -> None:
         found = [
             generate(
                 tiny, ALONE, "tts", options(tts_drafter=kind, tts_asynchronous=asynchronous),
-                assistant_model=named[kind], max_new_tokens=60,
+                assistant_model=named[kind], max_new_tokens=30,
             ).statistics.total
             for asynchronous in (False, True)
         ]  # fmt: skip
@@ -385,44 +269,6 @@ def test_an_asynchronous_update_is_taken_over_before_the_next_canvas_of_its_stri
     assert result.statistics.learning.updates == -(-len(seen) // 3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_update_beside_later_rounds_sees_its_own_round(kind: str, student, tiny) -> None:
-    """Later rounds write to the cache and to the target's logits; the update, held back until they have, is of the
-    round that it was begun in."""
-    expected: list[tuple[Tensor, Tensor]] = []
-    checked: list[bool] = []
-    gate = threading.Event()
-
-    class HeldBack(DistilledDrafter):
-        def learn(self, logits: Tensor) -> None:
-            canvas = self.student.canvas(logits.shape[1] - 1, snapshot=False)
-            expected[:] = [(self.student.replay(self.student.network, canvas), logits.clone())]
-            before = self._update
-            super().learn(logits)
-            if self._update is not before:
-                begun.append(expected[0])
-            logits.copy_(torch.randn_like(logits) + logits)  # as a captured forward would
-
-        def _take_over(self) -> None:
-            gate.set()
-            super()._take_over()
-            gate.clear()
-
-        def _learn_aside(self, learner, canvas, logits, drafted, dispatched) -> float:
-            assert gate.wait(20)
-            replayed, told = begun.pop(0)
-            found = self.student.replay(learner.initial(), canvas)
-            checked.append(torch.allclose(found[drafted], replayed[drafted], atol=1e-9) and torch.equal(told, logits))
-            return 0.0
-
-    begun: list[tuple[Tensor, Tensor]] = []
-    how = Distillation(1e-3, stride=3, asynchronous=True, scope="run", anchor="initial", anchor_weight=1.0)
-    drafter = HeldBack(student(kind), how)
-    result = generate(tiny, BATCH, "tts", {"draft_length": 3}, drafter=drafter, max_new_tokens=40)
-    assert result.statistics.drafter_failure is None
-    assert len(checked) > 2 and all(checked)
-
-
 def test_steps_and_anchors(student, tiny) -> None:
     """K and λ have their effects; λ with the drafter itself as anchor has none at K = 1, as TTS's formula says."""
 
@@ -445,23 +291,11 @@ def test_an_anchor_holds_the_drafter_back(student, tiny) -> None:
             student(kind), Distillation(1e-3, scope="run", anchor_weight=anchor_weight, anchor="initial")
         )
         first = weights_of(drafter)
-        generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=60)
+        generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=20)
         return float(sum((a - b).square().sum() for a, b in zip(first, weights_of(drafter), strict=True)))
 
     for kind in ("model", "eagle3", "dflash"):
         assert way(1e4, kind) < way(0.0, kind)
-
-
-def test_bfloat16_weights_learn_at_small_rates(tiny) -> None:
-    """Steps below the spacing of bfloat16 numbers add up on a wider copy."""
-    target = tiny_llama().bfloat16()
-    inner = SmallModelDrafter(copy.deepcopy(target), target)
-    drafter = DistilledDrafter(inner, Distillation(1e-5, scope="run"))
-    first = weights_of(drafter)
-    generate(target, BATCH, "tts", {"draft_length": 2}, drafter=drafter, max_new_tokens=100)
-    # Alone, a step of 1e-5 is less than half the spacing at weights above 0.01.
-    pairs = zip(first, weights_of(drafter), strict=True)
-    assert sum(int((before != after)[before.abs() > 0.01].sum()) for before, after in pairs) > 1000
 
 
 def test_the_quantized_copy_follows_its_policy(fresh) -> None:
@@ -542,7 +376,7 @@ def test_reports(tiny, named) -> None:
 def test_memory_of_learning_is_bounded(student, tiny) -> None:
     """Features are kept for a few columns, however long the output; a canvas grows with the cache only."""
     drafter = DistilledDrafter(student("eagle3"), Distillation(1e-3))
-    found = [generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=n).statistics for n in (30, 200)]
+    found = [generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=n).statistics for n in (30, 120)]
     kept = [statistics.learning.bytes for statistics in found]
     assert kept[1] - kept[0] <= 2 * found[1].cache_bytes
 
@@ -569,11 +403,11 @@ def test_bad_options(changes: dict[str, Any], message: str) -> None:
         SpeculativeConfig(**changes)
 
 
-def test_the_assistant_must_fit_the_drafter(tiny, assistant, checkpoints) -> None:
+def test_the_assistant_must_fit_the_drafter(tiny, tiny_assistant, checkpoints) -> None:
     for kind, given, message in (
         ("self", checkpoints["eagle3"], "Say what the assistant is: tts_drafter='eagle3'"),
         ("eagle3", None, "give the folder or hub id"),
-        ("dflash", assistant, "give the folder or hub id"),
+        ("dflash", tiny_assistant, "give the folder or hub id"),
         ("model", None, "needs assistant_model"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -602,37 +436,12 @@ def test_what_is_kept_follows_what_it_was_made_of(fresh) -> None:
     assert fresh not in kept
 
 
-def test_layers_that_see_no_rows() -> None:
-    """Corrections of rows need inputs by row; one correction for all does not."""
-    x = torch.randn(6, 4)
-    for rows in (1, 3):
-        layer = nn.Linear(4, 5)
-        RowAdapters({"layer": layer}, rows, rank=2).attach({"layer": layer}, lambda: 0)
-        if rows == 1:
-            assert layer(x).shape == (6, 5)
-        else:
-            with pytest.raises(ValueError, match='use tts_scope="rollout"'):
-                layer(x)
-
-
 def test_two_folders_of_one_model_are_kept_apart(tiny, checkpoints, tmp_path: Path) -> None:
     """The kept drafter is that of the same call; another checkpoint is loaded."""
     config = options(tts_drafter="eagle3", tts_scope="run")
     other = make_checkpoint(tmp_path, "eagle3")
     totals = [
-        generate(tiny, ALONE, "tts", config, assistant_model=folder, max_new_tokens=60).statistics.total
+        generate(tiny, ALONE, "tts", config, assistant_model=folder, max_new_tokens=30).statistics.total
         for folder in (checkpoints["eagle3"], other, checkpoints["eagle3"])
     ]
     assert totals[0] == totals[2]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_default_learning_rate(kind: str, student, tiny) -> None:
-    """Less where the drafter is wider; relative to the layer where corrections learn."""
-    drafter = DistilledDrafter(student(kind), Distillation(scope="run"))
-    generate(tiny, ALONE, "tts", drafter=drafter)
-    learner = drafter._learner
-    if kind == "self":
-        assert learner._adam._learning_rate == CORRECTION_RATE
-    else:
-        assert learner._optimizer.param_groups[0]["lr"] == WEIGHT_RATE / 64

@@ -257,8 +257,9 @@ def task(rng: random.Random, prompt_count: int, copies: int) -> tuple[list[list[
     return prompts, [[rng.randrange(5) for _ in range(rng.randrange(1, 60))] for _ in prompts]
 
 
-@pytest.mark.parametrize("reports", [1.0, 0.5])
-@pytest.mark.parametrize("max_tokens", [UNBOUNDED, 700, 150, 20])
+@pytest.mark.parametrize(
+    ("max_tokens", "reports"), [(UNBOUNDED, 1.0), (UNBOUNDED, 0.5), (700, 0.5), (150, 1.0), (150, 0.5), (20, 1.0)]
+)
 def test_rows_equal_the_plain_way(max_tokens: int, reports: float) -> None:
     """Three epochs of the same prompts, in another order each, with rows that finish, move and are refilled."""
     rng = random.Random(max_tokens)
@@ -387,10 +388,15 @@ BROKEN_STATES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole() -> HistoryDrafter:
+    """A drafter that keeps what it has, whatever broken state it is given."""
+    return filled()
+
+
 @pytest.mark.parametrize("name", BROKEN_STATES)
-def test_broken_states(name: str) -> None:
-    drafter = filled()
-    before = drafter.state_dict()
+def test_broken_states(name: str, whole: HistoryDrafter) -> None:
+    drafter, before = whole, whole.state_dict()
     damage, message = BROKEN_STATES[name]
     with pytest.raises(ValueError, match=f"state is not a whole rollout history: .*{message}.*Load what"):
         drafter.load_state_dict(damage(dict(before)))

@@ -107,3 +107,16 @@ def test_adam_is_torchs_for_each_row() -> None:
             own[0].data.copy_(own[2].data)
             theirs[0].load_state_dict(copy.deepcopy(theirs[2].state_dict()))
         torch.testing.assert_close(tensor, torch.stack([parameter.data for parameter in own]))
+
+
+def test_layers_that_see_no_rows() -> None:
+    """Corrections of rows need inputs by row; one correction for all does not."""
+    x = torch.randn(6, 4)
+    for rows in (1, 3):
+        layer = nn.Linear(4, 5)
+        RowAdapters({"layer": layer}, rows, rank=2).attach({"layer": layer}, lambda: 0)
+        if rows == 1:
+            assert layer(x).shape == (6, 5)
+        else:
+            with pytest.raises(ValueError, match='use tts_scope="rollout"'):
+                layer(x)

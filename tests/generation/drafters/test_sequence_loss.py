@@ -36,8 +36,8 @@ from spec_trl.generation.drafters.sequence_loss import (
 from spec_trl.generation.drafters.target_head import TargetHead
 from spec_trl.generation.drafters.whole_sequences import Unroll, block_states
 from tests.conftest import tiny_llama
+from tests.generation.drafters import dflash_reference as dflash
 from tests.generation.drafters import eagle3_reference as eagle3
-from tests.generation.drafters import test_dflash as dflash
 
 
 LENGTHS, FIRST = [14, 9, 2], [1, 4, 1]
@@ -76,7 +76,7 @@ def gradients(loss: SequenceLoss, drafter: LearnedDrafter) -> list[Tensor]:
 # ---- the drafter as it drafts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", eagle3.CONFIGS)
+@pytest.mark.parametrize("name", [*EAGLE3, "speculators, qwen3", "safeai, llama3"])
 @torch.no_grad()
 def test_unroll_is_drafting_fed_with_the_true_tokens(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
     """At every start and step, in pieces of starts too."""

@@ -81,9 +81,10 @@ def test_noise_of_late_tokens_and_extreme_hashes() -> None:
 
 
 @pytest.mark.parametrize("seed", [-5, 2**63])
-def test_draws_of_thousands_of_keys(seed: int) -> None:
+def test_draws_of_many_keys(seed: int) -> None:
     torch.manual_seed(0)
-    compare(random(1000, 500), keys_of(seed, 1000))
+    rows = 1000 if DEVICE == "cuda" else 400
+    compare(random(rows, 500), keys_of(seed, rows))
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_FULL)
