@@ -64,6 +64,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--learning-rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4, 3e-4, 1e-3], help="rates: η (default: "
         "%(default)s)")  # fmt: skip
     add("--updates", type=int, default=2000, help="run: at least so many (default: %(default)s)")
+    add("--run-stride", type=int, default=1, help="run: S (default: %(default)s)")
+    add("--run-asynchronous", action="store_true", help="run: update beside the next rounds")
     add("--batch", type=int, default=8, help="batch: requests at a time (default: %(default)s)")
     add("--adapter-rate", type=float, help="batch: η of per-request corrections (default: the drafter's)")
     add("--dtype", default="float32", choices=list(DTYPES), help="float64 must be identical (default: %(default)s)")
@@ -79,7 +81,15 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    lowest = {"requests": 1, "new_tokens": 21, "prompt_tokens": 2, "updates": 1, "batch": 2, "block_size": 2}
+    lowest = {
+        "requests": 1,
+        "new_tokens": 21,
+        "prompt_tokens": 2,
+        "updates": 1,
+        "batch": 2,
+        "block_size": 2,
+        "run_stride": 1,
+    }
     for name, low in lowest.items():
         if getattr(options, name) < low:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} must be {low} or more")

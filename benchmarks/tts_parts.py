@@ -170,12 +170,12 @@ def _run_cells(
     """
     cells: dict[tuple[str, float], list[Cell]] = {}
     for kind in kinds:
+        how = kind.how(scope="run", stride=options.run_stride, asynchronous=options.run_asynchronous)
         for temperature in options.temperatures:
 
-            def make(kind: Kind = kind, temperature: float = temperature) -> list[Cell]:
+            def make(kind: Kind = kind, how: Distillation = how, temperature: float = temperature) -> list[Cell]:
                 drafters = {
-                    NONE: None, FROZEN: kind.drafter(bench.target, None),
-                    TTS: kind.drafter(bench.target, kind.how(scope="run")),
+                    NONE: None, FROZEN: kind.drafter(bench.target, None), TTS: kind.drafter(bench.target, how),
                 }  # fmt: skip
                 found: list[Cell] = []
                 title = f"run, {kind.name}, T={temperature:g}"
@@ -190,7 +190,7 @@ def _run_cells(
                 return found
 
             key = f"{kind.name} T={temperature:g} updates={options.updates}"
-            cells[kind.name, temperature] = store.cell(key, str(kind.fixed_facts()), make)
+            cells[kind.name, temperature] = store.cell(key, f"{kind.fixed_facts()} {how}", make)
     return cells
 
 
@@ -263,15 +263,15 @@ def _learning(records: Sequence[Record]) -> Row:
 def last_quarter(cells: Sequence[Cell], seed: int) -> Row:
     """Of a sequence with scope "run": learned against frozen on the last quarter of requests, and all quarters' τ."""
     count = len(cells)
-    size = max(count // 4, 1)
     quarters = [slice(i * count // 4, (i + 1) * count // 4) for i in range(4)]
     frozen, learned = ([cell[name] for cell in cells] for name in (FROZEN, TTS))
-    last = slice(count - size, None)
+    last = quarters[-1]
     base, tau = acceptance_length(frozen[last]), acceptance_length(learned[last])
     interval = gain_interval(frozen[last], learned[last], seed)
     return {
-        "requests": count, "updates": sum(record["updates"] for record in learned), "last": size,
+        "requests": count, "updates": sum(record["updates"] for record in learned), "last": len(cells[last]),
         "frozen": base, "tau": tau, "gain": gain(base, tau), "interval": interval,
+        "speed_ratio": speed_ratio(frozen[last], learned[last]),
         "quarters": [[acceptance_length(each[quarter]) for quarter in quarters] for each in (frozen, learned)],
         "by_request": [[acceptance_length([record]) for record in each] for each in (frozen, learned)],
     }  # fmt: skip

@@ -310,16 +310,18 @@ def _run(result: Result, figures: Path) -> list[str]:
     rows = [
         [TITLES[row["kind"]], f"{row['temperature']:g}", str(row["requests"]), str(row["updates"]), str(row["last"])]
         + [_tau(row["frozen"]), _tau(row["tau"]), _with_interval(row["gain"], row["interval"])]
-        + [_percent(PAPER_GAIN.get(row["kind"]))]
+        + [_percent(PAPER_GAIN.get(row["kind"])), f"{row['speed_ratio']:.2f}×"]
         + [_arrow(values) for values in row["quarters"]]
         for row in result["summary"]
     ]
     header = ["drafter", "T", "requests", "updates", "last requests", "frozen on them", "TTS", "Δ", "paper's mean Δ"]
-    header += ["frozen by quarters of the requests", "TTS"]
+    header += ["throughput", "frozen by quarters of the requests", "TTS"]
     name = run_figure(result["summary"], figures.with_suffix(".png"))
+    options = result["options"]
+    how = f"S = {options['run_stride']}" + (", asynchronous" if options["run_asynchronous"] else "")
     return [
-        "Scope \"run\": the drafter keeps what it learned from request to request (the paper resets it). Compared on "
-        "the last quarter of the requests.", "", markdown_table(header, rows), "", f"![]({name})",
+        f"Scope \"run\", {how}: the drafter keeps what it learned from request to request (the paper resets it). "
+        "Compared on the last quarter of the requests.", "", markdown_table(header, rows), "", f"![]({name})",
     ]  # fmt: skip
 
 

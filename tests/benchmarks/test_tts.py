@@ -146,7 +146,7 @@ def test_the_last_quarter_of_a_run() -> None:
     row = last_quarter(cells, 0)
     assert (row["requests"], row["updates"], row["last"]) == (8, 56, 2)
     assert (row["frozen"], row["tau"]) == (2.0, 2.65)
-    assert row["gain"] == pytest.approx(0.325)
+    assert row["gain"] == pytest.approx(0.325) and row["speed_ratio"] == 1.0
     assert row["quarters"] == [[2.0] * 4, [2.05, 2.25, 2.45, 2.65]]
 
 
@@ -256,7 +256,10 @@ def test_drafters_end_to_end_and_again_from_what_is_kept(monkeypatch, folder: Pa
         (("rates", "--learning-rates", "1e-3", "--temperatures", "1"), "best η=0.001"),
         (("steps", "--steps", "1", "2", "--temperatures", "0"), "K=1 best"),
         (("distributions", "--temperatures", "1"), "the target's entropy"),
-        (("run", "--updates", "25", "--temperatures", "1"), "last quarter of the requests"),
+        (
+            ("run", "--updates", "13", "--run-stride", "2", "--run-asynchronous", "--temperatures", "1"),
+            'Scope "run", S = 2, asynchronous',
+        ),
         (("batch", "--batch", "2", "--temperatures", "1"), "TTS, per rollout"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
@@ -274,7 +277,7 @@ def test_each_part_is_lossless_and_reports(arguments, expected, monkeypatch, fol
         assert frozen["positions"] > learned["unseen_positions"] > 0
         assert learned["cross_entropy"] < frozen["cross_entropy"] - 1  # untrained, it has much to learn
     if arguments[0] == "run":
-        assert 25 <= result["summary"][0]["updates"] < 25 + 24
+        assert 13 <= result["summary"][0]["updates"] < 13 + 12
     if arguments[0] == "batch":
         (cell,) = result["cells"].values()
         assert all(len(cell["data"][way]["blocks"]) == 2 for way in cell["data"] if way != NONE)
