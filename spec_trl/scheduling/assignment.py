@@ -1,0 +1,364 @@
+"""Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments").
+
+`greedy_assignments` is Algorithm 3: free workers take slow requests with another method. `Racing` is its form within
+one process, where a row's candidates are chains side by side in one target forward.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from .ladder import Ladder
+from .selection import PROMPT_PRIOR
+
+
+Request = TypeVar("Request", bound=Hashable)
+Worker = TypeVar("Worker", bound=Hashable)
+
+PATIENCE = 16
+"""Rounds in a row that a further chain may lose before it is dropped."""
+PROMOTION = 8
+"""Rounds by which a further chain's wins must exceed the primary's, counted from the last tie, to take its place."""
+RECENT = 0.95
+"""What a round's counts weigh one round later: acceptance is that of about the last 20 rounds."""
+FALL = 0.15
+"""By so much a row's acceptance must fall until dropped chains have another chance: about twice the spread that chance
+alone gives to a rate over some 40 positions."""
+GROWTH = 2.0
+"""By this factor a row's room must grow until dropped chains have another chance."""
+
+
+def greedy_assignments(
+    requests: Mapping[Request, float],
+    methods: Sequence[str],
+    freed: Sequence[Worker],
+    workers_of: Mapping[str, Sequence[Worker]],
+    load: Mapping[Worker, int],
+    max_batch: int,
+    ladder_order: Sequence[str],
+    assigned: Mapping[tuple[Request, str], Worker],
+) -> dict[tuple[Request, str], Worker]:
+    """SA Algorithm 3, read as design §9 says: gives freed workers to methods, then the slowest requests to workers.
+
+    Each freed worker goes to the method with the fewest workers, the better one on the ladder where several have as
+    few; it leaves its old method, its load is 0, and what it was assigned is void. Each method then offers its places
+    to the requests in ascending acceptance, so that the slowest gets all drafters before the next one (depth first).
+
+    Args:
+        requests: the active ones (R) with their acceptance; of equals the first comes first.
+        methods: candidates (D).
+        freed: workers without requests (W).
+        workers_of: W_d before this call.
+        load: requests of each worker of `workers_of`.
+        max_batch: b_max, requests that one worker verifies at a time.
+        ladder_order: all of `methods`, best first.
+        assigned: who drafts what now, the initial method included; such pairs are not assigned again.
+
+    Returns:
+        M, the added (request, method) with their workers.
+
+    Raises:
+        ValueError: `methods` is empty, `ladder_order` lacks one of them, or `max_batch` is less than 1.
+    """
+    if not methods:
+        raise ValueError("methods is empty; name at least one that free workers can take.")
+    if missing := [method for method in methods if method not in ladder_order]:
+        raise ValueError(f"ladder_order={list(ladder_order)} lacks {missing}; rank all of methods.")
+    if max_batch < 1:
+        raise ValueError(f"max_batch={max_batch} is out of range; it must be at least 1.")
+    free = set(freed)
+    workers = {method: [worker for worker in workers_of.get(method, ()) if worker not in free] for method in methods}
+    loads = Counter({worker: count for worker, count in load.items() if worker not in free})
+    taken = {pair for pair, worker in assigned.items() if worker not in free}
+    for worker in freed:  # lines 1-3
+        fewest = min(methods, key=lambda method: (len(workers[method]), ladder_order.index(method)))
+        workers[fewest].append(worker)
+    slowest_first = sorted(requests, key=requests.__getitem__)
+    added = {}
+    for method in methods:  # lines 4-10
+        candidates = iter([request for request in slowest_first if (request, method) not in taken])
+        for worker in workers[method]:
+            while loads[worker] < max_batch and (request := next(candidates, None)) is not None:
+                added[request, method] = worker
+                loads[worker] += 1
+    return added
+
+
+@dataclass(frozen=True)
+class RowView:
+    """A row as the race sees it.
+
+    Args:
+        request: whose row it is.
+        method: the primary that the control gives it; "none" where it has none.
+        draft_length: the primary's γ, 0 without one.
+        acceptance: p to expect of it, until the row's own rounds have told.
+    """
+
+    request: int
+    method: str
+    draft_length: int
+    acceptance: float
+
+
+@dataclass(frozen=True)
+class MethodView:
+    """A method that may draft further chains.
+
+    Args:
+        name: its strategy, one of the ladder's methods.
+        draft_length: γ, at least 1.
+        acceptance: p to expect of it on rows where it has not drafted.
+        max_rows: rows that it drafts for at a time, b_max of Algorithm 3: with more its kernels are not worth it.
+    """
+
+    name: str
+    draft_length: int
+    acceptance: float
+    max_rows: int
+
+
+class _Drop(NamedTuple):
+    """The row's acceptance, and the room of a row, when a chain was dropped."""
+
+    acceptance: float
+    room: int
+
+
+@dataclass
+class Standing:
+    """One method on one row: in-race `rounds` (those with at least two chains), how many it won, `lost` ones since it
+    last won, and its `lead` in wins over the primary. `accepted` of `attempted` draft positions fade with time."""
+
+    accepted: float
+    attempted: float
+    rounds: int = 0
+    wins: int = 0
+    lost: int = 0
+    lead: int = 0
+    dropped: _Drop | None = None
+
+    @property
+    def acceptance(self) -> float:
+        """p over recent rounds, of what was expected at first."""
+        return self.accepted / self.attempted
+
+    def add(self, accepted: int, draft_length: int) -> None:
+        """A round of γ = `draft_length` accepted so many."""
+        self.accepted = RECENT * self.accepted + accepted
+        self.attempted = RECENT * self.attempted + min(accepted + 1, draft_length)
+
+    def reinstate(self) -> None:
+        """Gives a dropped method another chance."""
+        self.dropped, self.lost, self.lead = None, 0, 0
+
+
+@dataclass
+class _Row:
+    primary: str  # as laid out
+    promoted: str | None = None
+    chains: list[tuple[str, int]] = field(default_factory=list)
+    standings: dict[str, Standing] = field(default_factory=dict)
+
+    def lead_with(self, method: str, draft_length: int, acceptance: float) -> None:
+        """Begins the layout with a primary; γ = 0: it drafts nothing."""
+        self.primary = method
+        self.chains = [(method, draft_length)] if draft_length else []
+        self.standing(method, acceptance).reinstate()
+
+    def standing(self, method: str, acceptance: float) -> Standing:
+        """`method`'s, begun at what to expect of it."""
+        if method not in self.standings:
+            self.standings[method] = Standing(PROMPT_PRIOR * acceptance, PROMPT_PRIOR)
+        return self.standings[method]
+
+
+class Racing:
+    """Which chains each row has verified beside its primary's, for one rollout.
+
+    A row wins as many tokens in a round as its longest accepted chain has. All rows of a forward are as wide as the
+    widest: B · (1 + max_r Σγ) tokens are verified, so room is a width, the same for every row, and a narrow row saves
+    nothing. What is scarce beside it are places at a method (`max_rows`), as at the workers of Algorithm 3. Both go to
+    the row of lowest acceptance first, all methods to one row before the next (SA: depth first).
+
+    A chain that keeps losing is dropped for its row, until the row's acceptance falls or its room grows, and one that
+    keeps winning becomes the row's primary. Nothing here is random, and nothing here changes a token.
+
+    Args:
+        ladder: ranks the methods at the row's own acceptance where they have drafted for it.
+    """
+
+    def __init__(self, ladder: Ladder) -> None:
+        self._ladder = ladder
+        self._rows: dict[int, _Row] = {}
+        self._failed: set[str] = set()
+        self._room = 0
+        self.changed = True
+        """Whether `assign` would have something to decide anew; rows that were admitted and a control that chose
+        another primary are the caller's to notice."""
+
+    def assign(
+        self, rows: Sequence[RowView], methods: Sequence[MethodView], budget: int
+    ) -> dict[int, list[tuple[str, int]]]:
+        """Chains (method, γ) of each row, in the order in which they are laid out: its primary, then further methods,
+        best on the ladder first. The last one that has room is cut short, but not below half of its γ. What the
+        primaries need is granted even beyond the budget.
+
+        Args:
+            rows: those in flight; of equal acceptance the first comes first.
+            methods: those that may draft further chains; the control's own among them, for rows that have another
+                primary by now.
+            budget: tokens that a verification may have, all rows together.
+
+        Returns:
+            chains by request; none for a row that decodes autoregressively.
+
+        Raises:
+            ValueError: a method is not in the ladder.
+        """
+        self.changed = False
+        if not rows:
+            return {}
+        self._room = budget // len(rows) - 1
+        views = {view.name: view for view in methods if view.name not in self._failed}
+        slowest_first = sorted(rows, key=self._acceptance)
+        load = self._place_primaries(slowest_first, views)
+        speedups: dict[tuple[str, float], float] = {}
+        for row in slowest_first:
+            state = self._rows[row.request]
+            self._reinstate_for_room(state)
+            room = self._room - sum(length for _, length in state.chains)
+            for view in self._ranked(state, views.values(), len(rows), speedups):
+                if load[view.name] >= view.max_rows:
+                    continue
+                if not (length := _cut(view.draft_length, room)):
+                    break  # going on to a shorter one would let a larger budget take that one away again
+                state.standing(view.name, view.acceptance)
+                state.chains.append((view.name, length))
+                load[view.name] += 1
+                room -= length
+        return {row.request: list(self._rows[row.request].chains) for row in rows}
+
+    def _acceptance(self, row: RowView) -> float:
+        """Of the row's primary, as GetAcceptRate of Algorithm 3."""
+        state = self._rows.get(row.request)
+        if state is None:
+            return row.acceptance
+        primary = state.promoted or row.method
+        return state.standings[primary].acceptance if primary in state.standings else row.acceptance
+
+    def _place_primaries(self, rows: Sequence[RowView], views: Mapping[str, MethodView]) -> "Counter[str]":
+        """Lays out each row's primary; returns how many rows each method drafts for."""
+        load = Counter(row.method for row in rows)
+        for row in rows:
+            state = self._rows.setdefault(row.request, _Row(row.method))
+            if state.promoted == row.method:
+                state.promoted = None
+            view = views.get(state.promoted) if state.promoted else None
+            # Room may have shrunk since. A promoted method may take all of it, or as much as the control's would.
+            length = _cut(view.draft_length, max(self._room, row.draft_length)) if view else 0
+            if view and length and load[view.name] < view.max_rows:
+                load[row.method] -= 1
+                load[view.name] += 1
+                state.lead_with(view.name, length, view.acceptance)
+            else:
+                state.lead_with(row.method, row.draft_length, row.acceptance)
+        return load
+
+    def _reinstate_for_room(self, state: _Row) -> None:
+        for standing in state.standings.values():
+            if standing.dropped and self._room >= GROWTH * standing.dropped.room:
+                standing.reinstate()
+
+    def _ranked(
+        self, state: _Row, views: Iterable[MethodView], batch: int, speedups: dict[tuple[str, float], float]
+    ) -> list[MethodView]:
+        """The methods that may race the row's primary, best first; `speedups` are those already looked up."""
+        keyed = []
+        for view in views:
+            standing = state.standings.get(view.name)
+            if view.name == state.primary or (standing and standing.dropped):
+                continue
+            key = view.name, standing.acceptance if standing else view.acceptance
+            if key not in speedups:
+                speedups[key] = self._ladder.best_draft_length(*key, batch)[1]
+            keyed.append((speedups[key], view))
+        return [view for _, view in sorted(keyed, key=lambda pair: -pair[0])]
+
+    def record(self, request: int, accepted_by_method: Mapping[str, int]) -> str:
+        """The row's chains had so many tokens accepted in a round; one that was not laid out is left out.
+
+        Returns:
+            the winner: the chain with most, of equals the earliest.
+        """
+        row = self._rows[request]
+        raced = [(method, length) for method, length in row.chains if method in accepted_by_method]
+        winner = row.primary
+        for method, length in raced:
+            accepted = accepted_by_method[method]
+            row.standings[method].add(accepted, length)
+            if accepted > accepted_by_method.get(winner, 0):
+                winner = method
+        if any(method != row.primary for method, _ in raced):
+            self._count(row, [method for method, _ in raced], winner)
+        self._reinstate_if_slower(row)
+        return winner
+
+    def _count(self, row: _Row, raced: Sequence[str], winner: str) -> None:
+        """Wins and losses of one round, and what follows from them."""
+        for method in raced:
+            standing = row.standings[method]
+            standing.rounds += 1
+            if method == winner:
+                standing.wins += 1
+                standing.lost = 0
+            else:
+                standing.lost += 1
+            if method == row.primary:
+                continue
+            if method == winner:
+                standing.lead += 1
+            elif winner == row.primary:
+                standing.lead = max(standing.lead - 1, 0)
+            if standing.lost >= PATIENCE and standing.dropped is None:
+                standing.dropped = _Drop(row.standings[row.primary].acceptance, self._room)
+                self.changed = True
+        if winner != row.primary and row.standings[winner].lead == PROMOTION:
+            row.promoted = winner
+            row.standings[row.primary].reinstate()  # from now on a further chain like others
+            for standing in row.standings.values():
+                standing.lead = 0
+            self.changed = True
+
+    def _reinstate_if_slower(self, row: _Row) -> None:
+        acceptance = row.standings[row.primary].acceptance
+        for standing in row.standings.values():
+            if standing.dropped and acceptance < standing.dropped.acceptance - FALL:
+                standing.reinstate()
+                self.changed = True
+
+    def primary_of(self, request: int) -> str:
+        """The method that leads the row's chains since the last `assign`."""
+        return self._rows[request].primary
+
+    def remove(self, request: int) -> dict[str, Standing]:
+        """The request finished: its room is free. Returns how its methods did."""
+        self.changed = True
+        return self._rows.pop(request).standings
+
+    def drop(self, method: str) -> None:
+        """The drafter failed: it has no chain from now on. A row whose primary the control gave it must be given
+        another."""
+        self._failed.add(method)
+        self.changed = True
+        for row in self._rows.values():
+            row.chains = [chain for chain in row.chains if chain[0] != method]
+            if row.promoted == method:
+                row.promoted = None
+
+
+def _cut(draft_length: int, room: int) -> int:
+    """γ within `room`; 0 where less than half of it would be left."""
+    length = min(draft_length, room)
+    return length if 2 * length >= draft_length else 0

@@ -1,0 +1,250 @@
+"""The draft ladder: what acceptance a drafting method needs to be how fast, at which batch (SA §4.2, Fig. 10a).
+
+Acceptance here is p, the probability that a draft token is accepted when all before it were: rounds are profiled with
+tokens marked at random with it, and τ = (1 - p^(γ+1)) / (1 - p) leads from it to tokens per round and, by
+:func:`~.draft_length.acceptance_of`, back. It is not accepted over drafted tokens: those behind a rejection were never
+judged, so that rate falls as γ grows, while p need not.
+"""
+
+import json
+import os
+import tempfile
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+from .draft_length import MAX_DRAFT_LENGTH, expected_block_efficiency
+from .roofline import require_number
+
+
+VERSION = 1
+NO_METHOD = "none"
+"""Plain decoding, γ = 0: in each ranking, at a speedup of 1."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One profiled cell.
+
+    Args:
+        method: the drafter's strategy.
+        batch: rows.
+        draft_length: γ, 1 to 64.
+        acceptance: probability with which each draft token was marked as accepted, 0 to 1.
+        seconds: of a round (draft, verify, accept).
+        plain_seconds: of an autoregressive round at the same batch, measured in the same profile.
+
+    Raises:
+        ValueError: a value is of the wrong type or out of range.
+    """
+
+    method: str
+    batch: int
+    draft_length: int
+    acceptance: float
+    seconds: float
+    plain_seconds: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, str) or self.method in ("", NO_METHOD):
+            raise ValueError(f"method={self.method!r} must be the name of a drafter.")
+        for name in ("batch", "draft_length", "seconds", "plain_seconds"):
+            require_number(self, name, above=0)
+        require_number(self, "acceptance")
+        if self.acceptance > 1:
+            raise ValueError(f"acceptance={self.acceptance} is out of range; it must be 0 to 1.")
+        if self.draft_length > MAX_DRAFT_LENGTH:
+            raise ValueError(f"draft_length={self.draft_length} is out of range; it must be 1 to {MAX_DRAFT_LENGTH}.")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method ("none": decode autoregressively) with its γ (then 0), and the speedup over "none" that is expected."""
+
+    method: str
+    draft_length: int
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Speedups of drafting methods, from profiled rounds; neither the target's nor the drafters' weights matter.
+
+    Args:
+        rungs: the profiled cells, each (method, batch, γ, acceptance) once.
+        shape: fingerprint of the target's and the drafters' shapes; what it is compared with is the caller's.
+
+    Raises:
+        ValueError: there is no rung, or two for one cell.
+    """
+
+    rungs: tuple[Rung, ...]
+    shape: str
+
+    def __post_init__(self) -> None:
+        if not self.rungs:
+            raise ValueError("rungs is empty; a ladder needs at least one profiled cell.")
+        cells = set()
+        for rung in self.rungs:
+            cell = (rung.method, rung.batch, rung.draft_length, rung.acceptance)
+            if cell in cells:
+                raise ValueError(f"rungs has {cell} (method, batch, γ, acceptance) twice; keep one of them.")
+            cells.add(cell)
+
+    @cached_property
+    def methods(self) -> tuple[str, ...]:
+        """In the order in which they were profiled."""
+        return tuple(self._profiled)
+
+    @cached_property
+    def batches(self) -> tuple[int, ...]:
+        """Profiled batches of all methods, ascending."""
+        return tuple(sorted({rung.batch for rung in self.rungs}))
+
+    @cached_property
+    def _profiled(self) -> dict[str, dict[int, dict[int, list[Rung]]]]:
+        """Rungs by method, batch and γ, each list ascending in acceptance."""
+        found: dict[str, dict[int, dict[int, list[Rung]]]] = {}
+        for rung in self.rungs:
+            lengths = found.setdefault(rung.method, {}).setdefault(rung.batch, {})
+            lengths.setdefault(rung.draft_length, []).append(rung)
+        for batches in found.values():
+            for lengths in batches.values():
+                for rungs in lengths.values():
+                    rungs.sort(key=lambda rung: rung.acceptance)
+        return found
+
+    def draft_lengths(self, method: str, batch: int) -> tuple[int, ...]:
+        """γ profiled for `method` at the batch nearest to `batch`, ascending."""
+        return tuple(sorted(self._nearest(method, batch)))
+
+    def speedup(self, method: str, acceptance: float, batch: int, draft_length: int) -> float:
+        """TGS_c (design §9) over plain decoding: expected tokens of a round, bonus included, times T_plain / T_round.
+
+        Times are interpolated linearly between profiled acceptances and held outside them. They are those of the
+        profiled batch with the smallest ratio to `batch`; of two equally near ones, of the larger, which flatters
+        speculation less.
+
+        Args:
+            acceptance: p, 0 to 1.
+            batch: rows, at least 1.
+            draft_length: γ, one of those profiled there.
+
+        Raises:
+            ValueError: `method` or γ was not profiled, or p or the batch is out of range.
+        """
+        if not 0 <= acceptance <= 1:
+            raise ValueError(f"acceptance={acceptance} of {method!r} is out of range; it must be 0 to 1.")
+        lengths = self._nearest(method, batch)
+        if draft_length not in lengths:
+            raise ValueError(
+                f"draft_length={draft_length} of {method!r} was not profiled near batch {batch}; choose one of "
+                f"{sorted(lengths)} or profile the ladder again."
+            )
+        # Both times belong to one profile: a machine that was slow then was slow for both.
+        seconds, plain_seconds = _interpolate(lengths[draft_length], acceptance)
+        return expected_block_efficiency(acceptance, draft_length) * plain_seconds / seconds
+
+    def best_draft_length(self, method: str, acceptance: float, batch: int) -> tuple[int, float]:
+        """The profiled γ of largest speedup, the smallest of equals, and that speedup. Errors as in `speedup`."""
+        speedups = {
+            length: self.speedup(method, acceptance, batch, length) for length in self.draft_lengths(method, batch)
+        }
+        best = max(speedups, key=speedups.__getitem__)
+        return best, speedups[best]
+
+    def rank(self, acceptances: Mapping[str, float], batch: int) -> list[Choice]:
+        """Each method of `acceptances` (its p) with its best γ, and "none", best first. Of equals "none" comes first,
+        then the order of `acceptances` holds. Errors as in `speedup`."""
+        choices = [Choice(NO_METHOD, 0, 1.0)]
+        for method, acceptance in acceptances.items():
+            choices.append(Choice(method, *self.best_draft_length(method, acceptance, batch)))
+        return sorted(choices, key=lambda choice: -choice.speedup)
+
+    def _nearest(self, method: str, batch: int) -> dict[int, list[Rung]]:
+        """Rungs by γ at the profiled batch nearest to `batch`."""
+        if method not in self._profiled:
+            raise ValueError(f"method={method!r} is not in the ladder, which has {list(self.methods)}; profile it.")
+        if batch < 1:
+            raise ValueError(f"batch={batch} is out of range; it must be at least 1.")
+        batches = self._profiled[method]
+        return batches[min(batches, key=lambda other: (max(other, batch) / min(other, batch), -other))]
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON to `path` in one step: a reader sees the old file or the new one, never half of it."""
+        path = Path(path)
+        content = {"version": VERSION, "shape": self.shape, "rungs": [asdict(rung) for rung in self.rungs]}
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Ladder":
+        """Reads what `save` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no ladder of this version; the message names file, field and value.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            return _ladder(content)
+        except ValueError as error:  # JSONDecodeError is one
+            reason = str(error).rstrip(".")
+            raise ValueError(
+                f"{path} is not a valid draft ladder: {reason}; correct it, or delete the file and profile again."
+            ) from None
+
+
+def ladder_path(profile_path: str | Path) -> Path:
+    """The ladder's file beside a roofline profile's."""
+    path = Path(profile_path)
+    return path.with_name(f"{path.name.removesuffix('.json')}.ladder.json")
+
+
+def _interpolate(rungs: list[Rung], acceptance: float) -> tuple[float, float]:
+    """(seconds, plain_seconds) at `acceptance`, of rungs ascending in it."""
+    place = bisect_left(rungs, acceptance, key=lambda rung: rung.acceptance)
+    low, high = rungs[max(place - 1, 0)], rungs[min(place, len(rungs) - 1)]
+    gap = high.acceptance - low.acceptance
+    share = (acceptance - low.acceptance) / gap if gap else 0.0
+    seconds = low.seconds + share * (high.seconds - low.seconds)
+    return seconds, low.plain_seconds + share * (high.plain_seconds - low.plain_seconds)
+
+
+def _ladder(content: object) -> Ladder:
+    top = _fields(content, "the file", {"version", "shape", "rungs"})
+    if top["version"] != VERSION:
+        raise ValueError(f"version={top['version']!r} where this release reads {VERSION}")
+    shape, rungs = top["shape"], top["rungs"]
+    if not isinstance(shape, str):
+        raise ValueError(f"shape={shape!r} is a {type(shape).__name__} where a text belongs")
+    if not isinstance(rungs, list):
+        raise ValueError(f"rungs is a {type(rungs).__name__} where a list belongs")
+    return Ladder(tuple(_rung(entry, f"rungs[{index}]") for index, entry in enumerate(rungs)), shape)
+
+
+def _rung(entry: object, where: str) -> Rung:
+    content = _fields(entry, where, {field.name for field in fields(Rung)})
+    try:
+        return Rung(**content)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
+
+
+def _fields(content: object, where: str, expected: set[str]) -> dict:
+    """The JSON object `content`, which has exactly the fields `expected`."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} is a {type(content).__name__} where an object belongs")
+    if set(content) != expected:
+        raise ValueError(f"{where} has the fields {sorted(content)} where {sorted(expected)} belong")
+    return content

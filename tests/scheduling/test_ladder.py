@@ -1,0 +1,204 @@
+"""The draft ladder: speedups from profiled cells, rankings, and its file."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_trl.scheduling.ladder import Choice, Ladder, Rung, ladder_path
+
+
+def rungs(method: str, batch: int, length: int, seconds: dict[float, float], plain: float = 1.0) -> list[Rung]:
+    """Cells of one (method, batch, γ), from seconds by acceptance."""
+    return [Rung(method, batch, length, acceptance, time, plain) for acceptance, time in seconds.items()]
+
+
+LADDER = Ladder(
+    (
+        *rungs("self", 1, 2, {0.2: 2.0, 0.8: 3.0}),
+        *rungs("self", 1, 6, {0.2: 4.0, 0.8: 4.0}),
+        *rungs("self", 8, 2, {0.2: 4.0, 0.8: 4.0}, plain=2.0),
+        *rungs("ngram", 1, 4, {0.5: 1.25}),
+        *rungs("ngram", 4, 4, {0.5: 2.5}),
+    ),
+    "LlamaForCausalLM-2x64",
+)
+
+
+def test_profiled_axes() -> None:
+    assert LADDER.methods == ("self", "ngram")
+    assert LADDER.batches == (1, 4, 8)
+    assert LADDER.draft_lengths("self", 1) == (2, 6)
+    assert LADDER.draft_lengths("self", 8) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "expected"),
+    [
+        (0.2, (1 + 0.2 + 0.04) / 2),  # a profiled acceptance
+        (0.5, (1 + 0.5 + 0.25) / 2.5),  # half-way: 2.5 s
+        (0.65, (1 + 0.65 + 0.65**2) / 2.75),
+        (0.0, 1 / 2),  # below the profiled ones: their first time
+        (1.0, 3 / 3),  # above: their last; and γ + 1 tokens
+    ],
+)
+def test_speedup_by_hand(acceptance: float, expected: float) -> None:
+    assert LADDER.speedup("self", acceptance, 1, 2) == pytest.approx(expected)
+
+
+def test_plain_time_is_of_the_same_profile() -> None:
+    assert LADDER.speedup("self", 0.2, 8, 2) == pytest.approx(1.24 * 2 / 4)
+    drifting = Ladder((Rung("self", 1, 2, 0.0, 1.0, 1.0), Rung("self", 1, 2, 1.0, 3.0, 3.0)), "")
+    assert drifting.speedup("self", 0.5, 1, 2) == pytest.approx(1.75)  # twice as slow, both of them
+
+
+@pytest.mark.parametrize(
+    ("batch", "bucket"),
+    [(1, 1), (2, 1), (3, 8), (8, 8), (23, 8), (24, 72), (25, 72), (1000, 72)],  # 24 is 3 times off both: the larger
+)
+def test_nearest_batch_by_ratio(batch: int, bucket: int) -> None:
+    seconds = {1: 1.0, 8: 2.0, 72: 4.0}
+    ladder = Ladder(tuple(Rung("self", b, 1, 0.5, s, 1.0) for b, s in seconds.items()), "")
+    assert ladder.speedup("self", 0.5, batch, 1) == pytest.approx(1.5 / seconds[bucket])
+
+
+def test_best_draft_length_follows_acceptance() -> None:
+    best = [LADDER.best_draft_length("self", p / 20, 1) for p in range(21)]
+    assert best[0][0] == 2 and best[-1][0] == 6
+    assert [length for length, _ in best] == sorted(length for length, _ in best)
+    for p, (length, speedup) in enumerate(best):
+        both = {n: LADDER.speedup("self", p / 20, 1, n) for n in (2, 6)}
+        assert speedup == max(both.values()) == both[length]
+
+
+def test_best_draft_length_of_equals_is_the_shortest() -> None:
+    ladder = Ladder(tuple(Rung("self", 1, n, 0.0, 1.0, 1.0) for n in (4, 2, 3)), "")
+    assert ladder.best_draft_length("self", 0.0, 1) == (2, 1.0)
+
+
+def test_rank() -> None:
+    ranked = LADDER.rank({"self": 0.9, "ngram": 0.9}, 1)
+    assert [choice.method for choice in ranked] == ["ngram", "self", "none"]
+    assert ranked[0] == Choice("ngram", 4, LADDER.speedup("ngram", 0.9, 1, 4))
+    assert [choice.method for choice in LADDER.rank({"self": 0.9, "ngram": 0.1}, 1)] == ["self", "none", "ngram"]
+    assert LADDER.rank({}, 1) == [Choice("none", 0, 1.0)]
+
+
+def test_rank_of_equals() -> None:
+    """Speculation must gain something; otherwise the order that was given."""
+    ladder = Ladder(tuple(Rung(m, 1, 1, 0.5, s, 1.0) for m, s in (("a", 1.5), ("b", 1.0), ("c", 1.0))), "")
+    assert [choice.method for choice in ladder.rank({"a": 0.5, "c": 0.5, "b": 0.5}, 1)] == ["c", "b", "none", "a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("eagle3", 0.5, 1, 2), r"method='eagle3' is not in the ladder, which has \['self', 'ngram'\]"),
+        (("none", 0.5, 1, 2), "method='none' is not in the ladder"),
+        (("self", 1.01, 1, 2), "acceptance=1.01 of 'self' is out of range; it must be 0 to 1"),
+        (("self", float("nan"), 1, 2), "acceptance=nan of 'self' is out of range"),
+        (("self", 0.5, 0, 2), "batch=0 is out of range"),
+        (("self", 0.5, 8, 6), r"draft_length=6 of 'self' was not profiled near batch 8; choose one of \[2\]"),
+    ],
+)
+def test_bad_questions(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LADDER.speedup(*arguments)
+
+
+GOOD = Rung("self", 2, 3, 0.5, 0.1, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "none"}, "method='none' must be the name of a drafter"),
+        ({"method": 3}, "method=3 must be the name"),
+        ({"batch": 0}, "batch=0 is out of range"),
+        ({"batch": 1.5}, "batch=1.5 is a float; it must be an integer"),
+        ({"draft_length": 0}, "draft_length=0 is out of range"),
+        ({"draft_length": 65}, "draft_length=65 is out of range; it must be 1 to 64"),
+        ({"acceptance": 1.1}, "acceptance=1.1 is out of range; it must be 0 to 1"),
+        ({"acceptance": -0.1}, "acceptance=-0.1 is out of range"),
+        ({"seconds": 0.0}, "seconds=0.0 is out of range"),
+        ({"plain_seconds": float("inf")}, "plain_seconds=inf is out of range"),
+    ],
+)
+def test_bad_rungs(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(GOOD, **change)
+
+
+def test_bad_ladders() -> None:
+    with pytest.raises(ValueError, match="rungs is empty"):
+        Ladder((), "")
+    with pytest.raises(ValueError, match=r"rungs has \('self', 2, 3, 0.5\).* twice"):
+        Ladder((GOOD, replace(GOOD, seconds=0.2)), "")
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "profile.ladder.json"
+    LADDER.save(path)
+    assert Ladder.load(path) == LADDER
+    smaller = Ladder((replace(GOOD, seconds=1 / 3),), "other")
+    smaller.save(str(path))
+    assert Ladder.load(str(path)) == smaller
+    assert [p.name for p in path.parent.iterdir()] == ["profile.ladder.json"]
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "ladder.json"
+    LADDER.save(path)
+    with pytest.raises(TypeError):
+        replace(LADDER, shape=object()).save(path)  # type: ignore[arg-type]
+    assert Ladder.load(path) == LADDER
+    assert [p.name for p in tmp_path.iterdir()] == ["ladder.json"]
+
+
+def test_every_truncation_is_one_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "ladder.json"
+    LADDER.save(path)
+    text = path.read_text().rstrip()
+    for end in range(0, len(text), 61):
+        path.write_text(text[:end])
+        with pytest.raises(ValueError, match=r"ladder\.json is not a valid draft ladder: .*profile again\.$"):
+            Ladder.load(path)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ([], [], "the file is a list where an object belongs"),
+        (["version"], 2, "version=2 where this release reads 1"),
+        (["shape"], 5, "shape=5 is a int where a text belongs"),
+        (["rungs"], {}, "rungs is a dict where a list belongs"),
+        (["rungs"], [], "rungs is empty"),
+        (["rungs", 1], 7, r"rungs\[1\] is a int where an object belongs"),
+        (["rungs", 1, "speed"], 7, r"rungs\[1\] has the fields .*'speed'.* where .* belong"),
+        (["rungs", 1, "batch"], 1.5, r"rungs\[1\]\.batch=1\.5 is a float"),
+        (["rungs", 1, "seconds"], float("nan"), r"rungs\[1\]\.seconds=nan is out of range"),
+        (["rungs", 1, "acceptance"], 0.2, "rungs has .* twice"),
+    ],
+)
+def test_files_edited_by_hand(tmp_path: Path, where: list[Any], value: Any, message: str) -> None:
+    path = tmp_path / "ladder.json"
+    LADDER.save(path)
+    content = json.loads(path.read_text())
+    if where:
+        place = content
+        for key in where[:-1]:
+            place = place[key]
+        place[where[-1]] = value
+    else:
+        content = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        Ladder.load(path)
+
+
+def test_ladder_path_stands_beside_the_profile(tmp_path: Path) -> None:
+    assert ladder_path(tmp_path / "H200_bf16.v1.json") == tmp_path / "H200_bf16.v1.ladder.json"
+    names = {ladder_path(f"folder/{name}").name for name in ("profile.v1", "profile.v2", "profile.json")}
+    assert len(names) == 3
