@@ -53,14 +53,14 @@ class WatchedDrafter(DistilledDrafter):
         self._first, self.sums = watched.first, {name: [0.0] * BINS for name in SUMS}
         super().begin(watched)
 
-    def learn(self, logits: Tensor) -> None:
+    def learn(self, logits: Tensor, verified: Tensor) -> None:
         rows = self.session.rows
         where = depth_bin(int(rows.generated[0]), self._new_tokens)
         text = rows.tokens[0, : int(rows.lengths[0])]  # [n]
         for name, value in observe_position(logits[0, 0], self._first[0][0], text).items():
             self.sums[name][where] += value
         if not self._is_frozen:
-            super().learn(logits)
+            super().learn(logits, verified)
 
 
 def observe_position(target: Tensor, draft: Tensor, text: Tensor) -> dict[str, float]:

@@ -70,13 +70,18 @@ class MaskPlan:
             spans[layer_type] = torch.stack([first, positions], dim=-1)[:, None]  # [B, 1, q, 2]
         return spans if self.per_type else spans[self.layer_types[0]]
 
-    def build(self, positions: Tensor, columns: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    def build(
+        self, positions: Tensor, columns: int, dtype: torch.dtype, places: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
         """Additive masks for queries at `positions`.
 
         Args:
-            positions: `[B, q]` int64, the cache column of every query.
+            positions: `[B, q]` int64, of every query.
             columns: number of cache columns that are attended over.
             dtype: floating dtype of the queries.
+            places: `[B, q]` int64, the cache column of every query where several chains lie side by side behind a
+                row's last committed token, the first query (:class:`~spec_trl.generation.racing.ChainLayout`); None:
+                its position.
 
         Returns:
             `[B, 1, q, columns]` of 0 and the dtype's minimum, or one such tensor per layer type.
@@ -85,13 +90,19 @@ class MaskPlan:
         hidden = torch.finfo(dtype).min
         key = torch.arange(columns, device=positions.device)  # [columns]
         query = positions[:, None, :, None]  # [B, 1, q, 1]
+        at, later = key, key > query  # [columns], [B, 1, q, columns]
+        if places is not None:
+            place, last = places[:, None, :, None], places[:, None, :1, None]  # [B, 1, q, 1], [B, 1, 1, 1]
+            # Of its own chain's tokens; those of the chains before it land at positions up to `last`.
+            at = torch.where(key > last, key - (place - query), key)  # [B, 1, q, columns], position of every key
+            later = (key > place) | ((key > last) & (at <= last))
         masks: dict[str, Tensor] = {}
         for layer_type in self.layer_types:
-            masked = key > query  # [B, 1, q, columns]
+            masked = later
             if layer_type == SLIDING:
-                masked = masked | (key <= query - self.sliding_window)
+                masked = masked | (at <= query - self.sliding_window)
             elif layer_type == CHUNKED:
-                masked = masked | (key // self.chunk_size != query // self.chunk_size)
+                masked = masked | (at // self.chunk_size != query // self.chunk_size)
             masks[layer_type] = torch.zeros(masked.shape, dtype=dtype, device=key.device).masked_fill_(masked, hidden)
         return masks if self.per_type else masks[self.layer_types[0]]
 

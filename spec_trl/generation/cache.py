@@ -57,6 +57,15 @@ class RaggedCache(Cache):
                 layer.keys[destination, :, :columns] = layer.keys[source, :, :columns]
                 layer.values[destination, :, :columns] = layer.values[source, :, :columns]
 
+    def move_columns(self, source: Tensor, destination: Tensor) -> None:
+        """Copies columns `source[b]` of row b to its columns `destination[b]` (`[B, n]` int64 each), which may overlap
+        but name no column twice."""
+        row = torch.arange(len(source), device=source.device)[:, None]  # [B, 1]
+        for layer in self.layers:
+            if layer.is_initialized:  # what is read is gathered before anything is written
+                layer.keys[row, :, destination] = layer.keys[row, :, source]  # [B, n, kv, d]
+                layer.values[row, :, destination] = layer.values[row, :, source]
+
     @property
     def bytes(self) -> int:
         """Bytes allocated so far."""

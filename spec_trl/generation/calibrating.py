@@ -26,7 +26,7 @@ from ..quantization.source_weight import inspect_projection, is_projection
 from ..scheduling.calibration import GemmMeasurement, effective_flops, fit
 from ..scheduling.profile import Profile, ProfileKey, ProfileMismatch
 from ..scheduling.sweep import Mode, Sample
-from ..scheduling.toggle import NeverSpeculate
+from ..scheduling.toggle import Chain, NeverSpeculate
 from .configuration import SpeculativeConfig
 from .constants import model_constants
 from .decoding import Rollout
@@ -395,7 +395,7 @@ class _Bench:
             self._rollout.look()
             before = self._rollout.phase_seconds().get("draft", 0.0)
             started = time.perf_counter()
-            self._rollout.decode_round(0 if drafts else 1, gamma)
+            self._rollout.decode_round([Chain(0 if drafts else 1, gamma)] if gamma else [])
             whole = time.perf_counter() - started
             if self._rollout.drafter_failure is not None:
                 raise RuntimeError(f"the drafter failed while it was timed: {self._rollout.drafter_failure}")

@@ -4,21 +4,23 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..scheduling.toggle import Control, Tally
+from ..scheduling.toggle import Chain, Control, Tally
 from .diagnosis import first_broken_module
 from .drafters.base import Drafter, DraftSession
 from .prefilling import prefill
 from .processing import LogitsPipeline, Stopping
+from .racing import Lanes, Outcome, draft_lengths
 from .rows import Request, Rows
 from .runner import EagerRunner
 from .sampling import RoundNoise, derive, position_keys, widen
-from .statistics import DraftCounter, PhaseTimer, RoundLog, SpeculationStatistics
+from .statistics import ChainCounter, DraftCounter, PhaseTimer, RoundLog, SpeculationStatistics
 from .verification import Proposal, Verdict, verify_exact, verify_rejection
 
 
@@ -39,8 +41,8 @@ class Rollout:
     Args:
         requests: what to generate.
         target: the target over its cache.
-        drafters: propose drafts, one of them in each round; none: decode autoregressively.
-        control: decides in each round which drafter drafts and how far; its candidates are the drafters in order.
+        drafters: propose drafts; none: decode autoregressively.
+        control: plans each round's chains; its candidates are the drafters in order.
         rows: buffers for the rows in flight; their capacity bounds the batch.
         pipeline: logits processors.
         stopping: when a row ends.
@@ -77,7 +79,10 @@ class Rollout:
         self._vocabulary = target.network.config.get_text_config(decoder=True).vocab_size
         self._statistics = SpeculationStatistics(strategy)
         self._log = RoundLog()
+        self._names = [drafter.strategy for drafter in drafters]
+        self._ended_in = [0] * len(requests)
         self._counter = DraftCounter(len(requests), rows.tokens.device)
+        self._chains = ChainCounter(len(requests), self._names, rows.tokens.device)
         self._timer = PhaseTimer(rows.tokens.device)
 
     def run(self) -> tuple[list[Completion], SpeculationStatistics]:
@@ -86,7 +91,7 @@ class Rollout:
         self.begin()
         while self._waiting or self._rows.active:
             self.admit()
-            self.decode_round(*self._decide())
+            self.decode_round(self._plan())
         self._finish_statistics()
         self.end()
         return [completion for completion in self._completions if completion is not None], self._statistics
@@ -101,30 +106,26 @@ class Rollout:
         """Lets drafters go of the rows and caches, which would outlive the generation with them."""
         self._for_each_drafter(lambda drafter: drafter.end())
 
-    def decode_round(self, which: int, draft_length: int) -> None:
-        """One round: drafter `which` drafts γ = `draft_length` tokens per row and the target verifies them; with γ = 0
-        the target decodes."""
+    def decode_round(self, plan: Sequence[Chain]) -> None:
+        """One round: drafters draft the chains of `plan`, one target forward verifies them, and each row goes on with
+        the chain of which most was accepted; without chains the target decodes."""
         started = time.perf_counter()
         batch, length = self._rows.active, self._total_length / self._rows.active
-        drafter = self._drafters[which] if draft_length else None
-        name = None if drafter is None else drafter.strategy
         with self._timer.phase("noise"):
-            noise = self._noise(draft_length)
+            noise = self._noise(max((chain.draft_length for chain in plan), default=0))
         with self._timer.phase("draft"):
-            proposal = self._draft(which, draft_length, noise)
+            lanes = self._draft(plan, noise)
         with self._timer.phase("verify"):
-            logits = self._verify(draft_length)
-        if drafter is not None and drafter.learns:
-            with self._timer.phase("learn"):
-                self._guard(which, lambda drafter: drafter.learn(logits))
+            logits = self._verify(lanes)
+        self._teach(lanes, logits)
         with self._timer.phase("accept"):
-            verdict = self._accept(logits, proposal, noise)
-            finished, tokens = self._commit(verdict, proposal, which)
+            finished, tokens = self._commit(self._accept(lanes, logits, noise), lanes)
         with self._timer.phase("compact"):
             self._retire(finished)
         seconds = time.perf_counter() - started  # of the device too: the commit waited for it
-        self._log.add(batch, length, draft_length, name, seconds, tokens)
-        self._control.record(draft_length, seconds, tokens)
+        names = dict.fromkeys(self._names[which] for which in lanes.drafted)
+        self._log.add(batch, length, lanes.width, "+".join(names) or None, seconds, tokens)
+        self._control.record(lanes.width, seconds, tokens)
 
     def admit(self) -> None:
         """Gives free rows to waiting requests and reads their prompts."""
@@ -143,12 +144,13 @@ class Rollout:
         self._total_length = int(rows.lengths.sum())
         self._room = int((rows.limits - rows.lengths).max())
 
-    def _decide(self) -> tuple[int, int]:
-        """Which drafter drafts in this round, and γ: no longer than the row with most room could use."""
+    def _plan(self) -> Sequence[Chain]:
+        """The chains that the control wants, no longer than the row with most room could use."""
         with self._timer.phase("control"):
-            active = self._rows.active
-            which, draft_length = self._control.decide(active, self._total_length / active, len(self._waiting))
-        return which, min(draft_length, self._room - 1)
+            rows = self._rows
+            plan = self._control.plan(list(rows.indices), self._total_length / rows.active, len(self._waiting))
+        chains = [replace(chain, draft_length=min(chain.draft_length, self._room - 1)) for chain in plan]
+        return [chain for chain in chains if chain.draft_length > 0 and self._drafters[chain.which] is not None]
 
     def _noise(self, draft_length: int) -> RoundNoise | None:
         rows = self._rows
@@ -156,32 +158,57 @@ class Rollout:
             return None
         return RoundNoise(rows.streams, rows.generated, draft_length + 1, self._vocabulary)
 
-    def _draft(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
+    def _draft(self, plan: Sequence[Chain], noise: RoundNoise | None) -> Lanes:
+        lengths = draft_lengths(plan, self._rows.active)
+        drafted = {which: self._propose(which, max(own), noise) for which, own in lengths.items()}
+        return Lanes.of(self._rows, lengths, drafted)
+
+    def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        """What drafter `which` drafts, as far as rows have room for it and tokens exist; nothing where it fails."""
         rows = self._rows
-        nothing = torch.zeros_like(rows.lengths)  # [B]
-        if not draft_length:
-            return Proposal(rows.tokens[: rows.active, :0], nothing)
         shape = (rows.active, draft_length, self._vocabulary)
         proposal = self._guard(which, lambda drafter: _checked(drafter.propose(draft_length, noise), shape))
         if proposal is None:
             # A drafter that failed half-way may have left broken K/V in the columns it drafted: they are verified all
             # the same, as tokens nobody proposed, and so overwritten.
-            proposal = Proposal(rows.window(0, draft_length).clamp(0, self._vocabulary - 1), nothing)
+            return Proposal(rows.window(-1, 1).expand(-1, draft_length), torch.zeros_like(rows.lengths))
         legal = (proposal.tokens >= 0) & (proposal.tokens < self._vocabulary)  # [B, γ]
         room = rows.limits - rows.lengths - 1  # [B], the bonus token needs one
         lengths = torch.minimum(proposal.lengths, room).minimum(legal.long().cumprod(1).sum(1)).clamp(min=0)
-        tokens = proposal.tokens.clamp(0, self._vocabulary - 1)
-        rows.write(0, tokens)
-        return Proposal(tokens, lengths, proposal.logits, proposal.broken)
+        return replace(proposal, tokens=proposal.tokens.clamp(0, self._vocabulary - 1), lengths=lengths)
 
-    def _verify(self, draft_length: int) -> Tensor:
-        """Feeds each row's last committed token and its drafts; returns logits `[B, γ + 1, vocabulary]`."""
-        rows = self._rows
-        columns = rows.columns_behind(-1, draft_length + 1)  # [B, γ + 1]
-        self._fed = rows.window(-1, draft_length + 1), columns, rows.longest + draft_length
-        return self._target.forward(*self._fed)
+    def _verify(self, lanes: Lanes) -> Tensor:
+        """Feeds each row's last committed token and its chains; returns logits `[B, 1 + Σγ, vocabulary]`."""
+        rows, width = self._rows, lanes.width
+        if lanes.layout is not None:
+            return self._target.forward_chains(lanes.layout, rows.longest + width)
+        rows.write(0, lanes.proposals[0].tokens)
+        tokens, columns = rows.window(-1, width + 1), rows.columns_behind(-1, width + 1)  # [B, 1 + γ] each
+        return self._target.forward(tokens, columns, rows.longest + width)
 
-    def _accept(self, logits: Tensor, proposal: Proposal, noise: RoundNoise | None) -> Verdict:
+    def _teach(self, lanes: Lanes, logits: Tensor) -> None:
+        """Shows drafters that learn what the target said to their own chains."""
+        for which, proposal in lanes.drafted.items():
+            drafter = self._drafters[which]
+            if drafter is not None and drafter.learns:
+                with self._timer.phase("learn"):
+                    if lanes.layout is not None:
+                        self._rows.write(0, proposal.tokens)
+                    self._guard(which, methodcaller("learn", *lanes.verified(which, logits)))
+
+    def _accept(self, lanes: Lanes, logits: Tensor, noise: RoundNoise | None) -> Outcome:
+        """Verifies each lane's chains; of a race, keeps the K/V and hidden states of the winners."""
+        if lanes.layout is None:
+            return Outcome.of(lanes, [self._verdict(lanes.proposals[0], logits, noise)])
+        verdicts = []
+        for lane, proposal in enumerate(lanes.proposals):
+            self._rows.write(0, proposal.tokens)  # for processors that look at them
+            verdicts.append(self._verdict(proposal, lanes.logits(lane, logits), noise))
+        outcome = Outcome.of(lanes, verdicts)
+        self._target.keep_chains(lanes.layout.slots_of(outcome.winner))
+        return outcome
+
+    def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
         if self._rejection and proposal.logits is not None:
             rows = self._rows
             logits = self._pipeline(widen(logits))  # [B, γ + 1, V]
@@ -190,53 +217,55 @@ class Rollout:
             return verify_rejection(logits, proposal, coins, residual, self._want_logprobs)
         return verify_exact(self._pipeline.draw(logits, noise, want_logprobs=self._want_logprobs), proposal)
 
-    def _commit(self, verdict: Verdict, proposal: Proposal, which: int) -> tuple[list[int], int]:
+    def _commit(self, outcome: Outcome, lanes: Lanes) -> tuple[list[int], int]:
         """Takes the verified tokens into the output; returns the rows that ended, and how many tokens there were."""
-        rows = self._rows
+        rows, verdict = self._rows, outcome.verdict
         counts = verdict.accepted + 1  # [B]
         rows.write(0, verdict.tokens)
         kept, ends = self._stopping.first_stop(verdict.tokens, counts)
         sound = verdict.scores > -torch.inf  # [B, γ + 1]; else NaN, or no token has any probability
         broken = sound.long().cumprod(1).sum(1) < kept  # [B]
-        if proposal.tokens.shape[1]:
-            self._counter.add(rows.requests, rows.generated, proposal, verdict, kept, ends)
+        drafted, accepted = outcome.up_to_end(kept, ends)  # [N, B] each
+        if lanes.width:
+            self._counter.add(rows.requests, rows.generated, outcome.proposal, verdict, kept, ends)
+            self._chains.add(rows.requests, lanes.drafters, drafted, accepted, kept, outcome.winner)
         if self._on_tokens is not None:
             self._on_tokens(verdict.tokens[0, : int(kept[0])])
         lengths = rows.lengths + kept  # [B]
         room = rows.limits - lengths  # [B]
-        state = torch.stack([lengths, ends.long(), broken.long(), room, self._is_broken(proposal)]).tolist()
+        suspects = {which: own.broken.long() for which, own in lanes.drafted.items() if own.broken is not None}
+        flags = [flag.expand_as(kept) for flag in suspects.values()]  # [B] each
+        state = torch.stack([lengths, ends.long(), broken.long(), room, *drafted, *accepted, *flags]).tolist()
         # That was the round's one sync.
         if any(state[2]):
             row = state[2].index(1)
-            self._raise_broken(row, int(rows.generated[row] + sound[row].long().cumprod(0).sum()))
+            self._raise_broken(row, int(rows.generated[row] + sound[row].long().cumprod(0).sum()), lanes.width)
         rows.commit(kept, verdict.logprobs)
         tokens = sum(state[0]) - self._total_length
         finished = [row for row, ended in enumerate(state[1]) if ended]
         rows.longest = max(state[0])
         self._total_length = sum(length for length, ended in zip(state[0], state[1], strict=True) if not ended)
         self._room = max((room for room, ended in zip(state[3], state[1], strict=True) if not ended), default=0)
-        if any(state[4]):
-            self._guard(which, _report_broken)
+        count = len(lanes.proposals)
+        if lanes.width:
+            by_lane = state[4 : 4 + count], state[4 + count : 4 + 2 * count]
+            self._control.record_rows(list(rows.indices), *(lanes.by_drafter(values) for values in reversed(by_lane)))
+        for which, flag in zip(suspects, state[4 + 2 * count :], strict=True):
+            if any(flag):
+                self._guard(which, _report_broken)
         self._for_each_drafter(lambda drafter: drafter.observe(tokens))
         return finished, tokens
-
-    def _is_broken(self, proposal: Proposal) -> Tensor:
-        """`[B]` int64, whether the drafter says that its network is broken."""
-        rows = self._rows
-        if proposal.broken is None:
-            return torch.zeros_like(rows.lengths)
-        return proposal.broken.long().expand_as(rows.lengths)
 
     def _retire(self, finished: list[int]) -> None:
         rows = self._rows
         if not finished:
             return
         lengths, prompts = rows.lengths.tolist(), rows.prompt_lengths.tolist()
-        requests = rows.requests.tolist()
         for row in finished:
             span = slice(prompts[row], lengths[row])
             logprobs = rows.logprobs[row, span].clone() if self._want_logprobs else None
-            self._completions[requests[row]] = Completion(rows.tokens[row, span].clone(), logprobs)
+            self._completions[rows.indices[row]] = Completion(rows.tokens[row, span].clone(), logprobs)
+            self._ended_in[rows.indices[row]] = self._log.rounds + 1
         source, destination = rows.drop(finished)
         if source:
             self._target.cache.copy_rows(source, destination, rows.longest)
@@ -278,10 +307,11 @@ class Rollout:
                 drafter.end()
             return None
 
-    def _raise_broken(self, row: int, position: int) -> None:
-        rows = self._rows
-        tokens, columns, visible = self._fed
-        where = first_broken_module(self._target, tokens, columns, visible)
+    def _raise_broken(self, row: int, position: int, draft_length: int) -> None:
+        rows, count = self._rows, draft_length + 1
+        # The verified tokens, which the row's drafts were up to the position.
+        tokens, columns = rows.window(-1, count), rows.columns_behind(-1, count)  # [B, γ + 1] each
+        where = first_broken_module(self._target, tokens, columns, rows.longest + draft_length)
         raise FloatingPointError(
             f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
             f"{int(rows.requests[row])} at generated position {position}, decoding round "
@@ -293,6 +323,8 @@ class Rollout:
         statistics = self._statistics
         completions = [completion for completion in self._completions if completion is not None]
         self._counter.write_to(statistics)
+        self._chains.write_to(statistics)
+        statistics.ended_in = self._ended_in
         statistics.tokens = sum(len(completion.tokens) for completion in completions)
         if self._want_logprobs:
             statistics.logprob_sum = float(

@@ -188,6 +188,7 @@ class GraphRunner(EagerRunner):
     """An :class:`EagerRunner` that replays captured forwards for the few tokens per row of drafting and verifying.
 
     Logits it returns lie in memory that all captured forwards of its budget share: clone what must outlive the next.
+    Races (`forward_chains`) run eagerly.
 
     Args:
         network: as for the eager runner.
@@ -203,8 +204,7 @@ class GraphRunner(EagerRunner):
         self._mode = mode
         self._graphs: dict[_Key, _Graph] = {}
         self._asked: Counter[_Key] = Counter()
-        # The newest of each kind: drafters come and go.
-        self._beside: dict[bool, tuple[tuple[int, ...], GraphRunner]] = {}
+        self._beside: list[_Beside] = []
         self._compiled: EagerRunner | None = None
         self._failed: set[_Key] = set()
         self._gave_up = False
@@ -213,19 +213,25 @@ class GraphRunner(EagerRunner):
         # Hooks are captured too, with the tensors that they read: a learner's corrections.
         hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())
         present = (id(network), *addresses(network), *hooks)
-        known, runner = self._beside.get(shares_cache, ((), None))
-        if runner is None or known != present:
-            if runner is not None:
-                runner._drop_graphs()
+        same_kind = [each for each in self._beside if each.shares_cache == shares_cache]
+        found = next((each for each in same_kind if each.present == present), None)
+        if found is None:
+            for idle in [each for each in same_kind if not each.in_use]:  # drafters come and go
+                idle.runner._drop_graphs()
+                self._beside.remove(idle)
             runner = GraphRunner(network, self._cache_beside(network, shares_cache), self.budget, self._mode)
-            self._beside[shares_cache] = present, runner
-        runner.begin()
-        return runner
+            found = _Beside(shares_cache, present, runner)
+            self._beside.append(found)
+        found.in_use = True
+        found.runner.begin()
+        return found.runner
 
     def begin(self) -> None:
         """A generation begins."""
         self.forwards = self.eager_forwards = 0
-        self.stop_listening()  # what an exception may have left
+        self._listeners.clear()  # what an exception may have left
+        for each in self._beside:
+            each.in_use = False
 
     @property
     def captured(self) -> tuple[int, int]:
@@ -251,9 +257,9 @@ class GraphRunner(EagerRunner):
         return recording.logits[:rows]
 
     def listen(self, layers: Sequence[int], heard: Heard) -> None:
-        before = self._listened
+        before = self._kept
         super().listen(layers, heard)
-        if self._listened != before:  # what was captured kept other states, or none
+        if self._kept != before:  # what was captured kept other states, or none
             self._drop_graphs()
 
     def _drop_graphs(self) -> None:
@@ -389,6 +395,16 @@ class GraphRunner(EagerRunner):
                 f"{type(error).__name__}: {error}",
                 stacklevel=2,
             )
+
+
+@dataclass(eq=False)
+class _Beside:
+    """The runner of a drafter, which lasts until another takes its place in a later generation."""
+
+    shares_cache: bool
+    present: tuple[int, ...]  # the network as it was captured
+    runner: GraphRunner
+    in_use: bool = False  # in this generation
 
 
 def row_bucket(rows: int) -> int:

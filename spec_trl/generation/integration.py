@@ -88,7 +88,7 @@ def speculative_decoding(
         drafter: a drafter made before, or several, in place of the strategy's own.
         request_ids: B ints that key the noise with the seed; by default 0..B. Two calls with the same seed and the
             same ids sample the same tokens, whatever else differs.
-        control: decides in each round which of the drafters given with it drafts; by default one made from the config.
+        control: decides in each round which of the drafters given with it draft; by default one made from the config.
         model_kwargs: `attention_mask` and what else `generate` prepares.
 
     Returns:
@@ -134,6 +134,11 @@ def speculative_decoding(
                 )
     if control is None:
         control = make_control(drafters, config, profile)
+    if config.verification == "rejection" and do_sample and control.races:
+        raise ValueError(
+            'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking the '
+            'longest would favour what is easy to draft. Use verification="exact", or one drafter per row.'
+        )
 
     device = model.device
     ids = torch.tensor(list(request_ids) if request_ids is not None else range(batch), dtype=torch.int64)
@@ -144,8 +149,7 @@ def speculative_decoding(
         for index, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
     ]
     # "none" gets the same columns: attention over other widths would differ in the last bits.
-    furthest = max([config.draft_length, *(candidate.draft_length for candidate in control.candidates)])
-    columns = longest_prompt + new_tokens + furthest
+    columns = longest_prompt + new_tokens + max(config.draft_length, control.most_drafted)
     for each in drafters:
         each.check_length(columns)
     rows = Rows(capacity, columns, device)

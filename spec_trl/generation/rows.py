@@ -66,6 +66,8 @@ class Rows:
         self.longest = 0
         """Longest committed length among the active rows, known without asking the device."""
         self.prompts: list[bytes] = []
+        self.indices: list[int] = []
+        """`requests`, on the host."""
 
     @property
     def lengths(self) -> Tensor:
@@ -115,6 +117,7 @@ class Rows:
             self._state[:, row] = torch.tensor(values)
             self.longest = max(self.longest, len(request.prompt))
             self.prompts.append(key)
+            self.indices.append(request.index)
             if row < first + len(leaders):
                 row_of_prompt[key] = row
         self.active += len(requests)
@@ -154,7 +157,7 @@ class Rows:
             self.logprobs[destination] = self.logprobs[source]
             self._state[:, destination] = self._state[:, source]
             for row, target in zip(source, destination, strict=True):
-                self.prompts[target] = self.prompts[row]
-        del self.prompts[remaining:]
+                self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
+        del self.prompts[remaining:], self.indices[remaining:]
         self.active = remaining
         return source, destination

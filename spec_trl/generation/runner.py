@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from .attention import MaskPlan, reads_spans
 from .cache import RaggedCache, ReplayCache
 from .observation import keep_states
+from .racing import ChainLayout
 from .requirements import position_limit
 
 
@@ -42,8 +43,8 @@ class EagerRunner:
         self._keeps_last_logits = network._supports_logits_to_keep()
         self._uses_spans = reads_spans(network)
         self._states: dict[int, Tensor] = {}
-        self._listened: tuple[int, ...] = ()
-        self._heard: Heard | None = None
+        self._kept: tuple[int, ...] = ()  # hidden states that hooks keep
+        self._listeners: list[tuple[tuple[int, ...], Heard]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
@@ -55,6 +56,35 @@ class EagerRunner:
         logits, features = self._run(tokens, positions, columns, first_row, logits_to_keep=0)
         self._tell(features, positions, first_row)
         return logits
+
+    def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:
+        """Runs a row's chains side by side and returns logits `[B, W, vocab]`; attends over columns `0..columns`.
+
+        Nobody is told hidden states until :meth:`keep_chains` says which chains they are to be of. Runs eagerly in
+        any runner: races are a rollout's last rounds, and of many shapes.
+        """
+        self.forwards += 1
+        logits, features = self._run(
+            layout.tokens, layout.positions, columns, 0, logits_to_keep=0, places=layout.columns
+        )
+        self._raced = layout, features
+        return logits
+
+    def keep_chains(self, slots: Tensor) -> None:
+        """Makes of the chains that just ran what an ordinary forward of one chain per row would have left.
+
+        Args:
+            slots: `[B, n]` int64 of the layout, those of the chain to keep: its K/V moves to the columns of its
+                positions, and listeners are told its hidden states.
+        """
+        layout, features = self._raced
+        del self._raced
+        first = layout.columns[:, :1]  # [B, 1]
+        positions = first + torch.arange(slots.shape[1], device=slots.device)  # [B, n]
+        self.cache.move_columns(layout.columns.gather(1, slots), positions)
+        if features is not None:
+            features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[2]))  # [B, n, F]
+        self._tell(features, positions, 0)
 
     def prefill(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> None:
         """The same forward for its K/V alone."""
@@ -68,7 +98,7 @@ class EagerRunner:
         return EagerRunner(network, self._cache_beside(network, shares_cache))
 
     def listen(self, layers: Sequence[int], heard: "Heard") -> None:
-        """Has every further forward tell its hidden states, for drafters that are fed with them.
+        """Has every further forward tell its hidden states too, for a drafter that is fed with them.
 
         Args:
             layers: which ones, as :func:`~spec_trl.generation.observation.keep_states` counts them.
@@ -79,35 +109,36 @@ class EagerRunner:
         `heard` must not raise: it runs within the target's forward, and would end the generation.
 
         Raises:
-            RuntimeError: somebody listens already.
             ValueError: the network has no such layer.
         """
-        if self._heard is not None:
-            raise RuntimeError("another drafter listens to the target already, which tells one of them")
-        if tuple(layers) == self._listened:
-            self._heard = heard
-            return
-        hooks = keep_states(self.network, layers, self._states)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = hooks
-        self._heard, self._listened = heard, tuple(layers)
+        if not set(layers) <= set(self._kept):
+            wanted = dict.fromkeys(layer for others, _ in [*self._listeners, (layers, heard)] for layer in others)
+            hooks = keep_states(self.network, wanted, self._states)
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._kept = hooks, tuple(wanted)
+        self._listeners.append((tuple(layers), heard))
 
-    def stop_listening(self) -> None:
-        """Tells nobody any more. The states are kept all the same, so that captured forwards stay as they are."""
-        self._heard = None
+    def stop_listening(self, heard: "Heard") -> None:
+        """Tells `heard` no more. The states are kept all the same, so that captured forwards stay as they are."""
+        self._listeners = [listener for listener in self._listeners if listener[1] != heard]
 
     def _features(self) -> Tensor | None:
-        """`[B, q, len(layers) * hidden]` of the forward that just ran."""
-        if not self._listened:
+        """`[B, q, len(kept) * hidden]` of the forward that just ran."""
+        if not self._kept:
             return None
-        features = torch.cat([self._states[index] for index in self._listened], dim=-1)
+        features = torch.cat([self._states[index] for index in self._kept], dim=-1)
         self._states.clear()
         return features
 
     def _tell(self, features: Tensor | None, positions: Tensor, first_row: int) -> None:
-        if self._heard is not None and features is not None:
-            self._heard(features, positions, first_row)
+        if features is None:
+            return
+        states = features.chunk(len(self._kept), dim=-1)  # [B, q, hidden] each
+        for layers, heard in self._listeners:
+            is_all = layers == self._kept
+            own = features if is_all else torch.cat([states[self._kept.index(layer)] for layer in layers], dim=-1)
+            heard(own, positions, first_row)
 
     @property
     def captured(self) -> tuple[int, int]:
@@ -118,11 +149,18 @@ class EagerRunner:
         return self.cache if shares_cache else RaggedCache.for_network(network, self.cache.rows, self.cache.columns)
 
     def _run(
-        self, tokens: Tensor, positions: Tensor, columns: int, first_row: int, logits_to_keep: int, spans: bool = False
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        columns: int,
+        first_row: int,
+        logits_to_keep: int,
+        spans: bool = False,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self.eager_forwards += 1
         columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
-        self.cache.point_at(positions, columns, first_row)
+        self.cache.point_at(positions if places is None else places, columns, first_row)
         device = tokens.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else self.network.dtype
@@ -131,7 +169,7 @@ class EagerRunner:
         limit = self._position_limit
         position_ids = positions if limit is None else positions.clamp(max=limit - 1)  # [B, q]
         keep = {"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}
-        masks = self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype)
+        masks = self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype, places)
         logits = self.network(
             input_ids=tokens,
             position_ids=position_ids,

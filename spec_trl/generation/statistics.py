@@ -2,7 +2,7 @@
 
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 
@@ -64,9 +64,31 @@ class LearningStatistics:
 
 
 @dataclass
+class RacingStatistics:
+    """What races came to: of the rounds in which some row had several chains, those rows alone.
+
+    Args:
+        rounds: with a race.
+        wins: chains that won their row's race, by drafter.
+        losses: chains that did not.
+        wasted: draft tokens that were verified and not committed, by drafter; the winners' rejected ones count too.
+        winners: `wins` for each row of the batch.
+    """
+
+    rounds: int = 0
+    wins: dict[str, int] = field(default_factory=dict)
+    losses: dict[str, int] = field(default_factory=dict)
+    wasted: dict[str, int] = field(default_factory=dict)
+    winners: list[dict[str, int]] = field(default_factory=list)
+
+
+@dataclass
 class RoundPoint:
     """Measured rounds of like shape: `rounds` of `batch` rows with mean length `length` and γ = `draft_length`
-    (0: autoregressive) by the drafter called `drafter`, which took `seconds` and committed `tokens` in all."""
+    (0: autoregressive) by the drafter called `drafter`, which took `seconds` and committed `tokens` in all.
+
+    Where several drafted, `drafter` joins their names by "+", and γ counts all that was verified of the row with most.
+    """
 
     batch: int
     length: float
@@ -87,14 +109,18 @@ class SpeculationStatistics:
 
     Args:
         strategy: the `assistant_strategy` asked for.
-        total: draft counts over all rows.
+        total: draft counts over all rows; of a row that was raced, those of the chain that won.
         per_request: the same for each row of the batch.
         per_depth: the same by output depth at the start of a block; keys are lower edges of `DEPTH_EDGES`.
+        per_drafter: draft counts of all the chains of each drafter, by name. A block is a chain here, whether or not
+            it won; `committed` is what it would have added to the output by itself.
+        racing: of the rows that were raced; None: none was.
         tokens: generated tokens, each row's EOS included, padding not.
         logprob_sum: sum of the log-probabilities of the sampled tokens under the processed target distribution
             (nats); 0 when logprobs were not asked for.
         target_forwards, draft_forwards: network forwards, prefill included.
-        rounds: decoding rounds (one target forward each).
+        rounds: decoding rounds (one target forward each), which are the forwards until the last row ended.
+        ended_in: the round in which each row of the batch ended, counted from 1.
         speculating: for each change, (round, draft length); 0 is autoregressive decoding.
         points: measured rounds by (batch, length bin, γ, drafter).
         predicted_speedup: mean over the speculative rounds by the roofline; None without one.
@@ -115,11 +141,14 @@ class SpeculationStatistics:
     total: DraftCounts = field(default_factory=DraftCounts)
     per_request: list[DraftCounts] = field(default_factory=list)
     per_depth: dict[int, DraftCounts] = field(default_factory=dict)
+    per_drafter: dict[str, DraftCounts] = field(default_factory=dict)
+    racing: RacingStatistics | None = None
     tokens: int = 0
     logprob_sum: float = 0.0
     target_forwards: int = 0
     draft_forwards: int = 0
     rounds: int = 0
+    ended_in: list[int] = field(default_factory=list)
     speculating: list[tuple[int, int]] = field(default_factory=list)
     points: list[RoundPoint] = field(default_factory=list)
     predicted_speedup: float | None = None
@@ -222,6 +251,71 @@ class DraftCounter:
             for edge, counts in zip(DEPTH_EDGES, self._per_depth.tolist(), strict=True)
             if counts[2]
         }
+
+
+class ChainCounter:
+    """Counts by drafter on the device, read once at the end.
+
+    Args:
+        requests: rows of the caller's batch.
+        names: of the drafters; those of one name are counted together.
+        device: where the rows live.
+    """
+
+    def __init__(self, requests: int, names: Sequence[str], device: torch.device) -> None:
+        self._names, self._rounds = names, 0
+        self._drafts = torch.zeros(len(names), 6, dtype=torch.int64, device=device)
+        self._races = torch.zeros(len(names), 2, dtype=torch.int64, device=device)  # chains in races, wasted tokens
+        self._won = torch.zeros(requests, len(names), dtype=torch.int64, device=device)
+
+    def add(
+        self, requests: Tensor, drafters: Tensor, drafted: Tensor, accepted: Tensor, kept: Tensor, winner: Tensor
+    ) -> None:
+        """Adds one round.
+
+        Args:
+            requests: `[B]` int64.
+            drafters: `[N, B]` int64, whose chain each row has in each lane; -1: it has none there.
+            drafted: `[N, B]` int64 draft tokens of it, up to the row's end.
+            accepted: `[N, B]` int64, of these.
+            kept: `[B]` int64 tokens committed.
+            winner: `[B]` int64, the lane that was taken.
+        """
+        ones = torch.ones_like(drafted)
+        committed = torch.minimum(accepted + 1, kept)  # [N, B]
+        firsts = drafted.clamp(max=1), accepted.clamp(max=1)
+        counts = torch.stack([drafted, accepted, ones, *firsts, committed], dim=-1)  # [N, B, 6], as in DraftCounts
+        present = drafters >= 0  # [N, B]
+        whose = drafters.clamp(min=0).flatten()  # [N * B]
+        self._drafts.index_add_(0, whose, (counts * present[..., None]).flatten(0, 1))
+        if len(drafters) == 1:
+            return
+        self._rounds += 1
+        raced = present & (present.sum(0) > 1)  # [N, B]
+        won = raced & (torch.arange(len(drafters), device=winner.device)[:, None] == winner)  # [N, B]
+        wasted = drafted - accepted.where(won, 0)  # [N, B]
+        self._races.index_add_(0, whose, (torch.stack([ones, wasted], dim=-1) * raced[..., None]).flatten(0, 1))
+        cells = (requests * len(self._names) + drafters.clamp(min=0)).flatten()  # [N * B]
+        self._won.view(-1).index_add_(0, cells, won.flatten().long())
+
+    def write_to(self, statistics: SpeculationStatistics) -> None:
+        """Fills in `per_drafter` and `racing`."""
+        names = list(dict.fromkeys(self._names))
+
+        def by_name(values: Sequence[int]) -> dict[str, int]:
+            return {
+                name: sum(value for own, value in zip(self._names, values, strict=True) if own == name)
+                for name in names
+            }
+
+        for name, counts in zip(self._names, self._drafts.tolist(), strict=True):
+            statistics.per_drafter[name] = statistics.per_drafter.get(name, DraftCounts()) + DraftCounts(*counts)
+        if self._rounds:
+            chains, wasted = (by_name(values) for values in self._races.T.tolist())
+            winners = [by_name(values) for values in self._won.tolist()]
+            wins = {name: sum(winner[name] for winner in winners) for name in names}
+            losses = {name: chains[name] - wins[name] for name in names}
+            statistics.racing = RacingStatistics(self._rounds, wins, losses, wasted, winners)
 
 
 class PhaseTimer:

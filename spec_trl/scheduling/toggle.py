@@ -1,13 +1,15 @@
 """When to speculate, and with what: π_SD (ER §3.2, Eq. 3), corrected by what rounds really take.
 
-A control answers two calls per decoding round: `decide` before it and `record` after it. Three of them exist:
-`NeverSpeculate`, `AlwaysSpeculate` (the paper's always-on baseline) and `SpeculationToggle`.
+A control is asked for a `plan` before each decoding round, and told what became of it after. Those here have one
+drafter draft for all rows, and `decide` which: `NeverSpeculate`, `AlwaysSpeculate` (the paper's always-on baseline)
+and `SpeculationToggle`.
 """
 
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from statistics import median
 from typing import NamedTuple, Protocol
@@ -93,24 +95,68 @@ class Tally:
         return self.baseline_seconds / self.seconds if self.baseline_seconds and self.seconds else None
 
 
+@dataclass(frozen=True)
+class Chain:
+    """A chain of draft tokens for each of some rows.
+
+    Args:
+        which: index of the candidate that drafts it.
+        draft_length: γ.
+        rows: of the batch; None: all.
+    """
+
+    which: int
+    draft_length: int
+    rows: tuple[int, ...] | None = None
+
+
 class Control(Protocol):
-    """Decides in each round which candidate drafts, and how far."""
+    """Decides in each round which candidates draft for which rows, and how far."""
 
     candidates: Sequence[Candidate]
     tallies: list[Tally]
+    races: bool
+    """Whether a row may get chains of several candidates in one round."""
+
+    @property
+    def most_drafted(self) -> int:
+        """Draft tokens that a row may get in one round, its chains together: cache columns are allotted for them."""
+        ...
 
     def begin(self, capacity: int, requests: int) -> None:
         """A rollout of `requests` starts, `capacity` of them at a time."""
         ...
 
-    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-        """(index of the candidate, γ) for a round of `batch` rows of mean length `length`; γ = 0: decode
-        autoregressively. `waiting` requests have no row yet."""
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        """The chains of a round; none: decode autoregressively.
+
+        Rows that several candidates draft for are raced: all their chains are verified, and the one of which most is
+        accepted counts, the first in the plan among equals. Of chains of one candidate for the same row the longest
+        counts; rows that no chain names decode autoregressively beside the others.
+
+        Args:
+            requests: index, in the caller's batch, of the request in each row.
+            length: mean length of the rows.
+            waiting: requests that have no row yet.
+        """
         ...
 
     def record(self, draft_length: int, seconds: float, tokens: int) -> None:
-        """The round just decided drafted `draft_length` (less than decided where no row had room for more), took
-        `seconds` and committed `tokens`."""
+        """The round just planned verified `draft_length` draft tokens of the row with most (less than planned where no
+        row had room for more), took `seconds` and committed `tokens`."""
+        ...
+
+    def record_rows(
+        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
+    ) -> None:
+        """What became of the round's chains, before `record`; not called after autoregressive rounds.
+
+        Args:
+            requests: as the plan was asked for.
+            accepted: of each candidate that had a chain, per row: draft tokens accepted, whether or not its chain won;
+                -1 where the row had none of it.
+            drafted: likewise how many it had drafted, up to the row's end; fewer than γ, or 0, where it found no more.
+        """
         ...
 
     def drop(self, index: int) -> None:
@@ -118,7 +164,32 @@ class Control(Protocol):
         ...
 
 
-class NeverSpeculate:
+class OneDrafter(ABC):
+    """A control under which one drafter at a time drafts for all rows."""
+
+    candidates: Sequence[Candidate]
+    races = False
+
+    @property
+    def most_drafted(self) -> int:
+        return max((candidate.draft_length for candidate in self.candidates), default=0)
+
+    @abstractmethod
+    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+        """(index of the candidate, γ) for a round of `batch` rows of mean length `length`; γ = 0: decode
+        autoregressively. `waiting` requests have no row yet."""
+
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        which, draft_length = self.decide(len(requests), length, waiting)
+        return (Chain(which, draft_length),) if draft_length else ()
+
+    def record_rows(
+        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
+    ) -> None:
+        return  # nothing here decides row by row
+
+
+class NeverSpeculate(OneDrafter):
     """Decodes autoregressively."""
 
     candidates: Sequence[Candidate] = ()
@@ -137,7 +208,7 @@ class NeverSpeculate:
         pass
 
 
-class AlwaysSpeculate:
+class AlwaysSpeculate(OneDrafter):
     """Speculates in every round that its drafter's kernels can serve: the paper's always-on quantized self-SD.
 
     Args:
@@ -189,7 +260,7 @@ class _Round(NamedTuple):
     tokens: int
 
 
-class SpeculationToggle:
+class SpeculationToggle(OneDrafter):
     """π_SD over one or several candidates: the one with the largest predicted speedup, if that reaches 1 + ε.
 
     Without refill the batch only shrinks, so speculation stays on once it is on (ER App. E.4). With refill it does

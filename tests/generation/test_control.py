@@ -18,7 +18,14 @@ from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.scheduling.profile import Profile, ProfileKey
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.toggle import AlwaysSpeculate, Candidate, NeverSpeculate, SpeculationToggle, Tally
+from spec_trl.scheduling.toggle import (
+    AlwaysSpeculate,
+    Candidate,
+    NeverSpeculate,
+    OneDrafter,
+    SpeculationToggle,
+    Tally,
+)
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -41,7 +48,7 @@ FREE_DRAFTS = replace(
 )
 
 
-class Scripted:
+class Scripted(OneDrafter):
     """A control that follows a script: (drafter, γ) per round, over and over."""
 
     def __init__(self, count: int, script: list[tuple[int, int]]) -> None:

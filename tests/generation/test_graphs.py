@@ -102,7 +102,7 @@ def test_buckets() -> None:
 def test_kept_between_calls_while_weights_change_in_place(fresh, tape) -> None:
     def captured() -> set[int]:
         runner = graphs._kept[fresh].runner
-        return {id(graph) for each in (runner, runner._beside[True][1]) for graph in each._graphs.values()}
+        return {id(graph) for each in (runner, runner._beside[0].runner) for graph in each._graphs.values()}
 
     graph(fresh, "self")
     before_change = captured()
@@ -252,7 +252,7 @@ def test_an_assistant_whose_weights_move(fresh, tape) -> None:
 def test_dropped_forwards_are_given_back_to_the_budget(fresh, tiny_assistant, tape) -> None:
     counts = {graph(fresh, "model", assistant_model=tiny_assistant).statistics.graphs for _ in range(4)}
     alive = graphs._kept[fresh].runner
-    assert max(counts) == len(alive._graphs) + sum(len(runner._graphs) for _, runner in alive._beside.values())
+    assert max(counts) == len(alive._graphs) + sum(len(each.runner._graphs) for each in alive._beside)
 
 
 def test_calls_in_and_out_of_inference_mode(fresh, tape) -> None:

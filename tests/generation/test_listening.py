@@ -46,13 +46,23 @@ def test_states_are_those_of_transformers(kind: str, monkeypatch: pytest.MonkeyP
     positions = torch.arange(40).expand(3, -1)
     store = Store()
     runner.listen(LAYERS, store.hear)
+    other: list[Tensor] = []
+
+    def hear(features: Tensor, positions: Tensor, first_row: int) -> None:
+        other.append(features[..., 0].clone())
+
+    runner.listen([1, 0], hear)  # a second one, of other layers
     runner.prefill(tokens[1:, :10], positions[1:, :10], 10, first_row=1)
     runner.prefill(tokens[:1, :10], positions[:1, :10], 10)
     for column in range(10, 40, 2):
         runner.forward(tokens[:, column : column + 2], positions[:, column : column + 2], column + 2)
     torch.testing.assert_close(store.features[:3, :40], expected)
+    assert len(other) == 17
+    torch.testing.assert_close(other[-1], states[1][:, 38:, 0])
+    for _ in range(2):  # who does not listen may stop
+        runner.stop_listening(hear)
     assert store.calls == 17 and (tape.replayed > 10) == (kind != "eager")
-    runner.stop_listening()
+    runner.stop_listening(store.hear)
     runner.forward(tokens[:, 38:], positions[:, 38:], 40)
     runner.listen(LAYERS, store.hear)
     runner.forward(tokens[:, 38:], positions[:, 38:], 40)

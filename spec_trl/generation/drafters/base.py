@@ -102,23 +102,24 @@ class Drafter(CandidateGenerator):
 
     @abstractmethod
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        """Drafts up to `draft_length` tokens for every active row of the session.
+        """Drafts up to `draft_length` tokens for every active row of the session; another drafter's may be taken.
 
         Args:
             draft_length: γ.
             noise: of this round, the very noise the target samples with; None: greedy.
         """
 
-    def learn(self, logits: Tensor) -> None:
+    def learn(self, logits: Tensor, verified: Tensor) -> None:
         """What the target said to the proposal, before anything is committed; called where it `learns`.
 
         Args:
-            logits: `[B, γ + 1, V]`, raw; γ as in the proposal. Valid until the target's next forward.
+            logits: `[B, γ + 1, V]`, raw; γ as in the proposal, or less. Valid until the target's next forward.
+            verified: `[B]` bool, the rows whose proposal was verified; the logits of the others say nothing.
         """
 
     def observe(self, tokens: int) -> None:
-        """The round's verified tokens are committed, `tokens` in all rows together: `session.rows` tells which drafts
-        survived."""
+        """A round's verified tokens are committed, `tokens` in all rows together: `session.rows` tells which drafts
+        survived. It need not have drafted in it, nor its drafts have been taken."""
 
     def end(self) -> None:
         """The generation is over: lets go of its session."""

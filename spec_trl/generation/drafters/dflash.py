@@ -88,7 +88,7 @@ class DFlashDrafter(LearnedDrafter):
 
     def end(self) -> None:
         assert self.session.target is not None
-        self.session.target.stop_listening()
+        self.session.target.stop_listening(self._hear)
         super().end()
         del self._cache, self._broken_off
 

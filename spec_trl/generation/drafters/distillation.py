@@ -121,13 +121,13 @@ class DistilledDrafter(Drafter):
         self._proposal = self.student.propose(draft_length, noise)
         return self._proposal
 
-    def learn(self, logits: Tensor) -> None:
+    def learn(self, logits: Tensor, verified: Tensor) -> None:
         assert self._proposal is not None and self._learner is not None
         if not self._stride.is_due():
             return
         started = time.perf_counter()
         canvas = self.student.canvas(logits.shape[1] - 1, snapshot=self._executor is not None)
-        drafted = self._proposal.lengths > 0  # [B]
+        drafted = verified & (self._proposal.lengths > 0)  # [B]
         learner = self._learner
         if self._executor is None:
             self.learning.seconds += self._learn_from(learner, canvas, logits, drafted)

@@ -109,7 +109,7 @@ class Eagle3Drafter(LearnedDrafter):
 
     def end(self) -> None:
         assert self.session.target is not None
-        self.session.target.stop_listening()
+        self.session.target.stop_listening(self._hear)
         super().end()
         del self._projected, self._cache, self._cached, self._failure
 

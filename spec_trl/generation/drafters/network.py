@@ -41,6 +41,7 @@ class NetworkDrafter(TrainableDrafter):
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
         rows = session.rows
+        self._fed: tuple[Tensor, Tensor] | None = None  # of this round: columns and drafts, [B, γ - 1] each
         if self._shares_target_cache and session.target is not None:
             self._cached: Tensor | None = None
         else:
@@ -55,7 +56,7 @@ class NetworkDrafter(TrainableDrafter):
 
     def end(self) -> None:
         super().end()
-        del self._runner, self._cached
+        del self._runner, self._cached, self._fed
 
     def admit(self, admission: Admission) -> None:
         if self._cached is not None:
@@ -69,9 +70,12 @@ class NetworkDrafter(TrainableDrafter):
             self._cached[destination] = self._cached[source]
 
     def observe(self, tokens: int) -> None:
-        if self._cached is not None:  # what was fed behind the last committed token was rejected
-            rows = self.session.rows
-            self._cached[: rows.active] = torch.minimum(self._cached[: rows.active], rows.lengths - 1)
+        if self._cached is not None and self._fed is not None:
+            # What was fed counts as far as it was committed: drafts may be rejected, or another drafter's be taken.
+            rows, (columns, drafts), self._fed = self.session.rows, self._fed, None
+            same = (rows.tokens[: rows.active].gather(1, columns) == drafts) & (columns < rows.lengths[:, None])
+            cached = self._cached[: rows.active] + same.long().cumprod(1).sum(1)  # [B]
+            self._cached[: rows.active] = torch.minimum(cached, rows.lengths - 1)
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         session, rows = self.session, self.session.rows
@@ -86,7 +90,8 @@ class NetworkDrafter(TrainableDrafter):
             if step + 1 < draft_length:
                 logits = self._forward(rows.columns_behind(step, 1), rows.longest + step + 1)[:, 0]
         if self._cached is not None:  # all but the newest draft token were fed
-            self._cached[: rows.active] = rows.lengths + (draft_length - 1)
+            self._cached[: rows.active] = rows.lengths
+            self._fed = rows.columns_behind(0, draft_length - 1), rows.window(0, draft_length - 1)
         broken = torch.cat(scores, dim=1).isnan().any(dim=1)  # [B]
         lengths = torch.full_like(rows.lengths, draft_length).masked_fill(broken, 0)  # [B]
         draft_logits = torch.cat(kept, dim=1) if kept else None  # [B, γ, V]

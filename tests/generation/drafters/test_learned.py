@@ -10,6 +10,7 @@ from torch import nn
 from spec_trl.generation import graphs
 from spec_trl.generation.drafters.dflash import DFlashDrafter
 from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
+from spec_trl.scheduling.toggle import AlwaysSpeculate, Candidate
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters import dflash_reference, eagle3_reference
 from tests.generation.tape import Tape
@@ -59,12 +60,27 @@ def test_under_captured_forwards(strategy: str, runner: str, tiny, tmp_path, mon
 
 
 def test_two_at_once(tiny, tmp_path) -> None:
-    """One runner tells one listener: the second is refused, and the first drafts as if alone."""
+    """One runner tells both, each what it reads: they draft in turns, each as if alone."""
+
+    class InTurns(AlwaysSpeculate):
+        rounds = 0
+
+        def __init__(self) -> None:
+            super().__init__(Candidate("either", 3, 3.0, 100))
+
+        def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+            self.rounds += 1
+            return self.rounds % 2, 3
+
+        def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+            pass
+
     eagle = Eagle3Drafter(make_checkpoint(tmp_path / "eagle3", "eagle3"), tiny)
     dflash = DFlashDrafter(make_checkpoint(tmp_path / "dflash", "dflash"), tiny)
-    with pytest.warns(UserWarning, match="another drafter listens to the target already"):
-        result = generate(tiny, PROMPTS, drafter=[eagle, dflash])
-    assert outputs(result) == outputs(generate(tiny, PROMPTS))
+    for drafters in ([eagle, dflash], [dflash, eagle]):
+        result = generate(tiny, PROMPTS, drafter=drafters, control=InTurns())
+        assert outputs(result) == outputs(generate(tiny, PROMPTS)) and result.statistics.drafter_failure is None
+        assert all(counts.drafted > 20 for counts in result.statistics.per_drafter.values())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -24,7 +24,7 @@ class Comparing(DistilledDrafter):
 
     rounds = 0
 
-    def learn(self, logits: Tensor) -> None:
+    def learn(self, logits: Tensor, verified: Tensor) -> None:
         proposal, student = self._proposal, self.student
         canvas = student.canvas(logits.shape[1] - 1, snapshot=False)
         replayed = student.replay(student.network, canvas)  # [B, C, draft V]
@@ -76,11 +76,11 @@ def test_an_update_beside_later_rounds_sees_its_own_round(kind: str, student, ti
     gate = threading.Event()
 
     class HeldBack(DistilledDrafter):
-        def learn(self, logits: Tensor) -> None:
+        def learn(self, logits: Tensor, verified: Tensor) -> None:
             canvas = self.student.canvas(logits.shape[1] - 1, snapshot=False)
             expected[:] = [(self.student.replay(self.student.network, canvas), logits.clone())]
             before = self._update
-            super().learn(logits)
+            super().learn(logits, verified)
             if self._update is not before:
                 begun.append(expected[0])
             logits.copy_(torch.randn_like(logits) + logits)  # as a captured forward would
@@ -111,7 +111,7 @@ def test_the_projection_of_features_learns(kind: str, student, tiny) -> None:
     norms: list[tuple[float, float]] = []
 
     class Gradients(DistilledDrafter):
-        def learn(self, logits: Tensor) -> None:
+        def learn(self, logits: Tensor, verified: Tensor) -> None:
             network = self.student.network
             canvas = self.student.canvas(logits.shape[1] - 1, snapshot=False)
             newest = dataclasses.replace(
