@@ -50,7 +50,7 @@ def measure_bookkeeping(
     """
     candidate = Candidate("self", draft_length, float(draft_length), 1 << 31, profile.roofline)
     toggle = SpeculationToggle([candidate])
-    toggle.begin(batch, batch)
+    toggle.begin(batch, [""] * batch)
     # As long as a cycle is predicted, and full acceptance: the control looks at its windows and keeps speculating.
     seconds = 0.5 * candidate.cycle_seconds(profile.roofline, batch, length)
 

@@ -210,7 +210,7 @@ def _named_profile(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Pr
     except ProfileMismatch as error:
         if config.roofline_mismatch == "error":
             raise
-        warnings.warn(f"{error} Calibrating again, into {_cache_directory()}.", stacklevel=2)
+        warnings.warn(f"{error} Calibrating again, into {cache_directory()}.", stacklevel=2)
         return None
     return profile
 
@@ -218,7 +218,7 @@ def _named_profile(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Pr
 def _cached_or_new(
     model: PreTrainedModel, config: SpeculativeConfig, key: ProfileKey, max_batch_size: int, max_length: int
 ) -> Profile | None:
-    cached = _cache_directory() / key.file_name
+    cached = cache_directory() / key.file_name
     if cached.exists():
         try:
             profile = Profile.load(cached)
@@ -247,7 +247,7 @@ def _cached_or_new(
     return profile
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
     home = os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "spec_trl" / "profiles"
 

@@ -1,7 +1,7 @@
 """Options of one speculative generation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -10,9 +10,10 @@ from ..quantization.scheme import SCHEMES
 from ..scheduling.draft_length import MAX_DRAFT_LENGTH
 
 
-STRATEGIES = ("none", "self", "model", "ngram", "history", "eagle3", "dflash", "tts", "auto")
+STRATEGIES = ("none", "self", "model", "ngram", "history", "eagle3", "dflash", "tts", "auto", "best_of_n")
+BEST_OF_N_DRAFTERS = ("self", "history", "ngram", "model", "eagle3", "dflash", "tts")
 NEED_ASSISTANT = ("model", "eagle3", "dflash")
-TAKE_ASSISTANT = (*NEED_ASSISTANT, "tts", "auto")
+TAKE_ASSISTANT = (*NEED_ASSISTANT, "tts", "auto", "best_of_n")
 TTS_DRAFTERS = ("self", "model", "eagle3", "dflash")
 VERIFICATIONS = ("exact", "rejection")
 TOGGLES = ("roofline", "always", "never")
@@ -139,6 +140,19 @@ class SpeculativeConfig:
         tts_asynchronous: update beside the next S - 1 rounds instead of between two rounds.
         tts_rank: rank of low-rank corrections.
 
+    > Several drafters (`"best_of_n"`): selection by history and ladder, races in the tail (SpecActor §4.2)
+
+        best_of_n_drafters: the strategies that may draft, without repetition, of `"self"`, `"history"`, `"ngram"`,
+            `"model"`, `"eagle3"`, `"dflash"` and `"tts"`. The ladder is profiled with `draft_length`, half of it and
+            twice it, and each drafter uses the one that promises most.
+        best_of_n_assistants: assistants by drafter, for several that need one: a path or hub id, or for `"model"` a
+            module. A single one may be given as `assistant_model` instead.
+        best_of_n_budget: tokens that one verification of a race may have, all rows together. `None`: those that the
+            roofline says are free; without a profile, as many as the rollout's first speculative round verified.
+        best_of_n_tolerance: share by which the roofline may predict a longer verification for tokens that count as
+            free.
+        best_of_n_race: whether rows race; `False`: one drafter per row.
+
     > The quantized self-drafter (`"self"`)
 
     Args:
@@ -171,6 +185,11 @@ class SpeculativeConfig:
     tts_anchor: Literal["current", "initial"] = "current"
     tts_asynchronous: bool = False
     tts_rank: int = 8
+    best_of_n_drafters: Sequence[str] = ("self", "history", "ngram")
+    best_of_n_assistants: Mapping[str, Any] | None = None
+    best_of_n_budget: int | None = None
+    best_of_n_tolerance: float = 0.05
+    best_of_n_race: bool = True
     draft_quantization: str = "rtn-w4-g128"
     draft_kernel: str = "auto"
     draft_lm_head: Literal["auto", "dense", "packed"] = "auto"
@@ -189,10 +208,58 @@ class SpeculativeConfig:
                 f'is {self.sd_toggle!r}; set sd_toggle="roofline", or drop the profile.'
             )
         self.distillation()
+        self._check_best_of_n()
         if self.seed is not None:
             require_int("seed", self.seed, None, None)
         for name in _CHOICES:
             _require_choice(name, vars(self)[name])
+
+    def _check_best_of_n(self) -> None:
+        names = self.best_of_n_drafters
+        if isinstance(names, str) or not names or len(set(names)) < len(names) or set(names) - {*BEST_OF_N_DRAFTERS}:
+            raise ValueError(
+                f"best_of_n_drafters={names!r} must be one or more different ones of {list(BEST_OF_N_DRAFTERS)}."
+            )
+        if self.best_of_n_assistants is not None:
+            takers = [name for name in names if name in TAKE_ASSISTANT]
+            given = self.best_of_n_assistants
+            if not isinstance(given, Mapping) or not given or set(given) - {*takers}:
+                raise ValueError(
+                    f"best_of_n_assistants={given!r} must be a dict with some of {takers}, the members of "
+                    f"best_of_n_drafters={list(names)} that take an assistant."
+                )
+        if self.best_of_n_budget is not None:
+            require_int("best_of_n_budget", self.best_of_n_budget, 1, None)
+        require_number("best_of_n_tolerance", self.best_of_n_tolerance, positive=False)
+        if not isinstance(self.best_of_n_race, bool):
+            raise ValueError(f"best_of_n_race={self.best_of_n_race!r} is no bool; pass True or False.")
+
+    def assistants_of_best_of_n(self, assistant: object) -> dict[str, Any]:
+        """The assistant of each member of `best_of_n_drafters` that has one.
+
+        Args:
+            assistant: `assistant_model`, for the one member without an assistant of its own; None: none.
+
+        Raises:
+            ValueError: a member lacks its assistant, or it is not clear or not possible whose `assistant` is.
+        """
+        found = dict(self.best_of_n_assistants or {})
+        needs = {*NEED_ASSISTANT} | ({"tts"} if self.tts_drafter != "self" else set())
+        lacking = [name for name in self.best_of_n_drafters if name in needs and name not in found]
+        if assistant is not None and len(lacking) == 1:
+            found[lacking.pop()] = assistant
+        elif assistant is not None or lacking:
+            raise ValueError(
+                f"assistant_model={_shown(assistant)} with best_of_n_drafters={list(self.best_of_n_drafters)}, of "
+                f"which {lacking} lack an assistant: assistant_model serves exactly one of them. Name them in "
+                "best_of_n_assistants, e.g. {'eagle3': 'path/or/hub-id'}."
+            )
+        return found
+
+    def ladder_draft_lengths(self) -> tuple[int, ...]:
+        """Each γ that the draft ladder is profiled with, ascending."""
+        lengths = {max(self.draft_length // 2, 1), self.draft_length, min(2 * self.draft_length, MAX_DRAFT_LENGTH)}
+        return tuple(sorted(lengths))
 
     def packing(self) -> tuple[str, str, str]:
         """Scheme, kernel and head of the quantized copy."""
@@ -234,6 +301,21 @@ def check_strategy(strategy: str) -> str:
     if strategy not in STRATEGIES:
         raise ValueError(f"assistant_strategy={strategy!r} is unknown; choose one of {list(STRATEGIES)}.")
     return strategy
+
+
+def check_verification(strategy: str, verification: str) -> None:
+    """Raises ValueError where `strategy` cannot be verified so."""
+    if strategy == "best_of_n" and verification == "rejection":
+        raise ValueError(
+            'verification="rejection" does not go with assistant_strategy="best_of_n", which races: chains that are '
+            "accepted by chance disagree, and taking the longest would favour what is easy to draft. Use "
+            'verification="exact".'
+        )
+
+
+def _shown(assistant: object) -> str:
+    """An assistant in a message: a module by its class alone."""
+    return repr(assistant) if assistant is None or isinstance(assistant, str) else type(assistant).__name__
 
 
 def _require_choice(name: str, value: object) -> None:

@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..scheduling.best_of_n import BestOfN
+from ..scheduling.ladder import Ladder
 from ..scheduling.profile import Profile
 from ..scheduling.roofline import Roofline
+from ..scheduling.selection import AcceptanceHistory
 from ..scheduling.toggle import AlwaysSpeculate, Candidate, Control, NeverSpeculate, SpeculationToggle
 from .configuration import SpeculativeConfig
 from .drafters.base import DraftCost, Drafter
@@ -14,13 +17,21 @@ def make_control(
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
     profile: Profile | None = None,
+    ladder: Ladder | None = None,
+    history: AcceptanceHistory | None = None,
 ) -> Control:
-    """The control that `config.sd_toggle` asks for, over `drafters` in their order.
+    """The control that `config.sd_toggle` asks for, over `drafters` in their order; with a ladder, that of
+    `"best_of_n"`.
 
     Args:
         drafters: none: autoregressive decoding.
         config: `sd_toggle`, `sd_margin`, `draft_length`; τ_prev is γ at first (ER Algorithm 1 line 1).
         profile: of `sd_toggle="roofline"`.
+        ladder: of these drafters.
+        history: their acceptance so far; with `ladder`, None: nothing is known.
+
+    Raises:
+        ValueError: with `ladder`, two drafters have the same strategy name.
     """
     if not drafters or config.sd_toggle == "never":
         return NeverSpeculate()
@@ -35,6 +46,12 @@ def make_control(
         )
         for drafter in drafters
     ]
+    if ladder is not None:
+        return BestOfN(
+            candidates, ladder, AcceptanceHistory() if history is None else history, config.sd_margin,
+            None if profile is None else profile.roofline, config.best_of_n_tolerance, config.best_of_n_budget,
+            config.best_of_n_race,
+        )  # fmt: skip
     if config.sd_toggle == "always" and len(candidates) == 1:
         return AlwaysSpeculate(candidates[0])
     return SpeculationToggle(candidates, config.sd_margin)

@@ -17,7 +17,7 @@ from .drafters.base import Drafter, DraftSession
 from .prefilling import prefill
 from .processing import LogitsPipeline, Stopping
 from .racing import Lanes, Outcome, draft_lengths
-from .rows import Request, Rows
+from .rows import Request, Rows, prompt_key
 from .runner import EagerRunner
 from .sampling import RoundNoise, derive, position_keys, widen
 from .statistics import ChainCounter, DraftCounter, PhaseTimer, RoundLog, SpeculationStatistics
@@ -81,6 +81,7 @@ class Rollout:
         self._log = RoundLog()
         self._names = [drafter.strategy for drafter in drafters]
         self._ended_in = [0] * len(requests)
+        self._prompt_keys = [prompt_key(request.prompt) for request in requests]
         self._counter = DraftCounter(len(requests), rows.tokens.device)
         self._chains = ChainCounter(len(requests), self._names, rows.tokens.device)
         self._timer = PhaseTimer(rows.tokens.device)
@@ -92,13 +93,15 @@ class Rollout:
         while self._waiting or self._rows.active:
             self.admit()
             self.decode_round(self._plan())
+        self._control.finish()
         self._finish_statistics()
         self.end()
         return [completion for completion in self._completions if completion is not None], self._statistics
 
     def begin(self) -> None:
         """Makes drafters and control ready."""
-        self._control.begin(self._rows.capacity, len(self._waiting))
+        with self._timer.phase("control"):
+            self._control.begin(self._rows.capacity, self._prompt_keys)
         session = DraftSession(self._rows, self._pipeline, self._do_sample, self._target, self._rejection)
         self._for_each_drafter(lambda drafter: drafter.begin(session))
 
@@ -125,7 +128,8 @@ class Rollout:
         seconds = time.perf_counter() - started  # of the device too: the commit waited for it
         names = dict.fromkeys(self._names[which] for which in lanes.drafted)
         self._log.add(batch, length, lanes.width, "+".join(names) or None, seconds, tokens)
-        self._control.record(lanes.width, seconds, tokens)
+        with self._timer.phase("control"):
+            self._control.record(lanes.width, seconds, tokens)
 
     def admit(self) -> None:
         """Gives free rows to waiting requests and reads their prompts."""

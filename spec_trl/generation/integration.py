@@ -22,11 +22,12 @@ from transformers.utils import ModelOutput
 
 from ..scheduling.toggle import Control
 from .calibrating import find_profile
-from .configuration import SpeculativeConfig, check_strategy
+from .configuration import SpeculativeConfig, check_strategy, check_verification
 from .control import make_control
 from .decoding import Completion, Rollout
 from .drafters.base import Drafter
 from .graphs import GraphRunner, release, runner_for, runner_mode
+from .laddering import find_ladder
 from .processing import LogitsPipeline, PrefixView, Stopping, length_limit
 from .requirements import (
     check_generation_config,
@@ -39,7 +40,7 @@ from .requirements import (
 from .rows import Request, Rows
 from .sampling import stream_keys
 from .statistics import SpeculationStatistics
-from .strategies import make_drafters
+from .strategies import acceptance_history_of, make_drafters
 
 
 @dataclass
@@ -100,6 +101,7 @@ def speculative_decoding(
     """
     config = SpeculativeConfig.coerce(speculative_config)
     check_strategy(assistant_strategy)
+    check_verification(assistant_strategy, config.verification)
     # Arrives here only through the wrapper of `install`: generate keeps these two from a custom decoding method.
     assistant: PreTrainedModel | str | None = model_kwargs.pop("_assistant", None)
     streamer: BaseStreamer | None = model_kwargs.pop("_streamer", None)
@@ -133,7 +135,10 @@ def speculative_decoding(
                     'Use verification="exact".'
                 )
     if control is None:
-        control = make_control(drafters, config, profile)
+        ladder = history = None
+        if assistant_strategy == "best_of_n" and drafters and config.sd_toggle != "never":
+            ladder, history = find_ladder(model, drafters, config, capacity), acceptance_history_of(model)
+        control = make_control(drafters, config, profile, ladder, history)
     if config.verification == "rejection" and do_sample and control.races:
         raise ValueError(
             'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking the '

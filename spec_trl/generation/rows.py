@@ -1,5 +1,6 @@
 """The rows in flight: which request sits in which row of the cache, and its tokens so far."""
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,11 @@ class Request:
     prompt: Tensor
     limit: int
     stream: int
+
+
+def prompt_key(prompt: Tensor) -> str:
+    """A short key of `prompt`'s tokens (`[prompt length]` int64), the same in every run."""
+    return hashlib.blake2b(prompt.cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)

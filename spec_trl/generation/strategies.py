@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..quantization.kernels import PackedWeight
+from ..scheduling.selection import AcceptanceHistory
 from . import graphs
 from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy
 from .drafters.base import Drafter
@@ -33,7 +34,8 @@ _LEARNED = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
 def make_drafters(
     strategy: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig
 ) -> list[Drafter]:
-    """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, else one.
+    """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, those that
+    `best_of_n_drafters` names for `"best_of_n"`, else one.
 
     The self-drafter of a model is kept between calls and refreshed when the weights have changed, and so is a
     drafter that learns. A history is not, and a learned drafter is loaded in each call: to go on with one, pass the
@@ -56,6 +58,13 @@ def make_drafters(
         return [NgramDrafter(config.ngram_size)]
     if strategy == "tts":
         return [_distilled_drafter_of(model, assistant, config)]
+    if strategy == "best_of_n":
+        assistants = config.assistants_of_best_of_n(assistant)
+        return [
+            drafter
+            for member in config.best_of_n_drafters
+            for drafter in make_drafters(member, model, assistants.get(member), config)
+        ]
     # A history looks in the row's own text too, so prompt lookup has nothing to add to it.
     members = ["self", "history"] + ["model"] * (assistant is not None)
     return [
@@ -81,6 +90,12 @@ class _Kept:
 
 
 _kept: "WeakKeyDictionary[nn.Module, _Kept]" = WeakKeyDictionary()
+_histories: "WeakKeyDictionary[nn.Module, AcceptanceHistory]" = WeakKeyDictionary()
+
+
+def acceptance_history_of(model: PreTrainedModel) -> AcceptanceHistory:
+    """How drafters of `"best_of_n"` fared with `model` so far, kept from call to call."""
+    return _histories.setdefault(model, AcceptanceHistory())
 
 
 def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> DistilledDrafter:
@@ -109,11 +124,12 @@ def _identity(assistant: Assistant) -> Iterator[object]:
 
 
 def release(model: nn.Module) -> None:
-    """Frees what is kept for `model`, a wrapped one included: its K/V cache, captured forwards, and a drafter of
-    `"tts"` with what it has learned."""
+    """Frees what is kept for `model`, a wrapped one included: its K/V cache, captured forwards, a drafter of
+    `"tts"` with what it has learned, and what `"best_of_n"` knows of its drafters' acceptance."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             _kept.pop(module, None)
+            _histories.pop(module, None)
     graphs.release(model)
 
 

@@ -10,10 +10,11 @@ import json
 import os
 import tempfile
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 
 from .draft_length import MAX_DRAFT_LENGTH, expected_block_efficiency
 from .roofline import require_number
@@ -137,15 +138,30 @@ class Ladder:
         """
         if not 0 <= acceptance <= 1:
             raise ValueError(f"acceptance={acceptance} of {method!r} is out of range; it must be 0 to 1.")
+        # Both times belong to one profile: a machine that was slow then was slow for both.
+        seconds, plain_seconds = self.round_seconds(method, acceptance, batch, draft_length)
+        return expected_block_efficiency(acceptance, draft_length) * plain_seconds / seconds
+
+    def round_seconds(self, method: str, acceptance: float, batch: int, draft_length: int) -> tuple[float, float]:
+        """Seconds of a round of `method` and of an autoregressive one, as `speedup` takes them, with its errors."""
         lengths = self._nearest(method, batch)
         if draft_length not in lengths:
             raise ValueError(
                 f"draft_length={draft_length} of {method!r} was not profiled near batch {batch}; choose one of "
                 f"{sorted(lengths)} or profile the ladder again."
             )
-        # Both times belong to one profile: a machine that was slow then was slow for both.
-        seconds, plain_seconds = _interpolate(lengths[draft_length], acceptance)
-        return expected_block_efficiency(acceptance, draft_length) * plain_seconds / seconds
+        return _interpolate(lengths[draft_length], acceptance)
+
+    def plain_seconds(self, batch: int) -> float:
+        """Seconds of an autoregressive round at the profiled batch nearest to `batch`: the same for all methods."""
+        return self._plain[_nearest_batch(self._plain, batch)]
+
+    @cached_property
+    def _plain(self) -> dict[int, float]:
+        """Medians over all rungs by batch."""
+        return {
+            batch: median(rung.plain_seconds for rung in self.rungs if rung.batch == batch) for batch in self.batches
+        }
 
     def best_draft_length(self, method: str, acceptance: float, batch: int) -> tuple[int, float]:
         """The profiled γ of largest speedup, the smallest of equals, and that speedup. Errors as in `speedup`."""
@@ -170,7 +186,7 @@ class Ladder:
         if batch < 1:
             raise ValueError(f"batch={batch} is out of range; it must be at least 1.")
         batches = self._profiled[method]
-        return batches[min(batches, key=lambda other: (max(other, batch) / min(other, batch), -other))]
+        return batches[_nearest_batch(batches, batch)]
 
     def save(self, path: str | Path) -> None:
         """Writes JSON to `path` in one step: a reader sees the old file or the new one, never half of it."""
@@ -203,6 +219,39 @@ class Ladder:
             raise ValueError(
                 f"{path} is not a valid draft ladder: {reason}; correct it, or delete the file and profile again."
             ) from None
+
+
+@dataclass(frozen=True)
+class LadderCosts:
+    """A method's round times by the ladder, where no roofline predicts them. The ladder knows nothing of lengths.
+
+    Args:
+        ladder: the profiled rounds.
+        method: one of its methods.
+        acceptance: p at which its times are read, 0 to 1.
+    """
+
+    ladder: Ladder
+    method: str
+    acceptance: float
+
+    def target_seconds(self, batch: int, length: float) -> float:
+        """Of an autoregressive round of `batch` rows."""
+        return self.ladder.plain_seconds(batch)
+
+    def cycle_seconds(self, batch: int, length: float, draft_length: int) -> float:
+        """Of a round of γ = `draft_length`, drafts included; in proportion to the autoregressive rounds beside it."""
+        seconds, plain_seconds = self.ladder.round_seconds(self.method, self.acceptance, batch, draft_length)
+        return self.ladder.plain_seconds(batch) * seconds / plain_seconds
+
+    def verify_seconds(self, batch: int, length: float, draft_length: int) -> float:
+        """The same: of a method that looks its drafts up, what a round takes."""
+        return self.cycle_seconds(batch, length, draft_length)
+
+
+def _nearest_batch(batches: Iterable[int], batch: int) -> int:
+    """The one with the smallest ratio to `batch`, the larger of two equally near ones."""
+    return min(batches, key=lambda other: (max(other, batch) / min(other, batch), -other))
 
 
 def ladder_path(profile_path: str | Path) -> Path:

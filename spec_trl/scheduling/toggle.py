@@ -15,7 +15,6 @@ from statistics import median
 from typing import NamedTuple, Protocol
 
 from .correction import OverheadCorrection
-from .roofline import Roofline
 
 
 PROBE_ROUNDS = 3
@@ -36,6 +35,22 @@ RETRY_AFTER = 20
 improve with training (ER App. D), which nobody could see without drafting."""
 
 
+class Costs(Protocol):
+    """Predicts rounds of `batch` rows of mean length `length`, in seconds: a roofline, or what was profiled."""
+
+    def target_seconds(self, batch: int, length: float) -> float:
+        """T̂_p: of an autoregressive round."""
+        ...
+
+    def verify_seconds(self, batch: int, length: float, draft_length: int) -> float:
+        """T̂_V: of a round of γ = `draft_length` whose drafts cost no forward."""
+        ...
+
+    def cycle_seconds(self, batch: int, length: float, draft_length: int) -> float:
+        """γ T̂_q + T̂_V: of a round of γ = `draft_length`, drafts included."""
+        ...
+
+
 @dataclass
 class Candidate:
     """One drafter as a control sees it.
@@ -53,10 +68,10 @@ class Candidate:
     draft_length: int
     block_efficiency: float
     max_rows: int
-    roofline: Roofline | None = None
+    roofline: Costs | None = None
     is_network: bool = True
 
-    def cycle_seconds(self, roofline: Roofline, batch: int, length: float) -> float:
+    def cycle_seconds(self, roofline: Costs, batch: int, length: float) -> float:
         """γ T̂_q + T̂_V, without T̂_q where no network drafts."""
         if self.is_network:
             return roofline.cycle_seconds(batch, length, self.draft_length)
@@ -123,8 +138,13 @@ class Control(Protocol):
         """Draft tokens that a row may get in one round, its chains together: cache columns are allotted for them."""
         ...
 
-    def begin(self, capacity: int, requests: int) -> None:
-        """A rollout of `requests` starts, `capacity` of them at a time."""
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        """A rollout starts, of one request per entry of `prompts`, `capacity` of them at a time.
+
+        Args:
+            capacity: rows.
+            prompts: a key of each request's prompt, in the caller's order; equal prompts have equal keys.
+        """
         ...
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
@@ -163,6 +183,10 @@ class Control(Protocol):
         """Candidate `index` failed and must not be chosen again in this rollout."""
         ...
 
+    def finish(self) -> None:
+        """The rollout is over; not called where it ended in an error."""
+        ...
+
 
 class OneDrafter(ABC):
     """A control under which one drafter at a time drafts for all rows."""
@@ -188,6 +212,9 @@ class OneDrafter(ABC):
     ) -> None:
         return  # nothing here decides row by row
 
+    def finish(self) -> None:
+        return
+
 
 class NeverSpeculate(OneDrafter):
     """Decodes autoregressively."""
@@ -195,7 +222,7 @@ class NeverSpeculate(OneDrafter):
     candidates: Sequence[Candidate] = ()
     tallies: list[Tally] = []
 
-    def begin(self, capacity: int, requests: int) -> None:
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         pass
 
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
@@ -219,7 +246,7 @@ class AlwaysSpeculate(OneDrafter):
         self.candidates: Sequence[Candidate] = (candidate,)
         self.tallies = [Tally()]
 
-    def begin(self, capacity: int, requests: int) -> None:
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         self.tallies = [Tally()]
         self._failed = False
 
@@ -284,7 +311,7 @@ class SpeculationToggle(OneDrafter):
         self._states = [_State() for _ in candidates]
         self._baseline = OverheadCorrection()  # of autoregressive rounds; without a profile, their times themselves
 
-    def begin(self, capacity: int, requests: int) -> None:
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         for state, tally in zip(self._states, self.tallies, strict=True):
             state.idle = 0 if tally.rounds else state.idle + 1
             state.forgiven = state.idle > RETRY_AFTER
@@ -295,7 +322,7 @@ class SpeculationToggle(OneDrafter):
             state.failed_at, state.dropped = None, False
         self.tallies = [Tally() for _ in self.candidates]
         self._capacity = capacity
-        self._refills = requests > capacity
+        self._refills = len(prompts) > capacity
         self._active: int | None = None
         self._since_change = DWELL
         self._probing = PROBE_ROUNDS if self._baseline.is_empty else 0
@@ -362,7 +389,7 @@ class SpeculationToggle(OneDrafter):
         if candidate.roofline is None:
             return self._measured_speedup(index) if len(state.window) == WINDOW else math.inf
         roofline = candidate.roofline
-        plain = self._autoregressive_seconds(roofline, batch, length)
+        plain = self.autoregressive_seconds(roofline, batch, length)
         cycle = candidate.cycle_seconds(roofline, batch, length)
         if not state.correction.is_empty:
             cycle = state.correction.apply(batch, cycle)
@@ -377,7 +404,7 @@ class SpeculationToggle(OneDrafter):
         candidate = self.candidates[index]
         return candidate.draft_length + 1.0 if self._states[index].forgiven else candidate.block_efficiency
 
-    def _autoregressive_seconds(self, roofline: Roofline | None, batch: int, length: float) -> float:
+    def autoregressive_seconds(self, roofline: Costs | None, batch: int, length: float) -> float:
         """T_p: by the corrected profile, or else as last measured at about this batch."""
         return self._baseline.apply(batch, 0.0 if roofline is None else roofline.target_seconds(batch, length))
 
@@ -392,7 +419,7 @@ class SpeculationToggle(OneDrafter):
             return  # a rollout's last rounds, too short to judge by
         index = self._chosen
         candidate, state, tally = self.candidates[index], self._states[index], self.tallies[index]
-        baseline = self._autoregressive_seconds(candidate.roofline, batch, length)
+        baseline = self.autoregressive_seconds(candidate.roofline, batch, length)
         if candidate.roofline is not None:
             cycle = candidate.cycle_seconds(candidate.roofline, batch, length)
             tally.predicted_sum += self.predicted_speedup(index, batch, length)
@@ -409,7 +436,7 @@ class SpeculationToggle(OneDrafter):
     def _measured_speedup(self, index: int) -> float:
         """τ T_p / T_cycle over the candidate's newest rounds, in medians of the times."""
         candidate, window = self.candidates[index], self._states[index].window
-        costs = [r.seconds / self._autoregressive_seconds(candidate.roofline, r.batch, r.length) for r in window]
+        costs = [r.seconds / self.autoregressive_seconds(candidate.roofline, r.batch, r.length) for r in window]
         return sum(r.tokens / r.batch for r in window) / len(window) / median(costs)
 
     def _judge(self) -> None:

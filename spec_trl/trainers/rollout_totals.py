@@ -22,9 +22,9 @@ CURVE_POINTS = 200
 class RolloutTotals:
     """Sums over the `generate` calls of one rollout.
 
-    `tallies` go by strategy. `updates` are those of a drafter that learns while it drafts, `update_seconds` the time
-    that decoding stood still for them. `curve`, `spans`, `points`, `phase_seconds` and `own_rounds` are this rank's
-    own, for the run log.
+    `tallies` and `race_wins` go by strategy. `updates` are those of a drafter that learns while it drafts,
+    `update_seconds` the time that decoding stood still for them. `curve`, `spans`, `points`, `phase_seconds` and
+    `own_rounds` are this rank's own, for the run log.
     """
 
     turns: int = 0
@@ -46,6 +46,7 @@ class RolloutTotals:
     spans: list[tuple[int, int]] = field(default_factory=list)
     points: list[RoundPoint] = field(default_factory=list)
     own_rounds: int = 0
+    race_wins: dict[str, int] = field(default_factory=dict)
 
     def add(self, statistics: SpeculationStatistics, control: Control, requests: int, seconds: float) -> None:
         """Adds one `generate` call of `requests` rows that took `seconds`, preparation included."""
@@ -63,6 +64,9 @@ class RolloutTotals:
         ]
         for candidate, tally in zip(control.candidates, control.tallies, strict=True):
             self.tallies[candidate.name] = self.tallies.get(candidate.name, Tally()) + tally
+        if statistics.racing is not None:
+            for name, wins in statistics.racing.wins.items():
+                self.race_wins[name] = self.race_wins.get(name, 0) + wins
         self.tokens += statistics.tokens
         self.logprob_sum += statistics.logprob_sum
         if statistics.learning is not None:
@@ -88,7 +92,8 @@ class RolloutTotals:
         tallies = [self.tallies.get(name, Tally()) for name in strategies]
         scalars = (self.tokens, self.logprob_sum, self.rounds, self.speculative_rounds, self.draft_length_sum)
         counts = (self.requests, self.updates)
-        rows = [*map(astuple, (self.drafts, *self.depths)), *map(astuple, tallies), scalars, counts]
+        wins = tuple(self.race_wins.get(name, 0) for name in strategies)
+        rows = [*map(astuple, (self.drafts, *self.depths)), *map(astuple, tallies), scalars, counts, wins]
         slowest = [self.seconds, self.refresh_seconds, self.update_seconds]
         flat = [float(value) for row in rows for value in row] + slowest
         packed = torch.tensor(flat, dtype=torch.float64, device=accelerator.device)  # [n]
@@ -103,11 +108,12 @@ class RolloutTotals:
         summed = {name: Tally(*take(len(fields(Tally)))) for name in strategies}
         tokens, logprob_sum, rounds, speculative_rounds, draft_length_sum = take(len(scalars))
         requests, updates = map(int, take(len(counts)))
+        race_wins = dict(zip(strategies, map(int, take(len(wins))), strict=True))
         seconds, refresh_seconds, update_seconds = slowest
         return RolloutTotals(
             self.turns, requests, drafts, depths, summed, int(tokens), logprob_sum, int(rounds),
             int(speculative_rounds), int(draft_length_sum), seconds, refresh_seconds, updates, update_seconds,
-            self.phase_seconds, self.curve, self.spans, self.points, self.own_rounds,
+            self.phase_seconds, self.curve, self.spans, self.points, self.own_rounds, race_wins,
         )  # fmt: skip
 
     @property
@@ -131,11 +137,12 @@ class RolloutTotals:
         drafted = {name: tally.rounds for name, tally in self.tallies.items() if tally.rounds}
         return max(drafted, key=drafted.__getitem__, default=None)
 
-    def metrics(self, refreshes: bool) -> dict[str, float]:
+    def metrics(self, refreshes: bool, races: bool = False) -> dict[str, float]:
         """For TRL's log, without the `rollout/` before each name. Those of drafting only where drafters are.
 
         Args:
             refreshes: whether one of them is the policy's quantized copy.
+            races: whether rows may race.
         """
         metrics = {
             "seconds": self.seconds,
@@ -162,6 +169,8 @@ class RolloutTotals:
         if len(self.tallies) > 1:
             for name, tally in self.tallies.items():
                 metrics[f"drafted_by_{name}"] = tally.rounds / self.rounds
+        if races:
+            metrics |= {f"race_wins_{name}": self.race_wins.get(name, 0) for name in self.tallies}
         for edge, depth in zip(DEPTH_EDGES, self.depths, strict=True):
             if depth.blocks:
                 metrics[f"block_efficiency_from_{edge}"] = depth.block_efficiency

@@ -1,6 +1,7 @@
 """GRPOConfig with one more group of fields: how rollouts are drafted and verified."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -9,10 +10,12 @@ from ..generation.configuration import (
     TAKE_ASSISTANT,
     SpeculativeConfig,
     check_strategy,
+    check_verification,
     require_int,
     require_number,
 )
 from ..scheduling.draft_length import DraftLengthController
+from .drafter_adaptation import ADAPTABLE
 
 
 @dataclass
@@ -29,11 +32,14 @@ class SpecGRPOConfig(GRPOConfig):
             (lookup in earlier rollouts of the same prompt and in the other completions of its group), `"eagle3"` or
             `"dflash"` (a learned drafter's checkpoint, see `assistant_model`, which follows the policy as it learns,
             see `drafter_adaptation`), `"tts"` (a drafter that learns from the rounds it drafts, see `tts_drafter`),
-            `"auto"` (whichever of the copy, the history and an assistant is fastest, autoregressive decoding included)
-            or `"none"` (autoregressive decoding by the same engine). Rollouts are the same tokens under each of them.
+            `"auto"` (whichever of the copy, the history and an assistant is fastest, autoregressive decoding
+            included), `"best_of_n"` (the fastest of `best_of_n_drafters`, by their past acceptance and a profile,
+            and in the tail several of them for the same rows) or `"none"` (autoregressive decoding by the same
+            engine). Rollouts are the same tokens under each of them.
         assistant_model (`str`, *optional*):
             Path or hub id of the drafter of `assistant_strategy="model"`, `"eagle3"` or `"dflash"`, or of `"tts"`
-            with such a `tts_drafter`; `"auto"` then considers it, a causal LM, as well.
+            with such a `tts_drafter`; `"auto"` then considers it, a causal LM, as well. Under `"best_of_n"` that of
+            the one member that needs one.
         draft_lengths (`list[int]`, *optional*, defaults to `[5, 7, 9, 11]`):
             Draft tokens per verification that the controller moves among (Γ), ascending, 1 to 64. One entry keeps it
             fixed.
@@ -121,11 +127,31 @@ class SpecGRPOConfig(GRPOConfig):
             Update beside the next S - 1 rounds instead of between two rounds.
         tts_rank (`int`, *optional*, defaults to `8`):
             Rank of low-rank corrections.
+
+        > Parameters that control Best-of-N speculation (`"best_of_n"`)
+
+        best_of_n_drafters (`list[str]`, *optional*, defaults to `["self", "history", "ngram"]`):
+            The strategies that may draft, without repetition, of `"self"`, `"history"`, `"ngram"`, `"model"`,
+            `"eagle3"`, `"dflash"` and `"tts"`. Each drafts with the one of `draft_lengths` that promises most.
+        best_of_n_assistants (`dict[str, str]`, *optional*):
+            Path or hub id of the assistant of each member that needs one; on the command line as JSON. A single one
+            may be given as `assistant_model` instead.
+        best_of_n_budget (`int`, *optional*):
+            Tokens that one verification of a race may have, all rows together. `None`: those that the roofline says
+            are free; without a profile, as many as the rollout's first speculative round verified.
+        best_of_n_tolerance (`float`, *optional*, defaults to `0.05`):
+            Share by which the roofline may predict a longer verification for tokens that count as free.
+        best_of_n_race (`bool`, *optional*, defaults to `True`):
+            Whether rows race; `False`: one drafter per row.
     """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
 
     assistant_strategy: str = field(
         default="self",
-        metadata={"help": "'self', 'model', 'ngram', 'history', 'eagle3', 'dflash', 'tts', 'auto' or 'none'."},
+        metadata={
+            "help": "'self', 'model', 'ngram', 'history', 'eagle3', 'dflash', 'tts', 'auto', 'best_of_n' or 'none'."
+        },
     )
     assistant_model: str | None = field(
         default=None, metadata={"help": "Path or hub id of the drafter of 'model', 'eagle3', 'dflash' or 'tts'."}
@@ -198,6 +224,21 @@ class SpecGRPOConfig(GRPOConfig):
     tts_asynchronous: bool = field(default=False, metadata={"help": "Update beside the next S - 1 rounds."})
     tts_rank: int = field(default=8, metadata={"help": "Rank of low-rank corrections."})
 
+    best_of_n_drafters: list[str] = field(
+        default_factory=lambda: list(SpeculativeConfig.best_of_n_drafters),
+        metadata={"help": "The strategies among which 'best_of_n' chooses."},
+    )
+    best_of_n_assistants: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Paths or hub ids of the members' assistants, by member."}
+    )
+    best_of_n_budget: int | None = field(
+        default=None, metadata={"help": "Tokens that a race may verify; None: what is free by the roofline."}
+    )
+    best_of_n_tolerance: float = field(
+        default=0.05, metadata={"help": "How much longer a verification of free tokens may be, as a share."}
+    )
+    best_of_n_race: bool = field(default=True, metadata={"help": "Whether rows race."})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for other in ("use_vllm", "use_transformers_continuous_batching"):
@@ -219,7 +260,7 @@ class SpecGRPOConfig(GRPOConfig):
         if (self.assistant_model is None and needs) or (self.assistant_model is not None and not takes):
             raise ValueError(
                 f"{setting} with assistant_model={self.assistant_model!r}: assistant_model belongs to one of "
-                f"{list(NEED_ASSISTANT)}, which need it under 'tts' as well, or to 'auto'."
+                f"{list(NEED_ASSISTANT)}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
             )
         if self.assistant_strategy in ("ngram", "history", "auto") and self.verification == "rejection":
             raise ValueError(
@@ -240,6 +281,14 @@ class SpecGRPOConfig(GRPOConfig):
                 "drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn. Raise one of "
                 "them, or set drafter_adaptation=False."
             )
+        check_verification(self.assistant_strategy, self.verification)
+        if self.assistant_strategy == "best_of_n":
+            self.speculative_config().assistants_of_best_of_n(self.assistant_model)
+            if self.drafter_adaptation and len(learned := [n for n in self.best_of_n_drafters if n in ADAPTABLE]) > 1:
+                raise ValueError(
+                    f"best_of_n_drafters={self.best_of_n_drafters} has {learned}, and drafter_adaptation=True trains "
+                    "one drafter. Name one of them, or set drafter_adaptation=False."
+                )
         self.draft_length_controller()
         # SpeculativeConfig checks the rest; this one has another name there, which its error would give.
         if self.rollout_batch_size is not None:
@@ -274,6 +323,11 @@ class SpecGRPOConfig(GRPOConfig):
             tts_anchor=self.tts_anchor,  # type: ignore[arg-type]
             tts_asynchronous=self.tts_asynchronous,
             tts_rank=self.tts_rank,
+            best_of_n_drafters=self.best_of_n_drafters,
+            best_of_n_assistants=self.best_of_n_assistants,  # type: ignore[arg-type]
+            best_of_n_budget=self.best_of_n_budget,
+            best_of_n_tolerance=self.best_of_n_tolerance,
+            best_of_n_race=self.best_of_n_race,
         )
 
     def draft_length_controller(self) -> DraftLengthController:

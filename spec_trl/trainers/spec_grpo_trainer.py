@@ -4,12 +4,12 @@ import copy
 import json
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
@@ -26,9 +26,13 @@ from ..generation.drafters.distillation import DistilledDrafter
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.self_draft import SelfDrafter
 from ..generation.integration import make_drafters
+from ..generation.laddering import find_ladder
 from ..quantization.awq import ActivationStatistics
+from ..scheduling.best_of_n import BestOfN
 from ..scheduling.draft_length import DraftLengthController
+from ..scheduling.ladder import Ladder, ladder_path
 from ..scheduling.profile import Profile
+from ..scheduling.selection import AcceptanceHistory
 from ..scheduling.toggle import Control
 from .drafter_adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from .rollout_totals import RolloutTotals
@@ -37,9 +41,12 @@ from .spec_grpo_config import SpecGRPOConfig
 from .step_clock import StepClock
 
 
+T = TypeVar("T")
 _STATE_FILE = "rollout_state.json"
 _MEMORY_FILES = {HistoryDrafter.strategy: "rollout_history_{}.pt", DistilledDrafter.strategy: "rollout_tts_{}.pt"}
 """Of each rank: it remembers the prompts that it saw, and its drafter has learned from the rounds that it drafted."""
+_ACCEPTANCE_FILE = "rollout_acceptance_{}.json"
+"""Of each rank likewise: what "best_of_n" knows of its drafters."""
 PROFILE_FILE = "roofline_profile.json"
 COLLAPSE = 0.5
 """An acceptance rate below this share of the rollout's before is worth a warning, if that was COLLAPSE_FROM or more:
@@ -81,7 +88,8 @@ class SpecGRPOTrainer(GRPOTrainer):
             raise ValueError(
                 "FSDP is not served yet: the drafter needs the gathered weights of each layer. Use DDP or DeepSpeed."
             )
-        if args.drafter_adaptation and args.assistant_strategy in ADAPTABLE:
+        members = args.best_of_n_drafters if args.assistant_strategy == "best_of_n" else [args.assistant_strategy]
+        if args.drafter_adaptation and set(members) & set(ADAPTABLE):
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage)
         self._speculative_config = args.speculative_config()
         if args.roofline_profile is not None and Path(args.roofline_profile).exists():
@@ -94,6 +102,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._draft_lengths: dict[str, DraftLengthController] = {}
         self._saved_draft_lengths: dict[str, dict[str, Any]] = {}
         self._memories: dict[str, dict[str, Any]] = {}
+        self._acceptance = AcceptanceHistory()  # of "best_of_n"
         self._activations: ActivationStatistics | None = None
         self._adaptation: DrafterAdaptation | None = None
         self._resumed_from: Path | None = None
@@ -230,9 +239,10 @@ class SpecGRPOTrainer(GRPOTrainer):
             assistant = None if strategy == "none" else self.args.assistant_model
             self._drafters = make_drafters(strategy, policy, assistant, self._speculative_config)
             for drafter in self._drafters:
-                controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
-                if drafter.strategy in self._saved_draft_lengths:
-                    controller.load_state_dict(self._saved_draft_lengths[drafter.strategy])
+                if strategy != "best_of_n":  # there γ is chosen anew in each rollout
+                    controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
+                    if drafter.strategy in self._saved_draft_lengths:
+                        controller.load_state_dict(self._saved_draft_lengths[drafter.strategy])
                 memory = self._memories.pop(drafter.strategy, None)
                 if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
                     drafter.load_state_dict(memory)
@@ -269,28 +279,52 @@ class SpecGRPOTrainer(GRPOTrainer):
         if self._control is None:
             if drafters and self.args.sd_toggle == "roofline":
                 self._profile = self._shared_profile(policy, shape)
-            self._control = make_control(drafters, self._speculative_config, self._profile)
+            ladder = None
+            if drafters and self.args.assistant_strategy == "best_of_n":
+                ladder = self._shared_ladder(policy, drafters, shape)
+            self._control = make_control(drafters, self._speculative_config, self._profile, ladder, self._acceptance)
+        if isinstance(self._control, BestOfN):
+            return self._control  # which takes both from the acceptance so far
         for candidate in self._control.candidates:
             controller = self._draft_lengths[candidate.name]
             candidate.draft_length = controller.draft_length
             candidate.block_efficiency = controller.block_efficiency
         return self._control
 
-    def _shared_profile(self, policy: PreTrainedModel, shape: torch.Size) -> Profile | None:
-        """The roofline profile, found or measured on one rank; the others would disturb its times."""
+    def _most_rows(self, shape: torch.Size) -> int:
+        """Rows in flight at most, in this rollout of prompts `shape` `[B, width]` or a later one."""
         rows = max(shape[0], self.args.per_device_train_batch_size * self.args.steps_per_generation)
-        batch, length = min(self.args.rollout_batch_size or rows, rows), shape[1] + self.args.max_completion_length
-        found: list[Profile | Exception | None] = [None]
+        return min(self.args.rollout_batch_size or rows, rows)
+
+    def _on_one_rank(self, measure: Callable[[], T]) -> T:
+        """What `measure` finds on one rank, for all: the others would disturb its times."""
+        found: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
-                copy_to = Path(self.args.output_dir) / PROFILE_FILE
-                found[0] = find_profile(policy, self._speculative_config, batch, length, copy_to)
+                found[0] = measure()
             except Exception as error:  # raised on all ranks, or the others would wait for ever
                 found[0] = error
         broadcast_object_list(found)
-        profile = found[0]
-        if isinstance(profile, Exception):
-            raise profile
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    def _shared_ladder(self, policy: PreTrainedModel, drafters: list[Drafter], shape: torch.Size) -> Ladder:
+        """The draft ladder of "best_of_n", found or profiled."""
+
+        def find() -> Ladder:
+            rows, lengths = self._most_rows(shape), self.args.draft_lengths
+            ladder = find_ladder(policy, drafters, self._speculative_config, rows, lengths)
+            ladder.save(ladder_path(Path(self.args.output_dir) / PROFILE_FILE))
+            return ladder
+
+        return self._on_one_rank(find)
+
+    def _shared_profile(self, policy: PreTrainedModel, shape: torch.Size) -> Profile | None:
+        """The roofline profile, found or measured."""
+        batch, length = self._most_rows(shape), shape[1] + self.args.max_completion_length
+        copy_to = Path(self.args.output_dir) / PROFILE_FILE
+        profile = self._on_one_rank(lambda: find_profile(policy, self._speculative_config, batch, length, copy_to))
         if profile is not None and profile.key != profile_key(policy, self._speculative_config):
             # Another device than rank 0's: what was named is for that one.
             own = replace(self._speculative_config, roofline_profile=None)
@@ -315,9 +349,12 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     def _finish_rollout(self, mode: str) -> None:
         """Logs the rollout, and lets γ and τ_prev follow it (ER Algorithm 1, lines 14-20)."""
-        totals = self._totals.over_ranks(self.accelerator, list(self._draft_lengths))
-        draft_lengths = {name: controller.draft_length for name, controller in self._draft_lengths.items()}
-        for name, value in totals.metrics(refreshes=bool(_policy_copies(self._drafters or []))).items():
+        drafters = self._drafters or []
+        totals = self._totals.over_ranks(self.accelerator, [drafter.strategy for drafter in drafters])
+        candidates = self._control.candidates if self._control is not None else ()
+        draft_lengths = {candidate.name: candidate.draft_length for candidate in candidates}
+        races = isinstance(self._control, BestOfN)
+        for name, value in totals.metrics(refreshes=bool(_policy_copies(drafters)), races=races).items():
             self._metrics[mode][f"rollout/{name}"].append(value)
         if self.accelerator.is_main_process:
             step, strategy = self.state.global_step, self.args.assistant_strategy
@@ -384,6 +421,9 @@ class SpecGRPOTrainer(GRPOTrainer):
             (Path(output_dir) / _STATE_FILE).write_text(json.dumps(state))
             if self._adaptation is not None:  # the same on all ranks
                 self._adaptation.save_state(output_dir)
+        if self.args.assistant_strategy == "best_of_n":
+            path = Path(output_dir) / _ACCEPTANCE_FILE.format(self.accelerator.process_index)
+            path.write_text(json.dumps(self._acceptance.state_dict()))
         for drafter in self._drafters or []:
             if isinstance(drafter, HistoryDrafter | DistilledDrafter) and (memory := drafter.state_dict()):
                 torch.save(memory, self._memory_file(output_dir, drafter.strategy))
@@ -399,6 +439,9 @@ class SpecGRPOTrainer(GRPOTrainer):
         for strategy in _MEMORY_FILES:
             if (path := self._memory_file(checkpoint, strategy)).exists():
                 self._memories[strategy] = torch.load(path, map_location="cpu", weights_only=True)
+        self._acceptance = AcceptanceHistory()
+        if (path := Path(checkpoint) / _ACCEPTANCE_FILE.format(self.accelerator.process_index)).exists():
+            self._acceptance.load_state_dict(json.loads(path.read_text()))
         self._drafters = self._control = self._adaptation = None  # made anew from what was saved
         self._resumed_from = Path(checkpoint)
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,9 +59,9 @@ class Scripted(OneDrafter):
         self.asked: list[tuple[int, float, int]] = []
         self.told: list[tuple[int, float, int]] = []
 
-    def begin(self, capacity: int, requests: int) -> None:
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         self._rounds = itertools.cycle(self._script)
-        self.begun = (capacity, requests)
+        self.begun = (capacity, list(prompts))
 
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
         self.asked.append((batch, length, waiting))
@@ -118,7 +119,8 @@ def test_control_is_told_what_happened(tiny: LlamaForCausalLM) -> None:
     )  # fmt: skip
     statistics = result.statistics
     assert statistics is not None
-    assert control.begun == (2, 5)
+    capacity, keys = control.begun
+    assert capacity == 2 and len(set(keys)) == len(keys) == 5
     assert len(control.asked) == len(control.told) == statistics.rounds == sum(p.rounds for p in statistics.points)
     assert sum(tokens for *_, tokens in control.told) == statistics.tokens == sum(p.tokens for p in statistics.points)
     assert 0 < sum(seconds for _, seconds, _ in control.told) <= statistics.seconds

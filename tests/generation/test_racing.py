@@ -1,6 +1,5 @@
 """Several drafters in one round: which chain a row goes on with is a matter of time alone."""
 
-import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +14,7 @@ from spec_trl.generation.attention import MaskPlan
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.base import Drafter, DraftSession
 from spec_trl.generation.drafters.checkpoints import read_checkpoint
-from spec_trl.generation.drafters.dflash import DFlashDrafter
 from spec_trl.generation.drafters.distillation import DistilledDrafter
-from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
-from spec_trl.generation.drafters.history import HistoryDrafter
-from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.racing import Lanes, draft_lengths
@@ -29,7 +24,7 @@ from spec_trl.generation.verification import Proposal
 from spec_trl.scheduling.toggle import AlwaysSpeculate, Candidate, Chain, NeverSpeculate, OneDrafter, Tally
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.generation.drafters import eagle3_reference, test_dflash
+from tests.generation.drafters import eagle3_reference
 from tests.generation.tape import Tape
 from tests.generation.test_families import build
 
@@ -61,7 +56,7 @@ class RandomPlans:
     def most_drafted(self) -> int:
         return self._chains * self._longest
 
-    def begin(self, capacity: int, requests: int) -> None:
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         self._random = random.Random(self._seed)
         self._alive = set(range(len(self.candidates)))
         self.rounds: list[dict[str, Any]] = []
@@ -87,6 +82,8 @@ class RandomPlans:
     def drop(self, index: int) -> None:
         self._alive.discard(index)
 
+    def finish(self) -> None: ...
+
 
 class Knowing(Drafter):
     """Knows what will be sampled, and says it right for a random number of tokens."""
@@ -107,34 +104,6 @@ class Knowing(Drafter):
             drafts.append(answer[:right] + [(token + 1) % 64 for token in answer[right:]])
             self.right[-1][request] = right
         return Proposal(torch.tensor(drafts), torch.full_like(rows.lengths, draft_length))
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("drafters")
-    eagle3_reference.make_folder(folder / "eagle3", EAGLE3)
-    test_dflash.make_checkpoint(folder / "dflash", test_dflash.zlab(vocab_size=64))
-    return {kind: str(folder / kind) for kind in ("eagle3", "dflash")}
-
-
-@pytest.fixture
-def drafters(tiny, tiny_assistant, checkpoints) -> Callable[..., list[Drafter]]:
-    """Makes drafters by name; all there are, in an order of their own."""
-
-    def make(*names: str) -> list[Drafter]:
-        how = Distillation(1e-3, scope="rollout")
-        known: dict[str, Callable[[], Drafter]] = {
-            "self": lambda: SelfDrafter(tiny, kernel="reference"),
-            "dflash": lambda: DFlashDrafter(checkpoints["dflash"], tiny),
-            "ngram": lambda: NgramDrafter(2),
-            "model": lambda: SmallModelDrafter(tiny_assistant, tiny),
-            "history": lambda: HistoryDrafter(10_000),
-            "eagle3": lambda: Eagle3Drafter(checkpoints["eagle3"], tiny),
-            "tts": lambda: DistilledDrafter(SmallModelDrafter(copy.deepcopy(tiny_assistant), tiny), how),
-        }
-        return [known[name]() for name in names or known]
-
-    return make
 
 
 def raced(control: RandomPlans) -> int:
@@ -225,7 +194,7 @@ def test_rejection_verification_of_rows_with_different_drafters(tiny, drafters) 
         candidates = [Candidate("self", 4, 4.0, 100), Candidate("model", 2, 4.0, 100)]
         tallies = [Tally(), Tally()]
 
-        def begin(self, capacity: int, requests: int) -> None: ...
+        def begin(self, capacity: int, prompts: Sequence[str]) -> None: ...
 
         def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]: ...
 

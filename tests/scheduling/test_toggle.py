@@ -43,7 +43,7 @@ class Machine:
     def run(self, batches: list[int], waiting: Callable[[int], int] = lambda number: 0, length: float = 512.0) -> None:
         """One rollout, a round per entry."""
         self.decisions, self.chosen = [], []
-        self.control.begin(max(batches), max(batches) + waiting(0))
+        self.control.begin(max(batches), [""] * (max(batches) + waiting(0)))
         for number, batch in enumerate(batches):
             index, gamma = self.control.decide(batch, length, waiting(number))
             self.decisions.append((batch, gamma))
@@ -112,7 +112,7 @@ def test_block_efficiency_of_the_last_rollout_decides() -> None:
 def test_waiting_requests_count_as_batch() -> None:
     # Ramp: 8 rows of 64 are in flight while 56 wait. That is no tail.
     machine = faithful(SpeculationToggle([candidate()]))
-    machine.control.begin(64, 64)
+    machine.control.begin(64, [""] * 64)
     decisions = []
     for waiting in (56, 56, 56, 56, 56, 0, 0):
         decisions.append(machine.control.decide(8, 512.0, waiting)[1] > 0)
@@ -290,7 +290,7 @@ def test_each_candidate_gets_its_second_chance() -> None:
 
 def test_dropped_before_the_first_round() -> None:
     for control in (SpeculationToggle([candidate()]), AlwaysSpeculate(candidate())):
-        control.begin(4, 4)
+        control.begin(4, [""] * 4)
         control.drop(0)
         assert control.decide(4, 512.0, 0)[1] == 0
 
@@ -306,11 +306,11 @@ def test_dropped_candidates_are_not_chosen_again() -> None:
     toggle = SpeculationToggle([candidate()])
     machine = faithful(toggle)
     machine.run([4] * 10)
-    toggle.begin(4, 4)
+    toggle.begin(4, [""] * 4)
     assert toggle.decide(4, 512.0, 0)[1] == 5
     toggle.drop(0)
     assert toggle.decide(4, 512.0, 0)[1] == 0
-    toggle.begin(4, 4)  # a new rollout, perhaps a new drafter
+    toggle.begin(4, [""] * 4)  # a new rollout, perhaps a new drafter
     assert toggle.decide(4, 512.0, 0)[1] == 5
 
 

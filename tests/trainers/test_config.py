@@ -24,7 +24,7 @@ from spec_trl.quantization.kernels import ReferenceInt4
 from spec_trl.scheduling.profile import Profile
 from tests.generation.drafters.test_learned import make_checkpoint
 from tests.generation.tape import Tape
-from tests.trainers import test_tts
+from tests.trainers import test_best_of_n, test_tts
 from tests.trainers.harness import Run, make_trainer, tiny_dataset, tiny_policy
 
 
@@ -45,7 +45,7 @@ OneStep = Callable[..., tuple[Any, Run]]
 
 def test_no_field_without_a_test_of_its_effect() -> None:
     added = {field.name for field in fields(SpecGRPOConfig)} - {field.name for field in fields(GRPOConfig)}
-    names = globals() | vars(test_tts)
+    names = globals() | vars(test_tts) | vars(test_best_of_n)
     tested = {name.removeprefix("test_effect_of_") for name in names if name.startswith("test_effect_of_")}
     assert added == tested
 
@@ -352,7 +352,9 @@ COMMAND_LINE = (
     "--draft_lm_head dense --rollout_batch_size 4 --runner compiled --max_graph_memory 2.5 --keep_graphs false "
     "--drafter_adaptation false --drafter_learning_rate 2e-6 --drafter_hidden_weight 0.5 --drafter_token_weight 0.2 "
     "--tts_drafter model --tts_learning_rate 2e-4 --tts_scope rollout --tts_steps 2 --tts_stride adaptive "
-    "--tts_anchor_weight 0.5 --tts_anchor initial --tts_asynchronous --tts_rank 4"
+    "--tts_anchor_weight 0.5 --tts_anchor initial --tts_asynchronous --tts_rank 4 "
+    '--best_of_n_drafters ngram model --best_of_n_assistants {"model":"some/drafter"} --best_of_n_budget 64 '
+    "--best_of_n_tolerance 0.1 --best_of_n_race false"
 ).split()
 
 
@@ -378,7 +380,9 @@ def test_command_line(parse: Callable[[list[str]], tuple[SpecGRPOConfig]]) -> No
         "drafter_hidden_weight": 0.5, "drafter_token_weight": 0.2,
         "tts_drafter": "model", "tts_learning_rate": 2e-4, "tts_scope": "rollout", "tts_steps": 2,
         "tts_stride": "adaptive", "tts_anchor_weight": 0.5, "tts_anchor": "initial", "tts_asynchronous": True,
-        "tts_rank": 4,
+        "tts_rank": 4, "best_of_n_drafters": ["ngram", "model"],
+        "best_of_n_assistants": {"model": "some/drafter"}, "best_of_n_budget": 64, "best_of_n_tolerance": 0.1,
+        "best_of_n_race": False,
     }  # fmt: skip
 
 

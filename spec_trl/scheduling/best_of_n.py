@@ -1,0 +1,311 @@
+"""Best-of-N speculation: the method that history and ladder promise most of drafts, and tail rows race (SA §4.2).
+
+Rounds measured by the toggle have the last word on the method, and those measured by the race's judge on the race.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+
+from .assignment import MethodView, Racing, RowView
+from .draft_length import expected_block_efficiency
+from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
+from .race_judge import Field, RaceJudge
+from .roofline import Roofline
+from .selection import OPTIMISTIC, AcceptanceHistory, select_method, select_per_prompt
+from .toggle import HOPELESS, WINDOW, Candidate, Chain, SpeculationToggle
+
+
+class BestOfN:
+    """A primary for all rows, methods of their own for prompts that are known to want them, and races in the tail.
+
+    * The primary is a toggle's choice. At the start of a rollout each candidate gets the γ of largest speedup and the
+      τ that its acceptance so far lets expect, so that the first choice is SA's: history (①), then ladder (②). A
+      method that never drafted is taken at `OPTIMISTIC` and so has its trial.
+    * A prompt whose own acceptance favours another method by more than `margin` drafts with that one.
+    * When no request waits and verification has room, rows get further chains: :class:`~.assignment.Racing`. Of the
+      methods that draft with a network only those race whose most could pay for their time.
+
+    Methods of their own and races begin when the primary has been measured by itself: a few rounds, a whole window
+    where it is on trial.
+
+    Args:
+        candidates: the drafters, at least one, of different names. Their γ, τ_prev and, where they have no roofline,
+            the ladder's times are set here.
+        ladder: has all of them.
+        history: acceptance so far; it is written to, and outlives the control.
+        margin: ε of the toggle, and by how much a prompt's own method must be faster; at least 0.
+        roofline: says how many verified tokens are free; None: those that the rollout verified at first are.
+        tolerance: by this share a verification may be slower than the primary's own, at least 0.
+        budget: tokens that a verification may have, all rows together, instead of those.
+        race: whether rows race at all.
+
+    Raises:
+        ValueError: `candidates` is empty or has a name twice.
+    """
+
+    races = True  # rows of different methods share rounds even where none races
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        ladder: Ladder,
+        history: AcceptanceHistory,
+        margin: float = 0.05,
+        roofline: Roofline | None = None,
+        tolerance: float = 0.05,
+        budget: int | None = None,
+        race: bool = True,
+    ) -> None:
+        self.candidates: Sequence[Candidate] = tuple(candidates)
+        self._index = {candidate.name: index for index, candidate in enumerate(self.candidates)}
+        if not self.candidates or len(self._index) < len(self.candidates):
+            names = [candidate.name for candidate in self.candidates]
+            raise ValueError(f"candidates={names} must be one or more drafters of different names.")
+        self.ladder, self.history = ladder, history
+        self._margin, self._roofline, self._tolerance = margin, roofline, tolerance
+        self._budget, self._race = budget, race
+        self._by_ladder = [candidate.roofline is None for candidate in self.candidates]
+        self._toggle = SpeculationToggle(self.candidates, margin)
+        self.tallies = self._toggle.tallies
+        """Of the rounds in which a candidate drafted for all rows by itself."""
+
+    @property
+    def most_drafted(self) -> int:
+        lengths = [
+            max(length for batch in self.ladder.batches for length in self.ladder.draft_lengths(candidate.name, batch))
+            for candidate in self.candidates
+        ]
+        return sum(lengths) if self._race else max(lengths)
+
+    # ---- a rollout ------------------------------------------------------------------------------------------------
+
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        self._prompts = list(prompts)
+        batch = max(min(capacity, len(prompts)), 1)
+        self._on_trial: set[int] = set()
+        for index, candidate in enumerate(self.candidates):
+            acceptance = self.history.expected(candidate.name, prompts)
+            if acceptance is None:
+                self._on_trial.add(index)
+                acceptance = OPTIMISTIC
+            candidate.draft_length = self.ladder.best_draft_length(candidate.name, acceptance, batch)[0]
+            candidate.block_efficiency = expected_block_efficiency(acceptance, candidate.draft_length)
+            if self._by_ladder[index]:
+                candidate.roofline = LadderCosts(self.ladder, candidate.name, acceptance)
+        self._toggle.begin(capacity, prompts)
+        self.tallies = self._toggle.tallies
+        self._own = self._choose_per_prompt(batch)
+        self._racing, self._judge = Racing(self.ladder), RaceJudge()
+        self._dropped: set[int] = set()
+        self._raced: set[int] = set()  # requests that the race knows
+        self._unrecorded: dict[tuple[int, int], list[int]] = {}  # accepted and attempted, by candidate and request
+        self._outcome: tuple[Sequence[int], Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]] | None = None
+        self._primary: int | None = None
+        self._laid_out: tuple[object, ...] | None = None
+        self._verified_at_first: int | None = None
+
+    def _choose_per_prompt(self, batch: int) -> list[Choice | None]:
+        """For each request the method of its prompt, where that is another than the batch's."""
+        methods = [candidate.name for candidate in self.candidates if candidate.max_rows >= batch]
+        if len(methods) < 2:
+            return [None] * len(self._prompts)
+        common = select_method(self.ladder, self.history, self._prompts, batch, methods)
+        own = select_per_prompt(self.ladder, self.history, self._prompts, batch, methods, self._margin)
+        return [choice if choice.method != common.method else None for choice in own]
+
+    def finish(self) -> None:
+        self._settle(set())
+        self._write_history()
+        self.history.end_rollout()
+
+    def drop(self, index: int) -> None:
+        self._dropped.add(index)
+        self._toggle.drop(index)
+        self._racing.drop(self.candidates[index].name)
+        self._laid_out = None
+
+    # ---- a round --------------------------------------------------------------------------------------------------
+
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        self._settle(set(requests))
+        batch = len(requests)
+        self._batch, self._length = batch, length
+        which, draft_length = self._toggle.decide(batch, length, waiting)
+        primary = Chain(which, draft_length)
+        self._plan: tuple[Chain, ...] = (primary,) if draft_length else ()
+        self._is_composed = False
+        if not draft_length:
+            return self._plan
+        if self._verified_at_first is None:
+            self._verified_at_first = batch * (1 + draft_length)
+        if which != self._primary:
+            self._judge.forget()
+            self._primary = which
+        if self._may_compose(which, waiting) and (field := self._judge.field(batch)):
+            if not self._race or waiting:
+                field = Field.NOBODY
+            key = (tuple(requests), which, draft_length, field)
+            if key != self._laid_out or (field and self._racing.changed):
+                self._composed = self._compose(requests, primary, length, field)
+                self._laid_out = key
+            self._is_composed = self._composed != self._plan
+            self._plan = self._composed
+        return self._plan
+
+    def _may_compose(self, which: int, waiting: int) -> bool:
+        """Whether anything but the primary could draft, and the primary has been measured by itself."""
+        if len(self.candidates) == 1 or ((waiting or not self._race) and not any(self._own)):
+            return False
+        return self._toggle.tallies[which].rounds >= (WINDOW if which in self._on_trial else min(HOPELESS))
+
+    def _compose(self, requests: Sequence[int], primary: Chain, length: float, field: Field) -> tuple[Chain, ...]:
+        """The chains of all rows, as a plan."""
+        self._write_history()
+        rows = [self._view(request, primary) for request in requests]
+        chains = {row.request: [(row.method, row.draft_length)] if row.draft_length else [] for row in rows}
+        if field:
+            batch, widest = len(rows), max(row.draft_length for row in rows)
+            chains = self._racing.assign(
+                rows, self._racers(primary.which, batch, field), self.free_tokens(batch, length, widest)
+            )
+            self._raced.update(requests)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, request in enumerate(requests):
+            for method, draft_length in chains[request]:
+                groups.setdefault((self._index[method], draft_length), []).append(row)
+        return tuple(
+            Chain(which, draft_length, None if len(own) == len(requests) else tuple(own))
+            for (which, draft_length), own in sorted(groups.items(), key=lambda g: (g[0][0] != primary.which, g[0]))
+        )
+
+    def _view(self, request: int, primary: Chain) -> RowView:
+        """The row with the method that drafts for it."""
+        method, draft_length = self.candidates[primary.which].name, primary.draft_length
+        own = self._own[request]
+        if own is not None and own.method == NO_METHOD:
+            return RowView(request, NO_METHOD, 0, 0.0)
+        if own is not None and self._can_draft(self._index[own.method]):
+            method, draft_length = own.method, own.draft_length
+        return RowView(request, method, draft_length, self._expected(method, request))
+
+    def _racers(self, primary: int, batch: int, field: Field) -> list[MethodView]:
+        """Methods that may race; the primary too, for rows that have another by now."""
+        return [
+            MethodView(candidate.name, candidate.draft_length, self._expected(candidate.name), candidate.max_rows)
+            for index, candidate in enumerate(self.candidates)
+            if index == primary or (self._can_draft(index) and self._may_race(index, primary, batch, field))
+        ]
+
+    def _can_draft(self, index: int) -> bool:
+        return index not in self._dropped and self._batch <= self.candidates[index].max_rows
+
+    def _may_race(self, index: int, primary: int, batch: int, field: Field) -> bool:
+        """Verified tokens may be free; a network's drafts are not. It races where the most that its chains could add
+        to the primary's, all their accepted tokens, would pay for its forwards."""
+        if not self.candidates[index].is_network:
+            return True
+        plain = self.ladder.plain_seconds(batch)
+        (gain, drafting), (alone, seconds) = (self._by_itself(which, batch) for which in (index, primary))
+        return field is Field.EVERYBODY and (alone + gain - 1) * seconds >= alone * (seconds + drafting - plain)
+
+    def _by_itself(self, index: int, batch: int) -> tuple[float, float]:
+        """τ and a round's seconds of a candidate that drafts for all rows."""
+        candidate = self.candidates[index]
+        acceptance = self._expected(candidate.name)
+        seconds = LadderCosts(self.ladder, candidate.name, acceptance).cycle_seconds(batch, 0, candidate.draft_length)
+        return expected_block_efficiency(acceptance, candidate.draft_length), seconds
+
+    def _expected(self, method: str, request: int | None = None) -> float:
+        """p of a method, of a request's prompt or on average."""
+        found = self.history.expected(method, () if request is None else (self._prompts[request],))
+        return OPTIMISTIC if found is None else found
+
+    def free_tokens(self, batch: int, length: float, draft_length: int) -> int:
+        """Tokens that a verification of `batch` rows may have, all together, when the primary's γ is `draft_length`:
+        what the roofline says takes no longer than the primary's own, up to the tolerance, or the given budget."""
+        if self._budget is not None:
+            return self._budget
+        if self._roofline is None:
+            return self._verified_at_first or 0
+        most = (1 + self._tolerance) * self._roofline.verify_seconds(batch, length, draft_length)
+        width = draft_length
+        while width < self.most_drafted and self._roofline.verify_seconds(batch, length, width + 1) <= most:
+            width += 1
+        return batch * (1 + width)
+
+    # ---- what became of it ----------------------------------------------------------------------------------------
+
+    def record_rows(
+        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
+    ) -> None:
+        self._outcome = tuple(requests), accepted, drafted
+
+    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        if not self._is_composed:
+            self._toggle.record(draft_length, seconds, tokens)
+        if not self._plan or draft_length < self._width():
+            return  # a rollout's last rounds are too short to judge by
+        assert self._primary is not None
+        costs = self.candidates[self._primary].roofline
+        cost = seconds / self._toggle.autoregressive_seconds(costs, self._batch, self._length)
+        if self._is_composed:
+            others = {chain.which for chain in self._plan} - {self._primary}
+            networks = any(self.candidates[which].is_network for which in others)
+            self._judge.record_raced(cost, tokens, self._alone(self._primary), networks)
+        else:
+            self._judge.record_unraced(self._batch, cost)
+
+    def _width(self) -> int:
+        """Σγ of the row with most, as planned."""
+        widths = [0] * self._batch
+        for chain in self._plan:
+            for row in range(self._batch) if chain.rows is None else chain.rows:
+                widths[row] += chain.draft_length
+        return max(widths)
+
+    def _alone(self, primary: int) -> float:
+        """Tokens that the primary would have brought by itself: where it had a chain, that one's, elsewhere what to
+        expect of it."""
+        assert self._outcome is not None
+        requests, accepted, _ = self._outcome
+        candidate = self.candidates[primary]
+        own = accepted.get(primary, [-1] * len(requests))
+        return sum(
+            count + 1
+            if count >= 0
+            else expected_block_efficiency(self._expected(candidate.name, request), candidate.draft_length)
+            for request, count in zip(requests, own, strict=True)
+        )
+
+    def _settle(self, alive: Set[int]) -> None:
+        """Passes the round before on to history and race, now that it is known which rows it ended."""
+        if self._outcome is not None:
+            (requests, accepted, drafted), self._outcome = self._outcome, None
+            for chain in self._plan:
+                if chain.which not in accepted:  # its drafter failed before it was asked
+                    continue
+                own = accepted[chain.which], drafted[chain.which]
+                for row in range(len(requests)) if chain.rows is None else chain.rows:
+                    if own[0][row] >= 0:
+                        self._remember(chain, requests[row], own[0][row], own[1][row], requests[row] in alive)
+            for row, request in enumerate(requests) if self._raced else ():
+                if request in alive and request in self._raced:
+                    names = {self.candidates[i].name: own[row] for i, own in accepted.items() if own[row] >= 0}
+                    self._racing.record(request, names)
+        for request in sorted(self._raced - alive):
+            self._racing.remove(request)
+            self._raced.remove(request)
+
+    def _remember(self, chain: Chain, request: int, accepted: int, drafted: int, alive: bool) -> None:
+        attempted = min(accepted + 1, drafted)
+        if alive and accepted == drafted and not self.candidates[chain.which].is_network:
+            # It had nothing to propose there, which is as bad as a wrong token; a row's end is no such verdict.
+            attempted = min(accepted + 1, chain.draft_length)
+        counts = self._unrecorded.setdefault((chain.which, request), [0, 0])
+        counts[0] += accepted
+        counts[1] += attempted
+
+    def _write_history(self) -> None:
+        """Of each row at once: a round is over in less time than the history takes for many rows."""
+        for (which, request), (accepted, attempted) in self._unrecorded.items():
+            self.history.record(self.candidates[which].name, self._prompts[request], accepted, attempted)
+        self._unrecorded.clear()

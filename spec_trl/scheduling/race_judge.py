@@ -1,0 +1,91 @@
+"""Whether racing pays, by what rounds really take and commit: a prediction of free tokens may be wrong."""
+
+from collections import deque
+from enum import IntEnum
+from statistics import median
+from typing import NamedTuple
+
+from .toggle import HOPELESS, PROBE_ROUNDS, WINDOW
+
+
+class Field(IntEnum):
+    """Who may race."""
+
+    NOBODY = 0
+    LOOKUPS = 1
+    """Drafters that cost no forward."""
+    EVERYBODY = 2
+
+
+class _Raced(NamedTuple):
+    cost: float
+    tokens: int
+    alone: float
+    networks: bool
+
+
+class RaceJudge:
+    """Compares raced rounds with the unraced ones around them, over windows of 16.
+
+    What a raced round would have brought without the race is known from the round itself: its primary's own chains.
+    Only the time is not, and that is taken from unraced rounds at about this batch; where there are too few, from some
+    in between. A race pays where the tokens gained outweigh the time lost, time in medians, as the toggle judges. One
+    that does not pay goes on among lookups alone if networks drafted in it, else it is off; in both cases until the
+    batch has halved.
+
+    A round's cost is its seconds over those of an autoregressive round of the same batch.
+    """
+
+    def __init__(self) -> None:
+        self._unraced: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._field = Field.EVERYBODY
+        self._judged_at = 0  # batch of the last verdict against the race
+        self.forget()
+
+    def forget(self) -> None:
+        """Another primary drafts from now on: the rounds so far are no comparison. Verdicts hold."""
+        self._unraced.clear()
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._raced: deque[_Raced] = deque(maxlen=WINDOW)
+        self._rounds = 0
+        self._probing, self._judgement_due = 0, False
+
+    def field(self, batch: int) -> Field:
+        """Who may race in the next round, one of `batch` rows; `NOBODY` in a round that is to be compared with."""
+        if self._field is not Field.EVERYBODY and 2 * batch <= self._judged_at:
+            self._field = Field.EVERYBODY
+            self._begin_window()
+        if self._judgement_due and not self._probing:
+            self._judge(batch)
+        if self._probing:
+            self._probing -= 1
+            return Field.NOBODY
+        return self._field
+
+    def record_unraced(self, batch: int, cost: float) -> None:
+        """A round of the primary alone."""
+        self._unraced.append((batch, cost))
+
+    def record_raced(self, cost: float, tokens: int, alone: float, networks: bool) -> None:
+        """A round that committed `tokens`, `alone` of which the primary would have brought by itself; `networks`: some
+        further chain was not looked up."""
+        self._raced.append(_Raced(cost, tokens, alone, networks))
+        self._rounds += 1
+        self._judgement_due |= self._rounds % WINDOW == 0 or self._rounds in HOPELESS
+
+    def _judge(self, batch: int) -> None:
+        around = [cost for other, cost in self._unraced if 2 * min(other, batch) >= max(other, batch)]
+        if len(around) < PROBE_ROUNDS:
+            self._probing = PROBE_ROUNDS
+            return
+        self._judgement_due = False
+        gained = sum(each.tokens for each in self._raced) / sum(each.alone for each in self._raced)
+        lost = median(each.cost for each in self._raced) / median(around)
+        enough = 1.0 if self._rounds >= WINDOW else HOPELESS[max(n for n in HOPELESS if n <= self._rounds)]
+        if gained < enough * lost:
+            networks = any(each.networks for each in self._raced)
+            self._field = Field.LOOKUPS if self._field is Field.EVERYBODY and networks else Field.NOBODY
+            self._judged_at = batch
+            self._begin_window()

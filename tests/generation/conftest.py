@@ -1,0 +1,45 @@
+"""Drafters of every kind for the tiny target."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+
+from spec_trl.generation.configuration import Distillation
+from spec_trl.generation.drafters.base import Drafter
+from spec_trl.generation.drafters.dflash import DFlashDrafter
+from spec_trl.generation.drafters.distillation import DistilledDrafter
+from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
+from spec_trl.generation.drafters.history import HistoryDrafter
+from spec_trl.generation.drafters.ngram import NgramDrafter
+from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.small_model import SmallModelDrafter
+from tests.generation.drafters import eagle3_reference, test_dflash
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("drafters")
+    eagle3_reference.make_folder(folder / "eagle3", eagle3_reference.safeai(vocab_size=64, draft_vocab_size=64))
+    test_dflash.make_checkpoint(folder / "dflash", test_dflash.zlab(vocab_size=64))
+    return {kind: str(folder / kind) for kind in ("eagle3", "dflash")}
+
+
+@pytest.fixture
+def drafters(tiny, tiny_assistant, checkpoints) -> Callable[..., list[Drafter]]:
+    """Makes drafters by name; all there are, in an order of their own."""
+
+    def make(*names: str) -> list[Drafter]:
+        how = Distillation(1e-3, scope="rollout")
+        known: dict[str, Callable[[], Drafter]] = {
+            "self": lambda: SelfDrafter(tiny, kernel="reference"),
+            "dflash": lambda: DFlashDrafter(checkpoints["dflash"], tiny),
+            "ngram": lambda: NgramDrafter(2),
+            "model": lambda: SmallModelDrafter(tiny_assistant, tiny),
+            "history": lambda: HistoryDrafter(10_000),
+            "eagle3": lambda: Eagle3Drafter(checkpoints["eagle3"], tiny),
+            "tts": lambda: DistilledDrafter(SmallModelDrafter(copy.deepcopy(tiny_assistant), tiny), how),
+        }
+        return [known[name]() for name in names or known]
+
+    return make

@@ -1,0 +1,179 @@
+"""The draft ladder is profiled by rounds of the engine, and found again."""
+
+import copy
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from spec_trl import SpeculativeConfig
+from spec_trl.generation import laddering
+from spec_trl.generation.configuration import Distillation
+from spec_trl.generation.drafters.base import Drafter
+from spec_trl.generation.drafters.distillation import DistilledDrafter
+from spec_trl.generation.drafters.history import HistoryDrafter
+from spec_trl.generation.drafters.ngram import NgramDrafter
+from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.small_model import SmallModelDrafter
+from spec_trl.generation.laddering import build_ladder, find_ladder
+from spec_trl.generation.verification import Proposal
+from spec_trl.scheduling.ladder import Ladder, Rung
+from tests.conftest import tiny_llama
+
+
+CONFIG = SpeculativeConfig(draft_kernel="reference", draft_length=4)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "spec_trl" / "profiles"
+
+
+def quick(model: LlamaForCausalLM, drafters: Sequence[Drafter], **changes: Any) -> Ladder:
+    arguments = dict(batches=(1, 3), draft_lengths=(1, 3), acceptances=(0.2, 0.8), rounds=1, progress=False)
+    return build_ladder(model, drafters, config=CONFIG, **(arguments | changes))
+
+
+def members(model: LlamaForCausalLM) -> list[Drafter]:
+    assistant = tiny_llama(seed=1, num_hidden_layers=1)
+    return [SelfDrafter(model, kernel="reference"), NgramDrafter(2), SmallModelDrafter(assistant, model)]
+
+
+def test_every_cell_is_timed(tiny: LlamaForCausalLM) -> None:
+    ladder = quick(tiny, members(tiny))
+    cells = {(rung.method, rung.batch, rung.draft_length, rung.acceptance) for rung in ladder.rungs}
+    assert cells == {
+        (name, batch, gamma, p)
+        for name in ("self", "ngram", "model")
+        for batch in (1, 3)
+        for gamma in (1, 3)
+        for p in (0.2, 0.8)
+    }
+
+
+def test_a_slow_drafter_shows_and_the_plain_rounds_beside_it_do_not(
+    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    propose = NgramDrafter.propose
+
+    def slow(*args: Any) -> Proposal:
+        time.sleep(0.2)
+        return propose(*args)
+
+    monkeypatch.setattr(NgramDrafter, "propose", slow)
+    for rung in quick(tiny, [NgramDrafter(2)], batches=(1,)).rungs:
+        assert rung.seconds >= 0.2 > rung.plain_seconds
+
+
+@pytest.mark.parametrize(("acceptance", "tokens"), [(0.0, 1.0), (1.0, 5.0), (0.5, 1.9375)])
+def test_tokens_are_marked_with_the_given_probability(
+    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, acceptance: float, tokens: float
+) -> None:
+    """Whatever the target and the drafter say: the drafter is another model."""
+    committed, commit = [], laddering._MarkedRollout._commit
+
+    def watch(self: Any, outcome: Any, lanes: Any) -> Any:
+        finished, count = commit(self, outcome, lanes)
+        if lanes.width:
+            committed.append(count / 32)
+        return finished, count
+
+    monkeypatch.setattr(laddering._MarkedRollout, "_commit", watch)
+    drafter = SmallModelDrafter(tiny_llama(seed=5), tiny)
+    quick(tiny, [drafter], batches=(32,), draft_lengths=(4,), acceptances=(acceptance,), rounds=5)
+    assert sum(committed) / len(committed) == pytest.approx(tokens, abs=0.4 * acceptance * (1 - acceptance) * 4)
+
+
+def test_profiling_leaves_no_trace(tiny: LlamaForCausalLM) -> None:
+    history, assistant = HistoryDrafter(1000), tiny_llama(seed=1, num_hidden_layers=1)
+    learner = DistilledDrafter(SmallModelDrafter(assistant, tiny), Distillation(1e-2, scope="run"))
+    before = copy.deepcopy(assistant.state_dict())
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    quick(tiny, [history, learner], batches=(2,))
+    assert torch.equal(torch.rand(3), expected)
+    assert len(history.history) == 0 and learner.state_dict() == {}
+    assert all(torch.equal(weight, before[name]) for name, weight in assistant.state_dict().items())
+
+
+def test_short_contexts_and_few_rows() -> None:
+    model = tiny_llama(max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 2.0})
+    drafter = NgramDrafter(2)
+    drafter.max_rows = 2
+    ladder = quick(model, [drafter], rounds=50, draft_lengths=(8,))
+    assert ladder.batches == (1,) and ladder.draft_lengths("ngram", 1) == (8,)
+    assert quick(model, [drafter], batches=(4, 8)).batches == (2,)
+
+
+def test_a_drafter_that_fails_is_named(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NgramDrafter, "propose", lambda *_: 1 / 0)
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="failed while it was timed: ZeroDivisionError"):
+        quick(tiny, [NgramDrafter(2)])
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Nothing is timed; the list has batches and γ of what was to be."""
+    asked: list[tuple[list[int], list[int]]] = []
+
+    def build(model: Any, drafters: Any, batches: Any, draft_lengths: Any, config: SpeculativeConfig) -> Ladder:
+        asked.append((list(batches), list(draft_lengths)))
+        rungs = [Rung(d.strategy, b, g, 0.5, 1.0, 1.0) for d in drafters for b in batches for g in draft_lengths]
+        key = laddering.profile_key(model, config)
+        return Ladder(tuple(rungs), laddering._fingerprint(key, drafters, draft_lengths))
+
+    monkeypatch.setattr(laddering, "build_ladder", build)
+    return asked
+
+
+def forget() -> None:
+    laddering._ladders.clear()  # as a new process would
+
+
+def test_a_ladder_is_found_again(tiny: LlamaForCausalLM, built: list[Any], cache: Path) -> None:
+    drafters = [SelfDrafter(tiny, kernel="reference"), NgramDrafter(2)]
+    first = find_ladder(tiny, drafters, CONFIG, 16)
+    assert built == [([1, 4, 16], [2, 4, 8])]
+    assert find_ladder(tiny, drafters, CONFIG, 7) is first
+    forget()
+    (path,) = cache.glob("*.ladder.json")
+    assert find_ladder(tiny, drafters, CONFIG, 32) == first == Ladder.load(path)
+    assert len(built) == 1
+    find_ladder(tiny, drafters, CONFIG, 33)  # more than twice as many rows
+    assert built[1:] == [([1, 4, 16, 33], [2, 4, 8])]
+    find_ladder(tiny, drafters[1:], CONFIG, 4)  # another set of drafters: a file of its own
+    assert len(built) == 3 and len(list(cache.glob("*.ladder.json"))) == 2
+    find_ladder(tiny, drafters, CONFIG, 33, [5, 7])
+    assert built[3][1] == [5, 7]
+    forget()
+    find_ladder(tiny_llama(seed=9), drafters, CONFIG, 33)  # other weights are no matter
+    assert len(built) == 4
+    find_ladder(tiny_llama(hidden_size=32), drafters, CONFIG, 33)
+    assert len(built) == 5
+
+
+def test_a_ladder_lies_beside_a_named_profile(tiny: LlamaForCausalLM, built: list[Any], tmp_path: Path) -> None:
+    config = SpeculativeConfig(sd_toggle="roofline", roofline_profile=str(tmp_path / "mine.json"))
+    find_ladder(tiny, [NgramDrafter(2)], config, 1)
+    assert Ladder.load(tmp_path / "mine.ladder.json").methods == ("ngram",)
+
+
+def test_a_broken_file_is_left_aside(tiny: LlamaForCausalLM, built: list[Any], cache: Path) -> None:
+    find_ladder(tiny, [NgramDrafter(2)], CONFIG, 1)
+    forget()
+    (path,) = cache.glob("*.ladder.json")
+    path.write_text("{")
+    with pytest.warns(UserWarning, match="is left aside, and the drafters are profiled again"):
+        find_ladder(tiny, [NgramDrafter(2)], CONFIG, 1)
+    assert len(built) == 2 and Ladder.load(path)
+
+
+def test_names_tell_drafters_apart(tiny: LlamaForCausalLM) -> None:
+    with pytest.raises(ValueError, match=r"drafter has the strategies \['ngram', 'ngram'\]"):
+        find_ladder(tiny, [NgramDrafter(2), NgramDrafter(3)], CONFIG, 1)
