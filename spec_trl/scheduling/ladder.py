@@ -7,8 +7,6 @@ judged, so that rate falls as γ grows, while p need not.
 """
 
 import json
-import os
-import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -16,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
+from ..atomic_write import write_atomically
 from .draft_length import MAX_DRAFT_LENGTH, expected_block_efficiency
 from .roofline import require_number
 
@@ -190,18 +189,8 @@ class Ladder:
 
     def save(self, path: str | Path) -> None:
         """Writes JSON to `path` in one step: a reader sees the old file or the new one, never half of it."""
-        path = Path(path)
         content = {"version": VERSION, "shape": self.shape, "rungs": [asdict(rung) for rung in self.rungs]}
-        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_atomically(Path(path), json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Ladder":

@@ -3,13 +3,12 @@
 import dataclasses
 import hashlib
 import json
-import os
 import re
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..atomic_write import write_atomically
 from .roofline import Coefficients, ModelConstants, Roofline
 from .sweep import Sample
 
@@ -84,17 +83,7 @@ class Profile:
             "diagnostics": self.diagnostics,
             "samples": [dataclasses.asdict(sample) for sample in self.samples],
         }
-        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Ranks of one job may save the same profile at once: each writes a file of its own first.
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":

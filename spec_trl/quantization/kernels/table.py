@@ -6,9 +6,10 @@ import json
 import math
 import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from ...atomic_write import write_atomically
 
 
 VERSION = 1  # raise it when a kernel of ours changes: older tables are then measured again
@@ -104,15 +105,7 @@ class KernelTable:
             OSError: the file cannot be written.
         """
         content = {"version": VERSION, "key": dataclasses.asdict(key)} | dataclasses.asdict(self)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(json.dumps(content, indent=1) + "\n")
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_atomically(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path, key: TableKey) -> "KernelTable":
