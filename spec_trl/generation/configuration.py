@@ -12,6 +12,7 @@ from ..scheduling.draft_length import MAX_DRAFT_LENGTH
 
 STRATEGIES = ("none", "self", "model", "ngram", "history", "eagle3", "dflash", "tts", "auto", "best_of_n")
 BEST_OF_N_DRAFTERS = ("self", "history", "ngram", "model", "eagle3", "dflash", "tts")
+CHOOSE_BY_LADDER = ("auto", "best_of_n")
 NEED_ASSISTANT = ("model", "eagle3", "dflash")
 TAKE_ASSISTANT = (*NEED_ASSISTANT, "tts", "auto", "best_of_n")
 TTS_DRAFTERS = ("self", "model", "eagle3", "dflash")
@@ -79,7 +80,8 @@ class SpeculativeConfig:
     > Drafting
 
     Args:
-        draft_length: γ, draft tokens per round, 1 to 64.
+        draft_length: γ, draft tokens per round, 1 to 64. `"auto"` and `"best_of_n"` draft with it, half of it or twice
+            it, whichever promises most.
         ngram_size: `"ngram"`: longest suffix of a row that is looked up in its own prompt and output, in tokens.
         history_max_tokens: `"history"`: bound on the prompt and output tokens kept for later drafts, the newest ones;
             four bytes each, in memory and in a trainer's checkpoints.
@@ -98,7 +100,8 @@ class SpeculativeConfig:
     Args:
         sd_toggle: `"always"` speculates in every round that the drafter's kernels can serve; `"roofline"` only where
             the calibrated roofline predicts a speedup (ER §3.2) and measured rounds bear it out; `"never"` decodes
-            autoregressively. Under `assistant_strategy="auto"` anything but `"roofline"` chooses by measuring alone.
+            autoregressively. `"auto"` and `"best_of_n"` may decode autoregressively in any case: under `"always"` they
+            choose by the draft ladder's times and by measuring, under `"roofline"` by the roofline's as well.
         sd_margin: ε, predicted speedup beyond 1 from which on to speculate.
         roofline_profile: path of the profile for `sd_toggle="roofline"`; where the file is missing, this machine is
             calibrated once (minutes) and the profile saved there. `None`: one in the user's cache, by hardware, shape,
@@ -310,6 +313,11 @@ def check_verification(strategy: str, verification: str) -> None:
             'verification="rejection" does not go with assistant_strategy="best_of_n", which races: chains that are '
             "accepted by chance disagree, and taking the longest would favour what is easy to draft. Use "
             'verification="exact".'
+        )
+    if strategy == "auto" and verification == "rejection":
+        raise ValueError(
+            'verification="rejection" needs draft probabilities, which the history among the drafters of '
+            'assistant_strategy="auto" has none of. Use verification="exact", or name the drafter.'
         )
 
 

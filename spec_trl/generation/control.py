@@ -1,7 +1,10 @@
 """Joins drafters to the control that decides when they draft."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
 
 from ..scheduling.best_of_n import BestOfN
 from ..scheduling.ladder import Ladder
@@ -19,9 +22,10 @@ def make_control(
     profile: Profile | None = None,
     ladder: Ladder | None = None,
     history: AcceptanceHistory | None = None,
+    race: bool = True,
 ) -> Control:
     """The control that `config.sd_toggle` asks for, over `drafters` in their order; with a ladder, that of
-    `"best_of_n"`.
+    `"best_of_n"` and `"auto"`.
 
     Args:
         drafters: none: autoregressive decoding.
@@ -29,6 +33,7 @@ def make_control(
         profile: of `sd_toggle="roofline"`.
         ladder: of these drafters.
         history: their acceptance so far; with `ladder`, None: nothing is known.
+        race: with `ladder`, whether rows may race where `config.best_of_n_race` lets them; `"auto"` has none.
 
     Raises:
         ValueError: with `ladder`, two drafters have the same strategy name.
@@ -41,7 +46,7 @@ def make_control(
             draft_length=config.draft_length,
             block_efficiency=float(config.draft_length),
             max_rows=drafter.max_rows,
-            roofline=None if profile is None else _roofline_of(drafter.cost, profile.roofline, config.draft_length),
+            roofline=_costs_of(drafter, profile, ladder, config.draft_length),
             is_network=drafter.has_probabilities,
         )
         for drafter in drafters
@@ -50,11 +55,70 @@ def make_control(
         return BestOfN(
             candidates, ladder, AcceptanceHistory() if history is None else history, config.sd_margin,
             None if profile is None else profile.roofline, config.best_of_n_tolerance, config.best_of_n_budget,
-            config.best_of_n_race,
+            race and config.best_of_n_race,
         )  # fmt: skip
     if config.sd_toggle == "always" and len(candidates) == 1:
         return AlwaysSpeculate(candidates[0])
     return SpeculationToggle(candidates, config.sd_margin)
+
+
+@dataclass(frozen=True)
+class KeptControl:
+    """A control, and what it was made for."""
+
+    options: tuple[object, ...]
+    control: Control
+
+
+_kept: "WeakKeyDictionary[PreTrainedModel, KeptControl]" = WeakKeyDictionary()
+_histories: "WeakKeyDictionary[PreTrainedModel, AcceptanceHistory]" = WeakKeyDictionary()
+
+
+def acceptance_history_of(model: PreTrainedModel) -> AcceptanceHistory:
+    """How drafters of `"auto"` and `"best_of_n"` fared with `model` so far, kept from call to call."""
+    return _histories.setdefault(model, AcceptanceHistory())
+
+
+def take_control(
+    model: PreTrainedModel,
+    drafters: Sequence[Drafter],
+    config: SpeculativeConfig,
+    profile: Profile | None,
+    ladder: Ladder,
+    race: bool,
+) -> KeptControl:
+    """The control of `"best_of_n"` and `"auto"` for `model`: that of the last call with the same options, which knows
+    by now how far its predictions are off, with logits processors or long texts that no profile has seen.
+
+    A generation has it for itself, since a stopping criterion may generate with the same model: :func:`keep_control`
+    hands it back when the generation has ended well.
+    """
+    members = tuple((drafter.strategy, drafter.max_rows) for drafter in drafters)
+    # Its assistants are in the ladder by their shapes; here they would be kept alive.
+    options = (members, race, replace(config, seed=None, best_of_n_assistants=None), profile, ladder)
+    kept = _kept.pop(model, None)
+    if kept is None or kept.options != options:
+        control = make_control(drafters, config, profile, ladder, acceptance_history_of(model), race)
+        kept = KeptControl(options, control)
+    return kept
+
+
+def keep_control(model: PreTrainedModel, taken: KeptControl) -> None:
+    """For the next call; until `spec_trl.release(model)`."""
+    _kept[model] = taken
+
+
+def release(model: PreTrainedModel) -> None:
+    """Forgets what is kept for `model`."""
+    _kept.pop(model, None)
+    _histories.pop(model, None)
+
+
+def _costs_of(drafter: Drafter, profile: Profile | None, ladder: Ladder | None, draft_length: int) -> Roofline | None:
+    """What predicts rounds of `drafter`; None where only measuring tells, or the ladder, which has measured."""
+    if profile is None or (ladder is not None and drafter.cost is not None):
+        return None
+    return _roofline_of(drafter.cost, profile.roofline, draft_length)
 
 
 def _roofline_of(cost: DraftCost | None, roofline: Roofline, draft_length: int) -> Roofline:

@@ -22,8 +22,8 @@ from transformers.utils import ModelOutput
 
 from ..scheduling.toggle import Control
 from .calibrating import find_profile
-from .configuration import SpeculativeConfig, check_strategy, check_verification
-from .control import make_control
+from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_strategy, check_verification
+from .control import keep_control, make_control, take_control
 from .decoding import Completion, Rollout
 from .drafters.base import Drafter
 from .graphs import GraphRunner, release, runner_for, runner_mode
@@ -40,7 +40,7 @@ from .requirements import (
 from .rows import Request, Rows
 from .sampling import stream_keys
 from .statistics import SpeculationStatistics
-from .strategies import acceptance_history_of, make_drafters
+from .strategies import make_drafters
 
 
 @dataclass
@@ -134,11 +134,14 @@ def speculative_decoding(
                     f'verification="rejection" needs draft probabilities, which {type(each).__name__} has none of. '
                     'Use verification="exact".'
                 )
+    taken = None
     if control is None:
-        ladder = history = None
-        if assistant_strategy == "best_of_n" and drafters and config.sd_toggle != "never":
-            ladder, history = find_ladder(model, drafters, config, capacity), acceptance_history_of(model)
-        control = make_control(drafters, config, profile, ladder, history)
+        if assistant_strategy in CHOOSE_BY_LADDER and drafters and config.sd_toggle != "never":
+            ladder = find_ladder(model, drafters, config, capacity)
+            taken = take_control(model, drafters, config, profile, ladder, race=assistant_strategy == "best_of_n")
+            control = taken.control
+        else:
+            control = make_control(drafters, config, profile)
     if config.verification == "rejection" and do_sample and control.races:
         raise ValueError(
             'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking the '
@@ -184,6 +187,8 @@ def speculative_decoding(
             rollout.end()
         release(model)  # a cache of broken or half-written K/V is kept for nobody
         raise
+    if taken is not None:
+        keep_control(model, taken)
     if streamer is not None:
         streamer.end()
     if isinstance(runner, GraphRunner) and not config.keep_graphs:

@@ -32,10 +32,14 @@ from .sampling import RoundNoise
 from .verification import Proposal, Verdict
 
 
-ACCEPTANCES = (0.3, 0.6, 0.9)
+ACCEPTANCES = (0.6,)
+"""One is enough: as many tokens are drafted and verified whatever is accepted. The speedup follows from p."""
 BATCHES = (1, 4, 16, 64, 256)
 PROMPT = 32
 """Tokens of the random prompts."""
+FEWEST_ROUNDS = 3
+STABLE = 0.03
+"""Half of a cell's rounds this close to their median, as a share of it, and no more are timed."""
 QUIET = 2.0
 """Seconds of profiling from which on there is a progress bar."""
 
@@ -46,12 +50,14 @@ def build_ladder(
     batches: Sequence[int],
     draft_lengths: Sequence[int],
     acceptances: Sequence[float] = ACCEPTANCES,
-    rounds: int = 6,
+    rounds: int = 9,
     budget_seconds: float = 60.0,
     progress: bool = True,
     config: SpeculativeConfig | None = None,
 ) -> Ladder:
     """Times rounds of each drafter at each batch, γ and acceptance, beside autoregressive rounds; keeps medians.
+
+    On a quiet machine three rounds of a cell agree, and no more are run; on a busy one up to `rounds`.
 
     The target runs, its logits are computed and sampled from, and then each draft token is marked as accepted with
     probability p, whatever the target said: neither's weights matter. Prompts are random tokens. A drafter that learns
@@ -60,10 +66,10 @@ def build_ladder(
     Args:
         model: the target, on the device it will decode on.
         drafters: of different strategies.
-        batches: numbers of rows, each at least 1.
+        batches: numbers of rows, each at least 1; a drafter that serves fewer is timed at as many as it serves.
         draft_lengths: γ, ascending.
         acceptances: p, 0 to 1.
-        rounds: timed rounds per cell, at least 1.
+        rounds: most timed rounds per cell, at least 1.
         budget_seconds: for all of it; cells are repeated less where it is short. Each is timed once at least, after
             rounds that do not count.
         progress: show a progress bar where it takes longer than two seconds.
@@ -77,16 +83,28 @@ def build_ladder(
     """
     config = config or SpeculativeConfig()
     deadline = time.perf_counter() + budget_seconds
-    cells = [(drafter, batch) for drafter in drafters for batch in batches if batch <= drafter.max_rows]
-    # With more rows a drafter never drafts; one that serves none of the batches is profiled with as many as it can.
-    cells += [(drafter, drafter.max_rows) for drafter in drafters if drafter.max_rows < min(batches)]
+    # With more rows a drafter never drafts.
+    cells = [
+        (drafter, batch)
+        for drafter in drafters
+        for batch in sorted({min(batch, drafter.max_rows) for batch in batches})
+    ]
     rungs: list[Rung] = []
     with torch.no_grad(), tqdm(cells, "profiling drafters", disable=not progress, delay=QUIET) as bar:
         for number, (drafter, batch) in enumerate(bar):
             share = max(deadline - time.perf_counter(), 0.0) / (len(cells) - number)
             bench = _Bench(model, drafter, batch, draft_lengths, acceptances, rounds, config)
             rungs += bench.measure(share)
-    return Ladder(tuple(rungs), _fingerprint(profile_key(model, config), drafters, draft_lengths))
+    # In a short context the longest drafts may fit into some rounds alone: a choice must not change with the batch.
+    fitting = {
+        drafter.strategy: set.intersection(
+            *({rung.draft_length for rung in rungs if (rung.method, rung.batch) == (drafter.strategy, batch)}
+              for member, batch in cells if member is drafter)
+        )
+        for drafter in drafters
+    }  # fmt: skip
+    kept = tuple(rung for rung in rungs if rung.draft_length in fitting[rung.method])
+    return Ladder(kept, _fingerprint(profile_key(model, config), drafters, draft_lengths))
 
 
 def find_ladder(
@@ -124,7 +142,8 @@ def find_ladder(
         found = _load(path, shape)
     most = 2 * max(drafter.max_rows for drafter in drafters)  # with more rows nothing would be profiled
     if found is None or 2 * found.batches[-1] < min(max_batch_size, most):
-        batches = [batch for batch in BATCHES if batch < max_batch_size] + [max_batch_size]
+        # One just below the largest would say the same.
+        batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
         found = build_ladder(model, drafters, batches, draft_lengths, config=config)
         try:
             found.save(path)
@@ -243,13 +262,16 @@ class _Bench:
         self._rollout.generator = torch.Generator(model.device).manual_seed(0)
 
     def measure(self, seconds: float) -> list[Rung]:
-        """Visits all cells in turn, autoregressive decoding among them, for about so many seconds."""
+        """Visits all cells in turn, autoregressive decoding among them, until their times agree, for about so many
+        seconds at most."""
         times: dict[_Cell | None, list[float]] = {cell: [] for cell in (None, *self._cells)}
         deadline = time.perf_counter() + seconds
         self._rollout.begin()
         self._rollout.admit()
         for visit in range(self._warm_ups + self._rounds):
             if visit > self._warm_ups and time.perf_counter() > deadline:
+                break
+            if visit >= self._warm_ups + FEWEST_ROUNDS and all(_agree(found) for found in times.values() if found):
                 break
             for cell, found in times.items():
                 if self._rows.longest + (0 if cell is None else cell.draft_length) + 1 > self._columns:
@@ -275,3 +297,9 @@ class _Bench:
         self._rollout.decode_round([] if cell is None else [Chain(0, cell.draft_length)])
         if self._rollout.drafter_failure is not None:
             raise RuntimeError(f"the drafter failed while it was timed: {self._rollout.drafter_failure}")
+
+
+def _agree(times: list[float]) -> bool:
+    """Whether half of the times lie so close to their median that further ones would hardly move it."""
+    middle = median(times)
+    return median(abs(seconds - middle) for seconds in times) <= STABLE * middle

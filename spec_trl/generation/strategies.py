@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..quantization.kernels import PackedWeight
-from ..scheduling.selection import AcceptanceHistory
-from . import graphs
+from . import control, graphs
 from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy
 from .drafters.base import Drafter
 from .drafters.dflash import DFlashDrafter
@@ -90,12 +89,6 @@ class _Kept:
 
 
 _kept: "WeakKeyDictionary[nn.Module, _Kept]" = WeakKeyDictionary()
-_histories: "WeakKeyDictionary[nn.Module, AcceptanceHistory]" = WeakKeyDictionary()
-
-
-def acceptance_history_of(model: PreTrainedModel) -> AcceptanceHistory:
-    """How drafters of `"best_of_n"` fared with `model` so far, kept from call to call."""
-    return _histories.setdefault(model, AcceptanceHistory())
 
 
 def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> DistilledDrafter:
@@ -125,11 +118,11 @@ def _identity(assistant: Assistant) -> Iterator[object]:
 
 def release(model: nn.Module) -> None:
     """Frees what is kept for `model`, a wrapped one included: its K/V cache, captured forwards, a drafter of
-    `"tts"` with what it has learned, and what `"best_of_n"` knows of its drafters' acceptance."""
+    `"tts"` with what it has learned, and what `"auto"` and `"best_of_n"` know of their drafters."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             _kept.pop(module, None)
-            _histories.pop(module, None)
+            control.release(module)
     graphs.release(model)
 
 

@@ -7,8 +7,10 @@ one process, where a row's candidates are chains side by side in one target forw
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
+from .acceptance import Acceptance, AcceptanceCounts
 from .ladder import Ladder
 from .selection import PROMPT_PRIOR
 
@@ -23,8 +25,10 @@ PROMOTION = 8
 RECENT = 0.95
 """What a round's counts weigh one round later: acceptance is that of about the last 20 rounds."""
 FALL = 0.15
-"""By so much a row's acceptance must fall until dropped chains have another chance: about twice the spread that chance
-alone gives to a rate over some 40 positions."""
+"""By so much the accepted share of a row's drafts must fall until dropped chains have another chance: about twice the
+spread that chance alone gives to a rate over some 40 positions."""
+YARDSTICK = 5
+"""γ at which accepted shares are compared: at different ones the same rates come to different shares."""
 GROWTH = 2.0
 """By this factor a row's room must grow until dropped chains have another chance."""
 
@@ -93,13 +97,13 @@ class RowView:
         request: whose row it is.
         method: the primary that the control gives it; "none" where it has none.
         draft_length: the primary's γ, 0 without one.
-        acceptance: p to expect of it, until the row's own rounds have told.
+        acceptance: to expect of it, until the row's own rounds have told.
     """
 
     request: int
     method: str
     draft_length: int
-    acceptance: float
+    acceptance: Acceptance
 
 
 @dataclass(frozen=True)
@@ -109,30 +113,30 @@ class MethodView:
     Args:
         name: its strategy, one of the ladder's methods.
         draft_length: γ, at least 1.
-        acceptance: p to expect of it on rows where it has not drafted.
+        acceptance: to expect of it on rows where it has not drafted.
         max_rows: rows that it drafts for at a time, b_max of Algorithm 3: with more its kernels are not worth it.
     """
 
     name: str
     draft_length: int
-    acceptance: float
+    acceptance: Acceptance
     max_rows: int
 
 
 class _Drop(NamedTuple):
-    """The row's acceptance, and the room of a row, when a chain was dropped."""
+    """The accepted share of the row's drafts, and the room of a row, when a chain was dropped."""
 
-    acceptance: float
+    accepted_share: float
     room: int
 
 
 @dataclass
 class Standing:
     """One method on one row: in-race `rounds` (those with at least two chains), how many it won, `lost` ones since it
-    last won, and its `lead` in wins over the primary. `accepted` of `attempted` draft positions fade with time."""
+    last won, and its `lead` in wins over the primary. `counts` of draft positions begin as `expected` and fade."""
 
-    accepted: float
-    attempted: float
+    expected: Acceptance
+    counts: AcceptanceCounts
     rounds: int = 0
     wins: int = 0
     lost: int = 0
@@ -140,14 +144,13 @@ class Standing:
     dropped: _Drop | None = None
 
     @property
-    def acceptance(self) -> float:
-        """p over recent rounds, of what was expected at first."""
-        return self.accepted / self.attempted
+    def acceptance(self) -> Acceptance:
+        """Over recent rounds."""
+        return self.counts.rates(self.expected, 1.0)
 
     def add(self, accepted: int, draft_length: int) -> None:
         """A round of γ = `draft_length` accepted so many."""
-        self.accepted = RECENT * self.accepted + accepted
-        self.attempted = RECENT * self.attempted + min(accepted + 1, draft_length)
+        self.counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, draft_length)), RECENT)
 
     def reinstate(self) -> None:
         """Gives a dropped method another chance."""
@@ -161,16 +164,21 @@ class _Row:
     chains: list[tuple[str, int]] = field(default_factory=list)
     standings: dict[str, Standing] = field(default_factory=dict)
 
-    def lead_with(self, method: str, draft_length: int, acceptance: float) -> None:
+    def lead_with(self, method: str, draft_length: int, acceptance: Acceptance) -> None:
         """Begins the layout with a primary; γ = 0: it drafts nothing."""
         self.primary = method
         self.chains = [(method, draft_length)] if draft_length else []
         self.standing(method, acceptance).reinstate()
 
-    def standing(self, method: str, acceptance: float) -> Standing:
+    @property
+    def accepted_share(self) -> float:
+        """Of its primary's drafts."""
+        return _share(self.standings[self.primary].acceptance)
+
+    def standing(self, method: str, acceptance: Acceptance) -> Standing:
         """`method`'s, begun at what to expect of it."""
         if method not in self.standings:
-            self.standings[method] = Standing(PROMPT_PRIOR * acceptance, PROMPT_PRIOR)
+            self.standings[method] = Standing(acceptance, AcceptanceCounts.expecting(acceptance, PROMPT_PRIOR))
         return self.standings[method]
 
 
@@ -222,9 +230,9 @@ class Racing:
             return {}
         self._room = budget // len(rows) - 1
         views = {view.name: view for view in methods if view.name not in self._failed}
-        slowest_first = sorted(rows, key=self._acceptance)
+        slowest_first = sorted(rows, key=self._accepted_share)
         load = self._place_primaries(slowest_first, views)
-        speedups: dict[tuple[str, float], float] = {}
+        speedups: dict[tuple[str, Acceptance], float] = {}
         for row in slowest_first:
             state = self._rows[row.request]
             self._reinstate_for_room(state)
@@ -240,13 +248,13 @@ class Racing:
                 room -= length
         return {row.request: list(self._rows[row.request].chains) for row in rows}
 
-    def _acceptance(self, row: RowView) -> float:
+    def _accepted_share(self, row: RowView) -> float:
         """Of the row's primary, as GetAcceptRate of Algorithm 3."""
-        state = self._rows.get(row.request)
-        if state is None:
-            return row.acceptance
-        primary = state.promoted or row.method
-        return state.standings[primary].acceptance if primary in state.standings else row.acceptance
+        acceptance, state = row.acceptance, self._rows.get(row.request)
+        if state is not None:
+            standing = state.standings.get(state.promoted or row.method)
+            acceptance = acceptance if standing is None else standing.acceptance
+        return _share(acceptance)
 
     def _place_primaries(self, rows: Sequence[RowView], views: Mapping[str, MethodView]) -> "Counter[str]":
         """Lays out each row's primary; returns how many rows each method drafts for."""
@@ -272,7 +280,7 @@ class Racing:
                 standing.reinstate()
 
     def _ranked(
-        self, state: _Row, views: Iterable[MethodView], batch: int, speedups: dict[tuple[str, float], float]
+        self, state: _Row, views: Iterable[MethodView], batch: int, speedups: dict[tuple[str, Acceptance], float]
     ) -> list[MethodView]:
         """The methods that may race the row's primary, best first; `speedups` are those already looked up."""
         keyed = []
@@ -282,12 +290,22 @@ class Racing:
                 continue
             key = view.name, standing.acceptance if standing else view.acceptance
             if key not in speedups:
-                speedups[key] = self._ladder.best_draft_length(*key, batch)[1]
+                speedups[key] = self._ladder.best_draft_length(key[0], key[1].block_efficiency, batch)[1]
             keyed.append((speedups[key], view))
         return [view for _, view in sorted(keyed, key=lambda pair: -pair[0])]
 
-    def record(self, request: int, accepted_by_method: Mapping[str, int]) -> str:
+    def record(
+        self,
+        request: int,
+        accepted_by_method: Mapping[str, int],
+        draft_lengths: Mapping[str, int] = MappingProxyType({}),
+    ) -> str:
         """The row's chains had so many tokens accepted in a round; one that was not laid out is left out.
+
+        Args:
+            request: whose row it is.
+            accepted_by_method: draft tokens accepted.
+            draft_lengths: γ of chains that were drafted otherwise than laid out, as in a round without a race.
 
         Returns:
             the winner: the chain with most, of equals the earliest.
@@ -297,10 +315,11 @@ class Racing:
         winner = row.primary
         for method, length in raced:
             accepted = accepted_by_method[method]
-            row.standings[method].add(accepted, length)
+            row.standings[method].add(accepted, draft_lengths.get(method, length))
             if accepted > accepted_by_method.get(winner, 0):
                 winner = method
-        if any(method != row.primary for method, _ in raced):
+        led = row.primary in accepted_by_method or all(method != row.primary for method, _ in row.chains)
+        if led and any(method != row.primary for method, _ in raced):  # else the control's primary drafted by itself
             self._count(row, [method for method, _ in raced], winner)
         self._reinstate_if_slower(row)
         return winner
@@ -322,7 +341,7 @@ class Racing:
             elif winner == row.primary:
                 standing.lead = max(standing.lead - 1, 0)
             if standing.lost >= PATIENCE and standing.dropped is None:
-                standing.dropped = _Drop(row.standings[row.primary].acceptance, self._room)
+                standing.dropped = _Drop(row.accepted_share, self._room)
                 self.changed = True
         if winner != row.primary and row.standings[winner].lead == PROMOTION:
             row.promoted = winner
@@ -332,9 +351,9 @@ class Racing:
             self.changed = True
 
     def _reinstate_if_slower(self, row: _Row) -> None:
-        acceptance = row.standings[row.primary].acceptance
+        share = row.accepted_share
         for standing in row.standings.values():
-            if standing.dropped and acceptance < standing.dropped.acceptance - FALL:
+            if standing.dropped and share < standing.dropped.accepted_share - FALL:
                 standing.reinstate()
                 self.changed = True
 
@@ -356,6 +375,11 @@ class Racing:
             row.chains = [chain for chain in row.chains if chain[0] != method]
             if row.promoted == method:
                 row.promoted = None
+
+
+def _share(acceptance: Acceptance) -> float:
+    """Accepted over drafted tokens."""
+    return (acceptance.block_efficiency(YARDSTICK) - 1) / YARDSTICK
 
 
 def _cut(draft_length: int, room: int) -> int:

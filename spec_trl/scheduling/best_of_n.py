@@ -5,8 +5,8 @@ Rounds measured by the toggle have the last word on the method, and those measur
 
 from collections.abc import Mapping, Sequence, Set
 
+from .acceptance import Acceptance, AcceptanceCounts
 from .assignment import MethodView, Racing, RowView
-from .draft_length import expected_block_efficiency
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .race_judge import Field, RaceJudge
 from .roofline import Roofline
@@ -83,21 +83,22 @@ class BestOfN:
         batch = max(min(capacity, len(prompts)), 1)
         self._on_trial: set[int] = set()
         for index, candidate in enumerate(self.candidates):
-            acceptance = self.history.expected(candidate.name, prompts)
-            if acceptance is None:
+            expected = self.history.expected(candidate.name, prompts)
+            if expected is None:
                 self._on_trial.add(index)
-                acceptance = OPTIMISTIC
-            candidate.draft_length = self.ladder.best_draft_length(candidate.name, acceptance, batch)[0]
-            candidate.block_efficiency = expected_block_efficiency(acceptance, candidate.draft_length)
+                expected = OPTIMISTIC.block_efficiency
+            candidate.draft_length = self.ladder.best_draft_length(candidate.name, expected, batch)[0]
+            candidate.block_efficiency = expected(candidate.draft_length)
             if self._by_ladder[index]:
-                candidate.roofline = LadderCosts(self.ladder, candidate.name, acceptance)
+                efficiency = candidate.block_efficiency
+                candidate.roofline = LadderCosts(self.ladder, candidate.name, efficiency, self._roofline)
         self._toggle.begin(capacity, prompts)
         self.tallies = self._toggle.tallies
         self._own = self._choose_per_prompt(batch)
-        self._racing, self._judge = Racing(self.ladder), RaceJudge()
+        self._racing, self._judge = Racing(self.ladder), RaceJudge(self._race)
         self._dropped: set[int] = set()
         self._raced: set[int] = set()  # requests that the race knows
-        self._unrecorded: dict[tuple[int, int], list[int]] = {}  # accepted and attempted, by candidate and request
+        self._unrecorded: dict[tuple[int, int], AcceptanceCounts] = {}  # by candidate and request
         self._outcome: tuple[Sequence[int], Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]] | None = None
         self._primary: int | None = None
         self._laid_out: tuple[object, ...] | None = None
@@ -140,12 +141,11 @@ class BestOfN:
         if which != self._primary:
             self._judge.forget()
             self._primary = which
-        if self._may_compose(which, waiting) and (field := self._judge.field(batch)):
-            if not self._race or waiting:
-                field = Field.NOBODY
-            key = (tuple(requests), which, draft_length, field)
+        if self._may_compose(which, waiting) and (judged := self._judge.field(batch)):
+            field = judged if self._race and not waiting else Field.NOBODY
+            key = (tuple(requests), which, draft_length, judged, field)
             if key != self._laid_out or (field and self._racing.changed):
-                self._composed = self._compose(requests, primary, length, field)
+                self._composed = self._compose(requests, primary, length, judged, field)
                 self._laid_out = key
             self._is_composed = self._composed != self._plan
             self._plan = self._composed
@@ -157,10 +157,12 @@ class BestOfN:
             return False
         return self._toggle.tallies[which].rounds >= (WINDOW if which in self._on_trial else min(HOPELESS))
 
-    def _compose(self, requests: Sequence[int], primary: Chain, length: float, field: Field) -> tuple[Chain, ...]:
+    def _compose(
+        self, requests: Sequence[int], primary: Chain, length: float, judged: Field, field: Field
+    ) -> tuple[Chain, ...]:
         """The chains of all rows, as a plan."""
         self._write_history()
-        rows = [self._view(request, primary) for request in requests]
+        rows = [self._view(request, primary, judged) for request in requests]
         chains = {row.request: [(row.method, row.draft_length)] if row.draft_length else [] for row in rows}
         if field:
             batch, widest = len(rows), max(row.draft_length for row in rows)
@@ -177,13 +179,13 @@ class BestOfN:
             for (which, draft_length), own in sorted(groups.items(), key=lambda g: (g[0][0] != primary.which, g[0]))
         )
 
-    def _view(self, request: int, primary: Chain) -> RowView:
+    def _view(self, request: int, primary: Chain, judged: Field) -> RowView:
         """The row with the method that drafts for it."""
         method, draft_length = self.candidates[primary.which].name, primary.draft_length
         own = self._own[request]
         if own is not None and own.method == NO_METHOD:
-            return RowView(request, NO_METHOD, 0, 0.0)
-        if own is not None and self._can_draft(self._index[own.method]):
+            return RowView(request, NO_METHOD, 0, Acceptance.geometric(0.0))
+        if own is not None and self._can_draft_own(self._index[own.method], judged):
             method, draft_length = own.method, own.draft_length
         return RowView(request, method, draft_length, self._expected(method, request))
 
@@ -194,6 +196,9 @@ class BestOfN:
             for index, candidate in enumerate(self.candidates)
             if index == primary or (self._can_draft(index) and self._may_race(index, primary, batch, field))
         ]
+
+    def _can_draft_own(self, index: int, judged: Field) -> bool:
+        return self._can_draft(index) and (judged is Field.EVERYBODY or not self.candidates[index].is_network)
 
     def _can_draft(self, index: int) -> bool:
         return index not in self._dropped and self._batch <= self.candidates[index].max_rows
@@ -208,16 +213,15 @@ class BestOfN:
         return field is Field.EVERYBODY and (alone + gain - 1) * seconds >= alone * (seconds + drafting - plain)
 
     def _by_itself(self, index: int, batch: int) -> tuple[float, float]:
-        """τ and a round's seconds of a candidate that drafts for all rows."""
+        """τ and a round's seconds of a candidate that drafts for all rows, by the ladder."""
         candidate = self.candidates[index]
-        acceptance = self._expected(candidate.name)
-        seconds = LadderCosts(self.ladder, candidate.name, acceptance).cycle_seconds(batch, 0, candidate.draft_length)
-        return expected_block_efficiency(acceptance, candidate.draft_length), seconds
+        efficiency = self._expected(candidate.name).block_efficiency(candidate.draft_length)
+        costs = LadderCosts(self.ladder, candidate.name, efficiency)
+        return efficiency, costs.cycle_seconds(batch, 0, candidate.draft_length)
 
-    def _expected(self, method: str, request: int | None = None) -> float:
-        """p of a method, of a request's prompt or on average."""
-        found = self.history.expected(method, () if request is None else (self._prompts[request],))
-        return OPTIMISTIC if found is None else found
+    def _expected(self, method: str, request: int | None = None) -> Acceptance:
+        """Of a method, for a request's prompt or on average."""
+        return self.history.rates(method, None if request is None else self._prompts[request])
 
     def free_tokens(self, batch: int, length: float, draft_length: int) -> int:
         """Tokens that a verification of `batch` rows may have, all together, when the primary's γ is `draft_length`:
@@ -227,8 +231,8 @@ class BestOfN:
         if self._roofline is None:
             return self._verified_at_first or 0
         most = (1 + self._tolerance) * self._roofline.verify_seconds(batch, length, draft_length)
-        width = draft_length
-        while width < self.most_drafted and self._roofline.verify_seconds(batch, length, width + 1) <= most:
+        width, widest = draft_length, self.most_drafted
+        while width < widest and self._roofline.verify_seconds(batch, length, width + 1) <= most:
             width += 1
         return batch * (1 + width)
 
@@ -246,7 +250,9 @@ class BestOfN:
             return  # a rollout's last rounds are too short to judge by
         assert self._primary is not None
         costs = self.candidates[self._primary].roofline
-        cost = seconds / self._toggle.autoregressive_seconds(costs, self._batch, self._length)
+        assert costs is not None
+        # As predicted, not as measured: a baseline measured in between must not move what is compared.
+        cost = seconds / costs.target_seconds(self._batch, self._length)
         if self._is_composed:
             others = {chain.which for chain in self._plan} - {self._primary}
             networks = any(self.candidates[which].is_network for which in others)
@@ -272,7 +278,7 @@ class BestOfN:
         return sum(
             count + 1
             if count >= 0
-            else expected_block_efficiency(self._expected(candidate.name, request), candidate.draft_length)
+            else self._expected(candidate.name, request).block_efficiency(candidate.draft_length)
             for request, count in zip(requests, own, strict=True)
         )
 
@@ -287,10 +293,12 @@ class BestOfN:
                 for row in range(len(requests)) if chain.rows is None else chain.rows:
                     if own[0][row] >= 0:
                         self._remember(chain, requests[row], own[0][row], own[1][row], requests[row] in alive)
+            # Without a race the primary's γ is the control's, which the race may have cut.
+            alone = {} if self._is_composed else {self.candidates[c.which].name: c.draft_length for c in self._plan}
             for row, request in enumerate(requests) if self._raced else ():
                 if request in alive and request in self._raced:
                     names = {self.candidates[i].name: own[row] for i, own in accepted.items() if own[row] >= 0}
-                    self._racing.record(request, names)
+                    self._racing.record(request, names, alone)
         for request in sorted(self._raced - alive):
             self._racing.remove(request)
             self._raced.remove(request)
@@ -300,12 +308,11 @@ class BestOfN:
         if alive and accepted == drafted and not self.candidates[chain.which].is_network:
             # It had nothing to propose there, which is as bad as a wrong token; a row's end is no such verdict.
             attempted = min(accepted + 1, chain.draft_length)
-        counts = self._unrecorded.setdefault((chain.which, request), [0, 0])
-        counts[0] += accepted
-        counts[1] += attempted
+        counts = self._unrecorded.setdefault((chain.which, request), AcceptanceCounts())
+        counts.add(AcceptanceCounts.of_round(accepted, attempted))
 
     def _write_history(self) -> None:
         """Of each row at once: a round is over in less time than the history takes for many rows."""
-        for (which, request), (accepted, attempted) in self._unrecorded.items():
-            self.history.record(self.candidates[which].name, self._prompts[request], accepted, attempted)
+        for (which, request), counts in self._unrecorded.items():
+            self.history.record(self.candidates[which].name, self._prompts[request], counts)
         self._unrecorded.clear()

@@ -1,27 +1,31 @@
 """The draft ladder: what acceptance a drafting method needs to be how fast, at which batch (SA §4.2, Fig. 10a).
 
 Acceptance here is p, the probability that a draft token is accepted when all before it were: rounds are profiled with
-tokens marked at random with it, and τ = (1 - p^(γ+1)) / (1 - p) leads from it to tokens per round and, by
-:func:`~.draft_length.acceptance_of`, back. It is not accepted over drafted tokens: those behind a rejection were never
-judged, so that rate falls as γ grows, while p need not.
+tokens marked at random with it, and τ = (1 - p^(γ+1)) / (1 - p) are a round's tokens. It is not accepted over drafted
+tokens: those behind a rejection were never judged, so that rate falls as γ grows, while p need not. One asks in τ:
+:class:`~.acceptance.Acceptance` knows more of it than one p would say.
 """
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple, TypeAlias
 
 from ..atomic_write import write_atomically
-from .draft_length import MAX_DRAFT_LENGTH, expected_block_efficiency
-from .roofline import require_number
+from .acceptance import Acceptance
+from .draft_length import MAX_DRAFT_LENGTH
+from .roofline import Roofline, require_number
 
 
 VERSION = 1
 NO_METHOD = "none"
 """Plain decoding, γ = 0: in each ranking, at a speedup of 1."""
+BlockEfficiency: TypeAlias = Callable[[int], float]
+"""τ to expect of each γ."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,22 @@ class Rung:
             raise ValueError(f"acceptance={self.acceptance} is out of range; it must be 0 to 1.")
         if self.draft_length > MAX_DRAFT_LENGTH:
             raise ValueError(f"draft_length={self.draft_length} is out of range; it must be 1 to {MAX_DRAFT_LENGTH}.")
+
+    @property
+    def block_efficiency(self) -> float:
+        """τ of its acceptance."""
+        return Acceptance.geometric(self.acceptance).block_efficiency(self.draft_length)
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding, by its own times."""
+        return self.block_efficiency * self.plain_seconds / self.seconds
+
+
+class _Round(NamedTuple):
+    block_efficiency: float
+    seconds: float
+    plain_seconds: float
 
 
 @dataclass(frozen=True)
@@ -96,7 +116,7 @@ class Ladder:
     @cached_property
     def methods(self) -> tuple[str, ...]:
         """In the order in which they were profiled."""
-        return tuple(self._profiled)
+        return tuple(dict.fromkeys(rung.method for rung in self.rungs))
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
@@ -104,44 +124,44 @@ class Ladder:
         return tuple(sorted({rung.batch for rung in self.rungs}))
 
     @cached_property
-    def _profiled(self) -> dict[str, dict[int, dict[int, list[Rung]]]]:
-        """Rungs by method, batch and γ, each list ascending in acceptance."""
-        found: dict[str, dict[int, dict[int, list[Rung]]]] = {}
-        for rung in self.rungs:
-            lengths = found.setdefault(rung.method, {}).setdefault(rung.batch, {})
-            lengths.setdefault(rung.draft_length, []).append(rung)
-        for batches in found.values():
-            for lengths in batches.values():
-                for rungs in lengths.values():
-                    rungs.sort(key=lambda rung: rung.acceptance)
+    def _profiled(self) -> dict[str, dict[int, dict[int, list["_Round"]]]]:
+        """Rounds by method, batch and γ, each list ascending in τ."""
+        found: dict[str, dict[int, dict[int, list[_Round]]]] = {}
+        for rung in sorted(self.rungs, key=lambda rung: rung.acceptance):
+            rounds = found.setdefault(rung.method, {}).setdefault(rung.batch, {}).setdefault(rung.draft_length, [])
+            rounds.append(_Round(rung.block_efficiency, rung.seconds, rung.plain_seconds))
         return found
 
     def draft_lengths(self, method: str, batch: int) -> tuple[int, ...]:
         """γ profiled for `method` at the batch nearest to `batch`, ascending."""
         return tuple(sorted(self._nearest(method, batch)))
 
-    def speedup(self, method: str, acceptance: float, batch: int, draft_length: int) -> float:
+    def speedup(self, method: str, block_efficiency: float, batch: int, draft_length: int) -> float:
         """TGS_c (design §9) over plain decoding: expected tokens of a round, bonus included, times T_plain / T_round.
 
-        Times are interpolated linearly between profiled acceptances and held outside them. They are those of the
-        profiled batch with the smallest ratio to `batch`; of two equally near ones, of the larger, which flatters
-        speculation less.
+        Times are interpolated linearly between profiled τ and held outside them. They are those of the profiled batch
+        with the smallest ratio to `batch`; of two equally near ones, of the larger, which flatters speculation less.
 
         Args:
-            acceptance: p, 0 to 1.
+            block_efficiency: τ, 1 to γ + 1.
             batch: rows, at least 1.
             draft_length: γ, one of those profiled there.
 
         Raises:
-            ValueError: `method` or γ was not profiled, or p or the batch is out of range.
+            ValueError: `method` or γ was not profiled, or τ or the batch is out of range.
         """
-        if not 0 <= acceptance <= 1:
-            raise ValueError(f"acceptance={acceptance} of {method!r} is out of range; it must be 0 to 1.")
+        if not 1 <= block_efficiency <= draft_length + 1 + 1e-9:
+            raise ValueError(
+                f"block_efficiency={block_efficiency} of {method!r} is out of range; it must be 1 to γ + 1 = "
+                f"{draft_length + 1}."
+            )
         # Both times belong to one profile: a machine that was slow then was slow for both.
-        seconds, plain_seconds = self.round_seconds(method, acceptance, batch, draft_length)
-        return expected_block_efficiency(acceptance, draft_length) * plain_seconds / seconds
+        seconds, plain_seconds = self.round_seconds(method, block_efficiency, batch, draft_length)
+        return block_efficiency * plain_seconds / seconds
 
-    def round_seconds(self, method: str, acceptance: float, batch: int, draft_length: int) -> tuple[float, float]:
+    def round_seconds(
+        self, method: str, block_efficiency: float, batch: int, draft_length: int
+    ) -> tuple[float, float]:
         """Seconds of a round of `method` and of an autoregressive one, as `speedup` takes them, with its errors."""
         lengths = self._nearest(method, batch)
         if draft_length not in lengths:
@@ -149,7 +169,7 @@ class Ladder:
                 f"draft_length={draft_length} of {method!r} was not profiled near batch {batch}; choose one of "
                 f"{sorted(lengths)} or profile the ladder again."
             )
-        return _interpolate(lengths[draft_length], acceptance)
+        return _interpolate(lengths[draft_length], block_efficiency)
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of an autoregressive round at the profiled batch nearest to `batch`: the same for all methods."""
@@ -162,24 +182,26 @@ class Ladder:
             batch: median(rung.plain_seconds for rung in self.rungs if rung.batch == batch) for batch in self.batches
         }
 
-    def best_draft_length(self, method: str, acceptance: float, batch: int) -> tuple[int, float]:
-        """The profiled γ of largest speedup, the smallest of equals, and that speedup. Errors as in `speedup`."""
+    def best_draft_length(self, method: str, expected: BlockEfficiency, batch: int) -> tuple[int, float]:
+        """The profiled γ of largest speedup, the smallest of equals, and that speedup; `expected` says τ of each γ.
+        Errors as in `speedup`."""
         speedups = {
-            length: self.speedup(method, acceptance, batch, length) for length in self.draft_lengths(method, batch)
+            length: self.speedup(method, expected(length), batch, length)
+            for length in self.draft_lengths(method, batch)
         }
         best = max(speedups, key=speedups.__getitem__)
         return best, speedups[best]
 
-    def rank(self, acceptances: Mapping[str, float], batch: int) -> list[Choice]:
-        """Each method of `acceptances` (its p) with its best γ, and "none", best first. Of equals "none" comes first,
-        then the order of `acceptances` holds. Errors as in `speedup`."""
+    def rank(self, expected: Mapping[str, BlockEfficiency], batch: int) -> list[Choice]:
+        """Each method of `expected` (its τ by γ) with its best γ, and "none", best first. Of equals "none" comes
+        first, then the order of `expected` holds. Errors as in `speedup`."""
         choices = [Choice(NO_METHOD, 0, 1.0)]
-        for method, acceptance in acceptances.items():
-            choices.append(Choice(method, *self.best_draft_length(method, acceptance, batch)))
+        for method, own in expected.items():
+            choices.append(Choice(method, *self.best_draft_length(method, own, batch)))
         return sorted(choices, key=lambda choice: -choice.speedup)
 
-    def _nearest(self, method: str, batch: int) -> dict[int, list[Rung]]:
-        """Rungs by γ at the profiled batch nearest to `batch`."""
+    def _nearest(self, method: str, batch: int) -> dict[int, list["_Round"]]:
+        """Rounds by γ at the profiled batch nearest to `batch`."""
         if method not in self._profiled:
             raise ValueError(f"method={method!r} is not in the ladder, which has {list(self.methods)}; profile it.")
         if batch < 1:
@@ -212,26 +234,31 @@ class Ladder:
 
 @dataclass(frozen=True)
 class LadderCosts:
-    """A method's round times by the ladder, where no roofline predicts them. The ladder knows nothing of lengths.
+    """A method's round times by the ladder, which knows nothing of lengths; or, in proportion to the roofline's
+    autoregressive rounds, of those too.
 
     Args:
         ladder: the profiled rounds.
         method: one of its methods.
-        acceptance: p at which its times are read, 0 to 1.
+        block_efficiency: τ at which its times are read.
+        roofline: the target's.
     """
 
     ladder: Ladder
     method: str
-    acceptance: float
+    block_efficiency: float
+    roofline: Roofline | None = None
 
     def target_seconds(self, batch: int, length: float) -> float:
         """Of an autoregressive round of `batch` rows."""
+        if self.roofline is not None:
+            return self.roofline.target_seconds(batch, length)
         return self.ladder.plain_seconds(batch)
 
     def cycle_seconds(self, batch: int, length: float, draft_length: int) -> float:
         """Of a round of γ = `draft_length`, drafts included; in proportion to the autoregressive rounds beside it."""
-        seconds, plain_seconds = self.ladder.round_seconds(self.method, self.acceptance, batch, draft_length)
-        return self.ladder.plain_seconds(batch) * seconds / plain_seconds
+        seconds, plain_seconds = self.ladder.round_seconds(self.method, self.block_efficiency, batch, draft_length)
+        return self.target_seconds(batch, length) * seconds / plain_seconds
 
     def verify_seconds(self, batch: int, length: float, draft_length: int) -> float:
         """The same: of a method that looks its drafts up, what a round takes."""
@@ -249,12 +276,12 @@ def ladder_path(profile_path: str | Path) -> Path:
     return path.with_name(f"{path.name.removesuffix('.json')}.ladder.json")
 
 
-def _interpolate(rungs: list[Rung], acceptance: float) -> tuple[float, float]:
-    """(seconds, plain_seconds) at `acceptance`, of rungs ascending in it."""
-    place = bisect_left(rungs, acceptance, key=lambda rung: rung.acceptance)
-    low, high = rungs[max(place - 1, 0)], rungs[min(place, len(rungs) - 1)]
-    gap = high.acceptance - low.acceptance
-    share = (acceptance - low.acceptance) / gap if gap else 0.0
+def _interpolate(rounds: list[_Round], block_efficiency: float) -> tuple[float, float]:
+    """(seconds, plain_seconds) at τ, of rounds ascending in it."""
+    place = bisect_left(rounds, block_efficiency, key=lambda each: each.block_efficiency)
+    low, high = rounds[max(place - 1, 0)], rounds[min(place, len(rounds) - 1)]
+    gap = high.block_efficiency - low.block_efficiency
+    share = (block_efficiency - low.block_efficiency) / gap if gap else 0.0
     seconds = low.seconds + share * (high.seconds - low.seconds)
     return seconds, low.plain_seconds + share * (high.plain_seconds - low.plain_seconds)
 

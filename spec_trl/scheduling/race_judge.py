@@ -8,6 +8,11 @@ from typing import NamedTuple
 from .toggle import HOPELESS, PROBE_ROUNDS, WINDOW
 
 
+NEAR = 4 / 3
+"""Rounds of batches up to so much larger or smaller are compared: what their costs are taken in proportion to is only
+predicted."""
+
+
 class Field(IntEnum):
     """Who may race."""
 
@@ -33,10 +38,14 @@ class RaceJudge:
     that does not pay goes on among lookups alone if networks drafted in it, else it is off; in both cases until the
     batch has halved.
 
-    A round's cost is its seconds over those of an autoregressive round of the same batch.
+    Args:
+        race: False: rows have one chain each, of methods of their own, and a verdict against them is one against all.
+
+    A round's cost is its seconds over those that an autoregressive round of the same batch is predicted to take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, race: bool = True) -> None:
+        self._race = race
         self._unraced: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._field = Field.EVERYBODY
         self._judged_at = 0  # batch of the last verdict against the race
@@ -76,7 +85,7 @@ class RaceJudge:
         self._judgement_due |= self._rounds % WINDOW == 0 or self._rounds in HOPELESS
 
     def _judge(self, batch: int) -> None:
-        around = [cost for other, cost in self._unraced if 2 * min(other, batch) >= max(other, batch)]
+        around = [cost for other, cost in self._unraced if NEAR * min(other, batch) >= max(other, batch)]
         if len(around) < PROBE_ROUNDS:
             self._probing = PROBE_ROUNDS
             return
@@ -86,6 +95,7 @@ class RaceJudge:
         enough = 1.0 if self._rounds >= WINDOW else HOPELESS[max(n for n in HOPELESS if n <= self._rounds)]
         if gained < enough * lost:
             networks = any(each.networks for each in self._raced)
-            self._field = Field.LOOKUPS if self._field is Field.EVERYBODY and networks else Field.NOBODY
+            narrows = self._race and self._field is Field.EVERYBODY and networks
+            self._field = Field.LOOKUPS if narrows else Field.NOBODY
             self._judged_at = batch
             self._begin_window()

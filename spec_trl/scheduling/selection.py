@@ -1,14 +1,19 @@
 """Which method drafts first: acceptance as it was before, then the ladder (SA §4.2 "Initial selection", Fig. 10b)."""
 
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from .ladder import NO_METHOD, Choice, Ladder
+from .acceptance import Acceptance, AcceptanceCounts
+from .ladder import NO_METHOD, BlockEfficiency, Choice, Ladder
 
 
-OPTIMISTIC = 0.9
-"""p assumed of a method that never drafted: one that would not win with it is not worth a trial. A method's average
+VERSION = 1
+"""Of what a checkpoint keeps."""
+OPTIMISTIC = Acceptance.geometric(0.9)
+"""Assumed of a method that never drafted: one that would not win with it is not worth a trial. A method's average
 counts it as one more draft position. As a method that is not chosen loses its old evidence to decay, its average
 climbs back to it, and so the method has another trial some day: drafters improve with training (ER App. D)."""
 PROMPT_PRIOR = 20.0
@@ -18,23 +23,14 @@ spread by about 0.1 around their method's: √(p (1 - p) / 21), an assumption.""
 
 
 @dataclass
-class _Counts:
-    accepted: float = 0.0
-    attempted: float = 0.0
+class _PromptCounts:
+    counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     rollout: int = 0  # of the newest record
-
-    def add(self, accepted: int, attempted: int) -> None:
-        self.accepted += accepted
-        self.attempted += attempted
-
-    def fade(self, decay: float) -> None:
-        self.accepted *= decay
-        self.attempted *= decay
 
 
 @dataclass
 class AcceptanceHistory:
-    """Acceptance p of each method, over rollouts, and of each method on each prompt that it drafted for.
+    """Acceptance of each method, over rollouts, and of each method on each prompt that it drafted for.
 
     Counts are summed, so that completions of one prompt weigh by their draft positions. Older rollouts fade: a
     method's counts with every rollout, a prompt's with every rollout that has the prompt again, since a prompt comes
@@ -51,8 +47,8 @@ class AcceptanceHistory:
     decay: float = 0.9
     prompts: int = 4096
     _rollout: int = field(default=0, init=False, repr=False)
-    _methods: dict[str, _Counts] = field(default_factory=dict, init=False, repr=False)
-    _prompts: dict[str, dict[str, _Counts]] = field(default_factory=dict, init=False, repr=False)  # oldest first
+    _methods: dict[str, AcceptanceCounts] = field(default_factory=dict, init=False, repr=False)
+    _prompts: dict[str, dict[str, _PromptCounts]] = field(default_factory=dict, init=False, repr=False)  # oldest first
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
@@ -60,30 +56,16 @@ class AcceptanceHistory:
         if self.prompts < 1:
             raise ValueError(f"prompts={self.prompts} is out of range; it must be at least 1.")
 
-    def record(self, method: str, prompt_key: str, accepted: int, attempted: int) -> None:
-        """`method` drafted for a row of the prompt called `prompt_key`.
-
-        `attempted` counts the draft positions that had a verdict: those `accepted`, and in each round the first that
-        was not, be it refused or left out by a drafter that had nothing to propose there. So a round of γ with a
-        accepted tokens attempted min(a + 1, γ), with γ no more than the row had room for. accepted / attempted then
-        estimates p of a geometric model. It overrates drafters whose tokens are accepted all or none, lookups above
-        all: 10 of 10 in one round and none in the next are 6 tokens per round, and p = 10/11 says 7.1.
-
-        Raises:
-            ValueError: the counts are not 0 ≤ accepted ≤ attempted.
-        """
-        if not 0 <= accepted <= attempted:
-            raise ValueError(f"accepted={accepted} of attempted={attempted} is out of range; it must be 0 to that.")
-        if not attempted:
+    def record(self, method: str, prompt_key: str, counts: AcceptanceCounts) -> None:
+        """`method` drafted for a row of the prompt called `prompt_key`, in one or several rounds."""
+        if not counts.first:
             return
-        self._methods.setdefault(method, _Counts()).add(accepted, attempted)
-        own = self._prompts.pop(prompt_key, {})
-        self._prompts[prompt_key] = own  # at the end: the newest
-        counts = own.setdefault(method, _Counts())
-        if counts.rollout != self._rollout:
-            counts.fade(self.decay)
-            counts.rollout = self._rollout
-        counts.add(accepted, attempted)
+        self._methods.setdefault(method, AcceptanceCounts()).add(counts)
+        prompt = self._prompts.pop(prompt_key, {})
+        self._prompts[prompt_key] = prompt  # at the end: the newest
+        own = prompt.setdefault(method, _PromptCounts())
+        own.counts.add(counts, 1.0 if own.rollout == self._rollout else self.decay)
+        own.rollout = self._rollout
         self._forget()
 
     def end_rollout(self) -> None:
@@ -92,23 +74,24 @@ class AcceptanceHistory:
         for counts in self._methods.values():
             counts.fade(self.decay)
 
-    def expected(self, method: str, prompt_keys: Sequence[str]) -> float | None:
-        """p to expect of `method` on a batch of these prompts: the mean of their own rates, each drawn towards the
-        method's average as if by `PROMPT_PRIOR` positions; a prompt that is new to the method has that average, and
-        so has an empty batch. None: the method never drafted."""
+    def expected(self, method: str, prompt_keys: Sequence[str]) -> BlockEfficiency | None:
+        """τ, by γ, to expect of `method` on a batch of these prompts, the mean of theirs. An empty batch, and a prompt
+        that is new to the method, has the method's average. None: the method never drafted."""
         if method not in self._methods:
             return None
-        total = self._methods[method]
-        average = (total.accepted + OPTIMISTIC) / (total.attempted + 1)
-        if not prompt_keys:
-            return average
-        return sum(self._rate(method, key, average) for key in prompt_keys) / len(prompt_keys)
+        rows = Counter(self.rates(method, key) for key in prompt_keys) or Counter([self.rates(method)])
+        return lambda draft_length: (
+            sum(count * rates.block_efficiency(draft_length) for rates, count in rows.items()) / rows.total()
+        )
 
-    def _rate(self, method: str, prompt_key: str, average: float) -> float:
-        counts = self._prompts.get(prompt_key, {}).get(method)
-        if counts is None:
-            return average
-        return (counts.accepted + PROMPT_PRIOR * average) / (counts.attempted + PROMPT_PRIOR)
+    def rates(self, method: str, prompt_key: str | None = None) -> Acceptance:
+        """A prompt's own rates, drawn towards the method's average as if by `PROMPT_PRIOR` positions; without a
+        prompt, that average. `OPTIMISTIC` where the method never drafted."""
+        if method not in self._methods:
+            return OPTIMISTIC
+        average = self._methods[method].rates(OPTIMISTIC, 1.0)
+        own = self._prompts.get(prompt_key, {}).get(method) if prompt_key is not None else None
+        return average if own is None else own.counts.rates(average, PROMPT_PRIOR)
 
     def _forget(self) -> None:
         while len(self._prompts) > self.prompts:
@@ -117,20 +100,33 @@ class AcceptanceHistory:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; JSON."""
         return {
+            "version": VERSION,
             "rollout": self._rollout,
             "methods": {method: list(astuple(counts)) for method, counts in self._methods.items()},
             "prompts": [
-                [key, {method: list(astuple(counts)) for method, counts in own.items()}]
-                for key, own in self._prompts.items()
+                [key, {method: [own.rollout, *astuple(own.counts)] for method, own in prompt.items()}]
+                for key, prompt in self._prompts.items()
             ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up where a checkpoint stopped, with as many of its newest prompts as are kept here."""
+        """Takes up where a checkpoint stopped, with as many of its newest prompts as are kept here; of another
+        version it takes nothing, and warns."""
+        if (version := state.get("version")) != VERSION:
+            warnings.warn(
+                f"the checkpoint's acceptance history has version={version} where this release reads {VERSION}; "
+                "drafters are tried anew.",
+                stacklevel=2,
+            )
+            return
         self._rollout = state["rollout"]
-        self._methods = {method: _Counts(*counts) for method, counts in state["methods"].items()}
+        self._methods = {method: AcceptanceCounts(*counts) for method, counts in state["methods"].items()}
         self._prompts = {
-            key: {method: _Counts(*counts) for method, counts in own.items()} for key, own in state["prompts"]
+            key: {
+                method: _PromptCounts(AcceptanceCounts(*counts), rollout)
+                for method, (rollout, *counts) in prompt.items()
+            }
+            for key, prompt in state["prompts"]
         }
         self._forget()
 
@@ -154,9 +150,10 @@ def select_method(
     Raises:
         ValueError: a method is not in `ladder`.
     """
-    rates = {method: history.expected(method, prompt_keys) for method in methods}
-    best = ladder.rank({method: rate for method, rate in rates.items() if rate is not None}, batch)[0]
-    trial = ladder.rank({method: OPTIMISTIC for method, rate in rates.items() if rate is None}, batch)[0]
+    expected = {method: history.expected(method, prompt_keys) for method in methods}
+    best = ladder.rank({method: own for method, own in expected.items() if own is not None}, batch)[0]
+    untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if own is None}
+    trial = ladder.rank(untried, batch)[0]
     return trial if trial.speedup > best.speedup else best
 
 
@@ -199,11 +196,12 @@ def _select_own(
 ) -> Choice:
     """The prompt's best choice, or else `common` with the speedup that it has there."""
     expected = {method: history.expected(method, [key]) for method in methods}
-    rates = {method: rate for method, rate in expected.items() if rate is not None}
-    best = ladder.rank(rates, batch)[0]
+    tried = {method: own for method, own in expected.items() if own is not None}
+    best = ladder.rank(tried, batch)[0]
     speedup = 1.0
     if common.method != NO_METHOD:
-        speedup = ladder.speedup(common.method, rates[common.method], batch, common.draft_length)
+        efficiency = tried[common.method](common.draft_length)
+        speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length)
     if best.speedup > speedup * (1 + margin):
         return best
     return Choice(common.method, common.draft_length, speedup)

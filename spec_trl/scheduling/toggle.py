@@ -28,6 +28,9 @@ HOPELESS = {4: 0.6, 8: 0.8}
 """Rounds of the first window after which a measured speedup below this is enough to give up."""
 DOUBT = 1.1
 """Below this measured speedup the baseline is measured again nearby before it decides."""
+SURE = 1.5
+"""Below this it is so where the rollout has had no autoregressive round at all: a machine that was busy while an
+earlier rollout measured the baseline would let speculation look faster for ever."""
 DWELL = 8
 """With refill: rounds between two changes of mind, so that throughput does not fall off at the threshold."""
 RETRY_AFTER = 20
@@ -455,7 +458,8 @@ class SpeculationToggle(OneDrafter):
                 return
         # Without a profile nothing is known of this batch before it was measured here.
         unknown = self.candidates[index].roofline is None
-        if unknown or measured < (DOUBT if rounds >= WINDOW else enough):
+        doubtful = (SURE if self._anchor is None else DOUBT) if rounds >= WINDOW else enough
+        if unknown or measured < doubtful:
             if not self._is_anchored():
                 self._probing, self._judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
             elif measured < enough:

@@ -32,17 +32,18 @@ class SpecGRPOConfig(GRPOConfig):
             (lookup in earlier rollouts of the same prompt and in the other completions of its group), `"eagle3"` or
             `"dflash"` (a learned drafter's checkpoint, see `assistant_model`, which follows the policy as it learns,
             see `drafter_adaptation`), `"tts"` (a drafter that learns from the rounds it drafts, see `tts_drafter`),
-            `"auto"` (whichever of the copy, the history and an assistant is fastest, autoregressive decoding
-            included), `"best_of_n"` (the fastest of `best_of_n_drafters`, by their past acceptance and a profile,
-            and in the tail several of them for the same rows) or `"none"` (autoregressive decoding by the same
-            engine). Rollouts are the same tokens under each of them.
+            `"auto"` (whichever of the copy, the history and an assistant is fastest, by their past acceptance, a
+            profile and measured rounds, autoregressive decoding included), `"best_of_n"` (so chosen among
+            `best_of_n_drafters`, and in the tail several of them for the same rows) or `"none"` (autoregressive
+            decoding by the same engine). Rollouts are the same tokens under each of them.
         assistant_model (`str`, *optional*):
             Path or hub id of the drafter of `assistant_strategy="model"`, `"eagle3"` or `"dflash"`, or of `"tts"`
             with such a `tts_drafter`; `"auto"` then considers it, a causal LM, as well. Under `"best_of_n"` that of
             the one member that needs one.
         draft_lengths (`list[int]`, *optional*, defaults to `[5, 7, 9, 11]`):
             Draft tokens per verification that the controller moves among (Γ), ascending, 1 to 64. One entry keeps it
-            fixed.
+            fixed. `"auto"` and `"best_of_n"` have no controller, nor use for the four fields behind this one: in each
+            rollout every drafter gets the length that promises most.
         initial_draft_length (`int`, *optional*):
             The one to start with (γ₀); `None`: the first of `draft_lengths`.
         draft_length_up (`float`, *optional*, defaults to `0.94`):
@@ -54,6 +55,8 @@ class SpecGRPOConfig(GRPOConfig):
         sd_toggle (`str`, *optional*, defaults to `"roofline"`):
             `"roofline"`: speculate only where the calibrated roofline predicts a speedup and measured rounds bear it
             out. `"always"`: in every round that the drafter's kernels can serve. `"never"`: decode autoregressively.
+            Under `"auto"` and `"best_of_n"` `"always"` leaves the roofline out and chooses by the draft ladder's times
+            and measured rounds, autoregressive decoding among the choices.
         sd_margin (`float`, *optional*, defaults to `0.05`):
             Predicted speedup beyond 1 from which on to speculate (ε).
         roofline_profile (`str`, *optional*):

@@ -4,50 +4,48 @@ import copy
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
 
-from ..generation.calibrating import find_profile, hardware_name, profile_key
+from ..generation.calibrating import hardware_name
+from ..generation.configuration import CHOOSE_BY_LADDER
 from ..generation.control import make_control
 from ..generation.drafters.base import Drafter
 from ..generation.drafters.distillation import DistilledDrafter
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.self_draft import SelfDrafter
 from ..generation.integration import make_drafters
-from ..generation.laddering import find_ladder
 from ..quantization.awq import ActivationStatistics
 from ..scheduling.best_of_n import BestOfN
 from ..scheduling.draft_length import DraftLengthController
-from ..scheduling.ladder import Ladder, ladder_path
 from ..scheduling.profile import Profile
 from ..scheduling.selection import AcceptanceHistory
 from ..scheduling.toggle import Control
 from .drafter_adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
+from .measuring import PROFILE_FILE, shared_ladder, shared_profile
 from .rollout_totals import RolloutTotals
 from .run_log import LOG_FILE, RunHeader, RunLog, StepRecord
 from .spec_grpo_config import SpecGRPOConfig
 from .step_clock import StepClock
 
 
-T = TypeVar("T")
 _STATE_FILE = "rollout_state.json"
 _MEMORY_FILES = {HistoryDrafter.strategy: "rollout_history_{}.pt", DistilledDrafter.strategy: "rollout_tts_{}.pt"}
 """Of each rank: it remembers the prompts that it saw, and its drafter has learned from the rounds that it drafted."""
 _ACCEPTANCE_FILE = "rollout_acceptance_{}.json"
-"""Of each rank likewise: what "best_of_n" knows of its drafters."""
-PROFILE_FILE = "roofline_profile.json"
+"""Of each rank likewise: what "auto" and "best_of_n" know of their drafters."""
 COLLAPSE = 0.5
 """An acceptance rate below this share of the rollout's before is worth a warning, if that was COLLAPSE_FROM or more:
 lookup drafters that accept little anyway come and go."""
@@ -98,11 +96,11 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._drafted_step = -1
         self._profile: Profile | None = None
         self._control: Control | None = None
-        # One controller per drafter: under "auto" each has its own γ and τ.
+        # Of the one drafter; "auto" and "best_of_n" choose γ anew in each rollout.
         self._draft_lengths: dict[str, DraftLengthController] = {}
         self._saved_draft_lengths: dict[str, dict[str, Any]] = {}
         self._memories: dict[str, dict[str, Any]] = {}
-        self._acceptance = AcceptanceHistory()  # of "best_of_n"
+        self._acceptance = AcceptanceHistory()  # of "auto" and "best_of_n"
         self._activations: ActivationStatistics | None = None
         self._adaptation: DrafterAdaptation | None = None
         self._resumed_from: Path | None = None
@@ -239,7 +237,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             assistant = None if strategy == "none" else self.args.assistant_model
             self._drafters = make_drafters(strategy, policy, assistant, self._speculative_config)
             for drafter in self._drafters:
-                if strategy != "best_of_n":  # there γ is chosen anew in each rollout
+                if strategy not in CHOOSE_BY_LADDER:
                     controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
                     if drafter.strategy in self._saved_draft_lengths:
                         controller.load_state_dict(self._saved_draft_lengths[drafter.strategy])
@@ -277,12 +275,16 @@ class SpecGRPOTrainer(GRPOTrainer):
     def _current_control(self, policy: PreTrainedModel, drafters: list[Drafter], shape: torch.Size) -> Control:
         """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8)."""
         if self._control is None:
+            strategy, rows = self.args.assistant_strategy, self._most_rows(shape)
             if drafters and self.args.sd_toggle == "roofline":
-                self._profile = self._shared_profile(policy, shape)
+                length = shape[1] + self.args.max_completion_length
+                self._profile = shared_profile(self.accelerator, policy, self.args, rows, length)
             ladder = None
-            if drafters and self.args.assistant_strategy == "best_of_n":
-                ladder = self._shared_ladder(policy, drafters, shape)
-            self._control = make_control(drafters, self._speculative_config, self._profile, ladder, self._acceptance)
+            if drafters and strategy in CHOOSE_BY_LADDER:
+                ladder = shared_ladder(self.accelerator, policy, drafters, self.args, rows)
+            self._control = make_control(
+                drafters, self._speculative_config, self._profile, ladder, self._acceptance, strategy == "best_of_n"
+            )
         if isinstance(self._control, BestOfN):
             return self._control  # which takes both from the acceptance so far
         for candidate in self._control.candidates:
@@ -295,41 +297,6 @@ class SpecGRPOTrainer(GRPOTrainer):
         """Rows in flight at most, in this rollout of prompts `shape` `[B, width]` or a later one."""
         rows = max(shape[0], self.args.per_device_train_batch_size * self.args.steps_per_generation)
         return min(self.args.rollout_batch_size or rows, rows)
-
-    def _on_one_rank(self, measure: Callable[[], T]) -> T:
-        """What `measure` finds on one rank, for all: the others would disturb its times."""
-        found: list[Any] = [None]
-        if self.accelerator.is_main_process:
-            try:
-                found[0] = measure()
-            except Exception as error:  # raised on all ranks, or the others would wait for ever
-                found[0] = error
-        broadcast_object_list(found)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
-
-    def _shared_ladder(self, policy: PreTrainedModel, drafters: list[Drafter], shape: torch.Size) -> Ladder:
-        """The draft ladder of "best_of_n", found or profiled."""
-
-        def find() -> Ladder:
-            rows, lengths = self._most_rows(shape), self.args.draft_lengths
-            ladder = find_ladder(policy, drafters, self._speculative_config, rows, lengths)
-            ladder.save(ladder_path(Path(self.args.output_dir) / PROFILE_FILE))
-            return ladder
-
-        return self._on_one_rank(find)
-
-    def _shared_profile(self, policy: PreTrainedModel, shape: torch.Size) -> Profile | None:
-        """The roofline profile, found or measured."""
-        batch, length = self._most_rows(shape), shape[1] + self.args.max_completion_length
-        copy_to = Path(self.args.output_dir) / PROFILE_FILE
-        profile = self._on_one_rank(lambda: find_profile(policy, self._speculative_config, batch, length, copy_to))
-        if profile is not None and profile.key != profile_key(policy, self._speculative_config):
-            # Another device than rank 0's: what was named is for that one.
-            own = replace(self._speculative_config, roofline_profile=None)
-            profile = find_profile(policy, own, batch, length)
-        return profile
 
     def _request_ids(self, count: int) -> list[int]:
         """Ids that key the noise: (mode, rollout, turn, global row), the same for any number of ranks.
@@ -353,7 +320,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         totals = self._totals.over_ranks(self.accelerator, [drafter.strategy for drafter in drafters])
         candidates = self._control.candidates if self._control is not None else ()
         draft_lengths = {candidate.name: candidate.draft_length for candidate in candidates}
-        races = isinstance(self._control, BestOfN)
+        races = self.args.assistant_strategy == "best_of_n"
         for name, value in totals.metrics(refreshes=bool(_policy_copies(drafters)), races=races).items():
             self._metrics[mode][f"rollout/{name}"].append(value)
         if self.accelerator.is_main_process:
@@ -374,6 +341,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         if previous is None or previous.main_drafter != totals.main_drafter:
             return
         before, now = previous.drafts.acceptance_rate, totals.drafts.acceptance_rate
+        if self.args.assistant_strategy in CHOOSE_BY_LADDER:  # γ may jump there, and of a longer one less is accepted
+            before, now = previous.drafts.first_token_acceptance, totals.drafts.first_token_acceptance
         if before >= COLLAPSE_FROM and now < COLLAPSE * before:
             warnings.warn(
                 f"the acceptance rate of the drafter {totals.main_drafter!r} fell from {before:.2f} to {now:.2f} "
@@ -421,7 +390,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             (Path(output_dir) / _STATE_FILE).write_text(json.dumps(state))
             if self._adaptation is not None:  # the same on all ranks
                 self._adaptation.save_state(output_dir)
-        if self.args.assistant_strategy == "best_of_n":
+        if self.args.assistant_strategy in CHOOSE_BY_LADDER:
             path = Path(output_dir) / _ACCEPTANCE_FILE.format(self.accelerator.process_index)
             path.write_text(json.dumps(self._acceptance.state_dict()))
         for drafter in self._drafters or []:

@@ -9,14 +9,14 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.generation import integration, laddering
-from spec_trl.generation.control import make_control
+from spec_trl.generation import integration
+from spec_trl.generation.control import acceptance_history_of, make_control
 from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.drafters.dflash import DFlashDrafter
 from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.strategies import acceptance_history_of
+from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.race_judge import RaceJudge
@@ -55,7 +55,7 @@ def fresh_history(tiny: LlamaForCausalLM) -> AcceptanceHistory:
     release(tiny)
     history = acceptance_history_of(tiny)
     for name in ("self", "dflash", "ngram", "model", "history", "eagle3", "tts"):
-        history.record(name, "elsewhere", 60, 100)
+        history.record(name, "elsewhere", AcceptanceCounts.expecting(Acceptance.geometric(0.6), 100))
     return history
 
 
@@ -115,17 +115,16 @@ def test_drafters_that_come_and_go_keep_the_tokens(
 
 
 def test_measured_rounds_have_a_say(tiny: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole way, ladder included, with the strategy's own drafters."""
+    """The whole way, ladder included, with the strategy's own drafters; "auto" finds the same ladder."""
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
-    monkeypatch.setattr(laddering, "ACCEPTANCES", (0.5,))
     release(tiny)
     prompts = pad_left(random_rows([5, 9]))
-    config = {"draft_length": 2}
-    for _ in range(2):
-        result = generate(tiny, prompts, "best_of_n", config, max_new_tokens=60)
+    config = {"draft_length": 2, "best_of_n_drafters": ("self", "history")}
+    for strategy in ("best_of_n", "best_of_n", "auto", "auto"):
+        result = generate(tiny, prompts, strategy, config, max_new_tokens=60)
         assert outputs(result) == outputs(generate(tiny, prompts, max_new_tokens=60))
     (path,) = tmp_path.glob("**/*.ladder.json")
-    assert Ladder.load(path).methods == ("self", "history", "ngram")
+    assert Ladder.load(path).methods == ("self", "history")
     assert "control" in result.statistics.phase_seconds
     release(tiny)
 
@@ -146,6 +145,22 @@ def test_history_is_kept_from_call_to_call(tiny: LlamaForCausalLM) -> None:
     assert acceptance_history_of(tiny) is history and history.state_dict()["rollout"] == 2
     release(tiny)
     assert acceptance_history_of(tiny).state_dict()["methods"] == {}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_history_hears_of_every_draft(tiny: LlamaForCausalLM, capacity: int | None) -> None:
+    release(tiny)
+    config = {"best_of_n_drafters": ("self",), "max_batch_size": capacity}
+    statistics = generate(tiny, PROMPTS, "best_of_n", config, max_new_tokens=40).statistics
+    assert statistics is not None
+    drafts = statistics.per_drafter["self"]
+    prompts = acceptance_history_of(tiny).state_dict()["prompts"]
+    first_accepted, first, further_accepted, further = (sum(own["self"][n] for _, own in prompts) for n in range(1, 5))
+    assert (first_accepted, first) == (drafts.first_accepted, drafts.first_drafted)
+    assert first_accepted + further_accepted == drafts.accepted > first_accepted > 0
+    assert further_accepted < further < drafts.drafted - drafts.first_drafted  # some had no verdict
+    release(tiny)
 
 
 # ---- options ----------------------------------------------------------------------------------------------------
@@ -256,10 +271,13 @@ def test_draft_lengths_of_the_ladder() -> None:
     assert lengths == {1: (1, 2), 5: (2, 5, 10), 64: (32, 64)}
 
 
-def test_without_sd_nothing_is_profiled(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["best_of_n", "auto"])
+def test_without_sd_nothing_is_profiled(
+    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
     monkeypatch.setattr(integration, "find_ladder", lambda *_: pytest.fail("profiled"))
     prompts = pad_left(random_rows([5, 9]))
-    result = generate(tiny, prompts, "best_of_n", {"sd_toggle": "never"})
+    result = generate(tiny, prompts, strategy, {"sd_toggle": "never"})
     assert outputs(result) == outputs(generate(tiny, prompts))
-    given = generate(tiny, prompts, "best_of_n", {"sd_toggle": "never"}, drafter=[NgramDrafter(2)])
+    given = generate(tiny, prompts, strategy, {"sd_toggle": "never"}, drafter=[NgramDrafter(2)])
     assert outputs(given) == outputs(result)

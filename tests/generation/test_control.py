@@ -10,13 +10,15 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from spec_trl import SpeculativeConfig
+from spec_trl import SpeculativeConfig, release
 from spec_trl.generation.constants import model_constants
-from spec_trl.generation.control import make_control
+from spec_trl.generation.control import acceptance_history_of, keep_control, make_control, take_control
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
+from spec_trl.scheduling.best_of_n import BestOfN
+from spec_trl.scheduling.ladder import Ladder, LadderCosts, Rung
 from spec_trl.scheduling.profile import Profile, ProfileKey
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.toggle import (
@@ -160,18 +162,18 @@ def test_a_failed_drafter_leaves_the_others(tiny: LlamaForCausalLM, monkeypatch:
     assert drafted["self"] == 1 and drafted["model"] > 1  # the round in which it failed, and no other
 
 
-def test_auto_considers_what_there_can_be(tiny: LlamaForCausalLM) -> None:
+def test_several_by_measuring_alone(tiny: LlamaForCausalLM) -> None:
     prompts = pad_left(random_rows([5, 9, 7]))
     options = dict(max_new_tokens=120)
-    none = generate(tiny, prompts, **options)
-    auto = generate(tiny, prompts, "auto", **options)
-    with_model = generate(tiny, prompts, "auto", assistant_model=tiny_llama(seed=1, num_hidden_layers=1), **options)
-    assert outputs(auto) == outputs(none) == outputs(with_model)
-    for result in (auto, with_model):
-        assert result.statistics is not None
-        assert result.statistics.speculating[0] == (0, 0)  # the baseline first
+    result = generate(tiny, prompts, "self", drafter=drafters_of(tiny), **options)
+    assert outputs(result) == outputs(generate(tiny, prompts, **options))
+    assert result.statistics is not None
+    assert result.statistics.speculating[0] == (0, 0)  # the baseline first
+
+
+def test_an_assistant_that_nobody_needs_is_refused(tiny: LlamaForCausalLM) -> None:
     with pytest.raises(ValueError, match="assistant_model is given, but assistant_strategy='self' uses none"):
-        generate(tiny, prompts, "self", assistant_model=tiny)
+        generate(tiny, pad_left(random_rows([5])), "self", assistant_model=tiny)
 
 
 def test_never_builds_no_drafter(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +207,38 @@ def test_a_small_model_is_predicted_by_its_own_size(tiny: LlamaForCausalLM) -> N
     assert other.verify_seconds(4, 100.0, 5) == own.verify_seconds(4, 100.0, 5)
     assert other.constants.draft_weight_bytes == model_constants(small.network).weight_bytes
     assert other.draft_seconds(4, 100.0) != own.draft_seconds(4, 100.0)
+
+
+def test_networks_of_their_own_are_timed_by_the_ladder(tiny: LlamaForCausalLM) -> None:
+    """The copy and lookups are what the profile measured; another network's rounds are the ladder's, in proportion to
+    the target's by the roofline."""
+    drafters = drafters_of(tiny)
+    rungs = [Rung(d.strategy, 4, 5, p, 3.0 + p, 2.0) for d in drafters for p in (0.0, 1.0)]
+    ladder = Ladder(tuple(rungs), "")
+    control = make_control(drafters, SpeculativeConfig(sd_toggle="roofline"), PROFILE, ladder)
+    assert isinstance(control, BestOfN)
+    control.begin(4, ["a", "b", "c", "d"])
+    costs = {candidate.name: candidate.roofline for candidate in control.candidates}
+    assert costs["self"] == costs["history"] == costs["ngram"] == PROFILE.roofline
+    model = costs["model"]
+    assert isinstance(model, LadderCosts)
+    plain = PROFILE.roofline.target_seconds(4, 1000.0)
+    assert model.target_seconds(4, 1000.0) == plain
+    tau = control.candidates[2].block_efficiency
+    assert 4 < tau < 5  # of γ = 5, at the rate that is assumed of what never drafted
+    assert model.cycle_seconds(4, 1000.0, 5) == pytest.approx((3 + (tau - 1) / 5) / 2 * plain)
+
+
+def test_without_a_profile_the_ladder_times_everything(tiny: LlamaForCausalLM) -> None:
+    drafters = drafters_of(tiny)
+    ladder = Ladder(tuple(Rung(d.strategy, 4, 5, 0.5, 3.0, 2.0) for d in drafters), "")
+    control = make_control(drafters, SpeculativeConfig(), None, ladder)
+    assert isinstance(control, BestOfN)
+    control.begin(4, ["a", "b", "c", "d"])
+    for candidate in control.candidates:
+        assert candidate.roofline is not None
+        assert candidate.roofline.target_seconds(4, 1e6) == 2.0
+        assert candidate.roofline.cycle_seconds(4, 1e6, 5) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(
@@ -251,5 +285,39 @@ def test_statistics_of_predictions(tiny: LlamaForCausalLM) -> None:
 def test_float32_policy_can_be_toggled_by_measuring_alone() -> None:
     model = tiny_llama().float()
     prompts = pad_left(random_rows([5, 9, 3]))
-    result = generate(model, prompts, "auto", {"draft_kernel": "auto"}, do_sample=False, max_new_tokens=100)
+    drafters = [SelfDrafter(model), HistoryDrafter(10_000)]
+    result = generate(model, prompts, "self", drafter=drafters, do_sample=False, max_new_tokens=100)
     assert torch.equal(result.sequences, generate(model, prompts, do_sample=False, max_new_tokens=100).sequences)
+
+
+# ---- kept between calls ---------------------------------------------------------------------------------------------
+
+
+def test_the_control_is_kept_for_the_same_options(tiny: LlamaForCausalLM) -> None:
+    """It knows what rounds took. Another seed is the same job; other drafters, options, profile or ladder are not."""
+    release(tiny)
+    drafters = [SelfDrafter(tiny), NgramDrafter(3)]
+    ladder = Ladder((Rung("self", 1, 5, 0.6, 1.0, 1.0), Rung("ngram", 1, 5, 0.6, 1.0, 1.0)), "")
+    other = replace(ladder, rungs=(ladder.rungs[0], replace(ladder.rungs[1], seconds=2.0)))
+    config = SpeculativeConfig(seed=1)
+
+    def control(**changes: Any) -> Any:
+        given = {"drafters": drafters, "config": config, "profile": PROFILE, "ladder": ladder, "race": True} | changes
+        taken = take_control(tiny, **given)
+        keep_control(tiny, taken)
+        return taken.control
+
+    kept = control()
+    assert control(config=replace(config, seed=2)) is kept
+    assert control(drafters=[SelfDrafter(tiny), NgramDrafter(2)], ladder=replace(ladder)) is kept
+    assert kept.history is acceptance_history_of(tiny)
+    for changes in (
+        {"config": replace(config, sd_margin=0.1)}, {"profile": FREE_DRAFTS}, {"profile": None}, {"race": False},
+        {"ladder": other}, {"drafters": drafters[:1]}, {"drafters": drafters[::-1]},
+    ):  # fmt: skip
+        another = control(**changes)
+        assert another is not kept and another.history is kept.history
+        assert control() is not another
+        kept = control()
+    release(tiny)
+    assert control() is not kept and control().history is not kept.history

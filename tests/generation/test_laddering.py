@@ -1,6 +1,7 @@
 """The draft ladder is profiled by rounds of the engine, and found again."""
 
 import copy
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,20 @@ def test_a_slow_drafter_shows_and_the_plain_rounds_beside_it_do_not(
         assert rung.seconds >= 0.2 > rung.plain_seconds
 
 
+@pytest.mark.parametrize(("quiet", "rounds"), [(True, 3), (False, 7)])
+def test_times_that_agree_end_it(
+    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, quiet: bool, rounds: int
+) -> None:
+    """A clock of its own: each round takes 1 s, or each takes twice the time of the one before."""
+    reads = itertools.count()
+    monkeypatch.setattr(laddering.time, "perf_counter", lambda: float(next(reads)) if quiet else 2.0 ** next(reads))
+    done = []
+    monkeypatch.setattr(laddering._Bench, "_round", lambda bench, cell: done.append(cell))
+    quick(tiny, [NgramDrafter(2)], batches=(1,), rounds=7, budget_seconds=1e300)
+    visits = [cell for cell in done if cell is None]
+    assert len(visits) == 1 + rounds  # and a first one, which does not count
+
+
 @pytest.mark.parametrize(("acceptance", "tokens"), [(0.0, 1.0), (1.0, 5.0), (0.5, 1.9375)])
 def test_tokens_are_marked_with_the_given_probability(
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, acceptance: float, tokens: float
@@ -107,7 +122,7 @@ def test_short_contexts_and_few_rows() -> None:
     drafter = NgramDrafter(2)
     drafter.max_rows = 2
     ladder = quick(model, [drafter], rounds=50, draft_lengths=(8,))
-    assert ladder.batches == (1,) and ladder.draft_lengths("ngram", 1) == (8,)
+    assert ladder.batches == (1, 2) and ladder.draft_lengths("ngram", 1) == (8,)
     assert quick(model, [drafter], batches=(4, 8)).batches == (2,)
 
 
@@ -158,6 +173,11 @@ def test_a_ladder_is_found_again(tiny: LlamaForCausalLM, built: list[Any], cache
     assert len(built) == 5
 
 
+def test_a_batch_close_to_the_largest_is_left_out(tiny: LlamaForCausalLM, built: list[Any]) -> None:
+    find_ladder(tiny, [NgramDrafter(2)], CONFIG, 31)
+    assert built == [([1, 4, 31], [2, 4, 8])]
+
+
 def test_a_ladder_lies_beside_a_named_profile(tiny: LlamaForCausalLM, built: list[Any], tmp_path: Path) -> None:
     config = SpeculativeConfig(sd_toggle="roofline", roofline_profile=str(tmp_path / "mine.json"))
     find_ladder(tiny, [NgramDrafter(2)], config, 1)
@@ -177,3 +197,11 @@ def test_a_broken_file_is_left_aside(tiny: LlamaForCausalLM, built: list[Any], c
 def test_names_tell_drafters_apart(tiny: LlamaForCausalLM) -> None:
     with pytest.raises(ValueError, match=r"drafter has the strategies \['ngram', 'ngram'\]"):
         find_ladder(tiny, [NgramDrafter(2), NgramDrafter(3)], CONFIG, 1)
+
+
+def test_where_the_longest_draft_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spec_trl.generation.laddering.STABLE", 1e9)  # a quiet machine
+    model = tiny_llama(max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 2.0})
+    ladder = build_ladder(model, [NgramDrafter(2)], [1, 4], SpeculativeConfig(draft_length=32).ladder_draft_lengths())
+    lengths = ladder.draft_lengths("ngram", 1)
+    assert lengths and lengths == ladder.draft_lengths("ngram", 4) and max(lengths) < 64

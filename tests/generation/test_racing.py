@@ -1,117 +1,27 @@
 """Several drafters in one round: which chain a row goes on with is a matter of time alone."""
 
-import random
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from spec_trl.generation import graphs
 from spec_trl.generation.attention import MaskPlan
-from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.base import Drafter, DraftSession
-from spec_trl.generation.drafters.checkpoints import read_checkpoint
-from spec_trl.generation.drafters.distillation import DistilledDrafter
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.racing import Lanes, draft_lengths
 from spec_trl.generation.rows import Request, Rows
 from spec_trl.generation.sampling import RoundNoise
 from spec_trl.generation.verification import Proposal
-from spec_trl.scheduling.toggle import AlwaysSpeculate, Candidate, Chain, NeverSpeculate, OneDrafter, Tally
-from tests.conftest import tiny_llama
+from spec_trl.scheduling.toggle import Candidate, Chain, OneDrafter, Tally
 from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.generation.drafters import eagle3_reference
+from tests.generation.races import PROMPTS, ROWS, Fixed, Knowing, RandomPlans, raced
 from tests.generation.tape import Tape
 from tests.generation.test_families import build
 
 
-ROWS = random_rows([5, 9, 1, 12, 7, 3])
-PROMPTS = pad_left([*ROWS, ROWS[3]])
 EOS = dict(eos_token_id=[7, 11])
-EAGLE3 = eagle3_reference.safeai(vocab_size=64, draft_vocab_size=64)
-
-
-class RandomPlans:
-    """Up to `chains` chains of random drafters, γ and rows in each round; now and then none.
-
-    Args:
-        count: of drafters.
-        seed: of the plans.
-        chains: at most, in one round.
-        longest: γ.
-    """
-
-    races = True
-
-    def __init__(self, count: int, seed: int = 0, chains: int = 4, longest: int = 4) -> None:
-        self.candidates = [Candidate(f"c{i}", longest, 1.0, 1 << 30) for i in range(count)]
-        self.tallies = [Tally() for _ in self.candidates]
-        self._chains, self._longest, self._seed = chains, longest, seed
-
-    @property
-    def most_drafted(self) -> int:
-        return self._chains * self._longest
-
-    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
-        self._random = random.Random(self._seed)
-        self._alive = set(range(len(self.candidates)))
-        self.rounds: list[dict[str, Any]] = []
-
-    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
-        count = self._random.randint(0, min(self._chains, len(self._alive)))
-        plan = []
-        for which in self._random.sample(sorted(self._alive), count):
-            some = self._random.sample(range(len(requests)), self._random.randint(1, len(requests)))
-            plan.append(Chain(which, self._random.randint(1, self._longest), self._random.choice([None, tuple(some)])))
-        self.rounds.append({"requests": list(requests), "plan": plan, "accepted": {}, "drafted": {}})
-        return plan
-
-    def record_rows(
-        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
-    ) -> None:
-        assert list(requests) == self.rounds[-1]["requests"]
-        self.rounds[-1] |= {"accepted": dict(accepted), "drafted": dict(drafted)}
-
-    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
-        self.rounds[-1] |= {"width": draft_length, "tokens": tokens}
-
-    def drop(self, index: int) -> None:
-        self._alive.discard(index)
-
-    def finish(self) -> None: ...
-
-
-class Knowing(Drafter):
-    """Knows what will be sampled, and says it right for a random number of tokens."""
-
-    has_probabilities = False
-
-    def __init__(self, answers: list[list[int]], seed: int, name: str = "custom") -> None:
-        self.answers, self.random, self.strategy = answers, random.Random(seed), name
-        self.right: list[dict[int, int]] = []  # by round and request
-
-    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        rows = self.session.rows
-        self.right.append({})
-        drafts = []
-        for request, done in zip(rows.indices, rows.generated.tolist(), strict=True):
-            answer = (self.answers[request][done : done + draft_length] + [0] * draft_length)[:draft_length]
-            right = self.random.randint(0, draft_length)
-            drafts.append(answer[:right] + [(token + 1) % 64 for token in answer[right:]])
-            self.right[-1][request] = right
-        return Proposal(torch.tensor(drafts), torch.full_like(rows.lengths, draft_length))
-
-
-def raced(control: RandomPlans) -> int:
-    """Rounds in which some row had several chains."""
-    return sum(
-        any(sum(own[row] >= 0 for own in each["accepted"].values()) > 1 for row in range(len(each["requests"])))
-        for each in control.rounds
-    )
 
 
 # ---- losslessness -------------------------------------------------------------------------------------------------
@@ -277,21 +187,6 @@ def test_the_longest_accepted_chain_wins(tiny) -> None:
         assert counts.blocks == len(rows) and counts.committed == counts.accepted + counts.blocks
 
 
-class Fixed(RandomPlans):
-    """The same chains in every round."""
-
-    def __init__(self, *plan: Chain) -> None:
-        super().__init__(
-            1 + max(chain.which for chain in plan), chains=len(plan), longest=max(c.draft_length for c in plan)
-        )
-        self._plan = plan
-
-    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
-        super().plan(requests, length, waiting)
-        self.rounds[-1]["plan"] = list(self._plan)
-        return self._plan
-
-
 def test_a_race_needs_no_more_forwards_than_either(tiny, drafters) -> None:
     """Networks: whether they guess a token depends on nothing but its position, so who is ahead stays ahead."""
     prompts, options = pad_left(ROWS[:1]), dict(max_new_tokens=60)
@@ -301,174 +196,6 @@ def test_a_race_needs_no_more_forwards_than_either(tiny, drafters) -> None:
         result = generate(tiny, prompts, drafter=members, control=Fixed(*plan), **options)
         rounds[len(plan), plan[0].which] = result.statistics.rounds
     assert rounds[2, 0] < min(rounds[1, 0], rounds[1, 1])
-
-
-# ---- what a race leaves behind ------------------------------------------------------------------------------------
-
-
-class Spy(Drafter):
-    """Never drafts, and looks: K/V and hidden states of the target, as long as all rows are there."""
-
-    has_probabilities = False
-
-    def begin(self, session: DraftSession) -> None:
-        super().begin(session)
-        rows = session.rows
-        self.features = torch.full((rows.capacity, rows.columns, 3 * 64), torch.nan, dtype=torch.float64)
-        session.target.listen([2, 0, 1], self.hear)
-        self.on = True
-
-    def hear(self, features: Tensor, positions: Tensor, first_row: int) -> None:
-        if self.on:
-            self.features[torch.arange(first_row, first_row + len(positions))[:, None], positions] = features
-
-    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        raise NotImplementedError
-
-    def observe(self, tokens: int) -> None:
-        rows, layers = self.session.rows, self.session.target.cache.layers
-        if rows.active == rows.capacity and self.on:
-            self.lengths = rows.lengths.tolist()
-            self.kept = torch.stack([torch.stack([layer.keys, layer.values]) for layer in layers]).clone()
-            self.seen = self.features.clone()
-
-    def move(self, source: list[int], destination: list[int], columns: int) -> None:
-        self.on = False
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_cache_and_hidden_states_are_those_of_a_plain_run(seed: int, tiny, drafters) -> None:
-    options = dict(max_new_tokens=40)
-    plain, spy = Spy(), Spy()
-    expected = generate(tiny, PROMPTS, drafter=[plain], control=NeverSpeculate(), **options)
-    members = [
-        *drafters("self", "model", "eagle3", "ngram"),
-        Knowing(outputs(expected), 1),
-        Knowing(outputs(expected), 2),
-    ]
-    control = RandomPlans(6, seed, chains=5)
-    result = generate(tiny, PROMPTS, drafter=[*members, spy], control=control, **options)
-    assert outputs(result) == outputs(expected) and result.statistics.drafter_failure is None
-    assert raced(control) > 3 and min(spy.lengths) > 20
-    for row, (ours, theirs) in enumerate(zip(spy.lengths, plain.lengths, strict=True)):
-        count = min(ours, theirs) - 1
-        kept, other = (each.kept[:, :, row, :, :count] for each in (spy, plain))  # [layers, 2, kv, count, d]
-        torch.testing.assert_close(kept, other, rtol=0, atol=1e-9)
-        # NaN: of a prompt that is there twice, nobody is told again.
-        heard, told = spy.seen[row, :count], plain.seen[row, :count]  # [count, F]
-        torch.testing.assert_close(heard, told, rtol=0, atol=1e-9, equal_nan=True)
-
-
-# ---- drafters whose drafts were not taken -------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_a_small_model_drafts_as_from_scratch(tiny, tiny_assistant, monkeypatch) -> None:
-    """Greedy, so that a full forward over the committed text says what it should draft."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    propose = SmallModelDrafter.propose
-
-    def watch(self: SmallModelDrafter, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        proposal, rows = propose(self, draft_length, noise), self.session.rows
-        for row, length in enumerate(rows.lengths.tolist()):
-            seen.append((rows.tokens[row, :length].clone(), proposal.tokens[row].clone()))
-        return proposal
-
-    monkeypatch.setattr(SmallModelDrafter, "propose", watch)
-    options = dict(do_sample=False, max_new_tokens=30)
-    expected = outputs(generate(tiny, PROMPTS, **options))
-    other = tiny_llama(seed=1)  # agrees with the target hardly ever: what it was fed is not what is committed
-    members = [SmallModelDrafter(other, tiny), SmallModelDrafter(tiny_assistant, tiny), Knowing(expected, 0)]
-    for seed in range(2):
-        seen.clear()
-        config = {"max_batch_size": 3}
-        result = generate(
-            tiny, PROMPTS, config=config, drafter=[members[seed], members[2]], control=RandomPlans(2, seed), **options
-        )
-        assert outputs(result) == expected
-        assistant = (other, tiny_assistant)[seed]
-        for committed, drafts in seen[::3]:
-            logits = assistant(torch.cat([committed, drafts])[None]).logits[0]  # [n, V]
-            assert logits[len(committed) - 1 : -1].argmax(-1).tolist() == drafts.tolist()
-
-
-@torch.no_grad()
-def test_eagle3_drafts_as_from_scratch(tiny, drafters, checkpoints) -> None:
-    (drafter,) = drafters("eagle3")
-    seen = eagle3_reference.watch(drafter)
-    expected = generate(tiny, PROMPTS, max_new_tokens=30)
-    members = [drafter, Knowing(outputs(expected), 0), Knowing(outputs(expected), 1)]
-    config = {"max_batch_size": 3}
-    result = generate(tiny, PROMPTS, config=config, drafter=members, control=RandomPlans(3, 1), max_new_tokens=30)
-    assert outputs(result) == outputs(expected) and len(seen) > 20
-    reference = eagle3_reference.Reference(EAGLE3, read_checkpoint(Path(checkpoints["eagle3"]))[1], tiny)
-    for tokens, drafts, logits in seen[:: max(len(seen) // 12, 1)]:
-        torch.testing.assert_close(logits, reference.logits(tokens, drafts), rtol=0, atol=1e-5)
-
-
-def test_dflash_drafts_as_if_alone(tiny, drafters) -> None:
-    """After any round a block depends on the committed text alone: what is drafted in a race is what is drafted when
-    nothing else ever drafts, text by text."""
-    expected = generate(tiny, PROMPTS, max_new_tokens=30)
-    seen: dict[tuple[int, ...], list[int]] = {}
-
-    def watched(collect: dict[tuple[int, ...], list[int]]) -> Drafter:
-        (drafter,) = drafters("dflash")
-        propose = drafter.propose
-
-        def watch(draft_length: int, noise: RoundNoise | None) -> Proposal:
-            proposal, rows = propose(draft_length, noise), drafter.session.rows
-            for row, length in enumerate(rows.lengths.tolist()):
-                text = (rows.indices[row], *rows.tokens[row, :length].tolist())
-                collect[text] = proposal.tokens[row, : int(proposal.lengths[row])].tolist()
-            return proposal
-
-        drafter.propose = watch  # type: ignore[method-assign]
-        return drafter
-
-    generate(
-        tiny,
-        PROMPTS,
-        drafter=watched(seen),
-        control=AlwaysSpeculate(Candidate("dflash", 4, 1.0, 99)),
-        max_new_tokens=30,
-    )
-    raced_: dict[tuple[int, ...], list[int]] = {}
-    members = [watched(raced_), Knowing(outputs(expected), 0), Knowing(outputs(expected), 1)]
-    result = generate(tiny, PROMPTS, drafter=members, control=RandomPlans(3, 1), max_new_tokens=30)
-    assert outputs(result) == outputs(expected)
-    shared = [text for text in raced_ if text in seen]
-    assert len(shared) > 15
-    for text in shared:
-        count = min(len(raced_[text]), len(seen[text]))
-        assert raced_[text][:count] == seen[text][:count]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["model", "eagle3"])
-def test_a_learner_hears_of_its_own_chain(kind: str, tiny, drafters) -> None:
-    """What the target would say to the committed text and its own drafts, whatever was drafted beside it."""
-    (student,) = drafters(kind)
-    checked = []
-
-    class Comparing(DistilledDrafter):
-        def learn(self, logits: Tensor, verified: Tensor) -> None:
-            rows = self.session.rows
-            for row in verified.nonzero().flatten().tolist():
-                text = rows.tokens[row, : int(rows.lengths[row])]
-                drafts = self._proposal.tokens[row, : logits.shape[1] - 1]
-                said = tiny(torch.cat([text, drafts])[None]).logits[0, len(text) - 1 :]  # [γ + 1, V]
-                torch.testing.assert_close(logits[row], said, rtol=0, atol=1e-9)
-                canvas = self.student.canvas(logits.shape[1] - 1, snapshot=False)
-                assert canvas.tokens_behind(0, len(drafts))[row].tolist() == drafts.tolist()
-                checked.append(len(verified) - int(verified.sum()))
-
-    learner = Comparing(student, Distillation(1e-3, scope="rollout"))
-    expected = generate(tiny, PROMPTS, max_new_tokens=20)
-    members = [learner, Knowing(outputs(expected), 0), Knowing(outputs(expected), 1)]
-    result = generate(tiny, PROMPTS, drafter=members, control=RandomPlans(3, 3), max_new_tokens=20)
-    assert outputs(result) == outputs(expected) and result.statistics.drafter_failure is None
-    assert len(checked) > 10 and max(checked) > 0
 
 
 # ---- drafters that fail -------------------------------------------------------------------------------------------

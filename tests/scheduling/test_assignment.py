@@ -1,21 +1,21 @@
-"""SA Algorithm 3, and its form within one process: chains under a budget, dropped and promoted by what they win."""
+"""SA Algorithm 3 within one process: chains under a budget, dropped and promoted by what they win."""
 
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from spec_trl.scheduling.acceptance import Acceptance
 from spec_trl.scheduling.assignment import (
     FALL,
     GROWTH,
     PATIENCE,
     PROMOTION,
+    YARDSTICK,
     MethodView,
     Racing,
     RowView,
-    greedy_assignments,
 )
 from spec_trl.scheduling.ladder import Ladder, Rung
 
@@ -24,114 +24,19 @@ SPEEDUPS = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0}  # seconds of a round: "a" i
 LADDER = Ladder(tuple(Rung(method, 1, 4, 0.5, seconds, 1.0) for method, seconds in SPEEDUPS.items()), "")
 
 
-# Methods x and y, b_max = 2. Worker 0 has the initial method x for all of p, q, r; worker 1 was freed earlier and has
-# y for r, with one place left; 2 and 3 are freed now, 2 from method y, where it had p.
-def test_algorithm_3_by_hand() -> None:
-    added = greedy_assignments(
-        requests={"p": 0.5, "q": 0.2, "r": 0.3},
-        methods=["x", "y"],
-        freed=[2, 3],
-        workers_of={"x": [0], "y": [1, 2]},
-        load={0: 3, 1: 1, 2: 1},
-        max_batch=2,
-        ladder_order=["y", "x"],
-        assigned={("p", "x"): 0, ("q", "x"): 0, ("r", "x"): 0, ("r", "y"): 1, ("p", "y"): 2},
-    )
-    # Lines 1-3: 2 leaves y, so x and y have one worker each: the ladder gives it to y; then 3 goes to x.
-    # Lines 4-10: all have x already. y: q, the slowest, takes the place at 1; r has y; p goes to 2, where it was void.
-    assert added == {("q", "y"): 1, ("p", "y"): 2}
-
-
-def test_algorithm_3_gives_all_methods_to_the_slowest_first() -> None:
-    acceptance = {"p": 0.9, "q": 0.1, "r": 0.5, "s": 0.1}
-    added = greedy_assignments(acceptance, ["x", "y"], [1, 2, 3], {}, {}, 1, ["x", "y"], {})
-    # 1 → x, 2 → y, 3 → x: two places at x, one at y; q stands before s.
-    assert added == {("q", "x"): 1, ("s", "x"): 3, ("q", "y"): 2}
-
-
-def random_cluster(seed: int) -> dict[str, Any]:
-    """Arguments of `greedy_assignments` whose loads are those of its assignments."""
-    rng = random.Random(seed)
-    methods = [f"m{n}" for n in range(rng.randint(1, 4))]
-    workers = list(range(rng.randint(1, 9)))
-    requests = {f"r{n}": rng.choice([0.1, 0.4, 0.7, rng.random()]) for n in range(rng.randint(0, 12))}
-    max_batch = rng.randint(1, 4)
-    method_of = {worker: rng.choice([None, *methods]) for worker in workers}
-    load, assigned = Counter[int](), {}
-    for worker, method in method_of.items():
-        for request in requests:
-            if method and rng.random() < 0.3 and (request, method) not in assigned and load[worker] < max_batch:
-                assigned[request, method] = worker
-                load[worker] += 1
-    order = list(methods)
-    rng.shuffle(order)
-    return {
-        "requests": requests,
-        "methods": methods,
-        "freed": [worker for worker in workers if method_of[worker] is None or rng.random() < 0.2],
-        "workers_of": {m: [w for w in workers if method_of[w] == m] for m in methods},
-        "load": load,
-        "max_batch": max_batch,
-        "ladder_order": order,
-        "assigned": assigned,
-    }
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_algorithm_3_properties(seed: int) -> None:
-    cluster = random_cluster(seed)
-    requests, freed, assigned = cluster["requests"], set(cluster["freed"]), cluster["assigned"]
-    added = greedy_assignments(**cluster)
-    assert added == greedy_assignments(**cluster)
-    standing = {pair for pair, worker in assigned.items() if worker not in freed}
-    assert not standing & set(added)
-    load = Counter({w: n for w, n in cluster["load"].items() if w not in freed}) + Counter(added.values())
-    assert all(count <= cluster["max_batch"] for count in load.values())
-    of_worker: dict[int, set[str]] = {}
-    for (_, method), worker in added.items():
-        of_worker.setdefault(worker, set()).add(method)
-        assert worker in freed or worker in cluster["workers_of"][method]
-    assert all(len(methods) == 1 for methods in of_worker.values())
-    for method in cluster["methods"]:  # whoever went without is no slower than anyone who got the method
-        served = [requests[r] for r, m in added if m == method]
-        left = [requests[r] for r in requests if (r, method) not in added and (r, method) not in standing]
-        assert not served or not left or max(served) <= min(left)
-
-
-def test_algorithm_3_spreads_workers_evenly() -> None:
-    requests = {n: n / 100 for n in range(50)}
-    added = greedy_assignments(requests, ["x", "y", "z"], range(8), {"z": ["w"]}, {"w": 0}, 5, ["z", "y", "x"], {})
-    workers = {m: {w for (_, method), w in added.items() if method == m} for m in "xyz"}
-    assert {m: len(found) for m, found in workers.items()} == {"x": 3, "y": 3, "z": 3}
-    assert workers["y"] == {0, 3, 6}  # y and x have fewer than z, and y is the better one
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"methods": []}, "methods is empty"),
-        ({"ladder_order": ["x"]}, r"ladder_order=\['x'\] lacks \['y'\]"),
-        ({"max_batch": 0}, "max_batch=0 is out of range"),
-    ],
-)
-def test_algorithm_3_bad_arguments(change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = dict(
-        requests={}, methods=["x", "y"], freed=[], workers_of={}, load={}, max_batch=1, ladder_order=["x", "y"],
-        assigned={},
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        greedy_assignments(**(arguments | change))
-
-
 def row(request: int = 0, acceptance: float = 0.5, method: str = "a", draft_length: int = 4) -> RowView:
-    return RowView(request, method, draft_length, acceptance)
+    return RowView(request, method, draft_length, Acceptance.geometric(acceptance))
 
 
 def view(name: str, draft_length: int = 4, acceptance: float = 0.5, max_rows: int = 64) -> MethodView:
-    return MethodView(name, draft_length, acceptance, max_rows)
+    return MethodView(name, draft_length, Acceptance.geometric(acceptance), max_rows)
 
 
 VIEWS = [view(name) for name in "dcba"]
+
+
+def accepted_share(row: RowView) -> float:
+    return row.acceptance.block_efficiency(YARDSTICK)
 
 
 def width(chains: dict[int, list[tuple[str, int]]]) -> int:
@@ -190,7 +95,7 @@ def test_monotone_in_budget(seed: int) -> None:
     """More budget takes no chain away and shortens none; where methods serve few rows this holds for the slowest."""
     for max_rows in (9, None):
         rows, methods = random_race(seed, max_rows)
-        slowest = min(rows, key=lambda r: r.acceptance).request
+        slowest = min(rows, key=accepted_share).request
         before: dict[int, dict[str, int]] = {r.request: {} for r in rows}
         for budget in range(0, 40 * len(rows), max(len(rows) // 2, 1)):
             chains = {request: dict(row) for request, row in Racing(LADDER).assign(rows, methods, budget).items()}
@@ -445,13 +350,65 @@ def test_a_control_that_comes_to_the_promoted_method_says_its_draft_length() -> 
     assert racing.assign([row(0, method="c", draft_length=5)], views, 100)[0] == [("c", 5)]
 
 
-@pytest.mark.parametrize(("accepted", "expected"), [(0, 0.0), (2, 2 / 3), (4, 1.0)])
-def test_recent_acceptance(accepted: int, expected: float) -> None:
-    """p of a geometric model: positions behind the first rejection do not count."""
+# After many rounds 20 of them count, 1 / (1 - RECENT), and one position of each kind as was expected: at 0.5.
+@pytest.mark.parametrize(
+    ("accepted", "first", "further"),
+    [
+        (0, 0.5 / 21, 0.5),  # of further ones nothing is heard
+        (1, 20.5 / 21, 0.5 / 21),
+        (2, 20.5 / 21, 20.5 / 41),
+        (4, 20.5 / 21, 60.5 / 61),  # all of γ: behind them nothing was judged
+    ],
+)
+def test_recent_acceptance(accepted: int, first: float, further: float) -> None:
+    """Positions behind the first rejection do not count."""
     racing = raced()
     for _ in range(300):
         racing.record(0, {"a": accepted})
-    assert racing.remove(0)["a"].acceptance == pytest.approx(expected, abs=1e-4)
+    assert racing.remove(0)["a"].acceptance == pytest.approx((first, further), abs=1e-4)
+
+
+def test_a_standing_begins_at_what_was_expected() -> None:
+    """As if by 20 positions, and one that stays: a round or two say little."""
+    racing, expected = Racing(LADDER), Acceptance(0.3, 0.8)
+    racing.assign([RowView(0, "a", 4, expected)], [MethodView("b", 4, Acceptance(0.6, 0.1), 64)], 100)
+    standings = racing.remove(0)
+    assert standings["a"].acceptance == pytest.approx(expected)
+    assert standings["b"].acceptance == pytest.approx((0.6, 0.1))
+    standings["a"].add(0, 4)
+    assert standings["a"].acceptance == pytest.approx(((19 * 0.3 + 0.3) / 21, 0.8))
+
+
+def test_drafts_that_are_right_all_or_none() -> None:
+    """Half of the rounds accept 4 of 4, the others nothing: half of the draft, not 4 of 5 positions."""
+    racing = raced()
+    for _ in range(300):
+        racing.record(0, {"a": 4})
+        racing.record(0, {"a": 0})
+    acceptance = racing.remove(0)["a"].acceptance
+    assert acceptance.further > 0.97
+    assert acceptance.block_efficiency(4) == pytest.approx(3, abs=0.2)
+
+
+def test_methods_are_ranked_by_tokens_of_their_own_draft() -> None:
+    """A round of "b" takes half as long as one of "c", whose further tokens are as good as certain."""
+
+    def order(b: Acceptance, c: Acceptance) -> list[str]:
+        views = [MethodView("b", 4, b, 64), MethodView("c", 4, c, 64)]
+        return [name for name, _ in Racing(LADDER).assign([row()], views, 100)[0][1:]]
+
+    assert order(Acceptance(0.6, 0.1), Acceptance(0.6, 1.0)) == ["c", "b"]  # 1.67 tokens in 2 s, 3.4 in 4 s
+    assert order(Acceptance(0.9, 0.0), Acceptance(0.6, 1.0)) == ["b", "c"]  # 1.9 in 2 s
+
+
+def test_the_slowest_row_is_that_of_the_smallest_accepted_share() -> None:
+    """Not that of the smallest first rate: its drafts are right as a whole where they are."""
+    rows = [RowView(0, "a", 4, Acceptance(0.5, 1.0)), RowView(1, "a", 4, Acceptance(0.7, 0.1))]
+    chains = Racing(LADDER).assign(rows, [view("b", max_rows=1)], 100)
+    assert [len(chains[n]) for n in (0, 1)] == [1, 2]
+    shorter = [rows[0], replace(rows[1], draft_length=1)]  # 0.7 of its 1, and slow all the same
+    chains = Racing(LADDER).assign(shorter, [view("b", max_rows=1)], 100)
+    assert [len(chains[n]) for n in (0, 1)] == [1, 2]
 
 
 def test_a_finished_row_is_forgotten() -> None:
@@ -476,3 +433,35 @@ def test_a_rows_rounds_decide_its_place() -> None:
 def test_a_method_the_ladder_lacks() -> None:
     with pytest.raises(ValueError, match="method='eagle3' is not in the ladder"):
         Racing(LADDER).assign([row()], [view("eagle3")], 100)
+
+
+def test_a_row_that_a_racer_leads_is_as_slow_as_that_one() -> None:
+    """The control drafts nothing for row 0; what was promoted there is right, so row 1 is the slowest."""
+    racing, own = Racing(LADDER), row(0, 0.0, "none", 0)
+    racing.assign([own], [view("d")], 100)
+    for _ in range(2 * PROMOTION):
+        racing.record(0, {"d": 4})
+        racing.assign([own], [view("d")], 100)
+    assert racing.primary_of(0) == "d"
+    chains = racing.assign([own, row(1, 0.2)], [view("d"), view("b", max_rows=1)], 100)
+    assert "b" in dict(chains[1]) and "b" not in dict(chains[0])
+
+
+def test_a_longer_round_than_laid_out_counts_its_refusals() -> None:
+    """Room for 2; alone it drafted 4, of which 2 were accepted each time: 2 of 3 positions."""
+    racing = Racing(LADDER)
+    racing.assign([row(0, 0.9, draft_length=2)], [], 3)
+    for _ in range(60):
+        racing.record(0, {"a": 2}, {"a": 4})
+    assert racing.remove(0)["a"].acceptance.further == pytest.approx(0.5, abs=0.1)
+
+
+def test_rounds_of_the_old_primary_alone_are_no_race() -> None:
+    """The judge has the control's primary draft by itself: a promoted one cannot lose rounds that it is not in."""
+    racing, views = promoted()
+    racing.assign([row()], views, 100)
+    assert racing.primary_of(0) == "c"
+    for _ in range(PROMOTION + 1):
+        racing.record(0, {"a": 1})
+    racing.assign([row()], views, 100)
+    assert racing.primary_of(0) == "c"

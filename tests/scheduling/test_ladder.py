@@ -1,18 +1,26 @@
 """The draft ladder: speedups from profiled cells, rankings, and its file."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spec_trl.scheduling.ladder import Choice, Ladder, Rung, ladder_path
+from spec_trl.scheduling.acceptance import Acceptance
+from spec_trl.scheduling.ladder import BlockEfficiency, Choice, Ladder, LadderCosts, Rung, ladder_path
+from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 
 
 def rungs(method: str, batch: int, length: int, seconds: dict[float, float], plain: float = 1.0) -> list[Rung]:
     """Cells of one (method, batch, γ), from seconds by acceptance."""
     return [Rung(method, batch, length, acceptance, time, plain) for acceptance, time in seconds.items()]
+
+
+def at(acceptance: float) -> BlockEfficiency:
+    """τ by γ of one rate for all positions."""
+    return Acceptance.geometric(acceptance).block_efficiency
 
 
 LADDER = Ladder(
@@ -35,23 +43,41 @@ def test_profiled_axes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "expected"),
+    ("block_efficiency", "expected"),
     [
-        (0.2, (1 + 0.2 + 0.04) / 2),  # a profiled acceptance
-        (0.5, (1 + 0.5 + 0.25) / 2.5),  # half-way: 2.5 s
-        (0.65, (1 + 0.65 + 0.65**2) / 2.75),
-        (0.0, 1 / 2),  # below the profiled ones: their first time
-        (1.0, 3 / 3),  # above: their last; and γ + 1 tokens
+        (1.24, 1.24 / 2),  # of a profiled acceptance: 1 + 0.2 + 0.04
+        (2.44, 2.44 / 3),
+        (1.84, 1.84 / 2.5),  # half-way between their τ
+        (2.14, 2.14 / 2.75),
+        (1.0, 1 / 2),  # below the profiled ones: their first time
+        (3.0, 3 / 3),  # above: their last; and γ + 1 tokens
+        (3.0 + 1e-12, 3 / 3),  # sums of many rates
     ],
 )
-def test_speedup_by_hand(acceptance: float, expected: float) -> None:
-    assert LADDER.speedup("self", acceptance, 1, 2) == pytest.approx(expected)
+def test_speedup_by_hand(block_efficiency: float, expected: float) -> None:
+    assert LADDER.speedup("self", block_efficiency, 1, 2) == pytest.approx(expected)
+
+
+def test_times_stand_between_those_of_the_profile() -> None:
+    """Each profiled cell is met exactly, whatever the order in which cells were profiled."""
+    seconds = {p / 10: 1.0 + (p * 7 % 11) for p in range(11)}
+    cells = rungs("self", 1, 4, seconds)
+    random.Random(0).shuffle(cells)
+    ladder = Ladder(tuple(cells), "")
+    for low, high in zip(range(10), range(1, 11), strict=True):
+        taus = at(low / 10)(4), at(high / 10)(4)
+        times = seconds[low / 10], seconds[high / 10]
+        for share in (0.0, 0.25, 1.0):
+            tau = taus[0] + share * (taus[1] - taus[0])
+            assert ladder.round_seconds("self", tau, 1, 4)[0] == pytest.approx(
+                times[0] + share * (times[1] - times[0])
+            )
 
 
 def test_plain_time_is_of_the_same_profile() -> None:
-    assert LADDER.speedup("self", 0.2, 8, 2) == pytest.approx(1.24 * 2 / 4)
+    assert LADDER.speedup("self", 1.24, 8, 2) == pytest.approx(1.24 * 2 / 4)
     drifting = Ladder((Rung("self", 1, 2, 0.0, 1.0, 1.0), Rung("self", 1, 2, 1.0, 3.0, 3.0)), "")
-    assert drifting.speedup("self", 0.5, 1, 2) == pytest.approx(1.75)  # twice as slow, both of them
+    assert drifting.speedup("self", 2.0, 1, 2) == pytest.approx(2.0)  # twice as slow, both of them
 
 
 @pytest.mark.parametrize(
@@ -61,51 +87,105 @@ def test_plain_time_is_of_the_same_profile() -> None:
 def test_nearest_batch_by_ratio(batch: int, bucket: int) -> None:
     seconds = {1: 1.0, 8: 2.0, 72: 4.0}
     ladder = Ladder(tuple(Rung("self", b, 1, 0.5, s, 1.0) for b, s in seconds.items()), "")
-    assert ladder.speedup("self", 0.5, batch, 1) == pytest.approx(1.5 / seconds[bucket])
+    assert ladder.speedup("self", 1.5, batch, 1) == pytest.approx(1.5 / seconds[bucket])
 
 
 def test_best_draft_length_follows_acceptance() -> None:
-    best = [LADDER.best_draft_length("self", p / 20, 1) for p in range(21)]
+    best = [LADDER.best_draft_length("self", at(p / 20), 1) for p in range(21)]
     assert best[0][0] == 2 and best[-1][0] == 6
     assert [length for length, _ in best] == sorted(length for length, _ in best)
     for p, (length, speedup) in enumerate(best):
-        both = {n: LADDER.speedup("self", p / 20, 1, n) for n in (2, 6)}
+        both = {n: LADDER.speedup("self", at(p / 20)(n), 1, n) for n in (2, 6)}
         assert speedup == max(both.values()) == both[length]
+
+
+def test_best_draft_length_of_drafts_that_are_right_all_or_none() -> None:
+    """Two methods with the same τ at γ = 2: a long draft pays where further tokens are as good as certain."""
+    lookup, network = Acceptance(0.5, 1.0), Acceptance.geometric(0.618)
+    assert lookup.block_efficiency(2) == pytest.approx(network.block_efficiency(2), abs=1e-3)
+    seconds = 2 + 0.76 / 1.2  # of a round of τ = 2
+    short = LADDER.best_draft_length("self", network.block_efficiency, 1)
+    assert short == pytest.approx((2, 2 / seconds), rel=1e-3)
+    assert LADDER.best_draft_length("self", lookup.block_efficiency, 1) == pytest.approx((6, 4 / 4))
 
 
 def test_best_draft_length_of_equals_is_the_shortest() -> None:
     ladder = Ladder(tuple(Rung("self", 1, n, 0.0, 1.0, 1.0) for n in (4, 2, 3)), "")
-    assert ladder.best_draft_length("self", 0.0, 1) == (2, 1.0)
+    assert ladder.best_draft_length("self", at(0.0), 1) == (2, 1.0)
 
 
 def test_rank() -> None:
-    ranked = LADDER.rank({"self": 0.9, "ngram": 0.9}, 1)
+    ranked = LADDER.rank({"self": at(0.9), "ngram": at(0.9)}, 1)
     assert [choice.method for choice in ranked] == ["ngram", "self", "none"]
-    assert ranked[0] == Choice("ngram", 4, LADDER.speedup("ngram", 0.9, 1, 4))
-    assert [choice.method for choice in LADDER.rank({"self": 0.9, "ngram": 0.1}, 1)] == ["self", "none", "ngram"]
+    assert ranked[0] == Choice("ngram", 4, LADDER.speedup("ngram", at(0.9)(4), 1, 4))
+    ranked = LADDER.rank({"self": at(0.9), "ngram": at(0.1)}, 1)
+    assert [choice.method for choice in ranked] == ["self", "none", "ngram"]
     assert LADDER.rank({}, 1) == [Choice("none", 0, 1.0)]
 
 
 def test_rank_of_equals() -> None:
     """Speculation must gain something; otherwise the order that was given."""
     ladder = Ladder(tuple(Rung(m, 1, 1, 0.5, s, 1.0) for m, s in (("a", 1.5), ("b", 1.0), ("c", 1.0))), "")
-    assert [choice.method for choice in ladder.rank({"a": 0.5, "c": 0.5, "b": 0.5}, 1)] == ["c", "b", "none", "a"]
+    ranked = ladder.rank(dict.fromkeys("acb", at(0.5)), 1)
+    assert [choice.method for choice in ranked] == ["c", "b", "none", "a"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("eagle3", 0.5, 1, 2), r"method='eagle3' is not in the ladder, which has \['self', 'ngram'\]"),
-        (("none", 0.5, 1, 2), "method='none' is not in the ladder"),
-        (("self", 1.01, 1, 2), "acceptance=1.01 of 'self' is out of range; it must be 0 to 1"),
-        (("self", float("nan"), 1, 2), "acceptance=nan of 'self' is out of range"),
-        (("self", 0.5, 0, 2), "batch=0 is out of range"),
-        (("self", 0.5, 8, 6), r"draft_length=6 of 'self' was not profiled near batch 8; choose one of \[2\]"),
+        (("eagle3", 1.5, 1, 2), r"method='eagle3' is not in the ladder, which has \['self', 'ngram'\]"),
+        (("none", 1.5, 1, 2), "method='none' is not in the ladder"),
+        (("self", 3.01, 1, 2), r"block_efficiency=3.01 of 'self' is out of range; it must be 1 to γ \+ 1 = 3"),
+        (("self", 0.5, 1, 2), "block_efficiency=0.5 of 'self' is out of range"),
+        (("self", float("nan"), 1, 2), "block_efficiency=nan of 'self' is out of range"),
+        (("self", 1.5, 0, 2), "batch=0 is out of range"),
+        (("self", 1.5, 8, 6), r"draft_length=6 of 'self' was not profiled near batch 8; choose one of \[2\]"),
     ],
 )
 def test_bad_questions(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LADDER.speedup(*arguments)
+
+
+def test_bad_expectations() -> None:
+    """A τ that no γ can have, wherever it is met."""
+    with pytest.raises(ValueError, match=r"block_efficiency=7 of 'self' is out of range; .* = 3"):
+        LADDER.best_draft_length("self", lambda draft_length: 7, 1)
+    with pytest.raises(ValueError, match="block_efficiency=0 of 'ngram' is out of range"):
+        LADDER.rank({"self": at(0.5), "ngram": lambda draft_length: 0}, 1)
+
+
+# ---- as costs -----------------------------------------------------------------------------------------------------
+
+
+GROWING = Roofline(  # a second, and one per 100 cached tokens
+    ModelConstants("growing", 1.0, 0.0, 1.0, 0.0, 0.01),
+    Coefficients(F_eff=1e9, BW_eff=1.0, rho_kappa=1.0, eta_D=0.0, c_T=0.0, c_D=0.0, c_V=0.0),
+)
+
+
+def test_ladder_as_costs() -> None:
+    ladder = Ladder(
+        (Rung("a", 4, 2, 0.0, 3.0, 1.0), Rung("a", 4, 2, 1.0, 5.0, 1.0), Rung("b", 4, 2, 0.5, 6.0, 3.0)), ""
+    )
+    costs = LadderCosts(ladder, "a", 2.0)
+    assert costs.target_seconds(4, 1e6) == 1.0  # the median of 1, 1 and 3
+    assert costs.cycle_seconds(4, 0.0, 2) == costs.verify_seconds(4, 0.0, 2) == pytest.approx(4.0)
+    assert LadderCosts(ladder, "b", 1.75).cycle_seconds(4, 0.0, 2) == pytest.approx(2.0)  # beside its own plain rounds
+
+
+def test_ladder_as_costs_in_proportion_to_a_roofline() -> None:
+    """The ladder says how many autoregressive rounds a round is worth, the roofline how long those take."""
+    ladder = Ladder((Rung("a", 4, 2, 0.0, 6.0, 2.0), Rung("a", 4, 2, 1.0, 10.0, 2.0)), "")
+    for tau, ratio in ((1.0, 3.0), (2.0, 4.0), (3.0, 5.0)):
+        costs = LadderCosts(ladder, "a", tau, GROWING)
+        for batch, length, plain in ((4, 100.0, 5.0), (4, 10_000.0, 401.0), (80, 100.0, 81.0)):
+            assert costs.target_seconds(batch, length) == pytest.approx(plain)
+            assert costs.cycle_seconds(batch, length, 2) == pytest.approx(ratio * plain)
+            assert costs.verify_seconds(batch, length, 2) == costs.cycle_seconds(batch, length, 2)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 GOOD = Rung("self", 2, 3, 0.5, 0.1, 0.05)

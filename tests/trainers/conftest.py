@@ -1,4 +1,4 @@
-"""Roofline profiles of imaginary machines: no test waits for a calibration, or depends on what it would find."""
+"""Profiles and ladders of imaginary machines: no test waits for a measurement, or depends on what it would find."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +9,12 @@ import pytest
 from spec_trl.generation import calibrating
 from spec_trl.generation.calibrating import profile_key
 from spec_trl.generation.configuration import SpeculativeConfig
+from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.trainers import measuring
 from tests.trainers.harness import tiny_policy
 
 
@@ -60,4 +63,20 @@ def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return imaginary_profile(0.0)
 
     monkeypatch.setattr(calibrating, "calibrate", calibrate)
+    return asked
+
+
+Asked = list[tuple[list[str], int, list[int]]]
+
+
+@pytest.fixture
+def level_ladder(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Drafts cost nothing; the list has the drafters, rows and γ that were to be profiled."""
+    asked: Asked = []
+
+    def find(model: Any, drafters: list[Drafter], config: Any, rows: int, draft_lengths: list[int]) -> Ladder:
+        asked.append(([drafter.strategy for drafter in drafters], rows, draft_lengths))
+        return Ladder(tuple(Rung(d.strategy, 1, g, 0.5, 1.0, 1.0) for d in drafters for g in draft_lengths), "level")
+
+    monkeypatch.setattr(measuring, "find_ladder", find)
     return asked

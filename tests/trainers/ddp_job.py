@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation.drafters.sequence_loss import TargetView
-from spec_trl.trainers import drafter_adaptation
+from spec_trl.scheduling.ladder import Ladder
+from spec_trl.trainers import drafter_adaptation, measuring
 from spec_trl.trainers.drafter_adaptation import DrafterAdaptation
 from tests.trainers.harness import Run, make_trainer, tiny_dataset
 
@@ -62,6 +63,32 @@ def learn_while_drafting(folder: Path, checkpoint: Path) -> dict[str, Any]:
         "updates": [run.metric("rollout/drafter_updates") for run in (log, more)],
         "tensors": states[0]["tensors"],
         "warned": [str(warning.message) for warning in caught if "Test-Time" in str(warning.message)],
+    }
+
+
+def choose(folder: Path) -> dict[str, Any]:
+    """Trains with a ladder that is really profiled, on the rank that does so, and saves."""
+    profiled: list[int] = []
+    find = measuring.find_ladder
+
+    def watch(*args: Any) -> Ladder:
+        profiled.append(1)
+        return find(*args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(measuring, "find_ladder", watch)
+        patched.setenv("SPEC_TRL_CACHE", str(folder / "cache"))
+        trainer, log = make_trainer(
+            folder, "auto", **same_batch(rows_per_rank=4), draft_kernel="reference", draft_lengths=[3],
+            save_strategy="steps", save_steps=2,
+        )  # fmt: skip
+        trainer.train()
+    return {
+        "completions": log.completions,
+        "profiled": len(profiled),
+        "ladder": trainer._control.ladder,
+        "acceptance": trainer._acceptance.state_dict(),
+        "drafted_by": [log.metric(f"rollout/drafted_by_{name}") for name in ("self", "history")],
     }
 
 
@@ -122,5 +149,6 @@ if __name__ == "__main__":
     run = train_on_each_rank(folder / f"rank{rank}", rows_per_rank=4)
     done = {"plainly": {"rewarded": run.rewarded, "logs": run.logs, "weights": run.weights}}
     done["tts"] = learn_while_drafting(folder / "tts", folder / "eagle3")
+    done["auto"] = choose(folder / "auto")
     done |= {case: adapt(folder / case, folder / "dflash", rank, case) for case in ADAPTATIONS}
     torch.save(done, folder / f"rank{rank}.pt")

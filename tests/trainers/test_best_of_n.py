@@ -13,30 +13,22 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.scheduling.best_of_n import BestOfN
-from spec_trl.scheduling.ladder import Ladder, Rung
+from spec_trl.scheduling.ladder import Ladder
 from spec_trl.scheduling.race_judge import RaceJudge
 from spec_trl.scheduling.toggle import SpeculationToggle
-from spec_trl.trainers import spec_grpo_trainer
+from tests.trainers.conftest import Asked
 from tests.trainers.harness import Run, assert_same_training, make_trainer, tiny_dataset, tiny_policy, train
 
 
-Asked = list[tuple[list[str], int, list[int]]]
 RACING = dict(best_of_n_budget=1000, draft_lengths=[2, 3], max_completion_length=24)
 
 
 @pytest.fixture(autouse=True)
-def profiled(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Nothing is timed, drafts cost nothing, and everybody drafts and races; the list has what was to be profiled."""
-    asked: Asked = []
-
-    def find(model: Any, drafters: list[Drafter], config: Any, rows: int, draft_lengths: list[int]) -> Ladder:
-        asked.append(([drafter.strategy for drafter in drafters], rows, draft_lengths))
-        return Ladder(tuple(Rung(d.strategy, 1, g, 0.5, 1.0, 1.0) for d in drafters for g in draft_lengths), "level")
-
-    monkeypatch.setattr(spec_grpo_trainer, "find_ladder", find)
+def profiled(level_ladder: Asked, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Everybody drafts and races."""
     monkeypatch.setattr(SpeculationToggle, "_judge", lambda toggle: None)
     monkeypatch.setattr(RaceJudge, "_judge", lambda judge, batch: None)
-    return asked
+    return level_ladder
 
 
 def run_best_of_n(output_dir: Path, resume: Path | None = None, **options: Any) -> tuple[Any, Run]:
@@ -79,6 +71,7 @@ def test_resumed_run_goes_on_with_what_it_knew(tmp_path: Path, monkeypatch: pyte
     assert whole.completions == first.completions + rest.completions
     assert len(begun) == 4 and begun == uninterrupted
     assert begun[2][0] == saved and saved["methods"]
+    assert any(further_judged for *_, further_judged in saved["methods"].values())
 
 
 @pytest.fixture

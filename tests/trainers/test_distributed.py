@@ -1,5 +1,6 @@
 """Two processes sample what one would, their own rows of the same global batch; and what their drafters learn."""
 
+import json
 import math
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spec_trl.scheduling.ladder import Ladder
 from tests.generation.drafters.test_learned import make_checkpoint
 from tests.trainers.ddp_job import same_batch, train_on_each_rank
 from tests.trainers.harness import Run, train
@@ -36,7 +38,7 @@ def found(folder: Path) -> list[dict[str, Any]]:
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,21 @@ def test_ranks_end_with_the_same_weights(ranks: list[Run], alone: Run) -> None:
     for name, weight in alone.weights.items():
         assert torch.equal(ranks[0].weights[name], ranks[1].weights[name])
         torch.testing.assert_close(ranks[0].weights[name], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_ranks_share_the_ladder_and_remember_apart(folder: Path, found: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Each chooses by how drafters fared on its own rows, and saves that."""
+    ranks = [rank["auto"] for rank in found]
+    alone = train(tmp_path, "none", **same_batch(rows_per_rank=8))
+    pairs = zip(*(rank["completions"] for rank in ranks), strict=True)
+    assert [one + other for one, other in pairs] == alone.completions
+    assert [rank["profiled"] for rank in ranks] == [1, 0]
+    assert ranks[0]["ladder"] == ranks[1]["ladder"] == Ladder.load(folder / "auto" / "roofline_profile.ladder.json")
+    assert ranks[0]["drafted_by"] == ranks[1]["drafted_by"] and len(ranks[0]["drafted_by"][0]) == 2
+    for rank, result in enumerate(ranks):
+        saved = json.loads((folder / "auto" / "checkpoint-2" / f"rollout_acceptance_{rank}.json").read_text())
+        assert saved == result["acceptance"] and saved["rollout"] == 2
+    assert ranks[0]["acceptance"] != ranks[1]["acceptance"]
 
 
 # ---- drafters that learn --------------------------------------------------------------------------------------------

@@ -55,9 +55,8 @@ def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep
         {"strategy": "self", "draft_lengths": [1, 2, 3, 5], "draft_length_up": 0.1, "draft_length_down": 0.05},
         {"strategy": "self", "draft_quantization": "awq-w4-g128"},
         {"strategy": "history"},
-        {"strategy": "auto", "max_completion_length": 48},
     ],
-    ids=["ngram", "model", "self-refilled", "self-w8", "self-reference", "self-climbing", "awq", "history", "auto"],
+    ids=["ngram", "model", "self-refilled", "self-w8", "self-reference", "self-climbing", "awq", "history"],
 )
 def test_ten_steps_with_other_drafters(tmp_path: Path, options: dict[str, Any]) -> None:
     if options["strategy"] == "model":
@@ -67,8 +66,7 @@ def test_ten_steps_with_other_drafters(tmp_path: Path, options: dict[str, Any]) 
                 parameter += 0.02 * torch.randn_like(parameter)
         assistant.save_pretrained(tmp_path / "assistant")
         options = options | {"assistant_model": str(tmp_path / "assistant")}
-    both = {name: options.pop(name) for name in ("max_completion_length",) if name in options}
-    none, drafted = train(tmp_path, "none", max_steps=10, **both), train(tmp_path, max_steps=10, **options, **both)
+    none, drafted = train(tmp_path, "none", max_steps=10), train(tmp_path, max_steps=10, **options)
     assert_same_training(none, drafted)
     assert max(drafted.metric("rollout/block_efficiency")) > 1
 

@@ -10,7 +10,7 @@ from examples.demo.task import build_tokenizer
 from tests.trainers.harness import make_trainer, tiny_dataset, tiny_policy, train
 
 
-ALWAYS = {"seconds", "tokens_per_second", "target_entropy"}
+ALWAYS = {"seconds", "tokens_per_second", "target_entropy", "tail_seconds", "tail_rounds"}
 DRAFTED = ALWAYS | {
     "block_efficiency", "acceptance_rate", "first_token_acceptance", "draft_length", "sd_on_fraction",
     "drafter_refresh_seconds", "block_efficiency_from_0",
@@ -31,7 +31,7 @@ def test_every_metric_is_logged_and_sane(tmp_path: Path) -> None:
     ]
     assert len(logs) == 4
     for entry, completions in zip(logs, run.completions, strict=True):
-        assert entry["seconds"] > 0
+        assert 0 <= entry["tail_seconds"] < entry["seconds"] and 0 <= entry["tail_rounds"] < 16
         assert entry["tokens_per_second"] * entry["seconds"] == pytest.approx(sum(map(len, completions)))
         assert 1 < entry["block_efficiency"] <= 4  # γ + 1
         assert 0 < entry["acceptance_rate"] < 1

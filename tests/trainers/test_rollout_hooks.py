@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOTrainer
+from spec_trl.trainers.run_log import read_run
 from tests.trainers.harness import Run, make_trainer, tiny_dataset, train
 
 
@@ -133,6 +134,12 @@ def test_tool_loop(
     seconds, rates = (drafted.metric(f"rollout/{name}") for name in ("seconds", "tokens_per_second"))
     assert len(seconds) == 2
     assert sum(s * rate for s, rate in zip(seconds, rates, strict=True)) == pytest.approx(sum(generated))
+    # One lane per request and turn, each behind the turns before it.
+    for record in read_run(tmp_path).of("train"):
+        lanes = sorted(record.timeline, key=lambda lane: lane.request)
+        assert [lane.request for lane in lanes] == list(range(record.requests)) and record.requests > 8
+        assert max(lane.ended for lane in lanes[:8]) < min(lane.changes[0][0] for lane in lanes[8:])
+        assert lanes[-1].changes[0][1] > max(lane.changes[-1][1] for lane in lanes[:8])
 
 
 def test_images_are_refused(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -42,6 +42,14 @@ def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
     assert run.rollouts[0].block_efficiency is None and run.rollouts[0].sd_on_fraction is None
 
 
+def test_a_log_that_is_older_than_a_field_is_read(tmp_path: Path) -> None:
+    path = write_run(tmp_path, rollouts=2)
+    edit(path, 4, lambda d: d.pop("timeline"))
+    first, second = read_run(path).of("train")
+    assert first.timeline == make_rollout(0).timeline != []
+    assert second == make_rollout(1, timeline=[])
+
+
 def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
     path = write_run(tmp_path, rollouts=3)
     whole = read_run(path)
@@ -111,7 +119,9 @@ def test_a_run_killed_before_its_first_rollout_can_be_read(tmp_path: Path) -> No
         (2, lambda d: d.update(mode="test"), r"line 2 has mode='test'"),
         (2, lambda d: d.update(points=[{"batch": 1}]), r"line 2, points: lacks \['draft_length'"),
         (2, lambda d: d.update(points=[3]), r"line 2, points: has 3 where an object belongs"),
-        (2, lambda d: d.update(speculating=[[1, 2, 3]]), r"line 2, speculating: has \[1, 2, 3\] where a list of two"),
+        (2, lambda d: d.update(speculating=[[1, 2, 3]]), r"line 2, speculating: has \[1, 2, 3\] where a list of 2"),
+        (2, lambda d: d["timeline"][0].pop("request"), r"line 2, timeline: lacks \['request'\]"),
+        (2, lambda d: d["timeline"][0].update(changes=[[0, []]]), r"line 2, timeline, changes: has .* a list of 3"),
         (2, lambda d: d.update(per_depth={"deep": {}}), r"line 2, per_depth: has deep where an integer belongs"),
         (2, lambda d: d.update(kind="rolout"), r"line 2 has no \"kind\""),
         (3, lambda d: d.update(phases=[]), r"line 3, phases: has \[\] where an object belongs"),

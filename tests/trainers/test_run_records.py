@@ -42,8 +42,16 @@ def test_log_has_every_rollout_and_step(tmp_path: Path) -> None:
         assert sum(point.rounds * point.seconds for point in record.points) <= record.seconds
         assert record.per_depth[0].committed <= record.tokens
         assert record.speculating[0] == (0, 3)
+        assert sorted(timeline.request for timeline in record.timeline) == list(range(8))
+        assert record.timeline[-1].ended == record.completion_curve[-1][0] <= record.seconds
+        assert all(timeline.changes[0][1:] == (0, ["self"]) for timeline in record.timeline)
         # Making the drafter counts, as requantizing does; at step 2 the evaluation came first and paid for it.
         assert 0 <= record.refresh_seconds < record.seconds and (record.refresh_seconds > 0) == (record.step != 2)
+    tails = [
+        record.completion_curve[-1][0] - next(second for second, done in record.completion_curve if done >= 4)
+        for record in train_records
+    ]
+    assert run.metric("rollout/tail_seconds") == pytest.approx(tails)
 
 
 def test_without_a_drafter(tmp_path: Path) -> None:

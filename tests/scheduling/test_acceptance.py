@@ -1,0 +1,148 @@
+"""Two rates, of a chain's first token and of the further ones: what τ follows from them, and how they are counted."""
+
+import random
+
+import pytest
+
+from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
+from spec_trl.scheduling.draft_length import expected_block_efficiency
+
+
+NOTHING_KNOWN = Acceptance.geometric(0.5), 1e-9  # a prior without weight
+
+
+def counted(*rounds: tuple[int, int]) -> AcceptanceCounts:
+    """Rounds of (accepted, γ) whose drafter filled them."""
+    counts = AcceptanceCounts()
+    for accepted, draft_length in rounds:
+        counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, draft_length)))
+    return counts
+
+
+def simulated(truth: Acceptance, draft_length: int, rounds: int, seed: int = 0) -> AcceptanceCounts:
+    """Rounds in which tokens are accepted as `truth` says."""
+    rng, counts = random.Random(seed), AcceptanceCounts()
+    for _ in range(rounds):
+        rates = [truth.first] + [truth.further] * (draft_length - 1)
+        accepted = next((k for k, rate in enumerate(rates) if rng.random() >= rate), draft_length)
+        counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, draft_length)))
+    return counts
+
+
+# ---- τ ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 2, 7, 64])
+@pytest.mark.parametrize("probability", [0.0, 0.3, 0.9, 1.0])
+def test_one_rate_for_all_is_the_geometric_model(probability: float, draft_length: int) -> None:
+    found = Acceptance.geometric(probability).block_efficiency(draft_length)
+    assert found == pytest.approx(expected_block_efficiency(probability, draft_length))
+
+
+@pytest.mark.parametrize(
+    ("first", "further", "draft_length", "expected"),
+    [
+        (0.5, 0.8, 3, 1 + 0.5 + 0.5 * 0.8 + 0.5 * 0.64),
+        (0.5, 0.8, 1, 1.5),  # γ = 1 has no further token
+        (0.5, 0.0, 5, 1.5),
+        (0.0, 1.0, 5, 1.0),  # none is reached
+        (0.25, 1.0, 8, 3.0),
+        (0.7, 0.4, 0, 1.0),
+    ],
+)
+def test_block_efficiency_by_hand(first: float, further: float, draft_length: int, expected: float) -> None:
+    acceptance = Acceptance(first, further)
+    assert acceptance.block_efficiency(draft_length) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_block_efficiency_grows_with_the_draft(seed: int) -> None:
+    rng = random.Random(seed)
+    acceptance = Acceptance(rng.random(), rng.random())
+    efficiencies = [acceptance.block_efficiency(gamma) for gamma in range(20)]
+    assert efficiencies == sorted(efficiencies)
+    assert all(1 <= tau <= gamma + 1 for gamma, tau in enumerate(efficiencies))
+
+
+# ---- counting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accepted", "attempted", "expected"),
+    [
+        (0, 0, (0, 0, 0, 0)),
+        (0, 1, (0, 1, 0, 0)),  # nothing behind a first token that was refused had a verdict
+        (1, 1, (1, 1, 0, 0)),
+        (1, 2, (1, 1, 0, 1)),
+        (4, 5, (1, 1, 3, 4)),
+        (4, 4, (1, 1, 3, 3)),
+    ],
+)
+def test_a_round_by_hand(accepted: int, attempted: int, expected: tuple[int, ...]) -> None:
+    counts = AcceptanceCounts.of_round(accepted, attempted)
+    assert (counts.first_accepted, counts.first, counts.further_accepted, counts.further) == expected
+
+
+def test_sums_and_fading() -> None:
+    counts = AcceptanceCounts(1, 2, 3, 4)
+    counts.add(AcceptanceCounts(10, 20, 30, 40))
+    assert counts == AcceptanceCounts(11, 22, 33, 44)
+    counts.add(AcceptanceCounts(1, 1, 1, 1), decay=0.5)  # the new ones weigh all they do
+    assert counts == AcceptanceCounts(6.5, 12, 17.5, 23)
+    counts.fade(0.5)
+    assert counts == AcceptanceCounts(3.25, 6, 8.75, 11.5)
+
+
+def test_rates_are_drawn_towards_the_prior_each_by_its_own_evidence() -> None:
+    prior = Acceptance(0.6, 0.2)
+    assert AcceptanceCounts().rates(prior, 3.0) == pytest.approx(prior)
+    rates = AcceptanceCounts(8, 10, 0, 0).rates(prior, 10.0)
+    assert rates == pytest.approx((0.7, 0.2))  # nothing was heard of further ones
+    assert AcceptanceCounts(8, 10, 45, 90).rates(prior, 10.0) == pytest.approx((0.7, 0.47))
+
+
+def test_expecting_is_as_if_so_many_positions_had_come_out_so() -> None:
+    acceptance = Acceptance(0.6, 0.2)
+    counts = AcceptanceCounts.expecting(acceptance, 5.0)
+    assert counts == AcceptanceCounts(3.0, 5.0, 1.0, 5.0)
+    assert counts.rates(*NOTHING_KNOWN) == pytest.approx(acceptance)
+    counts.add(AcceptanceCounts(0, 5, 5, 5))
+    assert counts.rates(*NOTHING_KNOWN) == pytest.approx((0.3, 0.6))
+
+
+# ---- what the counts let expect -------------------------------------------------------------------------------------
+
+
+def test_all_or_none() -> None:
+    """Every second lookup finds the right passage, of which 10 of 10 are accepted. A single p overrates it."""
+    counts = counted(*[(10, 10), (0, 10)] * 50)
+    rates = counts.rates(*NOTHING_KNOWN)
+    assert rates == pytest.approx((0.5, 1.0))
+    assert rates.block_efficiency(10) == pytest.approx(6.0)
+    assert rates.block_efficiency(5) == pytest.approx(3.5)
+    pooled = (counts.first_accepted + counts.further_accepted) / (counts.first + counts.further)
+    assert expected_block_efficiency(pooled, 10) == pytest.approx(7.1, abs=0.05)
+
+
+@pytest.mark.parametrize("draft_length", [3, 10])
+@pytest.mark.parametrize("truth", [Acceptance(0.5, 0.95), Acceptance(0.8, 0.6), Acceptance.geometric(0.7)])
+def test_short_drafts_tell_of_long_ones(truth: Acceptance, draft_length: int) -> None:
+    """Rounds of γ = 3 end before it is known how far their drafts would have got; rates do not suffer from that."""
+    counts = simulated(truth, draft_length, 20_000)
+    rates = counts.rates(*NOTHING_KNOWN)
+    assert rates == pytest.approx(truth, abs=0.015)
+    for gamma in (3, 10):
+        assert rates.block_efficiency(gamma) == pytest.approx(truth.block_efficiency(gamma), rel=0.05)
+
+
+def test_rounds_of_many_draft_lengths_count_alike() -> None:
+    truth, counts = Acceptance(0.4, 0.9), AcceptanceCounts()
+    for seed, draft_length in enumerate((1, 2, 5, 16)):
+        counts.add(simulated(truth, draft_length, 10_000, seed))
+    assert counts.rates(*NOTHING_KNOWN) == pytest.approx(truth, abs=0.01)
+
+
+@pytest.mark.parametrize(("accepted", "attempted"), [(-1, 3), (4, 3), (0, -1)])
+def test_bad_counts(accepted: int, attempted: int) -> None:
+    with pytest.raises(ValueError, match=f"accepted={accepted} of attempted={attempted} is out of range"):
+        AcceptanceCounts.of_round(accepted, attempted)
