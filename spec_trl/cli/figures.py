@@ -24,6 +24,10 @@ from ..trainers.run_log import DepthCounts, RolloutRecord, StepRecord
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
 
+_DRAFTER_COLOURS = {
+    "self": BLUE, "ngram": ORANGE, "history": GREEN, "model": VERMILLION, "eagle3": PURPLE, "dflash": SKY,
+    "tts": "#000000",
+}  # fmt: skip
 _PHASE_COLOURS = {
     "rollout": BLUE, "reward": GREEN, "logprobs": ORANGE, "update": VERMILLION, "other": GREY,
     "prefill": YELLOW, "noise": PURPLE, "draft": ORANGE, "verify": BLUE, "accept": GREEN, "compact": SKY,
@@ -318,6 +322,11 @@ def canvas(panels: int) -> tuple[Figure, list[Axes]]:
     """A figure of its own (pyplot would keep them all) with `panels` axes side by side."""
     figure = Figure(figsize=(4.8 * panels + 2, 3.8), layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def drafter_colour(name: str) -> str:
+    """The same in every figure; drafters that somebody made share one."""
+    return _DRAFTER_COLOURS.get(name, YELLOW)
 
 
 def _with_rest(phases: dict[str, float], seconds: float) -> dict[str, float]:

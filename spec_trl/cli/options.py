@@ -37,11 +37,10 @@ def fraction(text: str) -> float:
     return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
-def add_margin(parser: argparse.ArgumentParser) -> None:
-    """Adds --margin, ε."""
-    parser.add_argument(
-        "--margin", type=fraction, default=MARGIN, help="ε: the predicted gain that speculation needs (%(default)s)"
-    )
+def add_margin(parser: argparse.ArgumentParser, default: float | None = MARGIN) -> None:
+    """Adds --margin, ε; with `default` None a command sees whether it was given."""
+    help_ = f"ε: the predicted gain that speculation needs ({MARGIN})"
+    parser.add_argument("--margin", type=fraction, default=default, help=help_)
 
 
 def add_block_efficiency(parser: argparse.ArgumentParser, required: bool) -> None:

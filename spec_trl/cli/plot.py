@@ -1,36 +1,59 @@
-"""Draws the toggle's boundary with measured points (ER Fig. 11).
+"""Draws the toggle's boundary with measured points (ER Fig. 11), or a draft ladder (SpecActor Fig. 10a).
 
 One panel per draft length: the background is the speedup that the profile predicts over cached length and batch, the
 blue line is 1 + ε, green circles are measured points where speculation won, red crosses where it lost. Without
 --block-efficiency or --acceptance every draft counts as accepted (τ = γ), as in the paper's validation.
+
+With --ladder, one panel per profiled batch: the speedup of each drafting method over the acceptance p of its tokens,
+the line at its best γ and the profiled cells as points.
 """
 
 import argparse
 from pathlib import Path
 
+from ..scheduling.ladder import Ladder
 from ..scheduling.profile import Profile
 from ..scheduling.sweep import read_sweep
 from .boundary import points_of_sweep, toggle_boundary
-from .options import add_block_efficiency, add_margin, block_efficiency_of, whole_numbers
+from .figures import Drawing
+from .ladder_figure import draft_ladder
+from .options import MARGIN, add_block_efficiency, add_margin, block_efficiency_of, whole_numbers
 
 
-HELP = "draw the toggle's boundary with measured points"
-EXAMPLE = "spec-trl plot profile.json --acceptance 0.9 -o boundary.png"
+HELP = "draw the toggle's boundary with measured points, or a draft ladder"
+EXAMPLE = """spec-trl plot profile.json --acceptance 0.9 -o boundary.png
+  spec-trl plot --ladder profile.ladder.json -o ladder.png"""
+_OF_THE_BOUNDARY = ("csv", "draft_length", "block_efficiency", "acceptance", "margin")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("profile", type=Path, metavar="PROFILE", help="JSON that `spec-trl calibrate` wrote")
+    add("profile", type=Path, nargs="?", metavar="PROFILE", help="JSON that `spec-trl calibrate` wrote")
+    add("--ladder", type=Path, metavar="LADDER", help="draw this draft ladder (*.ladder.json) instead of a boundary")
     add("--csv", type=Path, metavar="SWEEP", help="measured times (default: those in the profile)")
     add("--draft-length", type=whole_numbers, metavar="N,N", help="panels (default: all that were measured)")
     add_block_efficiency(parser, required=False)
-    add_margin(parser)
-    add("-o", "--output", type=Path, default=Path("boundary.png"), help="PNG, PDF or SVG file (%(default)s)")
+    add_margin(parser, default=None)
+    add("-o", "--output", type=Path, help="PNG, PDF or SVG file (boundary.png, or ladder.png)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.output.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"--output {arguments.output}: the name must end in .png, .pdf or .svg.")
+    if arguments.ladder is None and arguments.profile is None:
+        raise ValueError("PROFILE is missing; name one that `spec-trl calibrate` wrote, or give --ladder.")
+    if arguments.ladder is not None:
+        given = [name for name in _OF_THE_BOUNDARY if vars(arguments)[name] is not None]
+        if unfit := ["PROFILE"] * (arguments.profile is not None) + [f"--{n.replace('_', '-')}" for n in given]:
+            raise ValueError(f"--ladder draws a ladder alone; leave out {', '.join(unfit)}, or leave out --ladder.")
+    output = arguments.output or Path("boundary.png" if arguments.ladder is None else "ladder.png")
+    if output.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"--output {output}: the name must end in .png, .pdf or .svg.")
+    drawing = _boundary(arguments) if arguments.ladder is None else draft_ladder(Ladder.load(arguments.ladder))
+    drawing.figure.savefig(output, dpi=130)
+    print(drawing.text)
+    print(f"written: {output}")
+
+
+def _boundary(arguments: argparse.Namespace) -> Drawing:
     profile = Profile.load(arguments.profile)
     source = arguments.csv or arguments.profile
     points = points_of_sweep(
@@ -44,8 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--draft-length {missing} was not measured; {source} has {measured}.")
     taus = {gamma: block_efficiency_of(arguments)(gamma) for gamma in wanted}
     chosen = [point for point in points if point.draft_length in taus]
-    drawing = toggle_boundary(profile.roofline, chosen, taus, arguments.margin, profile.draft_max_rows)
+    margin = MARGIN if arguments.margin is None else arguments.margin
+    drawing = toggle_boundary(profile.roofline, chosen, taus, margin, profile.draft_max_rows)
     assert drawing is not None  # there are points
-    drawing.figure.savefig(arguments.output, dpi=130)
-    print(drawing.text)
-    print(f"written: {arguments.output}")
+    return drawing

@@ -1,8 +1,8 @@
 """Draws a training run: PNG files, one HTML page that needs nothing else, and a summary on the terminal.
 
-Step and rollout times, the completion curve, when speculation was on, draft length and block efficiency, entropy
-against acceptance, block efficiency by depth, predicted against measured speedup, and the toggle's boundary with the
-run's own rounds on it. A run that is still going on, or was killed, can be drawn too.
+Step and rollout times, the completion curve, when speculation was on and who drafted for whom, draft length and block
+efficiency, entropy against acceptance, block efficiency by depth, predicted against measured speedup, and the toggle's
+boundary with the run's own rounds on it. A run that is still going on, or was killed, can be drawn too.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from . import figures
 from .boundary import block_efficiency_of_run, points_of_run, points_of_sweep, toggle_boundary
 from .figures import Drawing
 from .options import MARGIN, add_margin
+from .timeline_figure import timeline_of_run
 
 
 HELP = "draw a training run: PNG files and one HTML page"
@@ -95,6 +96,7 @@ def build(log: Run, profile: Profile | None, margin: float = MARGIN, missing: st
         Section("rollout_time", "Rollout time", figures.rollout_phases(train), "no training rollout was logged."),
         Section("completion", "Completion curve", figures.completion_curves(train), "no rollout logged one."),
         Section("speculation", "Speculation on and off", figures.speculation_spans(train), "no rounds were logged."),
+        Section("timeline", "Who drafted for whom", timeline_of_run(train), "no rollout that speculated logged it."),
         Section("draft_length", "Draft length and τ", figures.draft_length_schedule(train), silent),
         Section("entropy_acceptance", "Entropy and first-token acceptance", by_first, silent),
         Section("entropy_efficiency", "Entropy and block efficiency", by_tau, silent),

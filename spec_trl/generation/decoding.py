@@ -21,6 +21,7 @@ from .rows import Request, Rows, prompt_key
 from .runner import EagerRunner
 from .sampling import RoundNoise, derive, position_keys, widen
 from .statistics import ChainCounter, DraftCounter, PhaseTimer, RoundLog, SpeculationStatistics
+from .timeline import TimelineLog
 from .verification import Proposal, Verdict, verify_exact, verify_rejection
 
 
@@ -80,6 +81,7 @@ class Rollout:
         self._statistics = SpeculationStatistics(strategy)
         self._log = RoundLog()
         self._names = [drafter.strategy for drafter in drafters]
+        self._timeline = TimelineLog(len(requests), self._names)
         self._ended_in = [0] * len(requests)
         self._prompt_keys = [prompt_key(request.prompt) for request in requests]
         self._counter = DraftCounter(len(requests), rows.tokens.device)
@@ -153,8 +155,10 @@ class Rollout:
         with self._timer.phase("control"):
             rows = self._rows
             plan = self._control.plan(list(rows.indices), self._total_length / rows.active, len(self._waiting))
-        chains = [replace(chain, draft_length=min(chain.draft_length, self._room - 1)) for chain in plan]
-        return [chain for chain in chains if chain.draft_length > 0 and self._drafters[chain.which] is not None]
+            chains = [replace(chain, draft_length=min(chain.draft_length, self._room - 1)) for chain in plan]
+            plan = [chain for chain in chains if chain.draft_length > 0 and self._drafters[chain.which] is not None]
+            self._timeline.record(time.perf_counter() - self._started, self._log.rounds, plan, rows.indices)
+        return plan
 
     def _noise(self, draft_length: int) -> RoundNoise | None:
         rows = self._rows
@@ -232,7 +236,7 @@ class Rollout:
         drafted, accepted = outcome.up_to_end(kept, ends)  # [N, B] each
         if lanes.width:
             self._counter.add(rows.requests, rows.generated, outcome.proposal, verdict, kept, ends)
-            self._chains.add(rows.requests, lanes.drafters, drafted, accepted, kept, outcome.winner)
+            self._chains.add(rows.requests, rows.generated, lanes.drafters, drafted, accepted, kept, outcome.winner)
         if self._on_tokens is not None:
             self._on_tokens(verdict.tokens[0, : int(kept[0])])
         lengths = rows.lengths + kept  # [B]
@@ -270,13 +274,16 @@ class Rollout:
             logprobs = rows.logprobs[row, span].clone() if self._want_logprobs else None
             self._completions[rows.indices[row]] = Completion(rows.tokens[row, span].clone(), logprobs)
             self._ended_in[rows.indices[row]] = self._log.rounds + 1
+        ended = [rows.indices[row] for row in finished]
         source, destination = rows.drop(finished)
         if source:
             self._target.cache.copy_rows(source, destination, rows.longest)
         self._for_each_drafter(lambda drafter: drafter.move(source, destination, rows.longest))
         rows.longest = max((length for row, length in enumerate(lengths) if row not in set(finished)), default=0)
         done = sum(completion is not None for completion in self._completions)
-        self._statistics.completion_curve.append((time.perf_counter() - self._started, done))
+        seconds = time.perf_counter() - self._started
+        self._statistics.completion_curve.append((seconds, done))
+        self._timeline.end(ended, seconds)
 
     @property
     def drafter_failure(self) -> str | None:
@@ -328,7 +335,7 @@ class Rollout:
         completions = [completion for completion in self._completions if completion is not None]
         self._counter.write_to(statistics)
         self._chains.write_to(statistics)
-        statistics.ended_in = self._ended_in
+        statistics.ended_in, statistics.timeline = self._ended_in, self._timeline.timelines
         statistics.tokens = sum(len(completion.tokens) for completion in completions)
         if self._want_logprobs:
             statistics.logprob_sum = float(

@@ -1,5 +1,6 @@
 """What one generation did, as plain data."""
 
+import math
 import operator
 import time
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from dataclasses import astuple, dataclass, field
 import torch
 from torch import Tensor
 
+from .timeline import RequestTimeline
 from .verification import Proposal, Verdict
 
 
@@ -73,6 +75,7 @@ class RacingStatistics:
         losses: chains that did not.
         wasted: draft tokens that were verified and not committed, by drafter; the winners' rejected ones count too.
         winners: `wins` for each row of the batch.
+        winners_by_depth: `wins` by output depth at the start of the race; keys are lower edges of `DEPTH_EDGES`.
     """
 
     rounds: int = 0
@@ -80,6 +83,16 @@ class RacingStatistics:
     losses: dict[str, int] = field(default_factory=dict)
     wasted: dict[str, int] = field(default_factory=dict)
     winners: list[dict[str, int]] = field(default_factory=list)
+    winners_by_depth: dict[int, dict[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What the last requests took: `seconds`, and `rounds`, each of which is one target forward (prompts of requests
+    that waited for a row are read in further ones)."""
+
+    seconds: float
+    rounds: int
 
 
 @dataclass
@@ -121,11 +134,12 @@ class SpeculationStatistics:
         target_forwards, draft_forwards: network forwards, prefill included.
         rounds: decoding rounds (one target forward each), which are the forwards until the last row ended.
         ended_in: the round in which each row of the batch ended, counted from 1.
+        timeline: who drafted for each row of the batch, and when.
         speculating: for each change, (round, draft length); 0 is autoregressive decoding.
         points: measured rounds by (batch, length bin, γ, drafter).
-        predicted_speedup: mean over the speculative rounds by the roofline; None without one.
-        measured_speedup: of the speculative rounds over the autoregressive time that the corrected roofline gives the
-            same tokens; None without a roofline.
+        predicted_speedup: mean over the speculative rounds by the roofline or ladder; None without either.
+        measured_speedup: of the speculative rounds over the autoregressive time that the corrected roofline or ladder
+            gives the same tokens; None without either.
         completion_curve: (seconds since start, requests finished so far), one entry per round that finished any.
         phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control", and "learn" where a
             drafter learns.
@@ -149,6 +163,7 @@ class SpeculationStatistics:
     draft_forwards: int = 0
     rounds: int = 0
     ended_in: list[int] = field(default_factory=list)
+    timeline: list[RequestTimeline] = field(default_factory=list)
     speculating: list[tuple[int, int]] = field(default_factory=list)
     points: list[RoundPoint] = field(default_factory=list)
     predicted_speedup: float | None = None
@@ -181,6 +196,20 @@ class SpeculationStatistics:
     def tokens_per_second(self) -> float:
         """Generated tokens over the seconds of the whole call."""
         return self.tokens / self.seconds if self.seconds else float("nan")
+
+    def tail(self, share: float = 0.5) -> Tail:
+        """From when at least `share` of the requests had ended until the last one had (SA §4.2). 0: the whole of
+        decoding.
+
+        Raises:
+            ValueError: `share` is not in 0 to 1.
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"share={share} is out of range; it must be 0 to 1.")
+        count = math.ceil(share * len(self.ended_in) - 1e-9)  # 0.07 * 100 is a little more than 7
+        rounds, seconds = [0, *sorted(self.ended_in)], [(0.0, 0), *self.completion_curve]
+        begun = next(second for second, finished in seconds if finished >= count)
+        return Tail(seconds[-1][0] - begun, rounds[-1] - rounds[count])
 
 
 class RoundLog:
@@ -267,14 +296,24 @@ class ChainCounter:
         self._drafts = torch.zeros(len(names), 6, dtype=torch.int64, device=device)
         self._races = torch.zeros(len(names), 2, dtype=torch.int64, device=device)  # chains in races, wasted tokens
         self._won = torch.zeros(requests, len(names), dtype=torch.int64, device=device)
+        self._won_by_depth = torch.zeros(len(DEPTH_EDGES), len(names), dtype=torch.int64, device=device)
+        self._edges = torch.tensor(DEPTH_EDGES[1:], device=device)
 
     def add(
-        self, requests: Tensor, drafters: Tensor, drafted: Tensor, accepted: Tensor, kept: Tensor, winner: Tensor
+        self,
+        requests: Tensor,
+        depths: Tensor,
+        drafters: Tensor,
+        drafted: Tensor,
+        accepted: Tensor,
+        kept: Tensor,
+        winner: Tensor,
     ) -> None:
         """Adds one round.
 
         Args:
             requests: `[B]` int64.
+            depths: `[B]` int64, generated position.
             drafters: `[N, B]` int64, whose chain each row has in each lane; -1: it has none there.
             drafted: `[N, B]` int64 draft tokens of it, up to the row's end.
             accepted: `[N, B]` int64, of these.
@@ -295,8 +334,10 @@ class ChainCounter:
         won = raced & (torch.arange(len(drafters), device=winner.device)[:, None] == winner)  # [N, B]
         wasted = drafted - accepted.where(won, 0)  # [N, B]
         self._races.index_add_(0, whose, (torch.stack([ones, wasted], dim=-1) * raced[..., None]).flatten(0, 1))
-        cells = (requests * len(self._names) + drafters.clamp(min=0)).flatten()  # [N * B]
-        self._won.view(-1).index_add_(0, cells, won.flatten().long())
+        bins = torch.bucketize(depths, self._edges, right=True)  # [B]
+        for total, own in ((self._won, requests), (self._won_by_depth, bins)):
+            cells = (own * len(self._names) + drafters.clamp(min=0)).flatten()  # [N * B]
+            total.view(-1).index_add_(0, cells, won.flatten().long())
 
     def write_to(self, statistics: SpeculationStatistics) -> None:
         """Fills in `per_drafter` and `racing`."""
@@ -315,7 +356,9 @@ class ChainCounter:
             winners = [by_name(values) for values in self._won.tolist()]
             wins = {name: sum(winner[name] for winner in winners) for name in names}
             losses = {name: chains[name] - wins[name] for name in names}
-            statistics.racing = RacingStatistics(self._rounds, wins, losses, wasted, winners)
+            by_depth = zip(DEPTH_EDGES, self._won_by_depth.tolist(), strict=True)
+            winners_by_depth = {edge: by_name(values) for edge, values in by_depth if any(values)}
+            statistics.racing = RacingStatistics(self._rounds, wins, losses, wasted, winners, winners_by_depth)
 
 
 class PhaseTimer:

@@ -10,9 +10,10 @@ from accelerate import Accelerator
 
 from ..generation.drafters.distillation import DistilledDrafter
 from ..generation.statistics import DEPTH_EDGES, DraftCounts, RoundPoint, SpeculationStatistics
+from ..generation.timeline import RequestTimeline, slowest
 from ..scheduling.toggle import Control, Tally
 from . import run_log
-from .run_log import DepthCounts, RolloutRecord
+from .run_log import TIMELINES, DepthCounts, RolloutRecord
 
 
 CURVE_POINTS = 200
@@ -23,8 +24,9 @@ class RolloutTotals:
     """Sums over the `generate` calls of one rollout.
 
     `tallies` and `race_wins` go by strategy. `updates` are those of a drafter that learns while it drafts,
-    `update_seconds` the time that decoding stood still for them. `curve`, `spans`, `points`, `phase_seconds` and
-    `own_rounds` are this rank's own, for the run log.
+    `update_seconds` the time that decoding stood still for them. `tail_seconds` and `tail_rounds` are those from when
+    half of a call's requests had ended on. `curve`, `spans`, `points`, `phase_seconds`, `own_rounds` and `timeline`
+    are this rank's own, for the run log.
     """
 
     turns: int = 0
@@ -47,12 +49,19 @@ class RolloutTotals:
     points: list[RoundPoint] = field(default_factory=list)
     own_rounds: int = 0
     race_wins: dict[str, int] = field(default_factory=dict)
+    tail_seconds: float = 0.0
+    tail_rounds: int = 0
+    timeline: list[RequestTimeline] = field(default_factory=list)
 
     def add(self, statistics: SpeculationStatistics, control: Control, requests: int, seconds: float) -> None:
         """Adds one `generate` call of `requests` rows that took `seconds`, preparation included."""
         self.curve += [(self.seconds + second, self.requests + done) for second, done in statistics.completion_curve]
         self.spans += [(self.own_rounds + start, draft_length) for start, draft_length in statistics.speculating]
         self.points += statistics.points
+        self.timeline += [self._shifted(timeline) for timeline in statistics.timeline]
+        tail = statistics.tail()
+        self.tail_seconds += tail.seconds
+        self.tail_rounds += tail.rounds
         for name, phase in statistics.phase_seconds.items():
             self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + phase
         self.turns += 1
@@ -80,6 +89,14 @@ class RolloutTotals:
             self.draft_length_sum += (end - start) * draft_length
         self.seconds += seconds
 
+    def _shifted(self, timeline: RequestTimeline) -> RequestTimeline:
+        """That of a call, as part of the rollout: behind the requests, rounds and seconds before it."""
+        return RequestTimeline(
+            self.requests + timeline.request,
+            [(self.seconds + second, self.own_rounds + round_, names) for second, round_, names in timeline.changes],
+            self.seconds + timeline.ended,
+        )
+
     def over_ranks(self, accelerator: Accelerator, strategies: Sequence[str]) -> "RolloutTotals":
         """Sums over ranks, the slowest rank's seconds, and what is this rank's own as it is.
 
@@ -94,11 +111,11 @@ class RolloutTotals:
         counts = (self.requests, self.updates)
         wins = tuple(self.race_wins.get(name, 0) for name in strategies)
         rows = [*map(astuple, (self.drafts, *self.depths)), *map(astuple, tallies), scalars, counts, wins]
-        slowest = [self.seconds, self.refresh_seconds, self.update_seconds]
-        flat = [float(value) for row in rows for value in row] + slowest
+        longest = [self.seconds, self.refresh_seconds, self.update_seconds, self.tail_seconds, float(self.tail_rounds)]
+        flat = [float(value) for row in rows for value in row] + longest
         packed = torch.tensor(flat, dtype=torch.float64, device=accelerator.device)  # [n]
         every = accelerator.gather(packed[None])  # [ranks, n]
-        slowest = every[:, -len(slowest) :].amax(0).tolist()
+        longest = every[:, -len(longest) :].amax(0).tolist()
         values = iter(every.sum(0).tolist())
 
         def take(count: int) -> list[Any]:
@@ -109,11 +126,12 @@ class RolloutTotals:
         tokens, logprob_sum, rounds, speculative_rounds, draft_length_sum = take(len(scalars))
         requests, updates = map(int, take(len(counts)))
         race_wins = dict(zip(strategies, map(int, take(len(wins))), strict=True))
-        seconds, refresh_seconds, update_seconds = slowest
+        seconds, refresh_seconds, update_seconds, tail_seconds, tail_rounds = longest
         return RolloutTotals(
             self.turns, requests, drafts, depths, summed, int(tokens), logprob_sum, int(rounds),
             int(speculative_rounds), int(draft_length_sum), seconds, refresh_seconds, updates, update_seconds,
-            self.phase_seconds, self.curve, self.spans, self.points, self.own_rounds, race_wins,
+            self.phase_seconds, self.curve, self.spans, self.points, self.own_rounds, race_wins, tail_seconds,
+            int(tail_rounds), self.timeline,
         )  # fmt: skip
 
     @property
@@ -148,6 +166,8 @@ class RolloutTotals:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens / self.seconds,
             "target_entropy": self.target_entropy,
+            "tail_seconds": self.tail_seconds,
+            "tail_rounds": self.tail_rounds,
         }
         if not self.tallies:
             return metrics
@@ -216,6 +236,7 @@ class RolloutTotals:
                 )
                 for p in self.points
             ],
+            timeline=slowest(self.timeline, TIMELINES),
         )
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -17,9 +17,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from tqdm import tqdm
 
+from ..generation.timeline import RequestTimeline
+
 
 LOG_FILE = "rollout_log.jsonl"
 VERSION = 1
+TIMELINES = 64
+"""Requests of a rollout whose timelines are logged."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ class RolloutRecord:
         completion_curve: (seconds since the start, requests finished so far), rank 0.
         per_depth: by lower edge of the depth bin in tokens.
         points: measured round times.
+        timeline: who drafted for the requests of rank 0 that ended last, `TIMELINES` at most, in the order of ends.
     """
 
     mode: str
@@ -134,6 +139,7 @@ class RolloutRecord:
     completion_curve: list[tuple[float, int]] = field(default_factory=list)
     per_depth: dict[int, DepthCounts] = field(default_factory=dict)
     points: list[RoundPoint] = field(default_factory=list)
+    timeline: list[RequestTimeline] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -297,11 +303,14 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
         return None if value is None else _typed(value, inner[0], where)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = _hints(kind)
-        if hints.keys() != value.keys():
-            missing, unknown = sorted(hints.keys() - value.keys()), sorted(value.keys() - hints.keys())
+        # A log may be older than fields with a default are.
+        missing = sorted(_required(kind) - value.keys())
+        unknown = sorted(value.keys() - hints.keys())
+        if missing or unknown:
             what = f"lacks {missing}" if missing else f"has unknown {unknown}"
             raise ValueError(f"{where} {what}. It was edited, or written by another version of spec_trl.")
-        return kind(**{name: _typed(value[name], hint, f"{where}, {name}:") for name, hint in hints.items()})
+        where = where.removesuffix(":")
+        return kind(**{name: _typed(entry, hints[name], f"{where}, {name}:") for name, entry in value.items()})
     if outer is list and isinstance(value, list):
         return [_typed(entry, inner[0], where) for entry in value]
     if outer is tuple and isinstance(value, list) and len(value) == len(inner):
@@ -316,7 +325,8 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
             return float(value)
         if isinstance(value, kind):
             return value
-    raise ValueError(f"{where} has {str(value):.60} where {_NAMES.get(outer or kind, 'an object')} belongs.")
+    wanted = f"a list of {len(inner)}" if outer is tuple else _NAMES.get(outer or kind, "an object")
+    raise ValueError(f"{where} has {str(value):.60} where {wanted} belongs.")
 
 
 @cache
@@ -324,6 +334,10 @@ def _hints(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
-_NAMES: dict[Any, str] = {
-    str: "text", int: "an integer", float: "a number", list: "a list", tuple: "a list of two",
-}  # fmt: skip
+@cache
+def _required(kind: type) -> frozenset[str]:
+    """Names of the fields without a default."""
+    return frozenset(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+
+
+_NAMES: dict[Any, str] = {str: "text", int: "an integer", float: "a number", list: "a list"}

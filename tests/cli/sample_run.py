@@ -4,6 +4,7 @@ import math
 import random
 from pathlib import Path
 
+from spec_trl.generation.timeline import RequestTimeline
 from spec_trl.scheduling.profile import Profile, ProfileKey
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.sweep import Sample
@@ -73,6 +74,10 @@ def make_rollout(index: int, seed: int = 0, **changes: object) -> RolloutRecord:
             512: DepthCounts(blocks // 4, round(blocks / 4 * 0.8 * tau), blocks // 4 * gamma, 50),
         },
         points=points,
+        timeline=[
+            RequestTimeline(request, [(0.1, 0, []), (curve[-4][0], 36, ["self"])], curve[-1][0])
+            for request in range(4)
+        ],
     )  # fmt: skip
     return RolloutRecord(**(record | changes))  # type: ignore[arg-type]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spec_trl.cli.main import main
+from spec_trl.generation.timeline import RequestTimeline
 from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog
 from tests.cli.sample_run import make_header, make_profile, make_rollout, write_run
 
@@ -38,7 +39,7 @@ class Page(HTMLParser):
             self.cells.append(data)
 
 
-SECTIONS = 11
+SECTIONS = 12
 
 
 def test_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,6 +59,7 @@ def test_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for expected in ("24 training rollouts, 1 of evaluation, 24 steps", "Pearson r = -", "rollout 60.0%", "γ = 9: "):
         assert expected in printed
     assert "Toggle boundary: γ = 5: " in printed and "profile gave" not in printed
+    assert "Who drafted for whom: rollout 23, the slowest 4 of 64 requests" in printed
 
 
 def test_a_run_without_speculation_says_so_in_one_line_each(
@@ -68,6 +70,7 @@ def test_a_run_without_speculation_says_so_in_one_line_each(
     plain = make_rollout(
         0, strategy="none", drafter=None, block_efficiency=None, acceptance_rate=None, first_token_acceptance=None,
         predicted_speedup=None, measured_speedup=None, speculating=[(0, 0)], per_depth={}, points=[],
+        timeline=[RequestTimeline(0, [(0.0, 0, [])], 1.0)],
     )  # fmt: skip
     for index in range(3):
         log.append(replace(plain, rollout=index))
@@ -75,6 +78,7 @@ def test_a_run_without_speculation_says_so_in_one_line_each(
     printed = capsys.readouterr().out
     assert printed.count("no training rollout speculated.") == 4
     assert "Step time: no step was logged." in printed
+    assert "Who drafted for whom: no rollout that speculated logged it." in printed
     assert "Toggle boundary: the run used no profile; name one with --profile." in printed
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "completion.png", "report.html", "rollout_time.png", "speculation.png",

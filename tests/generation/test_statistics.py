@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from spec_trl.generation.statistics import DEPTH_EDGES, DraftCounter, DraftCounts, SpeculationStatistics
+from spec_trl.generation.statistics import (
+    DEPTH_EDGES,
+    ChainCounter,
+    DraftCounter,
+    DraftCounts,
+    SpeculationStatistics,
+    Tail,
+)
 from spec_trl.generation.verification import Proposal, Verdict
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -44,6 +51,45 @@ def test_counting_by_hand() -> None:
     assert statistics.per_depth[0].blocks == 2
 
 
+def test_wins_by_depth() -> None:
+    """Two rounds: of rows 0 to 3 with two chains, one and none, of three drafters, two of which have the same name."""
+    counter = ChainCounter(4, ["self", "ngram", "self"], torch.device("cpu"))
+    drafted = torch.full((2, 4), 2)
+    for depths, drafters, winner in (
+        ([0, 63, 64, 700], [[0, 1, 0, -1], [1, 2, -1, -1]], [0, 1, 0, 0]),
+        ([3, 64, 90, 900], [[0, 0, 2, 1], [1, 1, 1, 0]], [1, 0, 0, 1]),
+    ):
+        counter.add(
+            torch.arange(4), torch.tensor(depths), torch.tensor(drafters), drafted, drafted.clone(),
+            torch.full((4,), 3), torch.tensor(winner),
+        )  # fmt: skip
+    statistics = SpeculationStatistics("best_of_n")
+    counter.write_to(statistics)
+    racing = statistics.racing
+    assert racing is not None
+    assert racing.winners_by_depth == {
+        0: {"self": 2, "ngram": 1}, 64: {"self": 2, "ngram": 0}, 512: {"self": 1, "ngram": 0},
+    }  # fmt: skip
+    assert racing.wins == {"self": 5, "ngram": 1}
+
+
+def test_tail_by_hand() -> None:
+    curve = [(1.0, 1), (2.5, 4), (4.0, 5), (9.0, 7)]
+    statistics = SpeculationStatistics("self", ended_in=[5, 9, 20, 5, 5, 2, 20], completion_curve=curve)
+    tails = {share: statistics.tail(share) for share in (0.0, 0.1, 1 / 7, 0.5, 4 / 7, 0.6, 0.9, 1.0)}
+    assert tails == {
+        0.0: Tail(9.0, 20), 0.1: Tail(8.0, 18), 1 / 7: Tail(8.0, 18), 0.5: Tail(6.5, 15), 4 / 7: Tail(6.5, 15),
+        0.6: Tail(5.0, 11), 0.9: Tail(0.0, 0), 1.0: Tail(0.0, 0),
+    }  # fmt: skip
+    assert statistics.tail() == tails[0.5]
+    rounds = list(range(1, 101))
+    hundred = SpeculationStatistics("self", ended_in=rounds, completion_curve=[(n, n) for n in rounds])
+    assert hundred.tail(0.07) == Tail(93, 93)  # 0.07 * 100 > 7
+    for share in (-0.1, 1.1):
+        with pytest.raises(ValueError, match=f"share={share} is out of range; it must be 0 to 1"):
+            statistics.tail(share)
+
+
 def test_nothing_drafted_is_nan_not_zero(tiny) -> None:
     statistics = generate(tiny, pad_left(random_rows([3]))).statistics
     assert math.isnan(statistics.acceptance_rate) and math.isnan(statistics.block_efficiency)
@@ -80,6 +126,7 @@ def test_fields_agree_with_the_output(max_batch_size, verification, tiny) -> Non
     assert 0 < found.first_token_acceptance <= 1
     # The curve ends with everybody and never falls.
     seconds, finished = zip(*found.completion_curve, strict=True)
+    assert found.tail(0) == Tail(seconds[-1], found.rounds) and found.tail(1) == Tail(0.0, 0)
     assert finished[-1] == 7 and list(finished) == sorted(set(finished)) and list(seconds) == sorted(seconds)
     assert set(found.phase_seconds) == {"prefill", "noise", "draft", "verify", "accept", "compact", "control"}
     assert 0 < sum(found.phase_seconds.values()) <= found.seconds
