@@ -1,0 +1,303 @@
+"""Best-of-N: does the first choice pick what measures best, and is the whole rollout faster for it (SA §4.2)?
+
+One cell is a model, a batch and a kind of prompts: stories, or prompts whose completion copies them. In each cell
+`best_of_n` first generates for other prompts of that kind, which is its history. Then its choice at the start of each
+rollout is compared with what the members measure by themselves, each always on at the γ that history and ladder give
+it, and with autoregressive decoding; and `best_of_n` as a whole with `none` and with `self` under its toggle. All ways
+run in turns, with new prompts and a new seed in each repeat; ratios are medians of those within one.
+
+    python -m benchmarks.copying --model ../shared/models/bit-stories3M --output copier
+    python -m benchmarks.best_of_n --models copier,float32 --assistant ../shared/models/stories260K
+    python -m benchmarks.best_of_n --models shape:qwen2.5-0.5b,bfloat16 --output benchmarks/results/best_of_n_05b.json
+
+`copier` is bit-stories3M that has learned to repeat passages. For a shape there is no small LM, and copying is a
+logits processor.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import spec_trl
+from spec_trl import SpeculativeConfig
+from spec_trl.generation.control import acceptance_history_of
+from spec_trl.generation.rows import prompt_key
+from spec_trl.scheduling.ladder import Choice
+from spec_trl.scheduling.selection import OPTIMISTIC
+
+from .best_of_n_subject import (
+    BEST_OF_N,
+    COPY,
+    NONE,
+    SELF,
+    STORY,
+    Subject,
+    add_arguments,
+    identical_rows,
+    in_turns,
+    make_subject,
+    shown,
+)
+from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
+from .never_slower import Call, ratios
+from .workload import prompt_source
+
+
+TOGGLED = "self, toggled"
+METHODS = (SELF, "history", "ngram", "model")
+BEGINNING = 5  # rounds in which a rollout's first choice shows: the first ones may measure the baseline
+TOGETHER = 0.97  # a method this close to the best one is as good: repeats of one method differ as much
+
+
+@dataclass
+class Cell:
+    """One model at one batch size on one kind of prompts; medians over repeats.
+
+    Args:
+        kind: of prompts.
+        batch: rows.
+        new_tokens: of each row.
+        tokens_per_second: of each way, whole calls; members are always on at the ladder's γ.
+        draft_lengths: that γ.
+        block_efficiency: τ of each member by itself.
+        expected_efficiency: τ by history of each member; None: it never drafted.
+        expected_speedup: of each member over "none", by the ladder at that τ, or at that of p = 0.9.
+        choices: how often which method drafted at the start of a rollout.
+        best: what measured best, of members and "none".
+        chosen_to_best, self_to_none, to_none, to_self: ratios of tokens/s within a repeat; of what was chosen most,
+            of `self` under its toggle, and of `best_of_n` to "none" and to that `self`.
+        to_none_by_repeat: the same, each.
+        control_share: of `best_of_n`'s decisions in its seconds.
+        speculative_share: of its rounds.
+        races: rounds of it with a race.
+        identical_rows, rows: of its completions, those equal to `none`'s.
+    """
+
+    kind: str
+    batch: int
+    new_tokens: int
+    tokens_per_second: dict[str, float]
+    draft_lengths: dict[str, int]
+    block_efficiency: dict[str, float]
+    expected_efficiency: dict[str, float | None]
+    expected_speedup: dict[str, float]
+    choices: dict[str, int]
+    best: str
+    chosen_to_best: float
+    self_to_none: float
+    to_none: float
+    to_self: float
+    to_none_by_repeat: list[float]
+    control_share: float
+    speculative_share: float
+    races: int
+    identical_rows: int
+    rows: int
+
+    @property
+    def chosen(self) -> str:
+        """At the start of most rollouts."""
+        return max(self.choices, key=self.choices.__getitem__)
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the choice measured best, or as well as what did."""
+        return self.chosen == self.best or self.chosen_to_best >= TOGETHER
+
+
+def measure_cell(subject: Subject, kind: str, batch: int, tokens: int, options: argparse.Namespace) -> Cell:
+    """Rollouts that fill the history, then all ways in turns."""
+    model, ladder, seed = subject.loaded.model, subject.ladder, options.seed
+    members = [name for name, drafter in subject.drafters.items() if batch <= drafter.max_rows]
+    count = options.repeats + options.rollouts
+    prompts = prompt_source(subject.loaded, None, batch * count, seed)
+    works = [subject.work(prompts[i : i + batch], [kind] * batch, tokens) for i in range(0, batch * count, batch)]
+    spec_trl.release(model)  # what other cells taught
+    ours = subject.way(BEST_OF_N, list(subject.drafters))
+    for rollout in range(options.rollouts):
+        ours(works.pop(), seed - 1 - rollout)
+    # None of the prompts that are left was drafted for, so that all have the same expectation.
+    keys = [prompt_key(torch.tensor(ids)) for ids in works[0].prompts]
+    expected = {name: acceptance_history_of(model).expected(name, keys) for name in members}
+    planned = {
+        name: Choice(name, *ladder.best_draft_length(name, own or OPTIMISTIC.block_efficiency, batch))
+        for name, own in expected.items()
+    }
+    ways = {
+        NONE: subject.way(NONE),
+        **{
+            name: subject.way(name, [name], SpeculativeConfig(draft_length=choice.draft_length))
+            for name, choice in planned.items()
+        },
+        TOGGLED: subject.way(SELF, [SELF]),
+        BEST_OF_N: ours,
+    }
+    calls = in_turns(ways, works, seed)
+    efficiencies = {name: own and own(planned[name].draft_length) for name, own in expected.items()}
+    return summarise(kind, batch, tokens, planned, efficiencies, calls)
+
+
+def first_choice(call: Call) -> str:
+    """What drafted when the rollout had begun."""
+    begun = [names for _, round_, names in call.statistics.timeline[0].changes if round_ < BEGINNING]
+    return (begun[-1] or [NONE])[0]
+
+
+def summarise(
+    kind: str,
+    batch: int,
+    tokens: int,
+    planned: dict[str, Choice],
+    expected: dict[str, float | None],
+    calls: dict[str, list[Call]],
+) -> Cell:
+    """Medians and ratios of a cell's calls."""
+    speeds = {name: [call.tokens_per_second for call in made] for name, made in calls.items()}
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    best = max([NONE, *planned], key=medians.__getitem__)
+
+    def ratio(ours: str, theirs: str) -> float:
+        return statistics.median(ratios(speeds[ours], speeds[theirs]))
+
+    ours = calls[BEST_OF_N]
+    choices = Counter(map(first_choice, ours))
+    identical, rows = identical_rows(ours, calls[NONE])
+    return Cell(
+        kind, batch, tokens, medians,
+        draft_lengths={name: choice.draft_length for name, choice in planned.items()},
+        block_efficiency={
+            name: statistics.median(call.statistics.block_efficiency for call in calls[name]) for name in planned
+        },
+        expected_efficiency=expected,
+        expected_speedup={name: choice.speedup for name, choice in planned.items()},
+        choices=dict(choices),
+        best=best,
+        chosen_to_best=ratio(choices.most_common(1)[0][0], best),
+        self_to_none=ratio(TOGGLED, NONE),
+        to_none=ratio(BEST_OF_N, NONE),
+        to_self=ratio(BEST_OF_N, TOGGLED),
+        to_none_by_repeat=ratios(speeds[BEST_OF_N], speeds[NONE]),
+        control_share=statistics.median(call.statistics.phase_seconds["control"] / call.seconds for call in ours),
+        speculative_share=statistics.median(call.speculative_share for call in ours),
+        races=sum(0 if (racing := call.statistics.racing) is None else racing.rounds for call in ours),
+        identical_rows=identical,
+        rows=rows,
+    )  # fmt: skip
+
+
+def measure(target: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All cells of one model."""
+    subject = make_subject(target, options, folder)
+    cells = []
+    with tqdm(total=2 * len(options.batch), desc=str(subject.loaded.facts["model"])) as bar:
+        for batch, tokens in zip(options.batch, options.new_tokens, strict=True):
+            for kind in (STORY, COPY):
+                cells.append(measure_cell(subject, kind, batch, tokens, options))
+                bar.update()
+    return subject.loaded.facts | {
+        "ladder_seconds": subject.ladder_seconds,
+        "rungs": [asdict(rung) for rung in subject.ladder.rungs],
+        "cells": [asdict(cell) | {"chosen": cell.chosen, "is_best": cell.is_best} for cell in cells],
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, ["copier,float32"])
+    add = parser.add_argument
+    add("--batch", type=int, nargs="+", default=[1, 4, 16], help="rows (default: %(default)s)")
+    add("--new-tokens", type=int, nargs="+", default=[256, 256, 256], help="per row, by batch (%(default)s)")
+    add("--rollouts", type=int, default=8, help="that fill the history (default: %(default)s)")
+    add("--repeats", type=int, default=5, help="of each cell (default: %(default)s)")
+    add("--output", type=Path, default=RESULTS / "best_of_n.json", help="the .md goes beside it (%(default)s)")
+    options = parser.parse_args()
+    if len(options.batch) != len(options.new_tokens):
+        parser.error(f"--new-tokens {options.new_tokens} must be as many as --batch {options.batch}")
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    warnings.filterwarnings("ignore", message=".*max_new_tokens.*")
+    started, machine = time.perf_counter(), describe_machine(torch.device(options.device))
+    with tempfile.TemporaryDirectory() as folder:
+        models = [measure(target, options, Path(folder)) for target in options.models]
+    result: dict[str, Any] = {
+        "machine": machine, "options": shown(options), "models": models, "seconds": time.perf_counter() - started,
+    }  # fmt: skip
+    write_result(options.output, result, report(result))
+
+
+def report(result: dict[str, Any]) -> str:
+    """`result` as Markdown."""
+    options, models = result["options"], result["models"]
+    cells = [cell for model in models for cell in model["cells"]]
+    methods = [name for name in METHODS if any(name in cell["draft_lengths"] for cell in cells)]
+    best, count = sum(cell["is_best"] for cell in cells), len(cells)
+    header = ["model", "prompts", "batch", "new tokens", "chosen", "best", "chosen/best", "best_of_n/none"]
+    header += ["of all repeats", "best_of_n/self", "self/none", "control", "rounds speculating", "rows as none"]
+    rows, members = [], []
+    for model in models:
+        for cell in model["cells"]:
+            where = [f"{model['model']}, {model['dtype']}", cell["kind"], str(cell["batch"])]
+            by_repeat = cell["to_none_by_repeat"]
+            chosen = f"{cell['chosen']} ({cell['choices'][cell['chosen']]} of {options['repeats']})"
+            rows.append(
+                [*where, str(cell["new_tokens"]), chosen, cell["best"], f"{cell['chosen_to_best']:.3f}"]
+                + [f"{cell['to_none']:.3f}", f"{min(by_repeat):.2f}–{max(by_repeat):.2f}", f"{cell['to_self']:.3f}"]
+                + [f"{cell['self_to_none']:.3f}", f"{cell['control_share']:.2%}", f"{cell['speculative_share']:.0%}"]
+                + [f"{cell['identical_rows']}/{cell['rows']}"]
+            )
+            none = cell["tokens_per_second"][NONE]
+            members.append([*where, f"{none:.1f}", *(_member(cell, name, none) for name in methods)])
+    share = max(cell["control_share"] for cell in cells)
+    lines = [
+        "# Best-of-N: the first choice, and whole rollouts", "", machine_line(result["machine"]), "",
+        f"γ = {options['draft_length']}, half and twice it in the ladder; temperature 1; {options['rollouts']} "
+        f"rollouts fill the history; {options['repeats']} repeats in turns. Ratios are medians of tokens/s of whole "
+        f"`generate` calls within a repeat. The choice is what drafted at the start of most rollouts; one within "
+        f"{1 - TOGETHER:.0%} of the best counts as the best. `self` runs under its toggle (`sd_toggle=\"roofline\"`). "
+        f"The whole benchmark took {result['seconds']:.0f} s.",
+        "",
+        markdown_table(header, rows), "",
+        f"The choice measured best in {best} of {count} cells, and in "
+        f"{sum(cell['chosen'] == cell['best'] for cell in cells)} without that allowance; at worst "
+        f"{min(cell['chosen_to_best'] for cell in cells):.3f} of the best. "
+        f"`best_of_n` reached 1.0 of `none` in {sum(cell['to_none'] >= 1 for cell in cells)} of {count} cells and "
+        f"1.0 of `self` in {sum(cell['to_self'] >= 1 for cell in cells)}. Decisions took at most {share:.2%} of "
+        "a rollout.",
+        "", "## The methods by themselves", "",
+        "Tokens/s over those of `none`, always on, at the ladder's γ; behind it τ and the ladder's own speedup at "
+        "the τ that history expects. –: more rows than its kernels serve.",
+        "",
+        markdown_table(["model", "prompts", "batch", "none tok/s", *methods], members), "",
+    ]  # fmt: skip
+    for model in models:
+        line = f"{model['model']}: ladder profiled in {model['ladder_seconds']:.1f} s."
+        if model["synthetic_weights"]:
+            overlap = model["agreement"]["overlap_packed_head"]
+            line += f" Synthetic weights, overlap with the 4-bit copy {overlap:.3f}; copying is a logits processor."
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _member(cell: dict[str, Any], name: str, none: float) -> str:
+    if name not in cell["draft_lengths"]:
+        return "–"
+    ratio, efficiency = cell["tokens_per_second"][name] / none, cell["block_efficiency"][name]
+    ladder, length = cell["expected_speedup"][name], cell["draft_lengths"][name]
+    return f"{ratio:.2f} (γ {length}, τ {efficiency:.2f}, ladder {ladder:.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Best-of-N does not change what is sampled: lengths and rewards of raced rollouts against those of `none`.
+
+With the same seeds the two are the same tokens, as the tests show. Here seeds differ, as from run to run, and many
+rollouts of each are compared by the two-sample Kolmogorov-Smirnov test: a race that preferred what is easy to draft
+would shift the distributions. Rows end by themselves, half of the prompts being the middle of a story that is about to
+end and half copy-heavy; the reward is the share of words that the completion has for the first time. The control races
+as on an A100 (see best_of_n_tail). That the test would notice is shown by a biased sample: of two rollouts of `none`
+for each prompt, the one of which prompt lookup would have predicted more.
+
+    python -m benchmarks.best_of_n_bias --model copier --assistant ../shared/models/stories260K
+"""
+
+import argparse
+import json
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import ks_2samp
+from tqdm import trange
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spec_trl.generation.drafters.ngram import NgramDrafter
+from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
+
+from .best_of_n_subject import BEGUN, PASSAGE
+from .best_of_n_tail import control_on_a100
+from .copying import copy_heavy
+from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
+from .workload import STORIES, Workload
+
+
+POOL = ("ngram", "model")
+BEFORE_END = 120  # tokens that a story still has behind its prompt
+SIGNIFICANT = 0.05
+
+
+@dataclass
+class Sample:
+    """Rollouts of one way, in the order of prompts.
+
+    Args:
+        lengths: generated tokens.
+        rewards: of each.
+        predictable: share of tokens that prompt lookup would have predicted.
+        rounds, raced: decoding rounds, and those with a race.
+        wins: of races, by drafter.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    predictable: list[float] = field(default_factory=list)
+    rounds: int = 0
+    raced: int = 0
+    wins: Counter[str] = field(default_factory=Counter)
+
+
+def first_words(text: str) -> float:
+    """Reward: share of words that the text has for the first time."""
+    words = text.lower().split()
+    return len(set(words)) / len(words) if words else 0.0
+
+
+def predictable(prompt: Sequence[int], completion: Sequence[int]) -> float:
+    """Share of `completion` that followed its three preceding tokens when they last stood in the text."""
+    text, hits = [*prompt, *completion], 0
+    seen: dict[tuple[int, ...], int] = {}
+    for place in range(3, len(text)):
+        key = tuple(text[place - 3 : place])
+        hits += place >= len(prompt) and seen.get(key) == text[place]
+        seen[key] = text[place]
+    return hits / len(completion)
+
+
+def more_predictable(one: Sample, other: Sample) -> Sample:
+    """Of each prompt's two rollouts the more predictable one."""
+    better = [a >= b for a, b in zip(one.predictable, other.predictable, strict=True)]
+
+    def choose(name: str) -> list[Any]:
+        pairs = zip(better, getattr(one, name), getattr(other, name), strict=True)
+        return [mine if first else theirs for first, mine, theirs in pairs]
+
+    return Sample(choose("lengths"), choose("rewards"), choose("predictable"))
+
+
+def compare(one: Sample, other: Sample) -> dict[str, float]:
+    """p-values of the two-sample test."""
+    return {
+        "lengths": float(ks_2samp(one.lengths, other.lengths).pvalue),
+        "rewards": float(ks_2samp(one.rewards, other.rewards).pvalue),
+    }
+
+
+def prompts_of(tokenizer: Any, count: int) -> list[list[int]]:
+    """Middles of stories and copy-heavy ones in turn."""
+    stories = [ids for ids in tokenizer(json.loads(STORIES.read_text()))["input_ids"] if len(ids) > 2 * BEFORE_END]
+    chosen = [stories[number % len(stories)] for number in range(count)]
+    return [
+        copy_heavy(ids, PASSAGE, BEGUN) if number % 2 else ids[:1] + ids[-BEFORE_END - 2 * PASSAGE : -BEFORE_END]
+        for number, ids in enumerate(chosen)
+    ]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True, help="folder of a story model that copies")
+    add("--assistant", required=True, help="folder of a small LM")
+    add("--rollouts", type=int, default=2000, help="of each way (default: %(default)s)")
+    add("--batch", type=int, default=16, help="rows (default: %(default)s)")
+    add("--new-tokens", type=int, default=200, help="at most, per row (default: %(default)s)")
+    add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
+    add("--output", type=Path, default=RESULTS / "best_of_n_bias.json", help="the .md goes beside it (%(default)s)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    warnings.filterwarnings("ignore", message=".*max_new_tokens.*")
+    started, machine = time.perf_counter(), describe_machine(torch.device("cpu"))
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    drafters = [NgramDrafter(3), SmallModelDrafter(load_assistant(options.assistant, model), model)]
+    control = control_on_a100(POOL, (5, 10), options.batch, race=True)
+    prompts = prompts_of(tokenizer, options.rollouts)
+    end = model.generation_config.eos_token_id
+
+    def roll_out(strategy: str, seed: int, **given: Any) -> Sample:
+        sample = Sample()
+        for begin in trange(0, options.rollouts, options.batch, desc=f"{strategy}, seed {seed}"):
+            own = prompts[begin : begin + options.batch]
+            inputs = Workload(own, options.new_tokens, 1.0, (end,), tokenizer.pad_token_id).padded(model.device)
+            output = model.generate(
+                **inputs, **given, do_sample=True, top_k=0, max_new_tokens=options.new_tokens,
+                assistant_strategy=strategy, speculative_config={"seed": seed + begin}, return_dict_in_generate=True,
+            )  # fmt: skip
+            new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+            rows = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]
+            sample.lengths += map(len, rows)
+            sample.rewards += map(first_words, tokenizer.batch_decode(rows, skip_special_tokens=True))
+            sample.predictable += map(predictable, own, rows)
+            sample.rounds += output.statistics.rounds
+            if (racing := output.statistics.racing) is not None:
+                sample.raced += racing.rounds
+                sample.wins.update(racing.wins)
+        return sample
+
+    none, again = roll_out("none", 0), roll_out("none", 10**6)
+    raced = roll_out("best_of_n", 2 * 10**6, drafter=drafters, control=control)
+    tests = {
+        "best_of_n": compare(raced, none),
+        "none, other seeds": compare(again, none),
+        "biased": compare(more_predictable(none, again), none),
+    }
+    result: dict[str, Any] = {
+        "machine": machine,
+        "options": {name: vars(options)[name] for name in ("rollouts", "batch", "new_tokens", "threads")},
+        "p_values": tests,
+        "samples": {"none": asdict(none), "none, other seeds": asdict(again), "best_of_n": asdict(raced)},
+        "seconds": time.perf_counter() - started,
+    }  # fmt: skip
+    write_result(options.output, result, report(result))
+
+
+def report(result: dict[str, Any]) -> str:
+    """`result` as Markdown."""
+    options, raced = result["options"], result["samples"]["best_of_n"]
+    rows = [[name, *(f"{p:.2g}" for p in values.values())] for name, values in result["p_values"].items()]
+    wins = ", ".join(f"{name} {count}" for name, count in raced["wins"].items())
+    ours = result["p_values"]["best_of_n"]
+    verdict = "no difference" if min(ours.values()) > SIGNIFICANT else "a difference"
+    return "\n".join([
+        "# Best-of-N does not change what is sampled", "", machine_line(result["machine"]), "",
+        f"{options['rollouts']} rollouts of each way in batches of {options['batch']}, other seeds in each, at most "
+        f"{options['new_tokens']} tokens, temperature 1. {raced['raced']} of {raced['rounds']} rounds of `best_of_n` "
+        f"had races; won by {wins}. p-values of two-sample Kolmogorov-Smirnov tests against `none`; \"biased\" takes "
+        "of each prompt's two rollouts of `none` the one that prompt lookup would have predicted better.",
+        "",
+        markdown_table(["way", "lengths", "rewards"], rows), "",
+        f"At {SIGNIFICANT} the test sees {verdict} between `best_of_n` and `none`.",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""A model with drafters, prompts and profiles, as the best-of-N benchmarks need it."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import LogitsProcessorList
+
+from spec_trl import SpeculativeConfig
+from spec_trl.generation.calibrating import calibrate
+from spec_trl.generation.drafters.base import Drafter
+from spec_trl.generation.drafters.history import HistoryDrafter
+from spec_trl.generation.drafters.ngram import NgramDrafter
+from spec_trl.generation.drafters.self_draft import self_drafter_of
+from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
+from spec_trl.generation.laddering import find_ladder
+from spec_trl.scheduling.ladder import Ladder
+from spec_trl.scheduling.toggle import Control
+
+from .copying import Copying, copy_heavy
+from .measure import stopwatch
+from .models import DTYPES, LoadedModel, load_model
+from .never_slower import Call, Way
+from .rollout import sampling
+from .workload import Workload, end_tokens
+
+
+STORY, COPY = "story", "copy-heavy"
+BEST_OF_N, SELF, NONE = "best_of_n", "self", "none"
+PASSAGE = 32  # tokens of a prompt; in copy-heavy ones they come over and over
+BEGUN = 4  # tokens of it that such a prompt has begun to repeat
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured of one model.
+
+    Args:
+        loaded: the target.
+        drafters: by method.
+        processors: make synthetic weights copy.
+        config: γ of `self`, and the roofline beside which the ladder lies.
+        ladder: of the drafters.
+        ladder_seconds: that it took.
+    """
+
+    loaded: LoadedModel
+    drafters: dict[str, Drafter]
+    processors: LogitsProcessorList
+    config: SpeculativeConfig
+    ladder: Ladder
+    ladder_seconds: float
+
+    def work(self, prompts: Sequence[list[int]], kinds: Sequence[str], new_tokens: int) -> Workload:
+        """Prompts of the `kinds`, without an end of sequence: rows of one length are the same work in every way."""
+        chosen = [
+            copy_heavy(ids, PASSAGE, BEGUN) if kind == COPY else ids[:PASSAGE]
+            for ids, kind in zip(prompts, kinds, strict=True)
+        ]
+        return Workload(chosen, new_tokens, 1.0, (), self.loaded.model.generation_config.pad_token_id or 0)
+
+    def way(
+        self,
+        strategy: str,
+        names: Sequence[str] = (),
+        config: SpeculativeConfig | None = None,
+        control: Control | None = None,
+    ) -> Way:
+        """A way to generate with the drafters called `names`; without a config, as the toggle decides."""
+        model = self.loaded.model
+
+        def call(work: Workload, seed: int) -> Call:
+            inputs = work.padded(model.device)
+            # A history would know the completions that the way before has just made of these prompts.
+            drafters = [empty_history() if name == "history" else self.drafters[name] for name in names]
+            with stopwatch(model.device) as watch:
+                output = model.generate(
+                    **inputs,
+                    **sampling(work),
+                    logits_processor=self.processors,
+                    assistant_strategy=strategy,
+                    drafter=drafters,
+                    control=control,
+                    speculative_config=replace(config or self.config, seed=seed),
+                    return_dict_in_generate=True,
+                )
+            if output.statistics.drafter_failure is not None:
+                raise RuntimeError(f"a drafter failed: {output.statistics.drafter_failure}")
+            new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+            return Call(watch.value, new, output.statistics)
+
+        return call
+
+
+def in_turns(ways: Mapping[str, Way], works: Sequence[Workload], seed: int) -> dict[str, list[Call]]:
+    """Each way once for each workload, of which a way is the first of another turn; seed + i in turn i."""
+    names = list(ways)
+    calls: dict[str, list[Call]] = {name: [] for name in names}
+    for turn, work in enumerate(works):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            calls[name].append(ways[name](work, seed + turn))
+    return calls
+
+
+def identical_rows(ours: Sequence[Call], theirs: Sequence[Call]) -> tuple[int, int]:
+    """Completions that are equal, and all, of calls of two ways in the same turns."""
+    pairs = [
+        pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a.completions, b.completions, strict=True)
+    ]
+    return sum(mine == other for mine, other in pairs), len(pairs)
+
+
+def empty_history() -> HistoryDrafter:
+    """One that has no texts yet."""
+    return HistoryDrafter(SpeculativeConfig.history_max_tokens)
+
+
+def make_subject(target: str, options: argparse.Namespace, folder: Path) -> Subject:
+    """Loads, trains or measures all that one model needs; profiles go to `folder`."""
+    spec, dtype = target.rsplit(",", 1)
+    loaded = load_model(spec, DTYPES[dtype], options.device, options.agreement, options.seed)
+    model = loaded.model
+    end_tokens(loaded, ignore_eos=True)
+    drafters: dict[str, Drafter] = {
+        "self": self_drafter_of(model, "rtn-w4-g128", "auto", "auto"),
+        "history": empty_history(),
+        "ngram": NgramDrafter(SpeculativeConfig.ngram_size),
+    }
+    if options.assistant is not None and loaded.tokenizer is not None:
+        drafters["model"] = SmallModelDrafter(load_assistant(str(options.assistant), model), model)
+    config = SpeculativeConfig(draft_length=options.draft_length)
+    most = max(options.batch)
+    profile = calibrate(model, config, most, PASSAGE + BEGUN + max(options.new_tokens), options.calibration_seconds)
+    path = folder / f"{Path(spec).name.replace(':', '-')}.json"
+    profile.save(path)
+    config = replace(config, sd_toggle="roofline", roofline_profile=str(path), roofline_mismatch="error")
+    with stopwatch(model.device) as watch:
+        ladder = find_ladder(model, list(drafters.values()), config, most)
+    # Ids of a large vocabulary hardly come twice by chance: two tokens tell a passage.
+    copying = [Copying(2, options.copied)] if loaded.tokenizer is None else []
+    return Subject(loaded, drafters, LogitsProcessorList(copying), config, ladder, watch.value)
+
+
+def add_arguments(parser: argparse.ArgumentParser, targets: Sequence[str]) -> None:
+    """Those of :func:`make_subject`, and the machine's."""
+    add = parser.add_argument
+    add("--models", nargs="+", default=targets, metavar="MODEL,DTYPE", help="folder or shape:NAME, and a dtype")
+    add("--assistant", type=Path, help="folder of a small LM, for models with a tokenizer")
+    add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
+    add("--copied", type=float, default=0.99, help="shape models: probability of a copied token (%(default)s)")
+    add("--draft-length", type=int, default=5, help="γ; the ladder has half and twice it, too (default: %(default)s)")
+    add("--calibration-seconds", type=float, default=60.0, help="at most, for the roofline (default: %(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of weights, prompts and sampling (default: %(default)s)")
+
+
+def shown(options: argparse.Namespace) -> dict[str, object]:
+    """What a result says of the options: no paths of one machine."""
+    hidden = ("output", "models", "assistant", "articles")
+    return {name: value for name, value in vars(options).items() if name not in hidden}

@@ -1,0 +1,322 @@
+"""Best-of-N in the tail: target forwards until the last row of a mixed batch has finished (SA §4.2, §5.5).
+
+Half of the prompts are stories; half are passages of the articles that Spec-Bench has for summarisation, twice and
+begun again, which the target goes on to copy. Each drafter runs by itself, always on, at each γ; the one with the
+fewest target forwards is the best single method. Against it the same drafters race.
+
+On a small CPU hardly any verified token is free, and the race's judge rightly stops it. So that what is measured is
+what races do where they are allowed, the control is told how long each round would have taken on an A100 with a 7B
+target, by the roofline that the EfficientRollout authors published; a small LM's forward is taken to cost a tenth of
+the target's. Forwards and tokens are real, and so are the seconds of this machine; those of the A100 are modelled.
+
+    python -m benchmarks.best_of_n_tail --models copier,float32 --assistant ../shared/models/stories260K
+"""
+
+import argparse
+import itertools
+import json
+import math
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from spec_trl import SpeculativeConfig
+from spec_trl.scheduling.best_of_n import BestOfN
+from spec_trl.scheduling.ladder import Ladder, Rung
+from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.scheduling.selection import AcceptanceHistory
+from spec_trl.scheduling.toggle import Candidate, Chain
+
+from .best_of_n_subject import (
+    COPY,
+    NONE,
+    PASSAGE,
+    STORY,
+    Subject,
+    add_arguments,
+    identical_rows,
+    in_turns,
+    make_subject,
+    shown,
+)
+from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
+from .never_slower import Call, Way, ratios
+from .workload import STORIES, Workload, prompt_source
+
+
+A100 = Roofline(  # ER App. E.3: Qwen2.5-7B, bfloat16, with a 4-bit copy as drafter
+    ModelConstants("qwen2.5-7b", 15.231e9, 5.443e9, 14.14e9, 401408, 57344),
+    Coefficients(F_eff=233.5e12, BW_eff=1.617e12, rho_kappa=0.457, eta_D=1.334, c_T=39e-6, c_D=69e-6, c_V=152e-6),
+)
+SMALL = 0.1  # of the target's forward, a small LM's: a 0.5B's weights are a fourteenth of a 7B's
+NETWORKS = ("self", "model")
+RACES = {"best_of_n, one drafter per row": False, "best_of_n": True}
+
+
+def seconds_on_a100(batch: int, length: float, width: int, drafted: dict[str, int]) -> float:
+    """Of a round that verifies `width` draft tokens of each row, `drafted` of them by which drafter."""
+    verify = A100.verify_seconds(batch, length, width) if width else A100.target_seconds(batch, length)
+    small = SMALL * A100.target_seconds(batch, length) * drafted.get("model", 0)
+    own = drafted.get("self", 0)
+    return verify + small + (A100.cycle_seconds(batch, length, own) - A100.verify_seconds(batch, length, own))
+
+
+def ladder_on_a100(methods: Sequence[str], batches: Sequence[int], lengths: Sequence[int]) -> Ladder:
+    """What profiling would find there."""
+    return Ladder(
+        tuple(
+            Rung(
+                name, batch, length, 0.6, seconds_on_a100(batch, 256, length, {name: length}),
+                A100.target_seconds(batch, 256),
+            )
+            for name in methods
+            for batch in batches
+            for length in lengths
+        ),
+        "A100",
+    )  # fmt: skip
+
+
+class BestOfNOnA100(BestOfN):
+    """Decides as it would there: each round takes the seconds of the roofline."""
+
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        super().begin(capacity, prompts)
+        self.seconds = 0.0
+
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        self.now = len(requests), length
+        self.planned = super().plan(requests, length, waiting)
+        return self.planned
+
+    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        drafted: dict[str, int] = {}
+        for chain in self.planned if draft_length else ():
+            name = self.candidates[chain.which].name
+            drafted[name] = max(drafted.get(name, 0), min(chain.draft_length, draft_length))
+        seconds = seconds_on_a100(*self.now, draft_length, drafted)
+        self.seconds += seconds
+        super().record(draft_length, seconds, tokens)
+
+
+def control_on_a100(pool: Sequence[str], lengths: Sequence[int], rows: int, race: bool) -> BestOfNOnA100:
+    """Best-of-N over `pool` with budget and judge as there."""
+    candidates = [
+        Candidate(name, lengths[0], 1.0, rows, None if name == "model" else A100, name in NETWORKS) for name in pool
+    ]
+    batches = [batch for batch in (1, 2, 4, 8, 16, 32, 64) if batch <= rows]
+    ladder = ladder_on_a100(pool, batches, lengths)
+    return BestOfNOnA100(candidates, ladder, AcceptanceHistory(), roofline=A100, race=race)
+
+
+@dataclass
+class Result:
+    """One way to generate; medians over repeats.
+
+    Args:
+        name: drafter and γ, or the race.
+        forwards: decoding rounds, one target forward each, until the last row had finished.
+        tail_forwards: from when half of the rows had.
+        fewer: forwards of the best single method over these, within a repeat.
+        seconds: of the whole call on this machine.
+        tail_seconds: from when half of the rows had finished.
+        a100_seconds: of the rounds, modelled.
+        block_efficiency: τ.
+        raced: rounds with a race, all repeats together.
+        wins: of races, by drafter.
+        wasted: by drafter, draft tokens of races that were verified and not committed.
+        control_share: of decisions in the seconds.
+        identical_rows, rows: completions equal to `none`'s.
+    """
+
+    name: str
+    forwards: float
+    tail_forwards: float
+    fewer: float
+    seconds: float
+    tail_seconds: float
+    a100_seconds: float
+    block_efficiency: float
+    raced: int
+    wins: dict[str, int]
+    wasted: dict[str, int]
+    control_share: float
+    identical_rows: int
+    rows: int
+
+
+def measure_pool(subject: Subject, pool: Sequence[str], rows: int, options: argparse.Namespace) -> dict[str, Any]:
+    """All ways with the drafters of one pool."""
+    tokens, lengths, count = options.new_tokens[0], options.lengths, options.repeats + options.rollouts
+    stories = prompt_source(subject.loaded, None, rows * count, options.seed)
+    prompts = [own for pair in zip(stories, articles(subject, options.articles), strict=False) for own in pair]
+    kinds = [(STORY, COPY)[row % 2] for row in range(rows)]
+    works = [subject.work(prompts[i : i + rows], kinds, tokens) for i in range(0, rows * count, rows)]
+    singles: dict[str, Way] = {
+        f"{name}, γ = {length}": subject.way(name, [name], SpeculativeConfig(draft_length=length))
+        for name in pool
+        for length in lengths
+    }
+    controls = {title: control_on_a100(pool, lengths, rows, race) for title, race in RACES.items()}
+    modelled: dict[str, list[float]] = {title: [] for title in controls}
+    for control in controls.values():
+        for number, work in enumerate(works[: options.rollouts]):
+            subject.way("best_of_n", pool, control=control)(work, options.seed - 1 - number)
+    ways = {NONE: subject.way(NONE)} | singles
+    ways |= {title: _timed(subject, pool, control, modelled[title]) for title, control in controls.items()}
+    calls = in_turns(ways, works[options.rollouts :], options.seed)
+    for title in (NONE, *singles):
+        modelled[title] = [_a100_seconds(call) for call in calls[title]]
+    best = min(singles, key=lambda name: statistics.median(call.statistics.rounds for call in calls[name]))
+    results = [summarise(name, made, calls[best], calls[NONE], modelled[name]) for name, made in calls.items()]
+    return {"pool": list(pool), "rows": rows, "best_single": best, "results": [asdict(result) for result in results]}
+
+
+def articles(subject: Subject, file: Path) -> Iterator[list[int]]:
+    """Token ids of Spec-Bench's articles to summarise, over and over; of random tokens for a shape."""
+    if subject.loaded.tokenizer is None:
+        vocabulary, rng = subject.loaded.model.config.vocab_size, random.Random(0)
+        while True:
+            yield [rng.randrange(vocabulary) for _ in range(PASSAGE)]
+    questions = [json.loads(line) for line in file.read_text().splitlines()]
+    texts = [own["turns"][0].removeprefix("Summarize: ") for own in questions if own["category"] == "summarization"]
+    yield from itertools.cycle(subject.loaded.tokenizer(texts)["input_ids"])
+
+
+def _timed(subject: Subject, pool: Sequence[str], control: BestOfNOnA100, modelled: list[float]) -> Way:
+    """Best-of-N, which notes its seconds on the A100."""
+    way = subject.way("best_of_n", pool, control=control)
+
+    def call(work: Workload, seed: int) -> Call:
+        made = way(work, seed)
+        modelled.append(control.seconds)
+        return made
+
+    return call
+
+
+def _a100_seconds(call: Call) -> float:
+    """Of a rollout with one drafter, or none."""
+    return sum(
+        point.rounds
+        * seconds_on_a100(
+            point.batch, point.length, point.draft_length, {point.drafter: point.draft_length} if point.drafter else {}
+        )
+        for point in call.statistics.points
+    )
+
+
+def summarise(
+    name: str, calls: Sequence[Call], best: Sequence[Call], none: Sequence[Call], modelled: Sequence[float]
+) -> Result:
+    """Medians of one way's calls, and sums over its races."""
+    everything = [call.statistics for call in calls]
+    tails = [own.tail() for own in everything]
+    races = [own.racing for own in everything if own.racing is not None]
+    wins: Counter[str] = Counter()
+    wasted: Counter[str] = Counter()
+    for race in races:
+        wins.update(race.wins)
+        wasted.update(race.wasted)
+    median = statistics.median
+    return Result(
+        name,
+        median(own.rounds for own in everything),
+        median(tail.rounds for tail in tails),
+        median(ratios([call.statistics.rounds for call in best], [own.rounds for own in everything])),
+        median(call.seconds for call in calls),
+        median(tail.seconds for tail in tails),
+        median(modelled),
+        median(own.block_efficiency for own in everything),
+        sum(race.rounds for race in races),
+        dict(wins),
+        dict(wasted),
+        median(own.phase_seconds["control"] / call.seconds for own, call in zip(everything, calls, strict=True)),
+        *identical_rows(calls, none),
+    )
+
+
+def report(result: dict[str, Any]) -> str:
+    """`result` as Markdown."""
+    options = result["options"]
+    lines = [
+        "# Best-of-N in the tail", "", machine_line(result["machine"]), "",
+        f"Half stories, half articles to copy, {options['new_tokens'][0]} new tokens each, temperature 1; "
+        f"{options['rollouts']} rollouts fill the history; {options['repeats']} repeats in turns, medians. Forwards "
+        "are decoding rounds until the last row had finished; the tail begins when half of them had. Fewer: forwards "
+        "of the best single method over these, within a repeat. The control of `best_of_n` decides as on an A100 with "
+        "a 7B target, whose seconds are modelled by a roofline; all others were measured. The whole benchmark took "
+        f"{result['seconds']:.0f} s.",
+        "",
+    ]  # fmt: skip
+    for pool in result["pools"]:
+        lines += [f"## {pool['model']}, {pool['rows']} rows: {', '.join(pool['pool'])}", ""]
+        header = ["way", "forwards", "fewer", "in the tail", "s", "tail s", "A100 s (modelled)", "τ", "raced rounds"]
+        rows = [
+            [each["name"], f"{each['forwards']:.0f}", f"{each['fewer']:.2f}×", f"{each['tail_forwards']:.0f}"]
+            + [f"{each['seconds']:.2f}", f"{each['tail_seconds']:.2f}", f"{each['a100_seconds']:.2f}"]
+            + ["–" if math.isnan(each["block_efficiency"]) else f"{each['block_efficiency']:.2f}", str(each["raced"])]
+            + [_listed(each["wins"]), _listed(each["wasted"]), f"{each['control_share']:.2%}"]
+            + [f"{each['identical_rows']}/{each['rows']}"]
+            for each in pool["results"]
+        ]
+        table = markdown_table([*header, "wins", "wasted tokens", "control", "rows as none"], rows)
+        lines += [table, "", f"Best single method by forwards: {pool['best_single']}.", ""]
+    return "\n".join(lines)
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "–"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, ["copier,float32"])
+    add = parser.add_argument
+    add("--pools", nargs="+", default=["ngram,model", "self,ngram,model"], metavar="NAME,NAME",
+        help="drafters that race (default: %(default)s)")  # fmt: skip
+    add(
+        "--articles",
+        type=Path,
+        default=STORIES.parents[1] / "spec_bench/question.jsonl",
+        help="questions of Spec-Bench",
+    )
+    add("--lengths", type=int, nargs="+", default=[5, 10], help="γ of each drafter (default: %(default)s)")
+    add("--batch", type=int, nargs="+", default=[8, 16], help="rows (default: %(default)s)")
+    add("--new-tokens", type=int, nargs=1, default=[256], help="per row (default: %(default)s)")
+    add("--rollouts", type=int, default=4, help="that fill the history (default: %(default)s)")
+    add("--repeats", type=int, default=5, help="of each way (default: %(default)s)")
+    add("--output", type=Path, default=RESULTS / "best_of_n_tail.json", help="the .md goes beside it (%(default)s)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    warnings.filterwarnings("ignore", message=".*max_new_tokens.*")
+    started, machine = time.perf_counter(), describe_machine(torch.device(options.device))
+    pools = []
+    with tempfile.TemporaryDirectory() as folder:
+        for target in options.models:
+            subject = make_subject(target, options, Path(folder))
+            for rows in options.batch:
+                for pool in tqdm(options.pools, desc=f"{subject.loaded.facts['model']}, {rows} rows"):
+                    pools.append(subject.loaded.facts | measure_pool(subject, pool.split(","), rows, options))
+    result: dict[str, Any] = {
+        "machine": machine, "options": shown(options), "pools": pools, "seconds": time.perf_counter() - started,
+    }  # fmt: skip
+    write_result(options.output, result, report(result))
+
+
+if __name__ == "__main__":
+    main()
