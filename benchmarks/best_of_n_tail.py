@@ -158,8 +158,10 @@ class Result:
 def measure_pool(subject: Subject, pool: Sequence[str], rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """All ways with the drafters of one pool."""
     tokens, lengths, count = options.new_tokens[0], options.lengths, options.repeats + options.rollouts
-    stories = prompt_source(subject.loaded, None, rows * count, options.seed)
-    prompts = [own for pair in zip(stories, articles(subject, options.articles), strict=False) for own in pair]
+    prompts = prompt_source(subject.loaded, None, rows * count, options.seed)
+    if options.copied_texts == "articles":
+        others = articles(subject, options.articles)
+        prompts = [own for pair in zip(prompts, others, strict=False) for own in pair]
     kinds = [(STORY, COPY)[row % 2] for row in range(rows)]
     works = [subject.work(prompts[i : i + rows], kinds, tokens) for i in range(0, rows * count, rows)]
     singles: dict[str, Way] = {
@@ -251,11 +253,12 @@ def report(result: dict[str, Any]) -> str:
     options = result["options"]
     lines = [
         "# Best-of-N in the tail", "", machine_line(result["machine"]), "",
-        f"Half stories, half articles to copy, {options['new_tokens'][0]} new tokens each, temperature 1; "
-        f"{options['rollouts']} rollouts fill the history; {options['repeats']} repeats in turns, medians. Forwards "
-        "are decoding rounds until the last row had finished; the tail begins when half of them had. Fewer: forwards "
-        "of the best single method over these, within a repeat. The control of `best_of_n` decides as on an A100 with "
-        "a 7B target, whose seconds are modelled by a roofline; all others were measured. The whole benchmark took "
+        f"Half stories, half {options['copied_texts']} to copy, {options['new_tokens'][0]} new tokens each, "
+        f"temperature 1; {options['rollouts']} rollouts fill the history; {options['repeats']} repeats in turns, "
+        "medians. Forwards are decoding rounds until the last row had finished; the tail begins when half of them "
+        "had. Fewer: forwards of the best single method over these, within a repeat. The control of `best_of_n` "
+        "decides as on an A100 with a 7B target, whose seconds are modelled by a roofline; all others were measured. "
+        "The whole benchmark took "
         f"{result['seconds']:.0f} s.",
         "",
     ]  # fmt: skip
@@ -285,6 +288,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--pools", nargs="+", default=["ngram,model", "self,ngram,model"], metavar="NAME,NAME",
         help="drafters that race (default: %(default)s)")  # fmt: skip
+    add("--copied-texts", choices=["articles", "stories"], default="articles", help="whose passages (%(default)s)")
     add(
         "--articles",
         type=Path,
