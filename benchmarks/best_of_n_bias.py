@@ -14,9 +14,10 @@ import argparse
 import json
 import time
 import warnings
-from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from .workload import STORIES, Workload
 POOL = ("ngram", "model")
 BEFORE_END = 120  # tokens that a story still has behind its prompt
 SIGNIFICANT = 0.05
+WAYS = {"best_of_n": "best_of_n", "none": "none", "none, other seeds": "none"}
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Sample:
     predictable: list[float] = field(default_factory=list)
     rounds: int = 0
     raced: int = 0
-    wins: Counter[str] = field(default_factory=Counter)
+    wins: dict[str, int] = field(default_factory=dict)
 
 
 def first_words(text: str) -> float:
@@ -114,57 +116,64 @@ def parse_arguments() -> argparse.Namespace:
     add("--rollouts", type=int, default=2000, help="of each way (default: %(default)s)")
     add("--batch", type=int, default=16, help="rows (default: %(default)s)")
     add("--new-tokens", type=int, default=200, help="at most, per row (default: %(default)s)")
-    add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
+    add("--workers", type=int, default=2, help="processes of one thread each (default: %(default)s)")
     add("--output", type=Path, default=RESULTS / "best_of_n_bias.json", help="the .md goes beside it (%(default)s)")
     return parser.parse_args()
 
 
-def main() -> None:
-    options = parse_arguments()
-    torch.set_num_threads(options.threads)
+def roll_out(name: str, strategy: str, seed: int, options: argparse.Namespace) -> Sample:
+    """All rollouts of one way."""
+    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*max_new_tokens.*")
-    started, machine = time.perf_counter(), describe_machine(torch.device("cpu"))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    drafters = [NgramDrafter(3), SmallModelDrafter(load_assistant(options.assistant, model), model)]
-    control = control_on_a100(POOL, (5, 10), options.batch, race=True)
-    prompts = prompts_of(tokenizer, options.rollouts)
-    end = model.generation_config.eos_token_id
+    prompts, end = prompts_of(tokenizer, options.rollouts), model.generation_config.eos_token_id
+    given: dict[str, Any] = {}
+    if strategy != "none":
+        given["drafter"] = [NgramDrafter(3), SmallModelDrafter(load_assistant(options.assistant, model), model)]
+        given["control"] = control_on_a100(POOL, (5, 10), options.batch, race=True)
+    sample = Sample()
+    for begin in trange(0, options.rollouts, options.batch, desc=name):
+        own = prompts[begin : begin + options.batch]
+        inputs = Workload(own, options.new_tokens, 1.0, (end,), tokenizer.pad_token_id).padded(model.device)
+        output = model.generate(
+            **inputs, **given, do_sample=True, top_k=0, max_new_tokens=options.new_tokens,
+            assistant_strategy=strategy, speculative_config={"seed": seed + begin}, return_dict_in_generate=True,
+        )  # fmt: skip
+        new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        rows = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]
+        sample.lengths += map(len, rows)
+        sample.rewards += map(first_words, tokenizer.batch_decode(rows, skip_special_tokens=True))
+        sample.predictable += map(predictable, own, rows)
+        sample.rounds += output.statistics.rounds
+        if (racing := output.statistics.racing) is not None:
+            sample.raced += racing.rounds
+            for drafter, count in racing.wins.items():
+                sample.wins[drafter] = sample.wins.get(drafter, 0) + count
+    return sample
 
-    def roll_out(strategy: str, seed: int, **given: Any) -> Sample:
-        sample = Sample()
-        for begin in trange(0, options.rollouts, options.batch, desc=f"{strategy}, seed {seed}"):
-            own = prompts[begin : begin + options.batch]
-            inputs = Workload(own, options.new_tokens, 1.0, (end,), tokenizer.pad_token_id).padded(model.device)
-            output = model.generate(
-                **inputs, **given, do_sample=True, top_k=0, max_new_tokens=options.new_tokens,
-                assistant_strategy=strategy, speculative_config={"seed": seed + begin}, return_dict_in_generate=True,
-            )  # fmt: skip
-            new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-            rows = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]
-            sample.lengths += map(len, rows)
-            sample.rewards += map(first_words, tokenizer.batch_decode(rows, skip_special_tokens=True))
-            sample.predictable += map(predictable, own, rows)
-            sample.rounds += output.statistics.rounds
-            if (racing := output.statistics.racing) is not None:
-                sample.raced += racing.rounds
-                sample.wins.update(racing.wins)
-        return sample
 
-    none, again = roll_out("none", 0), roll_out("none", 10**6)
-    raced = roll_out("best_of_n", 2 * 10**6, drafter=drafters, control=control)
-    tests = {
-        "best_of_n": compare(raced, none),
-        "none, other seeds": compare(again, none),
-        "biased": compare(more_predictable(none, again), none),
-    }
+def main() -> None:
+    options = parse_arguments()
+    started, machine = time.perf_counter(), describe_machine(torch.device("cpu"))
+    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
+        jobs = {
+            name: pool.submit(roll_out, name, strategy, seed * 10**6, options)
+            for seed, (name, strategy) in enumerate(WAYS.items())
+        }
+        samples = {name: job.result() for name, job in jobs.items()}
+    ours, none, again = samples.values()
     result: dict[str, Any] = {
         "machine": machine,
-        "options": {name: vars(options)[name] for name in ("rollouts", "batch", "new_tokens", "threads")},
-        "p_values": tests,
-        "samples": {"none": asdict(none), "none, other seeds": asdict(again), "best_of_n": asdict(raced)},
+        "options": {name: vars(options)[name] for name in ("rollouts", "batch", "new_tokens", "workers")},
+        "p_values": {
+            "best_of_n": compare(ours, none),
+            "none, other seeds": compare(again, none),
+            "biased": compare(more_predictable(none, again), none),
+        },
+        "samples": {name: asdict(sample) for name, sample in samples.items()},
         "seconds": time.perf_counter() - started,
-    }  # fmt: skip
+    }
     write_result(options.output, result, report(result))
 
 
