@@ -22,7 +22,6 @@ def make_control(
     profile: Profile | None = None,
     ladder: Ladder | None = None,
     history: AcceptanceHistory | None = None,
-    race: bool = True,
 ) -> Control:
     """The control that `config.sd_toggle` asks for, over `drafters` in their order; with a ladder, that of
     `"best_of_n"` and `"auto"`.
@@ -33,7 +32,6 @@ def make_control(
         profile: of `sd_toggle="roofline"`.
         ladder: of these drafters.
         history: their acceptance so far; with `ladder`, None: nothing is known.
-        race: with `ladder`, whether rows may race where `config.best_of_n_race` lets them; `"auto"` has none.
 
     Raises:
         ValueError: with `ladder`, two drafters have the same strategy name.
@@ -55,7 +53,7 @@ def make_control(
         return BestOfN(
             candidates, ladder, AcceptanceHistory() if history is None else history, config.sd_margin,
             None if profile is None else profile.roofline, config.best_of_n_tolerance, config.best_of_n_budget,
-            race and config.best_of_n_race,
+            config.best_of_n_race,
         )  # fmt: skip
     if config.sd_toggle == "always" and len(candidates) == 1:
         return AlwaysSpeculate(candidates[0])
@@ -85,7 +83,6 @@ def take_control(
     config: SpeculativeConfig,
     profile: Profile | None,
     ladder: Ladder,
-    race: bool,
 ) -> KeptControl:
     """The control of `"best_of_n"` and `"auto"` for `model`: that of the last call with the same options, which knows
     by now how far its predictions are off, with logits processors or long texts that no profile has seen.
@@ -95,10 +92,10 @@ def take_control(
     """
     members = tuple((drafter.strategy, drafter.max_rows) for drafter in drafters)
     # Its assistants are in the ladder by their shapes; here they would be kept alive.
-    options = (members, race, replace(config, seed=None, best_of_n_assistants=None), profile, ladder)
+    options = (members, replace(config, seed=None, best_of_n_assistants=None), profile, ladder)
     kept = _kept.pop(model, None)
     if kept is None or kept.options != options:
-        control = make_control(drafters, config, profile, ladder, acceptance_history_of(model), race)
+        control = make_control(drafters, config, profile, ladder, acceptance_history_of(model))
         kept = KeptControl(options, control)
     return kept
 

@@ -4,7 +4,7 @@ import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -138,7 +138,8 @@ def speculative_decoding(
     if control is None:
         if assistant_strategy in CHOOSE_BY_LADDER and drafters and config.sd_toggle != "never":
             ladder = find_ladder(model, drafters, config, capacity)
-            taken = take_control(model, drafters, config, profile, ladder, race=assistant_strategy == "best_of_n")
+            own = config if assistant_strategy == "best_of_n" else replace(config, best_of_n_race=False)
+            taken = take_control(model, drafters, own, profile, ladder)
             control = taken.control
         else:
             control = make_control(drafters, config, profile)

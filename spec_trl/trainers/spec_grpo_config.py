@@ -330,7 +330,7 @@ class SpecGRPOConfig(GRPOConfig):
             best_of_n_assistants=self.best_of_n_assistants,  # type: ignore[arg-type]
             best_of_n_budget=self.best_of_n_budget,
             best_of_n_tolerance=self.best_of_n_tolerance,
-            best_of_n_race=self.best_of_n_race,
+            best_of_n_race=self.best_of_n_race and self.assistant_strategy == "best_of_n",
         )
 
     def draft_length_controller(self) -> DraftLengthController:

@@ -282,9 +282,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             ladder = None
             if drafters and strategy in CHOOSE_BY_LADDER:
                 ladder = shared_ladder(self.accelerator, policy, drafters, self.args, rows)
-            self._control = make_control(
-                drafters, self._speculative_config, self._profile, ladder, self._acceptance, strategy == "best_of_n"
-            )
+            self._control = make_control(drafters, self._speculative_config, self._profile, ladder, self._acceptance)
         if isinstance(self._control, BestOfN):
             return self._control  # which takes both from the acceptance so far
         for candidate in self._control.candidates:

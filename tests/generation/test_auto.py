@@ -134,8 +134,8 @@ def test_the_roofline_predicts_where_there_is_one(tiny: LlamaForCausalLM) -> Non
     drafters = [SelfDrafter(tiny, kernel="reference"), HistoryDrafter(1000)]
     rungs = tuple(Rung(drafter.strategy, 1, gamma, 0.6, 1.0, 1.0) for drafter in drafters for gamma in LENGTHS)
     for toggle, profile, kind in (("roofline", PROFILE, type(PROFILE.roofline)), ("always", None, LadderCosts)):
-        config = SpeculativeConfig(sd_toggle=toggle)
-        control = make_control(drafters, config, profile, Ladder(rungs, ""), race=False)
+        config = SpeculativeConfig(sd_toggle=toggle, best_of_n_race=False)
+        control = make_control(drafters, config, profile, Ladder(rungs, ""))
         assert isinstance(control, BestOfN)
         control.begin(1, ["prompt"])
         assert {type(candidate.roofline) for candidate in control.candidates} == {kind}

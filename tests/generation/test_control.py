@@ -302,7 +302,7 @@ def test_the_control_is_kept_for_the_same_options(tiny: LlamaForCausalLM) -> Non
     config = SpeculativeConfig(seed=1)
 
     def control(**changes: Any) -> Any:
-        given = {"drafters": drafters, "config": config, "profile": PROFILE, "ladder": ladder, "race": True} | changes
+        given = {"drafters": drafters, "config": config, "profile": PROFILE, "ladder": ladder} | changes
         taken = take_control(tiny, **given)
         keep_control(tiny, taken)
         return taken.control
@@ -312,8 +312,9 @@ def test_the_control_is_kept_for_the_same_options(tiny: LlamaForCausalLM) -> Non
     assert control(drafters=[SelfDrafter(tiny), NgramDrafter(2)], ladder=replace(ladder)) is kept
     assert kept.history is acceptance_history_of(tiny)
     for changes in (
-        {"config": replace(config, sd_margin=0.1)}, {"profile": FREE_DRAFTS}, {"profile": None}, {"race": False},
-        {"ladder": other}, {"drafters": drafters[:1]}, {"drafters": drafters[::-1]},
+        {"config": replace(config, sd_margin=0.1)}, {"config": replace(config, best_of_n_race=False)},
+        {"profile": FREE_DRAFTS}, {"profile": None}, {"ladder": other}, {"drafters": drafters[:1]},
+        {"drafters": drafters[::-1]},
     ):  # fmt: skip
         another = control(**changes)
         assert another is not kept and another.history is kept.history
