@@ -2,9 +2,11 @@
 
 One cell is a model, a batch and a kind of prompts: stories, or prompts whose completion copies them. In each cell
 `best_of_n` first generates for other prompts of that kind, which is its history. Then its choice at the start of each
-rollout is compared with what the members measure by themselves, each always on at the γ that history and ladder give
-it, and with autoregressive decoding; and `best_of_n` as a whole with `none` and with `self` under its toggle. All ways
-run in turns, with new prompts and a new seed in each repeat; ratios are medians of those within one.
+rollout is compared with what the members measure by themselves, and with autoregressive decoding. By themselves they
+run in two ways: always on, at the γ that history and ladder give them, and watched, as the control of `best_of_n` runs
+the one it has chosen, with the same history, which turns them off where they stop paying. `best_of_n` as a whole is
+compared with `none` and with `self` under its toggle. All ways run in turns, with new prompts and a new seed in each
+repeat; ratios are medians of those within one.
 
     python -m benchmarks.copying --model ../shared/models/bit-stories3M --output copier
     python -m benchmarks.best_of_n --models copier,float32 --assistant ../shared/models/stories260K
@@ -29,10 +31,10 @@ from tqdm import tqdm
 
 import spec_trl
 from spec_trl import SpeculativeConfig
-from spec_trl.generation.control import acceptance_history_of
+from spec_trl.generation.control import acceptance_history_of, make_control
 from spec_trl.generation.rows import prompt_key
 from spec_trl.scheduling.ladder import Choice
-from spec_trl.scheduling.selection import OPTIMISTIC
+from spec_trl.scheduling.selection import OPTIMISTIC, AcceptanceHistory
 
 from .best_of_n_subject import (
     BEST_OF_N,
@@ -48,11 +50,12 @@ from .best_of_n_subject import (
     shown,
 )
 from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
-from .never_slower import Call, ratios
+from .never_slower import Call, Way, ratios
 from .workload import prompt_source
 
 
 TOGGLED = "self, toggled"
+WATCHED = "watched "  # and the member's name
 METHODS = (SELF, "history", "ngram", "model")
 BEGINNING = 5  # rounds in which a rollout's first choice shows: the first ones may measure the baseline
 TOGETHER = 0.97  # a method this close to the best one is as good: repeats of one method differ as much
@@ -66,15 +69,16 @@ class Cell:
         kind: of prompts.
         batch: rows.
         new_tokens: of each row.
-        tokens_per_second: of each way, whole calls; members are always on at the ladder's γ.
+        tokens_per_second: of each way, whole calls; members are always on at the ladder's γ, and watched.
         draft_lengths: that γ.
         block_efficiency: τ of each member by itself.
         expected_efficiency: τ by history of each member; None: it never drafted.
         expected_speedup: of each member over "none", by the ladder at that τ, or at that of p = 0.9.
         choices: how often which method drafted at the start of a rollout.
-        best: what measured best, of members and "none".
-        chosen_to_best, self_to_none, to_none, to_self: ratios of tokens/s within a repeat; of what was chosen most,
-            of `self` under its toggle, and of `best_of_n` to "none" and to that `self`.
+        best, best_watched: what measured best, of members and "none".
+        chosen_to_best, chosen_to_best_watched: ratios of tokens/s within a repeat, of what was chosen most.
+        self_to_none, to_none, to_self: likewise, of `self` under its toggle, and of `best_of_n` to "none" and to that
+            `self`.
         to_none_by_repeat: the same, each.
         control_share: of `best_of_n`'s decisions in its seconds.
         speculative_share: of its rounds.
@@ -92,7 +96,9 @@ class Cell:
     expected_speedup: dict[str, float]
     choices: dict[str, int]
     best: str
+    best_watched: str
     chosen_to_best: float
+    chosen_to_best_watched: float
     self_to_none: float
     to_none: float
     to_self: float
@@ -110,8 +116,13 @@ class Cell:
 
     @property
     def is_best(self) -> bool:
-        """Whether the choice measured best, or as well as what did."""
+        """Whether the choice measured best of all that are always on, or as well as what did."""
         return self.chosen == self.best or self.chosen_to_best >= TOGETHER
+
+    @property
+    def is_best_watched(self) -> bool:
+        """The same of all that are watched."""
+        return self.chosen == self.best_watched or self.chosen_to_best_watched >= TOGETHER
 
 
 def measure_cell(subject: Subject, kind: str, batch: int, tokens: int, options: argparse.Namespace) -> Cell:
@@ -125,9 +136,10 @@ def measure_cell(subject: Subject, kind: str, batch: int, tokens: int, options: 
     ours = subject.way(BEST_OF_N, list(subject.drafters))
     for rollout in range(options.rollouts):
         ours(works.pop(), seed - 1 - rollout)
+    known = acceptance_history_of(model)
     # None of the prompts that are left was drafted for, so that all have the same expectation.
     keys = [prompt_key(torch.tensor(ids)) for ids in works[0].prompts]
-    expected = {name: acceptance_history_of(model).expected(name, keys) for name in members}
+    expected = {name: known.expected(name, keys) for name in members}
     planned = {
         name: Choice(name, *ladder.best_draft_length(name, own or OPTIMISTIC.block_efficiency, batch))
         for name, own in expected.items()
@@ -138,12 +150,21 @@ def measure_cell(subject: Subject, kind: str, batch: int, tokens: int, options: 
             name: subject.way(name, [name], SpeculativeConfig(draft_length=choice.draft_length))
             for name, choice in planned.items()
         },
+        **{WATCHED + name: watched(subject, name, known) for name in members},
         TOGGLED: subject.way(SELF, [SELF]),
         BEST_OF_N: ours,
     }
     calls = in_turns(ways, works, seed)
     efficiencies = {name: own and own(planned[name].draft_length) for name, own in expected.items()}
     return summarise(kind, batch, tokens, planned, efficiencies, calls)
+
+
+def watched(subject: Subject, name: str, known: AcceptanceHistory) -> Way:
+    """A member by itself, under a control that knows what is known so far, and learns for itself alone."""
+    history = AcceptanceHistory()
+    history.load_state_dict(known.state_dict())
+    control = make_control([subject.drafters[name]], subject.config, subject.profile, subject.ladder, history)
+    return subject.way(BEST_OF_N, [name], control=control)
 
 
 def first_choice(call: Call) -> str:
@@ -164,12 +185,15 @@ def summarise(
     speeds = {name: [call.tokens_per_second for call in made] for name, made in calls.items()}
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     best = max([NONE, *planned], key=medians.__getitem__)
+    as_watched = {NONE: NONE} | {name: WATCHED + name for name in planned}
+    best_watched = max(as_watched, key=lambda name: medians[as_watched[name]])
 
     def ratio(ours: str, theirs: str) -> float:
         return statistics.median(ratios(speeds[ours], speeds[theirs]))
 
     ours = calls[BEST_OF_N]
     choices = Counter(map(first_choice, ours))
+    chosen = choices.most_common(1)[0][0]
     identical, rows = identical_rows(ours, calls[NONE])
     return Cell(
         kind, batch, tokens, medians,
@@ -181,7 +205,9 @@ def summarise(
         expected_speedup={name: choice.speedup for name, choice in planned.items()},
         choices=dict(choices),
         best=best,
-        chosen_to_best=ratio(choices.most_common(1)[0][0], best),
+        best_watched=best_watched,
+        chosen_to_best=ratio(chosen, best),
+        chosen_to_best_watched=ratio(as_watched[chosen], as_watched[best_watched]),
         self_to_none=ratio(TOGGLED, NONE),
         to_none=ratio(BEST_OF_N, NONE),
         to_self=ratio(BEST_OF_N, TOGGLED),
@@ -206,7 +232,10 @@ def measure(target: str, options: argparse.Namespace, folder: Path) -> dict[str,
     return subject.loaded.facts | {
         "ladder_seconds": subject.ladder_seconds,
         "rungs": [asdict(rung) for rung in subject.ladder.rungs],
-        "cells": [asdict(cell) | {"chosen": cell.chosen, "is_best": cell.is_best} for cell in cells],
+        "cells": [
+            asdict(cell) | {"chosen": cell.chosen, "is_best": cell.is_best, "is_best_watched": cell.is_best_watched}
+            for cell in cells
+        ],
     }
 
 
@@ -243,9 +272,18 @@ def report(result: dict[str, Any]) -> str:
     options, models = result["options"], result["models"]
     cells = [cell for model in models for cell in model["cells"]]
     methods = [name for name in METHODS if any(name in cell["draft_lengths"] for cell in cells)]
-    best, count = sum(cell["is_best"] for cell in cells), len(cells)
-    header = ["model", "prompts", "batch", "new tokens", "chosen", "best", "chosen/best", "best_of_n/none"]
-    header += ["of all repeats", "best_of_n/self", "self/none", "control", "rounds speculating", "rows as none"]
+    count = len(cells)
+    header = ["model", "prompts", "batch", "new tokens", "chosen", "best", "chosen/best", "best watched"]
+    header += [
+        "chosen/best watched",
+        "best_of_n/none",
+        "of all repeats",
+        "best_of_n/self",
+        "self/none",
+        "control",
+        "rounds speculating",
+        "rows as none",
+    ]
     rows, members = [], []
     for model in models:
         for cell in model["cells"]:
@@ -254,6 +292,7 @@ def report(result: dict[str, Any]) -> str:
             chosen = f"{cell['chosen']} ({cell['choices'][cell['chosen']]} of {options['repeats']})"
             rows.append(
                 [*where, str(cell["new_tokens"]), chosen, cell["best"], f"{cell['chosen_to_best']:.3f}"]
+                + [cell["best_watched"], f"{cell['chosen_to_best_watched']:.3f}"]
                 + [f"{cell['to_none']:.3f}", f"{min(by_repeat):.2f}–{max(by_repeat):.2f}", f"{cell['to_self']:.3f}"]
                 + [f"{cell['self_to_none']:.3f}", f"{cell['control_share']:.2%}", f"{cell['speculative_share']:.0%}"]
                 + [f"{cell['identical_rows']}/{cell['rows']}"]
@@ -266,19 +305,20 @@ def report(result: dict[str, Any]) -> str:
         f"γ = {options['draft_length']}, half and twice it in the ladder; temperature 1; {options['rollouts']} "
         f"rollouts fill the history; {options['repeats']} repeats in turns. Ratios are medians of tokens/s of whole "
         f"`generate` calls within a repeat. The choice is what drafted at the start of most rollouts; one within "
-        f"{1 - TOGETHER:.0%} of the best counts as the best. `self` runs under its toggle (`sd_toggle=\"roofline\"`). "
+        f"{1 - TOGETHER:.0%} of the best counts as the best. Watched is a method by itself under the control of "
+        "`best_of_n`, which turns it off where it stops paying. `self` runs under its toggle "
+        "(`sd_toggle=\"roofline\"`). "
         f"The whole benchmark took {result['seconds']:.0f} s.",
         "",
         markdown_table(header, rows), "",
-        f"The choice measured best in {best} of {count} cells, and in "
-        f"{sum(cell['chosen'] == cell['best'] for cell in cells)} without that allowance; at worst "
-        f"{min(cell['chosen_to_best'] for cell in cells):.3f} of the best. "
+        f"Among methods that are always on, {_judged(cells, 'best')}; among watched ones, "
+        f"{_judged(cells, 'best_watched')}. "
         f"`best_of_n` reached 1.0 of `none` in {sum(cell['to_none'] >= 1 for cell in cells)} of {count} cells and "
         f"1.0 of `self` in {sum(cell['to_self'] >= 1 for cell in cells)}. Decisions took at most {share:.2%} of "
         "a rollout.",
         "", "## The methods by themselves", "",
-        "Tokens/s over those of `none`, always on, at the ladder's γ; behind it τ and the ladder's own speedup at "
-        "the τ that history expects. –: more rows than its kernels serve.",
+        "Tokens/s over those of `none`, always on, at the ladder's γ; behind it those of the watched one, τ, and the "
+        "ladder's own speedup at the τ that history expects. –: more rows than its kernels serve.",
         "",
         markdown_table(["model", "prompts", "batch", "none tok/s", *methods], members), "",
     ]  # fmt: skip
@@ -291,12 +331,22 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _judged(cells: list[dict[str, Any]], best: str) -> str:
+    """How often the choice was `best`, and how far it was off at worst."""
+    return (
+        f"the choice measured best in {sum(cell[f'is_{best}'] for cell in cells)} of {len(cells)} cells, and in "
+        f"{sum(cell['chosen'] == cell[best] for cell in cells)} without that allowance; at worst it reached "
+        f"{min(cell[f'chosen_to_{best}'] for cell in cells):.3f} of the best"
+    )
+
+
 def _member(cell: dict[str, Any], name: str, none: float) -> str:
     if name not in cell["draft_lengths"]:
         return "–"
     ratio, efficiency = cell["tokens_per_second"][name] / none, cell["block_efficiency"][name]
     ladder, length = cell["expected_speedup"][name], cell["draft_lengths"][name]
-    return f"{ratio:.2f} (γ {length}, τ {efficiency:.2f}, ladder {ladder:.2f})"
+    watched = cell["tokens_per_second"][WATCHED + name] / none
+    return f"{ratio:.2f} (watched {watched:.2f}, γ {length}, τ {efficiency:.2f}, ladder {ladder:.2f})"
 
 
 if __name__ == "__main__":

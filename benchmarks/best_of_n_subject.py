@@ -17,6 +17,7 @@ from spec_trl.generation.drafters.self_draft import self_drafter_of
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
 from spec_trl.generation.laddering import find_ladder
 from spec_trl.scheduling.ladder import Ladder
+from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.toggle import Control
 
 from .copying import Copying, copy_heavy
@@ -42,6 +43,7 @@ class Subject:
         drafters: by method.
         processors: make synthetic weights copy.
         config: γ of `self`, and the roofline beside which the ladder lies.
+        profile: that roofline.
         ladder: of the drafters.
         ladder_seconds: that it took.
     """
@@ -50,6 +52,7 @@ class Subject:
     drafters: dict[str, Drafter]
     processors: LogitsProcessorList
     config: SpeculativeConfig
+    profile: Profile
     ladder: Ladder
     ladder_seconds: float
 
@@ -139,9 +142,9 @@ def make_subject(target: str, options: argparse.Namespace, folder: Path) -> Subj
     config = replace(config, sd_toggle="roofline", roofline_profile=str(path), roofline_mismatch="error")
     with stopwatch(model.device) as watch:
         ladder = find_ladder(model, list(drafters.values()), config, most)
-    # Ids of a large vocabulary hardly come twice by chance: two tokens tell a passage.
-    copying = [Copying(2, options.copied)] if loaded.tokenizer is None else []
-    return Subject(loaded, drafters, LogitsProcessorList(copying), config, ladder, watch.value)
+    # Ids of a large vocabulary hardly come twice by chance: two of three tokens tell a passage.
+    copying = [Copying(3, options.copied)] if loaded.tokenizer is None else []
+    return Subject(loaded, drafters, LogitsProcessorList(copying), config, profile, ladder, watch.value)
 
 
 def add_arguments(parser: argparse.ArgumentParser, targets: Sequence[str]) -> None:
@@ -150,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser, targets: Sequence[str]) -> No
     add("--models", nargs="+", default=targets, metavar="MODEL,DTYPE", help="folder or shape:NAME, and a dtype")
     add("--assistant", type=Path, help="folder of a small LM, for models with a tokenizer")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
-    add("--copied", type=float, default=0.99, help="shape models: probability of a copied token (%(default)s)")
+    add("--copied", type=float, default=0.95, help="shape models: probability of a copied token (%(default)s)")
     add("--draft-length", type=int, default=5, help="γ; the ladder has half and twice it, too (default: %(default)s)")
     add("--calibration-seconds", type=float, default=60.0, help="at most, for the roofline (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])

@@ -34,10 +34,12 @@ _DISTANCE = 2.0  # weight of the distance to the teacher beside the copied token
 
 
 class Copying(LogitsProcessor):
-    """Where the last `context` tokens stood in the row before, the token that followed them there is likely again.
+    """Where the last `context` tokens stood in the row before, but for one of them, the token that followed them there
+    is likely again: a token in another's place does not end the copying, as in an edit.
 
     Args:
-        context: tokens that must agree. Of ordinary text next to none should, so that it goes on as it would.
+        context: tokens of which all but one must agree, at least 2. Of ordinary text next to none should, so that it
+            goes on as it would.
         probability: of the copied token, at temperature 1.
     """
 
@@ -50,7 +52,8 @@ class Copying(LogitsProcessor):
         if input_ids.shape[1] <= self._context:
             return scores
         windows = input_ids.unfold(1, self._context, 1)  # [B, n - context + 1, context]
-        same = (windows[:, :-1] == windows[:, -1:]).all(-1)  # [B, n - context]
+        agreeing = (windows[:, :-1] == windows[:, -1:]).sum(-1)  # [B, n - context]
+        same = agreeing >= self._context - 1  # [B, n - context]
         places = torch.arange(same.shape[1], device=same.device).where(same, -1).amax(1)  # [B], the newest
         followers = input_ids.gather(1, (places.clamp(min=0) + self._context)[:, None])  # [B, 1]
         raised = scores.logsumexp(1, keepdim=True) + self._odds  # [B, 1]

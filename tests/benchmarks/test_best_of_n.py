@@ -30,20 +30,22 @@ def call(seconds: float, rows: list[list[int]]) -> Call:
 # ---- work -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_passage_is_copied_and_other_text_is_left_alone() -> None:
+@pytest.mark.parametrize("begun", [[4, 5, 6], [4, 5, 19], [4, 19, 6], [19, 5, 6]])
+def test_a_passage_is_copied_and_other_text_is_left_alone(begun: list[int]) -> None:
+    """A token in another's place does not end it."""
     scores = torch.randn(2, 20, generator=torch.Generator().manual_seed(0))
-    texts = torch.tensor([[5, 6, 7, 8, 5, 6], [1, 2, 3, 4, 5, 6]])
-    raised = Copying(2, 0.9)(texts, scores).softmax(-1)
+    texts = torch.tensor([[4, 5, 6, 7, 8, *begun], [1, 2, 3, 4, 9, 9, 5, 6]])
+    raised = Copying(3, 0.9)(texts, scores).softmax(-1)
     weights = scores[0].exp()
     share = 9 * weights.sum() / (10 * weights.sum() - weights[7])  # its own weight gives way to 9 times all of them
     assert raised[0, 7] == pytest.approx(share.item(), abs=1e-5) and raised[0].argmax() == 7
     assert raised[1].tolist() == pytest.approx(scores[1].softmax(-1).tolist())
-    assert Copying(2, 0.9)(texts[:, :2], scores) is scores
+    assert Copying(3, 0.9)(texts[:, :3], scores) is scores
 
 
 def test_the_newest_of_several_is_copied() -> None:
-    texts = torch.tensor([[5, 6, 7, 5, 6, 9, 5, 6]])
-    assert Copying(2, 0.9)(texts, torch.zeros(1, 20)).argmax() == 9
+    texts = torch.tensor([[4, 5, 6, 7, 4, 5, 6, 9, 4, 5, 6]])
+    assert Copying(3, 0.9)(texts, torch.zeros(1, 20)).argmax() == 9
 
 
 def test_copy_heavy_prompts_say_it_twice_and_begin_again() -> None:
@@ -67,6 +69,8 @@ def test_the_choice_is_judged_by_what_measured() -> None:
         "none": [call(2.0, [[1, 2]]), call(2.0, [[1, 3]]), call(4.0, [[1, 2]])],
         "self": [call(1.0, [[1, 2]]) for _ in range(3)],
         "ngram": [call(1.02, [[1, 2]]) for _ in range(3)],
+        "watched self": [call(1.25, [[1, 2]]) for _ in range(3)],
+        "watched ngram": [call(1.0, [[1, 2]]) for _ in range(3)],
         "self, toggled": [call(2.0, [[1, 2]]) for _ in range(3)],
         "best_of_n": [
             ours((0.0, 0, []), (0.1, 3, ["ngram"]), (0.2, 9, ["self"])),
@@ -78,6 +82,7 @@ def test_the_choice_is_judged_by_what_measured() -> None:
     cell = best_of_n.summarise("story", 1, 2, planned, {"self": 3.0, "ngram": None}, calls)
     assert cell.choices == {"ngram": 2, "none": 1} and cell.chosen == "ngram" and cell.best == "self"
     assert cell.chosen_to_best == pytest.approx(1 / 1.02) and cell.is_best
+    assert cell.best_watched == "ngram" and cell.chosen_to_best_watched == 1 and cell.is_best_watched
     assert cell.to_none == 2 and cell.to_none_by_repeat == [2, 2, 4] and cell.to_self == 2
     assert (cell.identical_rows, cell.rows) == (2, 3) == identical_rows(calls["best_of_n"], calls["none"])
     calls["ngram"] = [call(1.2, [[1, 2]]) for _ in range(3)]
