@@ -62,7 +62,7 @@ class BestOfN:
             raise ValueError(f"candidates={names} must be one or more drafters of different names.")
         self.ladder, self.history = ladder, history
         self._margin, self._roofline, self._tolerance = margin, roofline, tolerance
-        self._budget, self._race = budget, race
+        self._budget, self._race = budget, race and len(self.candidates) > 1
         self._by_ladder = [candidate.roofline is None for candidate in self.candidates]
         self._toggle = SpeculationToggle(self.candidates, margin)
         self.tallies = self._toggle.tallies
@@ -102,6 +102,7 @@ class BestOfN:
         self._outcome: tuple[Sequence[int], Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]] | None = None
         self._primary: int | None = None
         self._laid_out: tuple[object, ...] | None = None
+        self._since_weighed = 0
         self._verified_at_first: int | None = None
 
     def _choose_per_prompt(self, batch: int) -> list[Choice | None]:
@@ -130,6 +131,7 @@ class BestOfN:
         self._settle(set(requests))
         batch = len(requests)
         self._batch, self._length = batch, length
+        self._weigh(requests, waiting)
         which, draft_length = self._toggle.decide(batch, length, waiting)
         primary = Chain(which, draft_length)
         self._plan: tuple[Chain, ...] = (primary,) if draft_length else ()
@@ -150,6 +152,23 @@ class BestOfN:
             self._is_composed = self._composed != self._plan
             self._plan = self._composed
         return self._plan
+
+    def _weigh(self, requests: Sequence[int], waiting: int) -> None:
+        """Tells the toggle how even the drafters are that have drafted in this rollout: it ends with its last row."""
+        self._since_weighed += 1
+        if self._since_weighed % min(HOPELESS):
+            return
+        self._write_history()
+        keys = [self._prompts[request] for request in requests]
+        for index, tally in enumerate(self._toggle.tallies):
+            if tally.rounds:
+                self._toggle.evenness[index] = 1.0 if waiting else self._evenness(self.candidates[index], keys)
+        self._toggle.has_help = (self._race or any(self._own)) and bool(self._judge.verdict)
+
+    def _evenness(self, candidate: Candidate, keys: Sequence[str]) -> float:
+        length = candidate.draft_length
+        rows = [rates.block_efficiency(length) for rates in self.history.rates_of_rows(candidate.name, keys)]
+        return self.ladder.until_last_row(candidate.name, rows, length) * len(rows) / sum(rows)
 
     def _may_compose(self, which: int, waiting: int) -> bool:
         """Whether anything but the primary could draft, and the primary has been measured by itself."""

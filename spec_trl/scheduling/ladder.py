@@ -8,7 +8,7 @@ tokens: those behind a rejection were never judged, so that rate falls as γ gro
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 from ..atomic_write import write_atomically
 from .acceptance import Acceptance
 from .draft_length import MAX_DRAFT_LENGTH
+from .last_row import until_last_row
 from .roofline import Roofline, require_number
 
 
@@ -170,6 +171,16 @@ class Ladder:
                 f"{sorted(lengths)} or profile the ladder again."
             )
         return _interpolate(lengths[draft_length], block_efficiency)
+
+    def until_last_row(self, method: str, efficiencies: Sequence[float], draft_length: int) -> float:
+        """τ at which rows that are all alike would end as soon as the last of rows with these τ (`last_row.py`)."""
+
+        def seconds(batch: int) -> float:
+            of_method, plain_seconds = self.round_seconds(method, min(efficiencies), batch, draft_length)
+            # At the speed that the machine had while this batch was profiled.
+            return self.plain_seconds(batch) * of_method / plain_seconds
+
+        return max(until_last_row(efficiencies, seconds), 1.0)  # rounds of fewer rows may seem dearer by chance
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of an autoregressive round at the profiled batch nearest to `batch`: the same for all methods."""

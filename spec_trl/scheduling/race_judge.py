@@ -73,6 +73,11 @@ class RaceJudge:
             return Field.NOBODY
         return self._field
 
+    @property
+    def verdict(self) -> Field:
+        """Who may race as far as is known."""
+        return self._field
+
     def record_unraced(self, batch: int, cost: float) -> None:
         """A round of the primary alone."""
         self._unraced.append((batch, cost))

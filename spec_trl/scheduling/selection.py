@@ -2,8 +2,9 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field
+from itertools import islice
 from typing import Any
 
 from .acceptance import Acceptance, AcceptanceCounts
@@ -20,6 +21,14 @@ PROMPT_PRIOR = 20.0
 """Draft positions that the method's average counts for beside a prompt's own. A few dozen positions are what one short
 completion brings, and a rate of so few is mostly chance. As the strength of a Beta prior, 20 says that prompts' rates
 spread by about 0.1 around their method's: √(p (1 - p) / 21), an assumption."""
+
+
+RECENT_PROMPTS = 64
+"""Prompts from which to learn how much rows differ."""
+MOST_ALIKE = 200.0
+"""Draft positions that the average counts for at most beside a row's own: where rows seem to differ by chance."""
+YARDSTICK = 5
+"""γ at which prompts and rows are compared: at different ones the same rates come to different shares."""
 
 
 @dataclass
@@ -75,23 +84,55 @@ class AcceptanceHistory:
             counts.fade(self.decay)
 
     def expected(self, method: str, prompt_keys: Sequence[str]) -> BlockEfficiency | None:
-        """τ, by γ, to expect of `method` on a batch of these prompts, the mean of theirs. An empty batch, and a prompt
-        that is new to the method, has the method's average. None: the method never drafted."""
+        """τ, by γ, to expect of `method` over all rounds of these prompts: the harmonic mean of theirs, since a row of
+        little acceptance has more rounds. An empty batch, and a prompt that is new to the method, has the method's
+        average. None: the method never drafted."""
         if method not in self._methods:
             return None
         rows = Counter(self.rates(method, key) for key in prompt_keys) or Counter([self.rates(method)])
         return lambda draft_length: (
-            sum(count * rates.block_efficiency(draft_length) for rates, count in rows.items()) / rows.total()
+            rows.total() / sum(count / rates.block_efficiency(draft_length) for rates, count in rows.items())
         )
 
-    def rates(self, method: str, prompt_key: str | None = None) -> Acceptance:
-        """A prompt's own rates, drawn towards the method's average as if by `PROMPT_PRIOR` positions; without a
-        prompt, that average. `OPTIMISTIC` where the method never drafted."""
+    def knows(self, method: str, prompt_key: str) -> bool:
+        """Whether `method` has drafted for the prompt."""
+        return method in self._prompts.get(prompt_key, ())
+
+    def rates_of_rows(self, method: str, prompt_keys: Sequence[str]) -> list[Acceptance]:
+        """Each prompt's own rates, drawn towards the average as far as recent prompts were alike."""
+        likeness = self._likeness(method)
+        return [self.rates(method, key, likeness) for key in prompt_keys]
+
+    def _likeness(self, method: str) -> float:
+        """The strength, in draft positions, of the Beta prior that explains how much recent prompts differ: by chance
+        alone, or in kind (the intraclass correlation, by a one-way analysis of variance). First positions tell it:
+        those of one chain depend on each other."""
+        counts = [self._prompts[key][method].counts for key in self._recent(method)]
+        sizes = [own.first for own in counts]
+        number, size = len(sizes), sum(sizes)
+        if number < 2 or size <= number:
+            return PROMPT_PRIOR
+        shares = [own.first_accepted / own.first for own in counts]
+        mean = sum(own.first_accepted for own in counts) / size
+        between = sum(n * (share - mean) ** 2 for n, share in zip(sizes, shares, strict=True)) / (number - 1)
+        within = sum(n * share * (1 - share) for n, share in zip(sizes, shares, strict=True)) / (size - number)
+        usual = (size - sum(n * n for n in sizes) / size) / (number - 1)
+        total = between + (usual - 1) * within
+        correlation = (between - within) / total if total > 0 else 0.0
+        return 1 / min(max(correlation, 1 / (1 + MOST_ALIKE)), 0.5) - 1
+
+    def _recent(self, method: str) -> Iterator[str]:
+        """Keys of the prompts that the method drafted for, `RECENT_PROMPTS` at most, newest first."""
+        return islice((key for key, own in reversed(self._prompts.items()) if method in own), RECENT_PROMPTS)
+
+    def rates(self, method: str, prompt_key: str | None = None, prior: float = PROMPT_PRIOR) -> Acceptance:
+        """A prompt's own rates, drawn towards the method's average as if by `prior` positions; without a prompt, that
+        average. `OPTIMISTIC` where the method never drafted."""
         if method not in self._methods:
             return OPTIMISTIC
         average = self._methods[method].rates(OPTIMISTIC, 1.0)
         own = self._prompts.get(prompt_key, {}).get(method) if prompt_key is not None else None
-        return average if own is None else own.counts.rates(average, PROMPT_PRIOR)
+        return average if own is None else own.counts.rates(average, prior)
 
     def _forget(self) -> None:
         while len(self._prompts) > self.prompts:
@@ -132,7 +173,11 @@ class AcceptanceHistory:
 
 
 def select_method(
-    ladder: Ladder, history: AcceptanceHistory, prompt_keys: Sequence[str], batch: int, methods: Sequence[str]
+    ladder: Ladder,
+    history: AcceptanceHistory,
+    prompt_keys: Sequence[str],
+    batch: int,
+    methods: Sequence[str],
 ) -> Choice:
     """The method for a whole batch: acceptance from `history`, speedup from `ladder` (①), the largest wins (②).
 
@@ -169,8 +214,8 @@ def select_per_prompt(
 
     A prompt keeps the batch's choice unless its own best one is faster there by more than `margin`: each further
     method in use drafts in rounds of its own, and rows of different γ are all verified at the width of the widest.
-    Both speedups are the ladder's for the whole batch, at the prompt's own acceptance. During a trial every prompt
-    takes part in it.
+    Only methods that have drafted for the prompt can be its own. Both speedups are the ladder's for the whole batch,
+    at the prompt's own acceptance. During a trial every prompt takes part in it.
 
     Args:
         margin: at least 0.
@@ -195,12 +240,11 @@ def _select_own(
     margin: float,
 ) -> Choice:
     """The prompt's best choice, or else `common` with the speedup that it has there."""
-    expected = {method: history.expected(method, [key]) for method in methods}
-    tried = {method: own for method, own in expected.items() if own is not None}
+    tried = {method: history.rates(method, key).block_efficiency for method in methods if history.knows(method, key)}
     best = ladder.rank(tried, batch)[0]
     speedup = 1.0
     if common.method != NO_METHOD:
-        efficiency = tried[common.method](common.draft_length)
+        efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
         speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length)
     if best.speedup > speedup * (1 + margin):
         return best

@@ -31,6 +31,8 @@ DOUBT = 1.1
 SURE = 1.5
 """Below this it is so where the rollout has had no autoregressive round at all: a machine that was busy while an
 earlier rollout measured the baseline would let speculation look faster for ever."""
+EVEN = 0.9
+"""Evenness of a drafter that serves all rows alike."""
 DWELL = 8
 """With refill: rounds between two changes of mind, so that throughput does not fall off at the threshold."""
 RETRY_AFTER = 20
@@ -313,14 +315,21 @@ class SpeculationToggle(OneDrafter):
         self.tallies = [Tally() for _ in candidates]
         self._states = [_State() for _ in candidates]
         self._baseline = OverheadCorrection()  # of autoregressive rounds; without a profile, their times themselves
+        self.evenness = [1.0 for _ in candidates]
+        """Of each candidate: by what share of its tokens the rollout's last row comes nearer its end, where a
+        candidate gives more to some rows than to others; as of when it last drafted."""
+        self.has_help = False
+        """Whether others may join in on those rows: then unevenness is a reason to prefer a drafter of all rows alike,
+        but not to stop."""
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
-        for state, tally in zip(self._states, self.tallies, strict=True):
+        for index, (state, tally) in enumerate(zip(self._states, self.tallies, strict=True)):
             state.idle = 0 if tally.rounds else state.idle + 1
             state.forgiven = state.idle > RETRY_AFTER
             if state.forgiven:
                 state.idle = 0
                 state.correction.clear()
+                self.evenness[index] = 1.0
             state.window.clear()
             state.failed_at, state.dropped = None, False
         self.tallies = [Tally() for _ in self.candidates]
@@ -365,12 +374,15 @@ class SpeculationToggle(OneDrafter):
             if self.predicted_speedup(self._active, batch, length) < 1:
                 self._turn(None)
 
-    def _best(self, batch: int, length: float, but: int | None = None) -> tuple[int | None, float]:
-        """The candidate with the largest predicted speedup, and that."""
+    def _best(
+        self, batch: int, length: float, but: int | None = None, least_even: float = 0.0
+    ) -> tuple[int | None, float]:
+        """The candidate with the largest predicted speedup, and that: until the last row, or of a round where others
+        may help out."""
         speedups = {
-            index: self.predicted_speedup(index, batch, length)
+            index: self.predicted_speedup(index, batch, length) * (1.0 if self.has_help else self.evenness[index])
             for index in range(len(self.candidates))
-            if index != but and self._eligible(index, batch)
+            if index != but and self._eligible(index, batch) and self.evenness[index] >= least_even
         }
         best = max(speedups, key=speedups.__getitem__, default=None)
         return best, 0.0 if best is None else speedups[best]
@@ -451,11 +463,15 @@ class SpeculationToggle(OneDrafter):
             return
         measured, rounds = self._measured_speedup(index), self.tallies[index].rounds
         enough = 1.0 if rounds >= WINDOW else HOPELESS[max(n for n in HOPELESS if n <= rounds)]
+        until_last_row = measured * self.evenness[index]
+        if not self.has_help:
+            measured = until_last_row
         if rounds >= WINDOW:
-            other, promised = self._best(self._batch, self._length, but=index)
-            if promised >= max(measured, 1.0) * (1 + self.margin):
-                self._turn(other)
-                return
+            for worth, least_even in ((measured, 0.0), (until_last_row, EVEN)):
+                other, promised = self._best(self._batch, self._length, index, least_even)
+                if promised >= max(worth, 1.0) * (1 + self.margin):
+                    self._turn(other)
+                    return
         # Without a profile nothing is known of this batch before it was measured here.
         unknown = self.candidates[index].roofline is None
         doubtful = (SURE if self._anchor is None else DOUBT) if rounds >= WINDOW else enough

@@ -90,7 +90,7 @@ def test_own_rates_where_there_are_some_and_else_the_average() -> None:
             ([], others),
             (["new", "c"], others),
             (["a"], a),
-            (["a", "a", "b", "new"], (a + a + b + others) / 4),
+            (["a", "a", "b", "new"], 4 / (1 / a + 1 / a + 1 / b + 1 / others)),
         ):
             assert efficiency(history, "self", *keys, draft_length=gamma) == pytest.approx(expected)
 
@@ -103,8 +103,8 @@ def test_a_method_is_as_good_as_its_own_counts_alone() -> None:
 
 
 def test_prompts_that_are_copied_or_not_at_all() -> None:
-    """Whole drafts are right on one prompt and nothing on the other: τ of both is the mean of their own τ, which one
-    pooled p of 10/11 would overrate; it is the same when they are pooled in a method's average."""
+    """Whole drafts are right on one prompt and nothing on the other. As many rounds of both bring the mean of their
+    own τ, which one pooled p of 10/11 would overrate; as much text of both, the harmonic mean."""
     history = AcceptanceHistory()
     for key, accepted in (("copy", 10), ("story", 0)):
         counts = AcceptanceCounts()
@@ -114,8 +114,10 @@ def test_prompts_that_are_copied_or_not_at_all() -> None:
     for gamma in (5, 10):
         assert efficiency(history, "ngram", "copy", draft_length=gamma) == pytest.approx(gamma + 1, rel=0.01)
         assert efficiency(history, "ngram", "story", draft_length=gamma) == pytest.approx(1, rel=0.02)
-        for keys in (["copy", "story"], ["new"], []):
+        for keys in (["new"], []):
             assert efficiency(history, "ngram", *keys, draft_length=gamma) == pytest.approx(1 + gamma / 2, rel=0.01)
+        both = efficiency(history, "ngram", "copy", "story", draft_length=gamma)
+        assert both == pytest.approx(2 / (1 + 1 / (gamma + 1)), rel=0.02)
 
 
 def test_rounds_of_short_drafts_tell_of_long_ones() -> None:
@@ -348,10 +350,36 @@ def test_per_prompt_only_above_the_margin() -> None:
 
 def test_per_prompt_none() -> None:
     history = history_of(ngram=0.05, self=0.8, model=0.05)
+    history.record("self", "fine", at(0.8, 10**4))
     history.record("self", "odd", at(0.0, 10**4))
-    choices = select_per_prompt(LADDER, history, ["new", "new", "odd"], 1, METHODS)
+    choices = select_per_prompt(LADDER, history, ["fine", "fine", "odd"], 1, METHODS)
     assert [choice.method for choice in choices] == ["self", "self", "none"]
     assert choices[2] == Choice("none", 0, 1.0)
+
+
+def test_a_prompt_that_is_new_to_a_method_has_it_only_with_the_batch() -> None:
+    history = history_of(ngram=0.05, self=0.9, model=0.05)
+    keys = [*["odd"] * 9, "new"]
+    history.record("self", "odd", at(0.0, 10**4))
+    assert [choice.method for choice in select_per_prompt(LADDER, history, keys, 1, METHODS)] == ["none"] * 10
+    history.record("self", "new", at(0.9, 100))
+    assert select_per_prompt(LADDER, history, keys, 1, METHODS)[9].method == "self"
+
+
+# ---- rows that are not alike ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_rows_few_rounds_say_as_much_as_rows_have_differed(alike: bool) -> None:
+    """Chance makes rates of eight positions differ by 0.16; prompts that are copied or not differ in kind."""
+    rng, history = random.Random(0), AcceptanceHistory()
+    for number in range(40):
+        rate = 0.7 if alike else number % 2
+        right = sum(rng.random() < rate for _ in range(8))
+        history.record("ngram", f"{number}", AcceptanceCounts(right, 8, right, 8))
+    history.record("ngram", "bad", AcceptanceCounts(0, 4, 0, 4))
+    (bad,) = history.rates_of_rows("ngram", ["bad"])
+    assert (bad.first > 0.3) if alike else (bad.first < 0.15)
 
 
 def test_per_prompt_during_a_trial() -> None:

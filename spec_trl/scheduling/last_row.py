@@ -1,0 +1,26 @@
+"""A rollout ends with its last row: what drafts are worth that help some rows more than others."""
+
+from collections.abc import Callable, Sequence
+
+
+def until_last_row(efficiencies: Sequence[float], seconds: Callable[[int], float]) -> float:
+    """τ at which rows that are all alike would end as soon as the last of rows with these τ, one per row.
+
+    Rows of much acceptance leave the others behind, and rounds of few rows go on: the mean says too much.
+
+        τ    4  | ####                  were rounds as cheap as they have rows: the harmonic mean, 1.6
+             1  | ################      were all rounds as dear: the smallest, 1.0
+                  rounds
+
+    All rows are taken to have as many tokens ahead; which ones end early nobody knows.
+
+    Args:
+        efficiencies: τ of each row, at least one of them, each at least 1.
+        seconds: of a round, by how many rows are left.
+    """
+    took, rounds = 0.0, 0.0
+    for ended, efficiency in enumerate(sorted(efficiencies, reverse=True)):
+        if 1 / efficiency > rounds:
+            took += (1 / efficiency - rounds) * seconds(len(efficiencies) - ended)
+            rounds = 1 / efficiency
+    return seconds(len(efficiencies)) / took
