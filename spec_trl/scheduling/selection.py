@@ -122,8 +122,9 @@ class AcceptanceHistory:
         return 1 / min(max(correlation, 1 / (1 + MOST_ALIKE)), 0.5) - 1
 
     def _recent(self, method: str) -> Iterator[str]:
-        """Keys of the prompts that the method drafted for, `RECENT_PROMPTS` at most, newest first."""
-        return islice((key for key, own in reversed(self._prompts.items()) if method in own), RECENT_PROMPTS)
+        """Keys of those of the newest `RECENT_PROMPTS` prompts that the method drafted for."""
+        newest = islice(reversed(self._prompts.items()), RECENT_PROMPTS)
+        return (key for key, own in newest if method in own)
 
     def rates(self, method: str, prompt_key: str | None = None, prior: float = PROMPT_PRIOR) -> Acceptance:
         """A prompt's own rates, drawn towards the method's average as if by `prior` positions; without a prompt, that

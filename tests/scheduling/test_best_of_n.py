@@ -183,6 +183,19 @@ def test_a_drafter_of_some_rows_alone_stops() -> None:
     assert any(machine.drafters())
 
 
+@pytest.mark.parametrize("race", [False, True])
+def test_a_drafter_of_all_rows_alike_takes_over(race: bool) -> None:
+    """In a round "model" gains most; "self" brings the last row to its end soonest."""
+    machine = Machine(
+        {"self": 0.05, "model": 0.05}, lambda name, request: 0.7 if name == "self" else 0.95 * (request % 2)
+    )
+    control = machine.control(race=race)
+    machine.run(control, [300] * 8)
+    machine.run(control, [300] * 8)
+    primaries = [plan[0].which for _, _, plan in machine.plans if plan]
+    assert primaries.count(0) > 0.7 * len(primaries) and machine.seconds < 200
+
+
 GROWING = Roofline(  # a second, and one per 100 cached tokens
     ModelConstants("growing", 1.0, 0.0, 1.0, 0.0, 0.01),
     Coefficients(F_eff=1e9, BW_eff=1.0, rho_kappa=1.0, eta_D=0.0, c_T=0.0, c_D=0.0, c_V=0.0),
