@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from .acceptance import Acceptance, AcceptanceCounts
 from .ladder import Ladder
-from .selection import PROMPT_PRIOR, YARDSTICK
+from .selection import PROMPT_PRIOR
 
 
 Request = TypeVar("Request", bound=Hashable)
@@ -27,6 +27,8 @@ RECENT = 0.95
 FALL = 0.15
 """By so much the accepted share of a row's drafts must fall until dropped chains have another chance: about twice the
 spread that chance alone gives to a rate over some 40 positions."""
+YARDSTICK = 5
+"""γ at which accepted shares are compared: at different ones the same rates come to different shares."""
 GROWTH = 2.0
 """By this factor a row's room must grow until dropped chains have another chance."""
 

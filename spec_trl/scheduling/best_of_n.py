@@ -11,7 +11,7 @@ from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .race_judge import Field, RaceJudge
 from .roofline import Roofline
 from .selection import OPTIMISTIC, AcceptanceHistory, select_method, select_per_prompt
-from .toggle import HOPELESS, WINDOW, Candidate, Chain, SpeculationToggle
+from .toggle import HOPELESS, WINDOW, Candidate, Chain, Gain, SpeculationToggle
 
 
 class BestOfN:
@@ -102,7 +102,7 @@ class BestOfN:
         self._outcome: tuple[Sequence[int], Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]] | None = None
         self._primary: int | None = None
         self._laid_out: tuple[object, ...] | None = None
-        self._since_weighed = 0
+        self._weighed = 0  # rows
         self._verified_at_first: int | None = None
 
     def _choose_per_prompt(self, batch: int) -> list[Choice | None]:
@@ -154,21 +154,38 @@ class BestOfN:
         return self._plan
 
     def _weigh(self, requests: Sequence[int], waiting: int) -> None:
-        """Tells the toggle how even the drafters are that have drafted in this rollout: it ends with its last row."""
-        self._since_weighed += 1
-        if self._since_weighed % min(HOPELESS):
+        """Tells the toggle what drafters do for the rows in flight: if none waits, the last one ends the rollout."""
+        if waiting:
+            self._toggle.weigh([None] * len(self.candidates), False)
             return
+        if not self._toggle.judgement_due and self._weighed == len(requests):
+            return
+        self._weighed = len(requests)
         self._write_history()
         keys = [self._prompts[request] for request in requests]
-        for index, tally in enumerate(self._toggle.tallies):
-            if tally.rounds:
-                self._toggle.evenness[index] = 1.0 if waiting else self._evenness(self.candidates[index], keys)
-        self._toggle.has_help = (self._race or any(self._own)) and bool(self._judge.verdict)
+        gains = [
+            self._gain(candidate, keys) if tally.rounds >= WINDOW else None
+            for candidate, tally in zip(self.candidates, self._toggle.tallies, strict=True)
+        ]
+        self._toggle.weigh(gains, self._others_can_help(requests))
 
-    def _evenness(self, candidate: Candidate, keys: Sequence[str]) -> float:
+    def _gain(self, candidate: Candidate, keys: Sequence[str]) -> Gain:
         length = candidate.draft_length
         rows = [rates.block_efficiency(length) for rates in self.history.rates_of_rows(candidate.name, keys)]
-        return self.ladder.until_last_row(candidate.name, rows, length) * len(rows) / sum(rows)
+        return Gain(sum(rows) / len(rows), self.ladder.until_last_row(candidate.name, rows, length))
+
+    def _others_can_help(self, requests: Sequence[int]) -> bool:
+        """Whether some drafter could join the primary: in a race, or as a prompt's own."""
+        verdict, primary = self._judge.verdict, self._primary
+        allowed = {
+            index
+            for index, candidate in enumerate(self.candidates)
+            if index != primary and self._can_draft(index) and verdict >= 1 + candidate.is_network
+        }
+        own = {self._own[request] for request in requests}
+        return bool(allowed) and (
+            self._race or any(choice and self._index.get(choice.method) in allowed for choice in own)
+        )
 
     def _may_compose(self, which: int, waiting: int) -> bool:
         """Whether anything but the primary could draft, and the primary has been measured by itself."""

@@ -174,13 +174,16 @@ class Ladder:
 
     def until_last_row(self, method: str, efficiencies: Sequence[float], draft_length: int) -> float:
         """τ at which rows that are all alike would end as soon as the last of rows with these τ (`last_row.py`)."""
+        lowest = min(efficiencies)
 
         def seconds(batch: int) -> float:
-            of_method, plain_seconds = self.round_seconds(method, min(efficiencies), batch, draft_length)
+            of_method, plain_seconds = self.round_seconds(method, lowest, batch, draft_length)
             # At the speed that the machine had while this batch was profiled.
             return self.plain_seconds(batch) * of_method / plain_seconds
 
-        return max(until_last_row(efficiencies, seconds), 1.0)  # rounds of fewer rows may seem dearer by chance
+        # Profiled rounds of fewer rows may be dearer, by chance; or too cheap, being those of the nearest batch.
+        harmonic_mean = len(efficiencies) / sum(1 / efficiency for efficiency in efficiencies)
+        return min(max(until_last_row(efficiencies, seconds), lowest), harmonic_mean)
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of an autoregressive round at the profiled batch nearest to `batch`: the same for all methods."""

@@ -27,8 +27,6 @@ RECENT_PROMPTS = 64
 """Prompts from which to learn how much rows differ."""
 MOST_ALIKE = 200.0
 """Draft positions that the average counts for at most beside a row's own: where rows seem to differ by chance."""
-YARDSTICK = 5
-"""γ at which prompts and rows are compared: at different ones the same rates come to different shares."""
 
 
 @dataclass

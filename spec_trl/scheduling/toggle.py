@@ -40,6 +40,14 @@ RETRY_AFTER = 20
 improve with training (ER App. D), which nobody could see without drafting."""
 
 
+class Gain(NamedTuple):
+    """τ of a candidate on the rows in flight: their mean, and that at which rows that are all alike would end as soon
+    as the last of them (`last_row.py`)."""
+
+    of_a_round: float
+    until_last_row: float
+
+
 class Costs(Protocol):
     """Predicts rounds of `batch` rows of mean length `length`, in seconds: a roofline, or what was profiled."""
 
@@ -315,21 +323,16 @@ class SpeculationToggle(OneDrafter):
         self.tallies = [Tally() for _ in candidates]
         self._states = [_State() for _ in candidates]
         self._baseline = OverheadCorrection()  # of autoregressive rounds; without a profile, their times themselves
-        self.evenness = [1.0 for _ in candidates]
-        """Of each candidate: by what share of its tokens the rollout's last row comes nearer its end, where a
-        candidate gives more to some rows than to others; as of when it last drafted."""
-        self.has_help = False
-        """Whether others may join in on those rows: then unevenness is a reason to prefer a drafter of all rows alike,
-        but not to stop."""
+        self._gains: Sequence[Gain | None] = [None for _ in candidates]
+        self._others_can_help = False
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
-        for index, (state, tally) in enumerate(zip(self._states, self.tallies, strict=True)):
+        for state, tally in zip(self._states, self.tallies, strict=True):
             state.idle = 0 if tally.rounds else state.idle + 1
             state.forgiven = state.idle > RETRY_AFTER
             if state.forgiven:
                 state.idle = 0
                 state.correction.clear()
-                self.evenness[index] = 1.0
             state.window.clear()
             state.failed_at, state.dropped = None, False
         self.tallies = [Tally() for _ in self.candidates]
@@ -340,6 +343,7 @@ class SpeculationToggle(OneDrafter):
         self._probing = PROBE_ROUNDS if self._baseline.is_empty else 0
         self._anchor: int | None = None  # batch of the newest autoregressive round
         self._judgement_due = False
+        self._gains, self._others_can_help = [None for _ in self.candidates], False
         self._looked_at: int | None = None  # batch at which speculation was last found not to pay
 
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
@@ -374,15 +378,33 @@ class SpeculationToggle(OneDrafter):
             if self.predicted_speedup(self._active, batch, length) < 1:
                 self._turn(None)
 
-    def _best(
-        self, batch: int, length: float, but: int | None = None, least_even: float = 0.0
-    ) -> tuple[int | None, float]:
+    @property
+    def judgement_due(self) -> bool:
+        """Whether the next round is decided by what was measured."""
+        return self._judgement_due
+
+    def weigh(self, gains: Sequence[Gain | None], others_can_help: bool) -> None:
+        """Tells what candidates do for the rows that are in flight now.
+
+        Args:
+            gains: of each candidate; None: nothing is known of these rows, and they are taken to be alike.
+            others_can_help: other drafters may join in on rows that one leaves behind. Then unevenness is a reason to
+                prefer a drafter of all rows alike, but not to stop.
+        """
+        self._gains, self._others_can_help = gains, others_can_help
+
+    def _evenness(self, index: int) -> float:
+        gain = self._gains[index]
+        return 1.0 if gain is None else gain.until_last_row / gain.of_a_round
+
+    def _best(self, batch: int, length: float) -> tuple[int | None, float]:
         """The candidate with the largest predicted speedup, and that: until the last row, or of a round where others
         may help out."""
         speedups = {
-            index: self.predicted_speedup(index, batch, length) * (1.0 if self.has_help else self.evenness[index])
+            index: self.predicted_speedup(index, batch, length)
+            * (1.0 if self._others_can_help else self._evenness(index))
             for index in range(len(self.candidates))
-            if index != but and self._eligible(index, batch) and self.evenness[index] >= least_even
+            if self._eligible(index, batch)
         }
         best = max(speedups, key=speedups.__getitem__, default=None)
         return best, 0.0 if best is None else speedups[best]
@@ -413,7 +435,9 @@ class SpeculationToggle(OneDrafter):
         return gain * plain / cycle
 
     def _block_efficiency(self, index: int) -> float:
-        """τ_prev until this rollout has its own."""
+        """τ_prev until this rollout has its own, or these rows have."""
+        if (gain := self._gains[index]) is not None:
+            return gain.of_a_round
         if self.tallies[index].rounds >= WINDOW:
             return self.tallies[index].block_efficiency or 1.0
         candidate = self.candidates[index]
@@ -463,23 +487,37 @@ class SpeculationToggle(OneDrafter):
             return
         measured, rounds = self._measured_speedup(index), self.tallies[index].rounds
         enough = 1.0 if rounds >= WINDOW else HOPELESS[max(n for n in HOPELESS if n <= rounds)]
-        until_last_row = measured * self.evenness[index]
-        if not self.has_help:
-            measured = until_last_row
-        if rounds >= WINDOW:
-            for worth, least_even in ((measured, 0.0), (until_last_row, EVEN)):
-                other, promised = self._best(self._batch, self._length, index, least_even)
-                if promised >= max(worth, 1.0) * (1 + self.margin):
-                    self._turn(other)
-                    return
+        until_last_row = measured * self._evenness(index)
+        worth = measured if self._others_can_help else until_last_row
+        if rounds >= WINDOW and (better := self._better(index, worth, until_last_row)) is not None:
+            self._turn(better)
+            return
         # Without a profile nothing is known of this batch before it was measured here.
         unknown = self.candidates[index].roofline is None
         doubtful = (SURE if self._anchor is None else DOUBT) if rounds >= WINDOW else enough
-        if unknown or measured < doubtful:
+        if unknown or worth < doubtful:
             if not self._is_anchored():
                 self._probing, self._judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
             elif measured < enough:
                 self._fail(index)
+            elif worth < enough:
+                self._turn(None)  # these rows are why, and others may be left
+
+    def _better(self, active: int, worth: float, until_last_row: float) -> int | None:
+        """The candidate that promises most of those that promise more by the margin than the active one is worth: by
+        its rounds, without holding up the last row any more; or, if it serves all rows alike, by the last row."""
+        more = 1 + self.margin
+        promises: dict[int, float] = {}
+        for index in range(len(self.candidates)):
+            if index == active or not self._eligible(index, self._batch):
+                continue
+            of_a_round = self.predicted_speedup(index, self._batch, self._length)
+            of_last_row = of_a_round * self._evenness(index)
+            promised = of_a_round if self._others_can_help else of_last_row
+            is_even = self._evenness(index) >= EVEN and of_last_row >= max(until_last_row, 1.0) * more
+            if is_even or (promised >= max(worth, 1.0) * more and of_last_row >= until_last_row):
+                promises[index] = promised
+        return max(promises, key=promises.__getitem__, default=None)
 
     def _fail(self, index: int) -> None:
         self._states[index].failed_at = self._batch

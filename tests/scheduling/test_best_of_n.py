@@ -190,10 +190,30 @@ def test_a_drafter_of_all_rows_alike_takes_over(race: bool) -> None:
         {"self": 0.05, "model": 0.05}, lambda name, request: 0.7 if name == "self" else 0.95 * (request % 2)
     )
     control = machine.control(race=race)
-    machine.run(control, [300] * 8)
+    machine.run(control, [1200] * 8)
+    primaries = [plan[0].which for _, _, plan in machine.plans if plan]
+    if not race:  # rows that a racer leads have none of the primary
+        assert sum(a != b for a, b in itertools.pairwise(primaries)) <= 2  # both had their trial
     machine.run(control, [300] * 8)
     primaries = [plan[0].which for _, _, plan in machine.plans if plan]
     assert primaries.count(0) > 0.7 * len(primaries) and machine.seconds < 200
+
+
+def test_help_that_failed_is_none() -> None:
+    """With nobody to draft for the other rows, a drafter of some rows alone stops."""
+    machine = Machine(
+        {"ngram": 0.1, "history": 0.1},
+        lambda name, request: 0.9 * (request % 2 if name == "ngram" else 1 - request % 2),
+        lambda tokens: 1 + tokens / 50,
+    )
+    control = machine.control(race=False)
+    machine.run(control, [200] * 16)
+    control.begin(16, [f"prompt {request}" for request in range(16)])
+    control.plan(range(16), 100.0, 0)
+    assert control._others_can_help(range(16))  # prompts have methods of their own by now
+    control.drop(0)
+    control.drop(1)
+    assert not control._others_can_help(range(16))
 
 
 GROWING = Roofline(  # a second, and one per 100 cached tokens
