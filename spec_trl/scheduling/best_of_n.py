@@ -292,7 +292,9 @@ class BestOfN:
         if self._is_composed:
             others = {chain.which for chain in self._plan} - {self._primary}
             networks = any(self.candidates[which].is_network for which in others)
-            self._judge.record_raced(cost, tokens, self._alone(self._primary), networks)
+            plain = self._toggle.autoregressive_seconds(costs, self._batch, self._length)
+            alone = self._alone(self._primary)
+            self._judge.record_raced(cost, tokens, alone, networks, tokens / self._batch, seconds / plain)
         else:
             self._judge.record_unraced(self._batch, cost)
 

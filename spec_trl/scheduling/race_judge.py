@@ -2,7 +2,7 @@
 
 from collections import deque
 from enum import IntEnum
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 from .toggle import HOPELESS, PROBE_ROUNDS, WINDOW
@@ -27,6 +27,8 @@ class _Raced(NamedTuple):
     tokens: int
     alone: float
     networks: bool
+    gain: float
+    plain_cost: float
 
 
 class RaceJudge:
@@ -36,7 +38,8 @@ class RaceJudge:
     Only the time is not, and that is taken from unraced rounds at about this batch; where there are too few, from some
     in between. A race pays where the tokens gained outweigh the time lost, time in medians, as the toggle judges. One
     that does not pay goes on among lookups alone if networks drafted in it, else it is off; in both cases until the
-    batch has halved.
+    batch has halved. It is off, too, where its rounds are slower than autoregressive decoding: then the primary is
+    judged by itself.
 
     Args:
         race: False: rows have one chain each, of methods of their own, and a verdict against them is one against all.
@@ -82,10 +85,13 @@ class RaceJudge:
         """A round of the primary alone."""
         self._unraced.append((batch, cost))
 
-    def record_raced(self, cost: float, tokens: int, alone: float, networks: bool) -> None:
+    def record_raced(
+        self, cost: float, tokens: int, alone: float, networks: bool, gain: float, plain_cost: float
+    ) -> None:
         """A round that committed `tokens`, `alone` of which the primary would have brought by itself; `networks`: some
-        further chain was not looked up."""
-        self._raced.append(_Raced(cost, tokens, alone, networks))
+        further chain was not looked up. `gain` are its tokens per row, `plain_cost` its seconds over those that an
+        autoregressive round was measured to take."""
+        self._raced.append(_Raced(cost, tokens, alone, networks, gain, plain_cost))
         self._rounds += 1
         self._judgement_due |= self._rounds % WINDOW == 0 or self._rounds in HOPELESS
 
@@ -98,9 +104,10 @@ class RaceJudge:
         gained = sum(each.tokens for each in self._raced) / sum(each.alone for each in self._raced)
         lost = median(each.cost for each in self._raced) / median(around)
         enough = 1.0 if self._rounds >= WINDOW else HOPELESS[max(n for n in HOPELESS if n <= self._rounds)]
-        if gained < enough * lost:
+        speedup = mean(each.gain for each in self._raced) / median(each.plain_cost for each in self._raced)
+        if gained < enough * lost or speedup < enough:
             networks = any(each.networks for each in self._raced)
-            narrows = self._race and self._field is Field.EVERYBODY and networks
+            narrows = self._race and self._field is Field.EVERYBODY and networks and speedup >= enough
             self._field = Field.LOOKUPS if narrows else Field.NOBODY
             self._judged_at = batch
             self._begin_window()

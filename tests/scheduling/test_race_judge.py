@@ -13,7 +13,7 @@ def judged(cost: float, tokens: int, networks: bool = False, rounds: int = WINDO
         judge.record_unraced(8, 1.0)
     for _ in range(rounds):
         fields.append(judge.field(8))
-        judge.record_raced(cost, tokens, 16.0, networks)
+        judge.record_raced(cost, tokens, 16.0, networks, 2.0, 1.0)
     return judge, fields
 
 
@@ -29,7 +29,7 @@ def test_hopeless_races_end_early_and_networks_leave_first() -> None:
     judge, fields = judged(2.0, 16, networks=True, rounds=min(HOPELESS))
     assert judge.field(8) is Field.LOOKUPS
     for _ in range(min(HOPELESS)):
-        judge.record_raced(2.0, 16, 16.0, False)
+        judge.record_raced(2.0, 16, 16.0, False, 2.0, 1.0)
     assert judge.field(8) is Field.NOBODY and judge.field(5) is Field.NOBODY
 
 
@@ -38,8 +38,20 @@ def test_a_verdict_waits_for_rounds_to_compare_with() -> None:
     for _ in range(PROBE_ROUNDS):
         judge.record_unraced(64, 1.0)  # too many rows to say anything of 8
     for _ in range(WINDOW):
-        judge.record_raced(2.0, 16, 16.0, False)
+        judge.record_raced(2.0, 16, 16.0, False, 2.0, 1.0)
     for _ in range(PROBE_ROUNDS):
         assert judge.field(8) is Field.NOBODY
         judge.record_unraced(8, 3.0)
     assert judge.field(8) is Field.EVERYBODY
+
+
+@pytest.mark.parametrize(("plain_cost", "field"), [(1.9, Field.EVERYBODY), (2.1, Field.NOBODY)])
+def test_a_race_that_is_slower_than_no_drafts_ends(plain_cost: float, field: Field) -> None:
+    """Even one that is faster than its primary alone, and with networks in it."""
+    judge = RaceJudge()
+    for _ in range(PROBE_ROUNDS):
+        judge.record_unraced(8, 1.0)
+    for _ in range(WINDOW):
+        judge.field(8)
+        judge.record_raced(1.0, 20, 16.0, True, 2.0, plain_cost)
+    assert judge.field(8) is field
