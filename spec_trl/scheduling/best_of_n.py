@@ -62,7 +62,7 @@ class BestOfN:
             raise ValueError(f"candidates={names} must be one or more drafters of different names.")
         self.ladder, self.history = ladder, history
         self._margin, self._roofline, self._tolerance = margin, roofline, tolerance
-        self._budget, self._race = budget, race and len(self.candidates) > 1
+        self._budget, self._race = budget, race
         self._by_ladder = [candidate.roofline is None for candidate in self.candidates]
         self._toggle = SpeculationToggle(self.candidates, margin)
         self.tallies = self._toggle.tallies
@@ -124,6 +124,7 @@ class BestOfN:
         self._toggle.drop(index)
         self._racing.drop(self.candidates[index].name)
         self._laid_out = None
+        self._weighed = 0
 
     # ---- a round --------------------------------------------------------------------------------------------------
 

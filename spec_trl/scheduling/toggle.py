@@ -325,6 +325,8 @@ class SpeculationToggle(OneDrafter):
         self._baseline = OverheadCorrection()  # of autoregressive rounds; without a profile, their times themselves
         self._gains: Sequence[Gain | None] = [None for _ in candidates]
         self._others_can_help = False
+        self.judgement_due = False
+        """Whether the next round is decided by what was measured."""
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         for state, tally in zip(self._states, self.tallies, strict=True):
@@ -342,7 +344,7 @@ class SpeculationToggle(OneDrafter):
         self._since_change = DWELL
         self._probing = PROBE_ROUNDS if self._baseline.is_empty else 0
         self._anchor: int | None = None  # batch of the newest autoregressive round
-        self._judgement_due = False
+        self.judgement_due = False
         self._gains, self._others_can_help = [None for _ in self.candidates], False
         self._looked_at: int | None = None  # batch at which speculation was last found not to pay
 
@@ -364,7 +366,7 @@ class SpeculationToggle(OneDrafter):
 
     def _update(self, batch_ahead: int, batch: int, length: float) -> None:
         """Turns speculation on or off; `batch_ahead` counts the rows that waiting requests are about to fill."""
-        if self._judgement_due:
+        if self.judgement_due:
             self._judge()
         if self._active is None:
             # Lengths grow by a token per round: what did not pay a moment ago at this batch still does not.
@@ -377,11 +379,6 @@ class SpeculationToggle(OneDrafter):
         elif self._refills and self._since_change >= DWELL:
             if self.predicted_speedup(self._active, batch, length) < 1:
                 self._turn(None)
-
-    @property
-    def judgement_due(self) -> bool:
-        """Whether the next round is decided by what was measured."""
-        return self._judgement_due
 
     def weigh(self, gains: Sequence[Gain | None], others_can_help: bool) -> None:
         """Tells what candidates do for the rows that are in flight now.
@@ -470,7 +467,7 @@ class SpeculationToggle(OneDrafter):
         tally.seconds += seconds
         tally.baseline_seconds += baseline * tokens / batch
         state.window.append(_Round(batch, length, seconds, tokens))
-        self._judgement_due |= tally.rounds % WINDOW == 0 or tally.rounds in HOPELESS
+        self.judgement_due |= tally.rounds % WINDOW == 0 or tally.rounds in HOPELESS
 
     def _measured_speedup(self, index: int) -> float:
         """τ T_p / T_cycle over the candidate's newest rounds, in medians of the times."""
@@ -481,7 +478,7 @@ class SpeculationToggle(OneDrafter):
     def _judge(self) -> None:
         """Keeps the active candidate only while it measures faster than autoregressive decoding and than what the
         others promise."""
-        self._judgement_due = False
+        self.judgement_due = False
         index = self._active
         if index is None or not self._states[index].window:
             return
@@ -497,7 +494,7 @@ class SpeculationToggle(OneDrafter):
         doubtful = (SURE if self._anchor is None else DOUBT) if rounds >= WINDOW else enough
         if unknown or worth < doubtful:
             if not self._is_anchored():
-                self._probing, self._judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
+                self._probing, self.judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
             elif measured < enough:
                 self._fail(index)
             elif worth < enough:
