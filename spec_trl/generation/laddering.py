@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ..scheduling.control import Chain, NeverSpeculate
 from ..scheduling.ladder import Ladder, Rung, ladder_path
 from ..scheduling.profile import ProfileKey
-from ..scheduling.toggle import Chain, NeverSpeculate
 from .calibrating import cache_directory, profile_key
 from .configuration import SpeculativeConfig
 from .decoding import Rollout
@@ -39,7 +39,9 @@ PROMPT = 32
 """Tokens of the random prompts."""
 FEWEST_ROUNDS = 3
 STABLE = 0.03
-"""Half of a cell's rounds this close to their median, as a share of it, and no more are timed."""
+"""Half of a cell's speedups this close to their median, as a share of it, and no more rounds are timed."""
+LEAST_SECONDS = 0.5
+"""Of timing at one batch: where rounds are short, a moment's other work would touch all of the fewest rounds."""
 QUIET = 2.0
 """Seconds of profiling from which on there is a progress bar."""
 
@@ -55,9 +57,10 @@ def build_ladder(
     progress: bool = True,
     config: SpeculativeConfig | None = None,
 ) -> Ladder:
-    """Times rounds of each drafter at each batch, γ and acceptance, beside autoregressive rounds; keeps medians.
+    """Times rounds of each drafter at each batch, γ and acceptance, each beside an autoregressive one; keeps medians.
 
-    On a quiet machine three rounds of a cell agree, and no more are run; on a busy one up to `rounds`.
+    On a quiet machine three rounds of a cell agree, and no more are run; on a busy one, or where rounds are short, up
+    to `rounds`.
 
     The target runs, its logits are computed and sampled from, and then each draft token is marked as accepted with
     probability p, whatever the target said: neither's weights matter. Prompts are random tokens. A drafter that learns
@@ -265,13 +268,15 @@ class _Bench:
         """Visits all cells in turn, autoregressive decoding among them, until their times agree, for about so many
         seconds at most."""
         times: dict[_Cell | None, list[float]] = {cell: [] for cell in (None, *self._cells)}
-        deadline = time.perf_counter() + seconds
+        started_at = time.perf_counter()
         self._rollout.begin()
         self._rollout.admit()
         for visit in range(self._warm_ups + self._rounds):
-            if visit > self._warm_ups and time.perf_counter() > deadline:
+            spent = time.perf_counter() - started_at
+            if visit > self._warm_ups and spent > seconds:
                 break
-            if visit >= self._warm_ups + FEWEST_ROUNDS and all(_agree(found) for found in times.values() if found):
+            is_enough = visit >= self._warm_ups + FEWEST_ROUNDS and spent >= LEAST_SECONDS
+            if is_enough and all(_agree(_slowdowns(found, times[None])) for found in times.values() if found):
                 break
             for cell, found in times.items():
                 if self._rows.longest + (0 if cell is None else cell.draft_length) + 1 > self._columns:
@@ -285,12 +290,16 @@ class _Bench:
         self._rollout.end()
         if self._captures:
             gc.collect()  # a runner and what it captured hold each other
-        plain = median(times[None])
         return [
-            Rung(self._drafter.strategy, self._batch, cell.draft_length, cell.acceptance, median(found), plain)
+            self._rung(cell, median(found), median(_slowdowns(found, times[None])))
             for cell, found in times.items()
             if cell is not None and found
         ]
+
+    def _rung(self, cell: _Cell, seconds: float, slowdown: float) -> Rung:
+        return Rung(
+            self._drafter.strategy, self._batch, cell.draft_length, cell.acceptance, seconds, seconds / slowdown
+        )
 
     def _round(self, cell: _Cell | None) -> None:
         self._rollout.acceptance = 0.0 if cell is None else cell.acceptance
@@ -299,7 +308,12 @@ class _Bench:
             raise RuntimeError(f"the drafter failed while it was timed: {self._rollout.drafter_failure}")
 
 
-def _agree(times: list[float]) -> bool:
-    """Whether half of the times lie so close to their median that further ones would hardly move it."""
-    middle = median(times)
-    return median(abs(seconds - middle) for seconds in times) <= STABLE * middle
+def _slowdowns(times: list[float], plain: list[float]) -> list[float]:
+    """Of a cell's rounds, each over the autoregressive one of the same visit: other work was as much for both."""
+    return [seconds / beside for seconds, beside in zip(times, plain, strict=False)]
+
+
+def _agree(values: list[float]) -> bool:
+    """Whether half of them lie so close to their median that further ones would hardly move it."""
+    middle = median(values)
+    return median(abs(value - middle) for value in values) <= STABLE * middle

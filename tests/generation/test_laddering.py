@@ -3,8 +3,9 @@
 import copy
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -71,18 +72,42 @@ def test_a_slow_drafter_shows_and_the_plain_rounds_beside_it_do_not(
         assert rung.seconds >= 0.2 > rung.plain_seconds
 
 
-@pytest.mark.parametrize(("quiet", "rounds"), [(True, 3), (False, 7)])
+def clock(monkeypatch: pytest.MonkeyPatch, steps: Iterable[float]) -> list[object]:
+    """Rounds do nothing but move the clock on, by a step each; returns the cells of all rounds, as they come."""
+    now, steps, done = [0.0], iter(steps), []
+
+    def round_(bench: laddering._Bench, cell: object) -> None:
+        now[0] += next(steps)
+        done.append(cell)
+
+    monkeypatch.setattr(laddering.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(laddering._Bench, "_round", round_)
+    return done
+
+
+QUIET, SHORT = itertools.repeat(1.0), itertools.repeat(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("steps", "rounds"),
+    [(QUIET, 3), (SHORT, 7), (map(Random(0).expovariate, itertools.repeat(1.0)), 7)],
+    ids=["quiet", "short", "busy"],
+)
 def test_times_that_agree_end_it(
-    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, quiet: bool, rounds: int
+    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, steps: Iterable[float], rounds: int
 ) -> None:
-    """A clock of its own: each round takes 1 s, or each takes twice the time of the one before."""
-    reads = itertools.count()
-    monkeypatch.setattr(laddering.time, "perf_counter", lambda: float(next(reads)) if quiet else 2.0 ** next(reads))
-    done = []
-    monkeypatch.setattr(laddering._Bench, "_round", lambda bench, cell: done.append(cell))
+    done = clock(monkeypatch, steps)
     quick(tiny, [NgramDrafter(2)], batches=(1,), rounds=7, budget_seconds=1e300)
-    visits = [cell for cell in done if cell is None]
-    assert len(visits) == 1 + rounds  # and a first one, which does not count
+    assert done.count(None) == 1 + rounds  # and a first one, which does not count
+
+
+def test_other_work_that_begins_meanwhile_leaves_the_speedups_alone(
+    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds take 1 s, and 3 s once the fourth visit to the 5 cells has begun, but for one that takes a minute."""
+    clock(monkeypatch, [1.0] * 20 + [3.0] * 7 + [60.0] + [3.0] * 12)
+    rungs = quick(tiny, [NgramDrafter(2)], batches=(1,), rounds=7, budget_seconds=1e300).rungs
+    assert [rung.seconds / rung.plain_seconds for rung in rungs] == [1.0] * 4
 
 
 @pytest.mark.parametrize(("acceptance", "tokens"), [(0.0, 1.0), (1.0, 5.0), (0.5, 1.9375)])
