@@ -16,9 +16,9 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_draft import self_drafter_of
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
 from spec_trl.generation.laddering import find_ladder
+from spec_trl.scheduling.control import Control
 from spec_trl.scheduling.ladder import Ladder
 from spec_trl.scheduling.profile import Profile
-from spec_trl.scheduling.toggle import Control
 
 from .copying import Copying, copy_heavy
 from .measure import stopwatch

@@ -32,10 +32,10 @@ from tqdm import tqdm
 
 from spec_trl import SpeculativeConfig
 from spec_trl.scheduling.best_of_n import BestOfN
+from spec_trl.scheduling.control import Candidate, Chain
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.selection import AcceptanceHistory
-from spec_trl.scheduling.toggle import Candidate, Chain
 
 from .best_of_n_subject import (
     COPY,

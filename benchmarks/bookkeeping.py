@@ -13,8 +13,9 @@ import torch
 
 from spec_trl.generation.statistics import DraftCounter, PhaseTimer, RoundLog
 from spec_trl.generation.verification import Proposal, Verdict
+from spec_trl.scheduling.control import Candidate
 from spec_trl.scheduling.profile import Profile
-from spec_trl.scheduling.toggle import Candidate, SpeculationToggle
+from spec_trl.scheduling.toggle import SpeculationToggle
 
 
 PHASES = 6  # that the engine times in each round: control, noise, draft, verify, accept, compact

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import spec_trl
-from spec_trl.scheduling.toggle import NeverSpeculate
+from spec_trl.scheduling.control import NeverSpeculate
 
 from .part import Part
 from .shapes import config_of, random_model

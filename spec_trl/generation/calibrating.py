@@ -24,9 +24,9 @@ from ..quantization.kernels import LayerSpec, find_kernel
 from ..quantization.scheme import find_scheme
 from ..quantization.source_weight import inspect_projection, is_projection
 from ..scheduling.calibration import GemmMeasurement, effective_flops, fit
+from ..scheduling.control import Chain, NeverSpeculate
 from ..scheduling.profile import Profile, ProfileKey, ProfileMismatch
 from ..scheduling.sweep import Mode, Sample
-from ..scheduling.toggle import Chain, NeverSpeculate
 from .configuration import SpeculativeConfig
 from .constants import model_constants
 from .decoding import Rollout

@@ -7,11 +7,12 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from ..scheduling.best_of_n import BestOfN
+from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
 from ..scheduling.ladder import Ladder
 from ..scheduling.profile import Profile
 from ..scheduling.roofline import Roofline
 from ..scheduling.selection import AcceptanceHistory
-from ..scheduling.toggle import AlwaysSpeculate, Candidate, Control, NeverSpeculate, SpeculationToggle
+from ..scheduling.toggle import SpeculationToggle
 from .configuration import SpeculativeConfig
 from .drafters.base import DraftCost, Drafter
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..scheduling.toggle import Chain, Control, Tally
+from ..scheduling.control import Chain, Control, Tally
 from .diagnosis import first_broken_module
 from .drafters.base import Drafter, DraftSession
 from .prefilling import prefill

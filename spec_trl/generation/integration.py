@@ -20,7 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ..scheduling.toggle import Control
+from ..scheduling.control import Control
 from .calibrating import find_profile
 from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_strategy, check_verification
 from .control import keep_control, make_control, take_control

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..scheduling.toggle import Chain
+from ..scheduling.control import Chain
 from .rows import Rows
 from .verification import Proposal, Verdict
 

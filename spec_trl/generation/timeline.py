@@ -4,7 +4,7 @@ to read it."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..scheduling.toggle import Chain
+from ..scheduling.control import Chain
 
 
 MOST_CHANGES = 32

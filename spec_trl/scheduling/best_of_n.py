@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence, Set
 
 from .acceptance import Acceptance, AcceptanceCounts
 from .assignment import MethodView, Racing, RowView
+from .control import Candidate, Chain
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .race_judge import Field, RaceJudge
 from .roofline import Roofline
 from .selection import OPTIMISTIC, AcceptanceHistory, select_method, select_per_prompt
-from .toggle import HOPELESS, WINDOW, Candidate, Chain, Gain, SpeculationToggle
+from .toggle import HOPELESS, WINDOW, Gain, SpeculationToggle
 
 
 class BestOfN:

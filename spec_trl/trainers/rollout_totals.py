@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from ..generation.drafters.distillation import DistilledDrafter
 from ..generation.statistics import DEPTH_EDGES, DraftCounts, RoundPoint, SpeculationStatistics
 from ..generation.timeline import RequestTimeline, slowest
-from ..scheduling.toggle import Control, Tally
+from ..scheduling.control import Control, Tally
 from . import run_log
 from .run_log import TIMELINES, DepthCounts, RolloutRecord
 

@@ -29,10 +29,10 @@ from ..generation.drafters.self_draft import SelfDrafter
 from ..generation.integration import make_drafters
 from ..quantization.awq import ActivationStatistics
 from ..scheduling.best_of_n import BestOfN
+from ..scheduling.control import Control
 from ..scheduling.draft_length import DraftLengthController
 from ..scheduling.profile import Profile
 from ..scheduling.selection import AcceptanceHistory
-from ..scheduling.toggle import Control
 from .drafter_adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from .measuring import PROFILE_FILE, shared_ladder, shared_profile
 from .rollout_totals import RolloutTotals

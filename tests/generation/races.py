@@ -9,7 +9,7 @@ import torch
 from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.sampling import RoundNoise
 from spec_trl.generation.verification import Proposal
-from spec_trl.scheduling.toggle import Candidate, Chain, Tally
+from spec_trl.scheduling.control import Candidate, Chain, Tally
 from tests.generation.calls import pad_left, random_rows
 
 

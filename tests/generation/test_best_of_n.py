@@ -18,11 +18,12 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
 from spec_trl.scheduling.best_of_n import BestOfN
+from spec_trl.scheduling.control import NeverSpeculate
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.race_judge import RaceJudge
 from spec_trl.scheduling.roofline import Coefficients
 from spec_trl.scheduling.selection import AcceptanceHistory
-from spec_trl.scheduling.toggle import NeverSpeculate, SpeculationToggle
+from spec_trl.scheduling.toggle import SpeculationToggle
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.test_control import FREE_DRAFTS
 

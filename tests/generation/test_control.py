@@ -18,17 +18,11 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.scheduling.best_of_n import BestOfN
+from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, NeverSpeculate, OneDrafter, Tally
 from spec_trl.scheduling.ladder import Ladder, LadderCosts, Rung
 from spec_trl.scheduling.profile import Profile, ProfileKey
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.toggle import (
-    AlwaysSpeculate,
-    Candidate,
-    NeverSpeculate,
-    OneDrafter,
-    SpeculationToggle,
-    Tally,
-)
+from spec_trl.scheduling.toggle import SpeculationToggle
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 

@@ -12,7 +12,8 @@ from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.rows import Admission
 from spec_trl.generation.sampling import RoundNoise
 from spec_trl.generation.verification import Proposal
-from spec_trl.scheduling.toggle import AlwaysSpeculate, Candidate, SpeculationToggle
+from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
+from spec_trl.scheduling.toggle import SpeculationToggle
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 

@@ -14,7 +14,7 @@ from spec_trl.generation.racing import Lanes, draft_lengths
 from spec_trl.generation.rows import Request, Rows
 from spec_trl.generation.sampling import RoundNoise
 from spec_trl.generation.verification import Proposal
-from spec_trl.scheduling.toggle import Candidate, Chain, OneDrafter, Tally
+from spec_trl.scheduling.control import Candidate, Chain, OneDrafter, Tally
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.races import PROMPTS, ROWS, Fixed, Knowing, RandomPlans, raced
 from tests.generation.tape import Tape

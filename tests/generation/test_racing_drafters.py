@@ -13,7 +13,7 @@ from spec_trl.generation.drafters.distillation import DistilledDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.sampling import RoundNoise
 from spec_trl.generation.verification import Proposal
-from spec_trl.scheduling.toggle import AlwaysSpeculate, Candidate, NeverSpeculate
+from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, NeverSpeculate
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs
 from tests.generation.drafters import eagle3_reference

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from spec_trl.generation.timeline import MOST_CHANGES, RequestTimeline, TimelineLog, slowest
-from spec_trl.scheduling.toggle import Chain
+from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs
 from tests.generation.test_racing import EOS, PROMPTS, Knowing, RandomPlans
 

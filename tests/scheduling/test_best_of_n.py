@@ -11,11 +11,12 @@ import pytest
 
 from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
 from spec_trl.scheduling.best_of_n import BestOfN
+from spec_trl.scheduling.control import Candidate, Chain
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.race_judge import Field, RaceJudge
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.selection import AcceptanceHistory, select_method
-from spec_trl.scheduling.toggle import HOPELESS, PROBE_ROUNDS, WINDOW, Candidate, Chain
+from spec_trl.scheduling.toggle import HOPELESS, PROBE_ROUNDS, WINDOW
 
 
 NETWORKS = ("self", "model")

@@ -6,19 +6,9 @@ from typing import Any
 
 import pytest
 
+from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.toggle import (
-    CONFIDENT,
-    DWELL,
-    PROBE_ROUNDS,
-    RETRY_AFTER,
-    WINDOW,
-    AlwaysSpeculate,
-    Candidate,
-    Control,
-    NeverSpeculate,
-    SpeculationToggle,
-)
+from spec_trl.scheduling.toggle import CONFIDENT, DWELL, PROBE_ROUNDS, RETRY_AFTER, WINDOW, SpeculationToggle
 
 
 # Qwen2.5-7B on an A100, as published (facts of ER): speculation pays at small batches only.

@@ -24,7 +24,7 @@ from transformers import (
 from spec_trl.generation.drafters.base import DraftSession
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
 from spec_trl.generation.drafters.dflash import DFlashDrafter
-from spec_trl.scheduling.toggle import AlwaysSpeculate, Candidate
+from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
 from tests.conftest import shared, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
 from tests.generation.drafters.dflash_reference import (

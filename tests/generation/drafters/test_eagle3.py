@@ -25,7 +25,7 @@ from spec_trl.generation.drafters.checkpoints import read_checkpoint, write_chec
 from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
 from spec_trl.generation.drafters.eagle3_network import Rotary
 from spec_trl.generation.drafters.network import CATCH_UP
-from spec_trl.scheduling.toggle import AlwaysSpeculate, Candidate
+from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
 from tests.conftest import shared, tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.eagle3_reference import (

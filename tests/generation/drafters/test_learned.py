@@ -10,7 +10,7 @@ from torch import nn
 from spec_trl.generation import graphs
 from spec_trl.generation.drafters.dflash import DFlashDrafter
 from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
-from spec_trl.scheduling.toggle import AlwaysSpeculate, Candidate
+from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters import dflash_reference, eagle3_reference
 from tests.generation.tape import Tape

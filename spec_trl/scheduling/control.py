@@ -1,0 +1,245 @@
+"""What a control of rounds is: told of each round, it plans the next one.
+
+A control is asked for a `plan` before each decoding round, and told what became of it after. Of those here, which have
+one drafter draft for all rows, `NeverSpeculate` and `AlwaysSpeculate` (the paper's always-on baseline) do not look at
+what they are told; `toggle.py` and `best_of_n.py` do.
+"""
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Protocol
+
+
+class Costs(Protocol):
+    """Predicts rounds of `batch` rows of mean length `length`, in seconds: a roofline, or what was profiled."""
+
+    def target_seconds(self, batch: int, length: float) -> float:
+        """T̂_p: of an autoregressive round."""
+        ...
+
+    def verify_seconds(self, batch: int, length: float, draft_length: int) -> float:
+        """T̂_V: of a round of γ = `draft_length` whose drafts cost no forward."""
+        ...
+
+    def cycle_seconds(self, batch: int, length: float, draft_length: int) -> float:
+        """γ T̂_q + T̂_V: of a round of γ = `draft_length`, drafts included."""
+        ...
+
+
+@dataclass
+class Candidate:
+    """One drafter as a control sees it.
+
+    Args:
+        name: its strategy.
+        draft_length: γ.
+        block_efficiency: τ_prev, of the last rollout that it drafted for, or what to expect of it.
+        max_rows: with more rows a draft costs what the target costs.
+        roofline: predicts its rounds; None: only measuring tells.
+        is_network: False: drafts are looked up, and cost no forward.
+    """
+
+    name: str
+    draft_length: int
+    block_efficiency: float
+    max_rows: int
+    roofline: Costs | None = None
+    is_network: bool = True
+
+    def cycle_seconds(self, roofline: Costs, batch: int, length: float) -> float:
+        """γ T̂_q + T̂_V, without T̂_q where no network drafts."""
+        if self.is_network:
+            return roofline.cycle_seconds(batch, length, self.draft_length)
+        return roofline.verify_seconds(batch, length, self.draft_length)
+
+
+@dataclass
+class Tally:
+    """What one candidate did in one rollout: `rounds`, verified `blocks` and the `tokens` they committed, `seconds`,
+    the same work's autoregressive seconds by the corrected profile, and the sum of predicted speedups."""
+
+    rounds: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    baseline_seconds: float = 0.0
+    predicted_sum: float = 0.0
+    predicted_rounds: int = 0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*map(operator.add, astuple(self), astuple(other)))
+
+    @property
+    def block_efficiency(self) -> float | None:
+        """τ, None without blocks."""
+        return self.tokens / self.blocks if self.blocks else None
+
+    @property
+    def predicted_speedup(self) -> float | None:
+        """Mean prediction over the rounds that had one."""
+        return self.predicted_sum / self.predicted_rounds if self.predicted_rounds else None
+
+    @property
+    def measured_speedup(self) -> float | None:
+        """Over the corrected profile's autoregressive time; None without a profile or rounds."""
+        return self.baseline_seconds / self.seconds if self.baseline_seconds and self.seconds else None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of draft tokens for each of some rows.
+
+    Args:
+        which: index of the candidate that drafts it.
+        draft_length: γ.
+        rows: of the batch; None: all.
+    """
+
+    which: int
+    draft_length: int
+    rows: tuple[int, ...] | None = None
+
+
+class Control(Protocol):
+    """Decides in each round which candidates draft for which rows, and how far."""
+
+    candidates: Sequence[Candidate]
+    tallies: list[Tally]
+    races: bool
+    """Whether a row may get chains of several candidates in one round."""
+
+    @property
+    def most_drafted(self) -> int:
+        """Draft tokens that a row may get in one round, its chains together: cache columns are allotted for them."""
+        ...
+
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        """A rollout starts, of one request per entry of `prompts`, `capacity` of them at a time.
+
+        Args:
+            capacity: rows.
+            prompts: a key of each request's prompt, in the caller's order; equal prompts have equal keys.
+        """
+        ...
+
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        """The chains of a round; none: decode autoregressively.
+
+        Rows that several candidates draft for are raced: all their chains are verified, and the one of which most is
+        accepted counts, the first in the plan among equals. Of chains of one candidate for the same row the longest
+        counts; rows that no chain names decode autoregressively beside the others.
+
+        Args:
+            requests: index, in the caller's batch, of the request in each row.
+            length: mean length of the rows.
+            waiting: requests that have no row yet.
+        """
+        ...
+
+    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        """The round just planned verified `draft_length` draft tokens of the row with most (less than planned where no
+        row had room for more), took `seconds` and committed `tokens`."""
+        ...
+
+    def record_rows(
+        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
+    ) -> None:
+        """What became of the round's chains, before `record`; not called after autoregressive rounds.
+
+        Args:
+            requests: as the plan was asked for.
+            accepted: of each candidate that had a chain, per row: draft tokens accepted, whether or not its chain won;
+                -1 where the row had none of it.
+            drafted: likewise how many it had drafted, up to the row's end; fewer than γ, or 0, where it found no more.
+        """
+        ...
+
+    def drop(self, index: int) -> None:
+        """Candidate `index` failed and must not be chosen again in this rollout."""
+        ...
+
+    def finish(self) -> None:
+        """The rollout is over; not called where it ended in an error."""
+        ...
+
+
+class OneDrafter(ABC):
+    """A control under which one drafter at a time drafts for all rows."""
+
+    candidates: Sequence[Candidate]
+    races = False
+
+    @property
+    def most_drafted(self) -> int:
+        return max((candidate.draft_length for candidate in self.candidates), default=0)
+
+    @abstractmethod
+    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+        """(index of the candidate, γ) for a round of `batch` rows of mean length `length`; γ = 0: decode
+        autoregressively. `waiting` requests have no row yet."""
+
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        which, draft_length = self.decide(len(requests), length, waiting)
+        return (Chain(which, draft_length),) if draft_length else ()
+
+    def record_rows(
+        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
+    ) -> None:
+        return  # nothing here decides row by row
+
+    def finish(self) -> None:
+        return
+
+
+class NeverSpeculate(OneDrafter):
+    """Decodes autoregressively."""
+
+    candidates: Sequence[Candidate] = ()
+    tallies: list[Tally] = []
+
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        pass
+
+    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+        return 0, 0
+
+    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        pass
+
+    def drop(self, index: int) -> None:
+        pass
+
+
+class AlwaysSpeculate(OneDrafter):
+    """Speculates in every round that its drafter's kernels can serve: the paper's always-on quantized self-SD.
+
+    Args:
+        candidate: the one drafter.
+    """
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidates: Sequence[Candidate] = (candidate,)
+        self.tallies = [Tally()]
+
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        self.tallies = [Tally()]
+        self._failed = False
+
+    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+        candidate = self.candidates[0]
+        self._batch = batch
+        self._draft_length = 0 if self._failed or batch > candidate.max_rows else candidate.draft_length
+        return 0, self._draft_length
+
+    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        if draft_length == self.candidates[0].draft_length:  # less: a rollout's last rounds
+            tally = self.tallies[0]
+            tally.rounds += 1
+            tally.blocks += self._batch
+            tally.tokens += tokens
+            tally.seconds += seconds
+
+    def drop(self, index: int) -> None:
+        self._failed = True
