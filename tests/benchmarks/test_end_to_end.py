@@ -138,7 +138,7 @@ def test_the_demo_task_starts_from_the_same_weights() -> None:
 
 def test_the_command_trains_and_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     output, runs = tmp_path / "end_to_end.json", tmp_path / "runs"
-    arguments = ["--steps", "2", "--rows", "8", "--group", "4", "--max-completion-length", "24", "--repeats", "1"]
+    arguments = ["--steps", "2", "--rows", "4", "--group", "2", "--max-completion-length", "12", "--repeats", "1"]
     arguments += ["--dtype", "float64", "--ablations", "--calibration-seconds", "1", "--epochs", "1.5"]
     policy = demo_task(torch.float64, 1, 0).make_policy()
     write_eagle3(tmp_path / "auxiliary", policy)

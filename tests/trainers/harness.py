@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -135,3 +136,16 @@ def train(output_dir: Path, strategy: str = "self", resume: Path | None = None, 
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     run.weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return run
+
+
+_plain: dict[str, Run] = {}
+
+
+def train_plainly(**options: Any) -> Run:
+    """`train` without a drafter. Many tests compare with the same run: of equal options, which must show what they are
+    where they are printed, it is made once."""
+    key = repr(sorted(options.items()))
+    if key not in _plain:
+        with TemporaryDirectory() as folder:
+            _plain[key] = train(Path(folder), "none", **options)
+    return _plain[key]

@@ -19,7 +19,15 @@ from spec_trl.trainers.drafter_adaptation import DrafterAdaptation, check_adapta
 from spec_trl.trainers.run_log import read_run
 from tests.generation.drafters import eagle3_reference
 from tests.generation.drafters.test_learned import STRATEGIES, make_checkpoint
-from tests.trainers.harness import Run, assert_same_training, make_trainer, tiny_dataset, tiny_policy, train
+from tests.trainers.harness import (
+    Run,
+    assert_same_training,
+    make_trainer,
+    tiny_dataset,
+    tiny_policy,
+    train,
+    train_plainly,
+)
 
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +100,7 @@ def test_the_policy_trains_as_without(
 ) -> None:
     """Completions, losses and weights, to the last bit, while the drafter learns from every micro-batch."""
     options = [dict(max_steps=3) | VARIANTS[variant]() for _ in range(2)]  # a LoRA config is written to
-    none = train(tmp_path / "none", "none", **options[0])
+    none = train_plainly(**options[0])
     drafter, run = trained(tmp_path / "adapted", strategy, checkpoints[strategy], **options[1])
     assert_same_training(none, run)
     before = weights(KINDS[strategy](checkpoints[strategy], tiny_policy()))
@@ -103,7 +111,7 @@ def test_the_policy_trains_as_without(
 def test_a_drafter_that_stays_as_it_is(tmp_path: Path, checkpoints: dict[str, str]) -> None:
     options = dict(save_strategy="steps", save_steps=1, max_steps=1, drafter_adaptation=False)
     drafter, run = trained(tmp_path, "dflash", checkpoints["dflash"], **options)
-    assert_same_training(train(tmp_path / "none", "none", max_steps=1), run)
+    assert_same_training(train_plainly(max_steps=1), run)
     assert not differ(weights(DFlashDrafter(checkpoints["dflash"], tiny_policy())), weights(drafter))
     assert not [name for entry in run.logs for name in entry if name.startswith("drafter/")]
     assert not list(tmp_path.glob("checkpoint-1/drafter*"))
@@ -376,7 +384,7 @@ def fail(kind: str, monkeypatch: pytest.MonkeyPatch, at: int) -> list[dict[str, 
 def test_a_failure_ends_the_adaptation_and_nothing_else(
     strategy: str, kind: str, said: str, tmp_path: Path, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    none = train(tmp_path / "none", "none", max_steps=5)
+    none = train_plainly(max_steps=5)
     calls = fail(kind, monkeypatch, at=3)  # the rehearsal and two updates
     with pytest.warns(UserWarning, match=f"the {strategy} drafter is adapted no further.*{said}") as told:
         drafter, run = trained(tmp_path / "run", strategy, checkpoints[strategy], max_steps=5)

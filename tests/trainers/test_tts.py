@@ -22,7 +22,15 @@ from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.trainers.run_log import read_run
 from tests.generation.drafters.test_learned import make_checkpoint
-from tests.trainers.harness import Run, assert_same_training, make_trainer, tiny_dataset, tiny_policy, train
+from tests.trainers.harness import (
+    Run,
+    assert_same_training,
+    make_trainer,
+    tiny_dataset,
+    tiny_policy,
+    train,
+    train_plainly,
+)
 
 
 VOCABULARY = 48  # of the tiny policy
@@ -83,7 +91,7 @@ def steps_taken(drafter: DistilledDrafter) -> int:
 def test_the_policy_trains_as_without(kind: str, asynchronous: bool, tmp_path: Path, named: Named) -> None:
     """Completions, losses and weights, to the last bit, while the drafter learns; what learns is nothing of the
     policy's optimizer's, and is recorded."""
-    none = train(tmp_path / "none", "none")
+    none = train_plainly()
     options = dict(tts_asynchronous=asynchronous, tts_stride=2 if asynchronous else 1)
     drafter, run, trainer = run_tts(tmp_path / "tts", **options, **named(kind))
     assert_same_training(none, run)
@@ -132,7 +140,7 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     ],
 )
 def test_variants_of_training(variant: str, kind: str, scope: str, tmp_path: Path, named: Named) -> None:
-    none = train(tmp_path / "none", "none", **VARIANTS[variant]())
+    none = train_plainly(**VARIANTS[variant]())
     _, run, _ = run_tts(tmp_path / kind, tts_scope=scope, **VARIANTS[variant](), **named(kind))
     assert_same_training(none, run)
     assert min(run.metric("rollout/drafter_updates")) > 0
@@ -152,7 +160,7 @@ def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
 
 
 def test_a_failure_ends_no_training(tmp_path: Path, named: Named, monkeypatch: pytest.MonkeyPatch) -> None:
-    none = train(tmp_path / "none", "none")
+    none = train_plainly()
     monkeypatch.setattr(distillation, "distillation_loss", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         _, run, _ = run_tts(tmp_path / "tts", save_strategy="steps", save_steps=3, **named("dflash"))
