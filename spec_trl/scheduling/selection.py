@@ -97,9 +97,14 @@ class AcceptanceHistory:
         return method in self._prompts.get(prompt_key, ())
 
     def rates_of_rows(self, method: str, prompt_keys: Sequence[str]) -> list[Acceptance]:
-        """Each prompt's own rates, drawn towards the average as far as recent prompts were alike."""
+        """Each prompt's own rates, drawn towards the average as far as recent prompts were alike. Prompts that are new
+        to the method are taken to differ as recent ones did; a single one has the average."""
         likeness = self._likeness(method)
-        return [self.rates(method, key, likeness) for key in prompt_keys]
+        new = sum(not self.knows(method, key) for key in prompt_keys)
+        recent = sorted(self.rates(method, key, likeness) for key in self._recent(method)) if new > 1 else []
+        recent = recent or [self.rates(method)]
+        spread = (recent[(2 * row + 1) * len(recent) // (2 * new)] for row in range(new))
+        return [self.rates(method, key, likeness) if self.knows(method, key) else next(spread) for key in prompt_keys]
 
     def _likeness(self, method: str) -> float:
         """The strength, in draft positions, of the Beta prior that explains how much recent prompts differ: by chance
@@ -171,6 +176,23 @@ class AcceptanceHistory:
         self._forget()
 
 
+def expect(
+    ladder: Ladder, history: AcceptanceHistory, method: str, prompt_keys: Sequence[str], batch: int
+) -> BlockEfficiency | None:
+    """τ, by γ, to expect of `method` over a rollout of these prompts, `batch` of them at a time. None: it never drafted.
+
+    That is τ of all rounds; or, where all rows are in flight at once, until the last of them ends (`last_row.py`), if
+    none of the prompts is known: those may have methods of their own, which keep them from being the last.
+    """
+    all_rounds = history.expected(method, prompt_keys)
+    if all_rounds is None or len(prompt_keys) > batch or any(history.knows(method, key) for key in prompt_keys):
+        return all_rounds
+    rows = history.rates_of_rows(method, prompt_keys) or [history.rates(method)]
+    return lambda draft_length: ladder.until_last_row(
+        method, [rates.block_efficiency(draft_length) for rates in rows], draft_length
+    )
+
+
 def select_method(
     ladder: Ladder,
     history: AcceptanceHistory,
@@ -194,7 +216,7 @@ def select_method(
     Raises:
         ValueError: a method is not in `ladder`.
     """
-    expected = {method: history.expected(method, prompt_keys) for method in methods}
+    expected = {method: expect(ladder, history, method, prompt_keys, batch) for method in methods}
     best = ladder.rank({method: own for method, own in expected.items() if own is not None}, batch)[0]
     untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if own is None}
     trial = ladder.rank(untried, batch)[0]

@@ -11,6 +11,7 @@ from spec_trl.scheduling.selection import (
     OPTIMISTIC,
     PROMPT_PRIOR,
     AcceptanceHistory,
+    expect,
     select_method,
     select_per_prompt,
 )
@@ -398,3 +399,35 @@ def test_a_rows_few_rounds_say_as_much_as_rows_have_differed(alike: bool) -> Non
     (bad,) = history.rates_of_rows("ngram", ["bad"])
     # Of 24 positions, as prompts weigh elsewhere, it would be 0.58 in the first case.
     assert (bad.first > 0.6) if alike else (bad.first < 0.15)
+
+
+def copied_or_not(copied: int, others: int) -> AcceptanceHistory:
+    """N-gram copies some prompts and knows nothing of the others; the copy is right in two cases of three."""
+    history = history_of(self=0.66)
+    for number in range(copied + others):
+        history.record("ngram", f"{number}", at(0.98 if number < copied else 0.0, 200))
+    return history
+
+
+def test_new_prompts_differ_as_recent_ones_did() -> None:
+    history = copied_or_not(12, 4)
+    rows = sorted(rates.first for rates in history.rates_of_rows("ngram", ["x", "y", "z", "w"]))
+    assert rows == pytest.approx([0.0, 0.98, 0.98, 0.98], abs=0.02)
+    assert history.rates_of_rows("ngram", ["x"]) == [history.rates("ngram")]
+    assert history.rates_of_rows("ngram", ["15", "x", "0"])[0].first < 0.02
+    assert history.rates_of_rows("model", ["x", "y"]) == [OPTIMISTIC] * 2
+
+
+def test_the_last_row_is_expected_where_all_are_in_flight() -> None:
+    """Of four rows three are copied, and then rounds of the fourth go on at 1.1 s where they all took 1.5 s."""
+    history, prompts = copied_or_not(12, 4), ["x", "y", "z", "w"]
+    in_flight, in_turns = (expect(LADDER, history, "ngram", prompts, batch) for batch in (4, 1))
+    copied = history.rates("ngram", "0").block_efficiency(4)
+    assert in_flight(4) == pytest.approx(1.5 / (1.5 / copied + 1.1 * (1 - 1 / copied)), rel=0.02)
+    assert in_turns(4) == history.expected("ngram", prompts)(4) > 2.5
+    assert select_method(LADDER, history, prompts, 4, ("ngram", "self")).method == "self"
+    assert select_method(LADDER, history, prompts, 1, ("ngram", "self")).method == "ngram"
+    assert select_method(LADDER, copied_or_not(16, 0), prompts, 4, ("ngram", "self")).method == "ngram"
+    assert expect(LADDER, history, "model", prompts, 4) is None
+    known = expect(LADDER, history, "ngram", ["0", "1", "15"], 4)
+    assert known(4) == history.expected("ngram", ["0", "1", "15"])(4)
