@@ -11,7 +11,7 @@ from .control import Candidate, Chain
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .race_judge import Field, RaceJudge
 from .roofline import Roofline
-from .selection import OPTIMISTIC, AcceptanceHistory, expect, select_method, select_per_prompt
+from .selection import OPTIMISTIC, AcceptanceHistory, expectations, select_method, select_per_prompt
 from .toggle import HOPELESS, WINDOW, Gain, SpeculationToggle
 
 
@@ -83,8 +83,9 @@ class BestOfN:
         self._prompts = list(prompts)
         batch = max(min(capacity, len(prompts)), 1)
         self._on_trial: set[int] = set()
+        expectation = expectations(self.ladder, self.history, list(self._index), prompts, batch)
         for index, candidate in enumerate(self.candidates):
-            expected = expect(self.ladder, self.history, candidate.name, prompts, batch)
+            expected = expectation[candidate.name]
             if expected is None:
                 self._on_trial.add(index)
                 expected = OPTIMISTIC.block_efficiency

@@ -176,17 +176,26 @@ class AcceptanceHistory:
         self._forget()
 
 
-def expect(
-    ladder: Ladder, history: AcceptanceHistory, method: str, prompt_keys: Sequence[str], batch: int
-) -> BlockEfficiency | None:
-    """τ, by γ, to expect of `method` over a rollout of these prompts, `batch` of them at a time. None: it never drafted.
+def expectations(
+    ladder: Ladder, history: AcceptanceHistory, methods: Sequence[str], prompt_keys: Sequence[str], batch: int
+) -> dict[str, BlockEfficiency | None]:
+    """τ, by γ, to expect of each method over a rollout of these prompts, `batch` of them at a time; None: it never
+    drafted.
 
-    That is τ of all rounds; or, where all rows are in flight at once, until the last of them ends (`last_row.py`), if
-    none of the prompts is known: those may have methods of their own, which keep them from being the last.
+    Where all rows are in flight at once it is τ until the last of them ends (`last_row.py`), else that of all rounds;
+    and that, too, where a prompt is known to several methods: with one of its own it need not be the last.
     """
-    all_rounds = history.expected(method, prompt_keys)
-    if all_rounds is None or len(prompt_keys) > batch or any(history.knows(method, key) for key in prompt_keys):
-        return all_rounds
+    may_choose = any(sum(history.knows(method, key) for method in methods) > 1 for key in set(prompt_keys))
+    if may_choose or len(prompt_keys) > batch:
+        return {method: history.expected(method, prompt_keys) for method in methods}
+    return {method: _until_last_row(ladder, history, method, prompt_keys) for method in methods}
+
+
+def _until_last_row(
+    ladder: Ladder, history: AcceptanceHistory, method: str, prompt_keys: Sequence[str]
+) -> BlockEfficiency | None:
+    if history.expected(method, ()) is None:
+        return None
     rows = history.rates_of_rows(method, prompt_keys) or [history.rates(method)]
     return lambda draft_length: ladder.until_last_row(
         method, [rates.block_efficiency(draft_length) for rates in rows], draft_length
@@ -216,7 +225,7 @@ def select_method(
     Raises:
         ValueError: a method is not in `ladder`.
     """
-    expected = {method: expect(ladder, history, method, prompt_keys, batch) for method in methods}
+    expected = expectations(ladder, history, methods, prompt_keys, batch)
     best = ladder.rank({method: own for method, own in expected.items() if own is not None}, batch)[0]
     untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if own is None}
     trial = ladder.rank(untried, batch)[0]

@@ -155,14 +155,18 @@ def test_lookups_that_are_right_all_or_none_are_not_overrated() -> None:
 
 
 def test_draft_length_and_tokens_are_those_of_the_batchs_prompts() -> None:
-    """τ is the harmonic mean over the prompts: of γ + 1 where "copy" is drafted for right, and 1 for a "story"."""
+    """γ + 1 where "copy" is drafted for right, else 1. Of prompts in turns τ is the harmonic mean, of those
+    in flight together the smallest, for rounds of one row are as dear as those of four."""
     machine = Machine({"self": 0.2}, by_method(self=0.5))
     history = AcceptanceHistory()
     history.record("self", "copy", at(1.0, 10**6))
     history.record("self", "story", at(0.0, 10**6))
     control = machine.control(history)
-    for prompts, tau in ((["copy"], 9.0), (["story"], 1.0), (["copy", "story"], 1.5), (["copy"] * 3 + ["story"], 2.0)):
-        control.begin(4, prompts)
+    pair, four = ["copy", "story"], ["copy"] * 3 + ["story"]
+    for rows, prompts, tau in (
+        (4, ["copy"], 9.0), (4, ["story"], 1.0), (4, pair, 1.0), (4, four, 1.0), (1, pair, 1.5), (1, four, 2.0),
+    ):  # fmt: skip
+        control.begin(rows, prompts)
         (candidate,) = control.candidates
         assert candidate.draft_length == (8 if tau == 9 else 2)
         assert candidate.block_efficiency == pytest.approx(tau, abs=0.01)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from spec_trl.scheduling.selection import (
     OPTIMISTIC,
     PROMPT_PRIOR,
     AcceptanceHistory,
-    expect,
+    expectations,
     select_method,
     select_per_prompt,
 )
@@ -409,6 +410,10 @@ def copied_or_not(copied: int, others: int) -> AcceptanceHistory:
     return history
 
 
+def expected_of_ngram(history: AcceptanceHistory, prompts: list[str], batch: int) -> Any:
+    return expectations(LADDER, history, METHODS, prompts, batch)["ngram"]
+
+
 def test_new_prompts_differ_as_recent_ones_did() -> None:
     history = copied_or_not(12, 4)
     rows = sorted(rates.first for rates in history.rates_of_rows("ngram", ["x", "y", "z", "w"]))
@@ -421,13 +426,19 @@ def test_new_prompts_differ_as_recent_ones_did() -> None:
 def test_the_last_row_is_expected_where_all_are_in_flight() -> None:
     """Of four rows three are copied, and then rounds of the fourth go on at 1.1 s where they all took 1.5 s."""
     history, prompts = copied_or_not(12, 4), ["x", "y", "z", "w"]
-    in_flight, in_turns = (expect(LADDER, history, "ngram", prompts, batch) for batch in (4, 1))
+    in_flight, in_turns = (expected_of_ngram(history, prompts, batch) for batch in (4, 1))
     copied = history.rates("ngram", "0").block_efficiency(4)
     assert in_flight(4) == pytest.approx(1.5 / (1.5 / copied + 1.1 * (1 - 1 / copied)), rel=0.02)
     assert in_turns(4) == history.expected("ngram", prompts)(4) > 2.5
     assert select_method(LADDER, history, prompts, 4, ("ngram", "self")).method == "self"
     assert select_method(LADDER, history, prompts, 1, ("ngram", "self")).method == "ngram"
     assert select_method(LADDER, copied_or_not(16, 0), prompts, 4, ("ngram", "self")).method == "ngram"
-    assert expect(LADDER, history, "model", prompts, 4) is None
-    known = expect(LADDER, history, "ngram", ["0", "1", "15"], 4)
-    assert known(4) == history.expected("ngram", ["0", "1", "15"])(4)
+    assert expectations(LADDER, history, METHODS, prompts, 4)["model"] is None
+
+
+def test_prompts_that_may_choose_need_not_be_the_last() -> None:
+    """Known to one method, the story is the last row; known to another as well, it may have that one."""
+    history, prompts = copied_or_not(12, 4), ["0", "1", "15"]
+    assert expected_of_ngram(history, prompts, 4)(4) < 1.4
+    history.record("self", "15", at(0.66, 50))
+    assert expected_of_ngram(history, prompts, 4)(4) == history.expected("ngram", prompts)(4) > 1.9
