@@ -139,7 +139,7 @@ def measure_cell(subject: Subject, kind: str, batch: int, tokens: int, options: 
     known = acceptance_history_of(model)
     # None of the prompts that are left was drafted for, so that all have the same expectation.
     keys = [prompt_key(torch.tensor(ids)) for ids in works[0].prompts]
-    expected = expectations(ladder, known, members, keys, batch)
+    expected = expectations(ladder, known, members, keys, batch, races=True)
     planned = {
         name: Choice(name, *ladder.best_draft_length(name, own or OPTIMISTIC.block_efficiency, batch))
         for name, own in expected.items()

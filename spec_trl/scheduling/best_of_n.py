@@ -83,7 +83,7 @@ class BestOfN:
         self._prompts = list(prompts)
         batch = max(min(capacity, len(prompts)), 1)
         self._on_trial: set[int] = set()
-        expectation = expectations(self.ladder, self.history, list(self._index), prompts, batch)
+        expectation = expectations(self.ladder, self.history, list(self._index), prompts, batch, self._race)
         for index, candidate in enumerate(self.candidates):
             expected = expectation[candidate.name]
             if expected is None:
@@ -112,8 +112,9 @@ class BestOfN:
         methods = [candidate.name for candidate in self.candidates if candidate.max_rows >= batch]
         if len(methods) < 2:
             return [None] * len(self._prompts)
-        common = select_method(self.ladder, self.history, self._prompts, batch, methods)
-        own = select_per_prompt(self.ladder, self.history, self._prompts, batch, methods, self._margin)
+        known = self.ladder, self.history, self._prompts, batch, methods
+        common = select_method(*known, self._race)
+        own = select_per_prompt(*known, self._margin, self._race)
         return [choice if choice.method != common.method else None for choice in own]
 
     def finish(self) -> None:

@@ -177,16 +177,22 @@ class AcceptanceHistory:
 
 
 def expectations(
-    ladder: Ladder, history: AcceptanceHistory, methods: Sequence[str], prompt_keys: Sequence[str], batch: int
+    ladder: Ladder,
+    history: AcceptanceHistory,
+    methods: Sequence[str],
+    prompt_keys: Sequence[str],
+    batch: int,
+    races: bool,
 ) -> dict[str, BlockEfficiency | None]:
     """τ, by γ, to expect of each method over a rollout of these prompts, `batch` of them at a time; None: it never
     drafted.
 
-    Where all rows are in flight at once it is τ until the last of them ends (`last_row.py`), else that of all rounds;
-    and that, too, where a prompt is known to several methods: with one of its own it need not be the last.
+    Where all rows are in flight at once it is τ until the last of them ends (`last_row.py`), else that of all rounds.
+    So it is, too, where others may help the rows that one leaves behind: in `races`, or as the methods of prompts that
+    several of them know.
     """
     may_choose = any(sum(history.knows(method, key) for method in methods) > 1 for key in set(prompt_keys))
-    if may_choose or len(prompt_keys) > batch:
+    if (races and len(methods) > 1) or may_choose or len(prompt_keys) > batch:
         return {method: history.expected(method, prompt_keys) for method in methods}
     return {method: _until_last_row(ladder, history, method, prompt_keys) for method in methods}
 
@@ -208,6 +214,7 @@ def select_method(
     prompt_keys: Sequence[str],
     batch: int,
     methods: Sequence[str],
+    races: bool = False,
 ) -> Choice:
     """The method for a whole batch: acceptance from `history`, speedup from `ladder` (①), the largest wins (②).
 
@@ -218,6 +225,7 @@ def select_method(
         prompt_keys: of the batch's prompts, one per row.
         batch: rows to be decoded at a time.
         methods: those that can draft at this batch, all of them in `ladder`: one that could not would stay untried.
+        races: whether rows may get chains of further methods.
 
     Returns:
         a method with its best γ; "none" where nothing promises more.
@@ -225,7 +233,7 @@ def select_method(
     Raises:
         ValueError: a method is not in `ladder`.
     """
-    expected = expectations(ladder, history, methods, prompt_keys, batch)
+    expected = expectations(ladder, history, methods, prompt_keys, batch, races)
     best = ladder.rank({method: own for method, own in expected.items() if own is not None}, batch)[0]
     untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if own is None}
     trial = ladder.rank(untried, batch)[0]
@@ -239,6 +247,7 @@ def select_per_prompt(
     batch: int,
     methods: Sequence[str],
     margin: float = 0.05,
+    races: bool = False,
 ) -> list[Choice]:
     """A method for each prompt, for rows of different methods in one batch.
 
@@ -249,11 +258,12 @@ def select_per_prompt(
 
     Args:
         margin: at least 0.
+        races: as of `select_method`.
 
     Returns:
         a choice per entry of `prompt_keys`, the speedup the prompt's own. Otherwise as `select_method`.
     """
-    common = select_method(ladder, history, prompt_keys, batch, methods)
+    common = select_method(ladder, history, prompt_keys, batch, methods, races)
     if common.method != NO_METHOD and history.expected(common.method, ()) is None:
         return [common] * len(prompt_keys)
     own = {key: _select_own(ladder, history, key, batch, methods, common, margin) for key in set(prompt_keys)}

@@ -410,8 +410,8 @@ def copied_or_not(copied: int, others: int) -> AcceptanceHistory:
     return history
 
 
-def expected_of_ngram(history: AcceptanceHistory, prompts: list[str], batch: int) -> Any:
-    return expectations(LADDER, history, METHODS, prompts, batch)["ngram"]
+def expected_of_ngram(history: AcceptanceHistory, prompts: list[str], batch: int, races: bool = False) -> Any:
+    return expectations(LADDER, history, METHODS, prompts, batch, races)["ngram"]
 
 
 def test_new_prompts_differ_as_recent_ones_did() -> None:
@@ -433,12 +433,15 @@ def test_the_last_row_is_expected_where_all_are_in_flight() -> None:
     assert select_method(LADDER, history, prompts, 4, ("ngram", "self")).method == "self"
     assert select_method(LADDER, history, prompts, 1, ("ngram", "self")).method == "ngram"
     assert select_method(LADDER, copied_or_not(16, 0), prompts, 4, ("ngram", "self")).method == "ngram"
-    assert expectations(LADDER, history, METHODS, prompts, 4)["model"] is None
+    assert expectations(LADDER, history, METHODS, prompts, 4, False)["model"] is None
 
 
-def test_prompts_that_may_choose_need_not_be_the_last() -> None:
-    """Known to one method, the story is the last row; known to another as well, it may have that one."""
+def test_rows_that_others_may_help_need_not_be_the_last() -> None:
+    """Known to one method, the story is the last row; in a race it may have others, and if others know it."""
     history, prompts = copied_or_not(12, 4), ["0", "1", "15"]
     assert expected_of_ngram(history, prompts, 4)(4) < 1.4
+    assert expected_of_ngram(history, prompts, 4, races=True)(4) == history.expected("ngram", prompts)(4) > 1.9
+    alone = expectations(LADDER, history, ["ngram"], prompts, 4, races=True)["ngram"]
+    assert alone is not None and alone(4) < 1.4  # nobody else is there
     history.record("self", "15", at(0.66, 50))
     assert expected_of_ngram(history, prompts, 4)(4) == history.expected("ngram", prompts)(4) > 1.9
