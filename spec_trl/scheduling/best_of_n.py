@@ -4,14 +4,16 @@ Rounds measured by the toggle have the last word on the method, and those measur
 """
 
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
 
 from .acceptance import Acceptance, AcceptanceCounts
 from .assignment import MethodView, Racing, RowView
 from .control import Candidate, Chain
+from .delivery import RolloutWatch
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .race_judge import Field, RaceJudge
 from .roofline import Roofline
-from .selection import OPTIMISTIC, AcceptanceHistory, expectations, select_method, select_per_prompt
+from .selection import OPTIMISTIC, AcceptanceHistory, counts_last_row, expectation, select_method, select_per_prompt
 from .toggle import HOPELESS, WINDOW, Gain, SpeculationToggle
 
 
@@ -83,9 +85,9 @@ class BestOfN:
         self._prompts = list(prompts)
         batch = max(min(capacity, len(prompts)), 1)
         self._on_trial: set[int] = set()
-        expectation = expectations(self.ladder, self.history, list(self._index), prompts, batch, self._race)
+        self._until_last_row = counts_last_row(self.history, list(self._index), prompts, batch, self._race)
         for index, candidate in enumerate(self.candidates):
-            expected = expectation[candidate.name]
+            expected = expectation(self.ladder, self.history, candidate.name, prompts, self._until_last_row)
             if expected is None:
                 self._on_trial.add(index)
                 expected = OPTIMISTIC.block_efficiency
@@ -106,6 +108,8 @@ class BestOfN:
         self._laid_out: tuple[object, ...] | None = None
         self._weighed = 0  # rows
         self._verified_at_first: int | None = None
+        self._watch = RolloutWatch()
+        self._opened: set[tuple[int, int]] = set()
 
     def _choose_per_prompt(self, batch: int) -> list[Choice | None]:
         """For each request the method of its prompt, where that is another than the batch's."""
@@ -121,6 +125,19 @@ class BestOfN:
         self._settle(set())
         self._write_history()
         self.history.end_rollout()
+        self._record_deliveries()
+
+    def _record_deliveries(self) -> None:
+        """What became of the methods that began to draft, beside what their rounds' acceptance would have promised."""
+        costs = self.candidates[0].roofline  # the target part is the same in all of them
+        plain_seconds = partial(self._toggle.autoregressive_seconds, costs)
+        for which, requests, length, speedup in self._watch.deliveries(plain_seconds):
+            candidate, batch = self.candidates[which], len(requests)
+            keys = [self._prompts[request] for request in requests]
+            tau = expectation(self.ladder, self.history, candidate.name, keys, self._until_last_row)
+            if tau is not None:
+                expected = self._toggle.speedup_at(tau(candidate.draft_length), which, batch, length)
+                self.history.record_delivery(candidate.name, self.ladder.profiled_batch(batch), speedup, expected)
 
     def drop(self, index: int) -> None:
         self._dropped.add(index)
@@ -136,12 +153,17 @@ class BestOfN:
         batch = len(requests)
         self._batch, self._length = batch, length
         self._weigh(requests, waiting)
+        self._requests = requests
         which, draft_length = self._toggle.decide(batch, length, waiting)
         primary = Chain(which, draft_length)
         self._plan: tuple[Chain, ...] = (primary,) if draft_length else ()
         self._is_composed = False
         if not draft_length:
             return self._plan
+        opening = which, self.ladder.profiled_batch(batch)
+        if not waiting and opening not in self._opened:
+            self._opened.add(opening)
+            self._watch.open(which, requests, length)
         if self._verified_at_first is None:
             self._verified_at_first = batch * (1 + draft_length)
         if which != self._primary:
@@ -161,7 +183,13 @@ class BestOfN:
         """Tells the toggle what drafters do for the rows in flight: if none waits, the last one ends the rollout."""
         if waiting:
             self._toggle.weigh([None] * len(self.candidates), False)
+            for candidate in self.candidates:
+                candidate.delivered = 1.0  # rounds count as they are
             return
+        if self._weighed != len(requests):
+            batch = self.ladder.profiled_batch(len(requests))
+            for candidate in self.candidates:
+                candidate.delivered = self.history.delivered(candidate.name, batch)
         if not self._toggle.judgement_due and self._weighed == len(requests):
             return
         self._weighed = len(requests)
@@ -284,6 +312,7 @@ class BestOfN:
         self._outcome = tuple(requests), accepted, drafted
 
     def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        self._watch.record(self._requests, self._outcome[1] if self._outcome else {}, seconds)
         if not self._is_composed:
             self._toggle.record(draft_length, seconds, tokens)
         if not self._plan or draft_length < self._width():

@@ -187,7 +187,11 @@ class Ladder:
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of an autoregressive round at the profiled batch nearest to `batch`: the same for all methods."""
-        return self._plain[_nearest_batch(self._plain, batch)]
+        return self._plain[self.profiled_batch(batch)]
+
+    def profiled_batch(self, batch: int) -> int:
+        """The one nearest to `batch`."""
+        return _nearest_batch(self.batches, batch)
 
     @cached_property
     def _plain(self) -> dict[int, float]:

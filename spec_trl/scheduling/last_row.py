@@ -1,6 +1,17 @@
-"""A rollout ends with its last row: what drafts are worth that help some rows more than others."""
+"""A rollout ends with its last row: how long that takes, and what drafts are worth that help some rows more than
+others."""
 
 from collections.abc import Callable, Sequence
+
+
+def rollout_seconds(rounds: Sequence[float], seconds: Callable[[int], float]) -> float:
+    """Of rows that stay for so many rounds, one entry per row, where a round of so many rows takes `seconds`."""
+    took, past = 0.0, 0.0
+    for ended, end in enumerate(sorted(rounds)):
+        if end > past:
+            took += (end - past) * seconds(len(rounds) - ended)
+            past = end
+    return took
 
 
 def until_last_row(efficiencies: Sequence[float], seconds: Callable[[int], float]) -> float:
@@ -18,9 +29,5 @@ def until_last_row(efficiencies: Sequence[float], seconds: Callable[[int], float
         efficiencies: τ of each row, at least one of them, each at least 1.
         seconds: of a round, by how many rows are left.
     """
-    took, rounds = 0.0, 0.0
-    for ended, efficiency in enumerate(sorted(efficiencies, reverse=True)):
-        if 1 / efficiency > rounds:
-            took += (1 / efficiency - rounds) * seconds(len(efficiencies) - ended)
-            rounds = 1 / efficiency
+    took = rollout_seconds([1 / efficiency for efficiency in efficiencies], seconds)
     return seconds(len(efficiencies)) / took

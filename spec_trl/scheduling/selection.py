@@ -1,9 +1,10 @@
 """Which method drafts first: acceptance as it was before, then the ladder (SA §4.2 "Initial selection", Fig. 10b)."""
 
+import math
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -11,7 +12,7 @@ from .acceptance import Acceptance, AcceptanceCounts
 from .ladder import NO_METHOD, BlockEfficiency, Choice, Ladder
 
 
-VERSION = 1
+VERSION = 2
 """Of what a checkpoint keeps."""
 OPTIMISTIC = Acceptance.geometric(0.9)
 """Assumed of a method that never drafted: one that would not win with it is not worth a trial. A method's average
@@ -36,8 +37,15 @@ class _PromptCounts:
 
 
 @dataclass
+class _Delivered:
+    rollouts: float = 0.0
+    log_ratios: float = 0.0
+
+
+@dataclass
 class AcceptanceHistory:
-    """Acceptance of each method, over rollouts, and of each method on each prompt that it drafted for.
+    """Acceptance of each method, over rollouts, and of each method on each prompt that it drafted for; and how much of
+    the speedup that follows from it was delivered.
 
     Counts are summed, so that completions of one prompt weigh by their draft positions. Older rollouts fade: a
     method's counts with every rollout, a prompt's with every rollout that has the prompt again, since a prompt comes
@@ -56,6 +64,9 @@ class AcceptanceHistory:
     _rollout: int = field(default=0, init=False, repr=False)
     _methods: dict[str, AcceptanceCounts] = field(default_factory=dict, init=False, repr=False)
     _prompts: dict[str, dict[str, _PromptCounts]] = field(default_factory=dict, init=False, repr=False)  # oldest first
+    _delivered: dict[tuple[str, int], _Delivered] = field(  # by method and batch
+        default_factory=lambda: defaultdict(_Delivered), init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
@@ -80,6 +91,26 @@ class AcceptanceHistory:
         self._rollout += 1
         for counts in self._methods.values():
             counts.fade(self.decay)
+        for delivered in self._delivered.values():
+            delivered.rollouts *= self.decay
+            delivered.log_ratios *= self.decay
+
+    def record_delivery(self, method: str, batch: int, measured: float, expected: float) -> None:
+        """From when `method` began to draft for `batch` rows, none of them waiting, to the end of the rollout, it was
+        `measured` times as fast as autoregressive decoding; its acceptance there let expect `expected`."""
+        delivered = self._delivered[method, batch]
+        delivered.rollouts += 1
+        delivered.log_ratios += math.log(measured / expected)
+
+    def delivered(self, method: str, batch: int) -> float:
+        """Share of an expected speedup that rollouts delivered, at most 1: their geometric mean, which goes back to 1
+        where all of them are long past.
+
+        It has what no mean acceptance tells: rows that the method leaves behind and nobody helps in time, rows whose
+        acceptance ends half way, rounds of other sizes than those profiled."""
+        if (found := self._delivered.get((method, batch))) is None:
+            return 1.0
+        return min(math.exp(found.log_ratios / max(found.rollouts, 1.0)), 1.0)
 
     def expected(self, method: str, prompt_keys: Sequence[str]) -> BlockEfficiency | None:
         """τ, by γ, to expect of `method` over all rounds of these prompts: the harmonic mean of theirs, since a row of
@@ -152,6 +183,7 @@ class AcceptanceHistory:
                 [key, {method: [own.rollout, *astuple(own.counts)] for method, own in prompt.items()}]
                 for key, prompt in self._prompts.items()
             ],
+            "delivered": [[*cell, *astuple(delivered)] for cell, delivered in self._delivered.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -173,35 +205,33 @@ class AcceptanceHistory:
             }
             for key, prompt in state["prompts"]
         }
+        self._delivered.clear()
+        for method, batch, *delivered in state["delivered"]:
+            self._delivered[method, batch] = _Delivered(*delivered)
         self._forget()
 
 
-def expectations(
-    ladder: Ladder,
-    history: AcceptanceHistory,
-    methods: Sequence[str],
-    prompt_keys: Sequence[str],
-    batch: int,
-    races: bool,
-) -> dict[str, BlockEfficiency | None]:
-    """τ, by γ, to expect of each method over a rollout of these prompts, `batch` of them at a time; None: it never
-    drafted.
+def counts_last_row(
+    history: AcceptanceHistory, methods: Sequence[str], prompt_keys: Sequence[str], batch: int, races: bool
+) -> bool:
+    """Whether a rollout of these prompts, `batch` of them at a time, is judged by when its last row ends
+    (`last_row.py`), and not by all its rounds.
 
-    Where all rows are in flight at once it is τ until the last of them ends (`last_row.py`), else that of all rounds.
-    So it is, too, where others may help the rows that one leaves behind: in `races`, or as the methods of prompts that
-    several of them know.
+    It is where all rows are in flight at once, unless others may help the rows that a method leaves behind: in
+    `races`, or as the methods of prompts that several of them know.
     """
     may_choose = any(sum(history.knows(method, key) for method in methods) > 1 for key in set(prompt_keys))
-    if (races and len(methods) > 1) or may_choose or len(prompt_keys) > batch:
-        return {method: history.expected(method, prompt_keys) for method in methods}
-    return {method: _until_last_row(ladder, history, method, prompt_keys) for method in methods}
+    return len(prompt_keys) <= batch and not may_choose and not (races and len(methods) > 1)
 
 
-def _until_last_row(
-    ladder: Ladder, history: AcceptanceHistory, method: str, prompt_keys: Sequence[str]
+def expectation(
+    ladder: Ladder, history: AcceptanceHistory, method: str, prompt_keys: Sequence[str], until_last_row: bool
 ) -> BlockEfficiency | None:
-    if history.expected(method, ()) is None:
-        return None
+    """τ, by γ, to expect of a method over all rounds of these prompts, or until the last row of them ends; None: it
+    never drafted."""
+    average = history.expected(method, prompt_keys)
+    if average is None or not until_last_row:
+        return average
     rows = history.rates_of_rows(method, prompt_keys) or [history.rates(method)]
     return lambda draft_length: ladder.until_last_row(
         method, [rates.block_efficiency(draft_length) for rates in rows], draft_length
@@ -233,11 +263,31 @@ def select_method(
     Raises:
         ValueError: a method is not in `ladder`.
     """
-    expected = expectations(ladder, history, methods, prompt_keys, batch, races)
-    best = ladder.rank({method: own for method, own in expected.items() if own is not None}, batch)[0]
+    until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
+    expected = {method: expectation(ladder, history, method, prompt_keys, until_last_row) for method in methods}
+    delivered = _delivered(ladder, history, methods, prompt_keys, batch)
+    best = _best(ladder, {method: own for method, own in expected.items() if own is not None}, batch, delivered)
     untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if own is None}
-    trial = ladder.rank(untried, batch)[0]
+    trial = _best(ladder, untried, batch, delivered)
     return trial if trial.speedup > best.speedup else best
+
+
+def _delivered(
+    ladder: Ladder, history: AcceptanceHistory, methods: Sequence[str], prompt_keys: Sequence[str], batch: int
+) -> dict[str, float]:
+    """Of each method, for a batch of which none waits; in other ones rounds count as they are."""
+    profiled = ladder.profiled_batch(batch)
+    return {method: 1.0 if len(prompt_keys) > batch else history.delivered(method, profiled) for method in methods}
+
+
+def _best(
+    ladder: Ladder, expected: Mapping[str, BlockEfficiency], batch: int, delivered: Mapping[str, float]
+) -> Choice:
+    """The first in the ladder's ranking by speedups of which a share is delivered."""
+    ranking = ladder.rank(expected, batch)
+    shares = [delivered.get(choice.method, 1.0) for choice in ranking]
+    choices = [replace(choice, speedup=choice.speedup * share) for choice, share in zip(ranking, shares, strict=True)]
+    return max(choices, key=lambda choice: choice.speedup)
 
 
 def select_per_prompt(
@@ -266,7 +316,8 @@ def select_per_prompt(
     common = select_method(ladder, history, prompt_keys, batch, methods, races)
     if common.method != NO_METHOD and history.expected(common.method, ()) is None:
         return [common] * len(prompt_keys)
-    own = {key: _select_own(ladder, history, key, batch, methods, common, margin) for key in set(prompt_keys)}
+    delivered = _delivered(ladder, history, methods, prompt_keys, batch)
+    own = {key: _select_own(ladder, history, key, batch, delivered, common, margin) for key in set(prompt_keys)}
     return [own[key] for key in prompt_keys]
 
 
@@ -275,17 +326,17 @@ def _select_own(
     history: AcceptanceHistory,
     key: str,
     batch: int,
-    methods: Sequence[str],
+    delivered: Mapping[str, float],
     common: Choice,
     margin: float,
 ) -> Choice:
     """The prompt's best choice, or else `common` with the speedup that it has there."""
-    tried = {method: history.rates(method, key).block_efficiency for method in methods if history.knows(method, key)}
-    best = ladder.rank(tried, batch)[0]
+    tried = {method: history.rates(method, key).block_efficiency for method in delivered if history.knows(method, key)}
+    best = _best(ladder, tried, batch, delivered)
     speedup = 1.0
     if common.method != NO_METHOD:
         efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
-        speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length)
+        speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length) * delivered[common.method]
     if best.speedup > speedup * (1 + margin):
         return best
     return Choice(common.method, common.draft_length, speedup)

@@ -160,6 +160,7 @@ class SpeculationToggle(OneDrafter):
         may help out."""
         speedups = {
             index: self.predicted_speedup(index, batch, length)
+            * self.candidates[index].delivered
             * (1.0 if self._others_can_help else self._evenness(index))
             for index in range(len(self.candidates))
             if self._eligible(index, batch)
@@ -179,18 +180,22 @@ class SpeculationToggle(OneDrafter):
 
     def predicted_speedup(self, index: int, batch: int, length: float) -> float:
         """Eq. 3's left side for a candidate, with corrected times; infinite where only trying can tell."""
+        if self.candidates[index].roofline is None:
+            return self._measured_speedup(index) if len(self._states[index].window) == WINDOW else math.inf
+        return self.speedup_at(self._block_efficiency(index), index, batch, length)
+
+    def speedup_at(self, block_efficiency: float, index: int, batch: int, length: float) -> float:
+        """The same of a candidate that has a roofline, at a given τ."""
         candidate, state = self.candidates[index], self._states[index]
-        gain = self._block_efficiency(index)
-        if candidate.roofline is None:
-            return self._measured_speedup(index) if len(state.window) == WINDOW else math.inf
         roofline = candidate.roofline
+        assert roofline is not None
         plain = self.autoregressive_seconds(roofline, batch, length)
         cycle = candidate.cycle_seconds(roofline, batch, length)
         if not state.correction.is_empty:
             cycle = state.correction.apply(batch, cycle)
         else:  # until it is measured: off by the same factor, as on a machine that is slower all in all
             cycle *= plain / roofline.target_seconds(batch, length)
-        return gain * plain / cycle
+        return block_efficiency * plain / cycle
 
     def _block_efficiency(self, index: int) -> float:
         """τ_prev until this rollout has its own, or these rows have."""
@@ -269,7 +274,7 @@ class SpeculationToggle(OneDrafter):
         for index in range(len(self.candidates)):
             if index == active or not self._eligible(index, self._batch):
                 continue
-            of_a_round = self.predicted_speedup(index, self._batch, self._length)
+            of_a_round = self.predicted_speedup(index, self._batch, self._length) * self.candidates[index].delivered
             of_last_row = of_a_round * self._evenness(index)
             promised = of_a_round if self._others_can_help else of_last_row
             is_even = self._evenness(index) >= EVEN and of_last_row >= max(until_last_row, 1.0) * more

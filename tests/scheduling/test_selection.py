@@ -12,7 +12,8 @@ from spec_trl.scheduling.selection import (
     OPTIMISTIC,
     PROMPT_PRIOR,
     AcceptanceHistory,
-    expectations,
+    counts_last_row,
+    expectation,
     select_method,
     select_per_prompt,
 )
@@ -214,6 +215,7 @@ def random_history(seed: int, prompts: int = 4096) -> AcceptanceHistory:
             history.record(rng.choice(METHODS), f"p{rng.randint(0, 30)}", counts)
         if rng.random() < 0.1:
             history.end_rollout()
+            history.record_delivery(rng.choice(METHODS), rng.choice([1, 16]), rng.uniform(0.5, 2), rng.uniform(1, 3))
     return history
 
 
@@ -228,6 +230,7 @@ def test_state_goes_through_json(seed: int) -> None:
     assert second.state_dict() == first.state_dict()
     keys = [f"p{n}" for n in range(31)]
     for method in METHODS:
+        assert second.delivered(method, 16) == first.delivered(method, 16)
         assert [second.rates(method, key) for key in keys] == [first.rates(method, key) for key in keys]
         for gamma in GAMMAS:
             both = (efficiency(history, method, *keys, draft_length=gamma) for history in (first, second))
@@ -380,7 +383,7 @@ def test_per_prompt_during_a_trial() -> None:
 
 def test_a_checkpoint_of_another_version_is_left_aside() -> None:
     history = AcceptanceHistory()
-    with pytest.warns(UserWarning, match="version=None where this release reads 1"):
+    with pytest.warns(UserWarning, match="version=None where this release reads 2"):
         history.load_state_dict({"rollout": 5, "methods": {"self": [589.7, 737.1, 0]}, "prompts": []})
     assert history.expected("self", []) is None and history.state_dict() == AcceptanceHistory().state_dict()
 
@@ -411,7 +414,8 @@ def copied_or_not(copied: int, others: int) -> AcceptanceHistory:
 
 
 def expected_of_ngram(history: AcceptanceHistory, prompts: list[str], batch: int, races: bool = False) -> Any:
-    return expectations(LADDER, history, METHODS, prompts, batch, races)["ngram"]
+    until_last_row = counts_last_row(history, METHODS, prompts, batch, races)
+    return expectation(LADDER, history, "ngram", prompts, until_last_row)
 
 
 def test_new_prompts_differ_as_recent_ones_did() -> None:
@@ -433,7 +437,7 @@ def test_the_last_row_is_expected_where_all_are_in_flight() -> None:
     assert select_method(LADDER, history, prompts, 4, ("ngram", "self")).method == "self"
     assert select_method(LADDER, history, prompts, 1, ("ngram", "self")).method == "ngram"
     assert select_method(LADDER, copied_or_not(16, 0), prompts, 4, ("ngram", "self")).method == "ngram"
-    assert expectations(LADDER, history, METHODS, prompts, 4, False)["model"] is None
+    assert expectation(LADDER, history, "model", prompts, until_last_row=True) is None
 
 
 def test_rows_that_others_may_help_need_not_be_the_last() -> None:
@@ -441,7 +445,48 @@ def test_rows_that_others_may_help_need_not_be_the_last() -> None:
     history, prompts = copied_or_not(12, 4), ["0", "1", "15"]
     assert expected_of_ngram(history, prompts, 4)(4) < 1.4
     assert expected_of_ngram(history, prompts, 4, races=True)(4) == history.expected("ngram", prompts)(4) > 1.9
-    alone = expectations(LADDER, history, ["ngram"], prompts, 4, races=True)["ngram"]
-    assert alone is not None and alone(4) < 1.4  # nobody else is there
+    assert counts_last_row(history, ["ngram"], prompts, 4, races=True)  # nobody else is there
     history.record("self", "15", at(0.66, 50))
     assert expected_of_ngram(history, prompts, 4)(4) == history.expected("ngram", prompts)(4) > 1.9
+
+
+# ---- what became of it ----------------------------------------------------------------------------------------
+
+
+def test_delivered_is_the_mean_of_rollouts_and_fades_with_the_last_of_them() -> None:
+    history = AcceptanceHistory(decay=0.5)
+    assert history.delivered("self", 4) == 1.0
+    history.record_delivery("self", 4, 0.9, 1.8)
+    assert history.delivered("self", 4) == pytest.approx(0.5)
+    history.record_delivery("self", 4, 0.5, 4.0)
+    assert history.delivered("self", 4) == pytest.approx(0.25)
+    assert history.delivered("self", 16) == history.delivered("ngram", 4) == 1.0
+    history.end_rollout()
+    assert history.delivered("self", 4) == pytest.approx(0.25)  # of two rollouts: one is still near
+    history.end_rollout()
+    assert history.delivered("self", 4) == pytest.approx(0.5)
+    history.record_delivery("ngram", 4, 3.0, 1.5)
+    assert history.delivered("ngram", 4) == 1.0
+
+
+def test_what_was_not_delivered_is_not_expected() -> None:
+    history, prompts = history_of(ngram=0.5, self=0.75, model=0.05), ["x", "y"]
+
+    def chosen(in_flight: int = 2) -> list[str]:
+        choices = select_per_prompt(LADDER, history, prompts, in_flight, METHODS, races=True)
+        return [select_method(LADDER, history, prompts, in_flight, METHODS, True).method, *(c.method for c in choices)]
+
+    assert chosen() == ["ngram"] * 3
+    history.record_delivery("ngram", LADDER.profiled_batch(2), 0.9, 1.6)
+    assert chosen() == ["self"] * 3
+    assert chosen(1) == ["ngram"] * 3  # one waits
+    history.record_delivery("self", LADDER.profiled_batch(2), 0.9, 1.6)
+    assert chosen() == ["none"] * 3
+
+
+def test_a_prompts_own_method_needs_to_deliver() -> None:
+    history = history_of(ngram=0.05, self=0.8, model=0.05)
+    history.record("ngram", "copy", at(0.95, 10**4))
+    assert select_per_prompt(LADDER, history, ["copy"], 1, METHODS)[0].method == "ngram"
+    history.record_delivery("ngram", 1, 0.5, 3.0)
+    assert select_per_prompt(LADDER, history, ["copy"], 1, METHODS)[0].method == "self"
