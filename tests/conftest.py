@@ -1,5 +1,6 @@
 """Models and prompts that several tests use."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests marked `cuda` where there is no device."""
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Training begins with a collection of garbage, which would go through all objects of imported modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def _load(name: str) -> PreTrainedModel:
