@@ -8,7 +8,7 @@ from functools import partial
 
 from .acceptance import Acceptance, AcceptanceCounts
 from .assignment import MethodView, Racing, RowView
-from .control import Candidate, Chain
+from .control import Candidate, Chain, Costs
 from .delivery import RolloutWatch
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .race_judge import Field, RaceJudge
@@ -125,19 +125,26 @@ class BestOfN:
         self._settle(set())
         self._write_history()
         self.history.end_rollout()
-        self._record_deliveries()
+        self._record_deliveries()  # behind it: the next rollout sees the newest one undiminished
 
     def _record_deliveries(self) -> None:
-        """What became of the methods that began to draft, beside what their rounds' acceptance would have promised."""
-        costs = self.candidates[0].roofline  # the target part is the same in all of them
-        plain_seconds = partial(self._toggle.autoregressive_seconds, costs)
+        """What became of each first use of a method at a batch, beside what its rows' acceptance would promise."""
+        plain_seconds = partial(self._toggle.autoregressive_seconds, self._target_costs)
         for which, requests, length, speedup in self._watch.deliveries(plain_seconds):
             candidate, batch = self.candidates[which], len(requests)
             keys = [self._prompts[request] for request in requests]
             tau = expectation(self.ladder, self.history, candidate.name, keys, self._until_last_row)
-            if tau is not None:
-                expected = self._toggle.speedup_at(tau(candidate.draft_length), which, batch, length)
-                self.history.record_delivery(candidate.name, self.ladder.profiled_batch(batch), speedup, expected)
+            if tau is None or which in self._dropped:
+                continue
+            expected = self._toggle.speedup_at(tau(candidate.draft_length), which, batch, length)
+            profiled = self.ladder.profiled_batch(batch)
+            self.history.record_delivery(candidate.name, profiled, self._until_last_row, speedup, expected)
+
+    @property
+    def _target_costs(self) -> Costs:
+        costs = self.candidates[0].roofline  # the target part is the same in all of them
+        assert costs is not None
+        return costs
 
     def drop(self, index: int) -> None:
         self._dropped.add(index)
@@ -182,14 +189,9 @@ class BestOfN:
     def _weigh(self, requests: Sequence[int], waiting: int) -> None:
         """Tells the toggle what drafters do for the rows in flight: if none waits, the last one ends the rollout."""
         if waiting:
-            self._toggle.weigh([None] * len(self.candidates), False)
-            for candidate in self.candidates:
-                candidate.delivered = 1.0  # rounds count as they are
+            unknown = [None] * len(self.candidates)
+            self._toggle.weigh(unknown, False, [1.0] * len(self.candidates))  # rounds count as they are
             return
-        if self._weighed != len(requests):
-            batch = self.ladder.profiled_batch(len(requests))
-            for candidate in self.candidates:
-                candidate.delivered = self.history.delivered(candidate.name, batch)
         if not self._toggle.judgement_due and self._weighed == len(requests):
             return
         self._weighed = len(requests)
@@ -199,7 +201,9 @@ class BestOfN:
             self._gain(candidate, keys) if tally.rounds >= WINDOW else None
             for candidate, tally in zip(self.candidates, self._toggle.tallies, strict=True)
         ]
-        self._toggle.weigh(gains, self._others_can_help(requests))
+        batch = self.ladder.profiled_batch(len(requests))
+        delivered = [self.history.delivered(each.name, batch, self._until_last_row) for each in self.candidates]
+        self._toggle.weigh(gains, self._others_can_help(requests), delivered)
 
     def _gain(self, candidate: Candidate, keys: Sequence[str]) -> Gain:
         length = candidate.draft_length
@@ -312,20 +316,19 @@ class BestOfN:
         self._outcome = tuple(requests), accepted, drafted
 
     def record(self, draft_length: int, seconds: float, tokens: int) -> None:
-        self._watch.record(self._requests, self._outcome[1] if self._outcome else {}, seconds)
+        plain_seconds = self._target_costs.target_seconds(self._batch, self._length)
+        self._watch.record(self._requests, self._outcome[1] if self._outcome else {}, seconds, plain_seconds)
         if not self._is_composed:
             self._toggle.record(draft_length, seconds, tokens)
         if not self._plan or draft_length < self._width():
             return  # a rollout's last rounds are too short to judge by
         assert self._primary is not None
-        costs = self.candidates[self._primary].roofline
-        assert costs is not None
         # As predicted, not as measured: a baseline measured in between must not move what is compared.
-        cost = seconds / costs.target_seconds(self._batch, self._length)
+        cost = seconds / plain_seconds
         if self._is_composed:
             others = {chain.which for chain in self._plan} - {self._primary}
             networks = any(self.candidates[which].is_network for which in others)
-            plain = self._toggle.autoregressive_seconds(costs, self._batch, self._length)
+            plain = self._toggle.autoregressive_seconds(self._target_costs, self._batch, self._length)
             alone = self._alone(self._primary)
             self._judge.record_raced(cost, tokens, alone, networks, tokens / self._batch, seconds / plain)
         else:

@@ -39,7 +39,6 @@ class Candidate:
         max_rows: with more rows a draft costs what the target costs.
         roofline: predicts its rounds; None: only measuring tells.
         is_network: False: drafts are looked up, and cost no forward.
-        delivered: share of the speedup predicted for batches like this one that earlier rollouts delivered.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Candidate:
     max_rows: int
     roofline: Costs | None = None
     is_network: bool = True
-    delivered: float = 1.0
 
     def cycle_seconds(self, roofline: Costs, batch: int, length: float) -> float:
         """γ T̂_q + T̂_V, without T̂_q where no network drafts."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 from .last_row import rollout_seconds
@@ -9,6 +10,9 @@ from .last_row import rollout_seconds
 
 LEAST_TOKENS = 16
 """Of the row with most ahead, for a rollout to tell: fewer are over in a few rounds."""
+OUTLIER = 3.0
+"""A round that took so many times what is usual beside an autoregressive one counts as so much: forwards were captured
+in it, or the machine was busy."""
 
 
 class Delivery(NamedTuple):
@@ -25,7 +29,7 @@ class Delivery(NamedTuple):
 class _Opening:
     which: int
     length: float
-    seconds: float  # of the rollout until then
+    rounds: int  # of the rollout until then
     written: dict[int, int]  # by request
 
 
@@ -34,31 +38,39 @@ class RolloutWatch:
     decoding of as many tokens."""
 
     def __init__(self) -> None:
-        self._written: dict[int, int] = {}
-        self._seconds = 0.0
+        self._written: dict[int, int] = {}  # since the first opening
+        self._rounds: list[tuple[float, float]] = []  # seconds, and those of an autoregressive round
         self._openings: list[_Opening] = []
 
     def open(self, which: int, requests: Sequence[int], length: float) -> None:
         """From now on `which` drafts, for `requests`; none of them waits for a row."""
         written = {request: self._written.get(request, 0) for request in requests}
-        self._openings.append(_Opening(which, length, self._seconds, written))
+        self._openings.append(_Opening(which, length, len(self._rounds), written))
 
-    def record(self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], seconds: float) -> None:
-        """A round: draft tokens accepted of each candidate's chains, per row, and its time."""
-        self._seconds += seconds
-        for row, request in enumerate(requests):
-            longest = max((counts[row] for counts in accepted.values()), default=0)
-            self._written[request] = self._written.get(request, 0) + 1 + max(longest, 0)
+    def record(
+        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], seconds: float, plain_seconds: float
+    ) -> None:
+        """A round: draft tokens accepted of each candidate's chains, per row (-1: it had none), its time, and what an
+        autoregressive round is predicted to take."""
+        if not self._openings:
+            return
+        self._rounds.append((seconds, plain_seconds))
+        written, chains = self._written, list(accepted.values()) or [[0] * len(requests)]
+        for request, count in zip(requests, chains[0] if len(chains) == 1 else map(max, *chains), strict=True):
+            written[request] = written.get(request, 0) + (1 + count if count > 0 else 1)
 
     def deliveries(self, plain_seconds: Callable[[int, float], float]) -> Iterator[Delivery]:
         """What became of the openings. `plain_seconds` says those of an autoregressive round, by rows and length."""
+        if not self._rounds:
+            return
+        most = OUTLIER * median(seconds / plain for seconds, plain in self._rounds)
+        took = [min(seconds, most * plain) for seconds, plain in self._rounds]
         for opening in self._openings:
             ahead = [self._written.get(request, done) - done for request, done in opening.written.items()]
-            if max(ahead) < LEAST_TOKENS:
-                continue
-            plain = _plainly(ahead, opening.length + sum(ahead) / len(ahead) / 2, plain_seconds)
-            speedup = plain / (self._seconds - opening.seconds)
-            yield Delivery(opening.which, list(opening.written), opening.length, speedup)
+            seconds = sum(took[opening.rounds :])
+            if max(ahead) >= LEAST_TOKENS and seconds > 0:
+                plain = _plainly(ahead, opening.length + sum(ahead) / len(ahead) / 2, plain_seconds)
+                yield Delivery(opening.which, list(opening.written), opening.length, plain / seconds)
 
 
 def _plainly(ahead: Sequence[int], length: float, plain_seconds: Callable[[int, float], float]) -> float:

@@ -2,11 +2,11 @@
 
 import math
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from .acceptance import Acceptance, AcceptanceCounts
 from .ladder import NO_METHOD, BlockEfficiency, Choice, Ladder
@@ -28,12 +28,20 @@ RECENT_PROMPTS = 64
 """Prompts from which to learn how much rows differ."""
 MOST_ALIKE = 200.0
 """Draft positions that the average counts for at most beside a row's own: where rows seem to differ by chance."""
+MOST_DELIVERED = 1.2
+"""A rollout says at most so much in favour of the method that opened it: others may have come to help."""
 
 
 @dataclass
 class _PromptCounts:
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     rollout: int = 0  # of the newest record
+
+
+class _Opened(NamedTuple):
+    method: str
+    batch: int
+    until_last_row: bool  # what was expected
 
 
 @dataclass
@@ -64,9 +72,7 @@ class AcceptanceHistory:
     _rollout: int = field(default=0, init=False, repr=False)
     _methods: dict[str, AcceptanceCounts] = field(default_factory=dict, init=False, repr=False)
     _prompts: dict[str, dict[str, _PromptCounts]] = field(default_factory=dict, init=False, repr=False)  # oldest first
-    _delivered: dict[tuple[str, int], _Delivered] = field(  # by method and batch
-        default_factory=lambda: defaultdict(_Delivered), init=False, repr=False
-    )
+    _delivered: dict[_Opened, _Delivered] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
@@ -95,21 +101,22 @@ class AcceptanceHistory:
             delivered.rollouts *= self.decay
             delivered.log_ratios *= self.decay
 
-    def record_delivery(self, method: str, batch: int, measured: float, expected: float) -> None:
+    def record_delivery(self, method: str, batch: int, until_last_row: bool, measured: float, expected: float) -> None:
         """From when `method` began to draft for `batch` rows, none of them waiting, to the end of the rollout, it was
-        `measured` times as fast as autoregressive decoding; its acceptance there let expect `expected`."""
-        delivered = self._delivered[method, batch]
+        `measured` times as fast as autoregressive decoding; its acceptance there let expect `expected`, over all
+        rounds or until the last row."""
+        delivered = self._delivered.setdefault(_Opened(method, batch, until_last_row), _Delivered())
         delivered.rollouts += 1
-        delivered.log_ratios += math.log(measured / expected)
+        # From a method that is expected to lose others take over, which is no credit to it.
+        delivered.log_ratios += math.log(min(measured / max(expected, 1.0), MOST_DELIVERED))
 
-    def delivered(self, method: str, batch: int) -> float:
+    def delivered(self, method: str, batch: int, until_last_row: bool) -> float:
         """Share of an expected speedup that rollouts delivered, at most 1: their geometric mean, which goes back to 1
         where all of them are long past.
 
         It has what no mean acceptance tells: rows that the method leaves behind and nobody helps in time, rows whose
         acceptance ends half way, rounds of other sizes than those profiled."""
-        if (found := self._delivered.get((method, batch))) is None:
-            return 1.0
+        found = self._delivered.get(_Opened(method, batch, until_last_row), _Delivered())
         return min(math.exp(found.log_ratios / max(found.rollouts, 1.0)), 1.0)
 
     def expected(self, method: str, prompt_keys: Sequence[str]) -> BlockEfficiency | None:
@@ -205,9 +212,10 @@ class AcceptanceHistory:
             }
             for key, prompt in state["prompts"]
         }
-        self._delivered.clear()
-        for method, batch, *delivered in state["delivered"]:
-            self._delivered[method, batch] = _Delivered(*delivered)
+        self._delivered = {
+            _Opened(method, batch, until_last_row): _Delivered(*delivered)
+            for method, batch, until_last_row, *delivered in state["delivered"]
+        }
         self._forget()
 
 
@@ -265,29 +273,35 @@ def select_method(
     """
     until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
     expected = {method: expectation(ladder, history, method, prompt_keys, until_last_row) for method in methods}
-    delivered = _delivered(ladder, history, methods, prompt_keys, batch)
-    best = _best(ladder, {method: own for method, own in expected.items() if own is not None}, batch, delivered)
+    shares = _shares(ladder, history, methods, prompt_keys, batch, until_last_row)
+    best = _best(ladder, {method: own for method, own in expected.items() if own is not None}, batch, shares)
     untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if own is None}
-    trial = _best(ladder, untried, batch, delivered)
+    trial = _best(ladder, untried, batch, shares)
     return trial if trial.speedup > best.speedup else best
 
 
-def _delivered(
-    ladder: Ladder, history: AcceptanceHistory, methods: Sequence[str], prompt_keys: Sequence[str], batch: int
+def _shares(
+    ladder: Ladder,
+    history: AcceptanceHistory,
+    methods: Sequence[str],
+    prompt_keys: Sequence[str],
+    batch: int,
+    until_last_row: bool,
 ) -> dict[str, float]:
-    """Of each method, for a batch of which none waits; in other ones rounds count as they are."""
+    """Of each method's speedup what to expect, if none of the batch waits; else rounds count as they are."""
+    if len(prompt_keys) > batch:
+        return dict.fromkeys(methods, 1.0)
     profiled = ladder.profiled_batch(batch)
-    return {method: 1.0 if len(prompt_keys) > batch else history.delivered(method, profiled) for method in methods}
+    return {method: history.delivered(method, profiled, until_last_row) for method in methods}
 
 
-def _best(
-    ladder: Ladder, expected: Mapping[str, BlockEfficiency], batch: int, delivered: Mapping[str, float]
-) -> Choice:
-    """The first in the ladder's ranking by speedups of which a share is delivered."""
-    ranking = ladder.rank(expected, batch)
-    shares = [delivered.get(choice.method, 1.0) for choice in ranking]
-    choices = [replace(choice, speedup=choice.speedup * share) for choice, share in zip(ranking, shares, strict=True)]
-    return max(choices, key=lambda choice: choice.speedup)
+def _best(ladder: Ladder, expected: Mapping[str, BlockEfficiency], batch: int, shares: Mapping[str, float]) -> Choice:
+    """The largest of the ladder's speedups after each method's share; of equals "none"."""
+    choices = [
+        replace(choice, speedup=choice.speedup * shares.get(choice.method, 1.0))
+        for choice in ladder.rank(expected, batch)
+    ]
+    return max(choices, key=lambda choice: (choice.speedup, choice.method == NO_METHOD))
 
 
 def select_per_prompt(
@@ -316,8 +330,11 @@ def select_per_prompt(
     common = select_method(ladder, history, prompt_keys, batch, methods, races)
     if common.method != NO_METHOD and history.expected(common.method, ()) is None:
         return [common] * len(prompt_keys)
-    delivered = _delivered(ladder, history, methods, prompt_keys, batch)
-    own = {key: _select_own(ladder, history, key, batch, delivered, common, margin) for key in set(prompt_keys)}
+    until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
+    shares = _shares(ladder, history, methods, prompt_keys, batch, until_last_row)
+    # Beside the common method's: what it lacks, rows with methods of their own may lack as well.
+    shares = {method: min(share / shares.get(common.method, 1.0), 1.0) for method, share in shares.items()}
+    own = {key: _select_own(ladder, history, key, batch, shares, common, margin) for key in set(prompt_keys)}
     return [own[key] for key in prompt_keys]
 
 
@@ -326,17 +343,17 @@ def _select_own(
     history: AcceptanceHistory,
     key: str,
     batch: int,
-    delivered: Mapping[str, float],
+    shares: Mapping[str, float],
     common: Choice,
     margin: float,
 ) -> Choice:
     """The prompt's best choice, or else `common` with the speedup that it has there."""
-    tried = {method: history.rates(method, key).block_efficiency for method in delivered if history.knows(method, key)}
-    best = _best(ladder, tried, batch, delivered)
+    tried = {method: history.rates(method, key).block_efficiency for method in shares if history.knows(method, key)}
+    best = _best(ladder, tried, batch, shares)
     speedup = 1.0
     if common.method != NO_METHOD:
         efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
-        speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length) * delivered[common.method]
+        speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length)
     if best.speedup > speedup * (1 + margin):
         return best
     return Choice(common.method, common.draft_length, speedup)

@@ -86,6 +86,7 @@ class SpeculationToggle(OneDrafter):
         self._baseline = OverheadCorrection()  # of autoregressive rounds; without a profile, their times themselves
         self._gains: Sequence[Gain | None] = [None for _ in candidates]
         self._others_can_help = False
+        self._delivered: Sequence[float] = [1.0 for _ in candidates]
         self.judgement_due = False
         """Whether the next round is decided by what was measured."""
 
@@ -106,7 +107,7 @@ class SpeculationToggle(OneDrafter):
         self._probing = PROBE_ROUNDS if self._baseline.is_empty else 0
         self._anchor: int | None = None  # batch of the newest autoregressive round
         self.judgement_due = False
-        self._gains, self._others_can_help = [None for _ in self.candidates], False
+        self.weigh([None for _ in self.candidates], False, [1.0 for _ in self.candidates])
         self._looked_at: int | None = None  # batch at which speculation was last found not to pay
 
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
@@ -141,15 +142,16 @@ class SpeculationToggle(OneDrafter):
             if self.predicted_speedup(self._active, batch, length) < 1:
                 self._turn(None)
 
-    def weigh(self, gains: Sequence[Gain | None], others_can_help: bool) -> None:
+    def weigh(self, gains: Sequence[Gain | None], others_can_help: bool, delivered: Sequence[float]) -> None:
         """Tells what candidates do for the rows that are in flight now.
 
         Args:
             gains: of each candidate; None: nothing is known of these rows, and they are taken to be alike.
             others_can_help: other drafters may join in on rows that one leaves behind. Then unevenness is a reason to
                 prefer a drafter of all rows alike, but not to stop.
+            delivered: share of each candidate's predicted speedup that earlier rollouts delivered at this batch.
         """
-        self._gains, self._others_can_help = gains, others_can_help
+        self._gains, self._others_can_help, self._delivered = gains, others_can_help, delivered
 
     def _evenness(self, index: int) -> float:
         gain = self._gains[index]
@@ -159,8 +161,7 @@ class SpeculationToggle(OneDrafter):
         """The candidate with the largest predicted speedup, and that: until the last row, or of a round where others
         may help out."""
         speedups = {
-            index: self.predicted_speedup(index, batch, length)
-            * self.candidates[index].delivered
+            index: self._promised_speedup(index, batch, length)
             * (1.0 if self._others_can_help else self._evenness(index))
             for index in range(len(self.candidates))
             if self._eligible(index, batch)
@@ -177,6 +178,11 @@ class SpeculationToggle(OneDrafter):
         if state.dropped or batch > candidate.max_rows:
             return False
         return state.failed_at is None or (candidate.roofline is None and 2 * batch <= state.failed_at)
+
+    def _promised_speedup(self, index: int, batch: int, length: float) -> float:
+        """What to expect: until rounds of this rollout have told, as large a share as earlier ones delivered."""
+        share = self._delivered[index] if self._gains[index] is None else 1.0
+        return self.predicted_speedup(index, batch, length) * share
 
     def predicted_speedup(self, index: int, batch: int, length: float) -> float:
         """Eq. 3's left side for a candidate, with corrected times; infinite where only trying can tell."""
@@ -274,7 +280,7 @@ class SpeculationToggle(OneDrafter):
         for index in range(len(self.candidates)):
             if index == active or not self._eligible(index, self._batch):
                 continue
-            of_a_round = self.predicted_speedup(index, self._batch, self._length) * self.candidates[index].delivered
+            of_a_round = self._promised_speedup(index, self._batch, self._length)
             of_last_row = of_a_round * self._evenness(index)
             promised = of_a_round if self._others_can_help else of_last_row
             is_even = self._evenness(index) >= EVEN and of_last_row >= max(until_last_row, 1.0) * more

@@ -3,15 +3,16 @@
 import itertools
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from spec_trl.scheduling.acceptance import AcceptanceCounts
 from spec_trl.scheduling.best_of_n import BestOfN
-from spec_trl.scheduling.control import Candidate
+from spec_trl.scheduling.control import Candidate, Chain
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.selection import AcceptanceHistory, select_method
-from spec_trl.scheduling.toggle import WINDOW
+from spec_trl.scheduling.toggle import PROBE_ROUNDS, WINDOW
 from tests.scheduling.machine import Machine, at, by_method
 
 
@@ -143,7 +144,7 @@ def test_measuring_has_the_last_word() -> None:
     history = AcceptanceHistory()
     history.record("ngram", "elsewhere", at(0.95, 1000))
     history.record("self", "elsewhere", at(0.8, 1000))
-    machine.run(machine.control(history, race=False), [400] * 4)
+    machine.run(machine.control(history, race=False), [400])
     assert machine.drafters()[0] == {1} and machine.drafters()[-1] == {0}
 
 
@@ -157,7 +158,7 @@ def test_what_rollouts_did_not_deliver_is_not_tried_again_soon() -> None:
     for rollout in range(12):
         machine.run(control, [60] * 16, prompts=f"rollout {rollout}")
         speedups.append(plain_seconds / machine.seconds)
-    assert speedups[0] < 0.8 and history.delivered("self", 16) < 0.5
+    assert speedups[0] < 0.8 and history.delivered("self", 16, False) < 0.5
     assert [speedup > 0.99 for speedup in speedups].count(False) == 2  # and once again, when it had faded
     without, worst = machine.control(known := AcceptanceHistory()), []
     known.record_delivery = lambda *told: None  # type: ignore[method-assign]
@@ -166,21 +167,65 @@ def test_what_rollouts_did_not_deliver_is_not_tried_again_soon() -> None:
     assert max(worst) < 0.8
 
 
-def test_deliveries_are_of_batches_of_which_none_waits() -> None:
-    machine, history = Machine({"self": 0.02}, by_method(self=0.9)), AcceptanceHistory()
-    recorded = []
+def deliveries_of(history: AcceptanceHistory) -> list[tuple[str, int, bool, float, float]]:
+    """Fills up as they are recorded."""
+    recorded: list[tuple[str, int, bool, float, float]] = []
     history.record_delivery = lambda *told: recorded.append(told)  # type: ignore[method-assign]
-    control = machine.control(history)
+    return recorded
+
+
+def test_deliveries_are_of_batches_of_which_none_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, history = Machine({"self": 0.02}, by_method(self=0.9)), AcceptanceHistory()
+    recorded, control = deliveries_of(history), machine.control(history)
     machine.run(control, [30] * 8 + [60, 60, 60, 240], capacity=4)
-    assert {batch for _, batch, *_ in recorded} == {4, 1}
-    assert all(measured == pytest.approx(expected, rel=0.5) for *_, measured, expected in recorded)
-    candidate = control.candidates[0]
-    history.delivered = lambda method, batch: 0.25  # type: ignore[method-assign]
-    control.begin(4, ["a"] * 5)
-    control.plan(range(4), 100.0, 1)
-    assert candidate.delivered == 1.0
-    control.plan(range(4), 100.0, 0)
-    assert candidate.delivered == 0.25
+    assert [batch for _, batch, *_ in recorded] == [4, 1]
+    assert all(measured == pytest.approx(expected, rel=0.15) for *_, measured, expected in recorded)
+    monkeypatch.setattr(AcceptanceHistory, "delivered", lambda *asked: 0.1)
+    plans = []
+    for waiting in (1, 0):
+        control.begin(4, ["a"] * (4 + waiting))
+        plans.append(control.plan(range(4), 100.0, waiting))
+    assert plans[0] and not plans[1]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_expected_is_what_the_choice_went_by(alone: bool) -> None:
+    """Of two rows one is left behind, which the last row's account knows and the mean does not."""
+    machine, history = Machine({"self": 0.02, "ngram": 0.0}, lambda name, request: 0.9 * request), AcceptanceHistory()
+    recorded = deliveries_of(history)
+    machine.run(machine.control(history, race=not alone), [200] * 2)
+    name, batch, until_last_row, measured, expected = recorded[0]
+    assert until_last_row == alone
+    assert measured == pytest.approx(expected, rel=0.2) if alone else measured < 0.8 * expected
+
+
+def test_a_drafter_that_failed_is_not_judged_by_the_rest() -> None:
+    machine, history = Machine({"self": 0.02}, by_method(self=0.9)), AcceptanceHistory()
+    recorded, control = deliveries_of(history), machine.control(history)
+    plan = control.plan
+
+    def fail_later(*args: Any) -> Sequence[Chain]:
+        if len(machine.plans) == 5:
+            control.drop(0)
+        return plan(*args)
+
+    control.plan = fail_later  # type: ignore[method-assign]
+    machine.run(control, [200] * 4)
+    assert not recorded
+
+
+def test_a_rival_is_preferred_only_for_what_it_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy has drafted for a window, and n-gram promises more."""
+    shares = {"self": 1.0, "ngram": 1.0}
+    monkeypatch.setattr(AcceptanceHistory, "delivered", lambda self, method, *asked: shares[method])
+    drafters = []
+    for shares["ngram"] in (1.0, 0.3):
+        machine, history = Machine({"self": 0.02, "ngram": 0.0}, by_method(self=0.5, ngram=0.8)), AcceptanceHistory()
+        history.record("self", "elsewhere", at(0.95, 1000))
+        history.record("ngram", "elsewhere", at(0.8, 1000))
+        machine.run(machine.control(history, race=False), [400])
+        drafters.append(machine.drafters()[PROBE_ROUNDS + 2 * WINDOW])
+    assert drafters == [{1}, {0}]
 
 
 @pytest.mark.parametrize("best", ["self", "ngram", "model"])
