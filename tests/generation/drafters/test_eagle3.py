@@ -399,13 +399,15 @@ def large_folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_configs(name: str, large_folder: Path) -> None:
-    """Real shapes, random weights: one drafter whole, the others without much MLP and head; a thin target."""
+    """Real shapes, random weights: one drafter whole, the others without much MLP and vocabulary; a thin target."""
     text = shared(f"configs/drafter/{name}.json").read_text()
     config = json.loads(text)
+    changes: dict[str, Any] = {}
     if name != WHOLE:
-        config |= dict(intermediate_size=64, draft_vocab_size=512)
+        changes = dict(vocab_size=4096, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+        config |= changes | dict(intermediate_size=64, draft_vocab_size=512)
         text = json.dumps(config, indent=1)
-    target = random_target(AutoConfig.from_pretrained(shared(f"configs/target/{REAL[name]}")))
+    target = random_target(AutoConfig.from_pretrained(shared(f"configs/target/{REAL[name]}"), **changes))
     make_folder(large_folder / "a", config, dtype=torch.bfloat16)
     (large_folder / "a/config.json").write_text(text)
     drafter = Eagle3Drafter(large_folder / "a", target)
