@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help venv demo test lint typecheck bench clean
+.PHONY: help venv demo test lint typecheck unit bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,9 +43,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(READY)
 	@$(RUN) -m examples.demo.run
 
+test: lint
+	@$(MAKE) --no-print-directory -j 2 typecheck unit
+
 # Two processes of one thread each: most tests are too small for more threads. The longest files come first, so that both
 # end at about the same time.
-test: lint typecheck
+unit: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 		tests/trainers tests/benchmarks tests/examples tests/generation tests
 

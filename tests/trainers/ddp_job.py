@@ -3,6 +3,7 @@
 One pair of processes for all of them: starting it takes longer than any training here.
 """
 
+import gc
 import os
 import sys
 import warnings
@@ -145,6 +146,7 @@ def adapt(folder: Path, checkpoint: Path, rank: int, case: str) -> dict[str, Any
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # see tests/conftest.py
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     run = train_on_each_rank(folder / f"rank{rank}", rows_per_rank=4)
     done = {"plainly": {"rewarded": run.rewarded, "logs": run.logs, "weights": run.weights}}
