@@ -40,8 +40,3 @@ class OverheadCorrection:
         if nearest not in self._overheads:
             self._overheads[nearest] = median(self._residuals[nearest])
         return max(predicted + self._overheads[nearest], 0.1 * predicted)
-
-    def clear(self) -> None:
-        """Forgets what was measured."""
-        self._residuals.clear()
-        self._overheads.clear()

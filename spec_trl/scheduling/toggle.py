@@ -1,7 +1,7 @@
 """When to speculate, and with what: π_SD (ER §3.2, Eq. 3), corrected by what rounds really take."""
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -46,7 +46,8 @@ class Gain(NamedTuple):
 class _State:
     """Of one candidate: corrections live as long as the toggle, the rest for one rollout."""
 
-    correction: OverheadCorrection = field(default_factory=OverheadCorrection)
+    # By γ: seconds by which rounds of long drafts differ from the profile say nothing of rounds of short ones.
+    corrections: dict[int, OverheadCorrection] = field(default_factory=lambda: defaultdict(OverheadCorrection))
     window: deque["_Round"] = field(default_factory=lambda: deque(maxlen=WINDOW))
     failed_at: int | None = None  # batch at which it measured slower than autoregressive decoding
     dropped: bool = False
@@ -96,7 +97,7 @@ class SpeculationToggle(OneDrafter):
             state.forgiven = state.idle > RETRY_AFTER
             if state.forgiven:
                 state.idle = 0
-                state.correction.clear()
+                state.corrections.clear()
             state.window.clear()
             state.failed_at, state.dropped = None, False
         self.tallies = [Tally() for _ in self.candidates]
@@ -192,13 +193,13 @@ class SpeculationToggle(OneDrafter):
 
     def speedup_at(self, block_efficiency: float, index: int, batch: int, length: float) -> float:
         """The same of a candidate that has a roofline, at a given τ."""
-        candidate, state = self.candidates[index], self._states[index]
-        roofline = candidate.roofline
+        candidate = self.candidates[index]
+        roofline, correction = candidate.roofline, self._states[index].corrections[candidate.draft_length]
         assert roofline is not None
         plain = self.autoregressive_seconds(roofline, batch, length)
         cycle = candidate.cycle_seconds(roofline, batch, length)
-        if not state.correction.is_empty:
-            cycle = state.correction.apply(batch, cycle)
+        if not correction.is_empty:
+            cycle = correction.apply(batch, cycle)
         else:  # until it is measured: off by the same factor, as on a machine that is slower all in all
             cycle *= plain / roofline.target_seconds(batch, length)
         return block_efficiency * plain / cycle
@@ -232,7 +233,7 @@ class SpeculationToggle(OneDrafter):
             cycle = candidate.cycle_seconds(candidate.roofline, batch, length)
             tally.predicted_sum += self.predicted_speedup(index, batch, length)
             tally.predicted_rounds += 1
-            state.correction.record(batch, cycle, seconds)
+            state.corrections[candidate.draft_length].record(batch, cycle, seconds)
         tally.rounds += 1
         tally.blocks += batch
         tally.tokens += tokens

@@ -38,11 +38,3 @@ def test_never_below_a_tenth() -> None:
     correction.record(8, 10.0, 1.0)
     assert correction.apply(8, 10.0) == 1.0
     assert correction.apply(8, 2.0) == pytest.approx(0.2)
-
-
-def test_clear() -> None:
-    correction = OverheadCorrection()
-    correction.record(8, 10.0, 20.0)
-    assert not correction.is_empty
-    correction.clear()
-    assert correction.is_empty and correction.apply(8, 10.0) == 10.0

@@ -213,6 +213,19 @@ def test_forgets_old_evidence_after_many_rollouts_without() -> None:
     assert spoke[-1]
 
 
+def test_what_rounds_of_long_drafts_took_says_nothing_of_short_ones() -> None:
+    """Drafts of 10 take a fifth of what the profile says; so many seconds less, rounds of γ = 2 would take none."""
+    toggle = SpeculationToggle([candidate(draft_length=10, block_efficiency=8.0)])
+    machine = faithful(toggle, tau=8.0, slower=0.2)
+    machine.run([4] * 40)
+    assert sum(machine.spoke) > 30
+    toggle.candidates[0].draft_length, toggle.candidates[0].block_efficiency = 2, 2.5
+    toggle.begin(4, [""] * 4)
+    assert toggle.predicted_speedup(0, 4, 512.0) == pytest.approx(A100.speedup(4, 512.0, 2.5, 2), rel=0.05)
+    toggle.candidates[0].draft_length = 10
+    assert toggle.predicted_speedup(0, 4, 512.0) == pytest.approx(5 * A100.speedup(4, 512.0, 2.5, 10), rel=0.05)
+
+
 def test_candidates_without_a_profile_are_tried_and_judged() -> None:
     for cost, kept in ((2.0, True), (6.0, False)):
         machine = Machine(
