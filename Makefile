@@ -20,6 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 help:
 	@echo "make demo       GRPO on a small policy with speculative rollouts; table and plot in demo_output/"
 	@echo "make test       lint, type check, tests: the whole of CI"
+	@echo "make unit       the tests alone"
 	@echo "make lint       ruff"
 	@echo "make typecheck  mypy"
 	@echo "make bench      short benchmarks; results in bench_output/"

@@ -34,7 +34,7 @@ from spec_trl import SpeculativeConfig
 from spec_trl.generation.control import acceptance_history_of, make_control
 from spec_trl.generation.rows import prompt_key
 from spec_trl.scheduling.ladder import Choice
-from spec_trl.scheduling.selection import OPTIMISTIC, AcceptanceHistory, expectation
+from spec_trl.scheduling.selection import OPTIMISTIC, AcceptanceHistory
 
 from .best_of_n_subject import (
     BEST_OF_N,
@@ -139,7 +139,7 @@ def measure_cell(subject: Subject, kind: str, batch: int, tokens: int, options: 
     known = acceptance_history_of(model)
     # None of the prompts that are left was drafted for, so that all have the same expectation.
     keys = [prompt_key(torch.tensor(ids)) for ids in works[0].prompts]
-    expected = {name: expectation(ladder, known, name, keys, until_last_row=False) for name in members}
+    expected = {name: known.expected(name, keys) for name in members}
     planned = {
         name: Choice(name, *ladder.best_draft_length(name, own or OPTIMISTIC.block_efficiency, batch))
         for name, own in expected.items()

@@ -9,7 +9,6 @@ import pytest
 from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
 from spec_trl.scheduling.ladder import Choice, Ladder, Rung
 from spec_trl.scheduling.selection import (
-    MOST_DELIVERED,
     OPTIMISTIC,
     PROMPT_PRIOR,
     AcceptanceHistory,
@@ -18,6 +17,7 @@ from spec_trl.scheduling.selection import (
     select_method,
     select_per_prompt,
 )
+from tests.scheduling.machine import at
 
 
 # Seconds of a round at γ = 4, plain 1: a free lookup, a cheap copy, and a network that is hopeless at large batches.
@@ -34,11 +34,6 @@ METHODS = tuple(SECONDS)
 
 
 GAMMAS = (0, 1, 4, 10)
-
-
-def at(rate: float, positions: float) -> AcceptanceCounts:
-    """So many first positions and as many further ones, all accepted at `rate`."""
-    return AcceptanceCounts.expecting(Acceptance.geometric(rate), positions)
 
 
 def history_of(**rates: float) -> AcceptanceHistory:
@@ -451,72 +446,3 @@ def test_rows_that_others_may_help_need_not_be_the_last() -> None:
     assert counts_last_row(history, ["ngram"], prompts, 4, races=True)  # nobody else is there
     history.record("self", "15", at(0.66, 50))
     assert expected_of_ngram(history, prompts, 4)(4) == history.expected("ngram", prompts)(4) > 1.9
-
-
-# ---- what became of it ----------------------------------------------------------------------------------------
-
-
-def test_delivered_is_the_mean_of_rollouts_and_fades_with_the_last_of_them() -> None:
-    history = AcceptanceHistory(decay=0.5)
-    assert history.delivered("self", 4, False) == 1.0
-    history.record_delivery("self", 4, False, 0.9, 1.8)
-    assert history.delivered("self", 4, False) == pytest.approx(0.5)
-    history.record_delivery("self", 4, False, 0.5, 4.0)
-    assert history.delivered("self", 4, False) == pytest.approx(0.25)
-    others = (("self", 16, False), ("ngram", 4, False), ("self", 4, True))
-    assert [history.delivered(*other) for other in others] == [1.0] * 3
-    history.end_rollout()
-    assert history.delivered("self", 4, False) == pytest.approx(0.25)  # of two rollouts: one is still near
-    history.end_rollout()
-    assert history.delivered("self", 4, False) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(("measured", "credit"), [(2.1, MOST_DELIVERED), (1.0, 1.0)])
-def test_a_rescue_is_little_credit(measured: float, credit: float) -> None:
-    """Others take over from a method that is expected to lose."""
-    history = AcceptanceHistory()
-    history.record_delivery("ngram", 4, False, measured, 0.6)
-    assert history.delivered("ngram", 4, False) == 1.0
-    history.record_delivery("ngram", 4, False, 0.9, 1.8)
-    assert history.delivered("ngram", 4, False) == pytest.approx((0.5 * credit) ** 0.5)
-
-
-def test_what_was_not_delivered_is_not_expected() -> None:
-    history, prompts = history_of(ngram=0.5, self=0.75, model=0.05), ["x", "y"]
-
-    def chosen(in_flight: int = 2) -> list[str]:
-        choices = select_per_prompt(LADDER, history, prompts, in_flight, METHODS, races=True)
-        return [select_method(LADDER, history, prompts, in_flight, METHODS, True).method, *(c.method for c in choices)]
-
-    assert chosen() == ["ngram"] * 3
-    history.record_delivery("ngram", LADDER.profiled_batch(2), True, 0.9, 1.6)
-    assert chosen() == ["ngram"] * 3  # that was where nobody could help
-    history.record_delivery("ngram", LADDER.profiled_batch(2), False, 0.9, 1.6)
-    assert chosen() == ["self"] * 3
-    assert chosen(1) == ["ngram"] * 3  # one waits
-    history.record_delivery("self", LADDER.profiled_batch(2), False, 0.9, 1.6)
-    assert chosen() == ["none"] * 3
-
-
-def methods_of_prompts(history: AcceptanceHistory, keys: list[str]) -> list[str]:
-    return [choice.method for choice in select_per_prompt(LADDER, history, keys, 4, METHODS)]
-
-
-def test_a_prompts_own_method_needs_to_deliver() -> None:
-    history, keys = history_of(ngram=0.05, self=0.8, model=0.05), ["copy", "x", "y", "z"]
-    history.record("ngram", "copy", at(0.95, 10**4))
-    assert methods_of_prompts(history, keys) == ["ngram", "self", "self", "self"]
-    history.record_delivery("ngram", 16, True, 1.35, 3.0)
-    assert methods_of_prompts(history, keys) == ["self"] * 4
-    history.record_delivery("self", 16, True, 1.28, 1.6)  # nor does that one
-    assert methods_of_prompts(history, keys) == ["ngram", "self", "self", "self"]
-
-
-def test_no_prompt_leaves_a_common_method_for_what_it_did_not_deliver() -> None:
-    """Rows with methods of their own may lack it as well, and those have no record."""
-    history, keys = history_of(ngram=0.2, self=0.8, model=0.05), ["slow", "x", "y", "z"]
-    for method, rate in (("self", 0.66), ("ngram", 0.1)):
-        history.record(method, "slow", at(rate, 10**4))
-    assert methods_of_prompts(history, keys) == ["self"] * 4
-    history.record_delivery("self", 16, False, 1.45, 1.6)
-    assert methods_of_prompts(history, keys) == ["self"] * 4
