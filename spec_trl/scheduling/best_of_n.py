@@ -168,6 +168,10 @@ class BestOfN:
         if not draft_length:
             return self._plan
         opening = which, self.ladder.profiled_batch(batch)
+        if which in self._on_trial and which not in {opener for opener, _ in self._opened}:
+            # What opened before is not to blame for what a trial makes of the rest.
+            self._opened.clear()
+            self._watch.forget()
         if not waiting and opening not in self._opened:
             self._opened.add(opening)
             self._watch.open(which, requests, length)

@@ -47,6 +47,10 @@ class RolloutWatch:
         written = {request: self._written.get(request, 0) for request in requests}
         self._openings.append(_Opening(which, length, len(self._rounds), written))
 
+    def forget(self) -> None:
+        """Openings so far are not compared."""
+        self._openings.clear()
+
     def record(
         self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], seconds: float, plain_seconds: float
     ) -> None:

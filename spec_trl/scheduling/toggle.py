@@ -259,19 +259,19 @@ class SpeculationToggle(OneDrafter):
         enough = 1.0 if rounds >= WINDOW else HOPELESS[max(n for n in HOPELESS if n <= rounds)]
         until_last_row = measured * self._evenness(index)
         worth = measured if self._others_can_help else until_last_row
-        if rounds >= WINDOW and (better := self._better(index, worth, until_last_row)) is not None:
-            self._turn(better)
-            return
         # Without a profile nothing is known of this batch before it was measured here.
         unknown = self.candidates[index].roofline is None
         doubtful = (SURE if self._anchor is None else DOUBT) if rounds >= WINDOW else enough
-        if unknown or worth < doubtful:
-            if not self._is_anchored():
-                self._probing, self.judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
-            elif measured < enough:
-                self._fail(index)
-            elif worth < enough:
-                self._turn(None)  # these rows are why, and others may be left
+        if (unknown or worth < doubtful) and not self._is_anchored():
+            self._probing, self.judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
+            return
+        better = self._better(index, worth, until_last_row) if rounds >= WINDOW else None
+        if measured < enough:
+            self._fail(index)
+        elif worth < enough:
+            self._turn(None)  # these rows are why, and others may be left
+        if better is not None:
+            self._turn(better)
 
     def _better(self, active: int, worth: float, until_last_row: float) -> int | None:
         """The candidate that promises most of those that promise more by the margin than the active one is worth: by

@@ -214,6 +214,19 @@ def test_a_drafter_that_failed_is_not_judged_by_the_rest() -> None:
     assert not recorded
 
 
+def test_nothing_is_blamed_for_the_trial_of_another() -> None:
+    """The copy drafts, less well than it used to; n-gram, which nobody knows, has its trial in between and is of no
+    use. What the copy delivers counts from when it drafts again."""
+    machine, history = Machine({"self": 0.05, "ngram": 0.0}, by_method(self=0.8, ngram=0.0)), AcceptanceHistory()
+    machine.verifying = lambda tokens: 1 + tokens / 32
+    history.record("self", "elsewhere", at(0.95, 1000))
+    recorded = deliveries_of(history)
+    machine.run(machine.control(history, race=False), [300] * 4)
+    drafters = [next(iter(names)) for names in machine.drafters() if names]
+    assert [name for name, _ in itertools.groupby(drafters)] == [0, 1, 0]
+    assert [name for name, *_ in recorded] == ["ngram", "self"]
+
+
 def test_a_rival_is_preferred_only_for_what_it_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy has drafted for a window, and n-gram promises more."""
     shares = {"self": 1.0, "ngram": 1.0}

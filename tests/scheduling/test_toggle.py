@@ -255,6 +255,18 @@ def test_auto_ends_with_the_fastest_candidate(best: int, profiled: bool) -> None
     assert set(machine.chosen[-100:]) == {best}
 
 
+def test_two_that_became_slower_do_not_take_turns() -> None:
+    """Of both most was accepted at first, and hardly anything later: by its mean over the rollout each looks better
+    than the other one measures."""
+    toggle = SpeculationToggle([candidate(name="history"), candidate(name="ngram")])
+    machine = Machine(toggle, A100.target_seconds, lambda index, *shape: A100.cycle_seconds(*shape))
+    good = 40
+    taus = {0: iter([6.0] * good + [1.5] * 1000), 1: iter([5.0] * good + [1.5] * 1000)}
+    machine.tokens_per_row = lambda index: next(taus[index])
+    machine.run([8] * 300)
+    assert sum(machine.spoke) - 2 * good <= 3 * WINDOW and not any(machine.spoke[-WINDOW:])
+
+
 def test_a_slightly_bad_start_is_given_a_whole_window() -> None:
     """0.7 after four or five rounds is no reason to give up yet: acceptance varies."""
     machine = faithful(SpeculationToggle([candidate()]))
