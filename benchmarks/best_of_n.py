@@ -224,9 +224,9 @@ def measure(target: str, options: argparse.Namespace, folder: Path) -> dict[str,
     """All cells of one model."""
     subject = make_subject(target, options, folder)
     cells = []
-    with tqdm(total=2 * len(options.batch), desc=str(subject.loaded.facts["model"])) as bar:
+    with tqdm(total=len(options.kinds) * len(options.batch), desc=str(subject.loaded.facts["model"])) as bar:
         for batch, tokens in zip(options.batch, options.new_tokens, strict=True):
-            for kind in (STORY, COPY):
+            for kind in options.kinds:
                 cells.append(measure_cell(subject, kind, batch, tokens, options))
                 bar.update()
     return subject.loaded.facts | {
@@ -245,6 +245,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--batch", type=int, nargs="+", default=[1, 4, 16], help="rows (default: %(default)s)")
     add("--new-tokens", type=int, nargs="+", default=[256, 256, 256], help="per row, by batch (%(default)s)")
+    add("--kinds", nargs="+", choices=[STORY, COPY], default=[STORY, COPY], help="of prompts (default: both)")
     add("--rollouts", type=int, default=8, help="that fill the history (default: %(default)s)")
     add("--repeats", type=int, default=5, help="of each cell (default: %(default)s)")
     add("--output", type=Path, default=RESULTS / "best_of_n.json", help="the .md goes beside it (%(default)s)")
