@@ -13,6 +13,8 @@ from pathlib import Path
 # Runs in a process of its own: whether Triton interprets is settled when it is imported.
 _PROGRAM = """
 import json
+import sys
+from types import ModuleType
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -38,6 +40,9 @@ def compile_only(self, *args, grid, warmup, **options):
     kernels.append((self.fn.__name__, kernel.metadata.shared))
 
 JITFunction.run = compile_only
+# Kernels need nothing of transformers, which the package itself would import for seconds.
+sys.modules["spec_trl"] = package = ModuleType("spec_trl")
+package.__path__ = [{package!r}]
 {calls}
 print(json.dumps(kernels))
 """
@@ -55,7 +60,8 @@ def compile_for(capability: int, calls: str, folder: Path) -> list[tuple[str, in
         The kernels' names and bytes of shared memory, in the order of the launches.
     """
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
-    program = _PROGRAM.format(capability=capability, calls=calls)
+    package = str(Path(__file__).parents[3] / "spec_trl")
+    program = _PROGRAM.format(capability=capability, calls=calls, package=package)
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [tuple(kernel) for kernel in json.loads(done.stdout.splitlines()[-1])]

@@ -55,7 +55,7 @@ def compare(logits: torch.Tensor, keys: torch.Tensor | None, temperature: float 
 @pytest.mark.parametrize("keys", [[0, -1, 1], [-(2**63), 2**63 - 1, 2**31], [0x7FFFFFFF00000000, 1 << 40, -12345]])
 def test_noise_is_that_of_torch(keys: list[int]) -> None:
     """A row with one token left shows that token's noise: all of the vocabulary, a token a row."""
-    vocabulary = 40
+    vocabulary = 15
     alone = torch.full((vocabulary, vocabulary), -torch.inf, device=DEVICE).fill_diagonal_(0)
     for key in keys:
         column = torch.full((vocabulary,), key, device=DEVICE)
@@ -83,7 +83,7 @@ def test_noise_of_late_tokens_and_extreme_hashes() -> None:
 @pytest.mark.parametrize("seed", [-5, 2**63])
 def test_draws_of_many_keys(seed: int) -> None:
     torch.manual_seed(0)
-    rows = 1000 if DEVICE == "cuda" else 150
+    rows = 1000 if DEVICE == "cuda" else 50  # the interpreter takes its time per row
     compare(random(rows, 500), keys_of(seed, rows))
 
 
@@ -107,7 +107,7 @@ def test_chunks_are_seamless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_draws_follow_the_softmax() -> None:
-    rows = 200_000 if DEVICE == "cuda" else 400
+    rows = 200_000 if DEVICE == "cuda" else 200
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -torch.inf, 0.5], device=DEVICE)
     tokens, _, _ = fused_draw(logits.expand(rows, -1), keys_of(7, rows), 1.5)
     counts = torch.bincount(tokens, minlength=6).double()
