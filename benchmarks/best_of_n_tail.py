@@ -99,14 +99,14 @@ class BestOfNOnA100(BestOfN):
         self.planned = super().plan(requests, length, waiting)
         return self.planned
 
-    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         drafted: dict[str, int] = {}
         for chain in self.planned if draft_length else ():
             name = self.candidates[chain.which].name
             drafted[name] = max(drafted.get(name, 0), min(chain.draft_length, draft_length))
         seconds = seconds_on_a100(*self.now, draft_length, drafted)
         self.seconds += seconds
-        super().record(draft_length, seconds, tokens)
+        super().record(draft_length, seconds, tokens, is_typical)
 
 
 def control_on_a100(pool: Sequence[str], lengths: Sequence[int], rows: int, race: bool) -> BestOfNOnA100:

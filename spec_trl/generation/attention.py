@@ -1,5 +1,7 @@
 """Attention over a ragged cache: additive masks by position, and grouped heads without repeated K/V."""
 
+import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +118,34 @@ def reads_spans(network: PreTrainedModel) -> bool:
     return run_on(network.device) and is_narrow and network._supports_attention_backend
 
 
+class _WithoutCudnn:
+    """Within it torch chooses among its own attention kernels.
+
+    From Hopper on it prefers cuDNN's, which take tenths of a second to plan each new shape, and rounds have new ones
+    all the time. The choice is the process's, and drafters may learn in another thread: the last to leave restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch.backends.cuda.enable_cudnn_sdp(self._was_enabled)
+
+
+_WITHOUT_CUDNN = _WithoutCudnn()
+
+
 def ragged_attention(
     module: nn.Module,
     query: Tensor,
@@ -150,7 +180,8 @@ def ragged_attention(
     if groups > 1 and length > 1:
         attention_mask = attention_mask.repeat(1, 1, groups, 1)  # [B, 1, groups * q, columns]
     if softcap is None and s_aux is None:
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+        with _WITHOUT_CUDNN if query.is_cuda and not torch.compiler.is_compiling() else nullcontext():
+            output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         scores = query @ key.transpose(2, 3) * scale  # [B, kv, groups * q, columns]

@@ -171,14 +171,18 @@ class _ReplayLayer(_RaggedLayer):
 
 def check_memory(what: str, needed: int, device: torch.device) -> None:
     """Raises ValueError where `needed` bytes for `what` are not free on `device`."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    else:
-        free = psutil.virtual_memory().available
+    free = free_memory(device)
     if needed > free:
         raise ValueError(
             f"{what} would not fit in memory: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free "
             f"on {device}. Lower `max_batch_size` in the speculative config (rows wait their turn), or "
             "`max_new_tokens`."
         )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors may take on `device`; what the CUDA allocator keeps for later ones counts as free."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-import psutil
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -27,6 +26,7 @@ from ..scheduling.calibration import GemmMeasurement, effective_flops, fit
 from ..scheduling.control import Chain, NeverSpeculate
 from ..scheduling.profile import Profile, ProfileKey, ProfileMismatch
 from ..scheduling.sweep import Mode, Sample
+from .cache import free_memory
 from .configuration import SpeculativeConfig
 from .constants import model_constants
 from .decoding import Rollout
@@ -352,7 +352,7 @@ class _Bench:
     ) -> None:
         device, shape = model.device, model.config.get_text_config(decoder=True)
         self.longest, self.capacity = lengths[-1], max_batch
-        fitting = MEMORY_SHARE * _free_memory(device) / model_constants(model).kv_bytes  # cached tokens
+        fitting = MEMORY_SHARE * free_memory(device) / model_constants(model).kv_bytes  # cached tokens
         while self.capacity * (self.longest + margin) > fitting and self.longest > lengths[0]:
             self.longest = lengths[lengths.index(self.longest) - 1]
         while self.capacity * (self.longest + margin) > fitting and self.capacity > 1:
@@ -415,7 +415,3 @@ class _Bench:
     def close(self) -> None:
         """Lets go of the cache."""
         self._rollout.end()
-
-
-def _free_memory(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

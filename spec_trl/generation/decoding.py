@@ -114,7 +114,7 @@ class Rollout:
     def decode_round(self, plan: Sequence[Chain]) -> None:
         """One round: drafters draft the chains of `plan`, one target forward verifies them, and each row goes on with
         the chain of which most was accepted; without chains the target decodes."""
-        started = time.perf_counter()
+        started, prepared = time.perf_counter(), self._target.preparations
         batch, length = self._rows.active, self._total_length / self._rows.active
         with self._timer.phase("noise"):
             noise = self._noise(max((chain.draft_length for chain in plan), default=0))
@@ -131,7 +131,7 @@ class Rollout:
         names = dict.fromkeys(self._names[which] for which in lanes.drafted)
         self._log.add(batch, length, lanes.width, "+".join(names) or None, seconds, tokens)
         with self._timer.phase("control"):
-            self._control.record(lanes.width, seconds, tokens)
+            self._control.record(lanes.width, seconds, tokens, self._target.preparations == prepared)
 
     def admit(self) -> None:
         """Gives free rows to waiting requests and reads their prompts."""

@@ -88,7 +88,9 @@ class CudaRecorder:
     def _refuse_waiting(self, forward: Callable[[], Outputs]) -> None:
         """Raises RuntimeError where `forward` waits for the device: a capture that fails could harm the process."""
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             forward()
         finally:
@@ -96,6 +98,8 @@ class CudaRecorder:
 
     def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        collects = gc.isenabled()
+        gc.disable()  # a dead graph that is collected now would be reset within the capture
         try:
             # Other threads (data loaders that pin memory) may call CUDA while this one captures.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -103,6 +107,9 @@ class CudaRecorder:
         except BaseException:
             torch.cuda.set_stream(stream)  # a capture that fails to end leaves its own behind
             raise
+        finally:
+            if collects:
+                gc.enable()
         return graph, result
 
     def seconds(self, replay: Callable[[], None]) -> float:
@@ -136,6 +143,8 @@ class GraphBudget:
     limit: float
     bytes: int = 0
     graphs: int = 0
+    preparations: int = 0
+    """Forwards that ran eagerly on their way to being captured, were captured, or were tried compiled."""
     _warned: bool = field(default=False, repr=False)
 
     def has_room(self) -> bool:
@@ -176,12 +185,22 @@ class _Key(NamedTuple):
 
 @dataclass
 class _Graph:
+    key: _Key
     tokens: Tensor  # [rows, q], static
     positions: Tensor  # [rows, q], static
     recording: Recording
     bytes: int  # that it took
     filled: int  # rows of the buffers that hold what the caller gave; the others stand at position 0
     replays: int = 0
+
+    def fill(self, tokens: Tensor, positions: Tensor) -> None:
+        """What runs on the buffers from now on writes the K/V of this call, and no other."""
+        rows = len(tokens)
+        self.tokens[:rows] = tokens
+        self.positions[:rows] = positions
+        if self.filled > rows:
+            self.positions[rows:] = 0  # free rows, whatever they write: they shall read one column, not many
+        self.filled = rows
 
 
 class GraphRunner(EagerRunner):
@@ -237,22 +256,23 @@ class GraphRunner(EagerRunner):
     def captured(self) -> tuple[int, int]:
         return self.budget.graphs, self.budget.bytes
 
+    @property
+    def preparations(self) -> int:
+        return self.budget.preparations
+
     def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
         graph = None
         if first_row == 0 and tokens.shape[1] <= MOST_QUERIES and not self._gave_up:
             graph = self._graph_for(tokens, positions, columns)
         if graph is None:
             return super().forward(tokens, positions, columns, first_row)
-        rows = len(tokens)
-        graph.tokens[:rows] = tokens
-        graph.positions[:rows] = positions
-        if graph.filled > rows:
-            graph.positions[rows:] = 0  # free rows, whatever they write: they shall read one column, not many
-        graph.filled = rows
-        graph.recording.replay()
+        graph.fill(tokens, positions)
+        if self._mode == "auto" and graph.replays == COMPILE_AFTER:
+            self._try_compiled(graph)
+        recording, rows = graph.recording, len(tokens)
+        recording.replay()
         self.forwards += 1
         graph.replays += 1
-        recording = graph.recording
         self._tell(None if recording.features is None else recording.features[:rows], positions, first_row)
         return recording.logits[:rows]
 
@@ -282,12 +302,12 @@ class GraphRunner(EagerRunner):
         if graph is None and key not in self._failed:
             self._asked[key] += 1
             if self._asked[key] < CAPTURE_AFTER:
+                self.budget.preparations += 1
                 return None
             if not self.budget.has_room():
                 return self._larger(key)
+            self.budget.preparations += 1
             graph = self._capture(key, tokens, positions, columns)
-        elif graph is not None and self._mode == "auto" and graph.replays == COMPILE_AFTER:
-            self._try_compiled(key, graph)
         return graph
 
     def _larger(self, key: _Key) -> _Graph | None:
@@ -319,7 +339,7 @@ class GraphRunner(EagerRunner):
         except Exception as error:
             self._note_failure(key, error)
             return None
-        graph = self._graphs[key] = _Graph(graph_tokens, graph_positions, recording, taken, len(tokens))
+        graph = self._graphs[key] = _Graph(key, graph_tokens, graph_positions, recording, taken, len(tokens))
         return graph
 
     def _note_failure(self, key: _Key, error: Exception) -> None:
@@ -369,12 +389,13 @@ class GraphRunner(EagerRunner):
             self._compiled = EagerRunner(compiled_twin(self.network, self.cache), self.cache)
         return self._compiled
 
-    def _try_compiled(self, key: _Key, graph: _Graph) -> None:
-        """Takes a compiled forward in place of `graph` if it agrees with it and measures faster."""
+    def _try_compiled(self, graph: _Graph) -> None:
+        """Takes a compiled forward in place of `graph`, which is filled, if it agrees with it and measures faster."""
         if not self.budget.has_room():
             return
+        self.budget.preparations += 1
         try:
-            recording, taken = self._record(self._compiled_runner(), graph.tokens, graph.positions, key)
+            recording, taken = self._record(self._compiled_runner(), graph.tokens, graph.positions, graph.key)
             graph.recording.replay()
             expected = graph.recording.logits.clone()  # the next replay may overwrite them
             recording.logits.fill_(float("nan"))

@@ -145,6 +145,12 @@ class EagerRunner:
         """Captured forwards of this network and those beside it, and the bytes they take."""
         return 0, 0
 
+    @property
+    def preparations(self) -> int:
+        """How often since it was made this runner or one beside it did not do what it will do later on: it ran a shape
+        eagerly that it is about to capture, or captured one."""
+        return 0
+
     def _cache_beside(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
         return self.cache if shares_cache else RaggedCache.for_network(network, self.cache.rows, self.cache.columns)
 

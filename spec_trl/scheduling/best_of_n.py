@@ -319,12 +319,12 @@ class BestOfN:
     ) -> None:
         self._outcome = tuple(requests), accepted, drafted
 
-    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         plain_seconds = self._target_costs.target_seconds(self._batch, self._length)
         self._watch.record(self._requests, self._outcome[1] if self._outcome else {}, seconds, plain_seconds)
         if not self._is_composed:
-            self._toggle.record(draft_length, seconds, tokens)
-        if not self._plan or draft_length < self._width():
+            self._toggle.record(draft_length, seconds, tokens, is_typical)
+        if not is_typical or not self._plan or draft_length < self._width():
             return  # a rollout's last rounds are too short to judge by
         assert self._primary is not None
         # As predicted, not as measured: a baseline measured in between must not move what is compared.

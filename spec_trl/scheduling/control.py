@@ -138,9 +138,13 @@ class Control(Protocol):
         """
         ...
 
-    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         """The round just planned verified `draft_length` draft tokens of the row with most (less than planned where no
-        row had room for more), took `seconds` and committed `tokens`."""
+        row had room for more), took `seconds` and committed `tokens`.
+
+        `is_typical`: False where forwards were captured in it, or ran eagerly on their way there: its seconds say
+        nothing of later rounds.
+        """
         ...
 
     def record_rows(
@@ -205,7 +209,7 @@ class NeverSpeculate(OneDrafter):
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
         return 0, 0
 
-    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         pass
 
     def drop(self, index: int) -> None:
@@ -233,7 +237,7 @@ class AlwaysSpeculate(OneDrafter):
         self._draft_length = 0 if self._failed or batch > candidate.max_rows else candidate.draft_length
         return 0, self._draft_length
 
-    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         if draft_length == self.candidates[0].draft_length:  # less: a rollout's last rounds
             tally = self.tallies[0]
             tally.rounds += 1

@@ -120,7 +120,8 @@ class SpeculationToggle(OneDrafter):
             self._probing = 0
         if not self._probing:
             self._update(batch_ahead, batch, length)
-        if self._probing:
+        self._is_probe = self._probing > 0
+        if self._is_probe:
             self._probing -= 1
         elif self._active is not None and batch <= self.candidates[self._active].max_rows:
             self._chosen = self._active
@@ -217,7 +218,10 @@ class SpeculationToggle(OneDrafter):
         """T_p: by the corrected profile, or else as last measured at about this batch."""
         return self._baseline.apply(batch, 0.0 if roofline is None else roofline.target_seconds(batch, length))
 
-    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
+        if not is_typical:
+            self._probing += self._is_probe  # it has to be made up for
+            return
         batch, length = self._batch, self._length
         if draft_length == 0:
             self._anchor = batch

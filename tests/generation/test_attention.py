@@ -1,9 +1,14 @@
 """Masks by position, and attention with folded heads, against the textbook."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoConfig
 
+from spec_trl.generation import attention
 from spec_trl.generation.attention import MaskPlan, ragged_attention
 
 
@@ -119,3 +124,45 @@ def test_spans_go_to_the_kernel() -> None:
         )
         spanned, _ = ragged_attention(torch.nn.Module(), query, key, value, plan.spans(positions), 0.3, **options)
         torch.testing.assert_close(spanned, masked, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_torchs_own_kernels_inside_and_the_users_choice_after(wanted: bool) -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(wanted)
+        with ThreadPoolExecutor(1) as pool, attention._WITHOUT_CUDNN:
+            left, entered = threading.Event(), threading.Event()
+
+            def beside() -> bool:
+                with attention._WITHOUT_CUDNN:
+                    entered.set()
+                    left.wait(10)
+                    return torch.backends.cuda.cudnn_sdp_enabled()
+
+            found = pool.submit(beside)
+            assert entered.wait(10)
+            with attention._WITHOUT_CUDNN:
+                assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            left.set()
+            assert not found.result()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == wanted
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.cuda
+def test_masked_attention_plans_nothing_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    attend = attention.F.scaled_dot_product_attention
+
+    def watch(*args: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **options)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watch)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    query, key = (torch.randn(2, heads, 3, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
+    ragged_attention(torch.nn.Module(), query, key, key, torch.zeros(2, 1, 3, 3, device="cuda", dtype=torch.bfloat16))
+    assert seen == [False] and torch.backends.cuda.cudnn_sdp_enabled() == before

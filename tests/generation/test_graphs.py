@@ -15,10 +15,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 import spec_trl
-from spec_trl.generation import compiling, graphs, processing, runner
+from spec_trl.generation import compiling, decoding, graphs, processing, runner
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.graphs import Recording, column_bucket, row_bucket
+from spec_trl.scheduling.control import AlwaysSpeculate, Control, NeverSpeculate
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.tape import Tape
@@ -249,6 +250,43 @@ def test_an_assistant_whose_weights_move(fresh, tape) -> None:
     assert bad.acceptance_rate < 1
 
 
+def test_an_assistants_forwards_serve_the_next_call(fresh, tiny_assistant, tape) -> None:
+    expected = outputs(graph(fresh, "model", assistant_model=tiny_assistant))
+    recorded = tape.recorded
+    assert outputs(graph(fresh, "model", assistant_model=tiny_assistant)) == expected
+    assert tape.recorded == recorded
+
+
+@pytest.mark.parametrize("strategy", ["none", "self"])
+def test_rounds_that_prepare_are_not_typical(fresh, tape, monkeypatch, strategy) -> None:
+    """Those in which modules ran: on the way to a capture, or for one."""
+    typical: list[bool] = []
+    eagerly: list[bool] = []
+    decode_round = decoding.Rollout.decode_round
+
+    def forwards() -> int:
+        runner = graphs._kept[fresh].runner
+        return sum(each.eager_forwards for each in (runner, *(beside.runner for beside in runner._beside)))
+
+    def watch_round(rollout: decoding.Rollout, plan: Any) -> None:
+        before = forwards()
+        decode_round(rollout, plan)
+        eagerly.append(forwards() > before)
+
+    def watch(control: Control, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
+        typical.append(is_typical)
+
+    monkeypatch.setattr(decoding.Rollout, "decode_round", watch_round)
+    monkeypatch.setattr(NeverSpeculate if strategy == "none" else AlwaysSpeculate, "record", watch)
+    for _ in range(2):
+        graph(fresh, strategy, {"draft_length": 3})
+    assert typical == [not each for each in eagerly]
+    assert typical[:3] == [False] * 3 and sum(typical) > len(typical) // 2
+    typical.clear()
+    graph(fresh, strategy, {"draft_length": 3, "runner": "eager"})
+    assert all(typical)
+
+
 def test_dropped_forwards_are_given_back_to_the_budget(fresh, tiny_assistant, tape) -> None:
     counts = {graph(fresh, "model", assistant_model=tiny_assistant).statistics.graphs for _ in range(4)}
     alive = graphs._kept[fresh].runner
@@ -406,6 +444,27 @@ def test_auto_keeps_what_measures_faster(fresh, tape, monkeypatch, compiled_is_f
     assert len(replays) == 2
     chosen, other = (1, 0) if compiled_is_faster else (0, 1)
     assert replays[chosen][0] > 20 and replays[other][0] <= 13
+
+
+def test_a_compiled_trial_writes_what_the_call_writes(fresh, tape, monkeypatch) -> None:
+    """Rows have moved since the shape ran last, and a self-drafter's stale K/V could land on the target's columns."""
+    monkeypatch.setattr(graphs, "COMPILE_AFTER", 4)
+    options = dict(eos_token_id=[1, 2, 3, 4])
+    tried: list[Tensor] = []
+    try_compiled = graphs.GraphRunner._try_compiled
+
+    def watch(runner: graphs.GraphRunner, graph: graphs._Graph) -> None:
+        columns = graph.positions.min(dim=1).values[: graph.filled]  # before them all is committed
+        before = [layer.keys.clone() for layer in runner.cache.layers]
+        try_compiled(runner, graph)
+        for keys, layer in zip(before, runner.cache.layers, strict=True):
+            for row, end in enumerate(columns.tolist()):
+                assert torch.equal(keys[row, :, :end], layer.keys[row, :, :end])
+        tried.append(columns)
+
+    monkeypatch.setattr(graphs.GraphRunner, "_try_compiled", watch)
+    result = graph(fresh, "self", {"runner": "auto", "draft_length": 3}, **options)
+    assert outputs(result) == outputs(eager(fresh, **options)) and len(tried) > 2
 
 
 def test_auto_goes_on_where_nothing_compiles(fresh, tape, monkeypatch) -> None:

@@ -73,9 +73,9 @@ def test_a_pure_function_of_the_key() -> None:
 def test_chunks_are_seamless(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = torch.arange(23)
     whole = gumbel_noise(keys, 100)
-    monkeypatch.setattr(sampling, "_CHUNK", 700)
+    monkeypatch.setattr(sampling, "_CPU_CHUNK", 700)
     assert torch.equal(gumbel_noise(keys, 100), whole)
-    monkeypatch.setattr(sampling, "_CHUNK", 10)  # less than one row
+    monkeypatch.setattr(sampling, "_CPU_CHUNK", 10)  # less than one row
     assert torch.equal(gumbel_noise(keys, 100), whole)
 
 

@@ -1,5 +1,6 @@
 """When to speculate: decisions of the toggle over simulated machines."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,10 @@ A100 = Roofline(
 
 @dataclass
 class Machine:
-    """Decodes with a control, and answers with times: `target` and `cycle` seconds by (batch, length, γ)."""
+    """Decodes with a control, and answers with times: `target` and `cycle` seconds by (batch, length, γ).
+
+    The first three rounds of a shape take `capture_seconds` more, and say that they are not typical.
+    """
 
     control: Control
     target: Callable[[int, float], float]
@@ -29,6 +33,8 @@ class Machine:
     seconds: float = 0.0
     decisions: list[tuple[int, int]] = field(default_factory=list)  # (batch, γ)
     chosen: list[int | None] = field(default_factory=list)
+    capture_seconds: float = 0.0
+    asked: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def run(self, batches: list[int], waiting: Callable[[int], int] = lambda number: 0, length: float = 512.0) -> None:
         """One rollout, a round per entry."""
@@ -40,8 +46,11 @@ class Machine:
             self.chosen.append(index if gamma else None)
             seconds = self.cycle(index, batch, length, gamma) if gamma else self.target(batch, length)
             tokens = round(self.tokens_per_row(index) * batch) if gamma else batch
+            self.asked[batch, gamma] += 1
+            is_typical = not self.capture_seconds or self.asked[batch, gamma] > 3
+            seconds += 0.0 if is_typical else self.capture_seconds
             self.seconds += seconds
-            self.control.record(gamma, seconds, tokens)
+            self.control.record(gamma, seconds, tokens, is_typical)
 
     @property
     def spoke(self) -> list[bool]:
@@ -179,6 +188,25 @@ def test_one_slow_round_changes_nothing() -> None:
     machine.run([8] * 80)
     off = [number for number, speculated in enumerate(machine.spoke) if not speculated]
     assert off == list(range(WINDOW, WINDOW + PROBE_ROUNDS))  # that measured the baseline
+
+
+@pytest.mark.parametrize(("tau", "capture_seconds"), [(2.5, 0.15), (5.0, 0.15), (5.0, 0.5)])
+def test_rounds_that_capture_forwards_decide_nothing(tau: float, capture_seconds: float) -> None:
+    """Each shape's first rounds are slow: the baseline's, which would flatter any drafter, and a drafter's own."""
+    clean, machine = (faithful(SpeculationToggle([candidate()]), tau) for _ in range(2))
+    machine.capture_seconds = capture_seconds
+    for _ in range(2):
+        clean.run(SHRINKING)
+        machine.run(SHRINKING)
+    assert sum(clean.spoke) > 100 if tau > 3 else sum(clean.spoke) < 20
+    assert abs(sum(machine.spoke) - sum(clean.spoke)) <= 3 * WINDOW
+
+
+def test_a_baseline_is_measured_in_typical_rounds() -> None:
+    machine = faithful(SpeculationToggle([candidate(roofline=None)]))
+    machine.capture_seconds = 1.0
+    machine.run([8] * 20)
+    assert machine.spoke == [False] * (3 + PROBE_ROUNDS) + [True] * (20 - 3 - PROBE_ROUNDS)
 
 
 def test_never_much_slower_than_autoregressive() -> None:

@@ -134,11 +134,11 @@ class DistilledDrafter(Drafter):
             learner.publish()
         else:
             self._take_over()
+            logits = logits.clone()  # a captured forward reuses them
             dispatched = None
             if self._stream is not None:
-                dispatched = torch.cuda.current_stream(logits.device).record_event()
-            arguments = learner, canvas, logits.clone(), drafted, dispatched  # a captured forward reuses its logits
-            self._update = self._executor.submit(self._learn_aside, *arguments)
+                dispatched = torch.cuda.current_stream(logits.device).record_event()  # behind all that is read
+            self._update = self._executor.submit(self._learn_aside, learner, canvas, logits, drafted, dispatched)
             self._waited = 0
         self.learning.bytes = max(self.learning.bytes, learner.bytes + canvas.bytes)
         self.learning.waited += time.perf_counter() - started

@@ -1,10 +1,12 @@
 """A smaller causal language model with the target's tokenizer as drafter (SA's 0.5 B and 1.5 B)."""
 
+from weakref import WeakKeyDictionary
+
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..constants import model_constants
 from ..requirements import check_model
-from ..shadow import make_shadow
+from ..shadow import fingerprint, make_shadow
 from .base import DraftCost
 from .network import NetworkDrafter
 
@@ -39,7 +41,7 @@ class SmallModelDrafter(NetworkDrafter):
                 f"assistant_model is on {assistant.device} and the target on {target.device}; move it with "
                 f"assistant_model.to({str(target.device)!r})."
             )
-        super().__init__(make_shadow(assistant), shares_target_cache=False)
+        super().__init__(_shadow_of(assistant), shares_target_cache=False)
         constants = model_constants(assistant)
         self.cost = DraftCost(constants.weight_bytes, constants.dense_flops)
 
@@ -56,3 +58,15 @@ def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrained
     if not isinstance(assistant, str):
         raise ValueError(f"assistant_model={assistant!r} is neither a transformers model nor a path or hub id.")
     return AutoModelForCausalLM.from_pretrained(assistant, dtype=target.dtype).to(target.device).eval()
+
+
+_shadows: "WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], PreTrainedModel]]" = WeakKeyDictionary()
+
+
+def _shadow_of(assistant: PreTrainedModel) -> PreTrainedModel:
+    """The same one as long as it is true: forwards that were captured of it serve the next call too."""
+    present = fingerprint(assistant)
+    kept = _shadows.get(assistant)
+    if kept is None or kept[0] != present:
+        kept = _shadows[assistant] = present, make_shadow(assistant)
+    return kept[1]
