@@ -321,7 +321,8 @@ class BestOfN:
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         plain_seconds = self._target_costs.target_seconds(self._batch, self._length)
-        self._watch.record(self._requests, self._outcome[1] if self._outcome else {}, seconds, plain_seconds)
+        accepted = self._outcome[1] if self._outcome else {}
+        self._watch.record(self._requests, accepted, seconds if is_typical else None, plain_seconds)
         if not self._is_composed:
             self._toggle.record(draft_length, seconds, tokens, is_typical)
         if not is_typical or not self._plan or draft_length < self._width():

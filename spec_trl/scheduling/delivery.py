@@ -11,8 +11,8 @@ from .last_row import rollout_seconds
 LEAST_TOKENS = 16
 """Of the row with most ahead, for a rollout to tell: fewer are over in a few rounds."""
 OUTLIER = 3.0
-"""A round that took so many times what is usual beside an autoregressive one counts as so much: forwards were captured
-in it, or the machine was busy."""
+"""A round that took so many times what is usual beside an autoregressive one counts as so much: the
+machine was busy."""
 
 
 class Delivery(NamedTuple):
@@ -39,7 +39,7 @@ class RolloutWatch:
 
     def __init__(self) -> None:
         self._written: dict[int, int] = {}  # since the first opening
-        self._rounds: list[tuple[float, float]] = []  # seconds, and those of an autoregressive round
+        self._rounds: list[tuple[float | None, float]] = []  # seconds, and those of an autoregressive round
         self._openings: list[_Opening] = []
 
     def open(self, which: int, requests: Sequence[int], length: float) -> None:
@@ -52,10 +52,14 @@ class RolloutWatch:
         self._openings.clear()
 
     def record(
-        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], seconds: float, plain_seconds: float
+        self,
+        requests: Sequence[int],
+        accepted: Mapping[int, Sequence[int]],
+        seconds: float | None,
+        plain_seconds: float,
     ) -> None:
-        """A round: draft tokens accepted of each candidate's chains, per row (-1: it had none), its time, and what an
-        autoregressive round is predicted to take."""
+        """A round: draft tokens accepted of each candidate's chains, per row (-1: it had none), its time (None: not a
+        typical one; what is usual counts), and what an autoregressive round is predicted to take."""
         if not self._openings:
             return
         self._rounds.append((seconds, plain_seconds))
@@ -65,10 +69,14 @@ class RolloutWatch:
 
     def deliveries(self, plain_seconds: Callable[[int, float], float]) -> Iterator[Delivery]:
         """What became of the openings. `plain_seconds` says those of an autoregressive round, by rows and length."""
-        if not self._rounds:
+        costs = [seconds / plain for seconds, plain in self._rounds if seconds is not None]
+        if not costs:
             return
-        most = OUTLIER * median(seconds / plain for seconds, plain in self._rounds)
-        took = [min(seconds, most * plain) for seconds, plain in self._rounds]
+        usual = median(costs)
+        took = [
+            usual * plain if seconds is None else min(seconds, OUTLIER * usual * plain)
+            for seconds, plain in self._rounds
+        ]
         for opening in self._openings:
             ahead = [self._written.get(request, done) - done for request, done in opening.written.items()]
             seconds = sum(took[opening.rounds :])

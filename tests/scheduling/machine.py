@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,15 +26,18 @@ class Machine:
         drafting: seconds of one draft token of each method.
         acceptance: p of (method, request).
         verifying: seconds of a target forward over so many tokens.
+        capturing: further seconds of the first three rounds of a shape, which say that they are not typical.
     """
 
     drafting: dict[str, float]
     acceptance: Callable[[str, int], float]
     verifying: Callable[[int], float] = lambda tokens: 1.0
+    capturing: float = 0.0
     seed: int = 0
     plans: list[tuple[list[int], int, Sequence[Chain]]] = field(default_factory=list)  # requests, waiting, plan
     rounds: int = 0
     seconds: float = 0.0
+    asked: Counter[tuple[int, int]] = field(default_factory=Counter)  # by rows and Σγ of the row with most
 
     def ladder(self, **changes: Callable[[int], float]) -> Ladder:
         """What profiling it would find; `verifying` where the profile is to be wrong."""
@@ -83,7 +87,10 @@ class Machine:
             seconds = drafts + self.verifying(len(rows) * (1 + max(widths)))
             if plan:
                 control.record_rows(list(rows), accepted, drafted)
-            control.record(max(widths), seconds, sum(kept))
+            self.asked[len(rows), max(widths)] += 1
+            is_typical = not self.capturing or self.asked[len(rows), max(widths)] > 3
+            seconds += 0.0 if is_typical else self.capturing
+            control.record(max(widths), seconds, sum(kept), is_typical)
             self.rounds += 1
             self.seconds += seconds
             for request, count in zip(rows, kept, strict=True):

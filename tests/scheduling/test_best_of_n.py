@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -250,6 +251,26 @@ def test_best_method_is_found_and_known_from_then_on(best: str) -> None:
     assert machine.drafters()[-1] == {index}
     machine.run(machine.control(history, race=False), [100] * 4)
     assert all(drafters == {index} for drafters in machine.drafters())
+
+
+@pytest.mark.parametrize("race", [False, True])
+@pytest.mark.parametrize("tokens", [[200] * 4, [20, 20, 20, 60, 60, 100]], ids=["long", "short"])
+def test_rounds_that_capture_forwards_decide_nothing(tokens: list[int], race: bool) -> None:
+    """Each shape's first rounds take much longer, the baseline's and the drafters'. At first a drafter that copies
+    nothing is on, which the baseline would flatter; later on deliveries count."""
+    rates, drafters = by_method(self=0.9, ngram=0.0), []
+    for capturing in (0.0, 10.0, 100.0):
+        machine = Machine({"self": 0.1, "ngram": 0.02}, rates, capturing=capturing)
+        control = machine.control(race=race)
+        drafters.append([])
+        for _ in range(3):
+            machine.run(control, tokens)
+            drafters[-1].append(Counter(index for each in machine.drafters() for index in each))
+    clean = drafters[0]
+    assert all(each[0] > 8 for each in clean)
+    for found in drafters[1:]:
+        for rollout, usual in zip(found, clean, strict=True):
+            assert rollout[0] > 8 and rollout[1] <= usual[1] + WINDOW
 
 
 def test_nothing_drafts_where_nothing_pays() -> None:
