@@ -71,8 +71,9 @@ class RecordedRounds(NeverSpeculate):
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
-        self.seconds.append(seconds)
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
+        if is_typical:
+            self.seconds.append(seconds)
 
 
 class _Stamps(StoppingCriteria):
@@ -199,17 +200,22 @@ def alternate(
         key: what is measured.
         methods: by name.
         prompts: of pass i; the warm-up has pass 0's.
-        repeats: fewer where the time runs out.
+        repeats: fewer where the time runs out: what is killed in a call loses those before it.
     """
     calls: dict[str, list[Call]] = {}
+    longest: dict[str, float] = {}
     for name, method in methods.items():
-        if part.attempt(f"{key} | {name} | warm-up", partial(method, prompts(0), part.seed)) is not None:
-            calls[name] = []
+        warm_up = part.attempt(f"{key} | {name} | warm-up", partial(method, prompts(0), part.seed))
+        if warm_up is not None:
+            calls[name], longest[name] = [], warm_up.call_seconds
     for index in range(repeats):
         for name in list(calls):
-            call = part.attempt(f"{key} | {name} | pass {index}", partial(methods[name], prompts(index), index))
+            work = partial(methods[name], prompts(index), index)
+            call = part.attempt(f"{key} | {name} | pass {index}", work, needs=longest[name])
             if call is not None:
                 calls[name].append(call)
+                # The warm-up also compiled; calls of generate_batch go on capturing.
+                longest[name] = max(each.call_seconds for each in calls[name])
     return {name: done for name, done in calls.items() if done}
 
 

@@ -3,8 +3,8 @@
 The policy starts from random weights and learns, for a stated number of seconds, a language whose next token is drawn
 from a few successors of the last: its 4-bit copy then agrees with it as training made it, and τ is what it is. Tokens
 may end a text, so completions have a long tail. All ways sample from the same policy for the same prompts; ours alone
-share their noise, so tokens per second are given beside seconds. The first step is not counted: it compiles and
-captures.
+share their noise, so tokens per second are given beside seconds. The first step is not counted: it compiles and, where
+captured forwards are kept, captures.
 """
 
 import copy
@@ -46,7 +46,8 @@ LESSON_ROWS, LESSON_LENGTH = 32, 256
 LEARNING_RATE = 5e-4
 SIZE = Size(steps=4, rows=32, group=8, max_completion_length=384)
 SMOKE_SIZE = Size(steps=2, rows=4, group=2, max_completion_length=8)
-TRL, TRL_BATCHED, PLAIN, SELF = "TRL", "TRL, continuous batching", "none", "self"
+TRL, TRL_BATCHED = "TRL", "TRL, continuous batching"
+PLAIN, SELF, SELF_FREED = "none", "self", "self, memory given back"
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def ratios(part: Part) -> dict[str, float]:
     """TRL's seconds over ours with `self`, as far as both were measured."""
     found: dict[str, float] = {}
     ours = part.found.get(SELF)
-    for name in (TRL, TRL_BATCHED, PLAIN):
+    for name in (TRL, TRL_BATCHED, PLAIN, SELF_FREED):
         theirs = part.found.get(name)
         if ours and theirs:
             found[f"{name}: rollout"] = theirs["rollout_seconds"] / ours["rollout_seconds"]
@@ -214,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return summarise(train(task, fields, shared | more, folder, bar))
 
             part.measure(name, work, needs=0.0 if part.is_smoke else 10.0)
+            part.record("ratios", ratios(part))  # what is killed in the next run has these
             gc.collect()
 
         def calibrated() -> dict[str, Any]:
@@ -229,13 +231,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         toggle: dict[str, Any] = dict(sd_toggle="always")
         if part.measure("profile", calibrated) is not None:
             toggle = dict(sd_toggle="roofline", roofline_profile=str(path), roofline_mismatch="error")
-        run(SELF, dict(assistant_strategy="self", **toggle))
-        run(PLAIN, dict(assistant_strategy="none"))
+        run(SELF, dict(assistant_strategy="self", keep_graphs=True, **toggle))
         if part.device.type == "cuda":
             run(TRL_BATCHED, None, use_transformers_continuous_batching=True)
         else:
             part.skip(TRL_BATCHED, "needs a GPU")
-    part.record("ratios", ratios(part))
+        run(PLAIN, dict(assistant_strategy="none", keep_graphs=True))
+        run(SELF_FREED, dict(assistant_strategy="self", **toggle))  # the trainer's default: captured in each rollout
     return part.finish()
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spec_trl import SpeculativeConfig
-from spec_trl.generation.calibrating import _Bench
+from spec_trl.generation.calibrating import _Bench, _NoDrafter
 from spec_trl.generation.constants import model_constants
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.graphs import CAPTURE_AFTER
@@ -33,6 +33,8 @@ VISITS = 3
 SECONDS = 0.6  # of one visit
 SAMPLING_PHASES = ("noise", "accept")
 
+Runner = Literal["auto", "compiled"]
+
 
 def read_bytes(model: PreTrainedModel) -> float:
     """Bytes of weights that decoding one token reads: all but a table of embeddings that is looked up alone."""
@@ -40,13 +42,15 @@ def read_bytes(model: PreTrainedModel) -> float:
     return model_constants(model).weight_bytes - (0 if table is head else table.nbytes)
 
 
-def time_cells(part: Part, bench: _Bench, batches: Sequence[int], length: int) -> dict[str, dict[int, float]]:
+def time_cells(
+    part: Part, bench: _Bench, batches: Sequence[int], length: int, gammas: Sequence[int] = (0, DRAFT_LENGTH)
+) -> dict[str, dict[int, float]]:
     """Median seconds of "target", "draft" and "verify" by batch; visits to the cells take turns."""
     samples: dict[str, dict[int, list[float]]] = {}
     seconds = 0.02 if part.is_smoke else SECONDS
     for visit in range(VISITS):
         for batch in batches:
-            for gamma in (0, DRAFT_LENGTH):
+            for gamma in gammas:
                 if visit and part.seconds_left <= 0:
                     break
                 for mode, value in bench.rounds(batch, length, gamma, seconds, warm_ups=1 if visit else CAPTURE_AFTER):
@@ -70,6 +74,17 @@ def sampling(part: Part, bench: _Bench, batch: int, length: int) -> dict[str, An
         "phase_shares": {name: value / whole for name, value in phases.items()},
         "share": sum(phases.get(name, 0.0) for name in SAMPLING_PHASES) / whole,
     }
+
+
+def target_alone(
+    part: Part, model: PreTrainedModel, runner: Runner, length: int, batches: Sequence[int]
+) -> dict[int, float]:
+    """Seconds of autoregressive rounds by batch, before a drafter is made, which compiles and measures kernels."""
+    bench = _Bench(model, _NoDrafter(), max(batches), [length], MARGIN, SpeculativeConfig(runner=runner))
+    try:
+        return time_cells(part, bench, batches, length, gammas=(0,))["target"]
+    finally:
+        bench.close()
 
 
 def with_head(
@@ -121,13 +136,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "weight_seconds": weights / bandwidth,
         "seconds": {batch: (weights + batch * length * constants.kv_bytes) / bandwidth for batch in batches},
     })  # fmt: skip
+
+    def alone(runner: Runner) -> None:
+        found = part.measure(f"target, {runner}", partial(target_alone, part, model, runner, length, batches))
+        if found is not None:
+            part.record(f"T_p over weight bytes / copy bandwidth, {runner}", found[1] * bandwidth / weights)
+
     with torch.no_grad():
+        alone("auto")
         heads: tuple[Literal["packed", "dense"], ...] = ("packed", "dense")
         for head in heads:
-            found = part.measure(f"head {head}", partial(with_head, part, model, head, length, batches))
-            if head == "packed" and found is not None:
-                single = found["seconds"]["target"][1]
-                part.record("T_p over weight bytes / copy bandwidth", single * bandwidth / weights)
+            part.measure(f"head {head}", partial(with_head, part, model, head, length, batches))
+        if part.device.type == "cuda":
+            alone("compiled")
+        else:
+            part.skip("target, compiled", "needs a GPU")
     return part.finish()
 
 

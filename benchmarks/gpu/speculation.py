@@ -1,9 +1,9 @@
 """`self` against `none`, γ = 5, with a policy whose 4-bit copy agrees with it as a trained one's does; and identity.
 
 No checkpoint is needed: the policy's projections lie on the grid that round-to-nearest finds, plus Gaussian noise of a
-stated number of grid steps, the largest of a few at which the block efficiency, measured here, is above 5. Times are
-of whole calls without their prompts, first with drafting in every round, then with the toggle over a profile that is
-calibrated here.
+stated number of grid steps, the largest of a few at which the block efficiency, measured here, is above 5, or else the
+one with the highest. Times are of whole calls without their prompts, first with drafting in every round, then with the
+toggle over a profile that is calibrated here.
 """
 
 import gc
@@ -27,7 +27,7 @@ BATCHES = (1, 8, 32)
 PROMPT, NEW = 1984, 128
 REPEATS = 3
 DRAFT_LENGTH = 5
-NOISES = (0.008, 0.004, 0.002, 0.001, 0.0)
+NOISES = (0.004, 0.001, 0.0)
 WANTED_EFFICIENCY = 5.05
 """Block efficiency, out of 6; 5 is wanted, and it varies a little from prompt to prompt."""
 CALIBRATION_SECONDS = 25.0
@@ -55,29 +55,31 @@ def identity(part: Part) -> dict[str, Any]:
 
 def efficiency(part: Part, model: PreTrainedModel, vocabulary: int) -> dict[str, float]:
     """τ of the 4-bit copy, and the entropy of what the policy samples, in nats."""
-    batch, prompt, new = (2, 8, 12) if part.is_smoke else (4, PROMPT, 96)
-    run = engine(model, new, "self", draft_length=DRAFT_LENGTH, sd_toggle="always")
+    batch, prompt, new = (2, 8, 12) if part.is_smoke else (16, PROMPT, 96)
+    run = engine(model, new, "self", draft_length=DRAFT_LENGTH, draft_lm_head="packed", sd_toggle="always")
     call = run(make_prompts(batch, prompt, vocabulary, part.seed, part.device), part.seed)
     distinct = len({token for row in call.tokens for token in row}) / (batch * new)
     return {name: call.facts[name] for name in ("block_efficiency", "entropy")} | {"distinct_tokens": distinct}
 
 
 def find_policy(part: Part, config: PreTrainedConfig) -> PreTrainedModel:
-    """The noisiest policy of NOISES whose copy reaches the block efficiency."""
-    tried = []
+    """The noisiest policy of NOISES whose copy reaches the block efficiency, else the one with the highest: bfloat16
+    alone rounds two forwards apart, and what comes of it is a result too."""
+    tried: list[dict[str, float]] = []
     for noise in NOISES:
         model = grid_model(config, noise, part.device, torch.bfloat16, part.seed)
-        found = efficiency(part, model, config.vocab_size)
-        tried.append({"noise_in_grid_steps": noise} | found)
-        part.record("policy", {"tried": tried, "chosen": tried[-1]})
-        if found["block_efficiency"] >= WANTED_EFFICIENCY or part.is_smoke:
+        tried.append({"noise_in_grid_steps": noise} | efficiency(part, model, config.vocab_size))
+        best = max(tried, key=lambda each: each["block_efficiency"])
+        part.record("policy", {"tried": tried, "chosen": best})
+        enough = tried[-1]["block_efficiency"] >= WANTED_EFFICIENCY or part.is_smoke
+        if enough or (noise == NOISES[-1] and best is tried[-1]):
             return model
         release(model)
         del model
         gc.collect()
         if part.device.type == "cuda":
             torch.cuda.empty_cache()
-    raise ArithmeticError(f"no policy reaches a block efficiency of {WANTED_EFFICIENCY}: {tried}")
+    return grid_model(config, best["noise_in_grid_steps"], part.device, torch.bfloat16, part.seed)
 
 
 def calibrated(part: Part, model: PreTrainedModel, config: SpeculativeConfig, batch: int, length: int) -> str:

@@ -120,7 +120,7 @@ def _figures(parts: Parts) -> list[Figure]:
     rows += [
         figure(
             f"none over generate_batch, batch {b}", ">=", 1.1, partial(reader.fastest_batched, b),
-            "the faster of its own choice and CUDA graphs",
+            "the faster of its own choice and CUDA graphs; its attention is what this machine has installed",
         )
         for b in BATCHES
     ]  # fmt: skip
@@ -128,7 +128,11 @@ def _figures(parts: Parts) -> list[Figure]:
     rows += [
         figure(
             "T_p at batch 1 over weight bytes / copy bandwidth", "<=", 1.3,
-            partial(value, "rounds", "T_p over weight bytes / copy bandwidth"), "a whole round of the engine",
+            partial(value, "rounds", "T_p over weight bytes / copy bandwidth, auto"), "a whole round of the engine",
+        ),
+        figure(
+            "the same with compiled layers", "<=", None,
+            partial(value, "rounds", "T_p over weight bytes / copy bandwidth, compiled"), 'runner="compiled"',
         ),
         figure(
             "T_q / T_p, batch 1 to 8, lm_head packed", "<=", 0.38,

@@ -344,7 +344,7 @@ class _Bench:
     def __init__(
         self,
         model: PreTrainedModel,
-        drafter: SelfDrafter,
+        drafter: Drafter,
         max_batch: int,
         lengths: list[int],
         margin: int,

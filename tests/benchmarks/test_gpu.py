@@ -127,8 +127,8 @@ def test_rounds(tmp_path: Path) -> None:
     model = shapes.random_model(shapes.config_of("tiny"), torch.device("cpu"), torch.bfloat16)
     read = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
     assert roofline["read_weight_bytes"] == 2 * read
-    single = found["head packed"]["seconds"]["target"]["1"]
-    share = found["T_p over weight bytes / copy bandwidth"]
+    single = found["target, auto"]["1"]
+    share = found["T_p over weight bytes / copy bandwidth, auto"]
     assert share == pytest.approx(single * roofline["copy_bandwidth"] / (2 * read))
     for head in ("packed", "dense"):
         assert found[f"head {head}"]["ratios"]["2"].keys() == {"T_q / T_p", "T_V / T_p"}
@@ -166,6 +166,38 @@ def test_speculation(tmp_path: Path) -> None:
     assert "self, roofline, B 2" in found
 
 
+def test_the_best_policy_there_is_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    efficiencies = dict(zip(speculation.NOISES, (3.0, 4.5, 4.0), strict=True))
+    made: list[float] = []
+
+    def make(config: Any, noise: float, *_: Any) -> float:
+        made.append(noise)
+        return noise
+
+    monkeypatch.setattr(speculation, "grid_model", make)
+    monkeypatch.setattr(speculation, "release", lambda model: None)
+    monkeypatch.setattr(
+        speculation, "efficiency", lambda part, model, vocabulary: {"block_efficiency": efficiencies[model]}
+    )
+    here = part.Part("speculation", None, ["--output", str(tmp_path), "--device", "cpu"])
+    assert speculation.find_policy(here, shapes.config_of("tiny")) == speculation.NOISES[1]
+    assert made == [*speculation.NOISES, speculation.NOISES[1]]
+    assert here.found["policy"]["chosen"]["block_efficiency"] == 4.5
+
+
+def test_no_pass_starts_that_would_not_end(tmp_path: Path) -> None:
+    here = part.Part("decode", None, ["--output", str(tmp_path), "--device", "cpu", "--seconds", "3000"])
+    calls = {"short": 1.0, "long": 1e6}
+
+    def method(name: str) -> decode.Method:
+        return lambda prompts, seed: decode.Call(1.0, 1.0, calls[name], [[0]])
+
+    methods = {name: method(name) for name in calls}
+    found = decode.alternate(here, "here", methods, lambda index: torch.zeros(1, 1), 2)
+    assert {name: len(done) for name, done in found.items()} == {"short": 2}
+    assert set(here._skipped) == {"here | long | pass 0", "here | long | pass 1"}
+
+
 def test_refresh_sees_a_stale_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(refresh, tmp_path)["measured"]
     assert found["head packed"]["layers"] == found["head dense"]["layers"] + 1 == 15
@@ -184,7 +216,9 @@ def test_grpo(tmp_path: Path) -> None:
     assert found["skipped"] == {"TRL, continuous batching": "needs a GPU"}
     assert {"TRL", "none", "self", "profile", "lesson"} < found["measured"].keys()
     trl, ours = found["measured"]["TRL"], found["measured"]["self"]
-    assert found["measured"]["ratios"]["TRL: rollout"] == trl["rollout_seconds"] / ours["rollout_seconds"]
+    ratios = found["measured"]["ratios"]
+    assert ratios["TRL: rollout"] == trl["rollout_seconds"] / ours["rollout_seconds"]
+    assert {"none: rollout", "self, memory given back: step"} < ratios.keys()
 
 
 def test_profiling(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_beyond_the_kernels_rows_only_verification_is_timed(policy: LlamaForCaus
 
 def test_memory_limits_the_grid(policy: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     per_token = calibrating.model_constants(policy).kv_bytes
-    monkeypatch.setattr(calibrating, "_free_memory", lambda device: 2 * 140 * per_token / calibrating.MEMORY_SHARE)
+    monkeypatch.setattr(calibrating, "free_memory", lambda device: 2 * 140 * per_token / calibrating.MEMORY_SHARE)
     with torch.no_grad():
         samples = calibrating._sweep(
             policy, SelfDrafter(policy), 64, 250, budget=0.1, progress=False, config=SpeculativeConfig()

@@ -6,12 +6,17 @@ place. Scales and zero points are ordered as in Marlin; 8 zero points make a wor
 """
 
 import importlib.util
+import json
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .base import LayerSpec, PackedWeight, QuantizedRows, gpu_unsupported, join_nibbles, permute_scales
+
+
+FEW_ROWS = 64
+"""A call of no more compiles, at first use, the kernels for so many alone: 8 in place of 33 on an H200."""
 
 
 class HummingInt4(PackedWeight):
@@ -28,6 +33,7 @@ class HummingInt4(PackedWeight):
         from humming import dtypes
         from humming.schema import HummingWeightSchema
         from humming.transform import prepare_layer_config
+        from humming.tune import get_heuristics_config
 
         self.max_rows = 16
         self.activation_dtype = torch.bfloat16
@@ -38,6 +44,8 @@ class HummingInt4(PackedWeight):
             layer.out_features, layer.in_features, schema, torch_dtype=torch.bfloat16, device=layer.device
         )
         self.config_text = self.config.to_str()
+        kernels = get_heuristics_config(self.config, device=layer.device)  # (rows above, rows up to, kernel) each
+        self.few_rows_text = json.dumps([each for each in kernels if each[0] < FEW_ROWS])
         out, device = layer.out_features, layer.device
         codes = torch.empty(layer.in_features // 16, 2 * out, dtype=torch.int32, device=device)  # [in/16, 2 out]
         scales = torch.empty(layer.groups, out, dtype=torch.bfloat16, device=device)  # [groups, out], permuted
@@ -62,7 +70,11 @@ class HummingInt4(PackedWeight):
             return f"{layer.out_features} output features are no multiple of 64"
         if importlib.util.find_spec("humming") is None:
             return 'humming-kernels is not installed; "pip install spec-trl[humming]"'
-        return gpu_unsupported(layer, (8, 0))
+        if (too_old := gpu_unsupported(layer, (8, 0))) is not None:
+            return too_old
+        if layer.out_features % 128 and gpu_unsupported(layer, (9, 0)) is None:
+            return f"{layer.out_features} output features are no multiple of 128, which this GPU needs"
+        return None
 
     def pack_(self, first_row: int, rows: QuantizedRows) -> None:
         from humming.transform import transform_humming_weight
@@ -84,4 +96,5 @@ class HummingInt4(PackedWeight):
         return humming_gemm(
             layer_config=self.config_text, inputs=x.contiguous(), weight=self.codes, weight_scale=self.scales,
             zero_point=self.zeros, locks=self.locks,
+            tuning_config=self.few_rows_text if x.shape[0] <= FEW_ROWS else None,
         )  # [m, out]  # fmt: skip

@@ -28,5 +28,8 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert find_kernel("humming", spec(64)) == "humming: the GPU is older than compute capability 8.0"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert find_kernel("humming", spec(64)) is HummingInt4
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert "64 output features are no multiple of 128, which this GPU needs" in find_kernel("humming", spec(64))
+    assert find_kernel("humming", spec(128)) is HummingInt4
