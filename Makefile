@@ -13,6 +13,9 @@ endif
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Modules are compiled when they are first imported, and kept: of what is installed, few ever are.
+export PYTHONDONTWRITEBYTECODE =
+PIP := $(RUN) -m pip install -q --no-compile
 
 .PHONY: help venv demo test lint typecheck unit bench clean
 .DEFAULT_GOAL := help
@@ -36,9 +39,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Building $(VENV) with $$($(PYTHON) --version)"
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@echo "Installing torch==2.13.0 (the longest step)"
-	@$(RUN) -m pip install -q torch==2.13.0
+	@$(PIP) torch==2.13.0
 	@echo "Installing spec_trl and its dependencies"
-	@$(RUN) -m pip install -q -e ".[test,dev]" -c constraints.txt
+	@$(PIP) -e ".[test,dev]" -c constraints.txt
 	@touch $@
 
 demo: $(READY)

@@ -44,14 +44,19 @@ def save_chat_model(folder: Path) -> None:
 
 
 @needs_shared
-def test_gsm8k_on_a_small_model(tmp_path: Path) -> None:
+def test_gsm8k_on_a_small_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = SHARED / "models" / "bit-stories3M"
-    printed = run(
-        "grpo_gsm8k.py", "--model", str(model), "--dataset", str(SHARED / "data" / "gsm8k" / "train.jsonl"),
+    arguments = [
+        "--model", str(model), "--dataset", str(SHARED / "data" / "gsm8k" / "train.jsonl"),
         "--max_steps", "2", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1",
         "--num_generations", "4", "--max_completion_length", "32", "--learning_rate", "1e-3", "--use_cpu",
         "--output_dir", str(tmp_path), "--sd_toggle", "always",
-    )  # fmt: skip
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["grpo_gsm8k.py", *arguments])
+    grpo_gsm8k.main()
+    printed = capsys.readouterr().out
     assert "questions of up to 480 tokens, completions of up to 32 tokens" in printed
     assert re.search(r"2 logged steps, reward .* assistant_strategy='self': .* of drafts accepted", printed)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -58,7 +58,7 @@ class RandomPlans:
         assert list(requests) == self.rounds[-1]["requests"]
         self.rounds[-1] |= {"accepted": dict(accepted), "drafted": dict(drafted)}
 
-    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         self.rounds[-1] |= {"width": draft_length, "tokens": tokens}
 
     def drop(self, index: int) -> None:

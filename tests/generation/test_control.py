@@ -63,7 +63,7 @@ class Scripted(OneDrafter):
         self.asked.append((batch, length, waiting))
         return next(self._rounds)
 
-    def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         self.told.append((draft_length, seconds, tokens))
 
     def drop(self, index: int) -> None:

@@ -72,7 +72,7 @@ def test_two_at_once(tiny, tmp_path) -> None:
             self.rounds += 1
             return self.rounds % 2, 3
 
-        def record(self, draft_length: int, seconds: float, tokens: int) -> None:
+        def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
             pass
 
     eagle = Eagle3Drafter(make_checkpoint(tmp_path / "eagle3", "eagle3"), tiny)

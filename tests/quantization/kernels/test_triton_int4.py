@@ -1,5 +1,6 @@
 """The Triton kernel, under Triton's interpreter where there is no GPU: layout, product, splitting, operator."""
 
+import json
 import os
 import re
 import subprocess
@@ -249,7 +250,7 @@ def test_an_older_gpu_is_named(monkeypatch):
 
 
 COMPILE = """
-import importlib.util, sys
+import importlib.util, json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -257,39 +258,39 @@ from triton.compiler import ASTSource
 spec = importlib.util.spec_from_file_location("mm", sys.argv[1])
 mm = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mm)
-capability, dtype, block_m, words, group = int(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:])
-names = mm._int4_mm.arg_names
-pointers = {"x_ptr": f"*{dtype}", "words_ptr": "*i32", "parameters_ptr": "*i32", "out_ptr": f"*{dtype}"}
-constants = dict(GROUP=group, WORDS=words, BLOCK_M=block_m, BLOCK_N=mm.BLOCK_N, EVEN_K=True, INTERPRETED=False)
-signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in names}
-aligned = [*pointers, "n", "k", "stored_n", "row_stride"]
-kernel = triton.compile(
-    ASTSource(
-        mm._int4_mm, signature, {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    ),
-    target=GPUTarget("cuda", capability, 32),
-    options={"num_warps": mm.NUM_WARPS, "num_stages": mm.NUM_STAGES},
-)
-assert kernel.asm["cubin"]
-print(kernel.asm["ptx"])
+names, found = mm._int4_mm.arg_names, []
+for capability, dtype, block_m, words, group in json.loads(sys.argv[2]):
+    pointers = {"x_ptr": f"*{dtype}", "words_ptr": "*i32", "parameters_ptr": "*i32", "out_ptr": f"*{dtype}"}
+    constants = dict(GROUP=group, WORDS=words, BLOCK_M=block_m, BLOCK_N=mm.BLOCK_N, EVEN_K=True, INTERPRETED=False)
+    signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in names}
+    aligned = [*pointers, "n", "k", "stored_n", "row_stride"]
+    kernel = triton.compile(
+        ASTSource(
+            mm._int4_mm, signature, {(names.index(name),): value for name, value in constants.items()},
+            {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        ),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": mm.NUM_WARPS, "num_stages": mm.NUM_STAGES},
+    )
+    assert kernel.asm["cubin"]
+    found.append(kernel.asm["ptx"])
+print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "block_m", "words", "group"),
-    [(90, "bf16", 8, 32, 128), (90, "bf16", 32, 32, 32), (90, "fp16", 16, 16, 64), (80, "bf16", 16, 16, 128)],
-)
-def test_it_compiles_for_gpus_that_are_not_here(capability, dtype, block_m, words, group):
+def test_it_compiles_for_gpus_that_are_not_here():
     """The interpreter does not see the assembly; Triton's own assembler does, and needs no GPU."""
-    arguments = [mm.__file__, *map(str, (capability, dtype, block_m, words, group))]
+    # Capability, dtype, BLOCK_M, WORDS, GROUP. In one process: importing takes longer than compiling.
+    cases = [(90, "bf16", 8, 32, 128), (90, "bf16", 32, 32, 32), (90, "fp16", 16, 16, 64), (80, "bf16", 16, 16, 128)]
+    arguments = [mm.__file__, json.dumps(cases)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE, *arguments], env=environment, capture_output=True, text=True)
     if "Cannot find ptxas" in done.stderr:
         pytest.skip("this build of Triton has no assembler for NVIDIA GPUs")
     assert done.returncode == 0, done.stderr[-2000:]
-    products = len(re.findall(r"^\s*(?:wgmma\.mma_async\.sync|mma\.sync)", done.stdout, re.M))
-    assert products >= 8
-    assert done.stdout.count("cp.async.c") >= mm.NUM_STAGES  # loads run ahead
-    stores = done.stdout[: done.stdout.index("st.global")].count("st.shared")
-    assert stores <= 8  # of the result's way out: unpacked weights stay in registers
+    for case, ptx in zip(cases, json.loads(done.stdout), strict=True):
+        products = len(re.findall(r"^\s*(?:wgmma\.mma_async\.sync|mma\.sync)", ptx, re.M))
+        assert products >= 8, case
+        assert ptx.count("cp.async.c") >= mm.NUM_STAGES, case  # loads run ahead
+        stores = ptx[: ptx.index("st.global")].count("st.shared")
+        assert stores <= 8, case  # of the result's way out: unpacked weights stay in registers
