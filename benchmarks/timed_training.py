@@ -52,7 +52,7 @@ class TimedGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.steps: list[StepRecord] = []
-        self._clock = StepClock(self._log_step)
+        self._clock = StepClock(self.accelerator.device, self._log_step)
         self.add_callback(self._clock)
 
     def _log_step(self, step: int, seconds: float, phases: dict[str, float]) -> None:

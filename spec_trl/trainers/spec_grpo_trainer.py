@@ -109,7 +109,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._totals = RolloutTotals()
         self._previous: RolloutTotals | None = None
         self._log: RunLog | None = None
-        self._clock = StepClock(self._log_step)
+        self._clock = StepClock(self.accelerator.device, self._log_step)
         self.add_callback(self._clock)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
