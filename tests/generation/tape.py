@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from spec_trl.generation.graphs import Outputs, Recording
+from spec_trl.generation.recording import Outputs, Recording
 
 
 _WAITS_FOR_DEVICE = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)

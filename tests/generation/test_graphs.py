@@ -18,7 +18,8 @@ import spec_trl
 from spec_trl.generation import compiling, decoding, graphs, processing, runner
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.graphs import Recording, column_bucket, row_bucket
+from spec_trl.generation.graphs import column_bucket, row_bucket
+from spec_trl.generation.recording import Outputs, Recording
 from spec_trl.scheduling.control import AlwaysSpeculate, Control, NeverSpeculate
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -367,7 +368,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(fresh, tape) -> None:
 def test_a_capture_that_computes_something_else_is_not_used(fresh, tape, monkeypatch) -> None:
     record = tape.record
 
-    def broken(forward: Callable[[], graphs.Outputs]) -> Recording:
+    def broken(forward: Callable[[], Outputs]) -> Recording:
         recording = record(forward)
 
         def replay() -> None:
@@ -395,7 +396,7 @@ def test_one_shape_that_fails_spoils_no_other(fresh, tape, monkeypatch) -> None:
     graph(fresh, "self")
     record, replayed = tape.record, tape.replayed
 
-    def no_memory(forward: Callable[[], graphs.Outputs]) -> Recording:
+    def no_memory(forward: Callable[[], Outputs]) -> Recording:
         raise torch.OutOfMemoryError("not now")
 
     monkeypatch.setattr(tape, "record", no_memory)
@@ -426,7 +427,7 @@ def test_auto_keeps_what_measures_faster(fresh, tape, monkeypatch, compiled_is_f
     recorded: list[Recording] = []
     record = tape.record
 
-    def watch(forward: Callable[[], graphs.Outputs]) -> Recording:
+    def watch(forward: Callable[[], Outputs]) -> Recording:
         recording = record(forward)
         count = [0]
 

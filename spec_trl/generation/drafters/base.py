@@ -2,6 +2,7 @@
 
 import sys
 from abc import abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +134,13 @@ class Drafter(CandidateGenerator):
     # ---- transformers' assisted loop, batch 1 ---------------------------------------------------------------------
 
     def prepare_assisted_decoding(
-        self, draft_length: int, max_length: int, do_sample: bool, processors: LogitsProcessorList, seed: int = 0
+        self,
+        draft_length: int,
+        max_length: int,
+        do_sample: bool,
+        processors: LogitsProcessorList,
+        seed: int = 0,
+        eos_token_ids: Collection[int] = (),
     ) -> "Drafter":
         """Makes the drafter ready for `GenerationMixin._assisted_decoding`, which calls `get_candidates`.
 
@@ -143,14 +150,15 @@ class Drafter(CandidateGenerator):
             do_sample: whether the target samples.
             processors: the target's processors.
             seed: of the drafter's own noise.
+            eos_token_ids: of the target: drafts end with one, behind which that loop goes on in transformers 5.17.
         """
-        self._solo_arguments = (draft_length, max_length, do_sample, processors, seed)
+        self._solo_arguments = (draft_length, max_length, do_sample, processors, seed, eos_token_ids)
         self._solo_prompt_length = 0
         return self
 
     def get_candidates(self, input_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
         """Candidates for one row `[1, length + drafted]`, and logits `[1, drafted, vocabulary]` if there are any."""
-        draft_length, max_length, do_sample, processors, seed = self._solo_arguments
+        draft_length, max_length, do_sample, processors, seed, eos_token_ids = self._solo_arguments
         length = input_ids.shape[1]
         if self._solo_prompt_length == 0:
             rows = Rows(1, max_length + draft_length + 1, input_ids.device)
@@ -172,7 +180,8 @@ class Drafter(CandidateGenerator):
         samples = do_sample and self.has_probabilities
         noise = RoundNoise(rows.streams, rows.generated, draft_length, self._vocabulary) if samples else None
         proposal = self.propose(draft_length, noise)
-        drafted = int(proposal.lengths)
+        tokens = proposal.tokens[0, : int(proposal.lengths)].tolist()
+        drafted = next((place + 1 for place, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
         candidates = torch.cat([input_ids, proposal.tokens[:, :drafted]], dim=1)
         return candidates, proposal.logits[:, :drafted] if proposal.logits is not None and drafted else None
 

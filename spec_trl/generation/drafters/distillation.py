@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...scheduling.stride import UpdateStride
 from ..configuration import Distillation
-from ..graphs import CAPTURING
+from ..recording import CAPTURING
 from ..rows import Admission
 from ..sampling import RoundNoise, widen
 from ..statistics import LearningStatistics

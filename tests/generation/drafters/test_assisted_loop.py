@@ -56,7 +56,9 @@ def assisted(
 
     def candidate_generator(**kwargs: Any) -> Counting:
         processors = kwargs["logits_processor"] or LogitsProcessorList()
-        drafter.prepare_assisted_decoding(DRAFT_LENGTH, MAX_LENGTH, bool(options.get("do_sample")), processors, seed=3)
+        drafter.prepare_assisted_decoding(
+            DRAFT_LENGTH, MAX_LENGTH, bool(options.get("do_sample")), processors, 3, options.get("eos_token_id", ())
+        )
         return counting
 
     model._get_candidate_generator = candidate_generator
@@ -93,6 +95,20 @@ def test_greedy_with_processors_and_eos(make: Callable[[PreTrainedModel], Drafte
     )
     sequences, _ = assisted(model, make(model), row, **options)
     assert sequences.tolist() == plain.tolist()
+
+
+def test_candidates_end_with_the_text(tiny_assistant: PreTrainedModel) -> None:
+    """Not every version of transformers' loop looks for an end among candidates that all match."""
+    model, row = tiny_llama(), random_rows([6])[0][None]
+
+    def candidates(eos_token_ids: list[int]) -> list[int]:
+        drafter = SmallModelDrafter(tiny_assistant, model)
+        drafter.prepare_assisted_decoding(8, MAX_LENGTH, False, LogitsProcessorList(), 0, eos_token_ids)
+        return drafter.get_candidates(row)[0][0, row.shape[1] :].tolist()
+
+    whole = candidates([])
+    assert len(whole) == 8
+    assert candidates([whole[3], whole[5]]) == whole[: min(whole.index(whole[3]), whole.index(whole[5])) + 1]
 
 
 def test_sampling(make: Callable[[PreTrainedModel], Drafter]) -> None:

@@ -1,0 +1,106 @@
+"""Captures device work to be launched again as a whole: CUDA graphs."""
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+
+CAPTURING = threading.Lock()
+"""Held while a forward is captured: whatever else waits for the device meanwhile would fail, in any thread."""
+_TIMED_REPLAYS = 20
+
+Outputs = tuple[Tensor, Tensor | None]
+"""Logits, and features of a listened runner."""
+T = TypeVar("T")
+
+
+class Recording(NamedTuple):
+    """A captured forward: `replay()` runs it again, into the same `logits` and `features` (of a listened runner)."""
+
+    replay: Callable[[], None]
+    logits: Tensor
+    features: Tensor | None = None
+
+
+class Recorder(Protocol):
+    """Captures forwards; the CUDA one is :class:`CudaRecorder`."""
+
+    def record(self, forward: Callable[[], Outputs]) -> Recording:
+        """Captures the device work of `forward`, which must not wait for the device."""
+        ...
+
+    def seconds(self, replay: Callable[[], None]) -> float:
+        """Seconds of the device that one replay takes."""
+        ...
+
+    def bytes(self) -> int:
+        """Bytes of device memory in use now."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs of one device that share a memory pool, since they are replayed one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def record(self, forward: Callable[[], Outputs]) -> Recording:
+        with CAPTURING, torch.cuda.device(self._device):
+            self._refuse_waiting(forward)
+            if self._pool is None:
+                # A pool must not lose its last graph while a library's workspace lies in it: this one stays.
+                self._pool = torch.cuda.graph_pool_handle()
+                self._stream = torch.cuda.Stream(self._device)
+                self._anchor, _ = self._capture(lambda: torch.zeros(1, device=self._device))
+            graph, (logits, features) = self._capture(forward)
+        return Recording(graph.replay, logits, features)
+
+    def _refuse_waiting(self, forward: Callable[[], Outputs]) -> None:
+        """Raises RuntimeError where `forward` waits for the device: a capture that fails could harm the process."""
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            forward()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        collects = gc.isenabled()
+        gc.disable()  # a dead graph that is collected now would be reset within the capture
+        try:
+            # Other threads (data loaders that pin memory) may call CUDA while this one captures.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = work()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # a capture that fails to end leaves its own behind
+            raise
+        finally:
+            if collects:
+                gc.enable()
+        return graph, result
+
+    def seconds(self, replay: Callable[[], None]) -> float:
+        with torch.cuda.device(self._device):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            replay()
+            start.record()
+            for _ in range(_TIMED_REPLAYS):
+                replay()
+            end.record()
+            end.synchronize()
+        return start.elapsed_time(end) / 1e3 / _TIMED_REPLAYS
+
+    def bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # capturing does so too, and what it frees is not the graph's
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
