@@ -89,6 +89,8 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
     config._experts_implementation = "eager"  # grouped_mm has no float64
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     model.generation_config.eos_token_id = None
+    if model_type == "gemma2":
+        model.set_attn_implementation("eager")  # the SDPA that 5.17 would take leaves softcaps out
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases of 0 and norms and sinks of 1 would hide their loss

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -22,6 +23,9 @@ from spec_trl.generation.processing import Filters, LogitsPipeline, PrefixView, 
 from spec_trl.generation.rows import Request, Rows
 from spec_trl.generation.sampling import RoundNoise, draw, gumbel_noise, position_keys, stream_keys
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
+
+
+OLDER_THAN_5_23 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 
 
 class Alternate(LogitsProcessor):
@@ -166,6 +170,8 @@ def test_each_warper_makes_a_difference(name: str, tiny: PreTrainedModel, prompt
     "name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "prefix_allowed_tokens_fn"]
 )
 def test_row_bound_processors_with_several_sequences(name: str, copies: int, tiny, prompts: Prompts) -> None:
+    if name == "encoder_repetition_penalty" and copies > 1 and OLDER_THAN_5_23:
+        pytest.skip("transformers 5.17 itself penalises a copy by another row's prompt")
     options = (
         dict(do_sample=True, top_k=0, max_new_tokens=12, pad_token_id=0, num_return_sequences=copies) | BOTH[name]
     )
