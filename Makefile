@@ -17,12 +17,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONDONTWRITEBYTECODE =
 PIP := $(RUN) -m pip install -q --no-compile
 
-.PHONY: help venv demo test lint typecheck unit bench clean
+.PHONY: help venv demo test test-all lint typecheck unit unit-all bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       GRPO on a small policy with speculative rollouts; table and plot in demo_output/"
 	@echo "make test       lint, type check, tests: the whole of CI"
+	@echo "make test-all   the same with the slow tests"
 	@echo "make unit       the tests alone"
 	@echo "make lint       ruff"
 	@echo "make typecheck  mypy"
@@ -50,11 +51,19 @@ demo: $(READY)
 test: lint
 	@$(MAKE) --no-print-directory -j 2 typecheck unit
 
+test-all: lint
+	@$(MAKE) --no-print-directory -j 2 typecheck unit-all
+
 # Two processes of one thread each: most tests are too small for more threads. The longest files come first, so that both
 # end at about the same time.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	tests/trainers tests/benchmarks tests/examples tests/generation tests
+
 unit: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-		tests/trainers tests/benchmarks tests/examples tests/generation tests
+	$(PYTEST) -m "not slow"
+
+unit-all: $(READY)
+	$(PYTEST)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -207,14 +207,14 @@ def alternate(
     for name, method in methods.items():
         warm_up = part.attempt(f"{key} | {name} | warm-up", partial(method, prompts(0), part.seed))
         if warm_up is not None:
-            calls[name], longest[name] = [], warm_up.call_seconds
+            # Its median step: whole, it has compiled and captured too.
+            calls[name], longest[name] = [], 2 * warm_up.seconds_per_token * len(warm_up.tokens[0])
     for index in range(repeats):
         for name in list(calls):
             work = partial(methods[name], prompts(index), index)
             call = part.attempt(f"{key} | {name} | pass {index}", work, needs=longest[name])
             if call is not None:
                 calls[name].append(call)
-                # The warm-up also compiled; calls of generate_batch go on capturing.
                 longest[name] = max(each.call_seconds for each in calls[name])
     return {name: done for name, done in calls.items() if done}
 

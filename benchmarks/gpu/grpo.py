@@ -177,7 +177,7 @@ def summarise(run: Training) -> dict[str, Any]:
 
 
 def ratios(part: Part) -> dict[str, float]:
-    """TRL's seconds over ours with `self`, as far as both were measured."""
+    """Seconds of the others over those of `self` with captured forwards kept, as far as both were measured."""
     found: dict[str, float] = {}
     ours = part.found.get(SELF)
     for name in (TRL, TRL_BATCHED, PLAIN, SELF_FREED):

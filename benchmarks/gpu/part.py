@@ -25,6 +25,10 @@ from benchmarks.measure import describe_machine
 from .shapes import CONFIGS, DEFAULT, TINY
 
 
+# cuDNN plans its masked attention anew for each length, and every step has another: no method shall pay for that.
+# torch reads this when it first attends.
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+
 T = TypeVar("T")
 LONGEST_ERROR = 1500
 """Characters of an error's text."""

@@ -57,8 +57,6 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export SPEC_TRL_CACHE=${SPEC_TRL_CACHE:-$out/cache}
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
-# cuDNN plans its masked attention anew for each length, and every step has another: no method shall pay for that.
-export TORCH_CUDNN_SDPA_DEPRIORITIZED=1
 # humming opens NVRTC by its path, and NVRTC then looks for its builtins among the libraries.
 nvrtc=$("$python" -c 'import pathlib, sys
 found = {str(f.parent) for p in sys.path if p for f in pathlib.Path(p).glob("nvidia/*/lib/libnvrtc-builtins*")}
@@ -75,14 +73,17 @@ skipped() { # part, reason
 
 checks() { # seconds
     # Kernels first: what they compute comes before what is made of it. Their other tests run on the device too.
-    local kernels="not run" marked="not run" left parallel=()
-    "$python" -c "import xdist" 2>/dev/null && parallel=(-n 4)
-    timeout -k 5 "$1" "$python" -m pytest -q -p no:cacheprovider "${parallel[@]}" tests/generation/kernels \
+    local kernels="not run" marked="not run" left parallel=""
+    "$python" -c "import xdist" 2>/dev/null && parallel="-n 4"
+    rm -f "$out"/checks*.log
+    # shellcheck disable=SC2086
+    timeout -k 5 "$1" "$python" -m pytest -q -p no:cacheprovider $parallel tests/generation/kernels \
         tests/quantization/kernels tests/quantization/test_kernels.py >"$out/checks_kernels.log" 2>&1
     kernels=$?
     left=$(($1 - (SECONDS - started)))
     if [ $left -gt 15 ]; then
-        timeout -k 5 $left "$python" -m pytest -q -p no:cacheprovider "${parallel[@]}" -m cuda tests \
+        # One after the other: they look at the device's memory.
+        timeout -k 5 $left "$python" -m pytest -q -p no:cacheprovider -m cuda tests \
             --ignore tests/generation/kernels --ignore tests/quantization/kernels \
             --ignore tests/quantization/test_kernels.py >"$out/checks.log" 2>&1
         marked=$?
@@ -124,7 +125,7 @@ for part in "${parts[@]}"; do
             ${GPU_BENCH_ARGS:-} 2>"$out/$part.log" | cut -c 1-300
         rc=${PIPESTATUS[0]}
     fi
-    [ "$rc" -ne 0 ] && failed=1 && echo "== $part: rc $rc; the end of its log:" && tail -n 5 "$out/$part.log" 2>/dev/null
+    [ "$rc" -ne 0 ] && failed=1 && echo "== $part: rc $rc; the end of its log:" && tail -n 5 "$out/$part"*.log 2>/dev/null
     if [ ! -e "$out/$part.json" ]; then
         printf '{"part": "%s", "status": "failed, rc %s", "measured": {}}\n' "$part" "$rc" >"$out/$part.json"
     fi

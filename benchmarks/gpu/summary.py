@@ -182,10 +182,14 @@ def _figures(parts: Parts) -> list[Figure]:
         rows += [
             figure(
                 f"GRPO {what}, self over {name}", ">=", wanted if what == "rollout" else None,
-                partial(value, "grpo", "ratios", f"{name}: {what}"),
+                partial(value, "grpo", "ratios", f"{name}: {what}"), "captured forwards kept: not the default",
             )
             for what in ("rollout", "step", "tokens per second")
         ]  # fmt: skip
+    rows.append(figure(
+        "GRPO step, self with captured forwards kept over the default, which gives their memory back", ">=", None,
+        partial(value, "grpo", "ratios", "self, memory given back: step"),
+    ))  # fmt: skip
     return rows
 
 

@@ -33,13 +33,19 @@ class _Opening:
     written: dict[int, int]  # by request
 
 
+class _Round(NamedTuple):
+    cost: float | None  # in autoregressive rounds
+    plain_seconds: float  # of one of those
+    drafted: bool
+
+
 class RolloutWatch:
     """Told of every round of a rollout, it compares the rest of it, from each opening on, with the autoregressive
     decoding of as many tokens."""
 
     def __init__(self) -> None:
         self._written: dict[int, int] = {}  # since the first opening
-        self._rounds: list[tuple[float | None, float]] = []  # seconds, and those of an autoregressive round
+        self._rounds: list[_Round] = []
         self._openings: list[_Opening] = []
 
     def open(self, which: int, requests: Sequence[int], length: float) -> None:
@@ -58,24 +64,27 @@ class RolloutWatch:
         seconds: float | None,
         plain_seconds: float,
     ) -> None:
-        """A round: draft tokens accepted of each candidate's chains, per row (-1: it had none), its time (None: not a
-        typical one; what is usual counts), and what an autoregressive round is predicted to take."""
+        """A round: draft tokens accepted of each candidate's chains, per row (-1: it had none), its time (None: no
+        typical one, so that what is usual for rounds that drafted, or for the others, counts), and what an
+        autoregressive round is predicted to take."""
         if not self._openings:
             return
-        self._rounds.append((seconds, plain_seconds))
+        cost = None if seconds is None else seconds / plain_seconds
+        self._rounds.append(_Round(cost, plain_seconds, bool(accepted)))
         written, chains = self._written, list(accepted.values()) or [[0] * len(requests)]
         for request, count in zip(requests, chains[0] if len(chains) == 1 else map(max, *chains), strict=True):
             written[request] = written.get(request, 0) + (1 + count if count > 0 else 1)
 
     def deliveries(self, plain_seconds: Callable[[int, float], float]) -> Iterator[Delivery]:
         """What became of the openings. `plain_seconds` says those of an autoregressive round, by rows and length."""
-        costs = [seconds / plain for seconds, plain in self._rounds if seconds is not None]
+        costs = [(cost, drafted) for cost, _, drafted in self._rounds if cost is not None]
         if not costs:
             return
-        usual = median(costs)
+        usual = median(cost for cost, _ in costs)
+        of_kind = {kind: median([c for c, drafted in costs if drafted == kind] or [usual]) for kind in (False, True)}
         took = [
-            usual * plain if seconds is None else min(seconds, OUTLIER * usual * plain)
-            for seconds, plain in self._rounds
+            (of_kind[drafted] if cost is None else min(cost, OUTLIER * usual)) * plain
+            for cost, plain, drafted in self._rounds
         ]
         for opening in self._openings:
             ahead = [self._written.get(request, done) - done for request, done in opening.written.items()]

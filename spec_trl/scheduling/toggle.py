@@ -12,7 +12,7 @@ from .correction import OverheadCorrection
 
 
 PROBE_ROUNDS = 3
-"""Autoregressive rounds that anchor the baseline before speculation is judged by it."""
+"""Autoregressive rounds that anchor the baseline before speculation is judged by it; none that captured forwards."""
 CONFIDENT = 1.25
 """A predicted speedup from which on a toggle speculates before it has measured any baseline: a profile that is so far
 off will show in the first window."""
@@ -51,6 +51,7 @@ class _State:
     window: deque["_Round"] = field(default_factory=lambda: deque(maxlen=WINDOW))
     failed_at: int | None = None  # batch at which it measured slower than autoregressive decoding
     dropped: bool = False
+    drafted: bool = False
     idle: int = 0  # generations since it drafted
     forgiven: bool = False  # in this generation old evidence does not count
 
@@ -92,8 +93,8 @@ class SpeculationToggle(OneDrafter):
         """Whether the next round is decided by what was measured."""
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
-        for state, tally in zip(self._states, self.tallies, strict=True):
-            state.idle = 0 if tally.rounds else state.idle + 1
+        for state in self._states:
+            state.idle, state.drafted = (0 if state.drafted else state.idle + 1), False
             state.forgiven = state.idle > RETRY_AFTER
             if state.forgiven:
                 state.idle = 0
@@ -105,7 +106,7 @@ class SpeculationToggle(OneDrafter):
         self._refills = len(prompts) > capacity
         self._active: int | None = None
         self._since_change = DWELL
-        self._probing = PROBE_ROUNDS if self._baseline.is_empty else 0
+        self._probing, self._is_probe = (PROBE_ROUNDS if self._baseline.is_empty else 0), False
         self._anchor: int | None = None  # batch of the newest autoregressive round
         self.judgement_due = False
         self.weigh([None for _ in self.candidates], False, [1.0 for _ in self.candidates])
@@ -125,6 +126,7 @@ class SpeculationToggle(OneDrafter):
             self._probing -= 1
         elif self._active is not None and batch <= self.candidates[self._active].max_rows:
             self._chosen = self._active
+            self._states[self._active].drafted = True
             return self._active, self.candidates[self._active].draft_length
         return 0, 0
 

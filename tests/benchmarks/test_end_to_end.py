@@ -136,6 +136,7 @@ def test_the_demo_task_starts_from_the_same_weights() -> None:
     assert len(task.dataset) == 4 and task.longest_prompt > 4
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     output, runs = tmp_path / "end_to_end.json", tmp_path / "runs"
     arguments = ["--steps", "2", "--rows", "4", "--group", "2", "--max-completion-length", "12", "--repeats", "1"]

@@ -190,7 +190,7 @@ def test_no_pass_starts_that_would_not_end(tmp_path: Path) -> None:
     calls = {"short": 1.0, "long": 1e6}
 
     def method(name: str) -> decode.Method:
-        return lambda prompts, seed: decode.Call(1.0, 1.0, calls[name], [[0]])
+        return lambda prompts, seed: decode.Call(calls[name], 1.0, 1.0, [[0]])
 
     methods = {name: method(name) for name in calls}
     found = decode.alternate(here, "here", methods, lambda index: torch.zeros(1, 1), 2)

@@ -82,6 +82,7 @@ def test_tokens_follow_the_time_within_bounds() -> None:
     assert tokens_for(way, WORK, 0.6, 1000) == never_slower.FEWEST_TOKENS
 
 
+@pytest.mark.slow
 def test_the_command_writes_json_and_markdown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     output = tmp_path / "never_slower.json"

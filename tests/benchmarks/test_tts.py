@@ -252,10 +252,12 @@ def test_drafters_end_to_end_and_again_from_what_is_kept(monkeypatch, folder: Pa
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("strides", "--strides", "1", "10", "--temperatures", "1"), "As in Tab. 8"),
+        pytest.param(
+            ("strides", "--strides", "1", "10", "--temperatures", "1"), "As in Tab. 8", marks=pytest.mark.slow
+        ),
         (("rates", "--learning-rates", "1e-3", "--temperatures", "1"), "best η=0.001"),
         (("steps", "--steps", "1", "2", "--temperatures", "0"), "K=1 best"),
-        (("distributions", "--temperatures", "1"), "the target's entropy"),
+        pytest.param(("distributions", "--temperatures", "1"), "the target's entropy", marks=pytest.mark.slow),
         (
             ("run", "--updates", "13", "--run-stride", "2", "--run-asynchronous", "--temperatures", "1"),
             'Scope "run", S = 2, asynchronous',

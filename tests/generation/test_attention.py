@@ -131,21 +131,22 @@ def test_torchs_own_kernels_inside_and_the_users_choice_after(wanted: bool) -> N
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(wanted)
-        with ThreadPoolExecutor(1) as pool, attention._WITHOUT_CUDNN:
-            left, entered = threading.Event(), threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            leave, entered = threading.Event(), threading.Event()
 
             def beside() -> bool:
                 with attention._WITHOUT_CUDNN:
                     entered.set()
-                    left.wait(10)
+                    assert leave.wait(10)
                     return torch.backends.cuda.cudnn_sdp_enabled()
 
-            found = pool.submit(beside)
-            assert entered.wait(10)
             with attention._WITHOUT_CUDNN:
                 assert not torch.backends.cuda.cudnn_sdp_enabled()
+                found = pool.submit(beside)
+                assert entered.wait(10)
+            # The other one, which came second, is still inside.
             assert not torch.backends.cuda.cudnn_sdp_enabled()
-            left.set()
+            leave.set()
             assert not found.result()
         assert torch.backends.cuda.cudnn_sdp_enabled() == wanted
     finally:

@@ -68,13 +68,16 @@ def test_captured_forwards_read_the_live_weights(model, prompts) -> None:
 
 @pytest.mark.parametrize("model", [torch.bfloat16], indirect=True)
 def test_memory_is_given_back(model, prompts) -> None:
-    run(model, prompts, "none", "graph")  # libraries make their workspaces, one for each stream that captures
-    spec_trl.release(model)
-    before = torch.cuda.memory_allocated()
+    def allocated() -> int:
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each stream that captured
+        return torch.cuda.memory_allocated()
+
+    before = allocated()
     run(model, prompts, "none", "graph")
     assert torch.cuda.memory_allocated() > before
     spec_trl.release(model)
-    assert torch.cuda.memory_allocated() <= before + 2**26  # a workspace and a little
+    assert allocated() <= before + 2**20
 
 
 @pytest.mark.parametrize("model", [torch.bfloat16], indirect=True)

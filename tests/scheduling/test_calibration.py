@@ -219,6 +219,7 @@ def test_the_improved_form_on_the_published_sweeps(published: tuple[str, list[Sa
     assert min(accuracies(roofline, samples)) >= 96.5
 
 
+@pytest.mark.slow
 def test_the_improved_form_holds_at_draft_lengths_it_never_saw(published: tuple[str, list[Sample], Roofline]) -> None:
     _, samples, theirs = published
     seen = [s for s in samples if s.draft_length in (0, 3, 11)]

@@ -227,7 +227,7 @@ def test_masked_completions_teach_nothing(tmp_path: Path, checkpoints: dict[str,
     assert run.metric("drafter/update_seconds") and not run.metric("drafter/loss")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_it_learns(strategy: str, tmp_path: Path, checkpoints: dict[str, str]) -> None:
     """On a policy that stays: its loss falls, and its drafts are accepted more often."""
     options = dict(

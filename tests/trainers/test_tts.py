@@ -146,7 +146,7 @@ def test_variants_of_training(variant: str, kind: str, scope: str, tmp_path: Pat
     assert min(run.metric("rollout/drafter_updates")) > 0
 
 
-@pytest.mark.parametrize("kind", ["self", "dflash"])
+@pytest.mark.parametrize("kind", ["self", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
     """On a policy that stays: more of what it drafts is accepted than of what it would have drafted untaught."""
     options = dict(max_steps=12, learning_rate=1e-12, temperature=0.5, **named(kind))

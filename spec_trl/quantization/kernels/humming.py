@@ -16,7 +16,8 @@ from .base import LayerSpec, PackedWeight, QuantizedRows, gpu_unsupported, join_
 
 
 FEW_ROWS = 64
-"""A call of no more compiles, at first use, the kernels for so many alone: 8 in place of 33 on an H200."""
+"""A call of no more compiles, at first use, the kernels for so many alone: 6 to 8 of the dozens that it would choose
+among."""
 
 
 class HummingInt4(PackedWeight):

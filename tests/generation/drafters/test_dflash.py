@@ -330,6 +330,7 @@ def test_saved_as_it_came(name: str, dtype: torch.dtype, tiny: PreTrainedModel, 
     assert all(saved[key].dtype == stored[key].dtype and saved[key].equal(stored[key]) for key in stored)
 
 
+@pytest.mark.slow
 def test_a_real_config_loads_drafts_and_saves(tmp_path: Path) -> None:
     """Random weights, real shapes."""
     settings = json.loads(shared("configs/drafter/specforge_qwen2.5-0.5b-dflash.json").read_text())
