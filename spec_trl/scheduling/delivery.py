@@ -11,8 +11,8 @@ from .last_row import rollout_seconds
 LEAST_TOKENS = 16
 """Of the row with most ahead, for a rollout to tell: fewer are over in a few rounds."""
 OUTLIER = 3.0
-"""A round that took so many times what is usual beside an autoregressive one counts as so much: the
-machine was busy."""
+"""A round that took so many times what is usual beside an autoregressive one counts as so much: the machine was
+busy."""
 
 
 class Delivery(NamedTuple):

@@ -1,10 +1,12 @@
-"""Drafters of every kind for the tiny target."""
+"""Drafters of every kind for the tiny target, and a tape in the place of CUDA graphs."""
 
 import copy
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from spec_trl.generation import compiling, graphs
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.drafters.dflash import DFlashDrafter
@@ -15,6 +17,7 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from tests.generation.drafters import eagle3_reference, test_dflash
+from tests.generation.tape import Tape
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +46,13 @@ def drafters(tiny, tiny_assistant, checkpoints) -> Callable[..., list[Drafter]]:
         return [known[name]() for name in names or known]
 
     return make
+
+
+@pytest.fixture
+def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
+    tape = Tape()
+    monkeypatch.setattr(graphs, "recorder_for", lambda device: tape)
+    # The backend is not ours to test, and the C++ one takes half a minute: what matters is what torch.compile traces.
+    compile_ = torch.compile
+    monkeypatch.setattr(compiling.torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
+    return tape

@@ -209,6 +209,19 @@ def test_a_baseline_is_measured_in_typical_rounds() -> None:
     assert machine.spoke == [False] * (3 + PROBE_ROUNDS) + [True] * (20 - 3 - PROBE_ROUNDS)
 
 
+def test_a_drafter_whose_rounds_all_captured_has_drafted() -> None:
+    """Old evidence is put aside for one that did not draft for long, and τ = γ + 1 is then hoped for."""
+    toggle = SpeculationToggle([candidate()])
+    machine = faithful(toggle)
+    machine.capture_seconds = 1.0
+    for _ in range(RETRY_AFTER + 1):
+        machine.asked.clear()
+        machine.run([8] * 3)
+        assert all(machine.spoke) and not toggle.tallies[0].rounds
+    toggle.begin(8, [""] * 8)
+    assert toggle.predicted_speedup(0, 8, 512.0) == toggle.speedup_at(5.0, 0, 8, 512.0)
+
+
 def test_never_much_slower_than_autoregressive() -> None:
     for slower in (0.5, 1.0, 2.0, 5.0):
         for batches in (SHRINKING, [1] * 300, [8] * 300, [64] * 300):

@@ -91,8 +91,8 @@ def test_draws_of_many_keys(seed: int) -> None:
 @pytest.mark.parametrize("vocabulary", [1, 7, 4096, 4097, 12_293])
 def test_any_vocabulary(vocabulary: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    logits = random(20, vocabulary, dtype=dtype)
-    compare(logits, keys_of(1, 20), 0.7)
+    logits = random(6, vocabulary, dtype=dtype)
+    compare(logits, keys_of(1, 6), 0.7)
     compare(logits, None, 0.7)
 
 
@@ -144,7 +144,7 @@ def test_nan_and_dead_rows() -> None:
 
 def test_floors_act_as_top_k() -> None:
     torch.manual_seed(0)
-    logits, keys = random(40, 5000, dtype=torch.bfloat16), keys_of(4, 40)
+    logits, keys = random(12, 5000, dtype=torch.bfloat16), keys_of(4, 12)
     x = divided(logits, 0.7)
     floors = x.topk(20).values[:, -1]  # [N]
     floors[7] = -torch.inf  # no floor
@@ -153,7 +153,7 @@ def test_floors_act_as_top_k() -> None:
     tokens, scores, logprobs = fused_draw(logits, keys, 0.7, floors)
     expected_scores, expected_tokens = sample(filtered, gumbel_noise(keys, 5000))
     assert scores[8] == -torch.inf and logprobs[8].isnan()
-    kept = torch.arange(40) != 8
+    kept = torch.arange(12) != 8
     assert torch.equal(tokens[kept], expected_tokens[kept])
     torch.testing.assert_close(scores[kept], expected_scores[kept], rtol=1e-6, atol=4e-6)
     torch.testing.assert_close(logprobs[kept], token_logprobs(filtered, tokens)[kept], rtol=1e-6, atol=4e-6)
