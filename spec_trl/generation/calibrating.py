@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import platform
 import random
 import time
@@ -24,7 +23,7 @@ from ..quantization.scheme import find_scheme
 from ..quantization.source_weight import inspect_projection, is_projection
 from ..scheduling.calibration import GemmMeasurement, effective_flops, fit
 from ..scheduling.control import Chain, NeverSpeculate
-from ..scheduling.profile import Profile, ProfileKey, ProfileMismatch
+from ..scheduling.profile import Profile, ProfileKey
 from ..scheduling.sweep import Mode, Sample
 from .cache import free_memory
 from .configuration import SpeculativeConfig
@@ -96,6 +95,14 @@ def calibrate(
         bandwidth = _copy_bandwidth(constants.weight_bytes, model.device)
         samples = _sweep(model, drafter, max_batch_size, max_length, budget_seconds, progress, config)
     roofline, diagnostics = fit(samples, constants, flops, bandwidth_bounds=(0.4 * bandwidth, 1.5 * bandwidth))
+    if (signs := diagnostics.guessing) is not None:
+        warnings.warn(
+            f"the calibrated roofline says no better than guessing where speculation pays: it agrees with "
+            f"{signs.accuracy:.0%} of the measured rounds at a speedup of {signs.threshold:g}, and always giving the "
+            f"more frequent answer with {signs.majority:.0%}. Measured rounds will decide; calibrate again on a quiet "
+            "machine, or with a larger budget.",
+            stacklevel=2,
+        )
     return Profile(
         key=key,
         roofline=roofline,
@@ -165,93 +172,6 @@ def processor_name() -> str:
     return name
 
 
-def find_profile(
-    model: PreTrainedModel,
-    config: SpeculativeConfig,
-    max_batch_size: int = 64,
-    max_length: int = 4096,
-    extra_copy: Path | None = None,
-) -> Profile | None:
-    """The profile of `config.roofline_profile` or of the user's cache; calibrated and saved where there is none.
-
-    Args:
-        model: the target.
-        config: `roofline_profile`, `roofline_mismatch`, and the drafter's fields.
-        max_batch_size, max_length: as of :func:`calibrate`, should it come to that. A profile in the cache that was
-            calibrated for less than half of either is replaced by one for both.
-        extra_copy: also save it here (a run's output directory).
-
-    Returns:
-        None where no kernel can hold the drafter's layers, or where calibrating failed: then only measuring tells
-        whether a draft pays.
-
-    Raises:
-        ProfileMismatch: the named profile is for something else and `roofline_mismatch` is `"error"`.
-        ValueError: the named profile cannot be read.
-    """
-    key = profile_key(model, config)
-    profile = None if config.roofline_profile is None else _named_profile(Path(config.roofline_profile), key, config)
-    if key.kernel == NO_KERNEL:
-        return None
-    if profile is None:
-        profile = _cached_or_new(model, config, key, max_batch_size, max_length)
-    if profile is not None and extra_copy is not None:
-        profile.save(extra_copy)
-    return profile
-
-
-def _named_profile(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profile | None:
-    """The profile at `path`; None where there is none, or another that may be recalibrated."""
-    if not path.exists():
-        return None
-    profile = Profile.load(path)
-    try:
-        profile.require(key, path)
-    except ProfileMismatch as error:
-        if config.roofline_mismatch == "error":
-            raise
-        warnings.warn(f"{error} Calibrating again, into {cache_directory()}.", stacklevel=2)
-        return None
-    return profile
-
-
-def _cached_or_new(
-    model: PreTrainedModel, config: SpeculativeConfig, key: ProfileKey, max_batch_size: int, max_length: int
-) -> Profile | None:
-    cached = cache_directory() / key.file_name
-    if cached.exists():
-        try:
-            profile = Profile.load(cached)
-            profile.require(key, cached)
-            covered = profile.diagnostics["max_batch_size"], profile.diagnostics["max_length"]
-            if 2 * covered[0] >= max_batch_size and 2 * covered[1] >= max_length:
-                return profile
-            max_batch_size, max_length = max(max_batch_size, covered[0]), max(max_length, covered[1])
-        except (ValueError, KeyError) as error:  # nobody named this file: it is no reason to stop
-            warnings.warn(f"{cached} is left aside, and the machine calibrated again: {error}", stacklevel=2)
-    try:
-        profile = calibrate(model, config, max_batch_size, max_length)
-    except RuntimeError as error:  # the drafter's fault or too little memory: neither may end a run
-        warnings.warn(
-            f"the machine could not be calibrated, so measured rounds alone decide when to speculate: {error}",
-            stacklevel=2,
-        )
-        return None
-    try:
-        profile.save(cached)
-    except OSError as error:  # a read-only home
-        warnings.warn(f"the roofline profile could not be kept in {cached}: {error}", stacklevel=2)
-    named = config.roofline_profile
-    if named is not None and not Path(named).exists():
-        profile.save(named)
-    return profile
-
-
-def cache_directory() -> Path:
-    home = os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "spec_trl" / "profiles"
-
-
 def _time_gemms(model: PreTrainedModel) -> list[GemmMeasurement]:
     """Times y = x Wᵀ for the decoder's heaviest matrix shapes, four at most."""
     weights: dict[tuple[int, int], int] = {}
@@ -304,9 +224,10 @@ def _sweep(
 ) -> list[Sample]:
     """Times target, draft and verify over a grid that fits the machine, in two passes through shuffled cells."""
     limit = position_limit(model)
-    longest = max_length if limit is None else min(max_length, limit)
     margin = max(DRAFT_LENGTHS) + 1  # what a round may write
-    lengths = [length for length in LENGTHS if length <= longest - margin] or [max(longest - margin, 1)]
+    longest = max((max_length if limit is None else min(max_length, limit)) - margin, 1)
+    # A run is decided at its own lengths, up to the longest: those just below it would say the same.
+    lengths = [length for length in LENGTHS if 1.5 * length <= longest] + [longest]
     bench = _Bench(model, drafter, max_batch, lengths, margin, config)
     lengths = [length for length in lengths if length <= bench.longest]
     batches = [batch for batch in BATCHES if batch <= bench.capacity]

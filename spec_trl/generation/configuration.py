@@ -17,7 +17,7 @@ NEED_ASSISTANT = ("model", "eagle3", "dflash")
 TAKE_ASSISTANT = (*NEED_ASSISTANT, "tts", "auto", "best_of_n")
 TTS_DRAFTERS = ("self", "model", "eagle3", "dflash")
 VERIFICATIONS = ("exact", "rejection")
-TOGGLES = ("roofline", "always", "never")
+TOGGLES = ("measured", "roofline", "always", "never")
 RUNNERS = ("auto", "eager", "graph", "compiled")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "verification": VERIFICATIONS,
@@ -98,16 +98,21 @@ class SpeculativeConfig:
     > When to speculate
 
     Args:
-        sd_toggle: `"always"` speculates in every round that the drafter's kernels can serve; `"roofline"` only where
-            the calibrated roofline predicts a speedup (ER §3.2) and measured rounds bear it out; `"never"` decodes
-            autoregressively. `"auto"` and `"best_of_n"` may decode autoregressively in any case: under `"always"` they
-            choose by the draft ladder's times and by measuring, under `"roofline"` by the roofline's as well.
+        sd_toggle: `"measured"` tries the drafter for a few rounds and speculates where they were faster than
+            autoregressive ones; a roofline profile or draft ladder that an earlier calibration left is used, and none
+            is made. `"roofline"` calibrates this machine before the first token where it has no profile (minutes,
+            once), and speculates where the roofline predicts a speedup (ER §3.2) and measured rounds bear it out.
+            `"always"` speculates in every round that the drafter's kernels can serve. `"never"` decodes
+            autoregressively. `"auto"` and `"best_of_n"` may decode autoregressively in any case: under `"roofline"`
+            and `"always"` they first profile the draft ladder (half a minute, once); under `"measured"` rounds fill it
+            instead, and `"best_of_n"` races from the call after that on.
         sd_margin: ε, predicted speedup beyond 1 from which on to speculate.
-        roofline_profile: path of the profile for `sd_toggle="roofline"`; where the file is missing, this machine is
-            calibrated once (minutes) and the profile saved there. `None`: one in the user's cache, by hardware, shape,
-            dtype and kernel.
+        roofline_profile: path of the profile. Where the file is missing, `sd_toggle="roofline"` calibrates this
+            machine and saves the profile there; `"measured"` refuses it. `None`: one in the user's cache, by hardware,
+            shape, dtype and kernel.
         roofline_mismatch: what to do with a `roofline_profile` of other hardware, shape, dtype or kernel:
-            `"recalibrate"`, with a warning, into the user's cache, or `"error"`.
+            `"recalibrate"`, with a warning, into the user's cache (`sd_toggle="measured"` leaves it aside and measures
+            rounds), or `"error"`.
 
     > Batching
 
@@ -171,7 +176,7 @@ class SpeculativeConfig:
     history_max_tokens: int = 16_000_000
     verification: Literal["exact", "rejection"] = "exact"
     seed: int | None = None
-    sd_toggle: Literal["roofline", "always", "never"] = "always"
+    sd_toggle: Literal["measured", "roofline", "always", "never"] = "measured"
     sd_margin: float = 0.05
     roofline_profile: str | None = None
     roofline_mismatch: Literal["recalibrate", "error"] = "recalibrate"
@@ -205,10 +210,10 @@ class SpeculativeConfig:
             require_int("max_batch_size", self.max_batch_size, 1, None)
         require_number("sd_margin", self.sd_margin, positive=False)
         require_graph_memory(self.max_graph_memory)
-        if self.roofline_profile is not None and self.sd_toggle != "roofline":
+        if self.roofline_profile is not None and self.sd_toggle in ("always", "never"):
             raise ValueError(
-                f'roofline_profile={self.roofline_profile!r} is read under sd_toggle="roofline" only, and sd_toggle '
-                f'is {self.sd_toggle!r}; set sd_toggle="roofline", or drop the profile.'
+                f'roofline_profile={self.roofline_profile!r} is not read under sd_toggle={self.sd_toggle!r}; set '
+                'sd_toggle="measured" or "roofline", or drop the profile.'
             )
         self.distillation()
         self._check_best_of_n()

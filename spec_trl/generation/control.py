@@ -30,7 +30,7 @@ def make_control(
     Args:
         drafters: none: autoregressive decoding.
         config: `sd_toggle`, `sd_margin`, `draft_length`; τ_prev is γ at first (ER Algorithm 1 line 1).
-        profile: of `sd_toggle="roofline"`.
+        profile: predicts their rounds; None: only measuring tells.
         ladder: of these drafters.
         history: their acceptance so far; with `ladder`, None: nothing is known.
 
@@ -69,7 +69,7 @@ class KeptControl:
     control: Control
 
 
-_kept: "WeakKeyDictionary[PreTrainedModel, KeptControl]" = WeakKeyDictionary()
+_kept: "WeakKeyDictionary[PreTrainedModel, list[KeptControl]]" = WeakKeyDictionary()
 _histories: "WeakKeyDictionary[PreTrainedModel, AcceptanceHistory]" = WeakKeyDictionary()
 
 
@@ -83,27 +83,28 @@ def take_control(
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
     profile: Profile | None,
-    ladder: Ladder,
+    ladder: Ladder | None,
 ) -> KeptControl:
-    """The control of `"best_of_n"` and `"auto"` for `model`: that of the last call with the same options, which knows
-    by now how far its predictions are off, with logits processors or long texts that no profile has seen.
+    """The control for `model`: that of the last call with the same options, which knows by now what rounds take, with
+    logits processors or long texts that no profile has seen.
 
     A generation has it for itself, since a stopping criterion may generate with the same model: :func:`keep_control`
     hands it back when the generation has ended well.
     """
-    members = tuple((drafter.strategy, drafter.max_rows) for drafter in drafters)
-    # Its assistants are in the ladder by their shapes; here they would be kept alive.
+    # Assistants go by what they cost; they themselves would be kept alive.
+    members = tuple((drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters)
     options = (members, replace(config, seed=None, best_of_n_assistants=None), profile, ladder)
-    kept = _kept.pop(model, None)
-    if kept is None or kept.options != options:
-        control = make_control(drafters, config, profile, ladder, acceptance_history_of(model))
-        kept = KeptControl(options, control)
-    return kept
+    others = _kept.get(model, [])
+    for kept in others:
+        if kept.options == options:
+            others.remove(kept)
+            return kept
+    return KeptControl(options, make_control(drafters, config, profile, ladder, acceptance_history_of(model)))
 
 
 def keep_control(model: PreTrainedModel, taken: KeptControl) -> None:
     """For the next call; until `spec_trl.release(model)`."""
-    _kept[model] = taken
+    _kept.setdefault(model, []).append(taken)
 
 
 def release(model: PreTrainedModel) -> None:

@@ -21,14 +21,15 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ..scheduling.control import Control
-from .calibrating import find_profile
+from ..scheduling.toggle import SpeculationToggle
 from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_strategy, check_verification
 from .control import keep_control, make_control, take_control
 from .decoding import Completion, Rollout
 from .drafters.base import Drafter
 from .graphs import GraphRunner, release, runner_for, runner_mode
-from .laddering import find_ladder
+from .laddering import find_ladder, keep_measured
 from .processing import LogitsPipeline, PrefixView, Stopping, length_limit
+from .profiles import find_profile
 from .requirements import (
     check_generation_config,
     check_keywords,
@@ -120,7 +121,8 @@ def speculative_decoding(
     check_lengths(model, longest_prompt, longest_prompt + new_tokens)
     capacity = min(batch, config.max_batch_size or batch)
     profile = None
-    if control is None and config.sd_toggle == "roofline" and (drafter is not None or assistant_strategy != "none"):
+    looks_at_times = config.sd_toggle in ("measured", "roofline")
+    if control is None and looks_at_times and (drafter is not None or assistant_strategy != "none"):
         profile = find_profile(model, config, capacity, longest_prompt + new_tokens)
     if drafter is None:
         drafters = make_drafters(assistant_strategy, model, assistant, config) if config.sd_toggle != "never" else []
@@ -135,14 +137,14 @@ def speculative_decoding(
                     'Use verification="exact".'
                 )
     taken = None
-    if control is None:
-        if assistant_strategy in CHOOSE_BY_LADDER and drafters and config.sd_toggle != "never":
-            ladder = find_ladder(model, drafters, config, capacity)
-            own = config if assistant_strategy == "best_of_n" else replace(config, best_of_n_race=False)
-            taken = take_control(model, drafters, own, profile, ladder)
-            control = taken.control
-        else:
-            control = make_control(drafters, config, profile)
+    chooses = assistant_strategy in CHOOSE_BY_LADDER and bool(drafters) and config.sd_toggle != "never"
+    if control is None and (chooses or (drafters and looks_at_times)):
+        ladder = find_ladder(model, drafters, config, capacity) if chooses else None
+        own = config if assistant_strategy == "best_of_n" else replace(config, best_of_n_race=False)
+        taken = take_control(model, drafters, own, profile, ladder)
+        control = taken.control
+    elif control is None:
+        control = make_control(drafters, config, profile)
     if config.verification == "rejection" and do_sample and control.races:
         raise ValueError(
             'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking the '
@@ -190,6 +192,8 @@ def speculative_decoding(
         raise
     if taken is not None:
         keep_control(model, taken)
+        if chooses and isinstance(taken.control, SpeculationToggle) and (rungs := taken.control.rungs()):
+            keep_measured(model, drafters, config, rungs)
     if streamer is not None:
         streamer.end()
     if isinstance(runner, GraphRunner) and not config.keep_graphs:

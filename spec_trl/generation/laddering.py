@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from ..scheduling.control import Chain, NeverSpeculate
 from ..scheduling.ladder import Ladder, Rung, ladder_path
 from ..scheduling.profile import ProfileKey
-from .calibrating import cache_directory, profile_key
+from .calibrating import profile_key
 from .configuration import SpeculativeConfig
 from .decoding import Rollout
 from .drafters.base import Drafter
@@ -26,6 +26,7 @@ from .drafters.distillation import DistilledDrafter
 from .drafters.history import HistoryDrafter
 from .graphs import CAPTURE_AFTER, runner_for, runner_mode
 from .processing import LogitsPipeline, PrefixView, Stopping
+from .profiles import cache_directory
 from .requirements import position_limit
 from .rows import Request, Rows
 from .sampling import RoundNoise
@@ -116,8 +117,9 @@ def find_ladder(
     config: SpeculativeConfig,
     max_batch_size: int,
     draft_lengths: Sequence[int] | None = None,
-) -> Ladder:
-    """The ladder of these drafters: kept, or saved by an earlier run, or else profiled and saved.
+) -> Ladder | None:
+    """The ladder of these drafters: kept, or saved by an earlier run, or else profiled and saved; under
+    `sd_toggle="measured"` nothing is profiled, and None is returned until :func:`keep_measured` has made one.
 
     It lies beside `config.roofline_profile`, or in the user's cache, where the roofline profiles are. One that was
     profiled for less than half the rows that are now asked for is replaced.
@@ -125,7 +127,7 @@ def find_ladder(
     Args:
         model: the target.
         drafters: of different strategies.
-        config: as of :func:`build_ladder`, and `roofline_profile`.
+        config: as of :func:`build_ladder`, and `sd_toggle` and `roofline_profile`.
         max_batch_size: most rows in flight that will occur.
         draft_lengths: γ, ascending; None: those of `config`.
 
@@ -141,6 +143,8 @@ def find_ladder(
     shape = _fingerprint(key, drafters, draft_lengths)
     path = _path(key, config, shape)
     found = _ladders.get(model)
+    if config.sd_toggle == "measured":
+        return found if found is not None and found.shape in (shape, shape + _MEASURED) else _load(path, shape)
     if found is None or found.shape != shape:
         found = _load(path, shape)
     most = 2 * max(drafter.max_rows for drafter in drafters)  # with more rows nothing would be profiled
@@ -156,6 +160,18 @@ def find_ladder(
     return found
 
 
+def keep_measured(
+    model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig, rungs: Sequence[Rung]
+) -> None:
+    """Keeps what rounds of these drafters took as their ladder, for later calls with `sd_toggle="measured"`.
+
+    Not saved: it has one γ per drafter and few rounds, where profiling has three and more.
+    """
+    shape = _fingerprint(profile_key(model, config), drafters, config.ladder_draft_lengths())
+    _ladders[model] = Ladder(tuple(rungs), shape + _MEASURED)
+
+
+_MEASURED = "; measured while decoding"
 _ladders: "WeakKeyDictionary[nn.Module, Ladder]" = WeakKeyDictionary()
 
 

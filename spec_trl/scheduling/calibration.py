@@ -104,6 +104,12 @@ class Diagnostics:
     signs: tuple[SignAccuracy, ...]
     points: int
 
+    @property
+    def guessing(self) -> SignAccuracy | None:
+        """The signs at a threshold at which always guessing the more frequent answer is right as often, with errors
+        left; None: there is no such threshold."""
+        return next((sign for sign in self.signs if sign.accuracy < 1 and sign.accuracy <= sign.majority), None)
+
 
 def evaluate(roofline: Roofline, samples: Sequence[Sample], thresholds: Sequence[float] = THRESHOLDS) -> Diagnostics:
     """Compares `roofline` with measured `samples`; the signs at each of `thresholds`."""

@@ -31,6 +31,14 @@ class OverheadCorrection:
         """Whether nothing was measured yet."""
         return not self._residuals
 
+    def knows(self, batch: int, rounds: int) -> bool:
+        """Whether so many rounds of about `batch` rows were measured."""
+        return len(self._residuals.get(batch.bit_length(), ())) >= rounds
+
+    def batches(self, rounds: int) -> list[int]:
+        """The smallest batch of each size of which so many rounds were measured."""
+        return [1 << size - 1 for size, found in sorted(self._residuals.items()) if len(found) >= rounds]
+
     def apply(self, batch: int, predicted: float) -> float:
         """Corrected seconds; never less than a tenth of the prediction, which a residual of other shapes could ask."""
         if self.is_empty:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from .control import Candidate, Costs, OneDrafter, Tally
 from .correction import OverheadCorrection
+from .draft_length import acceptance_of
+from .ladder import Rung
 
 
 PROBE_ROUNDS = 3
@@ -20,6 +22,8 @@ WINDOW = 16
 """Speculative rounds over which a measured speedup is taken."""
 HOPELESS = {4: 0.6, 8: 0.8}
 """Rounds of the first window after which a measured speedup below this is enough to give up."""
+FEWEST = min(HOPELESS)
+"""Rounds of a drafter that say something of it in later rollouts."""
 DOUBT = 1.1
 """Below this measured speedup the baseline is measured again nearby before it decides."""
 SURE = 1.5
@@ -70,7 +74,8 @@ class SpeculationToggle(OneDrafter):
     not: then speculation goes off again below a predicted speedup of 1 (hysteresis). In both cases measured rounds
     have the last word: they correct the profile's overhead terms, and a candidate that measures slower than
     autoregressive decoding is off for the rest of the rollout; in doubt a few autoregressive rounds in between
-    measure the baseline anew. A candidate without a profile is tried, and tried again once the batch has halved.
+    measure the baseline anew. A candidate without a profile is tried, and tried again once the batch has halved; later
+    rollouts go by the times that were measured at such a batch.
 
     Requests that still wait for a row count as part of the batch: a small batch is a tail only when nobody waits. (The
     authors' released code guards the ramp with a fixed 32 requests, so it never speculates with fewer.)
@@ -111,6 +116,30 @@ class SpeculationToggle(OneDrafter):
         self.judgement_due = False
         self.weigh([None for _ in self.candidates], False, [1.0 for _ in self.candidates])
         self._looked_at: int | None = None  # batch at which speculation was last found not to pay
+
+    def finish(self) -> None:
+        """τ_prev of the next rollout follows what this one saw, in the measure in which it saw a whole window."""
+        for candidate, tally in zip(self.candidates, self.tallies, strict=True):
+            if tally.block_efficiency is not None:
+                share = min(tally.rounds / WINDOW, 1.0)
+                candidate.block_efficiency += share * (tally.block_efficiency - candidate.block_efficiency)
+
+    def rungs(self) -> tuple[Rung, ...]:
+        """The rounds measured so far, in any rollout, as a ladder has them, of the γ in force; none unless there are
+        some of each candidate."""
+        found: list[Rung] = []
+        for candidate, state in zip(self.candidates, self._states, strict=True):
+            gamma, times = candidate.draft_length, state.corrections[candidate.draft_length]
+            batches = times.batches(FEWEST)
+            if not batches:
+                return ()
+            acceptance = acceptance_of(candidate.block_efficiency, gamma)
+            for batch in batches:
+                roofline = candidate.roofline
+                cycle = 0.0 if roofline is None else candidate.cycle_seconds(roofline, batch, self._length)
+                plain = self.autoregressive_seconds(roofline, batch, self._length)
+                found.append(Rung(candidate.name, batch, gamma, acceptance, times.apply(batch, cycle), plain))
+        return tuple(found)
 
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
         self._batch, self._length = batch, length
@@ -190,9 +219,15 @@ class SpeculationToggle(OneDrafter):
 
     def predicted_speedup(self, index: int, batch: int, length: float) -> float:
         """Eq. 3's left side for a candidate, with corrected times; infinite where only trying can tell."""
-        if self.candidates[index].roofline is None:
-            return self._measured_speedup(index) if len(self._states[index].window) == WINDOW else math.inf
-        return self.speedup_at(self._block_efficiency(index), index, batch, length)
+        candidate, state = self.candidates[index], self._states[index]
+        if candidate.roofline is not None:
+            return self.speedup_at(self._block_efficiency(index), index, batch, length)
+        if len(state.window) == WINDOW:
+            return self._measured_speedup(index)
+        times = state.corrections[candidate.draft_length]
+        if not times.knows(batch, FEWEST):
+            return math.inf
+        return self._block_efficiency(index) * self.autoregressive_seconds(None, batch, length) / times.apply(batch, 0)
 
     def speedup_at(self, block_efficiency: float, index: int, batch: int, length: float) -> float:
         """The same of a candidate that has a roofline, at a given τ."""
@@ -235,11 +270,12 @@ class SpeculationToggle(OneDrafter):
         index = self._chosen
         candidate, state, tally = self.candidates[index], self._states[index], self.tallies[index]
         baseline = self.autoregressive_seconds(candidate.roofline, batch, length)
+        cycle = 0.0
         if candidate.roofline is not None:
             cycle = candidate.cycle_seconds(candidate.roofline, batch, length)
             tally.predicted_sum += self.predicted_speedup(index, batch, length)
             tally.predicted_rounds += 1
-            state.corrections[candidate.draft_length].record(batch, cycle, seconds)
+        state.corrections[candidate.draft_length].record(batch, cycle, seconds)
         tally.rounds += 1
         tally.blocks += batch
         tally.tokens += tokens

@@ -9,9 +9,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from ..generation.calibrating import find_profile, profile_key
+from ..generation.calibrating import profile_key
 from ..generation.drafters.base import Drafter
 from ..generation.laddering import find_ladder
+from ..generation.profiles import find_profile
 from ..scheduling.ladder import Ladder, ladder_path
 from ..scheduling.profile import Profile
 from .spec_grpo_config import SpecGRPOConfig
@@ -47,12 +48,14 @@ def shared_profile(
 
 def shared_ladder(
     accelerator: Accelerator, policy: PreTrainedModel, drafters: Sequence[Drafter], args: SpecGRPOConfig, rows: int
-) -> Ladder:
-    """The draft ladder of `drafters`, found or profiled. Arguments as in `shared_profile`."""
+) -> Ladder | None:
+    """The draft ladder of `drafters`, found or profiled; None where rounds have yet to fill it. Arguments as in
+    `shared_profile`."""
 
-    def find() -> Ladder:
+    def find() -> Ladder | None:
         ladder = find_ladder(policy, drafters, args.speculative_config(), rows, args.draft_lengths)
-        ladder.save(ladder_path(Path(args.output_dir) / PROFILE_FILE))
+        if ladder is not None:
+            ladder.save(ladder_path(Path(args.output_dir) / PROFILE_FILE))
         return ladder
 
     return _on_one_rank(accelerator, find)

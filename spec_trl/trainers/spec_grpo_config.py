@@ -42,8 +42,8 @@ class SpecGRPOConfig(GRPOConfig):
             the one member that needs one.
         draft_lengths (`list[int]`, *optional*, defaults to `[5, 7, 9, 11]`):
             Draft tokens per verification that the controller moves among (Γ), ascending, 1 to 64. One entry keeps it
-            fixed. `"auto"` and `"best_of_n"` have no controller, nor use for the four fields behind this one: in each
-            rollout every drafter gets the length that promises most.
+            fixed. Once `"auto"` and `"best_of_n"` have a draft ladder they have no controller, nor use for the four
+            fields after this one: in each rollout every drafter gets the length that promises most.
         initial_draft_length (`int`, *optional*):
             The one to start with (γ₀); `None`: the first of `draft_lengths`.
         draft_length_up (`float`, *optional*, defaults to `0.94`):
@@ -52,17 +52,20 @@ class SpecGRPOConfig(GRPOConfig):
             It falls when the block efficiency stays at 1 + γ `draft_length_down` or less.
         draft_length_patience (`int`, *optional*, defaults to `2`):
             For so many training rollouts in a row.
-        sd_toggle (`str`, *optional*, defaults to `"roofline"`):
-            `"roofline"`: speculate only where the calibrated roofline predicts a speedup and measured rounds bear it
-            out. `"always"`: in every round that the drafter's kernels can serve. `"never"`: decode autoregressively.
-            Under `"auto"` and `"best_of_n"` `"always"` leaves the roofline out and chooses by the draft ladder's times
-            and measured rounds, autoregressive decoding among the choices.
+        sd_toggle (`str`, *optional*, defaults to `"measured"`):
+            `"measured"`: try the drafter for a few rounds, and speculate where they were faster than autoregressive
+            ones. A roofline profile or draft ladder that an earlier calibration left is used, and none is made.
+            `"roofline"`: calibrate the machine before the first rollout (minutes, once) and speculate where the
+            roofline predicts a speedup and measured rounds bear it out, as in EfficientRollout. `"always"`: in every
+            round that the drafter's kernels can serve. `"never"`: decode autoregressively. Under `"auto"` and
+            `"best_of_n"` `"roofline"` and `"always"` first profile the draft ladder (half a minute, once); under
+            `"measured"` the rounds of the first rollouts fill it.
         sd_margin (`float`, *optional*, defaults to `0.05`):
             Predicted speedup beyond 1 from which on to speculate (ε).
         roofline_profile (`str`, *optional*):
-            Path of the profile for `sd_toggle="roofline"`. Where the file is missing, the machine is calibrated at the
-            first rollout (minutes) and the profile saved there. `None`: the one in the user's cache for this hardware,
-            model shape, dtype and kernel, calibrated once. A copy goes to `output_dir/roofline_profile.json`.
+            Path of the profile. Where the file is missing, `sd_toggle="roofline"` calibrates the machine at the first
+            rollout and saves the profile there; `"measured"` refuses it. `None`: the one in the user's cache for this
+            hardware, model shape, dtype and kernel. A copy goes to `output_dir/roofline_profile.json`.
         roofline_mismatch (`str`, *optional*, defaults to `"recalibrate"`):
             What to do with a `roofline_profile` of other hardware, shape, dtype or kernel: `"recalibrate"`, with a
             warning, into the user's cache, or `"error"`.
@@ -168,7 +171,9 @@ class SpecGRPOConfig(GRPOConfig):
     draft_length_up: float = field(default=0.94, metadata={"help": "Accepted share from which on it rises."})
     draft_length_down: float = field(default=0.85, metadata={"help": "Accepted share from which on it falls."})
     draft_length_patience: int = field(default=2, metadata={"help": "Rollouts in a row before it moves."})
-    sd_toggle: str = field(default="roofline", metadata={"help": "When to speculate: 'roofline', 'always', 'never'."})
+    sd_toggle: str = field(
+        default="measured", metadata={"help": "When to speculate: 'measured', 'roofline', 'always' or 'never'."}
+    )
     sd_margin: float = field(default=0.05, metadata={"help": "Predicted speedup beyond 1 that turns speculation on."})
     roofline_profile: str | None = field(
         default=None, metadata={"help": "Path of the roofline profile; calibrated and saved there if missing."}

@@ -31,8 +31,10 @@ from ..quantization.awq import ActivationStatistics
 from ..scheduling.best_of_n import BestOfN
 from ..scheduling.control import Control
 from ..scheduling.draft_length import DraftLengthController
+from ..scheduling.ladder import Ladder
 from ..scheduling.profile import Profile
 from ..scheduling.selection import AcceptanceHistory
+from ..scheduling.toggle import SpeculationToggle
 from .drafter_adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from .measuring import PROFILE_FILE, shared_ladder, shared_profile
 from .rollout_totals import RolloutTotals
@@ -237,10 +239,9 @@ class SpecGRPOTrainer(GRPOTrainer):
             assistant = None if strategy == "none" else self.args.assistant_model
             self._drafters = make_drafters(strategy, policy, assistant, self._speculative_config)
             for drafter in self._drafters:
-                if strategy not in CHOOSE_BY_LADDER:
-                    controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
-                    if drafter.strategy in self._saved_draft_lengths:
-                        controller.load_state_dict(self._saved_draft_lengths[drafter.strategy])
+                controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
+                if drafter.strategy in self._saved_draft_lengths:
+                    controller.load_state_dict(self._saved_draft_lengths[drafter.strategy])
                 memory = self._memories.pop(drafter.strategy, None)
                 if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
                     drafter.load_state_dict(memory)
@@ -274,15 +275,19 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     def _current_control(self, policy: PreTrainedModel, drafters: list[Drafter], shape: torch.Size) -> Control:
         """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8)."""
+        config, chooses = self._speculative_config, self.args.assistant_strategy in CHOOSE_BY_LADDER
         if self._control is None:
-            strategy, rows = self.args.assistant_strategy, self._most_rows(shape)
-            if drafters and self.args.sd_toggle == "roofline":
-                length = shape[1] + self.args.max_completion_length
+            rows, length = self._most_rows(shape), shape[1] + self.args.max_completion_length
+            if drafters and self.args.sd_toggle in ("measured", "roofline"):
                 self._profile = shared_profile(self.accelerator, policy, self.args, rows, length)
             ladder = None
-            if drafters and strategy in CHOOSE_BY_LADDER:
+            if drafters and chooses:
                 ladder = shared_ladder(self.accelerator, policy, drafters, self.args, rows)
-            self._control = make_control(drafters, self._speculative_config, self._profile, ladder, self._acceptance)
+            self._control = make_control(drafters, config, self._profile, ladder, self._acceptance)
+        elif chooses and isinstance(self._control, SpeculationToggle) and (rungs := self._control.rungs()):
+            # The first rollouts were the profile: from now on acceptance by prompt chooses (SA §4.2).
+            ladder = Ladder(rungs, "measured while decoding")
+            self._control = make_control(drafters, config, self._profile, ladder, self._acceptance)
         if isinstance(self._control, BestOfN):
             return self._control  # which takes both from the acceptance so far
         for candidate in self._control.candidates:
@@ -327,6 +332,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         if mode == "eval":
             return
         self._warn_of_collapse(totals)
+        if isinstance(self._control, BestOfN):
+            return
         for name, controller in self._draft_lengths.items():
             controller.observe(totals.tallies[name].block_efficiency)
 

@@ -37,12 +37,13 @@ def generate(
     config: dict[str, Any] | None = None,
     **options: Any,
 ) -> SpeculativeOutput:
-    """`model.generate` with a fixed seed; samples from the full softmax at temperature 1 unless told otherwise."""
+    """`model.generate` with a fixed seed, speculating in every round; samples from the full softmax at temperature 1
+    unless told otherwise."""
     defaults = dict(do_sample=True, top_k=0, max_new_tokens=24, return_dict_in_generate=True, pad_token_id=0)
     return model.generate(
         **prompts,
         assistant_strategy=strategy,
-        speculative_config={"seed": 0, "draft_kernel": "reference"} | (config or {}),
+        speculative_config={"seed": 0, "draft_kernel": "reference", "sd_toggle": "always"} | (config or {}),
         **(defaults | options),
     )
 

@@ -181,7 +181,8 @@ def test_controls_by_configuration(tiny: LlamaForCausalLM) -> None:
     drafters = drafters_of(tiny)
     assert isinstance(make_control([], SpeculativeConfig()), NeverSpeculate)
     assert isinstance(make_control(drafters[:1], SpeculativeConfig(sd_toggle="never")), NeverSpeculate)
-    assert isinstance(make_control(drafters[:1], SpeculativeConfig()), AlwaysSpeculate)
+    assert isinstance(make_control(drafters[:1], SpeculativeConfig(sd_toggle="always")), AlwaysSpeculate)
+    assert isinstance(make_control(drafters[:1], SpeculativeConfig()), SpeculationToggle)
     assert isinstance(make_control(drafters, SpeculativeConfig()), SpeculationToggle)  # by measuring
     config = SpeculativeConfig(sd_toggle="roofline", sd_margin=0.2, draft_length=3)
     control = make_control(drafters, config, PROFILE)
@@ -241,7 +242,7 @@ def test_without_a_profile_the_ladder_times_everything(tiny: LlamaForCausalLM) -
         ({"sd_toggle": "sometimes"}, "sd_toggle='sometimes' is unknown; choose one of"),
         ({"sd_margin": -1}, "sd_margin=-1 is out of range; it must be a number of at least 0"),
         ({"sd_margin": "0.05"}, "sd_margin='0.05' is out of range"),
-        ({"roofline_profile": "p.json"}, "roofline_profile='p.json' is read under sd_toggle=\"roofline\" only"),
+        ({"roofline_profile": "p.json", "sd_toggle": "always"}, "roofline_profile='p.json' is not read under sd_toggle='always'"),
         ({"roofline_mismatch": "shrug"}, "roofline_mismatch='shrug' is unknown"),
     ],
 )

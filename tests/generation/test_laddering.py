@@ -27,7 +27,7 @@ from spec_trl.scheduling.ladder import Ladder, Rung
 from tests.conftest import tiny_llama
 
 
-CONFIG = SpeculativeConfig(draft_kernel="reference", draft_length=4)
+CONFIG = SpeculativeConfig(sd_toggle="always", draft_kernel="reference", draft_length=4)
 
 
 @pytest.fixture(autouse=True)

@@ -276,9 +276,50 @@ def test_candidates_without_a_profile_are_tried_and_judged() -> None:
         )
         machine.run([8] * 60)
         assert any(machine.spoke) and machine.spoke[-1] is kept
-    # What failed is tried again once the batch has halved, and not before.
-    machine.run([8] * 60 + [5] * 30 + [4] * 40)
-    assert not any(machine.spoke[60:90]) and any(machine.spoke[90:])
+    # A later rollout goes by what was measured, and tries again with fewer rows.
+    machine.run([8] * 60 + [4] * 40)
+    assert not any(machine.spoke[:60]) and any(machine.spoke[60:])
+    machine.run([8] * 60 + [4] * 40)
+    assert not any(machine.spoke)
+
+
+def test_rounds_of_short_rollouts_add_up() -> None:
+    """A drafter is not on trial for ever where each call ends before its first judgement."""
+    toggle = SpeculationToggle([candidate(roofline=None)])
+    machine = Machine(toggle, lambda batch, length: 1.0, lambda index, *shape: 6.0)
+    spoke = []
+    for _ in range(6):
+        machine.run([1] * 3)
+        toggle.finish()
+        spoke += machine.spoke
+    assert spoke[:PROBE_ROUNDS] == [False] * PROBE_ROUNDS and not any(spoke[PROBE_ROUNDS + 6 :])
+    assert sum(spoke) == 6  # two rollouts of three rounds: the second began before four rounds were known
+
+
+def test_what_rounds_took_makes_a_ladder() -> None:
+    toggle = SpeculationToggle([candidate(name=name, roofline=None) for name in ("self", "history")])
+    machine = Machine(
+        toggle, lambda batch, length: 0.1 * batch, lambda index, batch, length, gamma: (0.3 + index) * batch
+    )
+    assert toggle.rungs() == ()
+    machine.run([8] * 100)
+    toggle.finish()
+    assert toggle.candidates[0].block_efficiency == 5.0
+    rungs = {(rung.method, rung.batch): rung for rung in toggle.rungs()}
+    assert set(rungs) == {("self", 8), ("history", 8)}
+    assert rungs["self", 8].seconds == pytest.approx(2.4) and rungs["history", 8].seconds == pytest.approx(10.4)
+    assert all(rung.plain_seconds == pytest.approx(0.8) and rung.draft_length == 5 for rung in rungs.values())
+    assert rungs["self", 8].block_efficiency == pytest.approx(5.0)
+    toggle.drop(1)
+    assert len(toggle.rungs()) == 2  # what was measured stays true
+
+
+def test_a_profile_serves_the_ladder_of_measured_rounds() -> None:
+    machine = faithful(SpeculationToggle([candidate()]))
+    machine.run([4] * 60)
+    (rung,) = machine.control.rungs()
+    assert rung.seconds == pytest.approx(A100.cycle_seconds(4, 512.0, 5)) and rung.batch == 4
+    assert rung.plain_seconds == pytest.approx(A100.target_seconds(4, 512.0))
 
 
 @pytest.mark.parametrize("best", [0, 1, 2])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spec_trl.generation import calibrating
+from spec_trl.generation import profiles as profiles_module
 from spec_trl.generation.calibrating import profile_key
 from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.generation.drafters.base import Drafter
@@ -62,7 +62,7 @@ def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(max_batch_size)
         return imaginary_profile(0.0)
 
-    monkeypatch.setattr(calibrating, "calibrate", calibrate)
+    monkeypatch.setattr(profiles_module, "calibrate", calibrate)
     return asked
 
 
