@@ -147,7 +147,7 @@ def measure_cell(subject: Subject, kind: str, batch: int, tokens: int, options: 
     ways = {
         NONE: subject.way(NONE),
         **{
-            name: subject.way(name, [name], SpeculativeConfig(draft_length=choice.draft_length))
+            name: subject.way(name, [name], SpeculativeConfig(draft_length=choice.draft_length, sd_toggle="always"))
             for name, choice in planned.items()
         },
         **{WATCHED + name: watched(subject, name, known) for name in members},

@@ -138,7 +138,8 @@ def roll_out(name: str, strategy: str, seed: int, options: argparse.Namespace) -
         inputs = Workload(own, options.new_tokens, 1.0, (end,), tokenizer.pad_token_id).padded(model.device)
         output = model.generate(
             **inputs, **given, do_sample=True, top_k=0, max_new_tokens=options.new_tokens,
-            assistant_strategy=strategy, speculative_config={"seed": seed + begin}, return_dict_in_generate=True,
+            assistant_strategy=strategy, return_dict_in_generate=True,
+            speculative_config={"seed": seed + begin, "sd_toggle": "always"},
         )  # fmt: skip
         new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         rows = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]

@@ -165,7 +165,7 @@ def measure_pool(subject: Subject, pool: Sequence[str], rows: int, options: argp
     kinds = [(STORY, COPY)[row % 2] for row in range(rows)]
     works = [subject.work(prompts[i : i + rows], kinds, tokens) for i in range(0, rows * count, rows)]
     singles: dict[str, Way] = {
-        f"{name}, γ = {length}": subject.way(name, [name], SpeculativeConfig(draft_length=length))
+        f"{name}, γ = {length}": subject.way(name, [name], SpeculativeConfig(draft_length=length, sd_toggle="always"))
         for name in pool
         for length in lengths
     }

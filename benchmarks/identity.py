@@ -119,7 +119,9 @@ def study(loaded: LoadedModel, assistant: PreTrainedModel | None, options: argpa
     eos = end_tokens(loaded, options.ignore_eos)
     pad = model.generation_config.pad_token_id or 0
     prompts = prompt_source(loaded, options.prompts, PROMPT_BATCHES * options.batch, options.seed)
-    config = spec_trl.SpeculativeConfig(draft_length=options.draft_length, draft_kernel=options.draft_kernel)
+    config = spec_trl.SpeculativeConfig(
+        draft_length=options.draft_length, draft_kernel=options.draft_kernel, sd_toggle="always"
+    )
     none = ours(model, "none", None, config)
     exact_methods = {strategy: ours(model, strategy, assistant, config) for strategy in options.strategies}
     rejection_methods = {

@@ -52,7 +52,7 @@ def generate(
         **assistant,
         max_new_tokens=new_tokens,
         assistant_strategy=strategy,
-        speculative_config={"draft_length": draft_length, "seed": 0},
+        speculative_config={"draft_length": draft_length, "seed": 0, "sd_toggle": "always"},
         return_dict_in_generate=True,
     )
 

@@ -79,7 +79,7 @@ Way = Callable[[Workload, int], Call]
 
 def make_ways(model: PreTrainedModel, draft_length: int, profile: Path) -> dict[str, Way]:
     """The three ways to generate, by name."""
-    fixed = SpeculativeConfig(draft_length=draft_length)
+    fixed = SpeculativeConfig(draft_length=draft_length, sd_toggle="always")
     toggled = replace(fixed, sd_toggle="roofline", roofline_profile=str(profile), roofline_mismatch="error")
 
     def way(strategy: str, config: SpeculativeConfig) -> Way:

@@ -387,6 +387,7 @@ def main() -> None:
     if "assisted" in options.baselines and assistant is not None:
         methods[ASSISTED] = transformers_assisted(model, assistant, options.draft_length)
     config = spec_trl.SpeculativeConfig(
+        sd_toggle="always",
         draft_length=options.draft_length,
         draft_kernel=options.draft_kernel,
         draft_lm_head=options.draft_lm_head,

@@ -48,7 +48,7 @@ def observed_tokens(loaded: LoadedModel, texts: Path, count: int, length: int) -
 def draft(loaded: LoadedModel, drafter: SelfDrafter, draft_length: int, options: argparse.Namespace) -> Tensor:
     """Tokens and blocks of every row, [rows, 2], and the rest of the counts, [rows, 6] in all."""
     prompts = prompt_source(loaded, options.texts, options.rows, options.seed)
-    config = spec_trl.SpeculativeConfig(draft_length=draft_length, seed=options.seed)
+    config = spec_trl.SpeculativeConfig(draft_length=draft_length, seed=options.seed, sd_toggle="always")
     counts: list[DraftCounts] = []
     for first in range(0, options.rows, options.batch):
         part = prompts[first : first + options.batch]

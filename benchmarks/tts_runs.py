@@ -93,7 +93,9 @@ class Bench:
                 max_new_tokens=count, pad_token_id=model.generation_config.pad_token_id or 0, streamer=streamer,
                 assistant_strategy="none" if drafter is None else drafter.strategy,
                 drafter=[] if drafter is None else drafter, request_ids=list(requests), return_dict_in_generate=True,
-                speculative_config=SpeculativeConfig(draft_length=draft_length, seed=self.seed),
+                speculative_config=SpeculativeConfig(
+                    draft_length=draft_length, seed=self.seed, sd_toggle="always"
+                ),
             )  # fmt: skip
         facts: SpeculationStatistics = output.statistics
         if facts.drafter_failure is not None:

@@ -215,7 +215,9 @@ def measure(
         input_ids=ids.to(target.device), attention_mask=mask.long().to(target.device), **sampling,
         max_new_tokens=arguments.measure_tokens, assistant_strategy=arguments.drafter, assistant_model=str(folder),
         speculative_config=SpeculativeConfig(
-            draft_length=arguments.block_size - 1 if arguments.drafter == "dflash" else 7, seed=arguments.seed
+            draft_length=arguments.block_size - 1 if arguments.drafter == "dflash" else 7,
+            seed=arguments.seed,
+            sd_toggle="always",
         ),
         return_dict_in_generate=True, pad_token_id=0,
     )  # fmt: skip

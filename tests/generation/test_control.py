@@ -242,7 +242,7 @@ def test_without_a_profile_the_ladder_times_everything(tiny: LlamaForCausalLM) -
         ({"sd_toggle": "sometimes"}, "sd_toggle='sometimes' is unknown; choose one of"),
         ({"sd_margin": -1}, "sd_margin=-1 is out of range; it must be a number of at least 0"),
         ({"sd_margin": "0.05"}, "sd_margin='0.05' is out of range"),
-        ({"roofline_profile": "p.json", "sd_toggle": "always"}, "roofline_profile='p.json' is not read under sd_toggle='always'"),
+        ({"roofline_profile": "p.json", "sd_toggle": "always"}, "roofline_profile='p.json' is not read under sd_togg"),
         ({"roofline_mismatch": "shrug"}, "roofline_mismatch='shrug' is unknown"),
     ],
 )
