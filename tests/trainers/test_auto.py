@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from spec_trl.generation import laddering
+from spec_trl.generation import profiles as profiles_module
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.ladder import LadderCosts
 from spec_trl.scheduling.roofline import Roofline
@@ -102,3 +104,19 @@ def test_a_longer_draft_is_no_alarm(tmp_path: Path, eager: Asked, monkeypatch: p
         for accepted, first in ((80, 8), (20, 8), (20, 3)):
             trainer._warn_of_collapse(rollout(accepted, first))
     assert len(caught) == 1
+
+
+def test_rollouts_fill_the_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default nothing is profiled; once each drafter was tried, acceptance by prompt chooses."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was profiled before the first token")
+
+    monkeypatch.setattr(profiles_module, "calibrate", fail)
+    monkeypatch.setattr(laddering, "build_ladder", fail)
+    options: dict[str, Any] = dict(max_steps=8, max_completion_length=48, trainer={"train_dataset": tiny_dataset(8)})
+    trainer, run = make_trainer(tmp_path, "auto", sd_toggle="measured", **options)
+    assert type(trainer.args).sd_toggle == "measured"
+    trainer.train()
+    assert isinstance(trainer._control, BestOfN)
+    assert run.completions == train(tmp_path, "none", **options).completions
