@@ -113,8 +113,9 @@ def machine_line(machine: dict[str, object]) -> str:
     """One line of `describe_machine` for a Markdown report."""
     where = machine["accelerator"] or f"{machine['cpu']} ({machine['cores']} cores)"
     return (
-        f"{where}, {machine['threads']} threads, torch {machine['torch']}, transformers {machine['transformers']}, "
-        f"load average at start {machine['load_average_1min']:.1f}, {machine['date']}"
+        f"{where}, {machine['cpu_capability']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}, load average at start {machine['load_average_1min']:.1f}, "
+        f"{machine['date']}"
     )
 
 

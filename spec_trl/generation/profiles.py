@@ -37,11 +37,14 @@ def find_profile(
         ProfileMismatch: the named profile is for something else and `roofline_mismatch` is `"error"`.
         ValueError: the named profile cannot be read, or `sd_toggle="measured"` and it does not exist.
     """
+    is_measured = config.sd_toggle == "measured"
+    if is_measured and config.roofline_profile is None and not any(cache_directory().glob("*.json")):
+        return None  # before the key, which takes milliseconds of every call
     key = profile_key(model, config)
     profile = None if config.roofline_profile is None else _named_profile(Path(config.roofline_profile), key, config)
     if key.kernel == NO_KERNEL:
         return None
-    if profile is None and config.sd_toggle == "roofline":
+    if profile is None and not is_measured:
         profile = _cached_or_new(model, config, key, max_batch_size, max_length)
     elif profile is None and config.roofline_profile is None:
         profile = _cached(key)
