@@ -3,11 +3,17 @@
 Importing this package teaches `model.generate` the keyword `assistant_strategy`.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .generation.configuration import SpeculativeConfig
 from .generation.integration import SpeculativeOutput, install, speculative_decoding, uninstall
 from .generation.strategies import release
-from .trainers.spec_grpo_config import SpecGRPOConfig
-from .trainers.spec_grpo_trainer import SpecGRPOTrainer
+
+
+if TYPE_CHECKING:
+    from .trainers.spec_grpo_config import SpecGRPOConfig
+    from .trainers.spec_grpo_trainer import SpecGRPOTrainer
 
 
 __all__ = [
@@ -20,5 +26,19 @@ __all__ = [
     "speculative_decoding",
     "uninstall",
 ]
+# Imported when they are asked for: they bring TRL, datasets and peft, which generate needs nothing of.
+_TRAINERS = {"SpecGRPOConfig": "spec_grpo_config", "SpecGRPOTrainer": "spec_grpo_trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TRAINERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(f".trainers.{_TRAINERS[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 install()

@@ -1,5 +1,6 @@
 """What the engine cannot serve, refused by name before any work."""
 
+import sys
 import warnings
 from types import MethodType
 from typing import Any
@@ -60,12 +61,13 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def _has_prompt_learning(model: PreTrainedModel) -> bool:
+    peft = sys.modules.get("peft")  # who has not imported it has no adapter, and need not wait for its import
+    if peft is None:
+        return False
     # PeftModel.generate calls the generate of its base model, and leaves only this trace on the instance.
-    from peft import PeftModel
-
     prepare = vars(model).get("prepare_inputs_for_generation")
     owner = prepare.__self__ if isinstance(prepare, MethodType) else None
-    return isinstance(owner, PeftModel) and owner.active_peft_config.is_prompt_learning
+    return isinstance(owner, peft.PeftModel) and owner.active_peft_config.is_prompt_learning
 
 
 def check_generation_config(config: GenerationConfig) -> None:

@@ -5,6 +5,7 @@ adapters, and the stacked experts of transformers (`gate_up_proj`, `down_proj` a
 """
 
 import copy
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +30,14 @@ class SourceSpec:
 
 def is_adapter(module: nn.Module) -> bool:
     """Whether `module` is a layer that peft wraps around another layer (LoRA, DoRA, …)."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return isinstance(module, BaseTunerLayer)
+    peft = sys.modules.get("peft.tuners.tuners_utils")  # no such layer exists where it was never imported
+    return peft is not None and isinstance(module, peft.BaseTunerLayer)
 
 
 def is_trained_copy(module: nn.Module) -> bool:
     """Whether `module` is peft's wrapper around a second copy of a layer (modules_to_save, trainable tokens)."""
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    return isinstance(module, AuxiliaryTrainingWrapper)
+    peft = sys.modules.get("peft.utils.other")  # as above
+    return peft is not None and isinstance(module, peft.AuxiliaryTrainingWrapper)
 
 
 def under_adapters(module: Any) -> Any:
