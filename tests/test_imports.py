@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import spec_trl
+from tests.cli.sample_run import make_profile
 
 
 ROOT = Path(__file__).parents[1]
@@ -41,3 +42,20 @@ print(*sorted({"SpecGRPOConfig", "SpecGRPOTrainer"} & set(dir(spec_trl))))
 
 def test_unknown_names_are_missing_as_anywhere() -> None:
     assert not hasattr(spec_trl, "SpecGRPO")
+
+
+def test_the_command_reads_arguments_before_torch_is_imported(tmp_path: Path) -> None:
+    make_profile().save(tmp_path / "profile.json")
+    printed = run(f"""
+import sys
+import spec_trl_command
+for arguments in (["--help"], ["bench", "--help"], ["calibrate", "model", "--dtype", "bf16"]):
+    sys.argv = ["spec-trl", *arguments]
+    try:
+        spec_trl_command.main()
+    except SystemExit:
+        print("torch" in sys.modules, "matplotlib" in sys.modules)
+sys.argv = ["spec-trl", "predict", {str(tmp_path / "profile.json")!r}, "--acceptance", "0.9"]
+print(spec_trl_command.main(), "torch" in sys.modules)
+""").splitlines()
+    assert [line for line in printed if line.endswith(("True", "False"))] == ["False False"] * 3 + ["0 False"]

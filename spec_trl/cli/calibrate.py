@@ -1,9 +1,4 @@
-"""Measures this machine with a model and its quantized copy, and fits the roofline (ER App. E.3).
-
-Times matrix products, then target, draft and verify forwards over batch size, cached length and draft length, and
-writes a profile that `roofline_profile=` of SpecGRPOConfig takes. Speed depends on the model's shape alone, so a
-folder with nothing but a config.json will do: its weights are then random.
-"""
+"""``spec-trl calibrate``: measures this machine with a model and its quantized copy (ER App. E.3)."""
 
 import argparse
 from pathlib import Path
@@ -15,30 +10,8 @@ from ..generation.calibrating import calibrate
 from ..generation.configuration import SpeculativeConfig
 from ..scheduling.calibration import evaluate
 from ..scheduling.sweep import write_sweep
-from .options import positive, whole_number
+from .loading import find_device, load_model
 from .validate import diagnostics_table
-
-
-HELP = "measure this machine with a model and write a profile"
-EXAMPLE = "spec-trl calibrate path/to/model --dtype bf16 --output profile.json --csv sweep.csv"
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_DEFAULTS = SpeculativeConfig()
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="hub id or folder of a model, or a config.json: then with random weights")
-    add("--random-weights", action="store_true", help="do not read the weights, even where there are some")
-    add("--dtype", default="bf16", choices=list(_DTYPES), help="of the target's weights (%(default)s)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default here: %(default)s")
-    add("--quantization", default=_DEFAULTS.draft_quantization, help="draft_quantization (%(default)s)")
-    add("--kernel", default=_DEFAULTS.draft_kernel, help="draft_kernel (%(default)s)")
-    add("--lm-head", default=_DEFAULTS.draft_lm_head, help="draft_lm_head: auto, dense or packed (%(default)s)")
-    add("--max-batch-size", type=whole_number, default=64, metavar="B", help="most rows in flight (%(default)s)")
-    add("--max-length", type=whole_number, default=4096, metavar="S", help="longest row in tokens (%(default)s)")
-    add("--budget", type=positive, default=180.0, metavar="SECONDS", help="time for the sweep (%(default)g)")
-    add("--output", "-o", type=Path, default=Path("profile.json"), help="profile to write (%(default)s)")
-    add("--csv", type=Path, metavar="SWEEP", help="also write the measured times here")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -48,7 +21,8 @@ def run(arguments: argparse.Namespace) -> None:
     for path in (arguments.output, arguments.csv):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.absolute().parent}; make it first.")
-    model = _load(arguments.model, arguments.dtype, arguments.device, arguments.random_weights)
+    device = find_device(arguments.device)
+    model = _load(arguments.model, arguments.dtype, device, arguments.random_weights)
     profile = calibrate(
         model, config, arguments.max_batch_size, arguments.max_length, budget_seconds=arguments.budget, progress=True
     )
@@ -63,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"written: {arguments.csv}")
 
 
-def _load(name: str, dtype: str, device: str, random_weights: bool) -> PreTrainedModel:
+def _load(name: str, dtype: str, device: torch.device, random_weights: bool) -> PreTrainedModel:
     """The model in evaluation mode; with random weights where asked for or where there are no others."""
     folder = Path(name).parent if name.endswith(".json") else Path(name)
     if folder.is_dir() and not random_weights:
@@ -74,6 +48,6 @@ def _load(name: str, dtype: str, device: str, random_weights: bool) -> PreTraine
             print(f"{name} holds no weights: random ones are measured in their place.")
     if random_weights:
         config = AutoConfig.from_pretrained(name)
-        with torch.device(device):
-            return AutoModelForCausalLM.from_config(config, dtype=_DTYPES[dtype]).eval()
-    return AutoModelForCausalLM.from_pretrained(name, dtype=_DTYPES[dtype]).to(device).eval()
+        with device:
+            return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    return load_model(name, dtype, device)

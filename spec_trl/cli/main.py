@@ -4,12 +4,10 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn, TextIO
 
-from . import calibrate, plot, predict, report, validate
-
-
-_COMMANDS = {"calibrate": calibrate, "validate": validate, "predict": predict, "plot": plot, "report": report}
+from .arguments import COMMANDS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,15 +25,16 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`spec-trl COMMAND --help` has each command's options and an example.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in _COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.__doc__,
-            epilog=f"example:\n  {module.EXAMPLE}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+    for name, command in COMMANDS.items():
+        command.add_arguments(
+            commands.add_parser(
+                name,
+                help=command.help,
+                description=command.description,
+                epilog=f"example:\n  {command.examples}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
         )
-        module.add_arguments(command)
     return parser
 
 
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            _COMMANDS[arguments.command].run(arguments)
+            import_module(f".{arguments.command}", __package__).run(arguments)
         except ValueError as error:
             return _fail(arguments.command, str(error))
         except OSError as error:  # a path that does not exist, is a folder, or must not be written
@@ -69,7 +68,3 @@ def _show_warning(
 ) -> None:
     """Where in our code a warning arose says nothing to a user."""
     print(f"warning: {message}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from ..scheduling.draft_length import expected_block_efficiency
 
 
+ASSISTANTS = ("model", "eagle3", "dflash")
+"""Strategies that need an assistant."""
 MARGIN = 0.05
 """ε of ER §3.2: speculation must be predicted to win by this much."""
 
@@ -30,6 +32,19 @@ def whole_numbers(text: str) -> list[int]:
 def positive(text: str) -> float:
     """A finite number above 0."""
     return _number(text, lambda value: value > 0, "a number above 0")
+
+
+def non_negative(text: str) -> float:
+    """A finite number of at least 0."""
+    return _number(text, lambda value: value >= 0, "a number of at least 0")
+
+
+def named_assistant(text: str) -> tuple[str, str]:
+    """ "model=path/or/hub-id" as (strategy, path)."""
+    kind, _, path = text.partition("=")
+    if kind not in ASSISTANTS or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KIND=MODEL with one of the kinds {', '.join(ASSISTANTS)}")
+    return kind, path
 
 
 def fraction(text: str) -> float:

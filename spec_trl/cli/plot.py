@@ -1,12 +1,4 @@
-"""Draws the toggle's boundary with measured points (ER Fig. 11), or a draft ladder (SpecActor Fig. 10a).
-
-One panel per draft length: the background is the speedup that the profile predicts over cached length and batch, the
-blue line is 1 + ε, green circles are measured points where speculation won, red crosses where it lost. Without
---block-efficiency or --acceptance every draft counts as accepted (τ = γ), as in the paper's validation.
-
-With --ladder, one panel per profiled batch: the speedup of each drafting method over the acceptance p of its tokens,
-the line at its best γ and the profiled cells as points.
-"""
+"""``spec-trl plot``: the toggle's boundary with measured points (ER Fig. 11), or a draft ladder (SA Fig. 10a)."""
 
 import argparse
 from pathlib import Path
@@ -17,24 +9,10 @@ from ..scheduling.sweep import read_sweep
 from .boundary import points_of_sweep, toggle_boundary
 from .figures import Drawing
 from .ladder_figure import draft_ladder
-from .options import MARGIN, add_block_efficiency, add_margin, block_efficiency_of, whole_numbers
+from .options import MARGIN, block_efficiency_of
 
 
-HELP = "draw the toggle's boundary with measured points, or a draft ladder"
-EXAMPLE = """spec-trl plot profile.json --acceptance 0.9 -o boundary.png
-  spec-trl plot --ladder profile.ladder.json -o ladder.png"""
 _OF_THE_BOUNDARY = ("csv", "draft_length", "block_efficiency", "acceptance", "margin")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("profile", type=Path, nargs="?", metavar="PROFILE", help="JSON that `spec-trl calibrate` wrote")
-    add("--ladder", type=Path, metavar="LADDER", help="draw this draft ladder (*.ladder.json) instead of a boundary")
-    add("--csv", type=Path, metavar="SWEEP", help="measured times (default: those in the profile)")
-    add("--draft-length", type=whole_numbers, metavar="N,N", help="panels (default: all that were measured)")
-    add_block_efficiency(parser, required=False)
-    add_margin(parser, default=None)
-    add("-o", "--output", type=Path, help="PNG, PDF or SVG file (boundary.png, or ladder.png)")
 
 
 def run(arguments: argparse.Namespace) -> None:

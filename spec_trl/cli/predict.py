@@ -1,36 +1,12 @@
-"""Predicts step times and speedups from a profile, and says what the toggle would do (ER Eq. 1 and 3).
-
-With --breakdown no profile is needed: from a transformers config and a device's peaks it says where the time of one
-16-bit decoding step goes (ER Fig. 2b, Tab. 3), and what a memory-bound 4-bit and 8-bit copy of the projections would
-cost beside it (ER Tab. 4, at the theoretical K/V traffic).
-"""
+"""``spec-trl predict``: step times and speedups from a profile (ER Eq. 1 and 3), or where a step's time goes."""
 
 import argparse
 import itertools
 import json
-from pathlib import Path
 
 from ..scheduling.breakdown import Hardware, Shape, component_seconds, idealized_draft_ratio
 from ..scheduling.profile import Profile
-from .options import add_block_efficiency, add_margin, block_efficiency_of, positive, table, whole_numbers
-
-
-HELP = "predict step times and speedups from a profile"
-EXAMPLE = """spec-trl predict profile.json --batch 1,8,32 --length 512,2048 --draft-length 5,7 --acceptance 0.9
-  spec-trl predict --breakdown config.json --flops 312e12 --bandwidth 2.039e12 --batch 1,8 --length 2048"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("profile", type=Path, nargs="?", metavar="PROFILE", help="JSON that `spec-trl calibrate` wrote")
-    add("--batch", type=whole_numbers, default=[1, 8, 32], metavar="B,B", help="active rows (1,8,32)")
-    add("--length", type=whole_numbers, default=[512, 2048], metavar="S,S", help="cached tokens per row (512,2048)")
-    add("--draft-length", type=whole_numbers, default=[5], metavar="N,N", help="γ, draft tokens per round (5)")
-    add_block_efficiency(parser, required=False)
-    add_margin(parser)
-    add("--breakdown", type=Path, metavar="CONFIG", help="config.json whose decoding step to break down instead")
-    add("--flops", type=positive, help="--breakdown: the device's peak FLOP/s at this precision, e.g. 312e12")
-    add("--bandwidth", type=positive, help="--breakdown: the device's peak memory bandwidth in B/s, e.g. 2.039e12")
+from .options import block_efficiency_of, table
 
 
 def run(arguments: argparse.Namespace) -> None:

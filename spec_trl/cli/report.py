@@ -1,9 +1,4 @@
-"""Draws a training run: PNG files, one HTML page that needs nothing else, and a summary on the terminal.
-
-Step and rollout times, the completion curve, when speculation was on and who drafted for whom, draft length and block
-efficiency, entropy against acceptance, block efficiency by depth, predicted against measured speedup, and the toggle's
-boundary with the run's own rounds on it. A run that is still going on, or was killed, can be drawn too.
-"""
+"""``spec-trl report``: a training run as PNG files, one HTML page, and a summary on the terminal."""
 
 import argparse
 import base64
@@ -21,12 +16,10 @@ from ..trainers.run_log import Run, read_run
 from . import figures
 from .boundary import block_efficiency_of_run, points_of_run, points_of_sweep, toggle_boundary
 from .figures import Drawing
-from .options import MARGIN, add_margin
+from .options import MARGIN
 from .timeline_figure import timeline_of_run
 
 
-HELP = "draw a training run: PNG files and one HTML page"
-EXAMPLE = "spec-trl report out --profile profile.json     (out: the output_dir of the run)"
 _DPI = 110
 
 
@@ -43,14 +36,6 @@ class Section:
     def text(self) -> str:
         """What is seen, or why nothing is."""
         return self.missing if self.drawing is None else self.drawing.text
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="output_dir of a SpecGRPOTrainer run, or its rollout_log.jsonl")
-    add("-o", "--output", type=Path, metavar="DIR", help="folder to write to (default: RUN/report)")
-    add("--profile", type=Path, metavar="JSON", help="roofline profile (default: the one that the run names)")
-    add_margin(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,11 +1,4 @@
-"""Compares a profile with measured times, and can fit a sweep anew (ER App. E.3, E.4).
-
-Prints the mean absolute error of target, draft, verify and round times, and how often the predicted speedup lies on
-the measured one's side of 1 and of 1.05 when every draft is accepted (τ = γ), with the share that always guessing the
-more frequent side would reach. Times are the profile's own, or those of a CSV in our format or in that of the
-EfficientRollout authors. In place of a profile their fits are read too and, to fit a sweep, their model constants or a
-model's config.json (as a 16-bit target with a 4-bit copy of its projections).
-"""
+"""``spec-trl validate``: a profile against measured times, or a sweep fitted anew (ER App. E.3, E.4)."""
 
 import argparse
 import json
@@ -23,26 +16,11 @@ from ..scheduling.calibration import BANDWIDTH_SHARE, Diagnostics, Form, evaluat
 from ..scheduling.profile import Profile, ProfileKey
 from ..scheduling.roofline import ModelConstants
 from ..scheduling.sweep import Sample, read_sweep
-from .options import positive, table
+from .options import table
 from .published import is_published, read_published
 
 
-HELP = "compare a profile with measured times, or fit a sweep anew"
-EXAMPLE = """spec-trl validate profile.json --csv sweep.csv --refit
-  spec-trl validate model_constants.json --csv sweep.csv --refit --flops 233.5e12 --bandwidth 2.039e12 -o new.json"""
 _FORMS: tuple[Form, ...] = ("paper", "improved")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "profile", type=Path, metavar="PROFILE", help="profile or published fit; with --refit constants or config.json"
-    )
-    add("--csv", type=Path, metavar="SWEEP", help="measured times (default: those in the profile)")
-    add("--refit", action="store_true", help="also fit the times, in the paper's form and in the improved one")
-    add("--flops", type=positive, help="--refit: effective FLOP/s of matrix products (default: the profile's)")
-    add("--bandwidth", type=positive, help="--refit: peak bandwidth in B/s (default: a published fit's, or no bound)")
-    add("-o", "--output", type=Path, metavar="JSON", help="write the last fit of the table as a profile")
 
 
 @dataclass(frozen=True)

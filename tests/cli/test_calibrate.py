@@ -31,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PreTrainedModel, Any, d
 def test_options_reach_the_sweep_and_files_are_written(tmp_path: Path, asked: list[Any]) -> None:
     tiny_llama().save_pretrained(tmp_path / "model")
     output, sweep = tmp_path / "profile.json", tmp_path / "sweep.csv"
-    arguments = ["--dtype", "fp32", "--quantization", "rtn-w8", "--kernel", "reference", "--lm-head", "dense"]
+    arguments = ["--dtype", "float32", "--quantization", "rtn-w8", "--kernel", "reference", "--lm-head", "dense"]
     arguments += ["--max-batch-size", "8", "--max-length", "128", "--budget", "7", "--device", "cpu"]
     arguments += ["-o", str(output), "--csv", str(sweep)]
     assert main(["calibrate", str(tmp_path / "model"), *arguments]) == 0
@@ -67,6 +67,7 @@ def test_bad_input_is_named_before_anything_is_loaded(
         (["model", "--kernel", "fast"], "draft_kernel='fast' is unknown"),
         (["model", "-o", str(tmp_path / "no" / "profile.json")], "there is no folder"),
         ([str(tmp_path)], "config.json"),
+        (["model", "--device", "nowhere"], "--device nowhere cannot be used here"),
     ):
         assert main(["calibrate", *arguments]) == 2
         captured = capsys.readouterr()

@@ -9,18 +9,34 @@ from pathlib import Path
 
 import pytest
 
-from spec_trl.cli import main as command_line
+import spec_trl_command
+from spec_trl import SpeculativeConfig
+from spec_trl.cli import options
+from spec_trl.cli.arguments import COMMANDS
 from spec_trl.cli.main import build_parser, main
+from spec_trl.generation.configuration import NEED_ASSISTANT
 from tests.cli.sample_run import make_profile
-
-
-COMMANDS = ("calibrate", "validate", "predict", "plot", "report")
 
 
 def test_the_script_is_declared() -> None:
     content = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     module, function = content["project"]["scripts"]["spec-trl"].split(":")
-    assert getattr(sys.modules[module], function) is main
+    assert getattr(sys.modules[module], function) is spec_trl_command.main
+    assert module in content["tool"]["setuptools"]["py-modules"]
+
+
+def test_the_script_runs_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["spec-trl", "predict", str(tmp_path / "none.json"), "--acceptance", "0.9"])
+    assert spec_trl_command.main() == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_options_name_what_the_library_names() -> None:
+    arguments, config = build_parser().parse_args(["calibrate", "model"]), SpeculativeConfig()
+    assert (arguments.quantization, arguments.kernel, arguments.lm_head) == config.packing()
+    assert options.ASSISTANTS == NEED_ASSISTANT
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,9 +53,8 @@ def test_help_explains_every_option_and_its_examples_parse(name: str, capsys: py
         main([name, "--help"])
     assert stop.value.code == 0
     text, _, examples = capsys.readouterr().out.partition("example:\n")
-    module = command_line._COMMANDS[name]
     parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
+    COMMANDS[name].add_arguments(parser)
     for action in parser._actions:
         assert action.help and (action.option_strings or [action.metavar])[0] in text
     lines = [re.sub(r"\s{2,}\(.*\)$", "", line.strip()) for line in examples.splitlines() if line.strip()]
@@ -63,6 +78,8 @@ def test_help_explains_every_option_and_its_examples_parse(name: str, capsys: py
         (["plot", "p.json", "--margin", "-1"], "argument --margin: '-1' is not a number from 0 to 1"),
         (["calibrate", "model", "--max-length", "2.5"], "'2.5' is not an integer of at least 1"),
         (["calibrate", "model", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["bench", "model", "--assistant", "small"], "'small' is not KIND=MODEL with one of the kinds model, eagle3"),
+        (["bench", "model", "--temperature", "-1"], "'-1' is not a number of at least 0"),
         (["report"], "the following arguments are required: RUN"),
     ],
 )
