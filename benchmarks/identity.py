@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import spec_trl
-from spec_trl.generation.sampling import gumbel_noise, position_keys, stream_keys
+from spec_trl.cli.near_ties import LogitNoise, distance, measure_logit_noise, reference_scores
 from spec_trl.generation.statistics import DraftCounts
 
 from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
@@ -31,7 +30,7 @@ from .rollout import max_packed_rows, number, ours, packed_rows_line
 from .workload import Workload, common_prefix, end_tokens, prompt_source
 
 
-NOISE_LENGTH, NOISE_PROMPT = 64, 8  # tokens of the texts on which the logit noise is measured, and of their prefill
+NOISE_LENGTH = 64  # tokens of the texts on which the logit noise is measured
 PROMPT_BATCHES = 16  # then the same prompts come again, with other seeds
 
 
@@ -44,49 +43,6 @@ class Tally:
     near_ties: int = 0
     unexplained: int = 0
     widest_near_tie: float = 0.0  # largest distance of a near-tie's token from the best score
-
-
-@dataclass(frozen=True)
-class LogitNoise:
-    """Largest and root mean square difference of one logit between forward shapes."""
-
-    largest: float
-    rms: float
-
-
-@torch.no_grad()
-def measure_logit_noise(model: PreTrainedModel, texts: Tensor, draft_length: int) -> LogitNoise:
-    """Compare the logits of `texts` [batch, n] when fed by 1 token, by draft_length + 1 tokens, and all at once."""
-    largest, squares, count = 0.0, 0.0, 0
-    caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    for cache in caches:
-        model(texts[:, :NOISE_PROMPT], past_key_values=cache)
-    whole = torch.cat([model(text[None]).logits for text in texts])  # [batch, n, vocab], row by row
-    width = draft_length + 1
-    for start in range(NOISE_PROMPT, texts.shape[1] - width + 1, width):
-        block = texts[:, start : start + width]  # [batch, width]
-        singly = torch.cat(
-            [model(token, past_key_values=caches[0]).logits for token in block.split(1, dim=1)], dim=1
-        ).double()  # [batch, width, vocab]
-        jointly = model(block, past_key_values=caches[1]).logits.double()  # [batch, width, vocab]
-        for other in (jointly, whole[:, start : start + width].double()):
-            difference = singly - other  # [batch, width, vocab]
-            largest = max(largest, difference.abs().max().item())
-            squares += difference.square().sum().item()
-            count += difference.numel()
-    return LogitNoise(largest, math.sqrt(squares / count))
-
-
-@torch.no_grad()
-def reference_scores(
-    model: PreTrainedModel, prefix: list[int], temperature: float, seed: int, row: int, at: int
-) -> Tensor:
-    """Perturbed scores [vocab] float64 of request `row` at generated position `at`, from one unbatched forward."""
-    logits = model(torch.tensor([prefix], device=model.device)).logits[0, -1]  # [vocab]
-    streams = stream_keys(seed, torch.tensor([row], device=model.device))  # [1]
-    keys = position_keys(streams, torch.tensor([[at]], device=model.device))  # [1, 1]
-    noise = gumbel_noise(keys.view(-1), logits.shape[-1])[0]  # [vocab]
-    return logits.double() / temperature + noise  # [vocab]
 
 
 def compare(
@@ -105,7 +61,7 @@ def compare(
             scores = reference_scores(
                 model, work.prompts[row] + a[:same], work.temperature, seed, row, same
             )  # [vocab]
-            gap = (scores.max() - scores[[a[same], b[same]]].min()).item()
+            gap = distance(scores, (a[same], b[same]))
         if gap < noise.largest / work.temperature:
             tally.near_ties += 1
             tally.widest_near_tie = max(tally.widest_near_tie, gap)

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from spec_trl import SpeculativeConfig
+from spec_trl.cli.near_ties import measure_logit_noise, reference_scores
 from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.statistics import SpeculationStatistics
 
-from .identity import NOISE_LENGTH, measure_logit_noise, reference_scores
+from .identity import NOISE_LENGTH
 from .measure import stopwatch
 from .models import LoadedModel
 from .tts_drafters import FROZEN, HELD_OUT, NONE

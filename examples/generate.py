@@ -9,81 +9,42 @@ the same, up to near-ties that rounding decides (none in float64).
 """
 
 import argparse
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel
 
 from spec_trl import SpeculativeConfig, SpeculativeOutput
-from spec_trl.generation.configuration import STRATEGIES, VERIFICATIONS
-
-
-PROMPTS = [
-    "Explain in one paragraph why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "A train travels 180 km in 2.5 hours. What is its average speed? Reason step by step.",
-    "Translate to French: The early bird catches the worm.",
-]
+from spec_trl.cli.arguments import DTYPES
+from spec_trl.cli.loading import find_device, load_model
+from spec_trl.cli.options import non_negative, whole_number
+from spec_trl.cli.prompts import PROMPTS, pad_left, read_prompts, token_ids
+from spec_trl.generation.configuration import NEED_ASSISTANT, STRATEGIES, TAKE_ASSISTANT, VERIFICATIONS
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="hub id or local folder (default: %(default)s)")
-    add("--prompts", type=Path, help="file with prompts (default: four built-in ones)")
-    add("--limit", type=int, default=32, help="take the first so many prompts (default: %(default)s)")
-    add("--max_prompt_tokens", type=int, default=256, help="cut prompts behind so many tokens (default: %(default)s)")
-    add("--max_new_tokens", type=int, default=256, help="longest completion in tokens (default: %(default)s)")
-    add("--temperature", type=float, default=1.0, help="0 decodes greedily (default: %(default)s)")
+    add("--prompts", type=Path, help="file with prompts (default: built-in ones)")
+    add("--limit", type=whole_number, default=32, help="take the first so many prompts (default: %(default)s)")
+    add("--max_prompt_tokens", type=whole_number, default=256, help="of a prompt; the rest is cut (default: %(default)s)")
+    add("--max_new_tokens", type=whole_number, default=256, help="longest completion in tokens (default: %(default)s)")
+    add("--temperature", type=non_negative, default=1.0, help="0 decodes greedily (default: %(default)s)")
     add("--top_p", type=float, default=1.0, help="nucleus (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the sampling noise (default: %(default)s)")
     add("--assistant_strategy", default="self", choices=STRATEGIES, help="what drafts (default: %(default)s)")
-    add("--assistant_model", help="hub id or folder of the drafter of --assistant_strategy model")
-    add("--draft_length", type=int, default=5, help="draft tokens per verification (default: %(default)s)")
+    add("--assistant_model", help="hub id or folder of the drafter, for a strategy that takes one")
+    add("--draft_length", type=whole_number, default=5, help="draft tokens per verification (default: %(default)s)")
     add("--verification", default="exact", choices=VERIFICATIONS, help="default: %(default)s")
-    add("--batch_size", type=int, help="rows decoded together (default: all)")
-    add("--dtype", default="auto", help="auto, float32, bfloat16, float64 (default: the checkpoint's)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add("--batch_size", type=whole_number, help="rows decoded together (default: all)")
+    add("--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (auto: the checkpoint's)")
+    add("--device", help="e.g. cuda or cpu (default: cuda where there is one, else cpu)")
     add("--show", type=int, default=3, help="print so many completions (default: %(default)s)")
     add("--compare", action="store_true", help='sample the same with assistant_strategy="none"')
     return parser.parse_args()
-
-
-def read_prompts(path: Path | None) -> list[str]:
-    """Reads prompts from a .txt, .jsonl or .json file; the built-in ones without a file."""
-    if path is None:
-        return PROMPTS
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json":
-        return [str(entry) for entry in json.loads(text)]
-    lines = [line for line in text.splitlines() if line.strip()]
-    if path.suffix != ".jsonl":
-        return lines
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        row = json.loads(line)
-        names = [name for name in ("prompt", "question", "text") if name in row]
-        if not names:
-            raise ValueError(f"line {number} of {path} has {sorted(row)}; it needs 'prompt', 'question' or 'text'.")
-        prompts.append(row[names[0]])
-    return prompts
-
-
-def tokenize(prompts: list[str], tokenizer: PreTrainedTokenizerBase, longest: int) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask`, each `[B, width]` int64, left-padded; as a chat where there is a template."""
-    # Cut before the template is put around it, whose end the model must see.
-    cut = [tokenizer.decode(tokenizer(p, add_special_tokens=False).input_ids[:longest]) for p in prompts]
-    if tokenizer.chat_template is not None:
-        turns = [[{"role": "user", "content": prompt}] for prompt in cut]
-        cut = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    batch = tokenizer(
-        cut, padding=True, padding_side="left", return_tensors="pt",
-        add_special_tokens=tokenizer.chat_template is None,
-    )  # fmt: skip
-    return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
 def sample(
@@ -99,7 +60,7 @@ def sample(
         **sampling,
         max_new_tokens=new_tokens,
         assistant_strategy=strategy,
-        assistant_model=arguments.assistant_model if strategy == "model" else None,
+        assistant_model=None if strategy == "none" else arguments.assistant_model,
         speculative_config=SpeculativeConfig(
             draft_length=arguments.draft_length,
             verification=arguments.verification,
@@ -138,20 +99,25 @@ def completions_of(output: SpeculativeOutput) -> list[list[int]]:
 
 def main() -> None:
     arguments = parse_arguments()
+    strategy, assistant = arguments.assistant_strategy, arguments.assistant_model
+    if assistant is not None and strategy not in TAKE_ASSISTANT:
+        raise ValueError(f"--assistant_strategy {strategy} uses no --assistant_model {assistant}; drop one of them.")
+    if assistant is None and strategy in NEED_ASSISTANT:
+        raise ValueError(f"--assistant_strategy {strategy} needs a drafter; give --assistant_model.")
+    device = find_device(arguments.device)
+    prompts = (PROMPTS if arguments.prompts is None else read_prompts(arguments.prompts))[: arguments.limit]
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).to(arguments.device).eval()
-    prompts = read_prompts(arguments.prompts)[: arguments.limit]
-    inputs = tokenize(prompts, tokenizer, arguments.max_prompt_tokens)
-    inputs = {name: tensor.to(arguments.device) for name, tensor in inputs.items()}
+    model = load_model(arguments.model, arguments.dtype, device)
+    inputs = pad_left(token_ids(prompts, tokenizer, arguments.max_prompt_tokens), device)
 
-    strategies = list(dict.fromkeys([*(["none"] if arguments.compare else []), arguments.assistant_strategy]))
+    strategies = list(dict.fromkeys([*(["none"] if arguments.compare else []), strategy]))
     outputs = {}
-    for strategy in strategies:
-        sample(model, inputs, strategy, arguments, new_tokens=4)  # the first one loads, quantizes and compiles
-        outputs[strategy] = sample(model, inputs, strategy, arguments, arguments.max_new_tokens)
+    for each in strategies:
+        sample(model, inputs, each, arguments, new_tokens=4)  # the first one loads, quantizes and compiles
+        outputs[each] = sample(model, inputs, each, arguments, arguments.max_new_tokens)
 
-    completions = {strategy: completions_of(output) for strategy, output in outputs.items()}
-    chosen = completions[arguments.assistant_strategy]
+    completions = {each: completions_of(output) for each, output in outputs.items()}
+    chosen = completions[strategy]
     for prompt, tokens in list(zip(prompts, chosen, strict=True))[: arguments.show]:
         print(f"--- {prompt[:200]}\n{tokenizer.decode(tokens, skip_special_tokens=True)}\n")
     for output in outputs.values():
@@ -162,4 +128,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as error:  # what was asked for is not there, or does not go together
+        sys.exit(f"generate.py: error: {' '.join(str(error).split())}")

@@ -13,6 +13,7 @@ Every field of SpecGRPOConfig is an option (--help lists them); a YAML file can 
 
 import re
 import statistics
+import sys
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -162,4 +163,7 @@ def print_summary(history: list[dict[str, Any]], strategy: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as error:  # what was asked for is not there, or does not go together
+        sys.exit(f"grpo_gsm8k.py: error: {' '.join(str(error).split())}")

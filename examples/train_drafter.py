@@ -14,7 +14,7 @@ Training that was broken off goes on with --resume and the same options, and end
 """
 
 import argparse
-import json
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
@@ -33,6 +32,9 @@ from transformers import (
 
 import spec_trl  # noqa: F401  teaches generate() the keyword assistant_strategy
 from spec_trl import SpeculativeConfig
+from spec_trl.cli.arguments import DTYPES
+from spec_trl.cli.loading import find_device, load_model
+from spec_trl.cli.prompts import read_prompts
 from spec_trl.generation.drafter_training import (
     STATE_FILE,
     LearnedTrainee,
@@ -98,41 +100,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, help="dflash: default 5; model: default 4")
     add("--hidden-size", type=int, default=96, help="model (default: %(default)s)")
     add("--mask-token", type=int, help="dflash: a token that text does not contain (default: the target's pad token)")
-    add("--dtype", default="float32", help="of the target (default: %(default)s); the drafter trains in float32")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add(
+        "--dtype",
+        default="float32",
+        choices=["auto", *DTYPES],
+        help="of the target (default: %(default)s); the drafter trains in float32",
+    )
+    add("--device", help="e.g. cuda or cpu (default: cuda where there is one, else cpu)")
     add("--measure-tokens", type=int, default=128, help="tokens per held-out prompt; 0: no measurement")
     return parser.parse_args(arguments)
 
 
 def _per_kind(name: str) -> str:
     return ", ".join(f"{getattr(recipe, name):g} ({kind})" for kind, recipe in RECIPES.items())
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Reads prompts from a .txt, .jsonl or .json file.
-
-    Raises:
-        ValueError: there are none, or a line has none of the known fields.
-    """
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json":
-        prompts = [str(entry) for entry in json.loads(text)]
-    else:
-        lines = [line for line in text.splitlines() if line.strip()]
-        prompts = (
-            [_prompt_of(line, number) for number, line in enumerate(lines, 1)] if path.suffix == ".jsonl" else lines
-        )
-    if not prompts:
-        raise ValueError(f"--prompts {path} holds no prompts.")
-    return prompts
-
-
-def _prompt_of(line: str, number: int) -> str:
-    row = json.loads(line)
-    names = [name for name in ("prompt", "question", "text") if name in row]
-    if not names:
-        raise ValueError(f"line {number} of --prompts has {sorted(row)}; it needs 'prompt', 'question' or 'text'.")
-    return str(row[names[0]])
 
 
 def tokenize(prompts: list[str], tokenizer: PreTrainedTokenizerBase, longest: int) -> list[Tensor]:
@@ -260,7 +240,7 @@ def main(given: list[str] | None = None) -> None:
         raise ValueError(f"--resume: {arguments.output} has no {STATE_FILE} to go on from.")
     if arguments.window is not None and arguments.window < 2:
         raise ValueError(f"window={arguments.window}: --window must be at least 2 tokens.")
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=arguments.dtype).to(arguments.device).eval()
+    target = load_model(arguments.target, arguments.dtype, find_device(arguments.device))
     context = target.config.get_text_config(decoder=True).max_position_embeddings
     length = arguments.sample_tokens or arguments.window or min(context, 512)
     prompts, held_out = choose_prompts(arguments, target, length)
@@ -284,4 +264,7 @@ def main(given: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as error:  # what was asked for is not there, or does not go together
+        sys.exit(f"train_drafter.py: error: {' '.join(str(error).split())}")

@@ -58,6 +58,7 @@ def calibrate(
     max_length: int = 4096,
     budget_seconds: float = 90.0,
     progress: bool = True,
+    kept_in: Path | None = None,
 ) -> Profile:
     """Measures and fits a roofline profile for `model` and its quantized self-drafter on this machine.
 
@@ -73,6 +74,7 @@ def calibrate(
         budget_seconds: time for the sweep; cells are repeated less where it is short. Every cell is timed four times
             at least, so a large model on a slow machine may exceed it.
         progress: show a progress bar.
+        kept_in: the folder that the caller will keep the profile in, so that it happens once: the bar says so.
 
     Returns:
         The profile; it is not saved.
@@ -90,10 +92,12 @@ def calibrate(
     # Its own one: the strategy that will run may need none.
     drafter = SelfDrafter(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
     constants = model_constants(model, drafter.quantized, _effective_dtype(model))
+    bar = f"calibrating this machine for {type(model).__name__}"
+    bar += "" if kept_in is None else f" (once; kept in {kept_in})"
     with torch.no_grad():
         flops = effective_flops(_time_gemms(model))
         bandwidth = _copy_bandwidth(constants.weight_bytes, model.device)
-        samples = _sweep(model, drafter, max_batch_size, max_length, budget_seconds, progress, config)
+        samples = _sweep(model, drafter, max_batch_size, max_length, budget_seconds, bar if progress else None, config)
     roofline, diagnostics = fit(samples, constants, flops, bandwidth_bounds=(0.4 * bandwidth, 1.5 * bandwidth))
     if (signs := diagnostics.guessing) is not None:
         warnings.warn(
@@ -219,7 +223,7 @@ def _sweep(
     max_batch: int,
     max_length: int,
     budget: float,
-    progress: bool,
+    bar: str | None,
     config: SpeculativeConfig,
 ) -> list[Sample]:
     """Times target, draft and verify over a grid that fits the machine, in two passes through shuffled cells."""
@@ -241,7 +245,7 @@ def _sweep(
     deadline = time.perf_counter() + budget
     warm_ups = 1 if runner_mode(config, model.device) == "eager" else CAPTURE_AFTER
     visits = list(itertools.product(range(2), cells))
-    for number, (visit, (batch, length, gamma)) in enumerate(tqdm(visits, "calibrating", disable=not progress)):
+    for number, (visit, (batch, length, gamma)) in enumerate(tqdm(visits, bar, disable=bar is None)):
         share = max(deadline - time.perf_counter(), 0.0) / (len(visits) - number)
         for mode, seconds in bench.rounds(batch, length, gamma, share, warm_ups=0 if visit else warm_ups):
             times.setdefault((batch, float(length), gamma, mode), []).append(seconds)

@@ -57,6 +57,7 @@ def build_ladder(
     budget_seconds: float = 60.0,
     progress: bool = True,
     config: SpeculativeConfig | None = None,
+    kept_in: Path | None = None,
 ) -> Ladder:
     """Times rounds of each drafter at each batch, γ and acceptance, each beside an autoregressive one; keeps medians.
 
@@ -78,6 +79,7 @@ def build_ladder(
             rounds that do not count.
         progress: show a progress bar where it takes longer than two seconds.
         config: names the runner, and what the quantized copy is packed with.
+        kept_in: the folder that the caller will keep the ladder in, so that it happens once: the bar says so.
 
     Returns:
         The ladder; it is not saved.
@@ -94,7 +96,9 @@ def build_ladder(
         for batch in sorted({min(batch, drafter.max_rows) for batch in batches})
     ]
     rungs: list[Rung] = []
-    with torch.no_grad(), tqdm(cells, "profiling drafters", disable=not progress, delay=QUIET) as bar:
+    name = f"profiling the drafters of {type(model).__name__}"
+    name += "" if kept_in is None else f" (once; kept in {kept_in})"
+    with torch.no_grad(), tqdm(cells, name, disable=not progress, delay=QUIET) as bar:
         for number, (drafter, batch) in enumerate(bar):
             share = max(deadline - time.perf_counter(), 0.0) / (len(cells) - number)
             bench = _Bench(model, drafter, batch, draft_lengths, acceptances, rounds, config)
@@ -151,7 +155,7 @@ def find_ladder(
     if found is None or 2 * found.batches[-1] < min(max_batch_size, most):
         # One just below the largest would say the same.
         batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
-        found = build_ladder(model, drafters, batches, draft_lengths, config=config)
+        found = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
         try:
             found.save(path)
         except OSError as error:  # a read-only home

@@ -114,7 +114,7 @@ def _cached_or_new(
             return profile
         max_batch_size, max_length = max(max_batch_size, most_rows), max(max_length, longest)
     try:
-        profile = calibrate(model, config, max_batch_size, max_length)
+        profile = calibrate(model, config, max_batch_size, max_length, kept_in=cached.parent)
     except RuntimeError as error:  # the drafter's fault or too little memory: neither may end a run
         warnings.warn(
             f"the machine could not be calibrated, so measured rounds alone decide when to speculate: {error}",

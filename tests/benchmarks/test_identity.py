@@ -9,11 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks import identity, refresh
-from benchmarks.identity import LogitNoise, Tally, compare, measure_logit_noise, reference_scores
+from benchmarks.identity import Tally, compare
 from benchmarks.models import build, shape_config
 from benchmarks.rollout import ours
 from benchmarks.workload import Workload
 from spec_trl import SpeculativeConfig
+from spec_trl.cli.near_ties import LogitNoise, measure_logit_noise, reference_scores
 
 
 @pytest.fixture(scope="module")

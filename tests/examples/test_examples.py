@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from examples import generate, grpo_gsm8k
 from examples.demo.task import build_tokenizer
 from spec_trl import SpeculativeOutput
+from spec_trl.cli.prompts import pad_left, token_ids
 from tests.trainers.harness import tiny_policy
 
 
@@ -132,31 +135,9 @@ def test_generate_on_a_small_model() -> None:
     assert 'rows identical to "none": 6 of 6' in printed
 
 
-def test_generate_prompt_files(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    (tmp_path / "a.json").write_text('["one", "two"]')
-    (tmp_path / "a.jsonl").write_text('{"question": "one"}\n{"prompt": "two", "text": "other"}\n')
-    for suffix in ("txt", "json", "jsonl"):
-        assert generate.read_prompts(tmp_path / f"a.{suffix}") == ["one", "two"]
-    (tmp_path / "b.jsonl").write_text('{"prompt": "one"}\n{"answer": "two"}\n')
-    with pytest.raises(ValueError, match=r"line 2 of .* has \['answer'\]"):
-        generate.read_prompts(tmp_path / "b.jsonl")
-    assert len(generate.read_prompts(None)) == 4
-
-
-def test_generate_cuts_prompts_and_keeps_the_template() -> None:
-    tokenizer = build_tokenizer()
-    plain = generate.tokenize(["a3+b8+c5", "a3"], tokenizer, longest=3)
-    assert tokenizer.batch_decode(plain["input_ids"], skip_special_tokens=True) == ["a3+", "a3"]
-    tokenizer.chat_template = CHAT_TEMPLATE
-    chat = generate.tokenize(["a3+b8+c5", "a3"], tokenizer, longest=3)
-    assert tokenizer.batch_decode(chat["input_ids"], skip_special_tokens=True) == ["a3+=", "a3="]
-    assert chat["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]  # no BOS that the template did not put
-
-
 def test_generate_options_act(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tiny_policy().eval()
-    inputs = generate.tokenize(["a3+b8=", "c5="], build_tokenizer(), longest=16)
+    inputs = pad_left(token_ids(["a3+b8=", "c5="], build_tokenizer(), longest=16), policy.device)
 
     def sample(strategy: str, *options: str) -> SpeculativeOutput:
         monkeypatch.setattr(sys, "argv", ["generate.py", *options])
@@ -170,6 +151,58 @@ def test_generate_options_act(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = sample("self", "--temperature", "0")
     assert torch.equal(greedy.sequences, policy.generate(**inputs, do_sample=False, max_new_tokens=24))
     assert "tokens per verified block" in generate.describe(greedy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "handed_over"), [("none", None), ("model", "small"), ("auto", "small"), ("eagle3", "small")]
+)
+def test_generate_hands_its_assistant_to_every_strategy_that_takes_one(
+    strategy: str, handed_over: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Model:
+        def generate(self, **options: Any) -> dict[str, Any]:
+            return options
+
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--assistant_model", "small"])
+    options: Any = generate.sample(Model(), {}, strategy, generate.parse_arguments(), new_tokens=1)
+    assert (options["assistant_strategy"], options["assistant_model"]) == (strategy, handed_over)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--assistant_model", "small"], "--assistant_strategy self uses no --assistant_model small"),
+        (["--assistant_strategy", "eagle3"], "--assistant_strategy eagle3 needs a drafter; give --assistant_model."),
+        (["--prompts", "no/such.txt"], "No such file or directory: 'no/such.txt'"),
+        (["--device", "nowhere"], "--device nowhere cannot be used here"),
+        (["--model", "no/such/model"], "no/such/model"),
+    ],
+)
+def test_generate_ends_in_one_line_on_bad_input(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate.py", *options])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "examples" / "generate.py"), run_name="__main__")
+    line = str(stop.value.code)
+    assert line.startswith("generate.py: error: ") and message in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("grpo_gsm8k.py", ["--model", "no/such/model"]),
+        ("train_drafter.py", ["--target", "no/such/model", "--output", "no/such/folder"]),
+    ],
+)
+def test_other_examples_end_in_one_line_on_bad_input(
+    script: str, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *options])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    line = str(stop.value.code)
+    assert line.startswith(f"{script}: error: ") and "no/such/model" in line and "\n" not in line
 
 
 @pytest.mark.parametrize("module", [generate, grpo_gsm8k], ids=["generate", "grpo_gsm8k"])

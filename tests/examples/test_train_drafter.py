@@ -1,6 +1,5 @@
 """The training script as a user runs it: trains, measures, resumes, and refuses what does not fit before any work."""
 
-import json
 import re
 from pathlib import Path
 
@@ -72,17 +71,6 @@ def test_stories(tmp_path: Path) -> None:
     assert "2 held-out prompts" in printed
 
 
-@pytest.mark.parametrize("suffix, text", [
-    (".txt", "one\n\ntwo\n"),
-    (".json", '["one", "two"]'),
-    (".jsonl", '{"prompt": "one"}\n{"text": "two"}\n'),
-])  # fmt: skip
-def test_prompt_files(suffix: str, text: str, tmp_path: Path) -> None:
-    path = tmp_path / f"prompts{suffix}"
-    path.write_text(text)
-    assert train_drafter.read_prompts(path) == ["one", "two"]
-
-
 def test_prompts_are_cut_within_their_template() -> None:
     tokenizer = build_tokenizer()
     assert tokenizer.decode(train_drafter.tokenize(["abcdef"], tokenizer, 3)[0]) == "<bos>ab"
@@ -113,13 +101,3 @@ def test_bad_input_is_refused_before_any_sampling(
             ["--target", str(target), "--prompts", str(prompts), "--output", str(output), *SMALL, *options]
         )
     assert not output.exists()
-
-
-def test_bad_prompts(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"prompt": "one"}) + "\n" + json.dumps({"title": "two"}))
-    with pytest.raises(ValueError, match=r"line 2 of --prompts has \['title'\]"):
-        train_drafter.read_prompts(path)
-    path.write_text("")
-    with pytest.raises(ValueError, match="holds no prompts"):
-        train_drafter.read_prompts(path)

@@ -51,7 +51,7 @@ def test_beyond_the_kernels_rows_only_verification_is_timed(policy: LlamaForCaus
     drafter.max_rows = 2
     with torch.no_grad():
         samples = calibrating._sweep(
-            policy, drafter, max_batch=4, max_length=200, budget=0.1, progress=False, config=SpeculativeConfig()
+            policy, drafter, max_batch=4, max_length=200, budget=0.1, bar=None, config=SpeculativeConfig()
         )
     drafted = {s.batch for s in samples if s.mode == "draft"}
     verified = {(s.batch, s.draft_length) for s in samples if s.mode == "verify"}
@@ -64,7 +64,7 @@ def test_memory_limits_the_grid(policy: LlamaForCausalLM, monkeypatch: pytest.Mo
     monkeypatch.setattr(calibrating, "free_memory", lambda device: 2 * 140 * per_token / calibrating.MEMORY_SHARE)
     with torch.no_grad():
         samples = calibrating._sweep(
-            policy, SelfDrafter(policy), 64, 250, budget=0.1, progress=False, config=SpeculativeConfig()
+            policy, SelfDrafter(policy), 64, 250, budget=0.1, bar=None, config=SpeculativeConfig()
         )
     assert {s.batch for s in samples} == {1, 2}
 
@@ -87,7 +87,7 @@ def test_sweep_times_the_engine_with_the_policys_own_weights(
     slowed(SelfDrafter, "propose", 0.1)
     with torch.no_grad():
         samples = calibrating._sweep(
-            policy, SelfDrafter(policy), 1, 200, budget=0.1, progress=False, config=SpeculativeConfig()
+            policy, SelfDrafter(policy), 1, 200, budget=0.1, bar=None, config=SpeculativeConfig()
         )
     for sample in samples:
         floor = {"target": 0.05, "verify": 0.05, "draft": 0.1 / max(sample.draft_length, 1)}[sample.mode]

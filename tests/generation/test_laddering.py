@@ -162,7 +162,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """Nothing is timed; the list has batches and γ of what was to be."""
     asked: list[tuple[list[int], list[int]]] = []
 
-    def build(model: Any, drafters: Any, batches: Any, draft_lengths: Any, config: SpeculativeConfig) -> Ladder:
+    def build(
+        model: Any, drafters: Any, batches: Any, draft_lengths: Any, config: SpeculativeConfig, **_: Any
+    ) -> Ladder:
         asked.append((list(batches), list(draft_lengths)))
         rungs = [Rung(d.strategy, b, g, 0.5, 1.0, 1.0) for d in drafters for b in batches for g in draft_lengths]
         key = laddering.profile_key(model, config)
@@ -230,3 +232,14 @@ def test_where_the_longest_draft_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
     ladder = build_ladder(model, [NgramDrafter(2)], [1, 4], SpeculativeConfig(draft_length=32).ladder_draft_lengths())
     lengths = ladder.draft_lengths("ngram", 1)
     assert lengths and lengths == ladder.draft_lengths("ngram", 4) and max(lengths) < 64
+
+
+def test_the_bar_says_why_and_that_it_happens_once(
+    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    monkeypatch.setattr(laddering, "QUIET", 0.0)
+    monkeypatch.setattr(laddering._Bench, "measure", lambda self, seconds: [])
+    with pytest.raises(ValueError, match="rung"):  # nothing was measured
+        laddering.find_ladder(tiny, [NgramDrafter(2)], SpeculativeConfig(), 1)
+    folder = laddering.cache_directory()
+    assert f"profiling the drafters of LlamaForCausalLM (once; kept in {folder})" in capsys.readouterr().err

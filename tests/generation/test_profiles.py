@@ -38,7 +38,7 @@ def calibrations(monkeypatch: pytest.MonkeyPatch, profile: Profile) -> list[tupl
     """Every calibration is answered at once with the module's profile."""
     asked = []
 
-    def answer(model: Any, config: SpeculativeConfig, max_batch_size: int, max_length: int) -> Profile:
+    def answer(model: Any, config: SpeculativeConfig, max_batch_size: int, max_length: int, **_: Any) -> Profile:
         asked.append((max_batch_size, max_length))
         return profile
 

@@ -58,7 +58,7 @@ def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Calibrations return at once; the list has the batch that each was asked for."""
     asked: list[int] = []
 
-    def calibrate(model: Any, config: SpeculativeConfig, max_batch_size: int, max_length: int) -> Profile:
+    def calibrate(model: Any, config: SpeculativeConfig, max_batch_size: int, max_length: int, **_: Any) -> Profile:
         asked.append(max_batch_size)
         return imaginary_profile(0.0)
 

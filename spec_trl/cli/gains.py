@@ -1,0 +1,364 @@
+"""Measures what each drafter gains for a model: tokens per second beside transformers' generate and "none"."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from statistics import median
+
+import torch
+from transformers import PreTrainedModel
+
+from ..generation.calibrating import cache_directory, profile_key
+from ..generation.configuration import SpeculativeConfig
+from ..generation.control import make_control
+from ..generation.drafters.base import Drafter
+from ..generation.statistics import SpeculationStatistics
+from ..generation.strategies import make_drafters
+from ..scheduling.profile import Profile
+from .near_ties import NOISE_PROMPT, distance, measure_logit_noise, reference_scores
+from .options import MARGIN
+from .prompts import pad_left
+
+
+GENERATE = "generate"
+OWN_DRAFTERS = ("self", "ngram", "history")
+"""What every model can have."""
+PROBE = 8
+"""Tokens per row of the calls that tell how long a visit will take."""
+LEAST_TOKENS = 16
+"""Per row: a visit of fewer would time little but the prompts."""
+PLANNED_VISITS, MOST_VISITS = 4, 8
+"""Of each way; the first one loads, packs and captures, and does not count."""
+NOISE_TEXTS, NOISE_LENGTH = 2, 64
+"""Texts, and tokens of each, on which the logit noise is measured."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts to continue: one row each, by up to `new_tokens`."""
+
+    prompts: list[list[int]]
+    new_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of generate; `statistics` where the engine ran."""
+
+    seconds: float
+    completions: list[list[int]]
+    statistics: SpeculationStatistics | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.completions)) / self.seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way to continue prompts.
+
+    Args:
+        strategy: GENERATE, transformers' own; or an `assistant_strategy`.
+        draft_length: γ; 0 without a drafter.
+        drafter: of this strategy; None without one.
+        assistant: what it was loaded from; None: it needs none.
+    """
+
+    strategy: str
+    draft_length: int = 0
+    drafter: Drafter | None = None
+    assistant: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As a reader tells it from the others."""
+        return f"{self.strategy}, γ {self.draft_length}" if self.draft_length else self.strategy
+
+    @property
+    def config(self) -> SpeculativeConfig:
+        """It drafts in every round that it can: what it would gain is to be seen."""
+        return SpeculativeConfig(draft_length=self.draft_length or 1, sd_toggle="always")
+
+    def __call__(self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float]) -> Call:
+        """Continues the prompts once."""
+        inputs = pad_left(work.prompts, model.device)
+        # Models come with top_k, top_p and penalties of their own: the comparison is of temperature sampling alone.
+        options: dict[str, object] = dict(do_sample=False, repetition_penalty=1.0)
+        if work.temperature > 0:
+            options |= dict(do_sample=True, temperature=work.temperature, top_k=0, top_p=1.0)
+        if self.strategy != GENERATE:
+            options |= dict(assistant_strategy=self.strategy, speculative_config=replace(self.config, seed=seed))
+        if self.assistant is not None:  # loaded once; the others are kept, or begin anew as they must
+            options["drafter"] = self.drafter
+        end, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+        torch.manual_seed(seed)
+        _synchronize(model.device)
+        started = clock()
+        output = model.generate(
+            **inputs, **options, max_new_tokens=work.new_tokens, pad_token_id=0 if pad is None else pad,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        _synchronize(model.device)
+        seconds = clock() - started
+        rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        ends = {end} if isinstance(end, int) else set(end or ())
+        statistics = None if self.strategy == GENERATE else output.statistics
+        return Call(seconds, [_up_to_end(row, ends) for row in rows], statistics)
+
+
+def make_ways(
+    model: PreTrainedModel, draft_lengths: Sequence[int], assistants: Mapping[str, str]
+) -> tuple[list[Way], dict[str, str]]:
+    """All ways to continue prompts with `model`, and why it cannot have which of its own drafters.
+
+    Args:
+        model: the target.
+        draft_lengths: γ to try.
+        assistants: path or hub id, by strategy.
+
+    Raises:
+        ValueError: an assistant does not fit.
+    """
+    ways, missing = [Way(GENERATE), Way("none")], {}
+    for strategy in (*OWN_DRAFTERS, *assistants):
+        assistant = assistants.get(strategy)
+        try:
+            (drafter,) = make_drafters(strategy, model, assistant, SpeculativeConfig())
+        except ValueError as error:
+            if assistant is not None:
+                raise
+            missing[strategy] = str(error)
+        else:
+            ways += [Way(strategy, gamma, drafter, assistant) for gamma in draft_lengths]
+    return ways, missing
+
+
+def fitting_length(wanted: int, seconds: float, ways: int, probe: Call) -> int:
+    """New tokens per row, at most `wanted`, with which PLANNED_VISITS of so many ways take about `seconds`.
+
+    Args:
+        wanted: tokens per row.
+        seconds: to be filled.
+        ways: calls of one visit.
+        probe: a call of "none" for PROBE tokens.
+    """
+    assert probe.statistics is not None
+    prefill = min(probe.statistics.phase_seconds["prefill"], probe.seconds)
+    per_token = max(probe.seconds - prefill, 1e-9) / PROBE
+    tokens = (seconds / (PLANNED_VISITS * ways) - prefill) / per_token
+    return min(wanted, max(int(tokens), LEAST_TOKENS))
+
+
+def in_turns(
+    model: PreTrainedModel,
+    ways: Sequence[Way],
+    work: Work,
+    seed: int,
+    deadline: float,
+    clock: Callable[[], float] = time.perf_counter,
+    begin: Callable[[Way], object] = lambda way: None,
+) -> dict[Way, list[Call]]:
+    """Visits all `ways` in turn, a new first one each time, until another visit would end after `deadline`: twice at
+    least, MOST_VISITS times at most. Visit i has the seed `seed` + i; `begin` is told of each call."""
+    calls: dict[Way, list[Call]] = {way: [] for way in ways}
+    for visit in range(MOST_VISITS):
+        started = clock()
+        shift = visit % len(ways)
+        for way in [*ways[shift:], *ways[:shift]]:
+            begin(way)
+            calls[way].append(way(model, work, seed + visit, clock))
+        now = clock()
+        if visit and now + (now - started) > deadline:
+            break
+    return calls
+
+
+@dataclass
+class Identity:
+    """Rows of a way against those of "none" with the same seed; `unexplained` are neither equal nor a near-tie."""
+
+    rows: int = 0
+    identical: int = 0
+    near_ties: int = 0
+    unexplained: int = 0
+
+
+def compare(
+    model: PreTrainedModel, work: Work, seed: int, plain: Sequence[Call], calls: Sequence[Call], draft_length: int
+) -> Identity:
+    """The calls of one way against those of "none", visit by visit."""
+    found, noise = Identity(), None
+    for visit, (reference, call) in enumerate(zip(plain, calls, strict=True)):
+        for row, (theirs, ours) in enumerate(zip(reference.completions, call.completions, strict=True)):
+            found.rows += 1
+            if ours == theirs:
+                found.identical += 1
+                continue
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(theirs, ours, strict=False)))
+            gap = math.inf  # of a row that only ends early: there is no token to tie with
+            if same < min(len(theirs), len(ours)):
+                prefix = work.prompts[row] + theirs[:same]
+                scores = reference_scores(model, prefix, work.temperature, seed + visit, row, same)  # [vocab]
+                gap = distance(scores, (theirs[same], ours[same]))
+            if noise is None:
+                noise = _logit_noise(model, work, reference, draft_length)
+            if gap < noise / (work.temperature or 1.0):
+                found.near_ties += 1
+            else:
+                found.unexplained += 1
+    return found
+
+
+def _logit_noise(model: PreTrainedModel, work: Work, call: Call, draft_length: int) -> float:
+    """The largest difference of one logit between forward shapes; 0 where no text is long enough to measure it."""
+    texts = sorted((p + c for p, c in zip(work.prompts, call.completions, strict=True)), key=len)[-NOISE_TEXTS:]
+    length = min(len(texts[0]), NOISE_LENGTH)
+    if length < NOISE_PROMPT + draft_length + 1:
+        return 0.0
+    cut = torch.tensor([text[:length] for text in texts], device=model.device)  # [texts, length]
+    return measure_logit_noise(model, cut, draft_length).largest
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One way at one batch size.
+
+    Args:
+        way, batch: which.
+        tokens_per_second: median over the visits that count.
+        of_generate, of_none: medians of the ratio within a visit.
+        predicted: speedup over "none" by the roofline in the cache, at the measured block efficiency; None without it.
+        drafting: share of the decoding rounds that drafted; None without the engine.
+        acceptance_rate, block_efficiency: of those rounds; None without any.
+        identity: None without a drafter.
+        failure: why the drafter was dropped; None: it was not.
+    """
+
+    way: Way
+    batch: int
+    tokens_per_second: float
+    of_generate: float
+    of_none: float
+    predicted: float | None
+    drafting: float | None
+    acceptance_rate: float | None
+    block_efficiency: float | None
+    identity: Identity | None
+    failure: str | None
+
+
+def summarise(
+    model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: Profile | None
+) -> list[Gain]:
+    """A gain for each way. The first visit counts for identity alone."""
+    by_strategy = {way.strategy: made for way, made in calls.items()}
+    generate, none = by_strategy[GENERATE], by_strategy["none"]
+    gains = []
+    for way, made in calls.items():
+        drafted = [s for call in made if (s := call.statistics) is not None and s.total.blocks]
+        rounds = [s for call in made if (s := call.statistics) is not None]
+        tau = median(s.block_efficiency for s in drafted) if drafted else None
+        identity = None
+        if way.drafter is not None:
+            identity = compare(model, work, seed, none, made, way.draft_length)
+        gains.append(
+            Gain(
+                way,
+                len(work.prompts),
+                median(call.tokens_per_second for call in made[1:]),
+                _ratio(made[1:], generate[1:]),
+                _ratio(made[1:], none[1:]),
+                _predicted(way, work, made, tau, profile),
+                median(_drafting_share(s) for s in rounds) if rounds else None,
+                median(s.acceptance_rate for s in drafted) if drafted else None,
+                tau,
+                identity,
+                next((s.drafter_failure for s in rounds if s.drafter_failure is not None), None),
+            )
+        )
+    return gains
+
+
+def _ratio(ours: Sequence[Call], theirs: Sequence[Call]) -> float:
+    return median(a.tokens_per_second / b.tokens_per_second for a, b in zip(ours, theirs, strict=True))
+
+
+def _drafting_share(statistics: SpeculationStatistics) -> float:
+    rounds = sum(point.rounds for point in statistics.points)
+    return sum(point.rounds for point in statistics.points if point.draft_length) / rounds if rounds else 0.0
+
+
+def _predicted(
+    way: Way, work: Work, calls: Sequence[Call], tau: float | None, profile: Profile | None
+) -> float | None:
+    if way.drafter is None or tau is None or profile is None:
+        return None
+    (candidate,) = make_control([way.drafter], way.config, profile).candidates
+    if candidate.roofline is None:
+        return None
+    batch = len(work.prompts)
+    longest = [len(p) + len(c) / 2 for call in calls for p, c in zip(work.prompts, call.completions, strict=True)]
+    length = sum(longest) / len(longest)  # halfway through, the mean over the rounds of a rollout
+    cycle = candidate.cycle_seconds(candidate.roofline, batch, length)
+    return tau * candidate.roofline.target_seconds(batch, length) / cycle
+
+
+def profile_in_cache(model: PreTrainedModel, config: SpeculativeConfig) -> Profile | None:
+    """The roofline profile that an earlier run left for `model` on this machine; None without one."""
+    key = profile_key(model, config)
+    path = cache_directory() / key.file_name
+    try:
+        profile = Profile.load(path)
+        profile.require(key, path)
+    except (OSError, ValueError):
+        return None
+    return profile
+
+
+def choose(gains: Sequence[Gain]) -> tuple[Way, float]:
+    """The way to recommend, and its speedup over GENERATE: the geometric mean over the batches.
+
+    What is simpler is kept unless the other gains MARGIN over it: GENERATE, then "none", then a drafter. A way whose
+    drafter failed, or whose tokens differ from those of "none" by more than near-ties, is out.
+    """
+    by_way: dict[Way, list[Gain]] = {}
+    for gain in gains:
+        by_way.setdefault(gain.way, []).append(gain)
+    scores = {
+        way: math.exp(sum(math.log(gain.of_generate) for gain in own) / len(own))
+        for way, own in by_way.items()
+        if all(gain.failure is None and not (gain.identity and gain.identity.unexplained) for gain in own)
+    }
+    chosen = next(way for way in scores if way.strategy == GENERATE)
+    plain = [way for way in scores if way.strategy == "none"]
+    drafting = sorted((way for way in scores if way.draft_length), key=scores.__getitem__)[-1:]
+    for way in (*plain, *drafting):
+        if scores[way] >= (1 + MARGIN) * scores[chosen]:
+            chosen = way
+    return chosen, scores[chosen]
+
+
+def config_to_paste(way: Way, draft_lengths: Sequence[int]) -> tuple[str, str]:
+    """Arguments of generate, and a config of the trainer, as Python text."""
+    named = f"assistant_strategy={way.strategy!r}"
+    if way.assistant is not None:
+        named += f", assistant_model={way.assistant!r}"
+    if not way.draft_length:
+        return named, f"SpecGRPOConfig({named})"
+    lengths = f"draft_lengths={sorted(draft_lengths)}, initial_draft_length={way.draft_length}"
+    config = f"speculative_config=SpeculativeConfig(draft_length={way.draft_length})"
+    return f"{named}, {config}", f"SpecGRPOConfig({named}, {lengths})"
+
+
+def _up_to_end(row: list[int], ends: set[int]) -> list[int]:
+    """The tokens of `row` up to its first end token, which counts."""
+    return row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
