@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="hub id or local folder (default: %(default)s)")
     add("--prompts", type=Path, help="file with prompts (default: built-in ones)")
     add("--limit", type=whole_number, default=32, help="take the first so many prompts (default: %(default)s)")
-    add("--max_prompt_tokens", type=whole_number, default=256, help="of a prompt; the rest is cut (default: %(default)s)")
+    add("--max_prompt_tokens", type=whole_number, default=256, help="cut longer ones (default: %(default)s)")
     add("--max_new_tokens", type=whole_number, default=256, help="longest completion in tokens (default: %(default)s)")
     add("--temperature", type=non_negative, default=1.0, help="0 decodes greedily (default: %(default)s)")
     add("--top_p", type=float, default=1.0, help="nucleus (default: %(default)s)")

@@ -10,22 +10,20 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..generation.calibrating import hardware_name
+from ..generation.calibrating import cache_directory, hardware_name
 from ..generation.configuration import SpeculativeConfig
 from ..generation.integration import install
 from ..generation.requirements import check_lengths, check_model
 from .gains import (
     GENERATE,
     MOST_VISITS,
-    PROBE,
     Gain,
     Way,
     Work,
     choose,
     config_to_paste,
-    fitting_length,
-    in_turns,
     make_ways,
+    measure,
     profile_in_cache,
     summarise,
 )
@@ -56,8 +54,8 @@ def run(arguments: argparse.Namespace) -> None:
     prompts, kind = _prompts(arguments, model, texts)
     check_lengths(model, max(map(len, prompts)), max(map(len, prompts)) + arguments.length)
     print(f"{arguments.model}, {str(model.dtype).removeprefix('torch.')}, {machine(device)}")
-    print(f"{kind}; temperature {arguments.temperature:g}, up to {arguments.length} tokens per row")
-    gains = measure(model, prompts, arguments, assistants)
+    print(f"{kind}; temperature {arguments.temperature:g}; measuring for about {arguments.seconds:g} s")
+    gains = _measure(model, prompts, arguments, assistants)
     print(_recommendation(gains, arguments.draft_length))
 
 
@@ -76,48 +74,44 @@ def _prompts(
     return prompts, f"random prompts ({arguments.model} has no tokenizer): on text other drafts are accepted"
 
 
-def measure(
+def _measure(
     model: PreTrainedModel, prompts: list[list[int]], arguments: argparse.Namespace, assistants: dict[str, str]
 ) -> list[Gain]:
     """Measures all ways at each batch size within `arguments.seconds`, and prints a table for each."""
     deadline = time.perf_counter() + arguments.seconds
     ways, missing = make_ways(model, arguments.draft_length, assistants)
     profile = profile_in_cache(model, SpeculativeConfig())
-    none = next(way for way in ways if way.strategy == "none")
     gains: list[Gain] = []
     batches = sorted(set(arguments.batch))
-    with tqdm(total=len(batches) * MOST_VISITS * len(ways), unit="call") as bar:
+    with tqdm(total=len(batches) * (2 + MOST_VISITS) * len(ways), unit="call") as bar:
 
         def begin(way: Way) -> None:
             bar.set_postfix_str(way.name)
             bar.update()
 
         for number, batch in enumerate(batches):
-            bar.set_description(f"{batch} rows")
+            bar.set_description(f"batch {batch}")
             rows = [prompts[i % len(prompts)] for i in range(batch)]
+            wanted = Work(rows, arguments.length, arguments.temperature)
             share = (deadline - time.perf_counter()) / (len(batches) - number)
-            end = time.perf_counter() + share
-            probe = Work(rows, min(PROBE, arguments.length), arguments.temperature)
-            none(model, probe, arguments.seed, time.perf_counter)  # loads and prepares
-            second = none(model, probe, arguments.seed, time.perf_counter)
-            length = fitting_length(arguments.length, share, len(ways), second)
-            work = Work(rows, length, arguments.temperature)
-            calls = in_turns(model, ways, work, arguments.seed, end, begin=begin)
-            bar.update((number + 1) * MOST_VISITS * len(ways) - bar.n)
+            work, calls = measure(model, ways, wanted, arguments.seed, share, begin=begin)
+            bar.update((number + 1) * (2 + MOST_VISITS) * len(ways) - bar.n)  # less were needed
             found = summarise(model, work, arguments.seed, calls, profile)
-            visits = len(calls[none]) - 1
-            bar.write(f"\n{batch} rows of {length} tokens at most, median of {visits} visits{_cut(length, arguments)}:")
-            bar.write(_table(found))
+            visits = max(len(calls[ways[0]]) - 1, 1)
+            bar.write(f"\nbatch {batch}, {_length(work, arguments)}, median of {visits}:\n{_table(found)}")
             gains += found
+    if profile is None:
+        print(f"no prediction: no run has calibrated this model on this machine yet (looked in {cache_directory()})")
     for strategy, reason in missing.items():
         print(f"{strategy} is not possible here: {reason}")
     return gains
 
 
-def _cut(length: int, arguments: argparse.Namespace) -> str:
-    if length == arguments.length:
-        return ""
-    return f" (--length {arguments.length} does not fit into --seconds {arguments.seconds:g})"
+def _length(work: Work, arguments: argparse.Namespace) -> str:
+    text = f"up to {work.new_tokens} tokens per row"
+    if work.new_tokens == arguments.length:
+        return text
+    return f"{text} (more do not fit into --seconds {arguments.seconds:g})"
 
 
 def _table(gains: Sequence[Gain]) -> str:
@@ -148,7 +142,7 @@ def _identity(gain: Gain) -> str:
 def _recommendation(gains: Sequence[Gain], draft_lengths: Sequence[int]) -> str:
     way, speedup = choose(gains)
     if way.strategy == GENERATE:
-        return "\nNothing gains 5 % over transformers' generate here: leave assistant_strategy out, and use TRL's trainer."
+        return "\nrecommended: leave assistant_strategy out; nothing gains 5 % over transformers' generate here"
     call, config = config_to_paste(way, draft_lengths)
     return (
         f"\nrecommended: {way.name}, {speedup:.2f} times as fast as generate (geometric mean over the batches)\n"

@@ -27,10 +27,8 @@ OWN_DRAFTERS = ("self", "ngram", "history")
 """What every model can have."""
 PROBE = 8
 """Tokens per row of the calls that tell how long a visit will take."""
-LEAST_TOKENS = 16
-"""Per row: a visit of fewer would time little but the prompts."""
 PLANNED_VISITS, MOST_VISITS = 4, 8
-"""Of each way; the first one loads, packs and captures, and does not count."""
+"""Of all ways; where there are several, the first one, in which a GPU's forwards are captured, does not count."""
 NOISE_TEXTS, NOISE_LENGTH = 2, 64
 """Texts, and tokens of each, on which the logit noise is measured."""
 
@@ -137,20 +135,23 @@ def make_ways(
     return ways, missing
 
 
-def fitting_length(wanted: int, seconds: float, ways: int, probe: Call) -> int:
-    """New tokens per row, at most `wanted`, with which PLANNED_VISITS of so many ways take about `seconds`.
+def fitting_length(wanted: int, seconds: float, probe: Work, calls: Mapping[Way, Sequence[Call]]) -> int:
+    """New tokens per row, at most `wanted` and at least those of the probe, with which PLANNED_VISITS of all ways take
+    about `seconds`.
 
     Args:
         wanted: tokens per row.
         seconds: to be filled.
-        ways: calls of one visit.
-        probe: a call of "none" for PROBE tokens.
+        probe: a work of few tokens.
+        calls: that did it, by way; the last ones count.
     """
-    assert probe.statistics is not None
-    prefill = min(probe.statistics.phase_seconds["prefill"], probe.seconds)
-    per_token = max(probe.seconds - prefill, 1e-9) / PROBE
-    tokens = (seconds / (PLANNED_VISITS * ways) - prefill) / per_token
-    return min(wanted, max(int(tokens), LEAST_TOKENS))
+    (none,) = (made[-1].statistics for way, made in calls.items() if way.strategy == "none")
+    assert none is not None
+    prefill = none.phase_seconds["prefill"]
+    reading = sum(min(prefill, made[-1].seconds) for made in calls.values())
+    per_token = (sum(made[-1].seconds for made in calls.values()) - reading) / probe.new_tokens
+    tokens = (seconds / PLANNED_VISITS - reading) / max(per_token, 1e-9)
+    return min(wanted, max(int(tokens), probe.new_tokens))
 
 
 def in_turns(
@@ -158,23 +159,46 @@ def in_turns(
     ways: Sequence[Way],
     work: Work,
     seed: int,
+    most: int,
     deadline: float,
     clock: Callable[[], float] = time.perf_counter,
     begin: Callable[[Way], object] = lambda way: None,
 ) -> dict[Way, list[Call]]:
-    """Visits all `ways` in turn, a new first one each time, until another visit would end after `deadline`: twice at
-    least, MOST_VISITS times at most. Visit i has the seed `seed` + i; `begin` is told of each call."""
+    """Visits all `ways` in turn, a new first one each time: once, and then up to `most` times until another visit
+    would end after `deadline`. Visit i has the seed `seed` + i; `begin` is told of each call."""
     calls: dict[Way, list[Call]] = {way: [] for way in ways}
-    for visit in range(MOST_VISITS):
+    for visit in range(most):
         started = clock()
         shift = visit % len(ways)
         for way in [*ways[shift:], *ways[:shift]]:
             begin(way)
             calls[way].append(way(model, work, seed + visit, clock))
         now = clock()
-        if visit and now + (now - started) > deadline:
+        if now + (now - started) > deadline:
             break
     return calls
+
+
+def measure(
+    model: PreTrainedModel,
+    ways: Sequence[Way],
+    work: Work,
+    seed: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+    begin: Callable[[Way], object] = lambda way: None,
+) -> tuple[Work, dict[Way, list[Call]]]:
+    """The calls of all ways, for about `seconds`, and the work that they did: as much of `work` as the time allows.
+
+    Two visits of a few tokens load and pack, and tell how many fit. Where no more do, they are what is measured.
+    """
+    deadline = clock() + seconds
+    probe = replace(work, new_tokens=min(PROBE, work.new_tokens))
+    calls = in_turns(model, ways, probe, seed, 2, math.inf, clock, begin)
+    work = replace(work, new_tokens=fitting_length(work.new_tokens, deadline - clock(), probe, calls))
+    if work.new_tokens > probe.new_tokens:
+        calls = in_turns(model, ways, work, seed, MOST_VISITS, deadline, clock, begin)
+    return work, calls
 
 
 @dataclass
@@ -254,9 +278,10 @@ class Gain:
 def summarise(
     model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: Profile | None
 ) -> list[Gain]:
-    """A gain for each way. The first visit counts for identity alone."""
+    """A gain for each way. Of several visits the first counts for identity alone."""
     by_strategy = {way.strategy: made for way, made in calls.items()}
     generate, none = by_strategy[GENERATE], by_strategy["none"]
+    timed = slice(1, None) if len(none) > 1 else slice(None)
     gains = []
     for way, made in calls.items():
         drafted = [s for call in made if (s := call.statistics) is not None and s.total.blocks]
@@ -269,9 +294,9 @@ def summarise(
             Gain(
                 way,
                 len(work.prompts),
-                median(call.tokens_per_second for call in made[1:]),
-                _ratio(made[1:], generate[1:]),
-                _ratio(made[1:], none[1:]),
+                median(call.tokens_per_second for call in made[timed]),
+                _ratio(made[timed], generate[timed]),
+                _ratio(made[timed], none[timed]),
                 _predicted(way, work, made, tau, profile),
                 median(_drafting_share(s) for s in rounds) if rounds else None,
                 median(s.acceptance_rate for s in drafted) if drafted else None,
