@@ -79,7 +79,7 @@ def _measure(
 ) -> list[Gain]:
     """Measures all ways at each batch size within `arguments.seconds`, and prints a table for each."""
     deadline = time.perf_counter() + arguments.seconds
-    ways, missing = make_ways(model, arguments.draft_length, assistants)
+    ways, missing = make_ways(model, sorted(set(arguments.draft_length)), assistants)
     profile = profile_in_cache(model, SpeculativeConfig())
     gains: list[Gain] = []
     batches = sorted(set(arguments.batch))

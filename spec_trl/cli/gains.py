@@ -374,7 +374,7 @@ def config_to_paste(way: Way, draft_lengths: Sequence[int]) -> tuple[str, str]:
         named += f", assistant_model={way.assistant!r}"
     if not way.draft_length:
         return named, f"SpecGRPOConfig({named})"
-    lengths = f"draft_lengths={sorted(draft_lengths)}, initial_draft_length={way.draft_length}"
+    lengths = f"draft_lengths={sorted(set(draft_lengths))}, initial_draft_length={way.draft_length}"
     config = f"speculative_config=SpeculativeConfig(draft_length={way.draft_length})"
     return f"{named}, {config}", f"SpecGRPOConfig({named}, {lengths})"
 
