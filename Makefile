@@ -17,14 +17,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONDONTWRITEBYTECODE =
 PIP := $(RUN) -m pip install -q --no-compile
 
-.PHONY: help venv demo test test-all lint typecheck unit unit-all bench clean
+.PHONY: help venv demo test test-all lint typecheck unit unit-all unit-shared bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       GRPO on a small policy with speculative rollouts; table and plot in demo_output/"
-	@echo "make test       lint, type check, tests: the whole of CI"
+	@echo "make test       lint, type check, tests"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make unit       the tests alone"
+	@echo "make unit-shared  the tests that ask for ../shared, which is not part of the repository"
 	@echo "make lint       ruff"
 	@echo "make typecheck  mypy"
 	@echo "make bench      short benchmarks; results in bench_output/"
@@ -64,6 +65,9 @@ unit: $(READY)
 
 unit-all: $(READY)
 	$(PYTEST)
+
+unit-shared: $(READY)
+	$(PYTEST) -m "shared and not slow"
 
 lint: $(READY)
 	$(RUN) -m ruff check .

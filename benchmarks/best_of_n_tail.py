@@ -1,15 +1,16 @@
 """Best-of-N in the tail: target forwards until the last row of a mixed batch has finished (SA §4.2, §5.5).
 
-Half of the prompts are stories; half are passages of the articles that Spec-Bench has for summarisation, twice and
-begun again, which the target goes on to copy. Each drafter runs by itself, always on, at each γ; the one with the
-fewest target forwards is the best single method. Against it the same drafters race.
+Half of the prompts are stories; half are passages, of stories or of the articles that Spec-Bench has for
+summarisation, twice and begun again, which the target goes on to copy. Each drafter runs by itself, always on, at each
+γ; the one with the fewest target forwards is the best single method. Against it the same drafters race.
 
 On a small CPU hardly any verified token is free, and the race's judge rightly stops it. So that what is measured is
 what races do where they are allowed, the control is told how long each round would have taken on an A100 with a 7B
 target, by the roofline that the EfficientRollout authors published; a small LM's forward is taken to cost a tenth of
 the target's. Forwards and tokens are real, and so are the seconds of this machine; those of the A100 are modelled.
 
-    python -m benchmarks.best_of_n_tail --models copier,float32 --assistant ../shared/models/stories260K
+    python -m benchmarks.best_of_n_tail --models copier,float32 --assistant ../shared/models/stories260K \\
+        --articles ../shared/data/spec_bench/question.jsonl
 """
 
 import argparse
@@ -51,7 +52,7 @@ from .best_of_n_subject import (
 )
 from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
 from .never_slower import Call, Way, ratios
-from .workload import STORIES, Workload, prompt_source
+from .workload import Workload, prompt_source
 
 
 A100 = Roofline(  # ER App. E.3: Qwen2.5-7B, bfloat16, with a 4-bit copy as drafter
@@ -159,7 +160,7 @@ def measure_pool(subject: Subject, pool: Sequence[str], rows: int, options: argp
     """All ways with the drafters of one pool."""
     tokens, lengths, count = options.new_tokens[0], options.lengths, options.repeats + options.rollouts
     prompts = prompt_source(subject.loaded, None, rows * count, options.seed)
-    if options.copied_texts == "articles":
+    if options.articles is not None:
         others = articles(subject, options.articles)
         prompts = [own for pair in zip(prompts, others, strict=False) for own in pair]
     kinds = [(STORY, COPY)[row % 2] for row in range(rows)]
@@ -288,20 +289,17 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--pools", nargs="+", default=["ngram,model", "self,ngram,model"], metavar="NAME,NAME",
         help="drafters that race (default: %(default)s)")  # fmt: skip
-    add("--copied-texts", choices=["articles", "stories"], default="articles", help="whose passages (%(default)s)")
-    add(
-        "--articles",
-        type=Path,
-        default=STORIES.parents[1] / "spec_bench/question.jsonl",
-        help="questions of Spec-Bench",
-    )
+    add("--articles", type=Path, help="question.jsonl of Spec-Bench, whose articles give the passages to copy; "
+        "default: the stories")  # fmt: skip
     add("--lengths", type=int, nargs="+", default=[5, 10], help="γ of each drafter (default: %(default)s)")
     add("--batch", type=int, nargs="+", default=[8, 16], help="rows (default: %(default)s)")
     add("--new-tokens", type=int, nargs=1, default=[256], help="per row (default: %(default)s)")
     add("--rollouts", type=int, default=4, help="that fill the history (default: %(default)s)")
     add("--repeats", type=int, default=5, help="of each way (default: %(default)s)")
     add("--output", type=Path, default=RESULTS / "best_of_n_tail.json", help="the .md goes beside it (%(default)s)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.copied_texts = "stories" if options.articles is None else "articles"
+    return options
 
 
 def main() -> None:

@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder of a small story model")
     parser.add_argument("--teacher", help="folder of what it stays close to (default: --model)")
     parser.add_argument("--seed", type=int, default=0, help="of the texts (default: %(default)s)")
-    parser.add_argument("--stories", type=Path, default=STORIES, help="JSON list of strings (default: TinyStories)")
+    parser.add_argument("--stories", type=Path, default=STORIES, help="JSON list of strings (%(default)s)")
     parser.add_argument("--steps", type=int, nargs=2, default=[1200, 1500], help="on random tokens, on passages")
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
     options = parser.parse_args()

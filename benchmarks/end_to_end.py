@@ -211,7 +211,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--repeats", type=int, default=4, help="trainings of each method (default: %(default)s)")
     add("--dtype", choices=list(DTYPES), help="of the weights (default: float32, shape models bfloat16)")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
-    add("--prompts", type=Path, help="JSON list of strings (default: TinyStories in ../shared); not for the demo")
+    add("--prompts", type=Path, help="JSON list of strings (default: examples/data/stories.json); not for the demo")
     add("--calibration-seconds", type=float, default=120.0, help="at most, for the sweep (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")

@@ -191,7 +191,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--draft-kernel", default="auto", help="of the self-drafter; a fast one serves few rows only")
     parser.add_argument("--rejection-batches", type=int, default=4, help="batches run with rejection too")
     parser.add_argument("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
-    parser.add_argument("--prompts", type=Path, help="JSON list of strings; default: TinyStories in ../shared")
+    parser.add_argument("--prompts", type=Path, help="JSON list of strings; default: examples/data/stories.json")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch on the CPU")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling")

@@ -35,13 +35,12 @@ from .bookkeeping import Bookkeeping, measure_bookkeeping
 from .measure import RESULTS, describe_machine, machine_line, markdown_table, stopwatch, write_result
 from .models import DTYPES, SHAPE_PREFIX, load_model
 from .rollout import sampling
-from .workload import STORIES, Workload, end_tokens, prompt_source
+from .workload import STORY_MODEL, Workload, end_tokens, prompt_source
 
 
 NONE, ALWAYS, TOGGLE = "none", "always", "toggle"
 WAYS = (NONE, ALWAYS, TOGGLE)
-MODELS = STORIES.parents[2] / "models"
-TARGETS = [f"{MODELS / 'stories260K'},float32", f"{MODELS / 'bit-stories3M'},float32", "shape:qwen2.5-0.5b,bfloat16"]
+TARGETS = [f"{STORY_MODEL},float32", "shape:qwen2.5-0.5b,bfloat16"]
 FEWEST_TOKENS, MOST_TOKENS = 32, 256
 # Prompts a quarter as long as usual: reading them takes the same time whatever decodes, and would hide differences.
 PROMPT_SHARE = 4
@@ -314,7 +313,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--models", nargs="+", default=TARGETS, metavar="MODEL,DTYPE", help="folder or shape:NAME, and a dtype "
-        "(default: the two story models in float32, shape:qwen2.5-0.5b in bfloat16)")  # fmt: skip
+        "(default: stories260K of examples/data in float32, shape:qwen2.5-0.5b in bfloat16)")  # fmt: skip
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
     add("--batch", type=int, nargs="+", default=[1, 4, 16, 64], help="rows (default: %(default)s)")
     add("--draft-length", type=int, default=5, help="γ (default: %(default)s)")
@@ -322,7 +321,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=4.0, help="of one call, roughly; decides the new tokens (%(default)s)")
     add("--most-tokens", type=int, default=MOST_TOKENS, help="new ones per row (default: %(default)s)")
     add("--ignore-eos", action="store_true", help="every row gets all new tokens: the batch never shrinks")
-    add("--prompts", type=Path, help="JSON list of strings (default: TinyStories in ../shared)")
+    add("--prompts", type=Path, help="JSON list of strings (default: examples/data/stories.json)")
     add("--calibration-seconds", type=float, default=120.0, help="at most, for the sweep (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")

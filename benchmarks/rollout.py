@@ -355,7 +355,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--draft-kernel", default="auto", help="of the self-drafter")
     parser.add_argument("--draft-lm-head", default="auto", choices=["auto", "dense", "packed"], help="likewise")
     parser.add_argument("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
-    parser.add_argument("--prompts", type=Path, help="JSON list of strings; default: TinyStories in ../shared")
+    parser.add_argument("--prompts", type=Path, help="JSON list of strings; default: examples/data/stories.json")
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch on the CPU")

@@ -211,7 +211,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--draft-lengths", type=int, nargs="+", default=[3, 5, 7], help="(default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES), help="(default: %(default)s)")
     parser.add_argument("--kernel", default="auto", help="draft_kernel (default: %(default)s)")
-    parser.add_argument("--texts", type=Path, default=STORIES, help="JSON list of strings (default: TinyStories)")
+    parser.add_argument("--texts", type=Path, default=STORIES, help="JSON list of strings (%(default)s)")
     parser.add_argument("--rows", type=int, default=256, help="prompts (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="rows decoded together (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="per row (default: %(default)s)")

@@ -108,7 +108,7 @@ def model_task(
         questions: distinct prompts.
         seed: of synthetic weights, of random prompts, and of the tokens that end a shape model's completions.
         agreement: shape models: overlap with the 4-bit copy.
-        prompts: JSON list of strings; None: TinyStories beside the repository.
+        prompts: JSON list of strings; None: the stories in examples/data.
     """
     loaded = load_model(spec, dtype, "cpu", agreement, seed)
     ids = prompt_source(loaded, prompts, questions, seed)

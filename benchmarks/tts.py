@@ -29,13 +29,12 @@ import torch
 
 from .measure import RESULTS, describe_machine
 from .models import DTYPES, load_model
-from .never_slower import MODELS
 from .tts_drafters import KINDS, make_kind
 from .tts_parts import PARTS, last_quarter, make_cells, summarise
 from .tts_report import report
 from .tts_runs import Bench, fingerprint, held_out_prompts, identity, loads
 from .tts_store import Store
-from .workload import STORIES
+from .workload import STORIES, STORY_MODEL
 
 
 STRIDES = [1, 2, 5, 10, 15, 20, 30, 50]
@@ -47,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("part", choices=PARTS)
-    add("--target", default=str(MODELS / "bit-stories3M"), help="folder of the target (default: %(default)s)")
+    add("--target", default=str(STORY_MODEL), help="folder of the target (default: %(default)s)")
     add("--drafters", type=Path, default=DRAFTERS, help="folder of the drafters (default: %(default)s)")
     add("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="drafters (default: all)")
     add("--block-size", type=int, default=16, help="of DFlash (default: %(default)s)")
@@ -57,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--requests", type=int, default=16, help="default: %(default)s")
     add("--new-tokens", type=int, default=420, help="of each request (default: %(default)s)")
     add("--prompt-tokens", type=int, default=24, help="of each request (default: %(default)s)")
-    add("--stories", type=Path, default=STORIES, help="JSON list of strings (default: TinyStories in ../shared)")
+    add("--stories", type=Path, default=STORIES, help="JSON list of strings (default: examples/data/stories.json)")
     add("--strides", type=int, nargs="+", default=STRIDES, help="strides: S (default: %(default)s)")
     add("--steps", type=int, nargs="+", default=[1, 2, 4], help="steps: K (default: %(default)s)")
     add("--anchor-weights", type=float, nargs="+", default=[0.1, 1.0], help="anchors: λ but 0 (default: %(default)s)")

@@ -10,7 +10,9 @@ from torch import Tensor
 from .models import LoadedModel
 
 
-STORIES = Path(__file__).resolve().parents[2] / "shared/data/tinystories/tinystories_1000.json"
+DATA = Path(__file__).resolve().parents[1] / "examples/data"  # its README says what lies there
+STORY_MODEL = DATA / "stories260K"
+STORIES = DATA / "stories.json"
 SHORTEST_PROMPT, LONGEST_PROMPT = 16, 64  # tokens
 
 
@@ -55,7 +57,7 @@ def prompt_source(loaded: LoadedModel, path: Path | None, count: int, seed: int)
 
     Args:
         loaded: model and tokenizer.
-        path: JSON list of strings; by default the TinyStories beside the repository.
+        path: JSON list of strings; by default the stories in examples/data.
         count: number of prompts; texts repeat when there are fewer.
         seed: of the token ids.
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,28 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+DATA = Path(__file__).resolve().parents[1] / "examples/data"
+STORY_MODEL = DATA / "stories260K"
 
 
-def shared(path: str) -> Path:
-    """A file or folder of `../shared`; the test that asks for it is skipped where it is absent."""
-    if not (SHARED / path).exists():
-        pytest.skip(f"../shared/{path} is absent")
-    return SHARED / path
+@pytest.fixture(scope="session")
+def shared() -> Callable[[str], Path]:
+    """A file or folder of `../shared` by its path; the test that asks for it is skipped where it is absent."""
+
+    def find(path: str) -> Path:
+        if not (SHARED / path).exists():
+            pytest.skip(f"../shared/{path} is absent")
+        return SHARED / path
+
+    return find
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that ask for `../shared`, by themselves or through a fixture."""
+    for item in items:
+        if isinstance(item, pytest.Function) and "shared" in item.fixturenames:
+            item.add_marker("shared")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -37,26 +53,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-def _load(name: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(shared(f"models/{name}"), dtype=torch.float64).eval()
-
-
 @pytest.fixture(scope="session")
 def stories() -> PreTrainedModel:
     """stories260K, trained, float64."""
-    return _load("stories260K")
+    return AutoModelForCausalLM.from_pretrained(STORY_MODEL, dtype=torch.float64).eval()
 
 
 @pytest.fixture(scope="session")
-def bit_stories() -> PreTrainedModel:
+def bit_stories(shared: Callable[[str], Path]) -> PreTrainedModel:
     """bit-stories3M, trained, float64."""
-    return _load("bit-stories3M")
+    return AutoModelForCausalLM.from_pretrained(shared("models/bit-stories3M"), dtype=torch.float64).eval()
 
 
 @pytest.fixture(scope="session")
 def story_tokenizer() -> AutoTokenizer:
     """The tokenizer of both story models."""
-    return AutoTokenizer.from_pretrained(shared("models/stories260K"), padding_side="left")
+    return AutoTokenizer.from_pretrained(STORY_MODEL, padding_side="left")
 
 
 def tiny_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:

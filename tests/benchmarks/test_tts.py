@@ -35,7 +35,7 @@ from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafter_training import STATE_FILE
 from spec_trl.generation.drafters.new_drafter import write_eagle3
 from spec_trl.generation.statistics import SpeculationStatistics
-from tests.conftest import shared
+from tests.conftest import STORY_MODEL
 
 
 def record(blocks: int, committed: int, seconds: float = 1.0, where: int = 0) -> Record:
@@ -200,7 +200,7 @@ def test_the_frozen_drafter_runs_beside_each_way(monkeypatch: pytest.MonkeyPatch
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Untrained drafters for stories260K."""
     place = tmp_path_factory.mktemp("drafters")
-    target = AutoModelForCausalLM.from_pretrained(shared("models/stories260K"))
+    target = AutoModelForCausalLM.from_pretrained(STORY_MODEL)
     write_eagle3(place / "eagle3", target)
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
@@ -212,11 +212,10 @@ def run(
     monkeypatch: pytest.MonkeyPatch, folder: Path, output: Path, *arguments: str, requests: int = 1, tokens: int = 24
 ) -> dict:
     """One part on stories260K in float64, with few tokens."""
-    given = ["--target", str(shared("models/stories260K")), "--drafters", str(folder), "--dtype", "float64"]
+    given = ["--target", str(STORY_MODEL), "--drafters", str(folder), "--dtype", "float64"]
     given += ["--new-tokens", str(tokens), "--requests", str(requests), "--prompt-tokens", "4"]
     given += ["--output", str(output)]
     given += ["--threads", str(torch.get_num_threads()), "--rates", "eagle3=1e-3", "model=1e-2"]
-    shared("data/tinystories/tinystories_1000.json")
     monkeypatch.setattr(sys, "argv", ["tts", *arguments, *given])
     tts.main()
     return json.loads((output / f"tts_{arguments[0]}.json").read_text())

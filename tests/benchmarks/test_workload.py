@@ -1,17 +1,34 @@
 """Padding, trimming and counting: mistakes here would falsify every tokens/s."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.models import LoadedModel, build, shape_config
-from benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, Workload, common_prefix, end_tokens, prompt_source
+from benchmarks.workload import (
+    LONGEST_PROMPT,
+    SHORTEST_PROMPT,
+    STORIES,
+    STORY_MODEL,
+    Workload,
+    common_prefix,
+    end_tokens,
+    prompt_source,
+)
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     return LoadedModel(build(shape_config("tiny"), 0.0, 0, torch.float32, "cpu"), None, {})
+
+
+def test_defaults_lie_in_the_repository(stories, story_tokenizer) -> None:
+    for path in (STORY_MODEL / "LICENSE", STORIES):
+        assert path.is_relative_to(Path(__file__).parents[2]) and path.exists()
+    prompts = prompt_source(LoadedModel(stories, story_tokenizer, {}), None, 64, seed=0)
+    assert len(set(map(tuple, prompts))) == 64  # equal ones would be read once
 
 
 def test_padding_is_on_the_left() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from spec_trl.scheduling.draft_length import expected_block_efficiency
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.sweep import write_sweep
 from tests.cli.sample_run import make_profile, make_roofline
-from tests.conftest import shared
 
 
 PUBLISHED = "data/efficientrollout"
@@ -77,7 +77,7 @@ def test_predict_says_what_it_extrapolates(profile: Path, capsys: pytest.Capture
     assert "extrapolated: B = 128 (swept: 1 to 64); S = 64, 4096 (swept: 128 to 512)" in printed
 
 
-def test_breakdown_is_the_papers_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_breakdown_is_the_papers_table(shared: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     config = shared("configs/target/Qwen2.5-7B-Instruct/config.json")
     arguments = ["--flops", "312e12", "--bandwidth", "2.039e12", "--batch", "8", "--length", "2048"]
     assert main(["predict", "--breakdown", str(config), *arguments]) == 0
@@ -114,6 +114,7 @@ def signs(printed: str, name: str) -> list[float]:
     [("qwen257b", "Qwen2.5-7B", [93.8, 93.8]), ("llama318binstruct", "Llama-3.1-8B-Instruct", [95.0, 90.5])],
 )
 def test_published_fit_on_the_published_sweep(
+    shared: Callable[[str], Path],
     name: str, model: str, expected: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit = shared(f"{PUBLISHED}/published_fit_{name}.json")
@@ -131,7 +132,9 @@ def test_published_fit_on_the_published_sweep(
     assert signs(capsys.readouterr().out, "saved.json") == expected
 
 
-def test_constants_alone_cannot_be_validated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_constants_alone_cannot_be_validated(
+    shared: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     constants = str(shared(f"{PUBLISHED}/model_constants_qwen257b.json"))
     sweep = str(shared(f"{PUBLISHED}/sweep_a100_tp1_qwen257b.csv"))
     for arguments, message in (
@@ -148,7 +151,7 @@ def test_constants_alone_cannot_be_validated(capsys: pytest.CaptureFixture[str])
     ("name", "folder"),
     [("qwen257b", "Qwen2.5-7B-Instruct"), ("llama318binstruct", "Llama-3.1-8B-Instruct")],
 )
-def test_constants_of_a_config_are_the_published_ones(name: str, folder: str) -> None:
+def test_constants_of_a_config_are_the_published_ones(shared: Callable[[str], Path], name: str, folder: str) -> None:
     published = json.loads(shared(f"{PUBLISHED}/model_constants_{name}.json").read_text())
     found = validate._read(shared(f"configs/target/{folder}/config.json")).constants
     assert found.weight_bytes == pytest.approx(published["W_t"], rel=1e-4)  # theirs leaves out biases
@@ -173,7 +176,9 @@ def test_refit_finds_the_roofline_that_made_the_times(
     assert f"written: {new} (fit, improved)" in printed
 
 
-def test_an_edited_published_fit_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edited_published_fit_is_named(
+    shared: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content = json.loads(shared(f"{PUBLISHED}/published_fit_qwen257b.json").read_text())
     sweep = str(shared(f"{PUBLISHED}/sweep_a100_tp1_qwen257b.csv"))
     path = tmp_path / "fit.json"

@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,11 @@ from examples import generate, grpo_gsm8k
 from examples.demo.task import build_tokenizer
 from spec_trl import SpeculativeOutput
 from spec_trl.cli.prompts import pad_left, token_ids
+from tests.conftest import DATA, STORY_MODEL
 from tests.trainers.harness import tiny_policy
 
 
 ROOT = Path(__file__).parents[2]
-SHARED = ROOT.parent / "shared"
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="../shared is absent")
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}={% endfor %}"
 
 
@@ -46,13 +46,11 @@ def save_chat_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-@needs_shared
 def test_gsm8k_on_a_small_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shared: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = SHARED / "models" / "bit-stories3M"
     arguments = [
-        "--model", str(model), "--dataset", str(SHARED / "data" / "gsm8k" / "train.jsonl"),
+        "--model", str(shared("models/bit-stories3M")), "--dataset", str(shared("data/gsm8k/train.jsonl")),
         "--max_steps", "2", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1",
         "--num_generations", "4", "--max_completion_length", "32", "--learning_rate", "1e-3", "--use_cpu",
         "--output_dir", str(tmp_path), "--sd_toggle", "always",
@@ -122,11 +120,10 @@ def test_gsm8k_reward() -> None:
     assert grpo_gsm8k.answer_reward(["it is 1,000", "no idea"], answer=["#### 1000"] * 2) == [1.0, 0.0]
 
 
-@needs_shared
 def test_generate_on_a_small_model() -> None:
     printed = run(
-        "generate.py", "--model", str(SHARED / "models" / "bit-stories3M"),
-        "--prompts", str(SHARED / "data" / "tinystories" / "tinystories_1000.json"), "--max_prompt_tokens", "24",
+        "generate.py", "--model", str(STORY_MODEL),
+        "--prompts", str(DATA / "stories.json"), "--max_prompt_tokens", "24",
         "--max_new_tokens", "40", "--limit", "6", "--dtype", "float64", "--show", "2", "--compare",
     )  # fmt: skip
     assert printed.count("--- ") == 2

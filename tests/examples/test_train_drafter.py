@@ -7,7 +7,7 @@ import pytest
 
 from examples import train_drafter
 from examples.demo.task import build_tokenizer
-from tests.conftest import shared
+from tests.conftest import STORY_MODEL
 from tests.examples.test_examples import CHAT_TEMPLATE, run
 from tests.trainers.harness import tiny_policy
 
@@ -62,9 +62,8 @@ def test_trains_and_measures(
 
 def test_stories(tmp_path: Path) -> None:
     """From the BOS token, in windows, as a program of its own."""
-    model = shared("models/stories260K")
     printed = run(
-        "train_drafter.py", "--target", str(model), "--drafter", "eagle3", "--output", str(tmp_path), *SMALL,
+        "train_drafter.py", "--target", str(STORY_MODEL), "--drafter", "eagle3", "--output", str(tmp_path), *SMALL,
         "--window", "8",
     )  # fmt: skip
     assert "12 windows of up to 8 tokens" in printed

@@ -1,6 +1,8 @@
 """What a model's shape costs, read off the modules of real configurations."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from transformers import (
 
 from spec_trl.generation.constants import model_constants
 from spec_trl.generation.drafters.self_draft import SelfDrafter
-from tests.conftest import shared, tiny_llama
+from tests.conftest import tiny_llama
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
@@ -29,7 +31,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     ("config", "published"),
     [("Qwen2.5-7B-Instruct", "qwen257b"), ("Llama-3.1-8B-Instruct", "llama318binstruct")],
 )
-def test_published_constants(config: str, published: str) -> None:
+def test_published_constants(shared: Callable[[str], Path], config: str, published: str) -> None:
     folder = shared(f"configs/target/{config}")
     theirs = json.loads(shared(f"data/efficientrollout/model_constants_{published}.json").read_text())
     ours = model_constants(skeleton(AutoConfig.from_pretrained(folder)))

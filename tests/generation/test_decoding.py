@@ -1,13 +1,14 @@
 """The lossless contract: exact verification gives, token by token, what the engine gives without a drafter."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.conftest import shared
+from tests.conftest import DATA
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 
 
@@ -21,18 +22,21 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top_p": dict(top_p=0.9),
 }
 # Sixteen cases, one for each strategy and draft length; the other axes are laid over them so that every strategy and
-# every draft length meet every batch, model and way of sampling.
+# every draft length meet every batch, model and way of sampling. The second model lies in ../shared.
 CASES = [
-    (strategy, draft_length, BATCHES[(i + j) % 3], (i // 2 + j) % 2, list(SAMPLING)[(i + j) % 4])
+    pytest.param(
+        strategy, draft_length, BATCHES[(i + j) % 3], model := (i // 2 + j) % 2, list(SAMPLING)[(i + j) % 4],
+        marks=[pytest.mark.shared] if model == 1 or strategy == "model" else [],
+    )
     for i, strategy in enumerate(STRATEGIES)
     for j, draft_length in enumerate(DRAFT_LENGTHS)
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def story_prompts(story_tokenizer) -> Prompts:
     """32 beginnings of stories of 2 to 40 tokens, four of them twice."""
-    texts = json.loads(shared("data/tinystories/tinystories_1000.json").read_text())[:28]
+    texts = json.loads((DATA / "stories.json").read_text())[:28]
     rows = [torch.tensor(story_tokenizer(text).input_ids[: 2 + 7 * i % 39]) for i, text in enumerate(texts)]
     return pad_left(rows + rows[:4], pad=2)
 
@@ -42,16 +46,21 @@ def first(prompts: Prompts, batch: int) -> Prompts:
 
 
 @pytest.fixture(scope="module")
-def plain(stories, bit_stories, story_prompts):
+def trained(request: pytest.FixtureRequest) -> Callable[[int], PreTrainedModel]:
+    """The first or the second trained model."""
+    return lambda model: request.getfixturevalue(("stories", "bit_stories")[model])
+
+
+@pytest.fixture(scope="module")
+def plain(trained, story_prompts):
     """The engine without a drafter, each case run once."""
     done: dict[tuple[int, int, str], list[list[int]]] = {}
 
     def run(model: int, batch: int, sampling: str) -> list[list[int]]:
         key = (model, batch, sampling)
         if key not in done:
-            target = (stories, bit_stories)[model]
             result = generate(
-                target, first(story_prompts, batch), pad_token_id=2, max_new_tokens=40, **SAMPLING[sampling]
+                trained(model), first(story_prompts, batch), pad_token_id=2, max_new_tokens=40, **SAMPLING[sampling]
             )
             done[key] = outputs(result)
         return done[key]
@@ -61,15 +70,14 @@ def plain(stories, bit_stories, story_prompts):
 
 @pytest.mark.parametrize("strategy, draft_length, batch, model, sampling", CASES)
 def test_trained_models_draft_without_changing_a_token(
-    strategy, draft_length, batch, model, sampling, plain, stories, bit_stories, story_prompts
+    strategy, draft_length, batch, model, sampling, plain, trained, story_prompts
 ) -> None:
-    target, assistant = (stories, bit_stories) if model == 0 else (bit_stories, stories)
     result = generate(
-        target,
+        trained(model),
         first(story_prompts, batch),
         strategy,
         {"draft_length": draft_length, "max_batch_size": {1: None, 7: 3, 32: None}[batch]},
-        assistant_model=assistant if strategy == "model" else None,
+        assistant_model=trained(1 - model) if strategy == "model" else None,
         pad_token_id=2,
         max_new_tokens=40,
         **SAMPLING[sampling],
@@ -82,10 +90,10 @@ def test_trained_models_draft_without_changing_a_token(
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_trained_models_do_not_see_the_batch_size(sampling: str, plain) -> None:
-    for model in (0, 1):
-        assert plain(model, 1, sampling) == plain(model, 32, sampling)[:1]
-        assert plain(model, 7, sampling) == plain(model, 32, sampling)[:7]
+@pytest.mark.parametrize("model", [0, pytest.param(1, marks=pytest.mark.shared)])
+def test_trained_models_do_not_see_the_batch_size(sampling: str, model: int, plain) -> None:
+    assert plain(model, 1, sampling) == plain(model, 32, sampling)[:1]
+    assert plain(model, 7, sampling) == plain(model, 32, sampling)[:7]
 
 
 # ---- What a row samples depends on nothing around it ---------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from spec_trl.quantization import QuantizedLinear, quantize_projections
+from tests.conftest import STORY_MODEL
 
 
-SHARED = Path(__file__).parents[2] / "../shared"
 PROJECTIONS = {
     f"model.layers.{i}.{name}"
     for i in range(2)
@@ -294,12 +293,9 @@ def test_bad_names_are_refused_before_any_work(llama, make_shadow, argument, val
 
 
 def test_a_trained_model_keeps_its_predictions(make_shadow, never_dense):
-    path = SHARED / "models/stories260K"
-    if not path.exists():
-        pytest.skip("../shared/models/stories260K is absent")
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    model = AutoModelForCausalLM.from_pretrained(STORY_MODEL).eval()
     text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
-    ids = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt").input_ids
+    ids = AutoTokenizer.from_pretrained(STORY_MODEL)(text, return_tensors="pt").input_ids
     target = logits(model, ids).softmax(-1)
     overlaps = {}
     for scheme in ("rtn-w4-g64", "rtn-w4-g32", "rtn-w8"):

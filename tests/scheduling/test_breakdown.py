@@ -1,6 +1,8 @@
 """ER's simulated tables from the models' configs alone."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,6 @@ from spec_trl.scheduling.breakdown import (
     component_shares,
     idealized_draft_ratio,
 )
-from tests.conftest import shared
 
 
 # (length, batch) -> FFN, QKVO, attention, LM head, nonlinear in percent: ER Tab. 3
@@ -39,13 +40,13 @@ TABLE_3 = {
 SMALL = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=1000, tied=True)
 
 
-def shape_of(model: str) -> Shape:
+def shape_of(shared: Callable[[str], Path], model: str) -> Shape:
     return Shape.from_config(json.loads(shared(f"configs/target/{model}/config.json").read_text()))
 
 
 @pytest.mark.parametrize("model", TABLE_3)
-def test_table_3_within_a_tenth_of_a_percentage_point(model: str) -> None:
-    shape = shape_of(model)
+def test_table_3_within_a_tenth_of_a_percentage_point(shared: Callable[[str], Path], model: str) -> None:
+    shape = shape_of(shared, model)
     for (length, batch), printed in TABLE_3[model].items():
         shares = component_shares(shape, A100_80GB, batch, length)
         found = [100 * shares[name] for name in ("ffn", "qkvo", "attention", "lm_head", "nonlinear")]
@@ -53,8 +54,8 @@ def test_table_3_within_a_tenth_of_a_percentage_point(model: str) -> None:
         assert found == pytest.approx(printed, abs=0.1 + 0.05), (length, batch)
 
 
-def test_table_4() -> None:
-    shape = shape_of("Qwen2.5-7B-Instruct")
+def test_table_4(shared: Callable[[str], Path]) -> None:
+    shape = shape_of(shared, "Qwen2.5-7B-Instruct")
     rho_kappa = 26205 / 57344  # the published fit's
     assert shape.kv_bytes == 57344
     assert round(idealized_draft_ratio(shape, 4, batch=1, length=2048, rho_kappa=rho_kappa), 3) == 0.360
@@ -62,10 +63,10 @@ def test_table_4() -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen257b", "llama318binstruct"])
-def test_weight_bytes_are_the_published_ones(model: str) -> None:
+def test_weight_bytes_are_the_published_ones(shared: Callable[[str], Path], model: str) -> None:
     constants = json.loads(shared(f"data/efficientrollout/model_constants_{model}.json").read_text())
     config = {"qwen257b": "Qwen2.5-7B-Instruct", "llama318binstruct": "Llama-3.1-8B-Instruct"}[model]
-    shape = shape_of(config)
+    shape = shape_of(shared, config)
     assert shape.weight_bytes() == constants["W_t"]
     assert shape.weight_bytes(4) == constants["W_d"]
     assert shape.kv_bytes == constants["kappa_theoretical"]

@@ -2,8 +2,10 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,6 @@ from spec_trl.scheduling.calibration import (
 )
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.sweep import Sample, read_sweep
-from tests.conftest import shared
 
 
 PEAK_BANDWIDTH = 2.039e12
@@ -32,7 +33,7 @@ MODELS = ["qwen257b", "llama318binstruct"]
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def published(request: pytest.FixtureRequest) -> tuple[str, list[Sample], Roofline]:
+def published(shared: Callable[[str], Path], request: pytest.FixtureRequest) -> tuple[str, list[Sample], Roofline]:
     """A published sweep with the roofline that its authors fitted to it."""
     folder = shared("data/efficientrollout")
     content = json.loads((folder / f"published_fit_{request.param}.json").read_text())
@@ -168,7 +169,7 @@ def test_evaluate_counts_signs() -> None:
     assert wrong.target_mape > 1
 
 
-def test_effective_flops_of_the_published_benchmark() -> None:
+def test_effective_flops_of_the_published_benchmark(shared: Callable[[str], Path]) -> None:
     content = json.loads(shared("data/efficientrollout/F_eff_bench_a100.json").read_text())
     found = {}
     for model, benchmark in content["models"].items():

@@ -1,11 +1,11 @@
 """Sweep files: both formats, and every way in which one can be broken."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from spec_trl.scheduling.sweep import Sample, check_samples, points, read_sweep, write_sweep
-from tests.conftest import shared
 
 
 PUBLISHED_HEADER = "model,batch,seq,gamma,mode,mean_ms,median_ms"
@@ -41,7 +41,7 @@ def test_points_pair_the_times() -> None:
 
 
 @pytest.mark.parametrize(("model", "count"), [("qwen257b", 178), ("llama318binstruct", 179)])
-def test_published_sweeps_load_with_one_warning(model: str, count: int) -> None:
+def test_published_sweeps_load_with_one_warning(shared: Callable[[str], Path], model: str, count: int) -> None:
     path = shared(f"data/efficientrollout/sweep_a100_tp1_{model}.csv")
     with pytest.warns(UserWarning, match="of 180 grid points lack a draft or verify row") as caught:
         samples = read_sweep(path)

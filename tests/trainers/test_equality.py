@@ -13,11 +13,9 @@ from trl import GRPOTrainer
 from spec_trl import SpecGRPOTrainer
 from spec_trl.generation import graphs
 from spec_trl.generation.drafters.base import Drafter, DraftSession
+from tests.conftest import STORY_MODEL
 from tests.generation.tape import Tape
 from tests.trainers.harness import assert_same_training, tiny_policy, train, train_plainly
-
-
-STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 
 
 def test_fifty_steps_with_the_self_drafter(tmp_path: Path) -> None:
@@ -174,15 +172,14 @@ def test_bfloat16(tmp_path: Path, weights: torch.dtype) -> None:
     assert sum(ours == theirs for ours, theirs in pairs) >= len(pairs) // 2
 
 
-@pytest.mark.skipif(not STORIES.exists(), reason="../shared/models/stories260K is absent")
 def test_a_trained_model(tmp_path: Path) -> None:
     def run(strategy: str) -> Any:
         prompts = ["Once upon a time", "Lily had a", "The dog", "One day, Tom"]
         return train(
             tmp_path,
             strategy,
-            policy=AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float64),
-            tokenizer=AutoTokenizer.from_pretrained(STORIES),
+            policy=AutoModelForCausalLM.from_pretrained(STORY_MODEL, dtype=torch.float64),
+            tokenizer=AutoTokenizer.from_pretrained(STORY_MODEL),
             trainer={"train_dataset": Dataset.from_list([{"prompt": prompt} for prompt in prompts * 4])},
             max_steps=4,
             max_completion_length=40,

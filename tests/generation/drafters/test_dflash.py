@@ -25,7 +25,7 @@ from spec_trl.generation.drafters.base import DraftSession
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
 from spec_trl.generation.drafters.dflash import DFlashDrafter
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
-from tests.conftest import shared, tiny_llama
+from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows, reference_outputs
 from tests.generation.drafters.dflash_reference import (
     LLAMA3,
@@ -331,7 +331,7 @@ def test_saved_as_it_came(name: str, dtype: torch.dtype, tiny: PreTrainedModel, 
 
 
 @pytest.mark.slow
-def test_a_real_config_loads_drafts_and_saves(tmp_path: Path) -> None:
+def test_a_real_config_loads_drafts_and_saves(shared: Callable[[str], Path], tmp_path: Path) -> None:
     """Random weights, real shapes."""
     settings = json.loads(shared("configs/drafter/specforge_qwen2.5-0.5b-dflash.json").read_text())
     torch.manual_seed(0)

@@ -14,7 +14,6 @@ from spec_trl.generation.drafters.checkpoints import write_checkpoint
 from spec_trl.generation.drafters.dflash import DFlashDrafter
 from spec_trl.generation.drafters.dflash_config import DFlashConfig
 from spec_trl.generation.drafters.dflash_network import DFlashNetwork
-from tests.conftest import shared
 from tests.generation.drafters.dflash_reference import PRUNED, SIZES, WINDOWED, make_checkpoint, speculators, zlab
 
 
@@ -34,7 +33,7 @@ REAL = {"qwen2.5-0.5b": (896, 24), "qwen3-4b": (2560, 36), "qwen3-8b": (4096, 36
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_shapes_of_real_checkpoints(name: str) -> None:
+def test_shapes_of_real_checkpoints(shared: Callable[[str], Path], name: str) -> None:
     settings = json.loads(shared(f"configs/drafter/specforge_{name}-dflash.json").read_text())
     width, depth = REAL[name]
     config = DFlashConfig.parse(settings)
@@ -109,7 +108,7 @@ def test_configs_that_do_not_fit(name: str, tiny: PreTrainedModel, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "message"), [("domino", "projector_type='domino'"), ("dspark", "projector_type='dspark'")]
 )
-def test_relatives_are_refused_by_name(name: str, message: str) -> None:
+def test_relatives_are_refused_by_name(shared: Callable[[str], Path], name: str, message: str) -> None:
     settings = json.loads(shared(f"configs/drafter/specforge_qwen3-8b-{name}.json").read_text())
     with pytest.raises(ValueError, match=message):
         DFlashConfig.parse(settings)

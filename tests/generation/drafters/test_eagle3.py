@@ -25,7 +25,7 @@ from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
 from spec_trl.generation.drafters.eagle3_network import Rotary
 from spec_trl.generation.drafters.network import CATCH_UP
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
-from tests.conftest import shared, tiny_llama
+from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.eagle3_reference import (
     CONFIGS,
@@ -389,7 +389,7 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_real_configs(name: str, tmp_path: Path) -> None:
+def test_real_configs(shared: Callable[[str], Path], name: str, tmp_path: Path) -> None:
     """Real shapes, random weights, without much MLP and vocabulary: the whole ones are GBs. A thin target."""
     config = json.loads(shared(f"configs/drafter/{name}.json").read_text())
     changes: dict[str, Any] = dict(vocab_size=4096, pad_token_id=None, bos_token_id=None, eos_token_id=None)
