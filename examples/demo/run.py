@@ -1,19 +1,22 @@
-"""The demo: GRPO with speculative rollouts on a small policy, then a comparison of rollout engines.
+"""The demo: GRPO with speculative rollouts on a small policy, beside TRL's own trainer.
 
-``python -m examples.demo.run`` trains the shipped policy with `SpecGRPOTrainer` and the quantized self-drafter, draft
-length adaptive. It speculates wherever its kernels can, so that there is something to see; on a model this small
-drafting costs more than it saves. The toggle finds that out: the demo calibrates this machine and samples the same
-prompts with transformers, with spec_trl's "none", with "self" always on, and with "self" under the toggle. Table, JSON
-file, plot and the figures of ``spec-trl report`` go to ``demo_output/``.
+``python -m examples.demo.run`` trains the shipped policy four times from the same weights, on the same questions and
+with the same seed: with TRL's `GRPOTrainer`, and with `SpecGRPOTrainer` without drafts ("none"), with lookups in
+earlier rollouts ("history"), and with "auto", which finds out by itself what pays. It says how fast each sampled its
+rollouts, whether the completions were the same, and how the reward went. Table, JSON file, plot and the figures of
+``spec-trl report`` for the run of "auto" go to ``demo_output/``.
 """
 
 import json
 import platform
+import tempfile
 import time
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -23,65 +26,80 @@ matplotlib.use("Agg")  # no display needed
 
 import matplotlib.pyplot as plt
 import torch
-import torch.nn.functional as F
 import transformers
 import trl
-from torch import Tensor
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
 from examples.demo.pretrain import POLICY
 from examples.demo.task import MAX_COMPLETION_LENGTH, build_dataset, exact_match
-from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpeculativeConfig
-from spec_trl.cli import figures
+from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
 from spec_trl.cli.main import main as spec_trl_command
-from spec_trl.generation.calibrating import calibrate
-from spec_trl.generation.statistics import SpeculationStatistics
-from spec_trl.scheduling.profile import Profile
 from spec_trl.trainers.run_log import LOG_FILE
 
 
 OUTPUT = Path("demo_output")
-PROFILE = "roofline_profile.json"
-CALIBRATION_SECONDS = 4.0  # of the sweep; minutes for a model of any size
-STEPS = 40
+STEPS = 30
+ROWS = 64  # completions of a step, eight of each question
 WINDOW = 10  # steps a reported reward is averaged over; one step is 8 questions, too few
-ROLLOUT_BATCH = 16  # rows in flight: as many as the CPU's 4-bit kernels serve, so that every round has drafts
-DRAFT_LENGTH = 5  # of the comparison
-PROMPTS = 64  # of the comparison
-REPEATS = 3  # of each engine, in alternation
-ENGINES = ("transformers", "none", "self", "toggle")
-NAMES = {
-    "transformers": "transformers generate",
-    "none": 'spec_trl "none"',
-    "self": 'spec_trl "self"',
-    "toggle": 'spec_trl "self", toggle',
-}
+WARM_UP = 1  # steps that count in no speed: the first one imports and allocates for all
+TRL, NONE, CHOSEN = "TRL's GRPOTrainer", "none", "auto"
+METHODS = (TRL, NONE, "history", CHOSEN)
 
 
-@dataclass
-class Measurement:
-    """One engine's samples of the comparison prompts, over the repeats.
+@dataclass(frozen=True)
+class Training:
+    """One training run.
 
-    `sequences` are `[PROMPTS, prompt + new]` int64 of each repeat; `rates` are tokens/s; the rest, which only
-    spec_trl reports, is of each repeat too.
+    `completions` are the token ids of each step; `seconds` are of each step's rollout, `training_seconds` of all;
+    `history` is the trainer's log.
     """
 
-    sequences: list[Tensor] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    statistics: list[SpeculationStatistics] = field(default_factory=list)
+    completions: list[list[list[int]]]
+    seconds: list[float]
+    training_seconds: float
+    history: list[dict[str, float]]
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s of the rollouts behind the warm-up."""
+        return sum(sum(map(len, step)) for step in self.completions[WARM_UP:]) / sum(self.seconds[WARM_UP:])
+
+    def reward(self, steps: slice) -> float:
+        """Mean reward of some steps."""
+        return fmean(entry["reward"] for entry in self.history[steps])
+
+    def mean(self, metric: str) -> float | None:
+        """Mean over the steps that logged `metric`; None without any."""
+        values = [entry[metric] for entry in self.history if metric in entry]
+        return fmean(values) if values else None
+
+
+class TimedRollouts:
+    """A trainer's rollouts by one clock, all that a trainer does for them included."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rollout_seconds: list[float] = []
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        started = time.perf_counter()
+        result = super()._generate(prompts)  # type: ignore[misc]
+        self.rollout_seconds.append(time.perf_counter() - started)
+        return result
+
+
+class TimedGRPOTrainer(TimedRollouts, GRPOTrainer):
+    pass
+
+
+class TimedSpecGRPOTrainer(TimedRollouts, SpecGRPOTrainer):
+    pass
 
 
 class ShowProgress(TrainerCallback):
-    """Moves the demo's one progress bar by a training step, and shows reward and τ beside it."""
+    """Moves the demo's one progress bar by a training step, and shows the reward beside it."""
 
     def __init__(self, bar: tqdm) -> None:
         self.bar = bar
@@ -89,18 +107,15 @@ class ShowProgress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "reward" in logs:
             self.bar.update()
-            self.bar.set_postfix(reward=f"{logs['reward']:.2f}", tau=f"{logs['rollout/block_efficiency']:.2f}")
+            self.bar.set_postfix(reward=f"{logs['reward']:.2f}")
 
 
-def train(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, bar: tqdm) -> list[dict[str, float]]:
-    """Trains `policy` in place with GRPO; returns the log of each step."""
-    config = SpecGRPOConfig(
-        output_dir=str(OUTPUT),
-        assistant_strategy="self",
-        sd_toggle="always",
-        rollout_batch_size=ROLLOUT_BATCH,
+def train(method: str, output: Path, bar: tqdm) -> Training:
+    """Trains the shipped policy with one of `METHODS`; `output` is for what the trainer writes."""
+    settings: dict[str, Any] = dict(
+        output_dir=str(output),
         max_steps=STEPS,
-        per_device_train_batch_size=64,
+        per_device_train_batch_size=ROWS,
         num_generations=8,
         max_completion_length=MAX_COMPLETION_LENGTH,
         loss_type="grpo",
@@ -118,192 +133,107 @@ def train(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, bar: tqdm
         gradient_checkpointing=False,
         seed=0,
     )
-    trainer = SpecGRPOTrainer(
-        model=policy,
-        args=config,
-        reward_funcs=exact_match,
+    sampled: list[list[list[int]]] = []
+
+    def right_answer(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        sampled.append(completion_ids)
+        return exact_match(completions, **columns)
+
+    arguments: dict[str, Any] = dict(
+        # float32, because small updates are lost in bfloat16.
+        model=AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32),
+        reward_funcs=right_answer,
         train_dataset=build_dataset(4096, seed=0),
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(POLICY),
         callbacks=[ShowProgress(bar)],
     )
-    trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm
-    trainer.train()
-    return [entry for entry in trainer.state.log_history if "reward" in entry]
-
-
-def sample(policy: PreTrainedModel, inputs: dict[str, Tensor], engine: str, seed: int, into: Measurement) -> None:
-    """Samples one completion of each prompt with `engine` and adds what was measured to `into`."""
-    sampling = dict(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=MAX_COMPLETION_LENGTH)
-    started = time.perf_counter()
-    if engine == "transformers":
-        torch.manual_seed(seed)
-        sequences = policy.generate(**inputs, **sampling)
+    if method == TRL:
+        trainer = TimedGRPOTrainer(args=GRPOConfig(**settings), **arguments)
     else:
-        output = policy.generate(
-            **inputs,
-            **sampling,
-            assistant_strategy="self" if engine == "toggle" else engine,
-            speculative_config=speculative_config(engine, seed),
-            return_dict_in_generate=True,
-        )
-        sequences = output.sequences
-        into.statistics.append(output.statistics)
+        trainer = TimedSpecGRPOTrainer(args=SpecGRPOConfig(assistant_strategy=method, **settings), **arguments)
+    trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm
+    started = time.perf_counter()
+    trainer.train()
     seconds = time.perf_counter() - started
-    new = sequences[:, inputs["input_ids"].shape[1] :]  # [B, new]
-    ended = (new == policy.config.eos_token_id).long().cumsum(1)  # [B, new]
-    tokens = int((ended == 0).sum() + (ended[:, -1] > 0).sum())  # up to each row's EOS, which counts
-    into.sequences.append(sequences)
-    into.seconds.append(seconds)
-    into.rates.append(tokens / seconds)
+    history = [entry for entry in trainer.state.log_history if "reward" in entry]
+    return Training(sampled, trainer.rollout_seconds, seconds, history)
 
 
-def speculative_config(engine: str, seed: int) -> SpeculativeConfig:
-    """Options of one engine; the profile is that of :func:`calibrate_machine`."""
-    if engine != "toggle":
-        return SpeculativeConfig(draft_length=DRAFT_LENGTH, seed=seed)
-    profile = str(OUTPUT / PROFILE)
-    return SpeculativeConfig(draft_length=DRAFT_LENGTH, seed=seed, sd_toggle="roofline", roofline_profile=profile)
+def same_steps(one: Training, other: Training) -> int:
+    """From the first step on, how many have the same completions, token for token."""
+    same = (ours == theirs for ours, theirs in zip(one.completions, other.completions, strict=True))
+    return sum(accumulate(same, lambda before, now: before and now))
 
 
-def calibrate_machine(policy: PreTrainedModel, longest: int) -> Profile:
-    """Measures this machine with the policy and saves the profile; `longest` is the longest text in tokens."""
-    config = SpeculativeConfig(draft_length=DRAFT_LENGTH)
-    profile = calibrate(policy, config, PROMPTS, longest, CALIBRATION_SECONDS, progress=False)
-    profile.save(OUTPUT / PROFILE)
-    return profile
-
-
-def comparison_prompts(tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
-    """Left-padded `input_ids` and `attention_mask`, each `[PROMPTS, width]` int64."""
-    return dict(tokenizer(build_dataset(PROMPTS, seed=1)["prompt"][:], padding=True, return_tensors="pt"))
-
-
-def compare(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, bar: tqdm) -> dict[str, Measurement]:
-    """Samples the same prompts with every engine in alternation, after one warm-up that is thrown away."""
-    inputs = comparison_prompts(tokenizer)
-    measurements = {engine: Measurement() for engine in ENGINES}
-    for repeat in range(-1, REPEATS):
-        for engine in ENGINES:
-            bar.set_description(f"comparing {engine}")
-            sample(policy, inputs, engine, repeat + 1, Measurement() if repeat < 0 else measurements[engine])
-            bar.update()
-    return measurements
-
-
-def summarize(measurements: dict[str, Measurement]) -> list[dict[str, Any]]:
-    """One row per engine: medians over the repeats."""
-    rows = []
-    for engine, measured in measurements.items():
-        row: dict[str, Any] = {
-            "engine": engine,
-            "tokens_per_second": median(measured.rates),
-            "seconds": median(measured.seconds),
+def summarize(trainings: dict[str, Training]) -> list[dict[str, Any]]:
+    """One row per method, the fastest first."""
+    rows = [
+        {
+            "method": method,
+            "tokens_per_second": training.rate,
+            "over_trl": training.rate / trainings[TRL].rate,
+            "training_seconds": training.training_seconds,
+            "drafting": training.mean("rollout/sd_on_fraction"),
+            "accepted": training.mean("rollout/acceptance_rate"),
+            "first_reward": training.reward(slice(WINDOW)),
+            "last_reward": training.reward(slice(-WINDOW, None)),
+            "same_steps": None if method == TRL else same_steps(training, trainings[NONE]),
         }
-        if measured.statistics:
-            row["phase_seconds"] = {
-                phase: median(s.phase_seconds.get(phase, 0.0) for s in measured.statistics)
-                for phase in measured.statistics[0].phase_seconds
-            }
-        if engine in ("self", "toggle"):
-            row["speculative_rounds"] = median(map(speculative_share, measured.statistics))
-            row["identical_rows"] = count_identical(measured.sequences, measurements["none"].sequences)
-            if row["speculative_rounds"]:
-                row["block_efficiency"] = median(s.block_efficiency for s in measured.statistics)
-                row["acceptance_rate"] = median(s.acceptance_rate for s in measured.statistics)
-        rows.append(row)
-    return rows
-
-
-def speculative_share(statistics: SpeculationStatistics) -> float:
-    """Of the decoding rounds, those with a draft."""
-    ends = [start for start, _ in statistics.speculating[1:]] + [statistics.rounds]
-    drafted = sum(e - start for (start, length), e in zip(statistics.speculating, ends, strict=True) if length)
-    return drafted / statistics.rounds
-
-
-def count_identical(ours: list[Tensor], reference: list[Tensor]) -> str:
-    """How many rows of all repeats are the same token for token, as "192 of 192"."""
-    same = total = 0
-    for pair in zip(ours, reference, strict=True):
-        width = max(sequences.shape[1] for sequences in pair)
-        one, other = (F.pad(sequences, (0, width - sequences.shape[1])) for sequences in pair)  # [B, width], pad is 0
-        same, total = same + int((one == other).all(1).sum()), total + len(one)
-    return f"{same} of {total}"
-
-
-def format_table(rows: list[dict[str, Any]]) -> str:
-    """The comparison as text."""
-    lines = [f"{'':25}{'tokens/s':>9}{'seconds':>9}{'drafting':>10}{'tau':>6}{'accepted':>10}  phases in seconds"]
-    for row in rows:
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row.get("phase_seconds", {}).items())
-        drafting = f"{row['speculative_rounds']:.0%}" if "speculative_rounds" in row else "-"
-        tau = f"{row['block_efficiency']:.2f}" if "block_efficiency" in row else "-"
-        accepted = f"{row['acceptance_rate']:.3f}" if "acceptance_rate" in row else "-"
-        lines.append(
-            f"{NAMES[row['engine']]:25}{row['tokens_per_second']:9.0f}{row['seconds']:9.2f}{drafting:>10}{tau:>6}"
-            f"{accepted:>10}  {phases or '-'}"
-        )
-    same = ", ".join(f"{NAMES[row['engine']]}: {row['identical_rows']}" for row in rows if "identical_rows" in row)
-    lines.append(f'drafting: share of decoding rounds. Rows identical to "none" with the same seed: {same}')
-    return "\n".join(lines)
-
-
-def describe_training(history: list[dict[str, float]], correlation: float | None) -> list[str]:
-    """What training did, in sentences."""
-    first, last = (sum(e["reward"] for e in part) / len(part) for part in (history[:WINDOW], history[-WINDOW:]))
-    r = "none" if correlation is None else f"{correlation:.2f}"
-    return [
-        f"reward: {first:.2f} in the first {WINDOW} steps, {last:.2f} in the last {WINDOW}",
-        f"policy entropy against first-token acceptance over {len(history)} steps: Pearson r = {r}",
+        for method, training in trainings.items()
     ]
+    return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
 
-def describe_toggle(profile: Profile, measured: Measurement, tau: float, seconds: float) -> str:
-    """What the toggle expects of speculation with a block efficiency `tau`, and what it did."""
-    most = min(PROMPTS, profile.draft_max_rows or PROMPTS)
-    length = MAX_COMPLETION_LENGTH / 2
-    one, many = (profile.roofline.speedup(batch, length, tau, DRAFT_LENGTH) for batch in (1, most))
-    share = median(map(speculative_share, measured.statistics))
-    return (
-        f"toggle: calibrated in {seconds:.1f} s; at tau {tau:.2f} it predicts {one:.2f}x by speculation for one row, "
-        f"{many:.2f}x for {most} rows, and speculated in {share:.0%} of the rounds"
+def format_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The comparison as text."""
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.0%}"
+
+    titles = "".join(f"{title:>10}" for title in ("tokens/s", "over TRL", "training", "drafting", "accepted"))
+    lines = [f"{'':19}{titles}  {'reward':14}same"]
+    for row in rows:
+        name = row["method"] if row["method"] == TRL else f'"{row["method"]}"'
+        same = "-" if row["same_steps"] is None else f"{row['same_steps']} of {STEPS}"
+        lines.append(
+            f"{name:19}{row['tokens_per_second']:10.0f}{row['over_trl']:9.2f}x{row['training_seconds']:8.1f} s"
+            f"{share(row['drafting']):>10}{share(row['accepted']):>10}"
+            f"  {row['first_reward']:.2f} to {row['last_reward']:.2f}  {same}"
+        )
+    return "\n".join(lines) + (
+        f"\ntokens/s: of the rollouts, without the first step; training: all {STEPS} steps, learning included;"
+        f"\ndrafting: share of decoding rounds with drafts; reward: first and last {WINDOW} steps;"
+        '\nsame: steps from the first one on whose completions are those of "none", token for token.'
+        "\nOne run of each, one after the other: what else runs on the machine shows in the speeds."
     )
 
 
-def plot(
-    history: list[dict[str, float]],
-    correlation: float | None,
-    measurements: dict[str, Measurement],
-    path: Path,
-) -> None:
-    """Draws reward, draft length with τ, entropy with first-token acceptance, and the completion curve."""
-    figure, ((left, middle), (scatter, right)) = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    steps = range(1, len(history) + 1)
-    rewards = [entry["reward"] for entry in history]
-    left.plot(steps, rewards, color="tab:blue", alpha=0.35, label="step")
-    smoothed = [sum(rewards[max(0, i - WINDOW) : i]) / min(i, WINDOW) for i in steps]
-    left.plot(steps, smoothed, color="tab:blue", label=f"mean of {WINDOW} steps")
-    left.set(title="Reward (exact match)", xlabel="GRPO step", ylim=(0, 1))
+def conclude(rows: Sequence[dict[str, Any]]) -> str:
+    """What came out, in one sentence that claims what this run has checked."""
+    by_method = {row["method"]: row for row in rows}
+    ours, theirs = by_method[CHOSEN], by_method[TRL]
+    rewards = [f"from {row['first_reward']:.2f} to {row['last_reward']:.2f}" for row in (ours, theirs)]
+    same = "in all steps" if ours["same_steps"] == STEPS else f"in the first {ours['same_steps']} of {STEPS} steps"
+    return (
+        f'SpecGRPOTrainer with "{CHOSEN}" sampled its rollouts {ours["over_trl"]:.2f} times as fast as TRL\'s '
+        f"GRPOTrainer, with the completions and rewards of decoding without drafts {same}; the reward went "
+        f"{rewards[0]}, and {rewards[1]} with TRL, whose sampler draws other texts."
+    )
+
+
+def plot(trainings: dict[str, Training], path: Path) -> None:
+    """Draws the reward, and the seconds that rollouts have taken so far, over the steps."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    steps = range(1, STEPS + 1)
+    for method, training in trainings.items():
+        smoothed = [training.reward(slice(max(0, step - WINDOW), step)) for step in steps]
+        # "none", "history" and "auto" draw one line where their completions are the same.
+        left.plot(steps, smoothed, label=method, linestyle="-" if method in (TRL, NONE) else "--")
+        right.plot(steps, list(accumulate(training.seconds)), label=method)
+    left.set(title=f"Reward (exact match), mean of {WINDOW} steps", xlabel="GRPO step", ylim=(0, 1))
+    right.set(title="Seconds spent on rollouts", xlabel="GRPO step", ylim=(0, None))
     left.legend(loc="lower right")
-    middle.plot(steps, [entry["rollout/block_efficiency"] for entry in history], label="τ, tokens per verified block")
-    # The mean over rounds: the last rounds of a rollout have no room for a whole draft.
-    lengths = [entry["rollout/draft_length"] for entry in history]
-    middle.step(steps, lengths, where="mid", linestyle="--", label="γ, draft tokens per block")
-    middle.set(title="Draft length and block efficiency", xlabel="GRPO step", ylim=(1, max(lengths) + 1.2))
-    middle.legend(loc="lower right")
-    entropies = [entry["rollout/target_entropy"] for entry in history]
-    accepted = [entry["rollout/first_token_acceptance"] for entry in history]
-    points = scatter.scatter(entropies, accepted, c=list(steps), cmap="cividis")
-    figure.colorbar(points, ax=scatter, label="GRPO step")
-    r = "" if correlation is None else f", Pearson r = {correlation:.2f}"
-    scatter.set(title=f"Policy entropy and drafts{r}", xlabel="entropy (nats)", ylabel="first-token acceptance")
-    for engine in ENGINES[1:]:
-        seconds, finished = zip(*measurements[engine].statistics[0].completion_curve, strict=True)
-        right.step([0, *seconds], [0, *finished], where="post", label=NAMES[engine])
-    # transformers hands all rows over at its end, and keeps the finished ones in the batch until then.
-    right.axvline(measurements["transformers"].seconds[0], color="grey", linestyle="--", label="transformers returns")
-    right.set(title="Completion curve", xlabel="seconds", ylabel=f"finished of {PROMPTS} requests")
-    right.legend(loc="lower right")
+    right.legend(loc="upper left")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -315,52 +245,31 @@ def main() -> None:
     OUTPUT.mkdir(exist_ok=True)
     (OUTPUT / LOG_FILE).unlink(missing_ok=True)  # of an earlier demo; a trainer would take itself for resumed
     started = time.perf_counter()
-    tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    # float32, because small updates are lost in bfloat16.
-    policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
-    with tqdm(total=STEPS + len(ENGINES) * (REPEATS + 1), desc="GRPO") as bar:
-        history = train(policy, tokenizer, bar)
-        policy.eval()
-        bar.set_description("calibrating")
-        before = time.perf_counter()
-        width = comparison_prompts(tokenizer)["input_ids"].shape[1]
-        profile = calibrate_machine(policy, width + MAX_COMPLETION_LENGTH)
-        calibration_seconds = time.perf_counter() - before
-        measurements = compare(policy, tokenizer, bar)
-        bar.set_description("done")
-    correlation = figures.pearson(
-        [entry["rollout/target_entropy"] for entry in history],
-        [entry["rollout/first_token_acceptance"] for entry in history],
-    )
-    rows = summarize(measurements)
-    tau = median(s.block_efficiency for s in measurements["self"].statistics)
-    lines = [
-        format_table(rows),
-        describe_toggle(profile, measurements["toggle"], tau, calibration_seconds),
-        *describe_training(history, correlation),
-    ]
-    (OUTPUT / "table.txt").write_text("\n".join(lines) + "\n")
-    machine = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "trl": trl.__version__,
-        "threads": torch.get_num_threads(),
-    }
+    trainings = {}
+    with tqdm(total=STEPS * len(METHODS)) as bar, tempfile.TemporaryDirectory() as folder:
+        for method in METHODS:
+            bar.set_description(method)
+            trainings[method] = train(method, OUTPUT if method == CHOSEN else Path(folder) / method, bar)
+    plot(trainings, OUTPUT / "demo.png")
+    spec_trl_command(["report", str(OUTPUT)])
+    rows = summarize(trainings)
+    text = f"{format_table(rows)}\n\n{conclude(rows)}\n"
+    (OUTPUT / "table.txt").write_text(text)
     result = {
-        "machine": machine,
-        "calibration_seconds": calibration_seconds,
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "trl": trl.__version__,
+            "threads": torch.get_num_threads(),
+        },
         "comparison": rows,
-        "entropy_acceptance_correlation": correlation,
-        "history": history,
+        "history": {method: training.history for method, training in trainings.items()},
+        "seconds": time.perf_counter() - started,
     }
-    plot(history, correlation, measurements, OUTPUT / "demo.png")
-    print("\n" + "\n".join(lines))
-    print(f"\nspec-trl report {OUTPUT} --profile {OUTPUT / PROFILE}")
-    spec_trl_command(["report", str(OUTPUT), "--profile", str(OUTPUT / PROFILE)])
-    result["seconds"] = time.perf_counter() - started
     (OUTPUT / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{OUTPUT}/: table.txt, result.json, demo.png, report/report.html ({result['seconds']:.0f} s)")
+    print(f"\n{OUTPUT}/: table.txt, result.json, demo.png, report/report.html ({result['seconds']:.0f} s)")
+    print(f"\n{text}", end="")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The demo from end to end, small, and what its table says."""
+"""The demo from end to end, small, and what its table and its last sentence say."""
 
 import json
 from pathlib import Path
@@ -6,49 +6,51 @@ from pathlib import Path
 import pytest
 
 from examples.demo import run
-from spec_trl.generation.statistics import DraftCounts, SpeculationStatistics
 from spec_trl.trainers.run_log import LOG_FILE, read_run
 
 
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in dict(
-        OUTPUT=tmp_path / "out", STEPS=3, WINDOW=2, PROMPTS=6, REPEATS=1, CALIBRATION_SECONDS=0.5
-    ).items():
+    output = tmp_path / "out"
+    for name, value in dict(OUTPUT=output, STEPS=2, WINDOW=1, ROWS=16, MAX_COMPLETION_LENGTH=24).items():
         monkeypatch.setattr(run, name, value)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / LOG_FILE).write_text("no JSON\n")  # of an earlier demo, which is gone
+    output.mkdir()
+    (output / LOG_FILE).write_text("no JSON\n")  # of an earlier demo, which is gone
     run.main()
     printed = capsys.readouterr().out
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert len(result["history"]) == len(read_run(tmp_path / "out").of("train")) == 3
-    r = result["entropy_acceptance_correlation"]
-    assert f"Pearson r = {r:.2f}" in printed
-    rows = {row["engine"]: row for row in result["comparison"]}
-    assert list(rows) == ["transformers", "none", "self", "toggle"]
-    assert rows["self"]["identical_rows"] == "6 of 6" and rows["self"]["speculative_rounds"] > 0.9
-    assert rows["self"]["block_efficiency"] > 2
-    assert rows["toggle"]["identical_rows"] == "6 of 6"
-    assert "toggle: calibrated in" in printed and "Entropy and first-token acceptance" in printed
-    for file in ("table.txt", "demo.png", "roofline_profile.json", "report/report.html", "report/toggle_boundary.png"):
-        assert (tmp_path / "out" / file).stat().st_size > 100
+    assert printed.endswith((output / "table.txt").read_text())
+    rows = json.loads((output / "result.json").read_text())["comparison"]
+    assert {row["method"]: row["same_steps"] for row in rows} == {run.TRL: None, "none": 2, "history": 2, "auto": 2}
+    speeds = [row["over_trl"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True) and 1.0 in speeds
+    assert {row["method"]: row["drafting"] is not None for row in rows}["history"]
+    log = read_run(output)
+    assert log.header.strategy == "auto" and len(log.of("train")) == 2
+    for file in ("demo.png", "report/report.html"):
+        assert (output / file).stat().st_size > 100
 
 
-def test_a_table_row_without_drafts_has_no_block_efficiency() -> None:
-    drafted = SpeculationStatistics(
-        "self", DraftCounts(8, 4, 2, 2, 1, 6), rounds=4, speculating=[(0, 0), (1, 5)], phase_seconds={"draft": 0.5}
-    )
-    idle = SpeculationStatistics("self", rounds=4, speculating=[(0, 0)], phase_seconds={"draft": 0.0})
-    plain = run.Measurement([], [10.0], [1.0], [])
-    measured = {
-        "transformers": plain,
-        "none": run.Measurement([], [10.0], [1.0], [idle]),
-        "self": run.Measurement([], [20.0], [0.5], [drafted]),
-        "toggle": run.Measurement([], [10.0], [1.0], [idle]),
+def made_up(completions: list[list[list[int]]], seconds: float, rewards: list[float]) -> run.Training:
+    return run.Training(completions, [9.0] + [seconds] * 2, 9.0, [{"reward": reward} for reward in rewards])
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"), [(None, "in all steps"), (2, "in the first 2 of 3 steps"), (0, "in the first 0 of 3 steps")]
+)
+def test_the_sentence_claims_what_was_checked(
+    changed: int | None, same: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "STEPS", 3)
+    monkeypatch.setattr(run, "WINDOW", 1)
+    plain = [[[1, 2], [3, 4]] for _ in range(3)]
+    drafted = [[[1, 2], [3, 5]] if step == changed else plain[step] for step in range(3)]
+    trainings = {
+        run.TRL: made_up([[[7] * 4]] * 3, 2.0, [0.5, 0.0, 0.75]),
+        "none": made_up(plain, 1.0, [0.25, 0.0, 1.0]),
+        "auto": made_up(drafted, 0.5, [0.25, 0.0, 1.0]),
     }
-    rows = {row["engine"]: row for row in run.summarize(measured)}
-    assert rows["self"]["speculative_rounds"] == 0.75 and rows["self"]["block_efficiency"] == 3.0
-    assert rows["toggle"]["speculative_rounds"] == 0 and "block_efficiency" not in rows["toggle"]
-    assert "speculative_rounds" not in rows["none"]
-    table = run.format_table(list(rows.values())).splitlines()
-    assert [line.split("  ")[0] for line in table[1:5]] == list(run.NAMES.values())
-    assert " 75%  3.00     0.500" in table[3]
+    rows = run.summarize(trainings)
+    assert [(row["method"], row["over_trl"]) for row in rows] == [("auto", 4.0), ("none", 2.0), (run.TRL, 1.0)]
+    table, sentence = run.format_table(rows), run.conclude(rows)
+    assert [line.split("  ")[0] for line in table.splitlines()[1:4]] == ['"auto"', '"none"', run.TRL]
+    assert "4.00 times as fast as TRL's GRPOTrainer" in sentence and same in sentence
+    assert "from 0.25 to 1.00, and from 0.50 to 0.75 with TRL, whose sampler draws other texts" in sentence
