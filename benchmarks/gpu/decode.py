@@ -69,6 +69,7 @@ class RecordedRounds(NeverSpeculate):
     """Decodes autoregressively and keeps each round's seconds."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seconds: list[float] = []
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:

@@ -13,11 +13,13 @@ from tqdm import tqdm
 
 from ..scheduling.profile import Profile
 from ..trainers.run_log import Run, read_run
+from ..trainers.verdict import verdict_of
 from . import figures
 from .boundary import block_efficiency_of_run, points_of_run, points_of_sweep, toggle_boundary
 from .figures import Drawing
 from .options import MARGIN
 from .timeline_figure import timeline_of_run
+from .verdict_figure import verdict_of_run
 
 
 _DPI = 110
@@ -76,6 +78,7 @@ def build(log: Run, profile: Profile | None, margin: float = MARGIN, missing: st
     by_first = figures.entropy_against(train, "first_token_acceptance")
     by_tau = figures.entropy_against(train, "block_efficiency")
     return [
+        Section("verdict", "Did it help?", verdict_of_run(log), str(verdict_of(log)[0])),
         Section("step_time", "Step time", figures.step_times(log.steps), "no step was logged."),
         Section("reward", "Reward", figures.reward(log.steps), "no step logged a reward."),
         Section("rollout_time", "Rollout time", figures.rollout_phases(train), "no training rollout was logged."),

@@ -37,7 +37,9 @@ def make_control(
     Raises:
         ValueError: with `ladder`, two drafters have the same strategy name.
     """
-    if not drafters or config.sd_toggle == "never":
+    if config.sd_toggle == "never":
+        return NeverSpeculate("sd_toggle=never")
+    if not drafters:
         return NeverSpeculate()
     candidates = [
         Candidate(

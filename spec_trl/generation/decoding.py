@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..scheduling.control import Chain, Control, Tally
+from ..scheduling.plain import plain_rounds
 from .diagnosis import first_broken_module
 from .drafters.base import Drafter, DraftSession
 from .prefilling import prefill
@@ -84,6 +85,7 @@ class Rollout:
         self._timeline = TimelineLog(len(requests), self._names)
         self._ended_in = [0] * len(requests)
         self._prompt_keys = [prompt_key(request.prompt) for request in requests]
+        self._prompt_lengths = [len(request.prompt) for request in requests]
         self._counter = DraftCounter(len(requests), rows.tokens.device)
         self._chains = ChainCounter(len(requests), self._names, rows.tokens.device)
         self._timer = PhaseTimer(rows.tokens.device)
@@ -141,6 +143,7 @@ class Rollout:
             with self._timer.phase("prefill"):
                 admission = rows.admit([self._waiting.pop() for _ in range(free)])
                 prefill(self._target, rows, admission)
+            with self._timer.phase("draft"):
                 self._for_each_drafter(lambda drafter: drafter.admit(admission))
             self.look()
 
@@ -350,12 +353,23 @@ class Rollout:
                 statistics.cache_bytes += drafter.cache_bytes
                 if drafter.learns:
                     statistics.learning = drafter.learning
-        speculation = sum(self._control.tallies, Tally())
-        statistics.predicted_speedup = speculation.predicted_speedup
-        statistics.measured_speedup = speculation.measured_speedup
+        account = self._control.account()
+        statistics.predicted_speedup, statistics.reason = account.predicted_speedup, account.reason
+        statistics.measured_speedup = sum(self._control.tallies, Tally()).measured_speedup
         self._log.write_to(statistics)
         statistics.phase_seconds = self._timer.seconds()
         statistics.seconds = time.perf_counter() - self._started
+        statistics.plain_seconds = self._plain_seconds([len(completion.tokens) for completion in completions])
+
+    def _plain_seconds(self, tokens: list[int]) -> float | None:
+        """What plain decoding would have taken: it reads the same prompts, and up to the first draft it was this."""
+        plain, seconds = self._log.plain_rounds, self._log.plain_seconds
+        if plain == self._log.rounds:
+            return self._statistics.seconds
+        rest = self._control.plain_seconds(
+            plain_rounds(self._prompt_lengths, tokens, self._rows.capacity, done=plain)
+        )
+        return None if rest is None else self._statistics.phase_seconds["prefill"] + seconds + rest
 
 
 def _report_broken(_: Drafter) -> None:

@@ -137,9 +137,13 @@ class SpeculationStatistics:
         timeline: who drafted for each row of the batch, and when.
         speculating: for each change, (round, draft length); 0 is autoregressive decoding.
         points: measured rounds by (batch, length bin, γ, drafter).
-        predicted_speedup: mean over the speculative rounds by the roofline or ladder; None without either.
+        predicted_speedup: mean over the speculative rounds by the roofline or ladder, or, where there were none, the
+            largest that was predicted; None without either.
         measured_speedup: of the speculative rounds over the autoregressive time that the corrected roofline or ladder
             gives the same tokens; None without either.
+        reason: why the rounds drafted or did not, in a sentence.
+        plain_seconds: what plain decoding of the same tokens would have taken, by rounds measured in this call or
+            before it and by the profile that they correct; None: neither is there.
         completion_curve: (seconds since start, requests finished so far), one entry per round that finished any.
         phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control", and "learn" where a
             drafter learns.
@@ -168,6 +172,8 @@ class SpeculationStatistics:
     points: list[RoundPoint] = field(default_factory=list)
     predicted_speedup: float | None = None
     measured_speedup: float | None = None
+    reason: str = ""
+    plain_seconds: float | None = None
     completion_curve: list[tuple[float, int]] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -197,6 +203,26 @@ class SpeculationStatistics:
         """Generated tokens over the seconds of the whole call."""
         return self.tokens / self.seconds if self.seconds else float("nan")
 
+    def __str__(self) -> str:
+        """A short summary."""
+        share = self.drafted_rounds / self.rounds if self.rounds else 0.0
+        whole = self.plain_seconds / self.seconds if self.plain_seconds and self.drafted_rounds else None
+        speedups = {"predicted": self.predicted_speedup, "measured": self.measured_speedup, "whole call": whole}
+        lines = [
+            f"{self.strategy}: {self.tokens} tokens in {self.seconds:.2f} s, {self.tokens_per_second:.1f} tokens/s",
+            f"drafting in {share:.0%} of {self.rounds} rounds: {self.reason}",
+        ]
+        if self.total.drafted:
+            lines.append(f"block efficiency {self.block_efficiency:.2f}, acceptance rate {self.acceptance_rate:.2f}")
+        if known := [f"{name} {speedup:.2f}×" for name, speedup in speedups.items() if speedup is not None]:
+            lines.append(f"speedup over plain decoding: {', '.join(known)}")
+        return "\n".join(lines)
+
+    @property
+    def drafted_rounds(self) -> int:
+        """Rounds in which something was drafted."""
+        return sum(point.rounds for point in self.points if point.draft_length)
+
     def tail(self, share: float = 0.5) -> Tail:
         """From when at least `share` of the requests had ended until the last one had (SA §4.2). 0: the whole of
         decoding.
@@ -219,6 +245,8 @@ class RoundLog:
         self._points: dict[tuple[int, int, int, str | None], RoundPoint] = {}
         self._spans: list[tuple[int, int]] = []
         self.rounds = 0
+        self.plain_rounds, self.plain_seconds = 0, 0.0
+        """Before the first that drafted."""
 
     def add(
         self, batch: int, length: float, draft_length: int, drafter: str | None, seconds: float, tokens: int
@@ -226,6 +254,9 @@ class RoundLog:
         """Adds one round; see :class:`RoundPoint`."""
         if not self._spans or self._spans[-1][1] != draft_length:
             self._spans.append((self.rounds, draft_length))
+        if self._spans[-1] == (0, 0):
+            self.plain_rounds += 1
+            self.plain_seconds += seconds
         self.rounds += 1
         key = (batch, int(length) // LENGTH_BIN, draft_length, drafter)
         point = self._points.get(key)

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence, Set
 from functools import partial
 
 from .acceptance import Acceptance, AcceptanceCounts
+from .account import Account, decision, promise, too_many_rows
 from .assignment import MethodView, Racing, RowView
 from .control import Candidate, Chain, Costs
 from .delivery import RolloutWatch
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
+from .plain import PlainRounds
 from .race_judge import Field, RaceJudge
 from .roofline import Roofline
 from .selection import OPTIMISTIC, AcceptanceHistory, counts_last_row, expectation, select_method, select_per_prompt
@@ -152,6 +154,25 @@ class BestOfN:
         self._racing.drop(self.candidates[index].name)
         self._laid_out = None
         self._weighed = 0
+
+    def account(self) -> Account:
+        return self._toggle.account()
+
+    def forecast(self, batch: int, length: float) -> Account:
+        """By the ladder, which knows nothing of lengths."""
+        able = [candidate for candidate in self.candidates if batch <= candidate.max_rows]
+        if not able:
+            return Account(None, too_many_rows(batch, max(candidate.max_rows for candidate in self.candidates)))
+        promised = {
+            each.name: self.ladder.best_draft_length(each.name, self._expected(each.name).block_efficiency, batch)[1]
+            for each in able
+        }
+        best = max(promised, key=promised.__getitem__)
+        said = promise(f'speculation with "{best}"', promised[best], batch, length)
+        return Account(promised[best], f"{said}: {decision(promised[best], self._margin)}")
+
+    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+        return self._toggle.plain_seconds(rounds)
 
     # ---- a round --------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
+from .account import FAILED, Account, too_many_rows
+from .correction import OverheadCorrection
+from .plain import PlainRounds, seconds_of
+
 
 class Costs(Protocol):
     """Predicts rounds of `batch` rows of mean length `length`, in seconds: a roofline, or what was profiled."""
@@ -168,6 +172,18 @@ class Control(Protocol):
         """The rollout is over; not called where it ended in an error."""
         ...
 
+    def account(self) -> Account:
+        """What it predicted for the rollout that began last, and why it drafted or did not."""
+        ...
+
+    def forecast(self, batch: int, length: float) -> Account:
+        """The same before any rollout, for one of `batch` rows of mean length `length`."""
+        ...
+
+    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+        """What these rounds would take, by what the control knows by now of autoregressive ones; None: too little."""
+        ...
+
 
 class OneDrafter(ABC):
     """A control under which one drafter at a time drafts for all rows."""
@@ -196,12 +212,29 @@ class OneDrafter(ABC):
     def finish(self) -> None:
         return
 
+    def account(self) -> Account:
+        predicted = sum(self.tallies, Tally()).predicted_speedup
+        return Account(predicted, f"decided by {type(self).__name__}")
+
+    def forecast(self, batch: int, length: float) -> Account:
+        return self.account()
+
+    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+        return None
+
 
 class NeverSpeculate(OneDrafter):
-    """Decodes autoregressively."""
+    """Decodes autoregressively.
+
+    Args:
+        reason: why.
+    """
 
     candidates: Sequence[Candidate] = ()
     tallies: list[Tally] = []
+
+    def __init__(self, reason: str = "no drafter") -> None:
+        self._reason = reason
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         pass
@@ -215,6 +248,9 @@ class NeverSpeculate(OneDrafter):
     def drop(self, index: int) -> None:
         pass
 
+    def account(self) -> Account:
+        return Account(None, self._reason)
+
 
 class AlwaysSpeculate(OneDrafter):
     """Speculates in every round that its drafter's kernels can serve: the paper's always-on quantized self-SD.
@@ -226,6 +262,8 @@ class AlwaysSpeculate(OneDrafter):
     def __init__(self, candidate: Candidate) -> None:
         self.candidates: Sequence[Candidate] = (candidate,)
         self.tallies = [Tally()]
+        self._failed, self._batch = False, 0
+        self._baseline = OverheadCorrection()  # the times of autoregressive rounds
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         self.tallies = [Tally()]
@@ -238,6 +276,8 @@ class AlwaysSpeculate(OneDrafter):
         return 0, self._draft_length
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
+        if draft_length == 0 and is_typical:
+            self._baseline.record(self._batch, 0.0, seconds)
         if draft_length == self.candidates[0].draft_length:  # less: a rollout's last rounds
             tally = self.tallies[0]
             tally.rounds += 1
@@ -247,3 +287,13 @@ class AlwaysSpeculate(OneDrafter):
 
     def drop(self, index: int) -> None:
         self._failed = True
+
+    def account(self) -> Account:
+        return Account(None, FAILED) if self._failed else self.forecast(self._batch, 0.0)
+
+    def forecast(self, batch: int, length: float) -> Account:
+        most = self.candidates[0].max_rows
+        return Account(None, too_many_rows(batch, most) if batch > most else "sd_toggle=always")
+
+    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+        return seconds_of(rounds, self._baseline)

@@ -48,3 +48,9 @@ class OverheadCorrection:
         if nearest not in self._overheads:
             self._overheads[nearest] = median(self._residuals[nearest])
         return max(predicted + self._overheads[nearest], 0.1 * predicted)
+
+    def is_near(self, batch: int, rounds: int) -> bool:
+        """Whether so many rounds were measured of a size next to that of `batch` or the same."""
+        return any(
+            abs(size - batch.bit_length()) <= 1 and len(found) >= rounds for size, found in self._residuals.items()
+        )

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from .account import FAILED, Account, decision, promise, too_many_rows
 from .control import Candidate, Costs, OneDrafter, Tally
 from .correction import OverheadCorrection
 from .draft_length import acceptance_of
 from .ladder import Rung
+from .plain import PlainRounds, seconds_of
 
 
 PROBE_ROUNDS = 3
@@ -67,6 +69,15 @@ class _Round(NamedTuple):
     tokens: int
 
 
+class _Refusal(NamedTuple):
+    """A promise that did not reach 1 + ε."""
+
+    index: int
+    speedup: float
+    batch: int
+    length: float
+
+
 class SpeculationToggle(OneDrafter):
     """π_SD over one or several candidates: the one with the largest predicted speedup, if that reaches 1 + ε.
 
@@ -116,6 +127,8 @@ class SpeculationToggle(OneDrafter):
         self.judgement_due = False
         self.weigh([None for _ in self.candidates], False, [1.0 for _ in self.candidates])
         self._looked_at: int | None = None  # batch at which speculation was last found not to pay
+        self._refused: _Refusal | None = None  # the best of this rollout
+        self._turned_off: str | None = None  # why, the last time
 
     def finish(self) -> None:
         """τ_prev of the next rollout follows what this one saw, in the measure in which it saw a whole window."""
@@ -171,9 +184,11 @@ class SpeculationToggle(OneDrafter):
                 best, speedup = self._best(batch_ahead, length)
                 if speedup >= 1 + self.margin:
                     self._turn(best)
+                elif best is not None and (self._refused is None or speedup > self._refused.speedup):
+                    self._refused = _Refusal(best, speedup, batch_ahead, length)
         elif self._refills and self._since_change >= DWELL:
-            if self.predicted_speedup(self._active, batch, length) < 1:
-                self._turn(None)
+            if (speedup := self.predicted_speedup(self._active, batch, length)) < 1:
+                self._turn_off(f"{self._promise(self._active, speedup, batch, length)}: switched off")
 
     def weigh(self, gains: Sequence[Gain | None], others_can_help: bool, delivered: Sequence[float]) -> None:
         """Tells what candidates do for the rows that are in flight now.
@@ -205,6 +220,10 @@ class SpeculationToggle(OneDrafter):
     def _turn(self, active: int | None) -> None:
         self._active = active
         self._since_change = 0
+
+    def _turn_off(self, why: str) -> None:
+        self._turn(None)
+        self._turned_off = why
 
     def _eligible(self, index: int, batch: int) -> bool:
         candidate, state = self.candidates[index], self._states[index]
@@ -308,10 +327,11 @@ class SpeculationToggle(OneDrafter):
             self._probing, self.judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
             return
         better = self._better(index, worth, until_last_row) if rounds >= WINDOW else None
+        found = f"{self._who(index)} measured {measured:.2f}× of plain decoding after {rounds} rounds"
         if measured < enough:
-            self._fail(index)
-        elif worth < enough:
-            self._turn(None)  # these rows are why, and others may be left
+            self._fail(index, f"{found}: switched off")
+        elif worth < enough:  # these rows are why, and others may be left
+            self._turn_off(f"{found}, {worth:.2f}× until the last row ends: switched off")
         if better is not None:
             self._turn(better)
 
@@ -331,10 +351,10 @@ class SpeculationToggle(OneDrafter):
                 promises[index] = promised
         return max(promises, key=promises.__getitem__, default=None)
 
-    def _fail(self, index: int) -> None:
+    def _fail(self, index: int, why: str) -> None:
         self._states[index].failed_at = self._batch
         self._states[index].window.clear()
-        self._turn(None)
+        self._turn_off(why)
 
     def _is_anchored(self) -> bool:
         """Whether the newest autoregressive rounds of this rollout had about as many rows as there are now."""
@@ -343,4 +363,59 @@ class SpeculationToggle(OneDrafter):
     def drop(self, index: int) -> None:
         self._states[index].dropped = True
         if self._active == index:
-            self._turn(None)
+            self._turn_off(FAILED)
+
+    # ---- in words -------------------------------------------------------------------------------------------------
+
+    def account(self) -> Account:
+        tally, refused = sum(self.tallies, Tally()), self._refused
+        predicted = tally.predicted_speedup
+        if predicted is None and refused is not None:
+            predicted = self._prediction(refused.index, refused.speedup)
+        return Account(predicted, self._reason(tally))
+
+    def _reason(self, tally: Tally) -> str:
+        if self._active is None and self._turned_off is not None:
+            return self._turned_off
+        if tally.rounds:
+            measured, predicted = tally.measured_speedup, tally.predicted_speedup
+            found = "no plain round to compare with" if measured is None else f"measured {measured:.2f}×"
+            if predicted is None:
+                return f"no profile: {tally.rounds} rounds tried, {found}"
+            return f"speculation predicted {predicted:.2f}×, {found} in {tally.rounds} rounds"
+        if self._refused is not None:
+            return f"{self._promise(*self._refused)}: {decision(self._refused.speedup, self.margin)}"
+        if all(state.dropped for state in self._states):
+            return FAILED
+        if self._batch > (most := max(candidate.max_rows for candidate in self.candidates)):
+            return too_many_rows(self._batch, most)
+        return "the rollout ended before a drafter was measured"
+
+    def forecast(self, batch: int, length: float) -> Account:
+        speedups = {
+            index: self.predicted_speedup(index, batch, length)
+            for index, candidate in enumerate(self.candidates)
+            if batch <= candidate.max_rows
+        }
+        if not speedups:
+            return Account(None, too_many_rows(batch, max(candidate.max_rows for candidate in self.candidates)))
+        best = max(speedups, key=speedups.__getitem__)
+        if speedups[best] == math.inf:
+            return Account(None, "no profile: drafters are tried, and their rounds measured")
+        reason = f"{self._promise(best, speedups[best], batch, length)}: {decision(speedups[best], self.margin)}"
+        return Account(self._prediction(best, speedups[best]), reason)
+
+    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+        roofline = self.candidates[0].roofline  # the target part is the same in all of them
+        return seconds_of(rounds, self._baseline, None if roofline is None else roofline.target_seconds)
+
+    def _prediction(self, index: int, speedup: float) -> float | None:
+        """`speedup` where a profile predicts it, not where rounds were measured."""
+        return None if self.candidates[index].roofline is None else speedup
+
+    def _promise(self, index: int, speedup: float, batch: int, length: float) -> str:
+        by = "measured, in earlier rounds," if self.candidates[index].roofline is None else "predicted"
+        return promise(self._who(index), speedup, batch, length, by)
+
+    def _who(self, index: int) -> str:
+        return "speculation" if len(self.candidates) == 1 else f'speculation with "{self.candidates[index].name}"'

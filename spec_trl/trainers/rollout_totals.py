@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from ..generation.drafters.distillation import DistilledDrafter
 from ..generation.statistics import DEPTH_EDGES, DraftCounts, RoundPoint, SpeculationStatistics
 from ..generation.timeline import RequestTimeline, slowest
+from ..scheduling.account import Account
 from ..scheduling.control import Control, Tally
 from . import run_log
 from .run_log import TIMELINES, DepthCounts, RolloutRecord
@@ -25,8 +26,9 @@ class RolloutTotals:
 
     `tallies` and `race_wins` go by strategy. `updates` are those of a drafter that learns while it drafts,
     `update_seconds` the time that decoding stood still for them. `tail_seconds` and `tail_rounds` are those from when
-    half of a call's requests had ended on. `curve`, `spans`, `points`, `phase_seconds`, `own_rounds` and `timeline`
-    are this rank's own, for the run log.
+    half of a call's requests had ended on. `plain_seconds` are what plain decoding would have taken, NaN where a call
+    does not know. `curve`, `spans`, `points`, `phase_seconds`, `own_rounds`, `timeline` and `account`, of the first
+    call, which had all requests, are this rank's own, for the run log.
     """
 
     turns: int = 0
@@ -52,6 +54,8 @@ class RolloutTotals:
     tail_seconds: float = 0.0
     tail_rounds: int = 0
     timeline: list[RequestTimeline] = field(default_factory=list)
+    plain_seconds: float = 0.0
+    account: Account | None = None
 
     def add(self, statistics: SpeculationStatistics, control: Control, requests: int, seconds: float) -> None:
         """Adds one `generate` call of `requests` rows that took `seconds`, preparation included."""
@@ -64,6 +68,10 @@ class RolloutTotals:
         self.tail_rounds += tail.rounds
         for name, phase in statistics.phase_seconds.items():
             self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + phase
+        if self.account is None:
+            self.account = Account(statistics.predicted_speedup, statistics.reason)
+        plain = math.nan if statistics.plain_seconds is None else statistics.plain_seconds
+        self.plain_seconds += seconds - statistics.seconds + plain
         self.turns += 1
         self.requests += requests
         self.drafts += statistics.total
@@ -98,7 +106,7 @@ class RolloutTotals:
         )
 
     def over_ranks(self, accelerator: Accelerator, strategies: Sequence[str]) -> "RolloutTotals":
-        """Sums over ranks, the slowest rank's seconds, and what is this rank's own as it is.
+        """Sums over ranks, of seconds those of the slowest rank, and what is this rank's own as it is.
 
         Every rank sends the same shapes, whatever its tool loop did.
 
@@ -111,7 +119,10 @@ class RolloutTotals:
         counts = (self.requests, self.updates)
         wins = tuple(self.race_wins.get(name, 0) for name in strategies)
         rows = [*map(astuple, (self.drafts, *self.depths)), *map(astuple, tallies), scalars, counts, wins]
-        longest = [self.seconds, self.refresh_seconds, self.update_seconds, self.tail_seconds, float(self.tail_rounds)]
+        longest = [
+            self.seconds, self.refresh_seconds, self.update_seconds, self.tail_seconds, float(self.tail_rounds),
+            self.plain_seconds,
+        ]  # fmt: skip
         flat = [float(value) for row in rows for value in row] + longest
         packed = torch.tensor(flat, dtype=torch.float64, device=accelerator.device)  # [n]
         every = accelerator.gather(packed[None])  # [ranks, n]
@@ -126,18 +137,24 @@ class RolloutTotals:
         tokens, logprob_sum, rounds, speculative_rounds, draft_length_sum = take(len(scalars))
         requests, updates = map(int, take(len(counts)))
         race_wins = dict(zip(strategies, map(int, take(len(wins))), strict=True))
-        seconds, refresh_seconds, update_seconds, tail_seconds, tail_rounds = longest
+        seconds, refresh_seconds, update_seconds, tail_seconds, tail_rounds, plain_seconds = longest
         return RolloutTotals(
             self.turns, requests, drafts, depths, summed, int(tokens), logprob_sum, int(rounds),
             int(speculative_rounds), int(draft_length_sum), seconds, refresh_seconds, updates, update_seconds,
             self.phase_seconds, self.curve, self.spans, self.points, self.own_rounds, race_wins, tail_seconds,
-            int(tail_rounds), self.timeline,
+            int(tail_rounds), self.timeline, plain_seconds, self.account,
         )  # fmt: skip
 
     @property
     def speculation(self) -> Tally:
         """All candidates together."""
         return sum(self.tallies.values(), Tally())
+
+    @property
+    def predicted_speedup(self) -> float | None:
+        """Over the rounds that drafted; where none did, what kept them from it."""
+        predicted = self.speculation.predicted_speedup
+        return self.account.predicted_speedup if predicted is None and self.account is not None else predicted
 
     @property
     def target_entropy(self) -> float:
@@ -182,7 +199,7 @@ class RolloutTotals:
             metrics["drafter_refresh_seconds"] = self.refresh_seconds
         if DistilledDrafter.strategy in self.tallies:
             metrics |= {"drafter_updates": self.updates, "drafter_update_seconds": self.update_seconds}
-        if (predicted := self.speculation.predicted_speedup) is not None:
+        if (predicted := self.predicted_speedup) is not None:
             metrics["predicted_speedup"] = predicted
         if (measured := self.speculation.measured_speedup) is not None:
             metrics["measured_speedup"] = measured
@@ -201,7 +218,7 @@ class RolloutTotals:
         self, mode: str, rollout: int, step: int, strategy: str, draft_lengths: dict[str, int]
     ) -> RolloutRecord:
         """For the run log; `draft_lengths` are the γ that were in force, by strategy."""
-        main, spoke = self.main_drafter, self.speculation
+        main = self.main_drafter
         return RolloutRecord(
             mode=mode,
             rollout=rollout,
@@ -220,8 +237,10 @@ class RolloutTotals:
             draft_length=draft_lengths.get(main, 0) if main is not None else max(draft_lengths.values(), default=0),
             mean_draft_length=self.mean_draft_length or None,
             sd_on_fraction=self.speculative_rounds / self.rounds if self.rounds else None,
-            predicted_speedup=spoke.predicted_speedup,
-            measured_speedup=spoke.measured_speedup,
+            predicted_speedup=self.predicted_speedup,
+            measured_speedup=self.speculation.measured_speedup,
+            reason=None if self.account is None else self.account.reason,
+            plain_seconds=None if math.isnan(self.plain_seconds) else self.plain_seconds,
             rounds=self.own_rounds,
             speculating=self.spans,
             completion_curve=_thinned(self.curve),

@@ -71,6 +71,7 @@ class RunHeader:
         strategy: `assistant_strategy`.
         settings: the configuration's own fields, JSON values.
         profile: path of the roofline profile, if there is one.
+        calibration_seconds: spent before the first rollout on finding or measuring the profile and the draft ladder.
         version: of this format.
     """
 
@@ -81,6 +82,7 @@ class RunHeader:
     strategy: str
     settings: dict[str, Any] = field(default_factory=dict)
     profile: str | None = None
+    calibration_seconds: float = 0.0
     version: int = VERSION
 
 
@@ -106,13 +108,16 @@ class RolloutRecord:
         draft_length: γ in force.
         mean_draft_length: mean γ of the rounds that speculated.
         sd_on_fraction: share of rounds that speculated.
-        predicted_speedup, measured_speedup: of the speculative rounds over autoregressive ones (ER Eq. 1).
+        predicted_speedup, measured_speedup: of the speculative rounds over autoregressive ones (ER Eq. 1). Where
+            nothing was drafted, the largest speedup that was predicted.
         rounds: decoding rounds.
         speculating: for each change, (round, γ); 0 is autoregressive decoding.
         completion_curve: (seconds since the start, requests finished so far), rank 0.
         per_depth: by lower edge of the depth bin in tokens.
         points: measured round times.
         timeline: who drafted for the requests of rank 0 that ended last, `TIMELINES` at most, in the order of ends.
+        reason: why rows drafted or did not, rank 0; None: the log is older than this field.
+        plain_seconds: what plain decoding of the same tokens would have taken, the slowest rank; None: not known.
     """
 
     mode: str
@@ -140,6 +145,8 @@ class RolloutRecord:
     per_depth: dict[int, DepthCounts] = field(default_factory=dict)
     points: list[RoundPoint] = field(default_factory=list)
     timeline: list[RequestTimeline] = field(default_factory=list)
+    reason: str | None = None
+    plain_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,10 @@ from ..scheduling.toggle import SpeculationToggle
 from .drafter_adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from .measuring import PROFILE_FILE, shared_ladder, shared_profile
 from .rollout_totals import RolloutTotals
-from .run_log import LOG_FILE, RunHeader, RunLog, StepRecord
+from .run_log import LOG_FILE, Record, RunHeader, RunLog, StepRecord
 from .spec_grpo_config import SpecGRPOConfig
 from .step_clock import StepClock
+from .verdict import Verdict
 
 
 _STATE_FILE = "rollout_state.json"
@@ -61,7 +62,7 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     The drafter follows the policy, a calibrated roofline decides in each decoding round whether to speculate, and a
     controller moves the draft length with the block efficiency. What every rollout and step did goes to
-    `output_dir/rollout_log.jsonl`, which `spec-trl report` draws.
+    `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that says whether it helped.
 
     A drop-in replacement: the constructor's arguments are GRPOTrainer's, `args` is a [`SpecGRPOConfig`]. With exact
     verification completions, losses and weights are those of `assistant_strategy="none"`, whatever drafts.
@@ -111,6 +112,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._totals = RolloutTotals()
         self._previous: RolloutTotals | None = None
         self._log: RunLog | None = None
+        self._verdict = Verdict()
+        self._calibration_seconds = 0.0  # not yet logged
         self._clock = StepClock(self.accelerator.device, self._log_step)
         self.add_callback(self._clock)
 
@@ -119,9 +122,12 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._drafted_step = -1
         self._log = None  # a run has a header of its own
         try:
-            return super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
         finally:
             self._drafted_step = -1
+        if self.accelerator.is_main_process and self._verdict.rollouts:
+            print(f"spec_trl verdict: {self._verdict}")
+        return result
 
     # ---- where time goes ------------------------------------------------------------------------------------------
 
@@ -276,7 +282,9 @@ class SpecGRPOTrainer(GRPOTrainer):
     def _current_control(self, policy: PreTrainedModel, drafters: list[Drafter], shape: torch.Size) -> Control:
         """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8)."""
         config, chooses = self._speculative_config, self.args.assistant_strategy in CHOOSE_BY_LADDER
+        is_new = self._control is None
         if self._control is None:
+            started = time.perf_counter()
             rows, length = self._most_rows(shape), shape[1] + self.args.max_completion_length
             if drafters and self.args.sd_toggle in ("measured", "roofline"):
                 self._profile = shared_profile(self.accelerator, policy, self.args, rows, length)
@@ -284,16 +292,21 @@ class SpecGRPOTrainer(GRPOTrainer):
             if drafters and chooses:
                 ladder = shared_ladder(self.accelerator, policy, drafters, self.args, rows)
             self._control = make_control(drafters, config, self._profile, ladder, self._acceptance)
+            self._calibration_seconds += time.perf_counter() - started
         elif chooses and isinstance(self._control, SpeculationToggle) and (rungs := self._control.rungs()):
             # The first rollouts were the profile: from now on acceptance by prompt chooses (SA §4.2).
             ladder = Ladder(rungs, "measured while decoding")
             self._control = make_control(drafters, config, self._profile, ladder, self._acceptance)
-        if isinstance(self._control, BestOfN):
-            return self._control  # which takes both from the acceptance so far
-        for candidate in self._control.candidates:
-            controller = self._draft_lengths[candidate.name]
-            candidate.draft_length = controller.draft_length
-            candidate.block_efficiency = controller.block_efficiency
+        if not isinstance(self._control, BestOfN):  # which takes both from the acceptance so far
+            for candidate in self._control.candidates:
+                controller = self._draft_lengths[candidate.name]
+                candidate.draft_length = controller.draft_length
+                candidate.block_efficiency = controller.block_efficiency
+        if is_new and drafters and self.accelerator.is_main_process:
+            halfway = shape[1] + self.args.max_completion_length / 2
+            forecast = self._control.forecast(self._most_rows(shape), halfway)
+            took = f" (calibration took {self._calibration_seconds:.0f} s)" if self._calibration_seconds >= 1 else ""
+            print(f"spec_trl rollouts: {forecast.reason}{took}")
         return self._control
 
     def _most_rows(self, shape: torch.Size) -> int:
@@ -328,7 +341,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             self._metrics[mode][f"rollout/{name}"].append(value)
         if self.accelerator.is_main_process:
             step, strategy = self.state.global_step, self.args.assistant_strategy
-            self._run_log().append(totals.record(mode, self._rollouts[mode], step, strategy, draft_lengths))
+            self._append(totals.record(mode, self._rollouts[mode], step, strategy, draft_lengths))
         if mode == "eval":
             return
         self._warn_of_collapse(totals)
@@ -356,29 +369,31 @@ class SpecGRPOTrainer(GRPOTrainer):
                 stacklevel=2,
             )
 
-    def _run_log(self) -> RunLog:
-        """The run's log; its first use writes the header."""
+    def _append(self, record: Record) -> None:
+        """To the run's log, whose first record is the header, and to the verdict."""
         if self._log is None:
-            self._log = RunLog(Path(self.args.output_dir) / LOG_FILE)
+            self._log, self._verdict = RunLog(Path(self.args.output_dir) / LOG_FILE), Verdict()
             inherited = {field.name for field in fields(GRPOConfig)}
             own = [field.name for field in fields(SpecGRPOConfig) if field.name not in inherited]
-            self._log.append(
-                RunHeader(
-                    started=datetime.now(UTC).isoformat(timespec="seconds"),
-                    hardware=hardware_name(self.accelerator.device),
-                    model=self.model.config._name_or_path or type(self.model).__name__,
-                    dtype=str(self.model.dtype).removeprefix("torch."),
-                    strategy=self.args.assistant_strategy,
-                    settings={name: getattr(self.args, name) for name in own},
-                    profile=None if self._profile is None else str(Path(self.args.output_dir) / PROFILE_FILE),
-                )
+            header = RunHeader(
+                started=datetime.now(UTC).isoformat(timespec="seconds"),
+                hardware=hardware_name(self.accelerator.device),
+                model=self.model.config._name_or_path or type(self.model).__name__,
+                dtype=str(self.model.dtype).removeprefix("torch."),
+                strategy=self.args.assistant_strategy,
+                settings={name: getattr(self.args, name) for name in own},
+                profile=None if self._profile is None else str(Path(self.args.output_dir) / PROFILE_FILE),
+                calibration_seconds=self._calibration_seconds,
             )
-        return self._log
+            self._calibration_seconds = 0.0
+            self._append(header)
+        self._log.append(record)
+        self._verdict.add(record)
 
     def _log_step(self, step: int, seconds: float, phases: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
             rewards = self._metrics["train"].get("reward")
-            self._run_log().append(StepRecord(step, seconds, phases, rewards[-1] if rewards else None))
+            self._append(StepRecord(step, seconds, phases, rewards[-1] if rewards else None))
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ def make_rollout(index: int, seed: int = 0, **changes: object) -> RolloutRecord:
             RequestTimeline(request, [(0.1, 0, []), (curve[-4][0], 36, ["self"])], curve[-1][0])
             for request in range(4)
         ],
+        reason="speculation predicted 1.30×, measured 1.28× in 58 rounds",
+        plain_seconds=chance.uniform(1.1, 1.3) * (second + 0.2) + 0.05,
     )  # fmt: skip
     return RolloutRecord(**(record | changes))  # type: ignore[arg-type]
 

@@ -9,7 +9,9 @@ import torch
 from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.sampling import RoundNoise
 from spec_trl.generation.verification import Proposal
+from spec_trl.scheduling.account import Account
 from spec_trl.scheduling.control import Candidate, Chain, Tally
+from spec_trl.scheduling.plain import PlainRounds
 from tests.generation.calls import pad_left, random_rows
 
 
@@ -65,6 +67,15 @@ class RandomPlans:
         self._alive.discard(index)
 
     def finish(self) -> None: ...
+
+    def account(self) -> Account:
+        return Account(None, "at random")
+
+    def forecast(self, batch: int, length: float) -> Account:
+        return self.account()
+
+    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+        return None
 
 
 class Fixed(RandomPlans):

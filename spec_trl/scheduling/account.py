@@ -1,0 +1,39 @@
+"""What a control says of a rollout: its prediction, and why rows drafted or did not."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Account:
+    """Of one rollout.
+
+    Args:
+        predicted_speedup: over plain decoding: the mean over the rounds that drafted, or, where none did, the largest
+            that was predicted. None: nothing predicts (no profile, no ladder).
+        reason: one sentence.
+    """
+
+    predicted_speedup: float | None
+    reason: str
+
+
+FAILED = "the drafter failed"
+"""The engine has warned of its error by then."""
+
+
+def too_many_rows(batch: int, max_rows: int) -> str:
+    """Why nothing drafts for `batch` rows."""
+    return f"more rows ({batch}) than the drafter's kernels serve ({max_rows})"
+
+
+def promise(name: str, speedup: float, batch: int, length: float, by: str = "predicted") -> str:
+    """What `name` promises a round of `batch` rows of mean length `length`."""
+    return f"{name} {by} {speedup:.2f}× at {batch} {'row' if batch == 1 else 'rows'} × {length:.0f} tokens"
+
+
+def decision(speedup: float, margin: float) -> str:
+    """What follows from a promise."""
+    if speedup >= 1 + margin:
+        return "speculating"
+    asked = f", since sd_margin asks for {1 + margin:.2f}×" if speedup >= 1 else ""
+    return f"decoding plainly{asked}"

@@ -1,0 +1,73 @@
+"""What plain decoding would have taken. It makes the same tokens, so its rounds are known, and only their times are
+asked for: by a corrected profile, or as plain rounds were measured."""
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .correction import OverheadCorrection
+
+
+LEAST_ROUNDS = 3
+"""Measured rounds of a size that make a baseline by themselves: one alone may have been disturbed."""
+
+
+class PlainRounds(NamedTuple):
+    """`rounds` autoregressive rounds of `batch` rows of mean length `length`."""
+
+    rounds: int
+    batch: int
+    length: float
+
+
+def plain_rounds(prompts: Sequence[int], tokens: Sequence[int], capacity: int, done: int = 0) -> list[PlainRounds]:
+    """The rounds of plain decoding, from one change of the batch to the next.
+
+    Args:
+        prompts: prompt tokens of each request.
+        tokens: what it generates, at least 1.
+        capacity: rows; further requests wait, and follow in order.
+        done: rounds to leave out at the beginning.
+    """
+    found: list[PlainRounds] = []
+    rows: list[tuple[int, int]] = []  # a heap of (round in which it ends, length that it would have had in round 0)
+    now = admitted = lengths = 0
+    while rows or admitted < len(prompts):
+        while admitted < len(prompts) and len(rows) < capacity:
+            start = prompts[admitted] - now
+            heapq.heappush(rows, (now + tokens[admitted], start))
+            lengths += start
+            admitted += 1
+        end, first = rows[0][0], max(now, done)
+        if end > first:
+            found.append(PlainRounds(end - first, len(rows), lengths / len(rows) + (first + end - 1) / 2))
+        now = end
+        while rows and rows[0][0] == now:
+            lengths -= heapq.heappop(rows)[1]
+    return found
+
+
+def seconds_of(
+    rounds: Sequence[PlainRounds],
+    measured: OverheadCorrection,
+    predicted: Callable[[int, float], float] | None = None,
+) -> float | None:
+    """What those rounds take.
+
+    Args:
+        rounds: of plain decoding.
+        measured: of autoregressive rounds, how far they are from what was predicted.
+        predicted: seconds of a round by batch and mean length; None: nothing predicts, and `measured` has the times
+            themselves.
+
+    Returns:
+        None: nothing predicts, and most of these rounds have more or fewer rows than any that were measured.
+    """
+    if predicted is None:
+        near = sum(each.rounds for each in rounds if measured.is_near(each.batch, LEAST_ROUNDS))
+        if 2 * near < sum(each.rounds for each in rounds):
+            return None
+    return sum(
+        each.rounds * measured.apply(each.batch, predicted(each.batch, each.length) if predicted else 0.0)
+        for each in rounds
+    )

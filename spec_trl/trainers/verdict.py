@@ -1,0 +1,102 @@
+"""Whether speculation helped a run, and by how much: one sentence, from what the run log holds.
+
+The gain is counted whole: what calibration took, what making and refreshing the drafter took, and what training it
+took are subtracted. Only rollouts of training count.
+"""
+
+from dataclasses import dataclass
+
+from .run_log import Record, RolloutRecord, Run, RunHeader
+
+
+NOTABLE = 0.05
+"""Seconds: less prints as 0.0."""
+
+
+@dataclass
+class Verdict:
+    """Sums over a run so far.
+
+    Args:
+        rollouts: of training.
+        compared: those of which it is known what plain decoding would have taken.
+        seconds: that these took, making and refreshing the drafter included.
+        plain_seconds: that plain decoding would have taken for them.
+        calibration_seconds, adaptation_seconds: outside of rollouts.
+        rounds, drafted_rounds: of all rollouts.
+        reason: of the newest rollout; None: the log is older than reasons are.
+    """
+
+    rollouts: int = 0
+    compared: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    calibration_seconds: float = 0.0
+    adaptation_seconds: float = 0.0
+    rounds: int = 0
+    drafted_rounds: float = 0.0
+    reason: str | None = None
+
+    def add(self, record: Record) -> None:
+        """Counts one more record of the run."""
+        if isinstance(record, RunHeader):
+            self.calibration_seconds += record.calibration_seconds
+        elif not isinstance(record, RolloutRecord):
+            self.adaptation_seconds += record.phases.get("adaptation", 0.0)
+        elif record.mode == "train":
+            self.rollouts += 1
+            self.rounds += record.rounds
+            self.drafted_rounds += record.rounds * (record.sd_on_fraction or 0.0)
+            self.reason = record.reason
+            if record.plain_seconds is not None:
+                self.compared += 1
+                self.seconds += record.seconds
+                self.plain_seconds += record.plain_seconds
+
+    @property
+    def spent(self) -> float:
+        """Seconds of the compared rollouts, and what drafting cost outside of them."""
+        return self.seconds + self.calibration_seconds + self.adaptation_seconds
+
+    @property
+    def saved(self) -> float:
+        """Seconds; less than 0: lost."""
+        return self.plain_seconds - self.spent
+
+    def __str__(self) -> str:
+        if not self.rollouts:
+            return "no training rollout was logged."
+        costs = "calibration, refresh and training of the drafter" if self.adaptation_seconds else (
+            "calibration and refresh"
+        )
+        if not self.drafted_rounds:
+            why = "" if self.reason is None else f" ({self.reason})"
+            extra = f"; {costs} took {_text(-self.saved)}" if -self.saved >= NOTABLE else ""
+            return f"nothing was drafted{why}: rollouts were plain decoding{extra}."
+        share = f"drafting in {self.drafted_rounds / self.rounds:.0%} of rounds"
+        if not self.compared:
+            why = "the log is older than this comparison" if self.reason is None else "no plain round was measured"
+            return f"{share}; the speedup over plain decoding is not known: {why}."
+        gain = f"{_text(abs(self.saved))} {'saved' if self.saved >= 0 else 'lost'} ({costs} subtracted)"
+        known = f"; known of {self.compared} of {self.rollouts} rollouts" if self.compared < self.rollouts else ""
+        return f"rollouts {self.plain_seconds / self.spent:.2f}× of plain decoding, {gain}, {share}{known}."
+
+
+def verdict_of(run: Run) -> tuple[Verdict, list[float]]:
+    """The verdict on a run, and the seconds that it had saved when each training rollout and the steps after it were
+    over."""
+    verdict, saved = Verdict(), list[float]()
+    for header in run.headers:
+        verdict.add(header)
+    # A rollout's `step` counts the steps before it.
+    for record in sorted([*run.of("train"), *run.steps], key=lambda r: (r.step, isinstance(r, RolloutRecord))):
+        verdict.add(record)
+        if isinstance(record, RolloutRecord):
+            saved.append(verdict.saved)
+        elif saved:
+            saved[-1] = verdict.saved
+    return verdict, saved
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
