@@ -366,9 +366,7 @@ class Rollout:
         plain, seconds = self._log.plain_rounds, self._log.plain_seconds
         if plain == self._log.rounds:
             return self._statistics.seconds
-        rest = self._control.plain_seconds(
-            plain_rounds(self._prompt_lengths, tokens, self._rows.capacity, done=plain)
-        )
+        rest = self._control.plain_seconds(plain_rounds(self._prompt_lengths, tokens, self._rows.capacity, done=plain))
         return None if rest is None else self._statistics.phase_seconds["prefill"] + seconds + rest
 
 

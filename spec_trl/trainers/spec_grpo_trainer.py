@@ -62,7 +62,8 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     The drafter follows the policy, a calibrated roofline decides in each decoding round whether to speculate, and a
     controller moves the draft length with the block efficiency. What every rollout and step did goes to
-    `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that says whether it helped.
+    `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that says whether drafting
+    helped.
 
     A drop-in replacement: the constructor's arguments are GRPOTrainer's, `args` is a [`SpecGRPOConfig`]. With exact
     verification completions, losses and weights are those of `assistant_strategy="none"`, whatever drafts.

@@ -66,9 +66,7 @@ class Verdict:
     def __str__(self) -> str:
         if not self.rollouts:
             return "no training rollout was logged."
-        costs = "calibration, refresh and training of the drafter" if self.adaptation_seconds else (
-            "calibration and refresh"
-        )
+        costs = f"calibration{', adaptation' if self.adaptation_seconds else ''} and refresh"
         if not self.drafted_rounds:
             why = "" if self.reason is None else f" ({self.reason})"
             extra = f"; {costs} took {_text(-self.saved)}" if -self.saved >= NOTABLE else ""

@@ -9,7 +9,7 @@ import pytest
 
 from spec_trl.cli.main import main
 from spec_trl.generation.timeline import RequestTimeline
-from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog
+from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, read_run
 from tests.cli.sample_run import make_header, make_profile, make_rollout, write_run
 
 
@@ -39,7 +39,7 @@ class Page(HTMLParser):
             self.cells.append(data)
 
 
-SECTIONS = 12
+SECTIONS = 13
 
 
 def test_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +60,11 @@ def test_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert expected in printed
     assert "Toggle boundary: γ = 5: " in printed and "profile gave" not in printed
     assert "Who drafted for whom: rollout 23, the slowest 4 of 64 requests" in printed
+    rollouts = read_run(tmp_path).of("train")
+    plain, took = sum(r.plain_seconds or 0.0 for r in rollouts), sum(r.seconds for r in rollouts)
+    verdict = f"rollouts {plain / took:.2f}× of plain decoding, {plain - took:.1f} s saved (calibration and refresh "
+    assert printed.splitlines()[1].startswith(f"Did it help?: {verdict}")
+    assert text.index("<img") > text.index(verdict) > text.index("<h2") == text.index('<h2 id="verdict">')
 
 
 def test_a_run_without_speculation_says_so_in_one_line_each(
@@ -70,13 +75,14 @@ def test_a_run_without_speculation_says_so_in_one_line_each(
     plain = make_rollout(
         0, strategy="none", drafter=None, block_efficiency=None, acceptance_rate=None, first_token_acceptance=None,
         predicted_speedup=None, measured_speedup=None, speculating=[(0, 0)], per_depth={}, points=[],
-        timeline=[RequestTimeline(0, [(0.0, 0, [])], 1.0)],
+        timeline=[RequestTimeline(0, [(0.0, 0, [])], 1.0)], sd_on_fraction=0.0, plain_seconds=None, reason=None,
     )  # fmt: skip
     for index in range(3):
         log.append(replace(plain, rollout=index))
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert printed.count("no training rollout speculated.") == 4
+    assert "Did it help?: nothing was drafted: rollouts were plain decoding." in printed  # an older log has no reason
     assert "Step time: no step was logged." in printed
     assert "Who drafted for whom: no rollout that speculated logged it." in printed
     assert "Toggle boundary: the run used no profile; name one with --profile." in printed

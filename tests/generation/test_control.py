@@ -273,6 +273,13 @@ def test_statistics_of_predictions(tiny: LlamaForCausalLM) -> None:
     assert statistics is not None
     assert statistics.predicted_speedup is not None and statistics.predicted_speedup > 1
     assert statistics.measured_speedup is not None and statistics.measured_speedup > 0
+    assert statistics.plain_seconds is not None and statistics.reason.startswith("speculation ")
+    # A prediction is there also where it keeps everything from drafting.
+    refused = make_control([drafter], SpeculativeConfig(sd_toggle="roofline", sd_margin=1e6), FREE_DRAFTS)
+    silent = generate(tiny, prompts, "self", drafter=drafter, control=refused).statistics
+    assert silent is not None and silent.drafted_rounds == 0
+    assert silent.predicted_speedup is not None and silent.predicted_speedup > 1
+    assert silent.reason.startswith(f"speculation predicted {silent.predicted_speedup:.2f}× at 2 rows × ")
     plain = generate(tiny, prompts).statistics
     assert plain is not None and plain.predicted_speedup is None and plain.measured_speedup is None
 

@@ -1,19 +1,25 @@
 """Statistics agree with the output they describe."""
 
 import math
+import re
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.statistics import (
     DEPTH_EDGES,
     ChainCounter,
     DraftCounter,
     DraftCounts,
+    RoundPoint,
     SpeculationStatistics,
     Tail,
 )
 from spec_trl.generation.verification import Proposal, Verdict
+from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
+from spec_trl.scheduling.plain import PlainRounds
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 
@@ -135,6 +141,63 @@ def test_fields_agree_with_the_output(max_batch_size, verification, tiny) -> Non
     changes = [round_ for round_, _ in found.speculating]
     assert changes == sorted(set(changes)) and changes[0] == 0 and found.speculating[0][1] == 4
     assert found.drafter_failure is None
+
+
+def test_what_plain_decoding_would_have_taken(tiny) -> None:
+    """A stand-in of a second per plain round, two with more than three rows: the rows and the rounds are those of the
+    call without drafts."""
+
+    class Seconds(AlwaysSpeculate):
+        def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
+            self.rounds += 1
+            index, draft_length = super().decide(batch, length, waiting)
+            return index, 0 if self.rounds <= 6 else draft_length
+
+        def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+            super().begin(capacity, prompts)
+            self.rounds = 0
+
+        def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+            self.asked = list(rounds)
+            return 1e6 * sum(each.rounds * (2 if each.batch > 3 else 1) for each in rounds)
+
+    prompts = pad_left(random_rows([5, 3, 8, 2, 9, 4, 4]))
+    options = dict(eos_token_id=7, max_new_tokens=90)
+    plain = generate(tiny, prompts, config={"max_batch_size": 5}, **options).statistics
+    control = Seconds(Candidate("self", 4, 4.0, 100))
+    found = generate(
+        tiny, prompts, "self", {"max_batch_size": 5}, drafter=SelfDrafter(tiny), control=control, **options
+    ).statistics
+    batches = [each.batch for each in control.asked for _ in range(each.rounds)]
+    assert len(batches) == plain.rounds - 6 and max(batches) == 5
+    alive = [sum(point.rounds for point in plain.points if point.batch == batch) for batch in range(1, 5)]
+    assert [batches.count(batch) for batch in range(1, 5)] == alive
+    whole = 1e6 * sum(2 if batch > 3 else 1 for batch in batches)
+    assert whole < found.plain_seconds < whole + found.seconds
+    # Without a draft the call is what plain decoding took; where no round can tell, nothing is said.
+    assert plain.plain_seconds == plain.seconds
+    assert generate(tiny, prompts, "self", **options).statistics.plain_seconds is None
+
+
+def test_the_summary_is_short_and_says_why(tiny) -> None:
+    prompts = pad_left(random_rows([5, 3]))
+    drafted = str(generate(tiny, prompts, "self").statistics).splitlines()
+    assert len(drafted) == 3
+    assert re.fullmatch(r"self: 48 tokens in \d+\.\d\d s, \d+\.\d tokens/s", drafted[0])
+    assert re.fullmatch(r"drafting in \d+% of \d+ rounds: sd_toggle=always", drafted[1])
+    assert re.fullmatch(r"block efficiency \d\.\d\d, acceptance rate \d\.\d\d", drafted[2])
+    never = str(generate(tiny, prompts, "self", {"sd_toggle": "never"}).statistics).splitlines()
+    assert never[1:] == ["drafting in 0% of 24 rounds: sd_toggle=never"]
+    assert str(generate(tiny, prompts).statistics).endswith("\ndrafting in 0% of 24 rounds: no drafter")
+    known = SpeculationStatistics(
+        "self", tokens=300, seconds=2.0, rounds=10, points=[RoundPoint(4, 9.0, 5, "self", 4)], reason="why",
+        predicted_speedup=1.3, measured_speedup=1.25, plain_seconds=2.2,
+    )  # fmt: skip
+    assert str(known).splitlines() == [
+        "self: 300 tokens in 2.00 s, 150.0 tokens/s",
+        "drafting in 40% of 10 rounds: why",
+        "speedup over plain decoding: predicted 1.30×, measured 1.25×, whole call 1.10×",
+    ]
 
 
 def test_cache_bytes(tiny, tiny_assistant) -> None:

@@ -22,7 +22,7 @@ def test_a_profile_predicts_also_where_nothing_is_drafted() -> None:
 
 
 def test_the_best_prediction_of_a_rollout_is_the_reason() -> None:
-    """As rows end speculation promises more: that it does not pay even then says more than that it did not at first."""
+    """As rows end speculation promises more: that it does not pay even then says more than how it began."""
     machine = faithful(SpeculationToggle([candidate()], margin=5.0))
     machine.run([64] * 20 + [1] * 20)
     account = machine.control.account()

@@ -1,4 +1,4 @@
-"""What plain decoding would have taken: its rounds, counted by hand and against decoding row by row, and their times."""
+"""What plain decoding would have taken: its rounds, counted by hand and against a simple loop, and their times."""
 
 import random
 

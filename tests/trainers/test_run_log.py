@@ -43,11 +43,14 @@ def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
 
 
 def test_a_log_that_is_older_than_a_field_is_read(tmp_path: Path) -> None:
-    path = write_run(tmp_path, rollouts=2)
-    edit(path, 4, lambda d: d.pop("timeline"))
+    path = write_run(tmp_path, rollouts=2, calibration_seconds=9.0)
+    edit(path, 1, lambda d: d.pop("calibration_seconds"))
+    for name in ("timeline", "reason", "plain_seconds"):
+        edit(path, 4, lambda d, name=name: d.pop(name))
+    assert read_run(path).header == make_header()
     first, second = read_run(path).of("train")
     assert first.timeline == make_rollout(0).timeline != []
-    assert second == make_rollout(1, timeline=[])
+    assert second == make_rollout(1, timeline=[], reason=None, plain_seconds=None)
 
 
 def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
