@@ -2,8 +2,9 @@
 
 import sys
 import warnings
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .attention import MaskPlan
+from .shadow import uncompiled
 
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 # Attention that is not a function of (query, key, position mask): relative positions added to the scores, windows
 # taken from buffer indices, or a mask that must stay two-dimensional. These pass a smoke test and fail later.
@@ -45,11 +50,7 @@ def check_model(model: PreTrainedModel) -> None:
             "Generate without `assistant_strategy`."
         )
     MaskPlan.from_config(text_config)
-    if _has_prompt_learning(model):
-        raise ValueError(
-            "the model has a PEFT adapter of prompt learning (prompt, prefix or p-tuning), whose virtual tokens "
-            "assistant_strategy would lose. Use LoRA, or generate without `assistant_strategy`."
-        )
+    _check_adapters(model)
     if is_fsdp_managed_module(model):
         raise ValueError(
             "the model is wrapped by FSDP, whose ranks would have to run their forwards in step. Use DDP, or gather "
@@ -60,14 +61,56 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"the model is spread over {sorted(map(str, places))}; load it on one device.")
 
 
-def _has_prompt_learning(model: PreTrainedModel) -> bool:
-    peft = sys.modules.get("peft")  # who has not imported it has no adapter, and need not wait for its import
-    if peft is None:
-        return False
-    # PeftModel.generate calls the generate of its base model, and leaves only this trace on the instance.
+def _check_adapters(model: PreTrainedModel) -> None:
+    if "peft" not in sys.modules:  # who has not imported it has no adapter, and need not wait for its import
+        return
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.variants import ALoraLinearVariant
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    # PeftModel.generate calls the generate of its base model, and leaves only this trace of a soft prompt on it.
     prepare = vars(model).get("prepare_inputs_for_generation")
     owner = prepare.__self__ if isinstance(prepare, MethodType) else None
-    return isinstance(owner, peft.PeftModel) and owner.active_peft_config.is_prompt_learning
+    if isinstance(owner, PeftModel):
+        _check_prompt_learning(owner)
+    for layer in model.modules():
+        if not isinstance(layer, BaseTunerLayer) or layer.disable_adapters:
+            continue
+        variants = layer.lora_variant if isinstance(layer, LoraLayer) else {}
+        if any(isinstance(variants.get(name), ALoraLinearVariant) for name in layer.active_adapters):
+            raise ValueError(
+                "the model has an activated LoRA (aLoRA), which acts from its invocation tokens on, and the engine's "
+                "forwards do not say where in a row these stand. Use LoRA, or generate without `assistant_strategy`."
+            )
+        if any(isinstance(hook, partial) for hook in layer._forward_pre_hooks.values()):
+            raise ValueError(
+                "the call gives each row an adapter of its own (adapter_names, task_ids), and the engine reorders "
+                "rows. Generate for one adapter at a time, or without `assistant_strategy`."
+            )
+
+
+def _check_prompt_learning(model: "PeftModel") -> None:
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            "the model has a PEFT adapter of prompt learning (prompt, prefix or p-tuning), whose virtual tokens "
+            "assistant_strategy would lose. Use LoRA, or generate without `assistant_strategy`."
+        )
+
+
+def policy_in(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside the wrappers of torch.compile and PEFT.
+
+    Raises:
+        ValueError: a wrapper of PEFT holds a soft prompt, which the model inside knows nothing of.
+    """
+    from peft import PeftModel
+
+    model = uncompiled(model)
+    while isinstance(model, PeftModel):
+        _check_prompt_learning(model)
+        model = uncompiled(model.get_base_model())
+    return model
 
 
 def check_generation_config(config: GenerationConfig) -> None:

@@ -87,7 +87,13 @@ def addresses(network: nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers()))
 
 
+def uncompiled(module: nn.Module) -> Any:
+    """The module that torch.compile wrapped, told by the name it has there: torch._dynamo takes seconds to import."""
+    return module._modules.get("_orig_mod", module)
+
+
 def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any]) -> Any:
+    module = uncompiled(module)
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]
     clone = module.__class__.__new__(module.__class__)
@@ -98,6 +104,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
         name: None if child is None else _clone(child, clones, config_memo) for name, child in module._modules.items()
     }
     state["training"] = False
+    state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's own forward
     for name in _HOOK_DICTS:  # copied, not cleared: TRL's `cast_lm_head_to_fp32` lives in hooks
         state[name] = state[name].copy()
         for key, hook in module.__dict__[name].items():

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras.profiling import profiling_context
@@ -27,6 +26,7 @@ from ..generation.drafters.distillation import DistilledDrafter
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.self_draft import SelfDrafter
 from ..generation.integration import make_drafters
+from ..generation.requirements import check_model, policy_in
 from ..quantization.awq import ActivationStatistics
 from ..scheduling.best_of_n import BestOfN
 from ..scheduling.control import Control
@@ -94,6 +94,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         if args.drafter_adaptation and set(members) & set(ADAPTABLE):
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage)
         self._speculative_config = args.speculative_config()
+        if self.rollout_func is None:
+            check_model(policy_in(self.model))
         if args.roofline_profile is not None and Path(args.roofline_profile).exists():
             Profile.load(args.roofline_profile)  # a broken file is refused before any work
         self._drafters: list[Drafter] | None = None
@@ -209,12 +211,12 @@ class SpecGRPOTrainer(GRPOTrainer):
                 gather_deepspeed3_params=self.args.ds3_gather_for_generation,
                 generation_kwargs=self.generation_kwargs,
                 gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
-            ) as unwrapped,
+            ) as wrapped,
             torch.no_grad(),
             # One autocast around the whole rollout: its weight cache then casts fp32 weights once, not in every step.
             self.accelerator.autocast(),
         ):
-            policy = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
+            policy = policy_in(wrapped)
             drafters = self._make_drafters(policy)
             control = self._current_control(policy, drafters, input_ids.shape)  # may calibrate, once
             self._announce_new_weights(drafters)

@@ -6,7 +6,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -276,3 +276,17 @@ def test_a_model_on_two_devices(prompts) -> None:
     model.hf_device_map = {"model.layers.0": "cpu", "model.layers.1": "disk"}
     with pytest.raises(ValueError, match=r"spread over \['cpu', 'disk'\]"):
         generate(model, prompts)
+
+
+@pytest.mark.parametrize("strategy", ["none", "self"])
+def test_adapters_that_act_on_some_tokens_or_rows(strategy: str, prompts) -> None:
+    settings = dict(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    activated = get_peft_model(tiny_llama(), LoraConfig(**settings, alora_invocation_tokens=[5, 6]))
+    with pytest.raises(ValueError, match="aLoRA.*Use LoRA"):
+        generate(activated, prompts, strategy)
+    with activated.disable_adapter():
+        generate(activated, prompts, strategy, max_new_tokens=2)
+    two = get_peft_model(tiny_llama(), LoraConfig(**settings))
+    two.add_adapter("other", LoraConfig(**settings))
+    with pytest.raises(ValueError, match="adapter_names.*one adapter at a time"):
+        generate(two.eval(), prompts, strategy, adapter_names=["default", "other"])

@@ -1,8 +1,10 @@
 """The shadow: own modules over the same Parameters, in eval mode, free of what training left on the policy."""
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -103,3 +105,20 @@ def test_autocast_runs(fresh: LlamaForCausalLM) -> None:
     assert result.lengths.tolist() == [24, 24]
     assert result.statistics.cache_bytes < 0.6 * plain.statistics.cache_bytes
     assert result.statistics.acceptance_rate > 0.4
+
+
+def compile_layers(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    model.model.layers = nn.ModuleList(torch.compile(layer, backend="eager") for layer in model.model.layers)
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap", [compile_layers, lambda model: model.compile(backend="eager") or model], ids=["layers", "in place"]
+)
+def test_what_is_compiled_generates_and_drafts_uncompiled(wrap: Callable[[Any], Any], fresh: LlamaForCausalLM) -> None:
+    torch._dynamo.utils.counters.clear()
+    prompts = pad_left(random_rows([4, 6]))
+    expected = outputs(generate(fresh, prompts))
+    result = generate(wrap(fresh), prompts, "self")
+    assert outputs(result) == expected and result.statistics.total.accepted > 0
+    assert torch._dynamo.utils.counters["frames"]["total"] == 0
