@@ -65,8 +65,6 @@ def _check_adapters(model: PreTrainedModel) -> None:
     if "peft" not in sys.modules:  # who has not imported it has no adapter, and need not wait for its import
         return
     from peft import PeftModel
-    from peft.tuners.lora import LoraLayer
-    from peft.tuners.lora.variants import ALoraLinearVariant
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     # PeftModel.generate calls the generate of its base model, and leaves only this trace of a soft prompt on it.
@@ -77,8 +75,8 @@ def _check_adapters(model: PreTrainedModel) -> None:
     for layer in model.modules():
         if not isinstance(layer, BaseTunerLayer) or layer.disable_adapters:
             continue
-        variants = layer.lora_variant if isinstance(layer, LoraLayer) else {}
-        if any(isinstance(variants.get(name), ALoraLinearVariant) for name in layer.active_adapters):
+        variants = vars(layer).get("lora_variant", {})  # of LoRA layers; aLoRA's class is new in peft 0.18
+        if any(type(variants.get(name)).__name__.startswith("ALora") for name in layer.active_adapters):
             raise ValueError(
                 "the model has an activated LoRA (aLoRA), which acts from its invocation tokens on, and the engine's "
                 "forwards do not say where in a row these stand. Use LoRA, or generate without `assistant_strategy`."

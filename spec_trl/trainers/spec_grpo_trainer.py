@@ -193,9 +193,10 @@ class SpecGRPOTrainer(GRPOTrainer):
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], None]:
-        if images or multimodal_fields:
+        carried = sorted(name for name, rows in multimodal_fields.items() if not _says_text(name, rows))
+        if images or carried:
             raise ValueError(
-                f"the prompts carry {sorted(multimodal_fields) or 'images'}; SpecGRPOTrainer generates from text. "
+                f"the prompts carry {carried or 'images'}; SpecGRPOTrainer generates from text. "
                 "Use trl.GRPOTrainer for multimodal prompts."
             )
         tensors = [torch.tensor(ids) for ids in prompt_ids]
@@ -439,6 +440,11 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     def _memory_file(self, directory: str, strategy: str) -> Path:
         return Path(directory) / _MEMORY_FILES[strategy].format(self.accelerator.process_index)
+
+
+def _says_text(name: str, rows: Any) -> bool:
+    """Whether a processor's field `[B, n]` marks all tokens as text, as beside conversations without images."""
+    return name in ("token_type_ids", "mm_token_type_ids") and not any(any(row) for row in rows)
 
 
 def _policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedTokenizerFast, ProcessorMixin
 from trl import GRPOTrainer
 
+from examples.demo.task import build_tokenizer
+from spec_trl import SpecGRPOTrainer
 from spec_trl.generation.shadow import uncompiled
-from tests.trainers.harness import assert_same_training, make_trainer, tiny_policy, train
+from tests.trainers.harness import PROMPTS, Run, assert_same_training, make_trainer, tiny_policy, train
 
 
 # ---- Adapters --------------------------------------------------------------------------------------------------
@@ -54,3 +57,65 @@ def test_a_compiled_policy_is_drafted_for(
     assert all(is_compiled)
     assert_same_training(run, train(tmp_path, "none", **options))
     assert min(run.metric("rollout/acceptance_rate")) > 0
+
+
+# ---- A vision-language model that is given text ----------------------------------------------------------------
+
+
+class Processor(ProcessorMixin):
+    """Tokenizes text, and marks each token with `mark` in a field called `field`, as processors of images do."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, field: str = "token_type_ids", mark: int = 0) -> None:
+        super().__init__(tokenizer)
+        self.field, self.mark = field, mark
+
+    def apply_chat_template(self, conversation: list[Any], **_: Any) -> dict[str, Any]:
+        ids = [self.tokenizer(messages[-1]["content"][0]["text"])["input_ids"] for messages in conversation]
+        return {"input_ids": ids, self.field: [[self.mark] * len(row) for row in ids]}
+
+
+def train_on_text(
+    output_dir: Path, strategy: str = "self", processor: dict[str, Any] | None = None, **options: Any
+) -> Run:
+    """Trains a tiny Gemma 3 with a vision tower on conversations without images."""
+    torch.manual_seed(0)
+    text = dict(
+        vocab_size=48, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.05, sliding_window=8,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    vision = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, intermediate_size=32)
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        boi_token_index=45,
+        eoi_token_index=46,
+        image_token_index=47,
+    )
+    conversations = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS]
+    return train(
+        output_dir, strategy, policy=Gemma3ForConditionalGeneration(config).double(), max_steps=2,
+        tokenizer=Processor(build_tokenizer(), **(processor or {})),
+        trainer={"train_dataset": Dataset.from_list(conversations)}, **options,
+    )  # fmt: skip
+
+
+def test_text_for_a_vision_language_model(tmp_path: Path) -> None:
+    none = train_on_text(tmp_path / "none", "none")
+    drafted = train_on_text(tmp_path / "self", "self", {"field": "mm_token_type_ids"})
+    assert_same_training(drafted, none)
+    assert min(drafted.metric("rollout/acceptance_rate")) > 0 and len({str(ids) for ids in none.completions[0]}) > 4
+
+
+def test_text_for_a_vision_language_model_as_in_trl(tmp_path: Path) -> None:
+    ours, theirs = (
+        train_on_text(tmp_path / kind.__name__, "none", kind=kind, top_k=1) for kind in (SpecGRPOTrainer, GRPOTrainer)
+    )
+    assert ours.completions == theirs.completions and ours.losses == theirs.losses
+
+
+@pytest.mark.parametrize("field", ["token_type_ids", "pixel_values"])
+def test_images_are_refused(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ValueError, match=f"the prompts carry .'{field}'.*Use trl.GRPOTrainer"):
+        train_on_text(tmp_path, processor={"field": field, "mark": 1})
