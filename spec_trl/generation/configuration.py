@@ -1,9 +1,14 @@
 """Options of one speculative generation."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from ..quantization.kernels import KERNELS
 from ..quantization.scheme import SCHEMES
@@ -202,6 +207,13 @@ class SpeculativeConfig:
     draft_kernel: str = "auto"
     draft_lm_head: Literal["auto", "dense", "packed"] = "auto"
 
+    def __new__(cls, *_: Any, **options: Any) -> "SpeculativeConfig":
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(options) - set(known)):
+            hint = did_you_mean(unknown[0], known)
+            raise ValueError(f"speculative_config has no field {unknown}; its fields are {known}.{hint}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         require_int("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH)
         require_int("ngram_size", self.ngram_size, 1, 64)
@@ -215,6 +227,8 @@ class SpeculativeConfig:
                 f'roofline_profile={self.roofline_profile!r} is not read under sd_toggle={self.sd_toggle!r}; set '
                 'sd_toggle="measured" or "roofline", or drop the profile.'
             )
+        if self.roofline_profile is not None:
+            require_profile(self.roofline_profile, calibrates=self.sd_toggle == "roofline")
         self.distillation()
         self._check_best_of_n()
         if self.seed is not None:
@@ -224,7 +238,8 @@ class SpeculativeConfig:
 
     def _check_best_of_n(self) -> None:
         names = self.best_of_n_drafters
-        if isinstance(names, str) or not names or len(set(names)) < len(names) or set(names) - {*BEST_OF_N_DRAFTERS}:
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        if not is_list or not names or len(set(names)) < len(names) or set(names) - {*BEST_OF_N_DRAFTERS}:
             raise ValueError(
                 f"best_of_n_drafters={names!r} must be one or more different ones of {list(BEST_OF_N_DRAFTERS)}."
             )
@@ -236,6 +251,8 @@ class SpeculativeConfig:
                     f"best_of_n_assistants={given!r} must be a dict with some of {takers}, the members of "
                     f"best_of_n_drafters={list(names)} that take an assistant."
                 )
+            for name, assistant in given.items():
+                require_folder_or_id(f"best_of_n_assistants[{name!r}]", assistant)
         if self.best_of_n_budget is not None:
             require_int("best_of_n_budget", self.best_of_n_budget, 1, None)
         require_number("best_of_n_tolerance", self.best_of_n_tolerance, positive=False)
@@ -297,17 +314,14 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config={value!r} is a {type(value).__name__}; pass a SpeculativeConfig or a dict."
             )
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(value) - set(known))
-        if unknown:
-            raise ValueError(f"speculative_config has no field {unknown}; its fields are {known}.")
         return cls(**value)
 
 
 def check_strategy(strategy: str) -> str:
     """Returns `strategy`, or raises ValueError naming the ones that exist."""
     if strategy not in STRATEGIES:
-        raise ValueError(f"assistant_strategy={strategy!r} is unknown; choose one of {list(STRATEGIES)}.")
+        hint = did_you_mean(strategy, STRATEGIES)
+        raise ValueError(f"assistant_strategy={strategy!r} is unknown; choose one of {list(STRATEGIES)}.{hint}")
     return strategy
 
 
@@ -333,7 +347,35 @@ def _shown(assistant: object) -> str:
 
 def _require_choice(name: str, value: object) -> None:
     if value not in _CHOICES[name]:
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {list(_CHOICES[name])}.")
+        hint = did_you_mean(value, _CHOICES[name])
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {list(_CHOICES[name])}.{hint}")
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A question to end a message with, where `name` is nearly one of `known`; else nothing."""
+    near = get_close_matches(str(name), known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def require_folder_or_id(name: str, assistant: object) -> None:
+    """Raises ValueError, naming `name`, where `assistant` is a text that neither is a folder nor can be a hub id."""
+    if not isinstance(assistant, str) or Path(assistant).is_dir():
+        return
+    try:
+        validate_repo_id(assistant)
+    except HFValidationError:
+        raise ValueError(f"{name}={assistant!r} is a folder that does not exist; correct the path.") from None
+
+
+def require_profile(path: str, calibrates: bool) -> None:
+    """Raises ValueError unless the roofline profile `path` can be read, or, where it `calibrates`, be written."""
+    if not calibrates and not Path(path).is_file():
+        raise ValueError(
+            f'roofline_profile={path!r} is no file that exists; correct the path, or set sd_toggle="roofline", which '
+            "calibrates and writes it."
+        )
+    if not Path(path).parent.is_dir() or Path(path).is_dir():
+        raise ValueError(f"roofline_profile={path!r} must be a file in a folder that exists; correct the path.")
 
 
 def require_number(name: str, value: object, positive: bool) -> None:

@@ -41,7 +41,7 @@ from .requirements import (
 from .rows import Request, Rows
 from .sampling import stream_keys
 from .statistics import SpeculationStatistics
-from .strategies import make_drafters
+from .strategies import as_drafters, make_drafters
 
 
 @dataclass
@@ -120,14 +120,10 @@ def speculative_decoding(
     longest_prompt = max(len(prompt) for prompt in prompts)
     check_lengths(model, longest_prompt, longest_prompt + new_tokens)
     capacity = min(batch, config.max_batch_size or batch)
-    profile = None
-    looks_at_times = config.sd_toggle in ("measured", "roofline")
-    if control is None and looks_at_times and (drafter is not None or assistant_strategy != "none"):
-        profile = find_profile(model, config, capacity, longest_prompt + new_tokens)
     if drafter is None:
         drafters = make_drafters(assistant_strategy, model, assistant, config) if config.sd_toggle != "never" else []
     else:
-        drafters = [drafter] if isinstance(drafter, Drafter) else list(drafter)
+        drafters = as_drafters(drafter)
     do_sample = bool(generation_config.do_sample)
     if config.verification == "rejection" and do_sample:
         for each in drafters:
@@ -136,6 +132,10 @@ def speculative_decoding(
                     f'verification="rejection" needs draft probabilities, which {type(each).__name__} has none of. '
                     'Use verification="exact".'
                 )
+    profile = None
+    looks_at_times = config.sd_toggle in ("measured", "roofline")
+    if control is None and looks_at_times and drafters:  # last: it may calibrate
+        profile = find_profile(model, config, capacity, longest_prompt + new_tokens)
     taken = None
     chooses = assistant_strategy in CHOOSE_BY_LADDER and bool(drafters) and config.sd_toggle != "never"
     if control is None and (chooses or (drafters and looks_at_times)):

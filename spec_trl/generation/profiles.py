@@ -35,7 +35,7 @@ def find_profile(
 
     Raises:
         ProfileMismatch: the named profile is for something else and `roofline_mismatch` is `"error"`.
-        ValueError: the named profile cannot be read, or `sd_toggle="measured"` and it does not exist.
+        ValueError: the named profile cannot be read.
     """
     is_measured = config.sd_toggle == "measured"
     if is_measured and config.roofline_profile is None and not any(cache_directory().glob("*.json")):
@@ -45,7 +45,16 @@ def find_profile(
     if key.kernel == NO_KERNEL:
         return None
     if profile is None and not is_measured:
+        is_missing = config.roofline_profile is not None and not Path(config.roofline_profile).exists()
+        if is_missing:
+            warnings.warn(
+                f"roofline_profile={config.roofline_profile!r} does not exist and is written now, from "
+                f"{cache_directory()} or, where that has none, by calibrating this machine, which takes minutes.",
+                stacklevel=2,
+            )
         profile = _cached_or_new(model, config, key, max_batch_size, max_length)
+        if profile is not None and is_missing:
+            profile.save(str(config.roofline_profile))
     elif profile is None and config.roofline_profile is None:
         profile = _cached(key)
     if profile is not None:
@@ -70,12 +79,7 @@ def _beyond(profile: Profile, max_batch_size: int, max_length: int) -> str:
 def _named_profile(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profile | None:
     """The profile at `path`; None where it is of something else, or is yet to be made."""
     if not path.exists():
-        if config.sd_toggle == "roofline":
-            return None
-        raise ValueError(
-            f'roofline_profile={str(path)!r} does not exist, and sd_toggle={config.sd_toggle!r} makes none. Run '
-            '`spec-trl calibrate`, or set sd_toggle="roofline", which calibrates and saves it there.'
-        )
+        return None
     profile = Profile.load(path)
     try:
         profile.require(key, path)
@@ -125,9 +129,6 @@ def _cached_or_new(
         profile.save(cached)
     except OSError as error:  # a read-only home
         warnings.warn(f"the roofline profile could not be kept in {cached}: {error}", stacklevel=2)
-    named = config.roofline_profile
-    if named is not None and not Path(named).exists():
-        profile.save(named)
     return profile
 
 

@@ -1,19 +1,20 @@
 """Which drafters an `assistant_strategy` means."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ..quantization.kernels import PackedWeight
 from . import control, graphs
-from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy
+from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy, require_folder_or_id
 from .drafters.base import Drafter
+from .drafters.checkpoints import read_config
 from .drafters.dflash import DFlashDrafter
 from .drafters.distillation import DistilledDrafter
 from .drafters.eagle3 import Eagle3Drafter
@@ -22,6 +23,7 @@ from .drafters.ngram import NgramDrafter
 from .drafters.self_draft import SelfDrafter, self_drafter_of, versions
 from .drafters.small_model import SmallModelDrafter, load_assistant
 from .drafters.trainable import TrainableDrafter
+from .shadow import uncompiled
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"
@@ -43,6 +45,15 @@ def make_drafters(
     check_strategy(strategy)
     if assistant is not None and strategy not in TAKE_ASSISTANT:
         raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
+    check_assistants(strategy, assistant, config, model)
+    return _make_drafters(strategy, model, assistant, config)
+
+
+def _make_drafters(
+    strategy: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig
+) -> list[Drafter]:
+    if isinstance(assistant, nn.Module):
+        assistant = uncompiled(assistant)
     if strategy == "none":
         return []
     if strategy == "self":
@@ -62,15 +73,60 @@ def make_drafters(
         return [
             drafter
             for member in config.best_of_n_drafters
-            for drafter in make_drafters(member, model, assistants.get(member), config)
+            for drafter in _make_drafters(member, model, assistants.get(member), config)
         ]
     # A history looks in the row's own text too, so prompt lookup has nothing to add to it.
     members = ["self", "history"] + ["model"] * (assistant is not None)
     return [
         drafter
         for member in members
-        for drafter in make_drafters(member, model, assistant if member == "model" else None, config)
+        for drafter in _make_drafters(member, model, assistant if member == "model" else None, config)
     ]
+
+
+def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeConfig, target: PreTrainedModel) -> None:
+    """Raises ValueError, naming the argument it came by, where an assistant that is named by a path or hub id is not
+    there or has another vocabulary than the target. Reads nothing of it but its config."""
+    named = {"assistant_model": (strategy, assistant)}
+    if strategy == "best_of_n":
+        own = config.best_of_n_assistants or {}
+        named = {
+            f"best_of_n_assistants[{member!r}]" if member in own else "assistant_model": (member, given)
+            for member, given in config.assistants_of_best_of_n(assistant).items()
+        }
+    vocabulary = target.config.get_text_config(decoder=True).vocab_size
+    for argument, (member, given) in named.items():
+        kind = config.tts_drafter if member == "tts" else member
+        if not isinstance(given, str) or kind == "self":
+            continue
+        require_folder_or_id(argument, given)
+        if kind in _LEARNED:
+            settings: Any = read_config(given, argument)
+            found = settings.get("transformer_layer_config", settings).get("vocab_size", vocabulary)
+        else:
+            try:
+                found = AutoConfig.from_pretrained(given).get_text_config(decoder=True).vocab_size
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{argument}={given!r} is no causal LM that can be loaded: {error}") from error
+        if found != vocabulary:
+            raise ValueError(
+                f"{argument}={given!r} has a vocabulary of {found} tokens and the target one of {vocabulary}; a "
+                "drafter must use the target's tokenizer."
+            )
+
+
+def as_drafters(given: Drafter | Sequence[Drafter]) -> list[Drafter]:
+    """The drafters of `generate(drafter=...)`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    drafters = [given] if isinstance(given, Drafter) else given
+    if not isinstance(drafters, list | tuple) or not all(isinstance(drafter, Drafter) for drafter in drafters):
+        raise ValueError(
+            f"drafter={given!r} is neither a Drafter nor a list of them; a strategy is named by assistant_strategy."
+        )
+    return list(drafters)
 
 
 def _load_learned(strategy: str, model: PreTrainedModel, assistant: Assistant) -> TrainableDrafter:

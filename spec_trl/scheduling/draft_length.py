@@ -1,6 +1,6 @@
 """How far to draft: γ follows the block efficiency over training (ER §3.3, Algorithm 1 lines 14-20)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -105,9 +105,11 @@ class DraftLengthController:
 
 def check_ladder(draft_lengths: Sequence[int], initial: int | None, up: float, down: float, patience: int) -> None:
     """Raises ValueError unless Γ ascends, γ₀ is in it, 0 < α_down < α_up ≤ 1 and P ≥ 1."""
-    lengths = list(draft_lengths)
+    lengths = list(draft_lengths) if isinstance(draft_lengths, Iterable) else []
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) for n in lengths):
-        raise ValueError(f"draft_lengths={lengths!r} must be a list of at least one integer, e.g. [5, 7, 9, 11].")
+        raise ValueError(
+            f"draft_lengths={draft_lengths!r} must be a list of at least one integer, e.g. [5, 7, 9, 11]."
+        )
     if any(a >= b for a, b in zip(lengths, lengths[1:], strict=False)):
         raise ValueError(f"draft_lengths={lengths} is not ascending; use {sorted(set(lengths))}.")
     if lengths[0] < 1 or lengths[-1] > MAX_DRAFT_LENGTH:

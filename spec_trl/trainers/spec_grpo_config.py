@@ -11,6 +11,7 @@ from ..generation.configuration import (
     SpeculativeConfig,
     check_strategy,
     check_verification,
+    require_folder_or_id,
     require_int,
     require_number,
 )
@@ -270,6 +271,7 @@ class SpecGRPOConfig(GRPOConfig):
                 f"{setting} with assistant_model={self.assistant_model!r}: assistant_model belongs to one of "
                 f"{list(NEED_ASSISTANT)}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
             )
+        require_folder_or_id("assistant_model", self.assistant_model)
         if self.assistant_strategy in ("ngram", "history", "auto") and self.verification == "rejection":
             raise ValueError(
                 'verification="rejection" needs draft probabilities, which '

@@ -25,8 +25,9 @@ from ..generation.drafters.base import Drafter
 from ..generation.drafters.distillation import DistilledDrafter
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.self_draft import SelfDrafter
-from ..generation.integration import make_drafters
-from ..generation.requirements import check_model, policy_in
+from ..generation.graphs import runner_mode
+from ..generation.requirements import check_generation_config, check_model, policy_in
+from ..generation.strategies import check_assistants, make_drafters
 from ..quantization.awq import ActivationStatistics
 from ..scheduling.best_of_n import BestOfN
 from ..scheduling.control import Control
@@ -95,7 +96,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage)
         self._speculative_config = args.speculative_config()
         if self.rollout_func is None:
-            check_model(policy_in(self.model))
+            self._check_rollouts(policy_in(self.model))
         if args.roofline_profile is not None and Path(args.roofline_profile).exists():
             Profile.load(args.roofline_profile)  # a broken file is refused before any work
         self._drafters: list[Drafter] | None = None
@@ -119,6 +120,19 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._calibration_seconds = 0.0  # not yet logged
         self._clock = StepClock(self.accelerator.device, self._log_step)
         self.add_callback(self._clock)
+
+    def _check_rollouts(self, policy: PreTrainedModel) -> None:
+        """Raises ValueError for what the first rollout would end with, maybe after minutes of calibrating."""
+        check_model(policy)
+        runner_mode(self._speculative_config, self.accelerator.device)
+        try:
+            check_generation_config(policy._prepare_generation_config(self.generation_config)[0])
+        except ValueError as error:
+            raise ValueError(
+                f"{error} Look in generation_kwargs, cache_implementation and the model's own generation_config, or "
+                "use trl.GRPOTrainer."
+            ) from None
+        check_assistants(self.args.assistant_strategy, self.args.assistant_model, self._speculative_config, policy)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         # Weights are replaced around a run (resuming, a second run, load_best_model_at_end) while no step is counted.

@@ -117,7 +117,7 @@ def test_found_again_in_the_cache(
 def test_missing_file_is_calibrated_and_written(
     policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    path = tmp_path / "new" / "profile.json"
+    path = tmp_path / "profile.json"
     for _ in range(2):
         assert find_profile(policy, toggled(roofline_profile=str(path))) == profile
     assert len(calibrations) == 1 and path.exists()
@@ -157,8 +157,8 @@ def test_measuring_uses_what_there_is_and_makes_nothing(
 ) -> None:
     assert find_profile(policy, measured(), 4, 600) is None
     path = tmp_path / "profile.json"
-    with pytest.raises(ValueError, match="roofline_profile='.*profile.json' does not exist, and sd_toggle='measured'"):
-        find_profile(policy, measured(roofline_profile=str(path)), 4, 600)
+    with pytest.raises(ValueError, match="roofline_profile='.*profile.json' is no file that exists"):
+        measured(roofline_profile=str(path))
     assert calibrations == []
     find_profile(policy, toggled(roofline_profile=str(path)), 4, 600)
     assert find_profile(policy, measured(), 4, 600) == profile == find_profile(

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from spec_trl import SpeculativeConfig, speculative_decoding
-from spec_trl.generation import runner
+from spec_trl.generation import integration, runner
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, pad_left, random_rows
 
@@ -83,6 +83,34 @@ def test_unknown_option(refuses: Callable[..., None]) -> None:
     refuses(r"speculative_config has no field \['gamma'\]; its fields are \['draft_length'", config={"gamma": 5})
 
 
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        (dict(draft_lenght=5), "draft_length"),
+        (dict(sd_toggle="allways"), "always"),
+        (dict(verification="exakt"), "exact"),
+        (dict(draft_quantization="rtn-w4-128"), "rtn-w4-g128"),
+    ],
+)
+def test_what_was_meant(options: dict[str, Any], meant: str, refuses: Callable[..., None]) -> None:
+    with pytest.raises(ValueError, match=f"Did you mean '{meant}"):
+        SpeculativeConfig(**options)
+    refuses(f"Did you mean '{meant}", config=options)
+
+
+def test_strategy_that_was_meant(refuses: Callable[..., None]) -> None:
+    refuses("assistant_strategy='n-gram' is unknown.*Did you mean 'ngram'", "n-gram")
+
+
+@pytest.mark.parametrize("drafter", ["self", ["self"], 5])
+def test_drafters_that_are_none(drafter: Any, refuses: Callable[..., None]) -> None:
+    refuses(r"^drafter=.* is neither a Drafter nor a list of them; a strategy is named by assist", drafter=drafter)
+
+
+def test_drafters_of_best_of_n_that_are_no_list(refuses: Callable[..., None]) -> None:
+    refuses("best_of_n_drafters=5 must be one or more", config={"best_of_n_drafters": 5})
+
+
 def test_config_of_the_wrong_type(tiny: PreTrainedModel, prompts: Prompts) -> None:
     with pytest.raises(ValueError, match=r"speculative_config=5 is a int; pass a SpeculativeConfig or a dict"):
         tiny.generate(**prompts, assistant_strategy="none", speculative_config=5)
@@ -102,12 +130,25 @@ def test_two_decoding_methods(tiny: PreTrainedModel, prompts: Prompts) -> None:
 def test_assistants(refuses: Callable[..., None], tiny_assistant: PreTrainedModel) -> None:
     refuses('assistant_strategy="model" needs assistant_model', "model")
     refuses("assistant_model=7 is neither", "model", assistant_model=7)
+    refuses("assistant_model=Linear is neither", "model", assistant_model=torch.nn.Linear(2, 2))
+    refuses("assistant_model='/no/such' is a folder that does not exist", "model", assistant_model="/no/such")
+    refuses("assistant_model='no/such' is no causal LM that can be loaded", "model", assistant_model="no/such")
+    refuses(r"best_of_n_assistants\['model'\]='no/such' is no causal LM", "best_of_n",
+            {"best_of_n_drafters": ["model"], "best_of_n_assistants": {"model": "no/such"}})  # fmt: skip
     refuses("vocabulary of 65 tokens and the target one of 64", "model", assistant_model=tiny_llama(vocab_size=65))
     refuses("assistant_model is on meta and the target on cpu", "model", assistant_model=tiny_llama().to("meta"))
     for strategy in ("none", "self", "ngram"):
         refuses(
             f"assistant_model is given, but assistant_strategy='{strategy}'", strategy, assistant_model=tiny_assistant
         )
+
+
+def test_assistants_are_checked_before_calibrating(
+    refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, "find_profile", lambda *_: pytest.fail("calibrated"))
+    assistant = tiny_llama(vocab_size=65)
+    refuses("vocabulary of 65 tokens", "model", {"sd_toggle": "roofline"}, assistant_model=assistant)
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "t5", "bloom"])

@@ -122,3 +122,9 @@ def test_what_is_compiled_generates_and_drafts_uncompiled(wrap: Callable[[Any], 
     result = generate(wrap(fresh), prompts, "self")
     assert outputs(result) == expected and result.statistics.total.accepted > 0
     assert torch._dynamo.utils.counters["frames"]["total"] == 0
+
+
+def test_a_compiled_assistant(tiny: LlamaForCausalLM, tiny_assistant: LlamaForCausalLM) -> None:
+    assistant = torch.compile(tiny_assistant, backend="eager")
+    result = generate(tiny, pad_left(random_rows([4, 6])), "model", assistant_model=assistant)
+    assert result.statistics.total.accepted > 0

@@ -3,7 +3,7 @@
 import json
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,10 @@ def read_checkpoint(checkpoint: str | Path) -> tuple[ConfigFile, dict[str, Tenso
     Raises:
         ValueError: it is neither, or a file of it is missing or cannot be read.
     """
-    folder = _folder_of(checkpoint)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"assistant_model={str(checkpoint)!r} has no config.json; name the folder that holds it with the weights."
-        )
-    try:
-        config = ConfigFile(path.read_bytes().decode())
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"assistant_model={str(checkpoint)!r}: its config.json is no JSON object: {error}."
-        ) from error
-    for whole, index in (_SAFETENSORS, _PICKLED):
+    config = read_config(checkpoint)
+    # Pickled weights are fetched only where there are no others.
+    for (whole, index), shards in ((_SAFETENSORS, "model*.safetensors"), (_PICKLED, "pytorch_model*.bin")):
+        folder = _folder_of(checkpoint, [shards, index])
         if (folder / whole).is_file():
             return config, _read_file(folder / whole)
         if (folder / index).is_file():
@@ -60,6 +51,24 @@ def read_checkpoint(checkpoint: str | Path) -> tuple[ConfigFile, dict[str, Tenso
         f"assistant_model={str(checkpoint)!r} has no weights; {_SAFETENSORS[0]} or {_PICKLED[0]}, or the index of "
         "their shards, must lie beside its config.json."
     )
+
+
+def read_config(checkpoint: str | Path, argument: str = "assistant_model") -> ConfigFile:
+    """The config.json of a checkpoint alone; of one on the hub nothing else is downloaded.
+
+    Args:
+        checkpoint: as in :func:`read_checkpoint`.
+        argument: that it was named by, for messages.
+    """
+    path = _folder_of(checkpoint, ["config.json"], argument) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{argument}={str(checkpoint)!r} has no config.json; name the folder that holds it with the weights."
+        )
+    try:
+        return ConfigFile(path.read_bytes().decode())
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{argument}={str(checkpoint)!r}: its config.json is no JSON object: {error}.") from error
 
 
 def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -190,20 +199,16 @@ def _materialise(network: nn.Module, name: str, place: Tensor, device: torch.dev
         owner.register_buffer(leaf, tensor)
 
 
-def _folder_of(checkpoint: str | Path) -> Path:
+def _folder_of(checkpoint: str | Path, files: Sequence[str], argument: str = "assistant_model") -> Path:
     if Path(checkpoint).is_dir():
         return Path(checkpoint)
     try:
         if not isinstance(checkpoint, str):
             raise HFValidationError("no such folder")
-        # Pickled weights are fetched only where there are no others.
-        folder = Path(snapshot_download(checkpoint, allow_patterns=["config.json", "model*.safetensors*"]))
-        if any((folder / name).is_file() for name in _SAFETENSORS):
-            return folder
-        return Path(snapshot_download(checkpoint, allow_patterns=["config.json", "pytorch_model*.bin*"]))
+        return Path(snapshot_download(checkpoint, allow_patterns=list(files)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"assistant_model={str(checkpoint)!r} is neither a folder nor a hub id that can be fetched: {error}"
+            f"{argument}={str(checkpoint)!r} is neither a folder nor a hub id that can be fetched: {error}"
         ) from error
 
 

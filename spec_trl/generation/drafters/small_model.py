@@ -2,6 +2,7 @@
 
 from weakref import WeakKeyDictionary
 
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..constants import model_constants
@@ -56,8 +57,12 @@ def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrained
     if isinstance(assistant, PreTrainedModel):
         return assistant
     if not isinstance(assistant, str):
-        raise ValueError(f"assistant_model={assistant!r} is neither a transformers model nor a path or hub id.")
-    return AutoModelForCausalLM.from_pretrained(assistant, dtype=target.dtype).to(target.device).eval()
+        shown = type(assistant).__name__ if isinstance(assistant, nn.Module) else repr(assistant)
+        raise ValueError(f"assistant_model={shown} is neither a transformers model nor a path or hub id.")
+    try:
+        return AutoModelForCausalLM.from_pretrained(assistant, dtype=target.dtype).to(target.device).eval()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"assistant_model={assistant!r} cannot be loaded as a causal LM: {error}") from error
 
 
 _shadows: "WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], PreTrainedModel]]" = WeakKeyDictionary()
