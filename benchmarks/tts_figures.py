@@ -7,12 +7,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from spec_trl.cli.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION
+
 from .tts_drafters import FROZEN, NONE, TITLES, TTS
 
 
 Row = dict[str, Any]
-# Okabe and Ito's, as in spec_trl.cli.figures, whose import takes TRL along.
-ORANGE, GREEN, BLUE, VERMILLION, PURPLE, GREY = "#E69F00", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#999999"
 _COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE)
 _DPI = 75
 

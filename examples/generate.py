@@ -21,7 +21,13 @@ from spec_trl.cli.arguments import DTYPES
 from spec_trl.cli.loading import find_device, load_model
 from spec_trl.cli.options import non_negative, whole_number
 from spec_trl.cli.prompts import PROMPTS, pad_left, read_prompts, token_ids
-from spec_trl.generation.configuration import NEED_ASSISTANT, STRATEGIES, TAKE_ASSISTANT, VERIFICATIONS
+from spec_trl.generation.configuration import (
+    NEED_ASSISTANT,
+    STRATEGIES,
+    TAKE_ASSISTANT,
+    TTS_DRAFTERS,
+    VERIFICATIONS,
+)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -37,6 +43,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the sampling noise (default: %(default)s)")
     add("--assistant_strategy", default="self", choices=STRATEGIES, help="what drafts (default: %(default)s)")
     add("--assistant_model", help="hub id or folder of the drafter, for a strategy that takes one")
+    add("--tts_drafter", default="self", choices=TTS_DRAFTERS, help="what learns under tts (default: %(default)s)")
+    add("--best_of_n_drafters", nargs="+", default=["self", "history", "ngram"], help="default: self history ngram")
     add("--draft_length", type=whole_number, default=5, help="draft tokens per verification (default: %(default)s)")
     add("--verification", default="exact", choices=VERIFICATIONS, help="default: %(default)s")
     add("--batch_size", type=whole_number, help="rows decoded together (default: all)")
@@ -66,6 +74,8 @@ def sample(
             verification=arguments.verification,
             seed=arguments.seed,
             max_batch_size=arguments.batch_size,
+            tts_drafter=arguments.tts_drafter,
+            best_of_n_drafters=arguments.best_of_n_drafters,
         ),
         return_dict_in_generate=True,
     )

@@ -10,9 +10,10 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..generation.calibrating import cache_directory, hardware_name
+from ..generation.calibrating import hardware_name
 from ..generation.configuration import SpeculativeConfig
 from ..generation.integration import install
+from ..generation.profiles import cache_directory, find_profile
 from ..generation.requirements import check_lengths, check_model
 from .gains import (
     GENERATE,
@@ -24,7 +25,6 @@ from .gains import (
     config_to_paste,
     make_ways,
     measure,
-    profile_in_cache,
     summarise,
 )
 from .loading import find_device, load_model, load_tokenizer
@@ -80,7 +80,8 @@ def _measure(
     """Measures all ways at each batch size within `arguments.seconds`, and prints a table for each."""
     deadline = time.perf_counter() + arguments.seconds
     ways, missing = make_ways(model, sorted(set(arguments.draft_length)), assistants)
-    profile = profile_in_cache(model, SpeculativeConfig())
+    longest = max(map(len, prompts)) + arguments.length
+    profile = find_profile(model, SpeculativeConfig(), max(arguments.batch), longest)
     gains: list[Gain] = []
     batches = sorted(set(arguments.batch))
     with tqdm(total=len(batches) * (2 + MOST_VISITS) * len(ways), unit="call") as bar:

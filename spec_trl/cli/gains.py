@@ -10,7 +10,6 @@ from statistics import median
 import torch
 from transformers import PreTrainedModel
 
-from ..generation.calibrating import cache_directory, profile_key
 from ..generation.configuration import SpeculativeConfig
 from ..generation.control import make_control
 from ..generation.drafters.base import Drafter
@@ -330,18 +329,6 @@ def _predicted(
     length = sum(longest) / len(longest)  # halfway through, the mean over the rounds of a rollout
     cycle = candidate.cycle_seconds(candidate.roofline, batch, length)
     return tau * candidate.roofline.target_seconds(batch, length) / cycle
-
-
-def profile_in_cache(model: PreTrainedModel, config: SpeculativeConfig) -> Profile | None:
-    """The roofline profile that an earlier run left for `model` on this machine; None without one."""
-    key = profile_key(model, config)
-    path = cache_directory() / key.file_name
-    try:
-        profile = Profile.load(path)
-        profile.require(key, path)
-    except (OSError, ValueError):
-        return None
-    return profile
 
 
 def choose(gains: Sequence[Gain]) -> tuple[Way, float]:

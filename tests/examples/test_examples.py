@@ -19,6 +19,7 @@ from examples import generate, grpo_gsm8k
 from examples.demo.task import build_tokenizer
 from spec_trl import SpeculativeOutput
 from spec_trl.cli.prompts import pad_left, token_ids
+from spec_trl.generation.configuration import TAKE_ASSISTANT
 from tests.conftest import DATA, STORY_MODEL
 from tests.trainers.harness import tiny_policy
 
@@ -151,7 +152,7 @@ def test_generate_options_act(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "handed_over"), [("none", None), ("model", "small"), ("auto", "small"), ("eagle3", "small")]
+    ("strategy", "handed_over"), [("none", None), *((strategy, "small") for strategy in TAKE_ASSISTANT)]
 )
 def test_generate_hands_its_assistant_to_every_strategy_that_takes_one(
     strategy: str, handed_over: str | None, monkeypatch: pytest.MonkeyPatch
@@ -160,9 +161,12 @@ def test_generate_hands_its_assistant_to_every_strategy_that_takes_one(
         def generate(self, **options: Any) -> dict[str, Any]:
             return options
 
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--assistant_model", "small"])
-    options: Any = generate.sample(Model(), {}, strategy, generate.parse_arguments(), new_tokens=1)
-    assert (options["assistant_strategy"], options["assistant_model"]) == (strategy, handed_over)
+    options = ["--assistant_model", "small", "--tts_drafter", "model", "--best_of_n_drafters", "self", "model"]
+    monkeypatch.setattr(sys, "argv", ["generate.py", *options])
+    given: Any = generate.sample(Model(), {}, strategy, generate.parse_arguments(), new_tokens=1)
+    assert (given["assistant_strategy"], given["assistant_model"]) == (strategy, handed_over)
+    config = given["speculative_config"]
+    assert (config.tts_drafter, config.best_of_n_drafters) == ("model", ["self", "model"])
 
 
 @pytest.mark.parametrize(
