@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from examples import generate, grpo_gsm8k
 from examples.demo.task import build_tokenizer
-from spec_trl import SpeculativeOutput
+from spec_trl import SpeculativeConfig, SpeculativeOutput
 from spec_trl.cli.prompts import pad_left, token_ids
 from spec_trl.generation.configuration import TAKE_ASSISTANT
 from tests.conftest import DATA, STORY_MODEL
@@ -134,6 +135,8 @@ def test_generate_on_a_small_model() -> None:
 
 
 def test_generate_options_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whether the default toggle drafts depends on how long rounds take.
+    monkeypatch.setattr(generate, "SpeculativeConfig", partial(SpeculativeConfig, sd_toggle="always"))
     policy = tiny_policy().eval()
     inputs = pad_left(token_ids(["a3+b8=", "c5="], build_tokenizer(), longest=16), policy.device)
 
