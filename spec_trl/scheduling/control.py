@@ -189,6 +189,7 @@ class OneDrafter(ABC):
     """A control under which one drafter at a time drafts for all rows."""
 
     candidates: Sequence[Candidate]
+    tallies: list[Tally]
     races = False
 
     @property

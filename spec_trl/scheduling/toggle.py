@@ -72,7 +72,7 @@ class _Round(NamedTuple):
 class _Refusal(NamedTuple):
     """A promise that did not reach 1 + ε."""
 
-    index: int
+    which: int
     speedup: float
     batch: int
     length: float
@@ -371,7 +371,7 @@ class SpeculationToggle(OneDrafter):
         tally, refused = sum(self.tallies, Tally()), self._refused
         predicted = tally.predicted_speedup
         if predicted is None and refused is not None:
-            predicted = self._prediction(refused.index, refused.speedup)
+            predicted = self._prediction(refused.which, refused.speedup)
         return Account(predicted, self._reason(tally))
 
     def _reason(self, tally: Tally) -> str:

@@ -6,7 +6,7 @@ took are subtracted. Only rollouts of training count.
 
 from dataclasses import dataclass
 
-from .run_log import Record, RolloutRecord, Run, RunHeader
+from .run_log import Record, RolloutRecord, Run, RunHeader, StepRecord
 
 
 NOTABLE = 0.05
@@ -24,6 +24,7 @@ class Verdict:
         plain_seconds: that plain decoding would have taken for them.
         calibration_seconds, adaptation_seconds: outside of rollouts.
         rounds, drafted_rounds: of all rollouts.
+        plain_rounds: those of them that were timed without drafts.
         reason: of the newest rollout; None: the log is older than reasons are.
     """
 
@@ -35,6 +36,7 @@ class Verdict:
     adaptation_seconds: float = 0.0
     rounds: int = 0
     drafted_rounds: float = 0.0
+    plain_rounds: int = 0
     reason: str | None = None
 
     def add(self, record: Record) -> None:
@@ -47,6 +49,7 @@ class Verdict:
             self.rollouts += 1
             self.rounds += record.rounds
             self.drafted_rounds += record.rounds * (record.sd_on_fraction or 0.0)
+            self.plain_rounds += sum(point.rounds for point in record.points if not point.draft_length)
             self.reason = record.reason
             if record.plain_seconds is not None:
                 self.compared += 1
@@ -75,9 +78,10 @@ class Verdict:
         if not self.compared:
             why = "the log is older than this comparison" if self.reason is None else "no plain round was measured"
             return f"{share}; the speedup over plain decoding is not known: {why}."
+        baseline = "" if self.plain_rounds else " as calibration measured it (no round of the run was plain)"
         gain = f"{_text(abs(self.saved))} {'saved' if self.saved >= 0 else 'lost'} ({costs} subtracted)"
         known = f"; known of {self.compared} of {self.rollouts} rollouts" if self.compared < self.rollouts else ""
-        return f"rollouts {self.plain_seconds / self.spent:.2f}× of plain decoding, {gain}, {share}{known}."
+        return f"rollouts {self.plain_seconds / self.spent:.2f}× of plain decoding{baseline}, {gain}, {share}{known}."
 
 
 def verdict_of(run: Run) -> tuple[Verdict, list[float]]:
@@ -87,7 +91,8 @@ def verdict_of(run: Run) -> tuple[Verdict, list[float]]:
     for header in run.headers:
         verdict.add(header)
     # A rollout's `step` counts the steps before it.
-    for record in sorted([*run.of("train"), *run.steps], key=lambda r: (r.step, isinstance(r, RolloutRecord))):
+    records: list[RolloutRecord | StepRecord] = [*run.steps, *run.of("train")]
+    for record in sorted(records, key=lambda record: record.step):  # which leaves steps before rollouts
         verdict.add(record)
         if isinstance(record, RolloutRecord):
             saved.append(verdict.saved)

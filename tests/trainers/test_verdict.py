@@ -1,11 +1,18 @@
 """Did it help? Sums by hand, and the line that a training run ends with."""
 
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from spec_trl.trainers.run_log import LOG_FILE, RunLog, read_run
+from spec_trl.generation.statistics import SpeculationStatistics
+from spec_trl.scheduling.control import NeverSpeculate
+from spec_trl.trainers.rollout_totals import RolloutTotals
+from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, read_run
 from spec_trl.trainers.verdict import Verdict, verdict_of
 from tests.cli.sample_run import make_header, make_rollout, make_step
 from tests.trainers.harness import train
@@ -63,6 +70,15 @@ def test_no_baseline_is_not_invented() -> None:
     assert partly.endswith("; known of 1 of 2 rollouts.")
 
 
+def test_a_baseline_that_only_calibration_measured_is_named() -> None:
+    drafted = [RoundPoint(8, 100.0, 5, 20, 0.1, 480)]
+    always = rollout(0, 10.0, 15.0, points=drafted)
+    said = "rollouts 1.50× of plain decoding as calibration measured it (no round of the run was plain), 5.0 s saved"
+    assert str(verdict(always)).startswith(said)
+    both = rollout(0, 10.0, 15.0, points=[*drafted, RoundPoint(8, 100.0, 0, 3, 0.1, 24)])
+    assert str(verdict(both)).startswith("rollouts 1.50× of plain decoding, 5.0 s saved")
+
+
 def test_seconds_saved_by_rollout(tmp_path: Path) -> None:
     log = RunLog(tmp_path / LOG_FILE)
     adapting = [make_step(i + 1, phases={"adaptation": 1.0}) for i in range(4)]
@@ -74,6 +90,35 @@ def test_seconds_saved_by_rollout(tmp_path: Path) -> None:
     found, saved = verdict_of(read_run(tmp_path))
     # Two steps follow the first rollout, and two the last.
     assert saved == [-10 + 4 - 2, -8, -8 + 3 - 2] and saved[-1] == found.saved
+
+
+def test_the_turns_of_a_rollout_and_its_ranks() -> None:
+    """Turns add up, preparation included; of the ranks the slowest counts, and what one does not know none knows."""
+    totals = RolloutTotals()
+    first = SpeculationStatistics(
+        "self", seconds=3.0, plain_seconds=4.0, reason="first", predicted_speedup=1.3, completion_curve=[(3.0, 8)],
+        ended_in=[9] * 8, speculating=[(0, 5)], rounds=9,
+    )  # fmt: skip
+    later = replace(first, seconds=1.0, plain_seconds=1.5, reason="later", predicted_speedup=None)
+    for statistics in (first, later):
+        totals.add(statistics, NeverSpeculate(), 8, statistics.seconds + 0.25)
+    assert totals.plain_seconds == 6.0 and totals.seconds == 4.5
+
+    class TwoRanks:
+        device = torch.device("cpu")
+
+        def __init__(self, other: float) -> None:
+            self.other = other
+
+        def gather(self, packed: Tensor) -> Tensor:  # [1, n]
+            other = packed.clone()
+            other[0, -1] = self.other  # where the plain seconds are
+            return torch.cat([packed, other])  # [2, n]
+
+    for other, expected in ((5.0, 6.0), (7.0, 7.0), (math.nan, None)):
+        record = totals.over_ranks(TwoRanks(other), []).record("train", 0, 0, "self", {})  # type: ignore[arg-type]
+        assert (record.plain_seconds, record.seconds) == (expected, 4.5)
+        assert (record.reason, record.predicted_speedup) == ("first", 1.3)
 
 
 def last_line(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
