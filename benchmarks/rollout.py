@@ -20,6 +20,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 import spec_trl
 from spec_trl.generation.configuration import STRATEGIES
+from spec_trl.generation.drafters.base import keep_drafters
 from spec_trl.generation.drafters.self_draft import self_drafter_of
 from spec_trl.generation.statistics import DraftCounts
 
@@ -166,7 +167,9 @@ def ours(
 
 def max_packed_rows(model: PreTrainedModel, config: spec_trl.SpeculativeConfig) -> int:
     """Rows up to which the self-drafter drafts."""
-    return self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head).max_rows
+    drafter = self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+    keep_drafters(model, [drafter])  # the run's own calls will ask for it
+    return drafter.max_rows
 
 
 def packed_rows_line(rows: int | None) -> str:

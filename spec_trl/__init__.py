@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .generation.configuration import SpeculativeConfig
 from .generation.integration import SpeculativeOutput, install, speculative_decoding, uninstall
-from .generation.strategies import release
+from .generation.kept import release
 
 
 if TYPE_CHECKING:

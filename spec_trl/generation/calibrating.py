@@ -7,7 +7,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -289,7 +289,7 @@ class _Bench:
         self._drafter = drafter
         self._rollout = Rollout(
             requests,
-            runner_for(model, self.capacity, rows.columns, replace(config, keep_graphs=False)),
+            runner_for(model, self.capacity, rows.columns, config),
             [drafter, _NoDrafter()],
             NeverSpeculate(),
             rows,

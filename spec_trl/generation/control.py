@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
@@ -13,6 +12,7 @@ from ..scheduling.profile import Profile
 from ..scheduling.roofline import Roofline
 from ..scheduling.selection import AcceptanceHistory
 from ..scheduling.toggle import SpeculationToggle
+from . import kept
 from .configuration import SpeculativeConfig
 from .drafters.base import DraftCost, Drafter
 
@@ -65,19 +65,31 @@ def make_control(
 
 @dataclass(frozen=True)
 class KeptControl:
-    """A control, and what it was made for."""
+    """A control, and what it was made for.
 
-    options: tuple[object, ...]
+    Args:
+        name: in the registry: of drafters and options.
+        sources: profile and ladder.
+        control: made of them.
+        history: how drafters of `"auto"` and `"best_of_n"` fared with the model.
+    """
+
+    name: str
+    sources: tuple[Profile | None, Ladder | None]
     control: Control
+    history: AcceptanceHistory
 
 
-_kept: "WeakKeyDictionary[PreTrainedModel, list[KeptControl]]" = WeakKeyDictionary()
-_histories: "WeakKeyDictionary[PreTrainedModel, AcceptanceHistory]" = WeakKeyDictionary()
+_HISTORY = "acceptance"
 
 
 def acceptance_history_of(model: PreTrainedModel) -> AcceptanceHistory:
     """How drafters of `"auto"` and `"best_of_n"` fared with `model` so far, kept from call to call."""
-    return _histories.setdefault(model, AcceptanceHistory())
+    found: AcceptanceHistory | None = kept.look(model, _HISTORY)
+    if found is None:
+        found = AcceptanceHistory()
+        kept.keep(model, _HISTORY, found)
+    return found
 
 
 def take_control(
@@ -90,29 +102,28 @@ def take_control(
     """The control for `model`: that of the last call with the same options, which knows by now what rounds take, with
     logits processors or long texts that no profile has seen.
 
-    A generation has it for itself, since a stopping criterion may generate with the same model: :func:`keep_control`
-    hands it back when the generation has ended well.
+    A generation has it, and the history of acceptance, for itself, since a stopping criterion or another thread may
+    generate with the same model: :func:`keep_control` puts both back.
     """
     # Assistants go by what they cost; they themselves would be kept alive.
-    members = tuple((drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters)
-    options = (members, replace(config, seed=None, best_of_n_assistants=None), profile, ladder)
-    others = _kept.get(model, [])
-    for kept in others:
-        if kept.options == options:
-            others.remove(kept)
-            return kept
-    return KeptControl(options, make_control(drafters, config, profile, ladder, acceptance_history_of(model)))
+    members = [(drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters]
+    name = f"control of {members}, {replace(config, seed=None, best_of_n_assistants=None)}"
+    found: KeptControl | None = kept.take(model, name)
+    history: AcceptanceHistory | None = kept.take(model, _HISTORY)
+    history = AcceptanceHistory() if history is None else history
+    if found is None or found.sources != (profile, ladder):
+        control = make_control(drafters, config, profile, ladder, history)
+    else:
+        control = found.control
+        if isinstance(control, BestOfN):
+            control.history = history  # another call may have brought back its own
+    return KeptControl(name, (profile, ladder), control, history)
 
 
 def keep_control(model: PreTrainedModel, taken: KeptControl) -> None:
     """For the next call; until `spec_trl.release(model)`."""
-    _kept.setdefault(model, []).append(taken)
-
-
-def release(model: PreTrainedModel) -> None:
-    """Forgets what is kept for `model`."""
-    _kept.pop(model, None)
-    _histories.pop(model, None)
+    kept.keep(model, taken.name, taken)
+    kept.keep(model, _HISTORY, taken.history)
 
 
 def _costs_of(drafter: Drafter, profile: Profile | None, ladder: Ladder | None, draft_length: int) -> Roofline | None:

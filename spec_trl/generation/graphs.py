@@ -9,20 +9,20 @@ drafter, both in place, leaves captured forwards valid.
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from . import kept
 from .cache import RaggedCache
 from .compiling import compiled_twin
 from .configuration import SpeculativeConfig
-from .recording import CudaRecorder, Outputs, Recorder, Recording
+from .recording import CudaRecorder, GraphBudget, Outputs, Recorder, Recording
 from .runner import EagerRunner, Heard
 from .shadow import addresses, fingerprint, make_shadow
 
@@ -35,52 +35,6 @@ COMPILE_AFTER = 10_000
 """Replays after which "auto" tries a compiled forward of that shape: compiling takes seconds to tens of seconds."""
 WARM_UPS = 2
 SMALLEST_COLUMNS = 256
-
-
-@dataclass
-class GraphBudget:
-    """What the captured forwards of one model and its drafters may take together.
-
-    Args:
-        recorder: captures them.
-        limit: bytes; from there on shapes make do with a larger one that is captured, or run eagerly.
-    """
-
-    recorder: Recorder
-    limit: float
-    bytes: int = 0
-    graphs: int = 0
-    preparations: int = 0
-    """Forwards that ran eagerly on their way to being captured, were captured, or were tried compiled."""
-    _warned: bool = field(default=False, repr=False)
-
-    def has_room(self) -> bool:
-        """Whether one more may be captured; says so once when not."""
-        if self.bytes < self.limit:
-            return True
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"captured forwards take {self.bytes / 2**30:.2f} GiB, which reaches "
-                f"max_graph_memory={self.limit / 2**30:g}: further shapes run padded to a captured one, or eagerly. "
-                "Raise max_graph_memory to capture more.",
-                stacklevel=2,
-            )
-        return False
-
-    def record(self, forward: Callable[[], Outputs]) -> tuple[Recording, int]:
-        """Captures `forward`; returns also the bytes that it took."""
-        before = self.recorder.bytes()
-        recording = self.recorder.record(forward)
-        taken = max(self.recorder.bytes() - before, 0)
-        self.bytes += taken
-        self.graphs += 1
-        return recording, taken
-
-    def give_back(self, taken: int) -> None:
-        """One captured forward, which took so many bytes, is gone."""
-        self.bytes -= taken
-        self.graphs -= 1
 
 
 class _Key(NamedTuple):
@@ -122,11 +76,20 @@ class GraphRunner(EagerRunner):
         budget: shared by a model and its drafters.
         mode: "graph": the forward as it is; "compiled": with compiled layers; "auto": as it is, until a shape has
             been replayed so often that compiling it may pay; then whichever measures faster.
+        made_for: calls with the same are served by what it captured.
     """
 
-    def __init__(self, network: PreTrainedModel, cache: RaggedCache, budget: GraphBudget, mode: str) -> None:
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        cache: RaggedCache,
+        budget: GraphBudget,
+        mode: str,
+        made_for: tuple[object, ...] = (),
+    ) -> None:
         super().__init__(network, cache)
         self.budget = budget
+        self.made_for = made_for
         self._mode = mode
         self._graphs: dict[_Key, _Graph] = {}
         self._asked: Counter[_Key] = Counter()
@@ -135,18 +98,18 @@ class GraphRunner(EagerRunner):
         self._failed: set[_Key] = set()
         self._gave_up = False
 
-    def beside(self, network: PreTrainedModel, shares_cache: bool) -> "GraphRunner":
+    def beside(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "GraphRunner":
         # Hooks are captured too, with the tensors that they read: a learner's corrections.
         hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())
-        present = (id(network), *addresses(network), *hooks)
+        made_for = (*made_of, *addresses(network), *hooks)
         same_kind = [each for each in self._beside if each.shares_cache == shares_cache]
-        found = next((each for each in same_kind if each.present == present), None)
+        found = next((each for each in same_kind if each.runner.made_for == made_for), None)
         if found is None:
             for idle in [each for each in same_kind if not each.in_use]:  # drafters come and go
                 idle.runner._drop_graphs()
                 self._beside.remove(idle)
-            runner = GraphRunner(network, self._cache_beside(network, shares_cache), self.budget, self._mode)
-            found = _Beside(shares_cache, present, runner)
+            cache = self._cache_beside(network, shares_cache)
+            found = _Beside(shares_cache, GraphRunner(network, cache, self.budget, self._mode, made_for))
             self._beside.append(found)
         found.in_use = True
         found.runner.begin()
@@ -168,11 +131,12 @@ class GraphRunner(EagerRunner):
         return self.budget.preparations
 
     def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
-        graph = None
-        if first_row == 0 and tokens.shape[1] <= MOST_QUERIES and not self._gave_up:
-            graph = self._graph_for(tokens, positions, columns)
-        if graph is None:
+        key = self._key(tokens, columns) if first_row == 0 and tokens.shape[1] <= MOST_QUERIES else None
+        if key is None:
             return super().forward(tokens, positions, columns, first_row)
+        graph = None if self._gave_up else self._graph_for(key, tokens, positions, columns)
+        if graph is None:
+            return self._forward_padded(key, tokens, positions, columns)
         graph.fill(tokens, positions)
         if self._mode == "auto" and graph.replays == COMPILE_AFTER:
             self._try_compiled(graph)
@@ -182,6 +146,27 @@ class GraphRunner(EagerRunner):
         graph.replays += 1
         self._tell(None if recording.features is None else recording.features[:rows], positions, first_row)
         return recording.logits[:rows]
+
+    def _forward_padded(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
+        """Eagerly what a captured forward of `key` computes: a seed samples the same tokens however often a shape was
+        asked for, although attention under spans, or over other rows, rounds otherwise."""
+        rows = len(tokens)
+        padded, places = _pad(tokens, key.rows), _pad(positions, key.rows)  # [key.rows, q] each
+        try:
+            logits, features = self._run(padded, places, key.columns, 0, logits_to_keep=0, spans=self._uses_spans)
+        except Exception as error:
+            if not self._uses_spans:
+                raise
+            self._uses_spans = False
+            warnings.warn(
+                f"the attention kernel failed under {type(self.network).__name__}, which goes on under masks, with "
+                f"the same tokens but slower: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+            return self.forward(tokens, positions, columns)
+        self.forwards += 1
+        self._tell(None if features is None else features[:rows], positions, 0)
+        return logits[:rows]
 
     def listen(self, layers: Sequence[int], heard: Heard) -> None:
         before = self._kept
@@ -197,14 +182,17 @@ class GraphRunner(EagerRunner):
 
     # ---- which graph ----------------------------------------------------------------------------------------------
 
-    def _graph_for(self, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
-        """The captured forward for this shape, captured now if it is worth it; None: run eagerly."""
+    def _key(self, tokens: Tensor, columns: int) -> _Key | None:
+        """What a forward of this shape is captured as; None: such are not captured."""
         autocast = _autocast_dtype(tokens.device.type)
         if autocast is not None and self.network.dtype != autocast:
             # Autocast casts wide weights once per rollout and keeps the copies; a graph would cast in each replay.
             return None
         visible = self.cache.columns if self._uses_spans else column_bucket(columns, self.cache.columns)
-        key = _Key(row_bucket(len(tokens)), tokens.shape[1], visible, autocast)
+        return _Key(row_bucket(len(tokens)), tokens.shape[1], visible, autocast)
+
+    def _graph_for(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
+        """The captured forward of `key`, captured now if it is worth it; None: run eagerly."""
         graph = self._graphs.get(key)
         if graph is None and key not in self._failed:
             self._asked[key] += 1
@@ -230,10 +218,7 @@ class GraphRunner(EagerRunner):
     def _capture(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
         """Captures the forward of `key`, checked against an eager one; None, with a warning, where that fails."""
         # Buffers filled with this very call: warming up writes the K/V that the call writes anyway.
-        graph_tokens = tokens.new_zeros(key.rows, key.queries)  # [rows, q]
-        graph_positions = positions.new_zeros(key.rows, key.queries)  # [rows, q]
-        graph_tokens[: len(tokens)] = tokens
-        graph_positions[: len(tokens)] = positions
+        graph_tokens, graph_positions = _pad(tokens, key.rows), _pad(positions, key.rows)  # [rows, q] each
         try:
             expected, _ = self._run(tokens, positions, columns, 0, logits_to_keep=0)
             runner = self._compiled_runner() if self._mode == "compiled" else self
@@ -330,7 +315,6 @@ class _Beside:
     """The runner of a drafter, which lasts until another takes its place in a later generation."""
 
     shares_cache: bool
-    present: tuple[int, ...]  # the network as it was captured
     runner: GraphRunner
     in_use: bool = False  # in this generation
 
@@ -348,6 +332,13 @@ def column_bucket(columns: int, limit: int) -> int:
     return min(max(SMALLEST_COLUMNS, 1 << (columns - 1).bit_length()), limit)
 
 
+def _pad(values: Tensor, rows: int) -> Tensor:
+    """A copy `[rows, q]` of `values` `[B, q]`, with zeros behind them: free rows shall read one column, not many."""
+    padded = values.new_zeros(rows, values.shape[1])
+    padded[: len(values)] = values
+    return padded
+
+
 def _autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -360,14 +351,7 @@ def _autocast_without_cache(device: str, dtype: torch.dtype) -> AbstractContextM
 # ---- kept between calls ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Kept:
-    fingerprint: tuple[object, ...]
-    options: tuple[str, float, torch.dtype | None]
-    runner: GraphRunner
-
-
-_kept: "WeakKeyDictionary[PreTrainedModel, _Kept]" = WeakKeyDictionary()
+_NAME = "runner"
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
@@ -394,14 +378,15 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
 def runner_for(model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig) -> EagerRunner:
     """A runner of `model`'s shadow over a cache for `rows` x `columns`.
 
-    One with captured forwards is kept, with its cache, until the model dies, changes (other modules, hooks or weight
-    tensors; the values of the weights may change) or needs more room.
+    One with captured forwards, and its cache, serves one call at a time: :func:`keep_runner` keeps it for the next,
+    until the model dies, changes (other modules, hooks or weight tensors; the values of the weights may change) or
+    needs more room.
 
     Args:
         model: the target; never changed.
         rows: rows in flight.
         columns: tokens a row can hold.
-        config: its `runner`, `max_graph_memory` and `keep_graphs`.
+        config: its `runner` and `max_graph_memory`.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -409,33 +394,28 @@ def runner_for(model: PreTrainedModel, rows: int, columns: int, config: Speculat
     mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
     if mode == "eager" or recorder is None:
         if recorder is None:  # it may have been on another device
-            _kept.pop(model, None)
+            kept.take(model, _NAME)
         return EagerRunner(make_shadow(model), RaggedCache.for_network(model, rows, columns))
     # Autocast decides in which dtype K/V is stored.
-    options = (mode, config.max_graph_memory, _autocast_dtype(model.device.type))
-    present = fingerprint(model)
-    kept = _kept.pop(model, None)
-    if kept is not None and (kept.fingerprint, kept.options) == (present, options):
-        cache = kept.runner.cache
-        if cache.rows >= row_bucket(rows) and cache.columns >= columns:
-            kept.runner.begin()
-            if config.keep_graphs:
-                _kept[model] = kept
-            return kept.runner
-    if kept is not None:
-        kept = None
+    made_for = (mode, config.max_graph_memory, _autocast_dtype(model.device.type), *fingerprint(model))
+    runner: GraphRunner | None = kept.take(model, _NAME)
+    if runner is not None:
+        cache = runner.cache
+        if runner.made_for == made_for and cache.rows >= row_bucket(rows) and cache.columns >= columns:
+            runner.begin()
+            return runner
+        del cache, runner
         gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
     cache = RaggedCache.for_network(model, row_bucket(rows), -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS)
     budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
-    runner = GraphRunner(make_shadow(model), cache, budget, mode)
-    if config.keep_graphs:
-        _kept[model] = _Kept(present, options, runner)
-    return runner
+    return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
 
 
-def release(model: nn.Module) -> None:
-    """Frees the K/V cache and the captured forwards that are kept for `model`, a wrapped one included."""
-    found = [_kept.pop(module, None) for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if any(found):
-        found.clear()
-        gc.collect()  # they hold each other
+def keep_runner(model: PreTrainedModel, runner: EagerRunner) -> None:
+    """Keeps what a runner of :func:`runner_for` captured, after a call that ended well, for the next one."""
+    if isinstance(runner, GraphRunner):
+        replaced = kept.take(model, _NAME)  # of a call that ran at the same time
+        kept.keep(model, _NAME, runner)
+        if replaced is not None:
+            del replaced
+            gc.collect()

@@ -3,7 +3,7 @@
 import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,8 @@ from ..scheduling.toggle import SpeculationToggle
 from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_strategy, check_verification
 from .control import keep_control, make_control, take_control
 from .decoding import Completion, Rollout
-from .drafters.base import Drafter
-from .graphs import GraphRunner, release, runner_for, runner_mode
+from .drafters.base import Drafter, keep_drafters
+from .graphs import GraphRunner, keep_runner, runner_for, runner_mode
 from .laddering import find_ladder, keep_measured
 from .processing import LogitsPipeline, PrefixView, Stopping, length_limit
 from .profiles import find_profile
@@ -100,6 +100,28 @@ def speculative_decoding(
         ValueError: something here cannot be served; named before any work.
         FloatingPointError: the target's logits are NaN.
     """
+    with ExitStack() as at_end:
+        return _decode(
+            at_end, model, input_ids, logits_processor, stopping_criteria, generation_config, assistant_strategy,
+            speculative_config, drafter, request_ids, control, model_kwargs,
+        )  # fmt: skip
+
+
+def _decode(
+    at_end: ExitStack,
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_strategy: str,
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None,
+    drafter: Drafter | Sequence[Drafter] | None,
+    request_ids: Sequence[int] | None,
+    control: Control | None,
+    model_kwargs: dict[str, Any],
+) -> SpeculativeOutput | Tensor:
+    """The same; `at_end` puts back what this call takes of what is kept for `model`, however it ends."""
     config = SpeculativeConfig.coerce(speculative_config)
     check_strategy(assistant_strategy)
     check_verification(assistant_strategy, config.verification)
@@ -122,8 +144,11 @@ def speculative_decoding(
     capacity = min(batch, config.max_batch_size or batch)
     if drafter is None:
         drafters = make_drafters(assistant_strategy, model, assistant, config) if config.sd_toggle != "never" else []
+        at_end.callback(keep_drafters, model, drafters)
     else:
         drafters = as_drafters(drafter)
+    for each in drafters:
+        at_end.enter_context(each.claim())
     do_sample = bool(generation_config.do_sample)
     if config.verification == "rejection" and do_sample:
         for each in drafters:
@@ -136,12 +161,12 @@ def speculative_decoding(
     looks_at_times = config.sd_toggle in ("measured", "roofline")
     if control is None and looks_at_times and drafters:  # last: it may calibrate
         profile = find_profile(model, config, capacity, longest_prompt + new_tokens)
-    taken = None
     chooses = assistant_strategy in CHOOSE_BY_LADDER and bool(drafters) and config.sd_toggle != "never"
     if control is None and (chooses or (drafters and looks_at_times)):
         ladder = find_ladder(model, drafters, config, capacity) if chooses else None
         own = config if assistant_strategy == "best_of_n" else replace(config, best_of_n_race=False)
         taken = take_control(model, drafters, own, profile, ladder)
+        at_end.callback(keep_control, model, taken)
         control = taken.control
     elif control is None:
         control = make_control(drafters, config, profile)
@@ -188,12 +213,11 @@ def speculative_decoding(
     except BaseException:
         with suppress(Exception):
             rollout.end()
-        release(model)  # a cache of broken or half-written K/V is kept for nobody
-        raise
-    if taken is not None:
-        keep_control(model, taken)
-        if chooses and isinstance(taken.control, SpeculationToggle) and (rungs := taken.control.rungs()):
-            keep_measured(model, drafters, config, rungs)
+        raise  # and the runner is not kept: its cache may hold broken or half-written K/V
+    if config.keep_graphs:
+        keep_runner(model, runner)
+    if chooses and isinstance(control, SpeculationToggle) and (rungs := control.rungs()):
+        keep_measured(model, drafters, config, rungs)
     if streamer is not None:
         streamer.end()
     if isinstance(runner, GraphRunner) and not config.keep_graphs:

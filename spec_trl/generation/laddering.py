@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..scheduling.control import Chain, NeverSpeculate
 from ..scheduling.ladder import Ladder, Rung, ladder_path
 from ..scheduling.profile import ProfileKey
+from . import kept
 from .calibrating import profile_key
 from .configuration import SpeculativeConfig
 from .decoding import Rollout
@@ -146,7 +146,7 @@ def find_ladder(
     key = profile_key(model, config)
     shape = _fingerprint(key, drafters, draft_lengths)
     path = _path(key, config, shape)
-    found = _ladders.get(model)
+    found: Ladder | None = kept.look(model, _NAME)
     if config.sd_toggle == "measured":
         return found if found is not None and found.shape in (shape, shape + _MEASURED) else _load(path, shape)
     if found is None or found.shape != shape:
@@ -160,7 +160,7 @@ def find_ladder(
             found.save(path)
         except OSError as error:  # a read-only home
             warnings.warn(f"the draft ladder could not be kept in {path}: {error}", stacklevel=2)
-    _ladders[model] = found
+    kept.keep(model, _NAME, found)
     return found
 
 
@@ -172,11 +172,10 @@ def keep_measured(
     Not saved: it has one γ per drafter and few rounds, where profiling has three and more.
     """
     shape = _fingerprint(profile_key(model, config), drafters, config.ladder_draft_lengths())
-    _ladders[model] = Ladder(tuple(rungs), shape + _MEASURED)
+    kept.keep(model, _NAME, Ladder(tuple(rungs), shape + _MEASURED))
 
 
-_MEASURED = "; measured while decoding"
-_ladders: "WeakKeyDictionary[nn.Module, Ladder]" = WeakKeyDictionary()
+_NAME, _MEASURED = "ladder", "; measured while decoding"
 
 
 def _load(path: Path, shape: str) -> Ladder | None:
@@ -271,7 +270,7 @@ class _Bench:
         view = PrefixView(rows, prompt, 0)
         self._rollout = _MarkedRollout(
             [Request(i, prompts[i], 2**62, i) for i in range(batch)],
-            runner_for(model, batch, self._columns, replace(config, keep_graphs=False)),
+            runner_for(model, batch, self._columns, config),
             [_stand_in(drafter)],
             NeverSpeculate(),
             rows,

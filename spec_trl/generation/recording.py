@@ -4,6 +4,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -104,3 +105,49 @@ class CudaRecorder:
         torch.cuda.empty_cache()  # capturing does so too, and what it frees is not the graph's
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
+
+
+@dataclass
+class GraphBudget:
+    """What the captured forwards of one model and its drafters may take together.
+
+    Args:
+        recorder: captures them.
+        limit: bytes; from there on shapes make do with a larger one that is captured, or run eagerly.
+    """
+
+    recorder: Recorder
+    limit: float
+    bytes: int = 0
+    graphs: int = 0
+    preparations: int = 0
+    """Forwards that ran eagerly on their way to being captured, were captured, or were tried compiled."""
+    _warned: bool = field(default=False, repr=False)
+
+    def has_room(self) -> bool:
+        """Whether one more may be captured; says so once when not."""
+        if self.bytes < self.limit:
+            return True
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"captured forwards take {self.bytes / 2**30:.2f} GiB, which reaches "
+                f"max_graph_memory={self.limit / 2**30:g}: further shapes run padded to a captured one, or eagerly. "
+                "Raise max_graph_memory to capture more.",
+                stacklevel=2,
+            )
+        return False
+
+    def record(self, forward: Callable[[], Outputs]) -> tuple[Recording, int]:
+        """Captures `forward`; returns also the bytes that it took."""
+        before = self.recorder.bytes()
+        recording = self.recorder.record(forward)
+        taken = max(self.recorder.bytes() - before, 0)
+        self.bytes += taken
+        self.graphs += 1
+        return recording, taken
+
+    def give_back(self, taken: int) -> None:
+        """One captured forward, which took so many bytes, is gone."""
+        self.bytes -= taken
+        self.graphs -= 1

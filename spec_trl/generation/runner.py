@@ -93,8 +93,14 @@ class EagerRunner:
         _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)
         self._tell(features, positions, first_row)
 
-    def beside(self, network: PreTrainedModel, shares_cache: bool) -> "EagerRunner":
-        """A runner of this kind for another network, over this cache or one of its own of the same size."""
+    def beside(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
+        """A runner of this kind for another network, over this cache or one of its own of the same size.
+
+        Args:
+            network: which one.
+            shares_cache: over this cache.
+            made_of: as of :class:`~spec_trl.generation.drafters.network.NetworkDrafter`.
+        """
         return EagerRunner(network, self._cache_beside(network, shares_cache))
 
     def listen(self, layers: Sequence[int], heard: "Heard") -> None:

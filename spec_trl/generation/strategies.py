@@ -2,16 +2,14 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ..quantization.kernels import PackedWeight
-from . import control, graphs
+from . import kept
 from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy, require_folder_or_id
 from .drafters.base import Drafter
 from .drafters.checkpoints import read_config
@@ -39,8 +37,9 @@ def make_drafters(
     `best_of_n_drafters` names for `"best_of_n"`, else one.
 
     The self-drafter of a model is kept between calls and refreshed when the weights have changed, and so is a
-    drafter that learns. A history is not, and a learned drafter is loaded in each call: to go on with one, pass the
-    drafter to the next call.
+    drafter that learns: they are the caller's until :func:`~spec_trl.generation.drafters.base.keep_drafters`, and who
+    asks meanwhile gets others. A history is not kept, and a learned drafter is loaded in each call: to go on with one,
+    pass the drafter to the next call.
     """
     check_strategy(strategy)
     if assistant is not None and strategy not in TAKE_ASSISTANT:
@@ -138,28 +137,19 @@ def _load_learned(strategy: str, model: PreTrainedModel, assistant: Assistant) -
     return _LEARNED[strategy](assistant, model)
 
 
-@dataclass
-class _Kept:
-    options: tuple[object, ...]
-    drafter: DistilledDrafter
-
-
-_kept: "WeakKeyDictionary[nn.Module, _Kept]" = WeakKeyDictionary()
-
-
 def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> DistilledDrafter:
     """The learning drafter of `model`, kept for the next call with the same options: scope "run" spans calls."""
     options = (config.tts_drafter, config.distillation(), config.packing())
     options = (*options, model.dtype, model.device, *map(id, model.parameters()), *_identity(assistant))
-    kept = _kept.get(model)
-    if kept is None or kept.options != options:
-        if kept is not None:
-            del _kept[model]  # before a second one is loaded
-        student = _student(model, assistant, config)
-        kept = _kept[model] = _Kept(options, DistilledDrafter(student, config.distillation()))
-    elif isinstance(kept.drafter.student, SelfDrafter):
-        kept.drafter.student.refresh_if_changed()
-    return kept.drafter
+    drafter: DistilledDrafter | None = kept.take(model, DistilledDrafter.strategy)
+    if drafter is not None and drafter.made_for == options:
+        if isinstance(drafter.student, SelfDrafter):
+            drafter.student.refresh_if_changed()
+        return drafter
+    del drafter  # before a second one is loaded
+    drafter = DistilledDrafter(_student(model, assistant, config), config.distillation())
+    drafter.made_for = options
+    return drafter
 
 
 def _identity(assistant: Assistant) -> Iterator[object]:
@@ -170,16 +160,6 @@ def _identity(assistant: Assistant) -> Iterator[object]:
         yield assistant
         if (folder := Path(assistant)).is_dir():
             yield from sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())
-
-
-def release(model: nn.Module) -> None:
-    """Frees what is kept for `model`, a wrapped one included: its K/V cache, captured forwards, a drafter of
-    `"tts"` with what it has learned, and what `"auto"` and `"best_of_n"` know of their drafters."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            _kept.pop(module, None)
-            control.release(module)
-    graphs.release(model)
 
 
 def _student(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> TrainableDrafter:

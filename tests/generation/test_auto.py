@@ -153,6 +153,7 @@ def test_generate_within_generate(strategy: str, seconds: dict[tuple[str, int], 
     """A stopping criterion that generates with the same model and options, as a judge does."""
     model = tiny_llama()
     expected = outputs(generate(model, PROMPTS))
+    history = acceptance_history_of(model)
 
     class Judge(StoppingCriteria):
         calls = 0
@@ -166,4 +167,5 @@ def test_generate_within_generate(strategy: str, seconds: dict[tuple[str, int], 
     judge = Judge()
     assert outputs(generate(model, PROMPTS, strategy, stopping_criteria=StoppingCriteriaList([judge]))) == expected
     assert judge.calls > 3
+    assert acceptance_history_of(model) is history and history.state_dict()["rollout"] == 1  # not the judge's as well
     release(model)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spec_trl.generation import graphs
+from spec_trl.generation import graphs, runner
 from spec_trl.generation.drafters.self_draft import SelfDrafter
 from spec_trl.generation.recording import Outputs, Recording
 from tests.conftest import tiny_llama
@@ -66,6 +66,22 @@ def test_a_replay_that_does_nothing_is_not_used(fresh, tape, monkeypatch) -> Non
     with pytest.warns(UserWarning, match="its logits differ from an eager forward's"):
         result = graph(fresh)
     assert outputs(result) == outputs(eager(fresh))
+
+
+def test_an_attention_kernel_that_fails_gives_way_to_masks(tape, monkeypatch) -> None:
+    """At once, before anything is captured, and what is captured then attends under masks too."""
+    kernels = pytest.importorskip("spec_trl.generation.kernels.ragged_attention", exc_type=ImportError)
+    model = tiny_llama().float()
+    expected = outputs(eager(model))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(runner, "reads_spans", lambda network: True)
+    monkeypatch.setattr(kernels, "ragged_decode_attention", fail)
+    with pytest.warns(UserWarning, match="attention kernel failed.*under masks.*no compiler here") as seen:
+        result = graph(model)
+    assert len(seen) == 1 and outputs(result) == expected and tape.replayed > 20
 
 
 def test_one_shape_that_fails_spoils_no_other(fresh, tape, monkeypatch) -> None:

@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 import spec_trl
-from spec_trl.generation import decoding, graphs, processing, runner
+from spec_trl.generation import decoding, graphs, kept, processing, runner
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.graphs import column_bucket, row_bucket
 from spec_trl.scheduling.control import AlwaysSpeculate, Control, NeverSpeculate
@@ -85,12 +85,22 @@ def test_buckets() -> None:
     assert [column_bucket(columns, 1280) for columns in (1, 256, 257, 512, 1025)] == [256, 256, 512, 512, 1280]
 
 
+def test_a_seed_gives_the_same_bits_in_every_call(tape) -> None:
+    """The first call runs eagerly what the second one replays: over as many rows and columns, or they would round
+    otherwise, and a near tie would become another token."""
+    model = tiny_llama(num_hidden_layers=1).float()
+    three = pad_left(random_rows([5, 9, 2]))  # in a bucket of 4
+    first, second = (generate(model, three, config={"runner": "graph"}, max_new_tokens=16) for _ in range(2))
+    assert torch.equal(first.sequences, second.sequences) and torch.equal(first.logprobs, second.logprobs)
+    assert tape.replayed > 8
+
+
 # ---- lifetime -------------------------------------------------------------------------------------------------------
 
 
 def test_kept_between_calls_while_weights_change_in_place(fresh, tape) -> None:
     def captured() -> set[int]:
-        runner = graphs._kept[fresh].runner
+        runner = kept.look(fresh, "runner")
         return {id(graph) for each in (runner, runner._beside[0].runner) for graph in each._graphs.values()}
 
     graph(fresh, "self")
@@ -152,21 +162,21 @@ def test_more_rows_or_columns_get_a_new_cache(fresh, tape) -> None:
 
 
 def test_memory_is_given_back(fresh, tape) -> None:
-    def kept() -> int:
+    def runners() -> int:
         gc.collect()
         return sum(isinstance(thing, graphs.GraphRunner) for thing in gc.get_objects())
 
     graph(fresh, "self", {"keep_graphs": False})
-    assert kept() == 0
+    assert runners() == 0
     graph(fresh, "self")
-    assert kept() == 2
+    assert runners() == 2
     spec_trl.release(fresh)
-    assert kept() == 0
+    assert runners() == 0
     model = tiny_llama()
     graph(model, "self")
-    assert kept() == 2
+    assert runners() == 2
     del model
-    assert kept() == 0
+    assert runners() == 0
 
 
 def test_drafters_that_come_and_go_do_not_pile_up(fresh, tiny_assistant, tape) -> None:
@@ -188,7 +198,7 @@ def test_adapters_that_are_scaled_or_trained(tape) -> None:
     found.append(outputs(graph(base)))
     assert found[1] == outputs(eager(base)) != found[0]
     spec_trl.release(model)
-    assert base not in graphs._kept
+    assert kept.look(base, "runner") is None
 
 
 def test_wide_adapters_on_a_narrow_policy_under_autocast(tape) -> None:
@@ -252,14 +262,14 @@ def test_rounds_that_prepare_are_not_typical(fresh, tape, monkeypatch, strategy)
     eagerly: list[bool] = []
     decode_round = decoding.Rollout.decode_round
 
-    def forwards() -> int:
-        runner = graphs._kept[fresh].runner
-        return sum(each.eager_forwards for each in (runner, *(beside.runner for beside in runner._beside)))
+    def forwards(target: runner.EagerRunner) -> int:
+        others = target._beside if isinstance(target, graphs.GraphRunner) else []
+        return sum(each.eager_forwards for each in (target, *(beside.runner for beside in others)))
 
     def watch_round(rollout: decoding.Rollout, plan: Any) -> None:
-        before = forwards()
+        before = forwards(rollout._target)
         decode_round(rollout, plan)
-        eagerly.append(forwards() > before)
+        eagerly.append(forwards(rollout._target) > before)
 
     def watch(control: Control, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         typical.append(is_typical)
@@ -277,7 +287,7 @@ def test_rounds_that_prepare_are_not_typical(fresh, tape, monkeypatch, strategy)
 
 def test_dropped_forwards_are_given_back_to_the_budget(fresh, tiny_assistant, tape) -> None:
     counts = {graph(fresh, "model", assistant_model=tiny_assistant).statistics.graphs for _ in range(4)}
-    alive = graphs._kept[fresh].runner
+    alive = kept.look(fresh, "runner")
     assert max(counts) == len(alive._graphs) + sum(len(each.runner._graphs) for each in alive._beside)
 
 
@@ -318,6 +328,20 @@ def test_through_the_kernels(tape, monkeypatch) -> None:
     monkeypatch.setattr(processing, "_is_fused", lambda logits: True)
     monkeypatch.setattr(graphs, "CAPTURE_AFTER", 1)
     monkeypatch.setattr(graphs, "WARM_UPS", 0)
+    ran: list[tuple[torch.Size, int, bool]] = []
+    run = runner.EagerRunner._run
+
+    def watch(self: Any, tokens: Tensor, positions: Tensor, columns: int, *more: Any, **options: Any) -> Any:
+        ran.append((tokens.shape, columns, options.get("spans", False)))
+        return run(self, tokens, positions, columns, *more, **options)
+
+    with monkeypatch.context() as patched:  # on the way to a capture attention is the same, over as many rows
+        patched.setattr(runner.EagerRunner, "_run", watch)
+        patched.setattr(graphs, "CAPTURE_AFTER", 2)
+        three = pad_left(random_rows([1, 1, 1]))  # nothing to prefill
+        generate(model, three, "none", {"runner": "graph"}, **(options | {"max_new_tokens": 2}))
+    asked, check, *captured = ran
+    assert check == ((3, 1), 1 + 1, False) and set(captured) == {asked} and asked == ((4, 1), 256, True)
     for strategy in ("none", "self"):
         config = {"runner": "graph", "draft_length": 2, "draft_kernel": "torch_int4"}
         result = generate(model, prompts, strategy, config, **options)

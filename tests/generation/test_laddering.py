@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig
-from spec_trl.generation import laddering
+from spec_trl.generation import kept, laddering
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.drafters.distillation import DistilledDrafter
@@ -175,7 +175,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
 
 
 def forget() -> None:
-    laddering._ladders.clear()  # as a new process would
+    kept._kept.clear()  # as a new process would
 
 
 def test_a_ladder_is_found_again(tiny: LlamaForCausalLM, built: list[Any], cache: Path) -> None:

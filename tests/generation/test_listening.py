@@ -6,7 +6,8 @@ from torch import Tensor
 
 from spec_trl.generation import compiling
 from spec_trl.generation.cache import RaggedCache
-from spec_trl.generation.graphs import GraphBudget, GraphRunner
+from spec_trl.generation.graphs import GraphRunner
+from spec_trl.generation.recording import GraphBudget
 from spec_trl.generation.runner import EagerRunner
 from spec_trl.generation.shadow import make_shadow
 from tests.conftest import tiny_llama

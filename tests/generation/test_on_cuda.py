@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import spec_trl
-from spec_trl.generation import graphs
+from spec_trl.generation import kept
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 
@@ -54,12 +54,12 @@ def test_captured_forwards_change_no_token(model, prompts, runner, strategy, opt
 @pytest.mark.parametrize("model", [torch.float32], indirect=True)
 def test_captured_forwards_read_the_live_weights(model, prompts) -> None:
     first = run(model, prompts, "self", "graph")
-    kept = graphs._kept[model].runner
+    runner = kept.look(model, "runner")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 0.5
     second = run(model, prompts, "self", "graph")
-    assert graphs._kept[model].runner is kept
+    assert kept.look(model, "runner") is runner
     assert outputs(second) != outputs(first)
     expected = outputs(run(model, prompts, "none", "eager"))
     assert sum(ours == theirs for ours, theirs in zip(outputs(second), expected, strict=True)) >= 6

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from spec_trl import release
 from spec_trl.generation import graphs
 from spec_trl.generation.attention import MaskPlan
 from spec_trl.generation.drafters.self_draft import SelfDrafter
@@ -74,7 +75,7 @@ def test_captured_forwards(tiny, drafters, monkeypatch) -> None:
     tape = Tape()
     names = "self", "model", "eagle3", "tts"
     expected = generate(tiny, PROMPTS, drafter=drafters(*names), control=RandomPlans(4, 5), max_new_tokens=60)
-    graphs.release(tiny)
+    release(tiny)
     monkeypatch.setattr(graphs, "recorder_for", lambda device: tape)
     members = drafters(*names)
     for recorded in (10**9, 40):
@@ -86,7 +87,7 @@ def test_captured_forwards(tiny, drafters, monkeypatch) -> None:
         assert result.statistics.per_drafter["eagle3"] == expected.statistics.per_drafter["eagle3"]
         assert tape.recorded - before < recorded
     assert tape.replayed > 40
-    graphs.release(tiny)
+    release(tiny)
 
 
 def test_rejection_verification_is_not_raced(tiny, drafters, monkeypatch) -> None:

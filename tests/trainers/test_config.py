@@ -13,7 +13,7 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
-from spec_trl.generation import graphs
+from spec_trl.generation import graphs, kept
 from spec_trl.generation.drafters.base import Drafter, DraftSession
 from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
 from spec_trl.generation.drafters.history import HistoryDrafter
@@ -298,7 +298,7 @@ def test_effect_of_keep_graphs(tmp_path: Path, tape: Tape, keep: bool) -> None:
     trainer, _ = make_trainer(tmp_path, max_steps=1, keep_graphs=keep)
     trainer.train()
     assert tape.recorded > 0
-    assert (trainer.model in graphs._kept) == keep
+    assert (kept.look(trainer.model, "runner") is not None) == keep
 
 
 @pytest.fixture

@@ -2,15 +2,17 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from .. import kept
 from ..processing import LogitsPipeline, PrefixView
 from ..rows import Admission, Request, Rows
 from ..runner import EagerRunner
@@ -65,6 +67,13 @@ class DraftCost:
     tokens: int = 1
 
 
+def keep_drafters(model: PreTrainedModel, drafters: Iterable["Drafter"]) -> None:
+    """Keeps those of `drafters` that serve further calls for `model`, until `spec_trl.release(model)`."""
+    for drafter in drafters:
+        if drafter.made_for is not None:
+            kept.keep(model, drafter.strategy, drafter)
+
+
 class Drafter(CandidateGenerator):
     """Proposes draft tokens for a ragged batch, and for batch 1 in transformers' assisted loop.
 
@@ -86,6 +95,28 @@ class Drafter(CandidateGenerator):
     """Since `begin`, where it `learns`."""
     forwards: int = 0
     """Draft network forwards since `begin`."""
+    made_for: tuple[object, ...] | None = None
+    """Calls with the same are served by it again (:func:`keep_drafters`); None: it is kept for none."""
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Has the drafter for one generation.
+
+        Raises:
+            ValueError: another generation has it, of whose rows it knows.
+        """
+        own = object()
+        if vars(self).setdefault("_claim", own) is not own:  # at once: of two threads one gets it
+            raise ValueError(
+                f"drafter={type(self).__name__} is in use: a drafter serves one generation at a time. Make another "
+                "one for a generation inside a generation or in another thread, or name the strategy alone."
+            )
+        try:
+            yield
+        finally:
+            del self._claim
+
+    _claim: object
 
     def check_length(self, columns: int) -> None:
         """Raises ValueError where it cannot draft for rows of `columns` tokens, drafts included."""

@@ -28,13 +28,18 @@ class NetworkDrafter(TrainableDrafter):
         network: the drafting network, as :func:`~spec_trl.generation.shadow.make_shadow` makes it.
         shares_target_cache: the network writes provisional K/V into the target's cache, where verification overwrites
             it (ER §E.2). Else it keeps a cache of its own.
+        made_of: forwards that were captured of a network serve another one that is made of the same, over the same
+            weights; None: no other.
     """
 
     has_probabilities = True
     network: PreTrainedModel
 
-    def __init__(self, network: PreTrainedModel, shares_target_cache: bool) -> None:
+    def __init__(
+        self, network: PreTrainedModel, shares_target_cache: bool, made_of: tuple[object, ...] | None = None
+    ) -> None:
         self.network = network
+        self._made_of = made_of or (id(network),)
         self._shares_target_cache = shares_target_cache
         self._vocabulary = network.config.get_text_config(decoder=True).vocab_size
 
@@ -48,7 +53,7 @@ class NetworkDrafter(TrainableDrafter):
             # Tokens of each row whose K/V this cache holds: [capacity]
             self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=rows.tokens.device)
         if session.target is not None:
-            self._runner = session.target.beside(self.network, self._shares_target_cache)
+            self._runner = session.target.beside(self.network, self._shares_target_cache, self._made_of)
         else:
             self._runner = EagerRunner(
                 self.network, RaggedCache.for_network(self.network, rows.capacity, rows.columns)

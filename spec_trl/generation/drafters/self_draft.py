@@ -2,8 +2,6 @@
 
 import time
 import weakref
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ...quantization import quantize_projections
 from ...quantization.awq import ActivationStatistics
+from .. import kept
 from ..sampling import RoundNoise
 from ..shadow import make_shadow
 from ..verification import Proposal
@@ -91,30 +90,22 @@ class SelfDrafter(NetworkDrafter):
         return proposal
 
 
-@dataclass
-class _Kept:
-    options: tuple[str, str, str]
-    structure: tuple[int, ...]
-    drafter: SelfDrafter
-
-
-_kept: "WeakKeyDictionary[nn.Module, _Kept]" = WeakKeyDictionary()
-
-
 def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_head: str) -> SelfDrafter:
-    """The self-drafter of `policy`, kept as long as the policy lives and refreshed when its weights have changed.
+    """The self-drafter that is kept for `policy`, refreshed if its weights have changed; or a new one, where none is
+    kept or another call has it. It is the caller's until :func:`~spec_trl.generation.drafters.base.keep_drafters`.
 
     There are no activation statistics here: "awq"
     schemes round to nearest. For scales, make a SelfDrafter, refresh it with statistics, and pass it as `drafter`.
     """
-    options = (quantization, kernel, lm_head)
-    structure = tuple(id(p) for p in policy.parameters())
-    kept = _kept.get(policy)
-    if kept is None or kept.options != options or kept.structure != structure:
-        kept = _kept[policy] = _Kept(options, structure, SelfDrafter(policy, *options))
-    else:
-        kept.drafter.refresh_if_changed()
-    return kept.drafter
+    made_for = (quantization, kernel, lm_head, *map(id, policy.parameters()))
+    drafter: SelfDrafter | None = kept.take(policy, SelfDrafter.strategy)
+    if drafter is not None and drafter.made_for == made_for:
+        drafter.refresh_if_changed()
+        return drafter
+    del drafter  # before another one takes memory
+    drafter = SelfDrafter(policy, quantization, kernel, lm_head)
+    drafter.made_for = made_for
+    return drafter
 
 
 def versions(policy: PreTrainedModel) -> tuple[tuple[int, int], ...]:

@@ -1,7 +1,5 @@
 """A smaller causal language model with the target's tokenizer as drafter (SA's 0.5 B and 1.5 B)."""
 
-from weakref import WeakKeyDictionary
-
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -42,7 +40,7 @@ class SmallModelDrafter(NetworkDrafter):
                 f"assistant_model is on {assistant.device} and the target on {target.device}; move it with "
                 f"assistant_model.to({str(target.device)!r})."
             )
-        super().__init__(_shadow_of(assistant), shares_target_cache=False)
+        super().__init__(make_shadow(assistant), shares_target_cache=False, made_of=fingerprint(assistant))
         constants = model_constants(assistant)
         self.cost = DraftCost(constants.weight_bytes, constants.dense_flops)
 
@@ -63,15 +61,3 @@ def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrained
         return AutoModelForCausalLM.from_pretrained(assistant, dtype=target.dtype).to(target.device).eval()
     except (OSError, ValueError) as error:
         raise ValueError(f"assistant_model={assistant!r} cannot be loaded as a causal LM: {error}") from error
-
-
-_shadows: "WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], PreTrainedModel]]" = WeakKeyDictionary()
-
-
-def _shadow_of(assistant: PreTrainedModel) -> PreTrainedModel:
-    """The same one as long as it is true: forwards that were captured of it serve the next call too."""
-    present = fingerprint(assistant)
-    kept = _shadows.get(assistant)
-    if kept is None or kept[0] != present:
-        kept = _shadows[assistant] = present, make_shadow(assistant)
-    return kept[1]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.generation import graphs, strategies
+from spec_trl.generation import graphs, kept
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.distillation import DistilledDrafter, distillation_loss, divergence
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
@@ -418,11 +418,11 @@ def test_what_is_kept_follows_what_it_was_made_of(fresh) -> None:
     """Other weights in the assistant, an adapter on the policy: a new drafter; released: forgotten."""
     from peft import LoraConfig
 
-    assistant, config, kept = tiny_llama(seed=1), options(tts_drafter="model"), strategies._kept
+    assistant, config = tiny_llama(seed=1), options(tts_drafter="model")
 
     def drafter() -> DistilledDrafter:
         generate(fresh, ALONE, "tts", config, assistant_model=assistant, max_new_tokens=4)
-        return kept[fresh].drafter
+        return kept.look(fresh, "tts")
 
     first = drafter()
     assert drafter() is first
@@ -433,7 +433,7 @@ def test_what_is_kept_follows_what_it_was_made_of(fresh) -> None:
     fresh.add_adapter(LoraConfig(target_modules=["q_proj"]))
     assert drafter() is not second
     release(fresh)
-    assert fresh not in kept
+    assert kept.look(fresh, "tts") is None
 
 
 def test_two_folders_of_one_model_are_kept_apart(tiny, checkpoints, tmp_path: Path) -> None:

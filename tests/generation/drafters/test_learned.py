@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from spec_trl import release
 from spec_trl.generation import graphs
 from spec_trl.generation.drafters.dflash import DFlashDrafter
 from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
@@ -56,7 +57,7 @@ def test_under_captured_forwards(strategy: str, runner: str, tiny, tmp_path, mon
         assert outputs(result) == outputs(expected)
         assert result.statistics.total == expected.statistics.total
     assert tape.replayed > 40
-    graphs.release(tiny)
+    release(tiny)
 
 
 def test_two_at_once(tiny, tmp_path) -> None:

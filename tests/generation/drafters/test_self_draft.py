@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from spec_trl.generation.drafters import self_draft
+from spec_trl.generation import kept
+from spec_trl.generation.drafters.base import keep_drafters
 from spec_trl.generation.drafters.self_draft import SelfDrafter, self_drafter_of
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
@@ -21,16 +22,23 @@ def prompts() -> Prompts:
     return pad_left(random_rows([4, 7, 2]))
 
 
+def drafter_of(policy: PreTrainedModel, *options: str) -> SelfDrafter:
+    """That of a call, which ends at once."""
+    drafter = self_drafter_of(policy, *options)
+    keep_drafters(policy, [drafter])
+    return drafter
+
+
 def packed_of(drafter: SelfDrafter) -> list[torch.Tensor]:
     return [buffer.clone() for layer in drafter.quantized.layers.values() for buffer in layer.packed.buffers()]
 
 
 def test_kept_between_calls(fresh: LlamaForCausalLM) -> None:
-    drafter = self_drafter_of(fresh, *OPTIONS)
-    assert self_drafter_of(fresh, *OPTIONS) is drafter
-    assert self_drafter_of(tiny_llama(), *OPTIONS) is not drafter
-    assert self_drafter_of(fresh, "rtn-w8", *OPTIONS[1:]) is not drafter
-    assert self_drafter_of(fresh, *OPTIONS[:2], "packed") is not drafter
+    drafter = drafter_of(fresh, *OPTIONS)
+    assert drafter_of(fresh, *OPTIONS) is drafter
+    assert drafter_of(tiny_llama(), *OPTIONS) is not drafter
+    assert drafter_of(fresh, "rtn-w8", *OPTIONS[1:]) is not drafter
+    assert drafter_of(fresh, *OPTIONS[:2], "packed") is not drafter
 
 
 def test_calls_to_generate_share_one(fresh: LlamaForCausalLM, prompts: Prompts, monkeypatch) -> None:
@@ -49,7 +57,7 @@ def test_calls_to_generate_share_one(fresh: LlamaForCausalLM, prompts: Prompts, 
 
 @pytest.mark.parametrize("change", ["optimizer", "no_grad", "data pointer"])
 def test_refreshed_when_weights_change(change: str, fresh: LlamaForCausalLM, prompts: Prompts) -> None:
-    drafter = self_drafter_of(fresh, *OPTIONS)
+    drafter = drafter_of(fresh, *OPTIONS)
     before = packed_of(drafter)
     addresses = [
         buffer.data_ptr() for buffer in drafter.quantized.layers["model.layers.0.mlp.up_proj"].packed.buffers()
@@ -64,7 +72,7 @@ def test_refreshed_when_weights_change(change: str, fresh: LlamaForCausalLM, pro
             weight.mul_(-1.0)
     else:
         weight.data = -weight.data  # new storage
-    assert self_drafter_of(fresh, *OPTIONS) is drafter
+    assert drafter_of(fresh, *OPTIONS) is drafter
     after = packed_of(drafter)
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     fresh_copy = packed_of(SelfDrafter(fresh, *OPTIONS))
@@ -78,33 +86,33 @@ def test_refreshed_when_weights_change(change: str, fresh: LlamaForCausalLM, pro
 
 
 def test_not_refreshed_when_nothing_changed(fresh: LlamaForCausalLM, monkeypatch) -> None:
-    self_drafter_of(fresh, *OPTIONS)
+    drafter_of(fresh, *OPTIONS)
 
     def forbid(self: SelfDrafter) -> None:
         raise AssertionError("refreshed without need")
 
     monkeypatch.setattr(SelfDrafter, "refresh", forbid)
-    self_drafter_of(fresh, *OPTIONS)
+    drafter_of(fresh, *OPTIONS)
     with torch.no_grad():
         fresh.model.norm.weight.mul_(1.0)
     with pytest.raises(AssertionError, match="without need"):
-        self_drafter_of(fresh, *OPTIONS)
+        drafter_of(fresh, *OPTIONS)
 
 
 def test_a_change_that_nobody_sees_costs_acceptance_alone(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
-    drafter = self_drafter_of(fresh, *OPTIONS)
+    drafter = drafter_of(fresh, *OPTIONS)
     before = packed_of(drafter)
     for layer in fresh.model.layers:
         layer.mlp.down_proj.weight.data.neg_()  # does not count as a new version
     assert outputs(generate(fresh, prompts, "self")) == outputs(generate(fresh, prompts))
-    assert self_drafter_of(fresh, *OPTIONS) is drafter
+    assert drafter_of(fresh, *OPTIONS) is drafter
     assert all(torch.equal(a, b) for a, b in zip(before, packed_of(drafter), strict=True))
 
 
 def test_rebuilt_when_the_structure_changes(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
-    drafter = self_drafter_of(fresh, *OPTIONS)
+    drafter = drafter_of(fresh, *OPTIONS)
     fresh.model.layers[1] = tiny_llama(seed=3).model.layers[1]
-    rebuilt = self_drafter_of(fresh, *OPTIONS)
+    rebuilt = drafter_of(fresh, *OPTIONS)
     assert rebuilt is not drafter
     result = generate(fresh, prompts, "self")
     assert outputs(result) == outputs(generate(fresh, prompts))
@@ -132,7 +140,7 @@ def test_policy_is_untouched(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
 def test_dies_with_its_policy(prompts: Prompts) -> None:
     policy = tiny_llama()
     generate(policy, prompts, "self")
-    drafter = weakref.ref(self_draft._kept[policy].drafter)
+    drafter = weakref.ref(kept.look(policy, "self"))
     gone = weakref.ref(policy)
     del policy
     gc.collect()
