@@ -35,7 +35,9 @@ from .requirements import (
     check_keywords,
     check_lengths,
     check_model,
+    check_not_diverted,
     check_not_empty,
+    check_positions,
     split_prompts,
 )
 from .rows import Request, Rows
@@ -130,9 +132,10 @@ def _decode(
     streamer: BaseStreamer | None = model_kwargs.pop("_streamer", None)
     check_model(model)
     runner_mode(config, model.device)
-    check_generation_config(generation_config)
+    check_generation_config(generation_config, model.generation_config)
     check_keywords(model_kwargs)
     prompts = split_prompts(input_ids, model_kwargs.get("attention_mask"))
+    check_positions(model_kwargs.get("position_ids"), input_ids, model_kwargs.get("attention_mask"))
     batch, width = input_ids.shape
     if request_ids is not None and len(request_ids) != batch:
         raise ValueError(f"request_ids has {len(request_ids)} entries for {batch} rows; give one int per row.")
@@ -274,6 +277,7 @@ def install() -> None:
         prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
         if isinstance(prompts, Tensor):  # generate itself may fail on empty ones first, with an IndexError
             check_not_empty(prompts)
+        check_not_diverted(self, kwargs.get("generation_config", args[1] if len(args) > 1 else None), kwargs)
         if kwargs.get("synced_gpus"):
             raise ValueError(
                 "synced_gpus=True cannot be combined with assistant_strategy: ranks take different numbers of rounds "

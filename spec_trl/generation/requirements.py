@@ -2,13 +2,14 @@
 
 import sys
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .attention import MaskPlan
@@ -111,14 +112,53 @@ def policy_in(model: nn.Module) -> PreTrainedModel:
     return model
 
 
-def check_generation_config(config: GenerationConfig) -> None:
-    """Raises ValueError for modes of generate that are not sampling or greedy search."""
+_WAYS_OUT = {
+    "num_assistant_tokens": "speculative_config={'draft_length': ...} says how many tokens are drafted",
+    "token_healing": "heal the prompts first: pass input_ids=model.heal_tokens(input_ids, tokenizer) and an "
+    "attention_mask that is 0 at their padding",
+}
+
+
+def _refusal(name: str, value: Any) -> ValueError:
+    way_out = _WAYS_OUT.get(name)
+    if name.startswith("output_"):
+        way_out = "the output's .logprobs holds those of the sampled tokens"
+    return ValueError(
+        f"{name}={value!r} cannot be combined with assistant_strategy: the engine samples or decodes "
+        f"greedily over its own cache. Leave it unset, or generate without assistant_strategy"
+        f"{'; ' + way_out if way_out else ''}."
+    )
+
+
+def check_not_diverted(model: GenerationMixin, config: GenerationConfig | None, keywords: Mapping[str, Any]) -> None:
+    """Raises ValueError for what `generate`, called with these, does before it comes to a decoding method: it hands
+    over to `generate_batch`, or rewrites the prompts with a tokenizer that it takes from a custom method."""
+    if keywords.get("cache_implementation") == "paged":
+        raise _refusal("cache_implementation", "paged")
+    wanted = [keywords.get("token_healing"), config and config.token_healing, model.generation_config.token_healing]
+    if next((value for value in wanted if value is not None), False):
+        raise _refusal("token_healing", True)
+
+
+def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> None:
+    """Raises ValueError for modes of generate that are not sampling or greedy search.
+
+    Args:
+        config: as `generate` has completed it.
+        own: the model's, whose number of assistant tokens is no wish of the caller's.
+    """
+    drafted = config.num_assistant_tokens
+    unasked = (own.num_assistant_tokens, own._get_default_generation_params()["num_assistant_tokens"])
     refused: dict[str, tuple[Any, bool]] = {
         "num_beams": (config.num_beams, (config.num_beams or 1) > 1),
         "num_beam_groups": (config.num_beam_groups, (config.num_beam_groups or 1) > 1),
         "penalty_alpha": (config.penalty_alpha, bool(config.penalty_alpha)),
         "dola_layers": (config.dola_layers, config.dola_layers is not None),
         "constraints": (config.constraints, config.constraints is not None),
+        "force_words_ids": (config.force_words_ids, config.force_words_ids is not None),
+        "use_mtp": (config.use_mtp, bool(config.use_mtp)),
+        "assistant_early_exit": (config.assistant_early_exit, config.assistant_early_exit is not None),
+        "num_assistant_tokens": (drafted, drafted not in unasked),
         "prompt_lookup_num_tokens": (config.prompt_lookup_num_tokens, config.prompt_lookup_num_tokens is not None),
         "guidance_scale": (config.guidance_scale, config.guidance_scale not in (None, 1, 1.0)),
         "use_cache": (config.use_cache, config.use_cache is False),
@@ -133,12 +173,7 @@ def check_generation_config(config: GenerationConfig) -> None:
     }
     for name, (value, is_refused) in refused.items():
         if is_refused:
-            remedy = "the output's .logprobs holds those of the sampled tokens" if name.startswith("output_") else ""
-            raise ValueError(
-                f"{name}={value!r} cannot be combined with assistant_strategy: the engine samples or decodes "
-                f"greedily over its own cache. Leave it unset, or generate without assistant_strategy"
-                f"{'; ' + remedy if remedy else ''}."
-            )
+            raise _refusal(name, value)
 
 
 def check_keywords(model_kwargs: dict[str, Any]) -> None:
@@ -194,6 +229,26 @@ def split_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tens
             "Tokenize with padding_side='left'."
         )
     return [ids[len(ids) - length :] for ids, length in zip(input_ids, lengths.tolist(), strict=True)]
+
+
+def check_positions(position_ids: Tensor | None, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Raises ValueError for positions that the engine would not use: it counts from each row's first token.
+
+    Args:
+        position_ids: `[B, width]` int64, or with axes before them; None: `generate` counts them itself.
+        input_ids: `[B, width]` int64.
+        attention_mask: `[B, width]` of 0 and 1, or None for no padding.
+    """
+    if position_ids is None:
+        return
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    counted = mask.cumsum(-1) - 1  # [B, width]; at padding anything will do
+    fits = position_ids.shape[-2:] in (input_ids.shape, (1, input_ids.shape[1]))
+    if not fits or bool(((position_ids != counted) & mask.bool()).any()):
+        raise ValueError(
+            f"position_ids of shape {list(position_ids.shape)} do not count 0, 1, 2, ... from each prompt's first "
+            "token, as assistant_strategy does. Leave them unset, or generate without assistant_strategy."
+        )
 
 
 def check_lengths(model: PreTrainedModel, longest_prompt: int, longest_total: int) -> None:

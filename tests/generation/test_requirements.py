@@ -241,6 +241,12 @@ def test_a_budget_beyond_all_memory(tiny, prompts) -> None:
         dict(dola_layers="low", do_sample=False),
         dict(guidance_scale=1.5),
         dict(prompt_lookup_num_tokens=3),
+        dict(force_words_ids=[[5, 6]]),
+        dict(use_mtp=True),
+        dict(assistant_early_exit=1),
+        dict(num_assistant_tokens=7),
+        dict(token_healing=True),
+        dict(cache_implementation="paged"),
         dict(use_cache=False),
         dict(cache_implementation="static"),
         dict(output_scores=True),
@@ -261,6 +267,37 @@ def test_modes_in_a_generation_config(tiny, prompts) -> None:
     config = GenerationConfig(num_beams=3, max_new_tokens=3, pad_token_id=0)
     with pytest.raises(ValueError, match="num_beams=3"):
         tiny.generate(**prompts, generation_config=config, assistant_strategy="none")
+
+
+@pytest.mark.parametrize("option", [dict(token_healing=True), dict(cache_implementation="paged")])
+def test_what_generate_does_before_it_decodes(option: dict[str, Any], tiny, prompts) -> None:
+    """In a config too, and with a tokenizer, which `generate` keeps from a custom method."""
+    config = GenerationConfig(max_new_tokens=3, pad_token_id=0, **option)
+    with pytest.raises(ValueError, match=f"{next(iter(option))}=.*cannot be combined with assistant_strategy"):
+        tiny.generate(**prompts, generation_config=config, assistant_strategy="none", tokenizer=object())
+
+
+def test_token_healing_is_refused_with_the_way_out(refuses: Callable[..., None]) -> None:
+    refuses(r"token_healing=True.*pass input_ids=model.heal_tokens\(input_ids, tokenizer\)", token_healing=True)
+
+
+def test_a_number_of_assistant_tokens_that_nobody_asked_for(prompts: Prompts) -> None:
+    """What generate fills in, and what the model's own config brings: transformers' own loop writes it there."""
+    model = tiny_llama()
+    expected = generate(model, prompts, max_new_tokens=2)
+    model.generation_config.num_assistant_tokens = 7
+    assert torch.equal(generate(model, prompts, max_new_tokens=2).sequences, expected.sequences)
+    with pytest.raises(ValueError, match="num_assistant_tokens=8.*'draft_length'.* says how many tokens are drafted"):
+        generate(model, prompts, num_assistant_tokens=8)
+
+
+def test_positions(refuses: Callable[..., None], tiny: PreTrainedModel, prompts: Prompts) -> None:
+    """Prompts of 4 and 6 tokens: those that are counted from the first one serve, whatever stands at padding."""
+    expected = generate(tiny, prompts, max_new_tokens=2).sequences
+    counted = torch.tensor([[9, 9, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
+    assert torch.equal(generate(tiny, prompts, max_new_tokens=2, position_ids=counted).sequences, expected)
+    for wrong in (torch.arange(6).expand(2, 6), counted + 1, counted[:, :5], torch.zeros(2, 6).long()):
+        refuses(r"position_ids of shape \[2, .\] do not count 0, 1, 2, ... from each prompt's", position_ids=wrong)
 
 
 def test_synced_gpus(refuses: Callable[..., None]) -> None:
