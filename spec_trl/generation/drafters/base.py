@@ -106,7 +106,7 @@ class Drafter(CandidateGenerator):
             ValueError: another generation has it, of whose rows it knows.
         """
         own = object()
-        if vars(self).setdefault("_claim", own) is not own:  # at once: of two threads one gets it
+        if self.__dict__.setdefault("_claim", own) is not own:  # at once: of two threads one gets it
             raise ValueError(
                 f"drafter={type(self).__name__} is in use: a drafter serves one generation at a time. Make another "
                 "one for a generation inside a generation or in another thread, or name the strategy alone."
