@@ -126,7 +126,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         check_model(policy)
         runner_mode(self._speculative_config, self.accelerator.device)
         try:
-            check_generation_config(policy._prepare_generation_config(self.generation_config)[0])
+            completed, _ = policy._prepare_generation_config(self.generation_config)
+            check_generation_config(completed, policy.generation_config)
         except ValueError as error:
             raise ValueError(
                 f"{error} Look in generation_kwargs, cache_implementation and the model's own generation_config, or "
