@@ -78,7 +78,7 @@ def build(log: Run, profile: Profile | None, margin: float = MARGIN, missing: st
     by_first = figures.entropy_against(train, "first_token_acceptance")
     by_tau = figures.entropy_against(train, "block_efficiency")
     return [
-        Section("verdict", "Did it help?", verdict_of_run(log), str(verdict_of(log)[0])),
+        Section("verdict", "Verdict", verdict_of_run(log), str(verdict_of(log)[0])),
         Section("step_time", "Step time", figures.step_times(log.steps), "no step was logged."),
         Section("reward", "Reward", figures.reward(log.steps), "no step logged a reward."),
         Section("rollout_time", "Rollout time", figures.rollout_phases(train), "no training rollout was logged."),

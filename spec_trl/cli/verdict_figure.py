@@ -33,8 +33,8 @@ def verdict_of_run(run: Run) -> Drawing | None:
         if points:
             size = 6 if len(counts) < 60 else 3
             left.plot(*zip(*points, strict=True), ".", color=colour, markersize=size, label=label)
-    highest = max((speedup for speedup in speedups if speedup == speedup), default=1.0)
-    left.set(xlabel="training rollout", ylabel="speedup over plain decoding (×)", ylim=(0, 1.15 * max(highest, 1.0)))
+    highest = max([1.0, *filter(math.isfinite, speedups)])
+    left.set(xlabel="training rollout", ylabel="speedup over plain decoding (×)", ylim=(0, 1.15 * highest))
     left.set_title("each rollout, refresh included")
     left.legend(loc="lower right")
     edges, heights = [counts[0] - 1, *counts], [-verdict.calibration_seconds, *saved]

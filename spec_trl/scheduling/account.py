@@ -27,7 +27,7 @@ def too_many_rows(batch: int, max_rows: int) -> str:
 
 
 def promise(name: str, speedup: float, batch: int, length: float, by: str = "predicted") -> str:
-    """What `name` promises a round of `batch` rows of mean length `length`."""
+    """What speculation called `name` promises for a round of `batch` rows of mean length `length`."""
     return f"{name} {by} {speedup:.2f}× at {batch} {'row' if batch == 1 else 'rows'} × {length:.0f} tokens"
 
 

@@ -63,7 +63,7 @@ def test_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     rollouts = read_run(tmp_path).of("train")
     plain, took = sum(r.plain_seconds or 0.0 for r in rollouts), sum(r.seconds for r in rollouts)
     verdict = f"rollouts {plain / took:.2f}× of plain decoding, {plain - took:.1f} s saved (calibration and refresh "
-    assert printed.splitlines()[1].startswith(f"Did it help?: {verdict}")
+    assert printed.splitlines()[1].startswith(f"Verdict: {verdict}")
     assert text.index("<img") > text.index(verdict) > text.index("<h2") == text.index('<h2 id="verdict">')
 
 
@@ -82,7 +82,7 @@ def test_a_run_without_speculation_says_so_in_one_line_each(
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert printed.count("no training rollout speculated.") == 4
-    assert "Did it help?: nothing was drafted: rollouts were plain decoding." in printed  # an older log has no reason
+    assert "Verdict: nothing was drafted: rollouts were plain decoding." in printed  # an older log has no reason
     assert "Step time: no step was logged." in printed
     assert "Who drafted for whom: no rollout that speculated logged it." in printed
     assert "Toggle boundary: the run used no profile; name one with --profile." in printed
