@@ -43,6 +43,8 @@ class Copying(LogitsProcessor):
         probability: of the copied token, at temperature 1.
     """
 
+    prefix_only = True
+
     def __init__(self, context: int, probability: float) -> None:
         self._context = context
         self._odds = math.log(probability / (1 - probability))

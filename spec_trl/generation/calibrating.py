@@ -32,10 +32,11 @@ from .decoding import Rollout
 from .drafters.base import Drafter
 from .drafters.self_draft import SelfDrafter
 from .graphs import CAPTURE_AFTER, runner_for, runner_mode
-from .processing import LogitsPipeline, PrefixView, Stopping
+from .processing import LogitsPipeline, PrefixView
 from .requirements import position_limit
 from .rows import Request, Rows
 from .sampling import RoundNoise
+from .stopping import Stopping
 from .verification import Proposal
 
 
@@ -285,7 +286,7 @@ class _Bench:
         self._rows = rows = Rows(self.capacity, self.longest + margin, device)
         # Prompts of one token leave nothing to prefill.
         requests = [Request(i, torch.zeros(1, dtype=torch.int64), 2**62, i) for i in range(self.capacity)]
-        view = PrefixView(rows, 1, 0)
+        view = PrefixView(rows, torch.zeros(self.capacity, 1, dtype=torch.int64))
         self._drafter = drafter
         self._rollout = Rollout(
             requests,

@@ -16,12 +16,13 @@ from ..scheduling.plain import plain_rounds
 from .diagnosis import first_broken_module
 from .drafters.base import Drafter, DraftSession
 from .prefilling import prefill
-from .processing import LogitsPipeline, Stopping
+from .processing import LogitsPipeline
 from .racing import Lanes, Outcome, draft_lengths
 from .rows import Request, Rows, prompt_key
 from .runner import EagerRunner
-from .sampling import RoundNoise, derive, position_keys, widen
+from .sampling import RoundNoise, derive, position_keys
 from .statistics import ChainCounter, DraftCounter, PhaseTimer, RoundLog, SpeculationStatistics
+from .stopping import Stopping
 from .timeline import TimelineLog
 from .verification import Proposal, Verdict, verify_exact, verify_rejection
 
@@ -222,11 +223,16 @@ class Rollout:
     def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
         if self._rejection and proposal.logits is not None:
             rows = self._rows
-            logits = self._pipeline(widen(logits))  # [B, γ + 1, V]
+            logits, most = self._pipeline.process_verified(logits, proposal.lengths)  # [B, γ + 1, V], [B]
             steps = rows.generated[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, γ + 1]
             coins, residual = (position_keys(derive(rows.streams, purpose), steps) for purpose in (1, 2))
-            return verify_rejection(logits, proposal, coins, residual, self._want_logprobs)
-        return verify_exact(self._pipeline.draw(logits, noise, want_logprobs=self._want_logprobs), proposal)
+            # A draft behind which no token can be drawn must pass its own test all the same, else what ends a text
+            # would come too seldom: once accepted it stands in the place of that token.
+            tested = replace(proposal, lengths=torch.minimum(proposal.lengths, most + 1))
+            verdict = verify_rejection(logits, tested, coins, residual, self._want_logprobs)
+            return replace(verdict, accepted=torch.minimum(verdict.accepted, most))
+        drawn, most = self._pipeline.draw_verified(logits, noise, proposal.lengths, self._want_logprobs)
+        return verify_exact(drawn, replace(proposal, lengths=most))
 
     def _commit(self, outcome: Outcome, lanes: Lanes) -> tuple[list[int], int]:
         """Takes the verified tokens into the output; returns the rows that ended, and how many tokens there were."""
@@ -268,25 +274,32 @@ class Rollout:
         return finished, tokens
 
     def _retire(self, finished: list[int]) -> None:
+        if finished:
+            self._complete(finished)
+            self._free(finished)
+
+    def _complete(self, finished: list[int]) -> None:
+        """Keeps what `finished` rows have generated."""
         rows = self._rows
-        if not finished:
-            return
         lengths, prompts = rows.lengths.tolist(), rows.prompt_lengths.tolist()
         for row in finished:
             span = slice(prompts[row], lengths[row])
             logprobs = rows.logprobs[row, span].clone() if self._want_logprobs else None
             self._completions[rows.indices[row]] = Completion(rows.tokens[row, span].clone(), logprobs)
             self._ended_in[rows.indices[row]] = self._log.rounds + 1
-        ended = [rows.indices[row] for row in finished]
+        done = sum(completion is not None for completion in self._completions)
+        seconds = time.perf_counter() - self._started
+        self._statistics.completion_curve.append((seconds, done))
+        self._timeline.end([rows.indices[row] for row in finished], seconds)
+
+    def _free(self, finished: list[int]) -> None:
+        """Takes `finished` rows out of flight."""
+        rows = self._rows
         source, destination = rows.drop(finished)
         if source:
             self._target.cache.copy_rows(source, destination, rows.longest)
         self._for_each_drafter(lambda drafter: drafter.move(source, destination, rows.longest))
-        rows.longest = max((length for row, length in enumerate(lengths) if row not in set(finished)), default=0)
-        done = sum(completion is not None for completion in self._completions)
-        seconds = time.perf_counter() - self._started
-        self._statistics.completion_curve.append((seconds, done))
-        self._timeline.end(ended, seconds)
+        rows.longest = max(rows.lengths.tolist(), default=0)
 
     @property
     def drafter_failure(self) -> str | None:

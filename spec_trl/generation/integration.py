@@ -20,15 +20,16 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ..scheduling.control import Control
+from ..scheduling.control import Control, NeverSpeculate
 from ..scheduling.toggle import SpeculationToggle
 from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_strategy, check_verification
 from .control import keep_control, make_control, take_control
 from .decoding import Completion, Rollout
 from .drafters.base import Drafter, keep_drafters
 from .graphs import GraphRunner, keep_runner, runner_for, runner_mode
+from .in_step import RolloutInStep, must_run_in_step
 from .laddering import find_ladder, keep_measured
-from .processing import LogitsPipeline, PrefixView, Stopping, length_limit
+from .processing import LogitsPipeline, PrefixView
 from .profiles import find_profile
 from .requirements import (
     check_generation_config,
@@ -43,6 +44,7 @@ from .requirements import (
 from .rows import Request, Rows
 from .sampling import stream_keys
 from .statistics import SpeculationStatistics
+from .stopping import Stopping, length_limit
 from .strategies import as_drafters, make_drafters
 
 
@@ -145,6 +147,11 @@ def _decode(
     longest_prompt = max(len(prompt) for prompt in prompts)
     check_lengths(model, longest_prompt, longest_prompt + new_tokens)
     capacity = min(batch, config.max_batch_size or batch)
+    in_step = must_run_in_step(
+        [*logits_processor, *stopping_criteria], batch, capacity, drafts=bool(drafter) or assistant_strategy != "none"
+    )
+    if in_step:
+        drafter, control = [], NeverSpeculate("a processor or criterion is shown one step at a time")
     if drafter is None:
         drafters = make_drafters(assistant_strategy, model, assistant, config) if config.sd_toggle != "never" else []
         at_end.callback(keep_drafters, model, drafters)
@@ -194,10 +201,14 @@ def _decode(
     rows = Rows(capacity, columns, device)
     pad = generation_config._pad_token_tensor
     pad_token_id = int(pad) if pad is not None else 0
-    prefixes = PrefixView(rows, width, pad_token_id)
+    prefixes = PrefixView(rows, input_ids)
     want_output = bool(generation_config.return_dict_in_generate)
     runner = runner_for(model, capacity, rows.columns, config)
-    rollout = Rollout(
+    make_rollout: Callable[..., Rollout] = Rollout
+    if in_step:
+        ends_by_token = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)  # as generate asks
+        make_rollout = functools.partial(RolloutInStep, padding=pad_token_id if ends_by_token else None)
+    rollout = make_rollout(
         requests,
         runner,
         drafters,

@@ -25,11 +25,12 @@ from .drafters.base import Drafter
 from .drafters.distillation import DistilledDrafter
 from .drafters.history import HistoryDrafter
 from .graphs import CAPTURE_AFTER, runner_for, runner_mode
-from .processing import LogitsPipeline, PrefixView, Stopping
+from .processing import LogitsPipeline, PrefixView
 from .profiles import cache_directory
 from .requirements import position_limit
 from .rows import Request, Rows
 from .sampling import RoundNoise
+from .stopping import Stopping
 from .verification import Proposal, Verdict
 
 
@@ -267,7 +268,7 @@ class _Bench:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         prompt = max(min(PROMPT, self._columns // 4), 1)
         prompts = torch.randint(vocabulary, (batch, prompt), generator=generator).to(model.device)  # [B, n]
-        view = PrefixView(rows, prompt, 0)
+        view = PrefixView(rows, prompts)
         self._rollout = _MarkedRollout(
             [Request(i, prompts[i], 2**62, i) for i in range(batch)],
             runner_for(model, batch, self._columns, config),

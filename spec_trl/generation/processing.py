@@ -1,18 +1,32 @@
-"""Logits processors and stopping criteria of `generate`, applied to rows of different lengths.
+"""Logits processors of `generate`, applied to rows of different lengths; `stopping.py` does the same for criteria.
 
 transformers applies them to a rectangular batch, one step at a time. Here a step verifies several positions of rows
-that have generated different numbers of tokens. Processors that look at the scores alone run once over all of them;
-the others run on the prefixes that `generate` would have shown them, grouped by length.
+that have generated different numbers of tokens:
+
+* Processors that look at the scores alone run once over all of them.
+* Processors whose result for a row depends on that row's prefix and scores alone run on the prefixes that `generate`
+  would have shown them, grouped by length. Most of transformers' own are such, and any class that says so of itself
+  by the attribute `prefix_only = True`.
+* Of these, the ones that users wrote may refuse a prefix that they forbid: they are shown a row's drafts step by step,
+  and only as far as the target takes them.
+* All others may look at other rows or keep state: they need rows that run in step (`in_step.py`), and are called once
+  per step with all rows in the caller's order, as in `generate`.
 """
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StopStringCriteria,
+)
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -40,43 +54,75 @@ _ROW_BOUND = (
     hf.EncoderRepetitionPenaltyLogitsProcessor,
     hf.EncoderNoRepeatNGramLogitsProcessor,
 )
-_UNSERVED = (hf.SynthIDTextWatermarkLogitsProcessor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor)
+# Theirs that look at a row's prefix and scores, and never refuse a prefix.
+_BY_PREFIX = (
+    hf.RepetitionPenaltyLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor,
+    hf.SequenceBiasLogitsProcessor,
+    hf.NoBadWordsLogitsProcessor,
+    hf.MinLengthLogitsProcessor,
+    hf.MinNewTokensLengthLogitsProcessor,
+    hf.ForcedBOSTokenLogitsProcessor,
+    hf.ForcedEOSTokenLogitsProcessor,
+    hf.ExponentialDecayLengthPenalty,
+    hf.SuppressTokensAtBeginLogitsProcessor,
+    hf.WatermarkLogitsProcessor,
+)
+_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+_KNOWN = {*_SCORES_ONLY, *_ROW_BOUND, *_BY_PREFIX, *_CRITERIA}
+
+
+def is_known(part: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether it is one of transformers' own that act on each row alone; a subclass may do anything."""
+    return type(part) in _KNOWN
+
+
+def needs_batch(part: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether it may look at other rows than the one it acts on, or keep state from call to call."""
+    return not is_known(part) and not getattr(part, "prefix_only", False)
 
 
 class PrefixView:
-    """Rows as `generate` would show them: prompts left-padded to the caller's width, then the output.
+    """Rows as `generate` would show them: prompts as the caller padded them, then the output.
 
     Args:
         rows: the rows in flight.
-        padded_width: width of the caller's `input_ids`.
-        pad_token_id: what fills the left.
+        input_ids: `[requests, padded width]` int64, the caller's.
     """
 
-    def __init__(self, rows: Rows, padded_width: int, pad_token_id: int) -> None:
+    def __init__(self, rows: Rows, input_ids: Tensor) -> None:
         self.rows = rows
-        self._padded_width = padded_width
-        self._pad = pad_token_id
+        self._input_ids = input_ids.to(rows.tokens.device)
 
-    def groups(self, offset: int, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For positions `offset..offset + count` behind the committed tokens of every row, groups of equal length.
+    def groups(self, row: Tensor, step: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Positions in groups of equal width, each with the prefixes that end before them.
+
+        Args:
+            row: `[n]` int64.
+            step: `[n]` int64, how many tokens behind the row's committed ones.
 
         Yields:
-            Row `[n]`, step within `0..count` `[n]` and prefix `[n, width]` of each member; a member's prefix ends
-            before its own position.
+            Members of a group `[m]` int64, as indices into `row`, and their prefixes `[m, width]`.
         """
-        rows = self.rows
-        device = rows.tokens.device
-        steps = torch.arange(offset, offset + count, device=device)  # [count]
-        widths = self._padded_width + rows.generated[:, None] + steps  # [B, count]
+        widths = self._input_ids.shape[1] + self.rows.generated[row] + step  # [n]
         for width in widths.unique().tolist():
-            row, step = (widths == width).nonzero(as_tuple=True)  # [n], [n]
-            yield row, step, self._prefixes(row, width)
+            member = (widths == width).nonzero().flatten()  # [m]
+            yield member, self._prefixes(row[member], width)
+
+    def batch(self, step: int) -> Tensor:
+        """Prefixes `[B, width]` of all rows in the caller's order; all have generated equally many tokens."""
+        width = self._input_ids.shape[1] + int(self.rows.generated[0]) + step
+        return self._prefixes(self.order, width)
+
+    @property
+    def order(self) -> Tensor:
+        """`[B]` int64: which row holds each request."""
+        return self.rows.requests.argsort()
 
     def _prefixes(self, row: Tensor, width: int) -> Tensor:
-        padding = self._padded_width - self.rows.prompt_lengths[row]  # [n]
-        column = torch.arange(width, device=row.device) - padding[:, None]  # [n, width]
-        prefix = self.rows.tokens[row].gather(1, column.clamp(min=0))  # [n, width]
-        return prefix.masked_fill(column < 0, self._pad)
+        padded, rows = self._input_ids.shape[1], self.rows
+        output = torch.arange(width - padded, device=row.device) + rows.prompt_lengths[row, None]  # [n, new]
+        return torch.cat([self._input_ids[rows.requests[row]], rows.tokens[row].gather(1, output)], dim=1)
 
 
 class LogitsPipeline:
@@ -89,26 +135,22 @@ class LogitsPipeline:
     """
 
     def __init__(self, processors: LogitsProcessorList, prefixes: PrefixView, batch_size: int) -> None:
-        for processor in processors:
-            if isinstance(processor, _UNSERVED):
-                raise ValueError(
-                    f"{type(processor).__name__} keeps state from step to step, which speculation cannot rewind. "
-                    "Remove it, or generate without `assistant_strategy`."
-                )
         self._processors = processors
         self._filters = Filters.of(processors)
         self._prefixes = prefixes
         self._batch_size = batch_size
+        self.may_refuse = any(
+            type(processor) is hf.PrefixConstrainedLogitsProcessor or not is_known(processor)
+            for processor in processors
+        )
+        """Whether one of them may raise on a prefix that it forbids."""
 
     def __call__(self, logits: Tensor, offset: int = 0) -> Tensor:
         """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` behind the committed tokens."""
-        for processor in self._processors:
-            if type(processor) in _SCORES_ONLY:
-                flat = logits.reshape(-1, logits.shape[-1])  # [B * n, V]
-                logits = processor(None, flat).view(logits.shape)
-            else:
-                logits = self._process_by_prefix(processor, logits, offset)
-        return logits
+        batch, count, _ = logits.shape
+        row = torch.arange(batch, device=logits.device).repeat_interleave(count)  # [B * n]
+        step = torch.arange(offset, offset + count, device=logits.device).repeat(batch)  # [B * n]
+        return self._process(logits.flatten(0, 1), row, step).reshape(logits.shape)
 
     def draw(self, logits: Tensor, noise: RoundNoise | None, offset: int = 0, want_logprobs: bool = False) -> Draw:
         """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` and draws a token at each.
@@ -116,35 +158,134 @@ class LogitsPipeline:
         On CUDA one kernel draws, and makes the noise as it goes; temperature acts in it, and so do top-k and min-p, by
         thresholds, where nothing else is set.
         """
-        if not _is_fused(logits):
-            return draw(self(widen(logits), offset), noise, offset, want_logprobs)
-        from .kernels.gumbel_sampler import fused_draw  # imports Triton
+        if self._filters is None or not _is_fused(logits):
+            return draw_processed(self(widen(logits), offset), noise, offset, want_logprobs)
+        floors = self._filters.floors(logits.flatten(0, 1))  # [B * n]
+        return _draw_fused(logits, noise, offset, want_logprobs, self._filters.temperature, floors)
 
-        batch, count, _ = logits.shape
-        temperature, floors = 1.0, None
-        if self._filters is None:
-            logits = self(widen(logits), offset)  # [B, n, V]
-        else:
-            temperature = self._filters.temperature
-            floors = self._filters.floors(logits.flatten(0, 1))  # [B * n]
-        keys = None if noise is None else noise.keys[:, offset : offset + count].reshape(-1)  # [B * n]
-        drawn = fused_draw(logits.flatten(0, 1), keys, temperature, floors)  # of [B * n] each
-        tokens, scores, logprobs = (part.view(batch, count) for part in drawn)
-        return Draw(tokens, scores, logprobs if want_logprobs else None)
+    def draw_verified(
+        self, logits: Tensor, noise: RoundNoise | None, lengths: Tensor, want_logprobs: bool
+    ) -> tuple[Draw, Tensor]:
+        """As :meth:`draw`, at all positions of a round, of which a row takes those up to its first draft that is not
+        the token drawn; the others need not be processed.
 
-    def _process_by_prefix(self, processor: LogitsProcessor, logits: Tensor, offset: int) -> Tensor:
-        processed = torch.empty_like(logits)
-        for row, step, prefix in self._prefixes.groups(offset, logits.shape[1]):
-            requests = self._prefixes.rows.requests[row]  # [n]
+        Args:
+            logits: `[B, γ + 1, vocabulary]`.
+            noise: of the round; None: greedy.
+            lengths: `[B]` int64, drafts of each row.
+            want_logprobs: whether to compute logprobs.
+
+        Returns:
+            The draws, and how many drafts each row may take at most: `[B]` int64, see :meth:`_walk`.
+        """
+        if not self.may_refuse:
+            return self.draw(logits, noise, want_logprobs=want_logprobs), lengths
+        draws: list[Draw] = []
+        drafts = self._prefixes.rows.window(0, logits.shape[1])  # [B, γ + 1], the last one is nobody's
+
+        def takes(step: int, scores: Tensor) -> Tensor:
+            draws.append(draw_processed(scores[:, None], noise, step, want_logprobs))
+            return draws[-1].tokens[:, 0] == drafts[:, step]
+
+        most = self._walk(logits, lengths, takes)
+        tokens, scores = torch.cat([d.tokens for d in draws], dim=1), torch.cat([d.scores for d in draws], dim=1)
+        logprobs = [d.logprobs for d in draws if d.logprobs is not None]
+        return Draw(tokens, scores, torch.cat(logprobs, dim=1) if logprobs else None), most
+
+    def process_verified(self, logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Processes logits of a round's positions, which need not be done behind a row's first draft that has no
+        probability; arguments and second result as those of :meth:`draw_verified`."""
+        if not self.may_refuse:
+            return self(widen(logits)), lengths
+        processed: list[Tensor] = []
+        drafts = self._prefixes.rows.window(0, logits.shape[1])  # [B, γ + 1], the last one is nobody's
+
+        def takes(step: int, scores: Tensor) -> Tensor:
+            processed.append(scores)
+            return scores.gather(1, drafts[:, step, None])[:, 0] > -torch.inf
+
+        most = self._walk(logits, lengths, takes)
+        return torch.stack(processed, dim=1), most
+
+    def _walk(self, logits: Tensor, lengths: Tensor, takes: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Processes the positions of a round one after the other, those of a row as far as it takes its drafts.
+
+        What raises on a row's own text raises here as in `generate`. Where a prefix that ends with drafts is refused,
+        as one that goes on behind EOS may be, no token can be drawn behind these: the last of them is the row's last
+        token of this round.
+
+        Args:
+            logits: `[B, γ + 1, vocabulary]`.
+            lengths: `[B]` int64, drafts of each row.
+            takes: called with each step and its processed scores `[B, vocabulary]`; says `[B]` bool which rows take
+                their draft.
+
+        Returns:
+            `[B]` int64: how many drafts each row may take and still draw a token behind them.
+        """
+        most, going = lengths, torch.ones_like(lengths, dtype=torch.bool)
+        for step in range(logits.shape[1]):
+            scores = widen(logits[:, step])  # [B, V]
+            if step == 0:
+                scores = self(scores[:, None])[:, 0]
+            else:
+                scores, passed = self.attempt(scores, step, going)
+                most = most.where(passed | ~going, step - 1)
+                going = passed
+            going = going & takes(step, scores) & (lengths > step)
+        return most
+
+    def attempt(self, scores: Tensor, step: int, shown: Tensor) -> tuple[Tensor, Tensor]:
+        """Processes scores `[B, vocabulary]` of a position before which drafts may stand.
+
+        Args:
+            scores: of all rows.
+            step: how many tokens behind the committed ones.
+            shown: `[B]` bool, rows whose prefixes the processors may see.
+
+        Returns:
+            The scores, processed where no processor refused the prefix, and `[B]` bool which rows these are.
+        """
+        processed, passed = scores.clone(), shown.clone()
+        row = shown.nonzero().flatten()  # [n]
+        if not len(row):
+            return processed, passed
+        try:
+            processed[row] = self._process(scores[row], row, torch.full_like(row, step))
+        except Exception:
+            for one in row.split(1):  # whose prefix was it?
+                try:
+                    processed[one] = self._process(scores[one], one, torch.full_like(one, step))
+                except Exception:
+                    passed[one] = False
+        return processed, passed
+
+    def _process(self, scores: Tensor, row: Tensor, step: Tensor) -> Tensor:
+        """Processes scores `[n, vocabulary]` of positions in `row` (`[n]` int64), `step` (`[n]` int64) tokens behind
+        the committed ones."""
+        for processor in self._processors:
+            if type(processor) in _SCORES_ONLY:
+                scores = processor(None, scores)
+            elif needs_batch(processor):
+                order = self._prefixes.order  # [B]
+                scores = processor(self._prefixes.batch(int(step[0])), scores[order])[self._prefixes.rows.requests]
+            else:
+                scores = self._process_by_prefix(processor, scores, row, step)
+        return scores
+
+    def _process_by_prefix(self, processor: LogitsProcessor, scores: Tensor, row: Tensor, step: Tensor) -> Tensor:
+        processed = torch.empty_like(scores)
+        for member, prefix in self._prefixes.groups(row, step):
+            requests = self._prefixes.rows.requests[row[member]]  # [m]
             if isinstance(processor, _ROW_BOUND):
                 for i, request in enumerate(requests.tolist()):
                     bound = _bind_to_row(processor, request, self._batch_size)
-                    processed[row[i], step[i]] = bound(prefix[i : i + 1], logits[row[i], step[i]][None])[0]
+                    processed[member[i]] = bound(prefix[i : i + 1], scores[member[i]][None])[0]
             elif isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
                 bound = _bind_padding(processor, requests, self._batch_size)
-                processed[row, step] = bound(prefix, logits[row, step])
+                processed[member] = bound(prefix, scores[member])
             else:
-                processed[row, step] = processor(prefix, logits[row, step])
+                processed[member] = processor(prefix, scores[member])
         return processed
 
 
@@ -204,9 +345,33 @@ def _keeps_one(warper: hf.MinPLogitsWarper) -> bool:
     return warper.min_tokens_to_keep == 1 and _bars(warper)
 
 
+def draw_processed(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False) -> Draw:
+    """As :func:`~spec_trl.generation.sampling.draw`, on CUDA by one kernel."""
+    if _is_fused(logits):
+        return _draw_fused(logits, noise, first, want_logprobs)
+    return draw(logits, noise, first, want_logprobs)
+
+
 def _is_fused(logits: Tensor) -> bool:
     """Whether one kernel draws from these logits."""
     return run_on(logits.device) and logits.dtype != torch.float64
+
+
+def _draw_fused(
+    logits: Tensor,
+    noise: RoundNoise | None,
+    first: int,
+    want_logprobs: bool,
+    temperature: float = 1.0,
+    floors: Tensor | None = None,
+) -> Draw:
+    from .kernels.gumbel_sampler import fused_draw  # imports Triton
+
+    batch, count, _ = logits.shape
+    keys = None if noise is None else noise.keys[:, first : first + count].reshape(-1)  # [B * n]
+    drawn = fused_draw(logits.flatten(0, 1), keys, temperature, floors)  # of [B * n] each
+    tokens, scores, logprobs = (part.view(batch, count) for part in drawn)
+    return Draw(tokens, scores, logprobs if want_logprobs else None)
 
 
 def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> LogitsProcessor:
@@ -234,61 +399,3 @@ def _bind_padding(
     bound = copy.copy(processor)
     bound.prompt_ignore_length = padding.to(requests.device)[requests // (batch_size // len(padding))]  # [n]
     return bound
-
-
-class Stopping:
-    """When a row ends: any EOS id, its length limit, or a stopping criterion.
-
-    Args:
-        criteria: as prepared by `generate`.
-        prefixes: the rows they look at.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, prefixes: PrefixView) -> None:
-        self._prefixes = prefixes
-        device = prefixes.rows.tokens.device
-        eos = [c.eos_token_id.to(device).view(-1) for c in criteria if isinstance(c, EosTokenCriteria)]
-        self._eos = torch.cat(eos) if eos else None  # [ids]
-        self._others: list[StoppingCriteria] = [
-            c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)
-        ]
-
-    def first_stop(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of the next tokens each row keeps.
-
-        Args:
-            tokens: `[B, n]` next tokens, already written behind the committed ones.
-            counts: `[B]` how many of them were verified.
-
-        Returns:
-            Tokens kept `[B]` int64 (at least one) and whether the row ends there `[B]` bool.
-        """
-        rows = self._prefixes.rows
-        room = rows.limits - rows.lengths  # [B]
-        keep = torch.minimum(counts, room)
-        ends = keep == room
-        if self._eos is not None:
-            is_eos = torch.isin(tokens, self._eos)  # [B, n]
-            first = torch.where(is_eos.any(1), is_eos.int().argmax(1) + 1, tokens.shape[1] + 1)  # [B]
-            ends = torch.where(first <= keep, True, ends)
-            keep = torch.minimum(keep, first)
-        if self._others:
-            keep, ends = self._apply_criteria(keep, ends)
-        return keep, ends
-
-    def _apply_criteria(self, keep: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        longest = int(keep.max())
-        stopped = torch.zeros(len(keep), longest, dtype=torch.bool, device=keep.device)  # [B, n]
-        for row, step, prefix in self._prefixes.groups(1, longest):  # prefixes that end with the token
-            inside = step < keep[row]
-            if inside.any():
-                row, step, prefix = row[inside], step[inside], prefix[inside]
-                for criterion in self._others:
-                    stopped[row, step] |= criterion(prefix, None)
-        first = torch.where(stopped.any(1), stopped.int().argmax(1) + 1, longest + 1)  # [B]
-        return torch.minimum(keep, first), ends | (first <= keep)
-
-
-def length_limit(criteria: StoppingCriteriaList) -> int:
-    """Largest padded total length that `criteria` allow."""
-    return min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))

@@ -157,6 +157,7 @@ def test_generate_within_generate(strategy: str, seconds: dict[tuple[str, int], 
 
     class Judge(StoppingCriteria):
         calls = 0
+        prefix_only = True  # so that something is drafted meanwhile
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
             self.calls += 1

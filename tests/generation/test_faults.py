@@ -301,6 +301,8 @@ def test_nan_later_on(tiny, prompts, expected) -> None:
 class BreakAt(LogitsProcessor):
     """Leaves no token to sample for prefixes of one length."""
 
+    prefix_only = True
+
     def __init__(self, length: int, value: float = -torch.inf) -> None:
         self.length, self.value = length, value
 

@@ -19,9 +19,10 @@ from transformers import (
 from transformers.generation import logits_process as hf
 
 from spec_trl.generation import processing
-from spec_trl.generation.processing import Filters, LogitsPipeline, PrefixView, Stopping
+from spec_trl.generation.processing import Filters, LogitsPipeline, PrefixView
 from spec_trl.generation.rows import Request, Rows
 from spec_trl.generation.sampling import RoundNoise, draw, gumbel_noise, position_keys, stream_keys
+from spec_trl.generation.stopping import Stopping
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 
 
@@ -31,6 +32,8 @@ OLDER_THAN_5_23 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5,
 class Alternate(LogitsProcessor):
     """A user's own: forbids tokens of the parity of the sum of the prefix, and shifts with its length."""
 
+    prefix_only = True
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         parity = input_ids.sum(1, keepdim=True) % 2  # [n, 1]
         token = torch.arange(scores.shape[1])  # [V]
@@ -39,6 +42,8 @@ class Alternate(LogitsProcessor):
 
 class EndAfterMultiples(StoppingCriteria):
     """A user's own: a row ends once its newest token and its length say so."""
+
+    prefix_only = True
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: Any) -> Tensor:
         return (input_ids[:, -1] + input_ids.shape[1]) % 9 == 0
@@ -214,24 +219,20 @@ def view() -> PrefixView:
     """Two rows of prompts 3 and 1 long, with room for 6 and 2 new tokens, under a padded width of 5."""
     rows = Rows(2, 16, torch.device("cpu"))
     rows.admit([Request(0, torch.tensor([3]), 3, 0), Request(1, torch.tensor([4, 5, 6]), 9, 0)])
-    return PrefixView(rows, 5, pad_token_id=63)
+    return PrefixView(rows, torch.tensor([[60, 61, 62, 63, 3], [60, 61, 4, 5, 6]]))
 
 
 def test_prefixes_are_what_generate_shows(view: PrefixView) -> None:
     view.rows.write(0, torch.tensor([[10, 11], [20, 21]]))
     view.rows.commit(torch.tensor([1, 2]), None)
     view.rows.write(0, torch.tensor([[12], [22]]))
-    shown = {
-        (int(row), int(step)): prefix.tolist()
-        for rows, steps, prefixes in view.groups(0, 2)
-        for row, step, prefix in zip(rows, steps, prefixes, strict=True)
-    }
-    assert shown == {
-        (0, 0): [63, 63, 63, 63, 3, 10],
-        (0, 1): [63, 63, 63, 63, 3, 10, 12],
-        (1, 0): [63, 63, 4, 5, 6, 20, 21],
-        (1, 1): [63, 63, 4, 5, 6, 20, 21, 22],
-    }
+    row, step = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
+    groups = [(member.tolist(), prefix.tolist()) for member, prefix in view.groups(row, step)]
+    assert groups == [
+        ([1], [[60, 61, 62, 63, 3, 10]]),
+        ([0, 2], [[60, 61, 4, 5, 6, 20, 21], [60, 61, 62, 63, 3, 10, 12]]),
+        ([3], [[60, 61, 4, 5, 6, 20, 21, 22]]),
+    ]
 
 
 def test_first_stop(view: PrefixView, tiny: PreTrainedModel) -> None:
@@ -240,7 +241,9 @@ def test_first_stop(view: PrefixView, tiny: PreTrainedModel) -> None:
     def stop(tokens: list[list[int]], counts: list[int], own: Callable[[Tensor], Tensor] | None = None) -> Any:
         criteria = StoppingCriteriaList([EosTokenCriteria(torch.tensor([7, 8]))])
         if own is not None:
-            criteria.append(lambda ids, scores: own(ids))
+            criterion = lambda ids, scores: own(ids)  # noqa: E731
+            criterion.prefix_only = True
+            criteria.append(criterion)
         view.rows.write(0, torch.tensor(tokens))
         keep, ends = Stopping(criteria, view).first_stop(torch.tensor(tokens), torch.tensor(counts))
         return keep.tolist(), ends.tolist()

@@ -13,7 +13,6 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedModel,
-    SynthIDTextWatermarkingConfig,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -302,11 +301,6 @@ def test_positions(refuses: Callable[..., None], tiny: PreTrainedModel, prompts:
 
 def test_synced_gpus(refuses: Callable[..., None]) -> None:
     refuses("synced_gpus=True cannot be combined with assistant_strategy", synced_gpus=True)
-
-
-def test_synthid_watermark(refuses: Callable[..., None]) -> None:
-    refuses("SynthID.*keeps state.*cannot rewind",
-            watermarking_config=SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3]))  # fmt: skip
 
 
 def test_streamer_with_two_rows(refuses: Callable[..., None]) -> None:

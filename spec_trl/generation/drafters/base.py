@@ -4,7 +4,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .. import kept
-from ..processing import LogitsPipeline, PrefixView
+from ..processing import LogitsPipeline, PrefixView, draw_processed
 from ..rows import Admission, Request, Rows
 from ..runner import EagerRunner
 from ..sampling import Draw, RoundNoise, draw, stream_keys, widen
@@ -40,16 +40,32 @@ class DraftSession:
     target: EagerRunner | None
     keep_logits: bool
 
-    def draw(self, logits: Tensor, noise: RoundNoise | None, step: int) -> tuple[Draw, Tensor | None]:
+    def draw(
+        self, logits: Tensor, noise: RoundNoise | None, step: int, previous: Draw | None = None
+    ) -> tuple[Draw, Tensor | None]:
         """Draws each row's draft token at `step` from raw logits `[B, 1, V]`, as the target would from the same.
+
+        A row that processors leave no token, or whose prefix they refuse, has a score of -inf: it drafts up to there.
+
+        Args:
+            logits: `[B, 1, V]`.
+            noise: of the round; None: greedy.
+            step: draft tokens before this one.
+            previous: the draw at the step before; rows with a score of -inf there are not shown to processors again.
 
         Returns:
             The draw and, where proposals must carry them, the processed logits `[B, 1, V]`.
         """
-        if not self.keep_logits:
-            return self.pipeline.draw(logits, noise, step), None
-        processed = self.pipeline(widen(logits), step).clone()  # a runner's next forward may overwrite its logits
-        return draw(processed, noise, step), processed
+        if not self.pipeline.may_refuse:
+            if not self.keep_logits:
+                return self.pipeline.draw(logits, noise, step), None
+            processed = self.pipeline(widen(logits), step).clone()  # a runner's next forward may overwrite its logits
+            return draw(processed, noise, step), processed
+        shown = self.rows.lengths > 0 if previous is None else previous.scores[:, 0] > -torch.inf  # [B]
+        scores, passed = self.pipeline.attempt(widen(logits[:, 0]), step, shown)
+        drawn = draw_processed(scores[:, None], noise, step)
+        drawn = replace(drawn, scores=drawn.scores.masked_fill(~passed[:, None], -torch.inf))
+        return drawn, scores[:, None] if self.keep_logits else None
 
 
 @dataclass(frozen=True)
@@ -193,7 +209,7 @@ class Drafter(CandidateGenerator):
         length = input_ids.shape[1]
         if self._solo_prompt_length == 0:
             rows = Rows(1, max_length + draft_length + 1, input_ids.device)
-            pipeline = LogitsPipeline(processors, PrefixView(rows, length, pad_token_id=0), batch_size=1)
+            pipeline = LogitsPipeline(processors, PrefixView(rows, input_ids), batch_size=1)
             stream = int(stream_keys(seed, torch.zeros(1, dtype=torch.int64)))
             self.begin(DraftSession(rows, pipeline, do_sample, None, keep_logits=self.has_probabilities))
             self.admit(rows.admit([Request(0, input_ids[0], max_length, stream)]))

@@ -114,16 +114,16 @@ class DFlashDrafter(LearnedDrafter):
         logits = self._block_logits(
             self.network, rows.window(-1, 1), slots, columns, self._store, steps
         )  # [B, steps, draft vocabulary]
-        kept, scores = [], []
+        kept, scores, drawn = [], [], None
         for step in range(steps):
-            drawn, processed = session.draw(self._over_target(logits[:, step : step + 1]), noise, step)
+            drawn, processed = session.draw(self._over_target(logits[:, step : step + 1]), noise, step, drawn)
             rows.write(step, drawn.tokens)
             scores.append(drawn.scores)
             if processed is not None:
                 kept.append(processed)
         won = torch.cat(scores, dim=1)  # [B, steps]
         broken = won.isnan().any(dim=1)  # [B]
-        # -inf: the processors left no token of the draft vocabulary. A row drafts up to there.
+        # -inf: the processors left no token of the draft vocabulary, or refused the draft. A row drafts up to there.
         lengths = (won > -torch.inf).long().cumprod(dim=1).sum(dim=1).masked_fill(broken, 0)  # [B]
         missing = draft_length - steps
         tokens = nn.functional.pad(rows.window(0, steps), (0, missing))  # [B, γ]

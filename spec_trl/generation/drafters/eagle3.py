@@ -142,10 +142,10 @@ class Eagle3Drafter(LearnedDrafter):
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         session, rows = self.session, self.session.rows
         h = self._catch_up()  # [B, 1, H]
-        kept, scores = [], []
+        kept, scores, drawn = [], [], None
         for step in range(draft_length):
             logits = self._over_target(self._apply(self.network.logits, h))  # [B, 1, V]
-            drawn, processed = session.draw(logits, noise, step)
+            drawn, processed = session.draw(logits, noise, step, drawn)
             rows.write(step, drawn.tokens)
             scores.append(drawn.scores)
             if processed is not None:
@@ -154,7 +154,7 @@ class Eagle3Drafter(LearnedDrafter):
                 columns = rows.columns_behind(step - 1, 1)  # [B, 1]
                 h = self._feed(columns, rows.longest + step, states=self._apply(self.network.fed_back, h))
         found = torch.cat(scores, dim=1)  # [B, γ]
-        # -inf: processors left no token of a pruned vocabulary. That is no fault, but nothing to propose either.
+        # -inf: processors left no token of a pruned vocabulary, or refused the draft. A row drafts up to there.
         drafted = (found > -torch.inf).long().cumprod(dim=1).sum(dim=1)  # [B]
         # A row of one token has no features yet.
         lengths = drafted.masked_fill(rows.lengths < 2, 0)  # [B]

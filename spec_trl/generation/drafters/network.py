@@ -85,9 +85,9 @@ class NetworkDrafter(TrainableDrafter):
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         session, rows = self.session, self.session.rows
         logits = self._logits_of_next()  # [B, V]
-        kept, scores = [], []
+        kept, scores, drawn = [], [], None
         for step in range(draft_length):
-            drawn, processed = session.draw(logits[:, None], noise, step)
+            drawn, processed = session.draw(logits[:, None], noise, step, drawn)
             rows.write(step, drawn.tokens)
             scores.append(drawn.scores)
             if processed is not None:
@@ -97,8 +97,10 @@ class NetworkDrafter(TrainableDrafter):
         if self._cached is not None:  # all but the newest draft token were fed
             self._cached[: rows.active] = rows.lengths
             self._fed = rows.columns_behind(0, draft_length - 1), rows.window(0, draft_length - 1)
-        broken = torch.cat(scores, dim=1).isnan().any(dim=1)  # [B]
-        lengths = torch.full_like(rows.lengths, draft_length).masked_fill(broken, 0)  # [B]
+        won = torch.cat(scores, dim=1)  # [B, γ]
+        broken = won.isnan().any(dim=1)  # [B]
+        # -inf: the processors left no token, or refused the draft so far. A row drafts up to there.
+        lengths = (won > -torch.inf).long().cumprod(dim=1).sum(dim=1).masked_fill(broken, 0)  # [B]
         draft_logits = torch.cat(kept, dim=1) if kept else None  # [B, γ, V]
         return Proposal(rows.window(0, draft_length), lengths, draft_logits, broken.any())
 

@@ -169,6 +169,8 @@ def test_tokens_are_those_of_none(name, sampling, batch, tiny, tmp_path) -> None
 class TwoOnly(LogitsProcessor):
     """Leaves two tokens, by the length of the prefix; a pruned vocabulary lacks both of them now and then."""
 
+    prefix_only = True
+
     def allowed(self, width: int) -> list[int]:
         return [3 + (7 * width + i) % 60 for i in range(2)]
 

@@ -236,6 +236,8 @@ def test_rejection_keeps_the_targets_distribution(tiny: PreTrainedModel, tmp_pat
 class EveryOther(LogitsProcessor):
     """At odd lengths nothing but `allowed` may come."""
 
+    prefix_only = True
+
     def __init__(self, allowed: list[int]) -> None:
         self.allowed = allowed
 

@@ -180,7 +180,7 @@ class Flight:
         """Generates; a share `reports` of the rounds is reported to the drafter at once."""
         self.rows = rows = Rows(self.capacity, 200, torch.device("cpu"))
         rows.tokens.fill_(1)  # leftovers
-        pipeline = LogitsPipeline(LogitsProcessorList(), PrefixView(rows, 200, 0), self.capacity)
+        pipeline = LogitsPipeline(LogitsProcessorList(), PrefixView(rows, rows.tokens), self.capacity)
         self.drafter.begin(DraftSession(rows, pipeline, True, None, False))
         self.plain.forget_order(set())
         self.prompts, self.texts, self.seen = prompts, {}, {}
@@ -302,7 +302,7 @@ def test_a_text_that_had_to_go_in_flight_is_not_continued() -> None:
 def drafts_of(drafter: HistoryDrafter, prompts: list[list[int]], answers: list[list[int]]) -> list[Any]:
     """What it proposes along a generation that does not follow any of it."""
     rows = Rows(len(prompts), 100, torch.device("cpu"))
-    pipeline = LogitsPipeline(LogitsProcessorList(), PrefixView(rows, 100, 0), len(prompts))
+    pipeline = LogitsPipeline(LogitsProcessorList(), PrefixView(rows, rows.tokens), len(prompts))
     drafter.begin(DraftSession(rows, pipeline, True, None, False))
     drafter.admit(rows.admit([Request(i, torch.tensor(prompt), 100, 0) for i, prompt in enumerate(prompts)]))
     found = []

@@ -15,7 +15,7 @@ def propose(texts: list[list[int]], ngram_size: int, draft_length: int) -> list[
     rows = Rows(len(texts) + 1, max(map(len, texts)) + draft_length + 2, torch.device("cpu"))
     rows.tokens.fill_(9)  # leftovers behind a row's end must not be found
     rows.admit([Request(index, torch.tensor(text), 1000, 0) for index, text in enumerate(texts)])
-    pipeline = LogitsPipeline(LogitsProcessorList(), PrefixView(rows, 50, 0), len(texts))
+    pipeline = LogitsPipeline(LogitsProcessorList(), PrefixView(rows, rows.tokens), len(texts))
     drafter = NgramDrafter(ngram_size)
     drafter.begin(DraftSession(rows, pipeline, True, None, False))
     proposal = drafter.propose(draft_length, None)
