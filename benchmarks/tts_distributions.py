@@ -29,10 +29,12 @@ class WatchedSession(DraftSession):
 
     first: list[Tensor] = field(default_factory=list)
 
-    def draw(self, logits: Tensor, noise: RoundNoise | None, step: int) -> tuple[Draw, Tensor | None]:
+    def draw(
+        self, logits: Tensor, noise: RoundNoise | None, step: int, previous: Draw | None = None
+    ) -> tuple[Draw, Tensor | None]:
         if step == 0:
             self.first[:] = [logits[:, 0].detach().clone()]  # a runner's next forward may overwrite its logits
-        return super().draw(logits, noise, step)
+        return super().draw(logits, noise, step, previous)
 
 
 class WatchedDrafter(DistilledDrafter):

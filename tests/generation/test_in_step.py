@@ -24,6 +24,9 @@ from tests.generation.calls import Prompts, generate, outputs, pad_left, random_
 from tests.generation.test_processing import plain_decoding
 
 
+EOS = dict(eos_token_id=[7, 11, 12])
+
+
 class Row(LogitsProcessor):
     """Each row of the batch has tokens of its own."""
 
@@ -61,6 +64,14 @@ class Grammar(LogitsProcessor):
         for row, state in enumerate(self.states):
             only[row, [3 + (state + 7 * i) % 61 for i in range(20)]] = 0
         return scores + only
+
+
+class Silent(LogitsProcessor):
+    """Each row has tokens of its own, and a row that has ended none at all."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ended = torch.isin(input_ids[:, 12:], torch.tensor(EOS["eos_token_id"])).any(1)  # [B], 12: the prompts' width
+        return Row()(input_ids, scores).masked_fill(ended[:, None], -torch.inf)
 
 
 class Mean(LogitsProcessor):
@@ -111,11 +122,11 @@ class OddEos(EosTokenCriteria):
         return super().__call__(input_ids, scores) & (torch.arange(len(input_ids)) % 2 == 1)
 
 
-EOS = dict(eos_token_id=[7, 11, 12])
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "by row": lambda: EOS | dict(logits_processor=LogitsProcessorList([Row()])),
     "counting": lambda: EOS | dict(logits_processor=LogitsProcessorList([Counter()])),
     "grammar": lambda: EOS | dict(logits_processor=LogitsProcessorList([Grammar()])),
+    "nothing for ended rows": lambda: EOS | dict(logits_processor=LogitsProcessorList([Silent()])),
     "coupling rows": lambda: EOS | dict(logits_processor=LogitsProcessorList([Mean()])),
     "subclass": lambda: EOS | dict(logits_processor=LogitsProcessorList([Seldom(9)])),
     "function": lambda: EOS | dict(logits_processor=LogitsProcessorList([by_function])),
@@ -224,11 +235,14 @@ def test_a_streamer(tiny: PreTrainedModel) -> None:
 
 
 def test_statistics_know_when_each_row_ended(tiny: PreTrainedModel, prompts: Prompts) -> None:
-    statistics = generate(tiny, prompts, **KINDS["criterion"](), do_sample=False).statistics
-    ended = statistics.ended_in
-    assert ended == generate(tiny, prompts, **KINDS["criterion"](), do_sample=False).lengths.tolist()
-    assert len(set(ended)) > 2 and [done for _, done in statistics.completion_curve][-1] == 5
+    result = generate(tiny, prompts, **KINDS["criterion"](), do_sample=False)
+    statistics, ended = result.statistics, result.statistics.ended_in
+    assert ended == result.lengths.tolist() and len(set(ended)) > 2
+    assert [done for _, done in statistics.completion_curve] == [sum(n <= m for n in ended) for m in sorted(set(ended))]
     assert statistics.target_forwards == 1 + max(ended), "a prefill, and one forward for each step"
+    (point,) = statistics.points
+    assert point.tokens == statistics.tokens == sum(ended) and point.batch == 5
+    assert point.length == prompts["attention_mask"].sum() / 5 + (max(ended) - 1) / 2, "ended rows are rows"
 
 
 def test_classifier_free_guidance(tiny: PreTrainedModel, prompts: Prompts) -> None:
