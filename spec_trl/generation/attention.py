@@ -1,8 +1,10 @@
 """Attention over a ragged cache: additive masks by position, and grouped heads without repeated K/V."""
 
+import inspect
 import threading
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ RAGGED_ATTENTION = "spec_trl_ragged"
 FULL, SLIDING, CHUNKED, DUMMY = "full_attention", "sliding_attention", "chunked_attention", "dummy"
 # Layers without attention of their own: they get no mask and store no K/V.
 _NO_ATTENTION = {"moe", "mlp", DUMMY}
+# GPT-Neo has names of its own.
+GPT_NEO_LAYERS = {"global": FULL, "local": SLIDING}
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class MaskPlan:
         """
         settings = config.to_dict()
         window, chunk = settings.get("sliding_window"), settings.get("attention_chunk_size")
+        if config.model_type == "gpt_neo":
+            return cls(tuple({GPT_NEO_LAYERS[name] for name in config.attention_layers}), True, config.window_size, 0)
         if settings.get("layer_types"):
             layer_types = tuple(sorted(set(settings["layer_types"]) - _NO_ATTENTION))
             unknown = [layer_type for layer_type in layer_types if layer_type not in (FULL, SLIDING, CHUNKED)]
@@ -51,6 +57,25 @@ class MaskPlan:
             return cls(layer_types, True, window or 0, chunk or 0)
         layer_type = SLIDING if window is not None else CHUNKED if chunk is not None else FULL
         return cls((layer_type,), False, window or 0, chunk or 0)
+
+    @classmethod
+    def for_network(cls, network: PreTrainedModel) -> "MaskPlan":
+        """The same, but that a window counts only where a mask of the network's has it (Moshi's masks are full).
+
+        Raises:
+            ValueError: as :meth:`from_config`.
+        """
+        plan = cls.from_config(network.config.get_text_config(decoder=True))
+        if plan.layer_types == (SLIDING,):
+            made = {name for module in network.modules() for name in _names_in(inspect.unwrap(type(module).forward))}
+            if "create_causal_mask" in made and "create_sliding_window_causal_mask" not in made:
+                return replace(plan, layer_types=(FULL,))
+        return plan
+
+    @property
+    def unmasked_window(self) -> int | None:
+        """A window that no mask has. transformers' cache keeps to it all the same, and forgets what lies before."""
+        return self.sliding_window or None if self.layer_types == (FULL,) and not self.per_type else None
 
     def spans(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """The same masks as the first and the last column that each query sees.
@@ -107,6 +132,11 @@ class MaskPlan:
                 masked = masked | (at // self.chunk_size != query // self.chunk_size)
             masks[layer_type] = torch.zeros(masked.shape, dtype=dtype, device=key.device).masked_fill_(masked, hidden)
         return masks if self.per_type else masks[self.layer_types[0]]
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """Names of globals and attributes that a Python function uses."""
+    return function.__code__.co_names if inspect.isfunction(function) else ()
 
 
 def reads_spans(network: PreTrainedModel) -> bool:
@@ -195,7 +225,7 @@ def ragged_attention(
         weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
         output = weights[..., : key.shape[2]] @ value  # [B, kv, groups * q, d]
     output = output.reshape(batch, heads, length, -1)  # [B, heads, q, d]
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).contiguous(), None  # [B, q, heads, d], of which some families take a view
 
 
 AttentionInterface.register(RAGGED_ATTENTION, ragged_attention)

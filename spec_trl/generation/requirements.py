@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from .adapting import forward_parameters, position_tables, takes_positions
 from .attention import MaskPlan
 from .shadow import uncompiled
 
@@ -19,10 +20,10 @@ from .shadow import uncompiled
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# Attention that is not a function of (query, key, position mask): relative positions added to the scores, windows
-# taken from buffer indices, or a mask that must stay two-dimensional. These pass a smoke test and fail later.
+# Attention that is not a function of (query, key, position mask), or positions that no hook can reach.
 _REFUSED_TYPES = {
-    "gpt_neo": "its local attention takes the window from buffer indices",
+    "roformer": "its rotary positions are one table for all rows",
+    "doge": "its masks depend on what the tokens say",
     "bloom": "its ALiBi positions need a two-dimensional mask",
     "mpt": "its ALiBi positions are counted back from the last cache column",
 }
@@ -51,6 +52,7 @@ def check_model(model: PreTrainedModel) -> None:
             "Generate without `assistant_strategy`."
         )
     MaskPlan.from_config(text_config)
+    _check_forward(model, model_type)
     _check_adapters(model)
     if is_fsdp_managed_module(model):
         raise ValueError(
@@ -60,6 +62,28 @@ def check_model(model: PreTrainedModel) -> None:
     places = set(getattr(model, "hf_device_map", {}).values())
     if len(places) > 1:
         raise ValueError(f"the model is spread over {sorted(map(str, places))}; load it on one device.")
+
+
+def _check_forward(model: PreTrainedModel, model_type: str) -> None:
+    decoder = model.get_decoder()
+    if "past_key_values" not in forward_parameters(decoder) | forward_parameters(model):
+        raise ValueError(f"model type '{model_type}' is not served: its forward takes no K/V cache (past_key_values).")
+    if not takes_positions(model) and not position_tables(model):
+        raise ValueError(
+            f"model type '{model_type}' is not served: its forward takes no position_ids, and counts positions from "
+            "the length of a cache whose rows are all equally long."
+        )
+    config = model.config.get_text_config(decoder=True)
+    if "max_position_embeddings" not in config.to_dict().keys() | config.attribute_map.keys():
+        raise ValueError(
+            f"model type '{model_type}' is not served: its config has no max_position_embeddings, so nothing says how "
+            "long its rows may become."
+        )
+    sees_both_ways = "create_bidirectional_mask" in vars(sys.modules[type(decoder).__module__])
+    if config.to_dict().get("is_decoder") is False and sees_both_ways:
+        raise ValueError(
+            f"model type '{model_type}' attends in both directions; set config.is_decoder=True to make it a decoder."
+        )
 
 
 def _check_adapters(model: PreTrainedModel) -> None:
@@ -178,7 +202,11 @@ def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> 
 
 def check_keywords(model_kwargs: dict[str, Any]) -> None:
     """Raises ValueError for model inputs that the engine would drop, such as `pixel_values`."""
-    unknown = sorted(name for name, value in model_kwargs.items() if name not in _KNOWN_KEYWORDS and value is not None)
+    unknown = sorted(
+        name
+        for name, value in model_kwargs.items()
+        if name not in _KNOWN_KEYWORDS and value is not None and not _says_text_alone(name, value)
+    )
     if unknown:
         raise ValueError(
             f"the model inputs {unknown} cannot be combined with assistant_strategy, which takes input_ids and "
@@ -189,6 +217,11 @@ def check_keywords(model_kwargs: dict[str, Any]) -> None:
         raise ValueError(
             "past_key_values already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
         )
+
+
+def _says_text_alone(name: str, value: Any) -> bool:
+    # generate itself gives every vision-language model a dict for what its towers say: empty without an image.
+    return name == "mm_encoder_outputs" and not value
 
 
 def check_not_empty(input_ids: Tensor) -> None:
@@ -269,7 +302,12 @@ def check_lengths(model: PreTrainedModel, longest_prompt: int, longest_total: in
     limit = position_limit(model)
     if limit is not None and longest_total > limit:
         scaling = sorted({scope["rope_type"] for scope in _rope_scopes(config)} & {"dynamic", "longrope"})
-        reason = f"{scaling} RoPE scaling makes a row depend on its batch" if scaling else "its learned positions end"
+        if limit == MaskPlan.for_network(model).unmasked_window:
+            reason = "generate would forget tokens that the model's own masks still show (sliding_window)"
+        elif scaling:
+            reason = f"{scaling} RoPE scaling makes a row depend on its batch"
+        else:
+            reason = "its learned positions end"
         raise ValueError(
             f"prompt plus new tokens reach {longest_total}, and at {limit} {reason}. Keep the longest prompt plus "
             f"max_new_tokens within {limit}."
@@ -295,7 +333,8 @@ def position_limit(model: PreTrainedModel) -> int | None:
         return context
     limits = [scope["original_max_position_embeddings"] for scope in scopes if scope["rope_type"] == "longrope"]
     limits += [context for scope in scopes if scope["rope_type"] == "dynamic"]
-    return min(limits, default=None)
+    window = MaskPlan.for_network(model).unmasked_window
+    return min(limits if window is None else [*limits, window], default=None)
 
 
 def _rope_scopes(config: Any) -> list[dict[str, Any]]:

@@ -37,8 +37,7 @@ class EagerRunner:
         self.cache = cache
         self.forwards = 0
         self.eager_forwards = 0
-        config = network.config.get_text_config(decoder=True)
-        self._masks = MaskPlan.from_config(config)
+        self._masks = MaskPlan.for_network(network)
         self._position_limit = position_limit(network)
         self._keeps_last_logits = network._supports_logits_to_keep()
         self._uses_spans = reads_spans(network)

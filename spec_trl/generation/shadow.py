@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .adapting import adapt
 from .attention import RAGGED_ATTENTION
 
 
@@ -39,6 +40,7 @@ def make_shadow(policy: PreTrainedModel) -> PreTrainedModel:
     for config in config_memo.values():
         if isinstance(config, PreTrainedConfig):
             config._attn_implementation_internal = implementation
+    adapt(shadow)
     return shadow
 
 

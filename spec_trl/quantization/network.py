@@ -2,6 +2,7 @@
 
 import warnings
 from collections import defaultdict
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -103,15 +104,18 @@ class QuantizedNetwork:
                 else:
                     layer.refresh(quantizer)
 
-    def assert_all_called(self) -> None:
+    def assert_all_called(self, aside: Collection[str] = ()) -> None:
         """Check that every packed layer ran since the last refresh: a drafter that runs the policy's layers is slow.
 
         Only Python calls count, not replayed CUDA graphs: check after the first eager draft.
 
+        Args:
+            aside: names of layers that need not have run, such as those for images.
+
         Raises:
             RuntimeError: some did not.
         """
-        idle = [name for name, layer in self.layers.items() if not layer.called]
+        idle = [name for name, layer in self.layers.items() if not layer.called and name not in aside]
         if idle:
             raise RuntimeError(
                 f"{len(idle)} of {len(self.layers)} quantized layers did not run in the draft forward, so the drafter "
@@ -179,7 +183,7 @@ class _Builder:
 
     def _walk(self, parent: nn.Module) -> None:
         for child_name, child in list(parent.named_children()):
-            if child is self.shadow.get_output_embeddings() or child_name in ROUTER_NAMES:
+            if child is self.shadow.get_output_embeddings() or child_name in ROUTER_NAMES or _is_tower(child):
                 continue
             if is_projection(child):
                 self._replace(parent, child_name, self._quantized_linear(child))
@@ -269,6 +273,10 @@ class _Builder:
                 f"{self.scheme.name!r}: {reasons}",
                 stacklevel=3,
             )
+
+
+def _is_tower(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel) and "text" not in module.input_modalities
 
 
 def _shorten(names: list[str]) -> str:

@@ -2,6 +2,8 @@
 
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -82,12 +84,33 @@ class SelfDrafter(NetworkDrafter):
             if self.session.rows.tokens.device.type == "cuda":
                 torch.cuda.synchronize()
             self.refresh_seconds += time.perf_counter() - started
-        proposal = super().propose(draft_length, noise)
+        if not self._is_first:
+            return super().propose(draft_length, noise)
+        with self._watched_policy() as ran:
+            proposal = super().propose(draft_length, noise)
         # A twin that silently ran the policy's own layers would be slow and never noticed. Replays run no layer.
-        if self._is_first and self._runner.eager_forwards:
-            self.quantized.assert_all_called()
+        if self._runner.eager_forwards:
+            self.quantized.assert_all_called(aside=self.quantized.layers.keys() - ran)
             self._is_first = False
         return proposal
+
+    @contextmanager
+    def _watched_policy(self) -> Iterator[set[str]]:
+        """Notes the packed layers whose originals run: none should, and of those that text has no use for none does."""
+        ran: set[str] = set()
+        policy = self._policy()
+        assert policy is not None
+        # A layer that torch.compile wrapped is called after its wrapper.
+        modules = {name.replace("_orig_mod.", ""): module for name, module in policy.named_modules()}
+        hooks = [
+            modules[name].register_forward_pre_hook(lambda *_, name=name: ran.add(name))
+            for name in self.quantized.layers
+        ]
+        try:
+            yield ran
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_head: str) -> SelfDrafter:
