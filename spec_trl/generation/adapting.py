@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .attention import GPT_NEO_LAYERS
+from .attention import GPT_NEO_LAYERS, MaskPlan
 
 
 def forward_parameters(module: nn.Module) -> set[str]:
@@ -20,7 +20,7 @@ def forward_parameters(module: nn.Module) -> set[str]:
 
 
 def takes_positions(network: PreTrainedModel) -> bool:
-    """Whether the forward takes `position_ids`; a forward that passes its keywords on may leave them to the decoder."""
+    """Whether the forward takes `position_ids`, or passes its keywords on to a decoder that does."""
     return any("position_ids" in forward_parameters(module) for module in (network, network.get_decoder()))
 
 
@@ -35,6 +35,8 @@ def position_tables(network: PreTrainedModel) -> list[nn.Module]:
 
 def adapt(shadow: PreTrainedModel) -> None:
     """Has `shadow`, whatever its family, take `position_ids` and the masks of its plan, like any other."""
+    if {_hand_out_positions, _hand_out_masks} & set(shadow._forward_pre_hooks.values()):
+        return  # a shadow of a shadow
     if not takes_positions(shadow):
         for table in position_tables(shadow):
             table.register_forward_pre_hook(_tell_positions, with_kwargs=True)
@@ -53,31 +55,34 @@ def adapt(shadow: PreTrainedModel) -> None:
 Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-# What is handed out lies on the modules: a network's clone has modules of its own, and so a second thread.
+# What is handed out lies on the modules: a network's clone, in another thread perhaps, has modules of its own.
 def _hand_out_positions(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
     positions = kwargs.pop("position_ids", None)
-    if positions is not None:
-        for table in position_tables(network):
-            table._spec_trl_positions = positions
+    for table in position_tables(network):
+        table._spec_trl_positions = positions
     return args, kwargs
 
 
 def _tell_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
+    positions = table._spec_trl_positions
     # Flat: some tables put a batch axis of their own in front.
-    return args, kwargs | {"position_ids": table._spec_trl_positions.flatten()}
+    return args, kwargs if positions is None else kwargs | {"position_ids": positions.flatten()}
 
 
 def _unfold(table: nn.Module, _: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.view(*table._spec_trl_positions.shape, -1)  # [B, q, hidden]
+    positions = table._spec_trl_positions
+    return output if positions is None else output.view(*positions.shape, -1)  # [B, q, hidden]
 
 
 def _hand_out_masks(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
-    masks = kwargs["attention_mask"]
-    if isinstance(masks, dict):
-        for layer, name in zip(network.get_decoder().h, network.config.attention_layers, strict=True):
-            layer._spec_trl_mask = masks[GPT_NEO_LAYERS[name]]
-        kwargs = kwargs | {"attention_mask": layer._spec_trl_mask}
-    return args, kwargs
+    masks = kwargs.get("attention_mask")
+    if masks is None:  # a forward over whole rows, without a cache
+        tokens = args[0] if args else kwargs["input_ids"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, T]
+        masks = MaskPlan.from_config(network.config).build(positions, tokens.shape[1], network.dtype)
+    for layer, name in zip(network.get_decoder().h, network.config.attention_layers, strict=True):
+        layer._spec_trl_mask = masks[GPT_NEO_LAYERS[name]]
+    return args, kwargs | {"attention_mask": layer._spec_trl_mask}
 
 
 def _take_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:

@@ -40,6 +40,7 @@ from .requirements import (
     check_not_empty,
     check_positions,
     split_prompts,
+    without_modalities,
 )
 from .rows import Request, Rows
 from .sampling import stream_keys
@@ -135,6 +136,7 @@ def _decode(
     check_model(model)
     runner_mode(config, model.device)
     check_generation_config(generation_config, model.generation_config)
+    model_kwargs = without_modalities(model, model_kwargs)
     check_keywords(model_kwargs)
     prompts = split_prompts(input_ids, model_kwargs.get("attention_mask"))
     check_positions(model_kwargs.get("position_ids"), input_ids, model_kwargs.get("attention_mask"))

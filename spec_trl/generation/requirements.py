@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # Attention that is not a function of (query, key, position mask), or positions that no hook can reach.
 _REFUSED_TYPES = {
     "roformer": "its rotary positions are one table for all rows",
+    "kosmos-2": "its positions begin behind the padding token's id",
+    "kosmos-2.5": "its positions begin behind the padding token's id",
+    "paligemma": "tokens of its prompts attend in both directions",
     "doge": "its masks depend on what the tokens say",
     "bloom": "its ALiBi positions need a two-dimensional mask",
     "mpt": "its ALiBi positions are counted back from the last cache column",
@@ -40,8 +43,9 @@ def check_model(model: PreTrainedModel) -> None:
         )
     text_config = config.get_text_config(decoder=True)
     model_type = text_config.model_type
-    if model_type in _REFUSED_TYPES:
-        raise ValueError(f"model type '{model_type}' is not served: {_REFUSED_TYPES[model_type]}.")
+    for name in (config.model_type, model_type):
+        if name in _REFUSED_TYPES:
+            raise ValueError(f"model type '{name}' is not served: {_REFUSED_TYPES[name]}.")
     if text_config.to_dict().get("alibi"):
         raise ValueError(
             f"model type '{model_type}' with alibi=True is not served: ALiBi needs a two-dimensional mask."
@@ -200,13 +204,26 @@ def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> 
             raise _refusal(name, value)
 
 
+def without_modalities(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`model_kwargs` without those that say of a vision-language model's prompts that they are text alone.
+
+    Raises:
+        ValueError: they say that there are images, sound or video.
+    """
+    seen = model_kwargs.get("mm_encoder_outputs")  # generate makes one itself, empty where there is only text
+    types = ("token_type_ids", "mm_token_type_ids") if "image" in model.input_modalities else ()
+    marked = [name for name in types if model_kwargs.get(name) is not None and bool(model_kwargs[name].any())]
+    if seen or marked:
+        raise ValueError(
+            f"the prompts hold more than text ({', '.join(seen or marked)}); assistant_strategy serves text alone. "
+            "Generate without assistant_strategy."
+        )
+    return {name: value for name, value in model_kwargs.items() if name not in ("mm_encoder_outputs", *types)}
+
+
 def check_keywords(model_kwargs: dict[str, Any]) -> None:
     """Raises ValueError for model inputs that the engine would drop, such as `pixel_values`."""
-    unknown = sorted(
-        name
-        for name, value in model_kwargs.items()
-        if name not in _KNOWN_KEYWORDS and value is not None and not _says_text_alone(name, value)
-    )
+    unknown = sorted(name for name, value in model_kwargs.items() if name not in _KNOWN_KEYWORDS and value is not None)
     if unknown:
         raise ValueError(
             f"the model inputs {unknown} cannot be combined with assistant_strategy, which takes input_ids and "
@@ -217,11 +234,6 @@ def check_keywords(model_kwargs: dict[str, Any]) -> None:
         raise ValueError(
             "past_key_values already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
         )
-
-
-def _says_text_alone(name: str, value: Any) -> bool:
-    # generate itself gives every vision-language model a dict for what its towers say: empty without an image.
-    return name == "mm_encoder_outputs" and not value
 
 
 def check_not_empty(input_ids: Tensor) -> None:

@@ -68,12 +68,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, rotary": ("falcon", dict(alibi=False, num_kv_heads=2, new_decoder_architecture=True)),
     "gpt_bigcode": ("gpt_bigcode", OLD),
     "seed_oss": ("seed_oss", {}),
+    "gpt_neo": ("gpt_neo", dict(num_layers=2, num_heads=4, intermediate_size=64, window_size=WINDOW,
+                                attention_types=[[["global", "local"], 1]])),
+    "bart": ("bart", dict(decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64, d_model=64, dropout=0.0,
+                          forced_eos_token_id=None)),
     "gptj, eager": ("gptj", OLD | dict(rotary_dim=8)),
 }  # fmt: skip
 WINDOWED = [
     name
     for name, (_, changes) in FAMILIES.items()
-    if changes.get("sliding_window") or "attention_chunk_size" in changes
+    if changes.get("sliding_window") or {"attention_chunk_size", "window_size"} & changes.keys()
 ]
 
 
@@ -247,8 +251,6 @@ def test_rope_that_follows_the_batch_ends_where_it_would_change(rope_type: str, 
         ("falcon", dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, alibi=True),
          "alibi=True"),
         ("mpt", dict(d_model=32, n_heads=2, n_layers=1, vocab_size=64), "'mpt'.*ALiBi"),
-        ("gpt_neo", dict(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64,
-                         attention_types=[[["global", "local"], 1]]), "'gpt_neo'.*window"),
         ("mamba", dict(hidden_size=32, num_hidden_layers=1, vocab_size=64), "recurrent state"),
         ("qwen3_next", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, num_experts=2, head_dim=16,
                             num_attention_heads=2, num_key_value_heads=1, intermediate_size=32,

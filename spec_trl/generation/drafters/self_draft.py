@@ -96,7 +96,7 @@ class SelfDrafter(NetworkDrafter):
 
     @contextmanager
     def _watched_policy(self) -> Iterator[set[str]]:
-        """Notes the packed layers whose originals run: none should, and of those that text has no use for none does."""
+        """Notes the packed layers whose originals in the policy run, as they do in a twin that is none."""
         ran: set[str] = set()
         policy = self._policy()
         assert policy is not None

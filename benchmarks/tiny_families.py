@@ -1,0 +1,157 @@
+"""A tiny random model of any family that transformers has, from nothing but its config class.
+
+The sizes in a config are fields with much the same names everywhere. Each one that is known here becomes small, in the
+config and in those it holds (text, vision, audio); what a family needs otherwise stands in `CHANGES`.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+WINDOW = 6
+VOCABULARY = 64
+POSITIONS = 64
+SIZES: dict[str, int] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "embedding_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "embedding_size", "emb_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "dff", "d_ff", "dim_ff", "decoder_ffn_dim", "encoder_ffn_dim",
+                     "n_inner", "ffn_hidden_size", "intermediate_size_mlp", "shared_intermediate_size"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 2),
+    "encoder_layers": 3,
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
+                     "decoder_attention_heads"), 4),
+    "encoder_attention_heads": 2,
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(("head_dim", "global_head_dim", "dim_head", "d_kv", "attention_head_dim"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), POSITIONS),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), WINDOW),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts",
+                     "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "rotary_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("kv_lora_rank",), 32),
+    **dict.fromkeys(("qk_rope_head_dim",), 8),
+    **dict.fromkeys(("image_size",), 32),
+    **dict.fromkeys(("patch_size",), 16),
+}  # fmt: skip
+# Fields of any family that keep it small, its dropout quiet and its output a decoder's.
+SETTINGS: dict[str, Any] = dict(
+    pad_token_id=0, bos_token_id=1, eos_token_id=None, is_decoder=True, forced_eos_token_id=None,
+    tie_word_embeddings=False,
+)  # fmt: skip
+# Sizes that some families leave to be derived, from others that are not theirs.
+OPTIONAL = ("head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+_SECTIONS = dict(rope_parameters=dict(rope_type="default", rope_theta=10_000.0, mrope_section=[4, 2, 2]))
+CHANGES: dict[str, dict[str, Any]] = {
+    "blt": dict(encoder_hash_byte_group_vocab=64),
+    "cohere_compass_text": dict(layer_types=["full_attention", "sliding_attention"], rope_parameters={
+        "full_attention": None, "sliding_attention": dict(rope_type="default", rope_theta=10_000.0,
+                                                          mrope_section=[4, 2, 2])}),
+    "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=10_000.0, clip_qkv=8.0), ffn_config=dict(
+        ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2)),
+    "deepseek_v4": dict(o_groups=2, o_lora_rank=16),
+    "dots3_note_text": dict(mlp_layer_types=["dense", "sparse"], num_key_value_heads=4, index_n_heads=4,
+                            index_head_dim=16, index_topk=8),
+    "gemma3n_text": dict(
+        layer_types=["sliding_attention", "full_attention"] * 2, num_hidden_layers=4, num_kv_shared_layers=2),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "longcat_flash": dict(head_dim=8, expert_ffn_hidden_size=32, zero_expert_num=2),
+    "mamba2": dict(num_heads=8, head_dim=16, n_groups=2),
+    "moshi": dict(sliding_window=48),
+    "mllama_text_model": dict(num_hidden_layers=3, cross_attention_layers=[1], rope_parameters=dict(
+        rope_type="default", rope_theta=10_000.0)),
+    "phi4_multimodal_audio": dict(num_blocks=1, ext_pw_out_channel=64, depthwise_separable_out_channel=64,
+                                  nemo_conv_channels=64),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text",
+                     "paddleocr_vl_text", "exaone4_5_text"), _SECTIONS),
+    "glm4v_moe_text": dict(rope_parameters=dict(
+        rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1])),
+    "qwen4_exp_text": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8,
+                           indexer_compress_ratio=2, ngram_vocab_size_base=64, hc_lowrank=8),
+    "reformer": dict(axial_pos_shape=(8, 8), axial_pos_embds_dim=(32, 32), attn_layers=("local", "lsh"),
+                     local_attn_chunk_length=4, lsh_attn_chunk_length=4, feed_forward_size=64, num_buckets=2),
+    "roc_bert": dict(pronunciation_vocab_size=64, shape_vocab_size=64),
+    "xlnet": dict(d_head=16, d_inner=64),
+    "xmod": dict(default_language="en_XX"),
+    "zamba": dict(layers_block_type=["linear_attention", "hybrid"], attention_hidden_size=128, attention_head_dim=32),
+    "zamba2": dict(layers_block_type=["mamba", "hybrid"]),
+}
+
+
+def tiny_settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Keyword arguments that make a config of this class small."""
+    settings: dict[str, Any] = {}
+    default = config_class()
+    for field in dataclasses.fields(config_class):
+        name, value = field.name, vars(default).get(field.name)  # getattr refuses what differs between layers
+        if name in SETTINGS:
+            settings[name] = SETTINGS[name]
+        elif isinstance(value, PreTrainedConfig):
+            settings[name] = tiny_settings(type(value)) | {"model_type": value.model_type}
+        elif name in SIZES and isinstance(value, int) and not isinstance(value, bool) and value:
+            settings[name] = min(SIZES[name], value)
+        elif name in OPTIONAL and value is None:
+            settings[name] = SIZES[name]
+        elif name == "layer_types" and value:
+            settings[name] = _one_of_each(value)
+    if "kv_lora_rank" in settings:
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+    if "layer_types" in settings:
+        for name in ("num_hidden_layers", "n_layer", "num_layers"):
+            if name in settings:
+                settings[name] = len(settings["layer_types"])
+    return settings | CHANGES.get(config_class.model_type, {})
+
+
+def _one_of_each(layer_types: list[str]) -> list[str]:
+    kinds = list(dict.fromkeys(layer_types))
+    return kinds if len(kinds) > 1 else kinds * 2
+
+
+def make(family: str, std: float = 0.3, seed: int = 0) -> PreTrainedModel:
+    """A random float64 model of a family, in eval mode: a causal LM, or the vision-language model where there is none.
+
+    Args:
+        family: key of transformers' mappings.
+        std: of its weights. Under small ones the output is one constant, and a comparison says nothing.
+        seed: of its weights.
+    """
+    config_class = CONFIG_MAPPING[family]
+    config = config_class(**tiny_settings(config_class))
+    for each in [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]:
+        each._experts_implementation = "eager"  # grouped_mm has no float64
+    auto = AutoModelForCausalLM if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
+    torch.manual_seed(seed)
+    model = auto.from_config(config, dtype=torch.float64).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, std)
+            else:  # biases of 0, and norms and sinks of 1, would hide their loss
+                parameter += 0.1 * torch.randn_like(parameter)
+    generation = model.generation_config
+    generation.eos_token_id = generation.forced_eos_token_id = generation.bos_token_id = None
+    generation.pad_token_id = 0
+    return model
+
+
+# Vision-language models without an entry among the causal language models.
+VISION = (
+    "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "exaone4_5", "glm4v", "glm4v_moe", "idefics2", "idefics3",
+    "internvl", "kimi_k25", "kosmos-2.5", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video",
+    "llava_onevision", "mistral3", "ovis2", "paddleocr_vl", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_vl_moe", "shieldgemma2", "smolvlm", "video_llava", "vipllava",
+)  # fmt: skip

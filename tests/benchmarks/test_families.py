@@ -1,0 +1,138 @@
+"""Which families are served: the rules on a handful of them, and the table in the documentation."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+
+from benchmarks import families
+from benchmarks.families import CRASH, DOCUMENT, REFUSED, SERVED, WRONG, Outcome, documented, examine
+from benchmarks.tiny_families import make
+from spec_trl.generation import runner
+from spec_trl.generation.attention import MaskPlan
+from spec_trl.generation.requirements import check_model, position_limit
+
+
+TABLE = documented(DOCUMENT.read_text(encoding="utf-8"))
+
+
+# One of each way in that a family may need, and the vision-language models by how they are built.
+@pytest.mark.parametrize(
+    "family",
+    [
+        "bart",  # tells its position table, which puts a batch axis in front
+        "marian",  # the same for one that does not
+        "mvp",  # whose decoder hands its table no positions at all
+        "trocr",  # cross-attention that no text reaches
+        "moshi",  # a window that no mask has
+        "gpt_neo",  # masks by layer
+        "afmoe",  # takes a view of what attention returns
+        "git",  # a vision tower within the decoder
+        "phi4_multimodal",  # the same, and projections for images and sound
+        "mllama",  # layers that text skips
+        "gemma3", "llava", "qwen2_vl",
+    ],
+)  # fmt: skip
+def test_served(family: str) -> None:
+    outcome = examine(family, new_tokens=8)
+    assert outcome.verdict == SERVED
+    assert "constant" not in outcome.why and "drafter" not in outcome.why
+
+
+@pytest.mark.parametrize(
+    "family, message",
+    [
+        ("roformer", "one table for all rows"),
+        ("doge", "what the tokens say"),
+        ("paligemma", "both directions"),
+        ("cpmant", "takes no position_ids"),
+        ("prophetnet", "takes no position_ids"),
+        ("openai-gpt", "takes no K/V cache"),
+        ("xlm", "takes no K/V cache"),
+        ("xlnet", "takes no K/V cache"),
+        ("whisper", "no max_position_embeddings"),
+    ],
+)
+def test_refused_by_name(family: str, message: str) -> None:
+    model = make(family)
+    with pytest.raises(ValueError, match=rf"^model type '[\w.-]+' .*{message}"):
+        check_model(model)
+
+
+def test_an_encoder_is_no_decoder() -> None:
+    model = make("bert")
+    check_model(model)
+    model.config.is_decoder = False
+    with pytest.raises(ValueError, match="'bert' attends in both directions; set config.is_decoder=True"):
+        check_model(model)
+
+
+def test_positions_that_cannot_be_told() -> None:
+    config = make("trocr").config
+    config.use_learned_position_embeddings = False
+    with pytest.raises(ValueError, match="'trocr' .*takes no position_ids"):
+        check_model(type(make("trocr"))(config))
+
+
+def test_a_window_that_no_mask_has_is_a_limit() -> None:
+    model = make("moshi")
+    assert MaskPlan.for_network(model).layer_types == ("full_attention",)
+    assert position_limit(model) == 48
+    ids = torch.tensor([[5, 9, 11]])
+    with pytest.raises(ValueError, match="reach 49, and at 48 generate would forget .*sliding_window.*within 48"):
+        model.generate(ids, max_new_tokens=46, assistant_strategy="none")
+    assert MaskPlan.for_network(make("mistral")).layer_types == ("sliding_attention",)
+
+
+@pytest.mark.parametrize("family, extra", [("gemma3", "token_type_ids"), ("qwen2_vl", "mm_token_type_ids")])
+def test_what_processors_say_of_text(family: str, extra: str) -> None:
+    model = make(family)
+    ids = torch.tensor([[5, 9, 11, 40, 7]])
+    options = {"attention_mask": torch.ones_like(ids), extra: torch.zeros_like(ids), "max_new_tokens": 6}
+    expected = model.generate(ids, do_sample=False, **options)
+    assert torch.equal(model.generate(ids, do_sample=False, assistant_strategy="ngram", **options), expected)
+
+
+def test_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*_: Any, **__: Any) -> None:
+        raise AssertionError("a forward ran before the refusal")
+
+    monkeypatch.setattr(runner.EagerRunner, "_run", forbid)
+    gemma = make("gemma3")
+    ids = torch.tensor([[5, 9, 11]])
+    options = dict(max_new_tokens=2, assistant_strategy="none")
+    with pytest.raises(ValueError, match=r"more than text \(token_type_ids\); assistant_strategy serves text alone"):
+        gemma.generate(ids, token_type_ids=torch.tensor([[0, 1, 1]]), **options)
+    with pytest.raises(ValueError, match=r"more than text \(image\)"):
+        gemma.generate(ids, mm_encoder_outputs={"image": torch.zeros(1, 4)}, **options)
+
+
+# ---- The table -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def same_release() -> None:
+    if f"transformers {transformers.__version__};" not in DOCUMENT.read_text(encoding="utf-8"):
+        pytest.skip("the table was made with another release of transformers")
+
+
+def test_every_family_stands_in_the_table(same_release: None) -> None:
+    assert sorted(TABLE) == families.families()
+    assert not {WRONG, CRASH} & set(TABLE.values())
+    assert sum(verdict == SERVED for verdict in TABLE.values()) >= 120
+
+
+def test_the_page() -> None:
+    outcomes = [Outcome("a", SERVED, "nearly constant output"), Outcome("b-c", REFUSED, "why"), Outcome("d.e", WRONG)]
+    page = families.document(outcomes)
+    assert "3 families: 1 served (1 of them with nearly constant output), 1 refused, 0 not tried." in page
+    assert documented(page) == {"a": SERVED, "b-c": REFUSED, "d.e": WRONG}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TABLE)
+def test_the_table_is_true(family: str, same_release: None) -> None:
+    assert family in CONFIG_MAPPING
+    assert examine(family).verdict == TABLE[family]
