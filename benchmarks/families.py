@@ -129,9 +129,9 @@ def _examine(family: str, new_tokens: int) -> Outcome:
             notes.append(f'"{strategy}" does without its drafter: {_sentence(failure)}')
     try:
         if plain(model, left_padded(), new_tokens) != reference:
-            notes.append("generate itself gives other tokens where a prompt is padded; as without padding here")
+            notes.append("generate itself gives other tokens for a padded prompt; here padding changes nothing")
     except Exception as error:
-        notes.append(f"generate itself fails where a prompt is padded: {_sentence(error)}")
+        notes.append(f"generate itself fails for a padded prompt: {_sentence(error)}")
     return Outcome(family, SERVED, "; ".join(notes))
 
 

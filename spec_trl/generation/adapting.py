@@ -63,19 +63,19 @@ def _hand_out_positions(network: PreTrainedModel, args: tuple[Any, ...], kwargs:
     return args, kwargs
 
 
-def _tell_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
+def _tell_positions(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
     positions = table._spec_trl_positions
     # Flat: some tables put a batch axis of their own in front.
     return args, kwargs if positions is None else kwargs | {"position_ids": positions.flatten()}
 
 
-def _unfold(table: nn.Module, _: tuple[Any, ...], output: Tensor) -> Tensor:
+def _unfold(table: Any, _: tuple[Any, ...], output: Tensor) -> Tensor:
     positions = table._spec_trl_positions
     return output if positions is None else output.view(*positions.shape, -1)  # [B, q, hidden]
 
 
 def _hand_out_masks(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
-    masks = kwargs.get("attention_mask")
+    masks: Any = kwargs.get("attention_mask")
     if masks is None:  # a forward over whole rows, without a cache
         tokens = args[0] if args else kwargs["input_ids"]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, T]
@@ -85,5 +85,5 @@ def _hand_out_masks(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dic
     return args, kwargs | {"attention_mask": layer._spec_trl_mask}
 
 
-def _take_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
+def _take_mask(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
     return args, kwargs | {"attention_mask": layer._spec_trl_mask}
