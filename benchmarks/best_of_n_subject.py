@@ -142,6 +142,7 @@ def make_subject(target: str, options: argparse.Namespace, folder: Path) -> Subj
     config = replace(config, sd_toggle="roofline", roofline_profile=str(path), roofline_mismatch="error")
     with stopwatch(model.device) as watch:
         ladder = find_ladder(model, list(drafters.values()), config, most)
+    assert ladder is not None  # "roofline" profiles one where there is none
     # Ids of a large vocabulary hardly come twice by chance: two of three tokens tell a passage.
     copying = [Copying(3, options.copied)] if loaded.tokenizer is None else []
     return Subject(loaded, drafters, LogitsProcessorList(copying), config, profile, ladder, watch.value)
