@@ -238,8 +238,8 @@ def test_statistics_know_when_each_row_ended(tiny: PreTrainedModel, prompts: Pro
     result = generate(tiny, prompts, **KINDS["criterion"](), do_sample=False)
     statistics, ended = result.statistics, result.statistics.ended_in
     assert ended == result.lengths.tolist() and len(set(ended)) > 2
-    counts = [sum(end <= moment for end in ended) for moment in sorted(set(ended))]
-    assert [done for _, done in statistics.completion_curve] == counts
+    done = [sum(end <= step for end in ended) for step in sorted(set(ended))]
+    assert [count for _, count in statistics.completion_curve] == done
     assert statistics.target_forwards == 1 + max(ended), "a prefill, and one forward for each step"
     (point,) = statistics.points
     assert point.tokens == statistics.tokens == sum(ended) and point.batch == 5
