@@ -63,7 +63,6 @@ class Trie:
             raise Refused(output)
         return found
 
-
     def check(self) -> None:
         """It was shown nothing behind a token that it forbids, or behind an end."""
         for row, output in self.shown:
