@@ -3,7 +3,6 @@
 import copy
 import json
 import time
-import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
@@ -36,6 +35,7 @@ from ..scheduling.ladder import Ladder
 from ..scheduling.profile import Profile
 from ..scheduling.selection import AcceptanceHistory
 from ..scheduling.toggle import SpeculationToggle
+from .collapse_alarm import CollapseAlarm
 from .drafter_adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from .measuring import PROFILE_FILE, shared_ladder, shared_profile
 from .rollout_totals import RolloutTotals
@@ -50,12 +50,6 @@ _MEMORY_FILES = {HistoryDrafter.strategy: "rollout_history_{}.pt", DistilledDraf
 """Of each rank: it remembers the prompts that it saw, and its drafter has learned from the rounds that it drafted."""
 _ACCEPTANCE_FILE = "rollout_acceptance_{}.json"
 """Of each rank likewise: what "auto" and "best_of_n" know of their drafters."""
-COLLAPSE = 0.5
-"""An acceptance rate below this share of the rollout's before is worth a warning, if that was COLLAPSE_FROM or more:
-lookup drafters that accept little anyway come and go."""
-COLLAPSE_FROM = 0.3
-COLLAPSE_DRAFTED = 64
-"""Draft tokens of a rollout from which on its acceptance rate is compared: a toggle stops a bad drafter early."""
 
 
 class SpecGRPOTrainer(GRPOTrainer):
@@ -114,7 +108,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         # Rollouts so far, per mode: evaluation in between must not change what training samples.
         self._rollouts = {"train": 0, "eval": 0}
         self._totals = RolloutTotals()
-        self._previous: RolloutTotals | None = None
+        self._alarm = CollapseAlarm(by_first_token=args.assistant_strategy in CHOOSE_BY_LADDER)
         self._log: RunLog | None = None
         self._verdict = Verdict()
         self._calibration_seconds = 0.0  # not yet logged
@@ -363,30 +357,11 @@ class SpecGRPOTrainer(GRPOTrainer):
             self._append(totals.record(mode, self._rollouts[mode], step, strategy, draft_lengths))
         if mode == "eval":
             return
-        self._warn_of_collapse(totals)
+        self._alarm.hear(totals, self.state.global_step)
         if isinstance(self._control, BestOfN):
             return
         for name, controller in self._draft_lengths.items():
             controller.observe(totals.tallies[name].block_efficiency)
-
-    def _warn_of_collapse(self, totals: RolloutTotals) -> None:
-        """One warning when acceptance falls apart between two rollouts: a drafter that has lost its policy is slow,
-        and nothing else would show it."""
-        if totals.drafts.drafted < COLLAPSE_DRAFTED:
-            return
-        previous, self._previous = self._previous, totals
-        if previous is None or previous.main_drafter != totals.main_drafter:
-            return
-        before, now = previous.drafts.acceptance_rate, totals.drafts.acceptance_rate
-        if self.args.assistant_strategy in CHOOSE_BY_LADDER:  # γ may jump there, and of a longer one less is accepted
-            before, now = previous.drafts.first_token_acceptance, totals.drafts.first_token_acceptance
-        if before >= COLLAPSE_FROM and now < COLLAPSE * before:
-            warnings.warn(
-                f"the acceptance rate of the drafter {totals.main_drafter!r} fell from {before:.2f} to {now:.2f} "
-                f"between two rollouts (step {self.state.global_step}). Outputs are not affected, speed is. Did "
-                "something write weights that the drafter cannot see, or did the policy collapse?",
-                stacklevel=2,
-            )
 
     def _append(self, record: Record) -> None:
         """To the run's log, whose first record is the header, and to the verdict."""

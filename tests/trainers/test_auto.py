@@ -12,8 +12,6 @@ from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.ladder import LadderCosts
 from spec_trl.scheduling.roofline import Roofline
 from spec_trl.scheduling.toggle import SpeculationToggle
-from spec_trl.trainers import spec_grpo_trainer
-from spec_trl.trainers.rollout_totals import RolloutTotals
 from tests.trainers.conftest import Asked
 from tests.trainers.harness import assert_same_training, make_trainer, tiny_dataset, train
 
@@ -86,24 +84,6 @@ def test_never_profiles_nothing(tmp_path: Path, level_ladder: Asked) -> None:
     run = train(tmp_path, "auto", sd_toggle="never")
     assert_same_training(run, train(tmp_path, "none"))
     assert level_ladder == []
-
-
-def test_a_longer_draft_is_no_alarm(tmp_path: Path, eager: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a longer draft a smaller share is accepted; only first tokens compare."""
-    monkeypatch.setattr(spec_grpo_trainer, "COLLAPSE_DRAFTED", 1)
-    trainer, _ = make_trainer(tmp_path, "auto", max_steps=1)
-
-    def rollout(accepted: int, first: int) -> RolloutTotals:
-        totals = RolloutTotals()
-        totals.drafts.drafted, totals.drafts.accepted = 100, accepted
-        totals.drafts.blocks = totals.drafts.first_drafted = 10
-        totals.drafts.first_accepted = first
-        return totals
-
-    with pytest.warns(UserWarning, match="fell from 0.80 to 0.30") as caught:
-        for accepted, first in ((80, 8), (20, 8), (20, 3)):
-            trainer._warn_of_collapse(rollout(accepted, first))
-    assert len(caught) == 1
 
 
 def test_rollouts_fill_the_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
