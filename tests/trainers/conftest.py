@@ -1,11 +1,14 @@
 """Profiles and ladders of imaginary machines: no test waits for a measurement, or depends on what it would find."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from spec_trl.generation import decoding
 from spec_trl.generation import profiles as profiles_module
 from spec_trl.generation.calibrating import profile_key
 from spec_trl.generation.configuration import SpeculativeConfig
@@ -64,6 +67,13 @@ def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(profiles_module, "calibrate", calibrate)
     return asked
+
+
+@pytest.fixture
+def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round takes a second: what is learned from times does not depend on the machine."""
+    seconds = itertools.count()
+    monkeypatch.setattr(decoding, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
 
 
 Asked = list[tuple[list[str], int, list[int]]]

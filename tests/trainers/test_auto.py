@@ -48,7 +48,9 @@ def test_each_rollout_chooses_its_draft_length(tmp_path: Path, eager: Asked) -> 
     assert {saved["draft_length"] for saved in state["draft_lengths"].values()} == {1}
 
 
-def test_resumed_run_goes_on_with_what_it_knew(tmp_path: Path, eager: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_goes_on_with_what_it_knew(
+    tmp_path: Path, eager: Asked, steady_clock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saving = dict(
         save_strategy="steps", save_steps=2, trainer={"train_dataset": tiny_dataset(8)}, draft_lengths=[2, 3]
     )
