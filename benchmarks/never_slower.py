@@ -3,8 +3,8 @@
 Three ways to generate the same tokens: `none`, `always` (`self`, speculating in every round that its kernels serve)
 and `toggle` (`self` with sd_toggle="roofline"), through `generate` as users call it, for each model and batch size.
 They run in turns with a new first one each time (A B C, B C A, ...), so that a slow minute of the machine hits them
-alike; ratios are medians over repeats of the ratio within a repeat. Every `generate` makes a control of its own from
-the profile, which the trainer keeps between rollouts: here its first rounds measure the baseline each time.
+alike; ratios are medians over repeats of the ratio within a repeat. The toggle's control is kept from call to call, as
+`generate` keeps it. What a first call costs when nothing is known is `benchmarks.first_call`'s question.
 
     python -m benchmarks.never_slower
     python -m benchmarks.never_slower --models shape:qwen2.5-0.5b,bfloat16 --batch 1 --repeats 9
