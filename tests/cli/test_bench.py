@@ -84,7 +84,7 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
         ([str(folder), "--device", "nowhere"], "--device nowhere cannot be used here"),
         ([str(tmp_path / "missing")], "missing"),
         ([str(folder), "--assistant", f"model={tmp_path / 'other'}"], "vocabulary of 32 tokens"),
-        ([str(folder), "--assistant", f"eagle3={tmp_path / 'nothing'}"], "neither a folder nor a hub id"),
+        ([str(folder), "--assistant", f"eagle3={tmp_path / 'nothing'}"], "is a folder that does not exist"),
     ):
         assert main(["bench", *arguments]) == 2
         lines = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
@@ -183,7 +183,7 @@ def test_what_gains_too_little_or_is_wrong_is_not_recommended() -> None:
     assert way is model and math.isclose(speedup, 2.0)
 
 
-@pytest.mark.parametrize("way", [Way("none"), Way("self", 7), Way("model", 3, None, "path/to/small")])
+@pytest.mark.parametrize("way", [Way("none"), Way("self", 7), Way("model", 3, None, "org/small")])
 def test_configs_can_be_pasted(way: Way, tmp_path: Path) -> None:
     call, config = config_to_paste(way, [3, 7])
     arguments = eval(f"dict({call})", {"SpeculativeConfig": SpeculativeConfig})

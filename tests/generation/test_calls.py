@@ -42,6 +42,8 @@ LEARNS = {"tts_drafter": "model", "tts_scope": "run"}
 class EachRound(StoppingCriteria):
     """Does something in each round, and stops nothing."""
 
+    prefix_only = True
+
     def __init__(self, action: Callable[[int], None]) -> None:
         self.action, self.round = action, 0
 
@@ -52,6 +54,8 @@ class EachRound(StoppingCriteria):
 
 
 class Fails(LogitsProcessor):
+    prefix_only = True
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         raise RuntimeError("of the processor")
 

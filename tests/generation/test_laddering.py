@@ -240,6 +240,6 @@ def test_the_bar_says_why_and_that_it_happens_once(
     monkeypatch.setattr(laddering, "QUIET", 0.0)
     monkeypatch.setattr(laddering._Bench, "measure", lambda self, seconds: [])
     with pytest.raises(ValueError, match="rung"):  # nothing was measured
-        laddering.find_ladder(tiny, [NgramDrafter(2)], SpeculativeConfig(), 1)
+        laddering.find_ladder(tiny, [NgramDrafter(2)], SpeculativeConfig(sd_toggle="always"), 1)
     folder = laddering.cache_directory()
     assert f"profiling the drafters of LlamaForCausalLM (once; kept in {folder})" in capsys.readouterr().err

@@ -224,7 +224,7 @@ def test_effect_of_rollout_batch_size(
         ({"draft_lengths": [0]}, r"^draft_lengths=\[0\] must lie between 1 and 64"),
         ({"draft_length_down": 0.94}, "^draft_length_down=0.94 must be above 0 and below draft_length_up=0.94"),
         ({"draft_length_patience": 0}, "^draft_length_patience=0 must be an integer of at least 1"),
-        ({"sd_toggle": "on"}, r"^sd_toggle='on' is unknown; choose one of \['roofline', 'always', 'never'\]"),
+        ({"sd_toggle": "on"}, r"^sd_toggle='on' is unknown; choose one of \['measured', 'roofline',"),
         ({"sd_margin": -0.1}, "^sd_margin=-0.1 is out of range"),
         ({"roofline_mismatch": "ignore"}, "^roofline_mismatch='ignore' is unknown"),
         ({"roofline_profile": "p.json", "sd_toggle": "always"}, "^roofline_profile='p.json' is not read under"),
