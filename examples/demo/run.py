@@ -40,7 +40,7 @@ from spec_trl.trainers.run_log import LOG_FILE
 
 
 OUTPUT = Path("demo_output")
-STEPS = 30
+STEPS = 20
 ROWS = 64  # completions of a step, eight of each question
 WINDOW = 10  # steps a reported reward is averaged over; one step is 8 questions, too few
 WARM_UP = 1  # steps that count in no speed: the first one imports and allocates for all
