@@ -137,9 +137,10 @@ def test_a_biased_sample_is_told_apart() -> None:
     ("module", "extra"),
     [
         (best_of_n, ["--batch", "2", "--new-tokens", "12", "--kinds", "copy-heavy", "story"]),
-        pytest.param(best_of_n_tail, ["--batch", "2", "--new-tokens", "12"], marks=pytest.mark.slow),
+        (best_of_n_tail, ["--batch", "2", "--new-tokens", "12"]),
     ],
 )
+@pytest.mark.slow
 def test_it_runs(module: Any, extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "result.json"
     pools = ["--pools", "self,ngram"] if module is best_of_n_tail else []

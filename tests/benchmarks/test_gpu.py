@@ -72,6 +72,7 @@ def test_a_kernel_with_wrong_numbers_is_not_timed(tmp_path: Path, monkeypatch: p
     assert not any("packed" in row for row in rows.values())
 
 
+@pytest.mark.slow
 def test_attention(tmp_path: Path) -> None:
     found = run(attention, tmp_path)
     assert found["skipped"]["torch varlen"] == "needs a GPU"
@@ -155,6 +156,7 @@ def test_decode(tmp_path: Path, group: str, names: set[str]) -> None:
         assert methods["none, eager"]["identical_rows"] == [2, 2]
 
 
+@pytest.mark.slow
 def test_speculation(tmp_path: Path) -> None:
     found = run(speculation, tmp_path)["measured"]
     assert found["identity, float32"]["self, always"]["identical_rows"] == [2, 2]
@@ -211,6 +213,7 @@ def test_refresh_sees_a_stale_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         refresh.check(network, model)
 
 
+@pytest.mark.slow
 def test_grpo(tmp_path: Path) -> None:
     found = run(grpo, tmp_path)
     assert found["skipped"] == {"TRL, continuous batching": "needs a GPU"}
@@ -390,6 +393,7 @@ def test_the_script_without_time_says_so_for_every_part(tmp_path: Path) -> None:
     assert "none over generate, batch 1" in ran.stdout
 
 
+@pytest.mark.slow
 def test_the_script_runs_a_part_and_knows_their_names(tmp_path: Path) -> None:
     ran = script(tmp_path, "decode_runners", GPU_BENCH_ARGS="--device cpu --shape tiny")
     assert ran.returncode == 0, ran.stdout + ran.stderr

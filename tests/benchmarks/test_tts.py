@@ -221,6 +221,7 @@ def run(
     return json.loads((output / f"tts_{arguments[0]}.json").read_text())
 
 
+@pytest.mark.slow
 def test_drafters_end_to_end_and_again_from_what_is_kept(monkeypatch, folder: Path, tmp_path: Path) -> None:
     result = run(monkeypatch, folder, tmp_path, "drafters", "--kinds", "model", requests=2)
     assert [(row["temperature"], row["way"]) for row in result["summary"]] == [

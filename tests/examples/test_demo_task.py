@@ -69,6 +69,7 @@ def test_tokenizer_gives_the_text_back_from_disk(tmp_path) -> None:
     assert batch.input_ids[1][0] == tokenizer.pad_token_id  # padded on the left
 
 
+@pytest.mark.slow
 def test_shipped_policy_is_small_and_solves_some() -> None:
     assert sum(file.stat().st_size for file in POLICY.iterdir()) <= 4 * 2**20
     tokenizer = AutoTokenizer.from_pretrained(POLICY)

@@ -48,6 +48,7 @@ def save_chat_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_gsm8k_on_a_small_model(
     shared: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +123,7 @@ def test_gsm8k_reward() -> None:
     assert grpo_gsm8k.answer_reward(["it is 1,000", "no idea"], answer=["#### 1000"] * 2) == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_generate_on_a_small_model() -> None:
     printed = run(
         "generate.py", "--model", str(STORY_MODEL),

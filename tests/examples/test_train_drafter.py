@@ -60,6 +60,7 @@ def test_trains_and_measures(
         train_drafter.main(options)
 
 
+@pytest.mark.slow
 def test_stories(tmp_path: Path) -> None:
     """From the BOS token, in windows, as a program of its own."""
     printed = run(

@@ -42,7 +42,10 @@ def test_by_name(strategy: str, tiny, tmp_path) -> None:
         assert result.statistics.strategy == strategy
 
 
-@pytest.mark.parametrize(("strategy", "runner"), [("eagle3", "graph"), ("dflash", "graph"), ("dflash", "compiled")])
+@pytest.mark.parametrize(
+    ("strategy", "runner"),
+    [("eagle3", "graph"), ("dflash", "graph"), pytest.param("dflash", "compiled", marks=pytest.mark.slow)],
+)
 def test_under_captured_forwards(strategy: str, runner: str, tiny, tmp_path, monkeypatch) -> None:
     """The features come out of the captured target: the same drafts, of which the same are accepted."""
     tape, compile_ = Tape(), torch.compile

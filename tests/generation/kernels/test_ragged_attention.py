@@ -307,7 +307,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("capability", "shapes"), [(89, SHAPES[::2]), (90, SHAPES[1::2])])
+@pytest.mark.parametrize(
+    ("capability", "shapes"), [pytest.param(89, SHAPES[::2], marks=pytest.mark.slow), (90, SHAPES[1::2])]
+)
 def test_machine_code(capability: int, shapes: list[tuple[object, ...]], tmp_path) -> None:
     """What the interpreter lets pass, a compiler may not; and a tile has to fit into shared memory."""
     calls = f"""
