@@ -177,7 +177,7 @@ class SpecGRPOConfig(GRPOConfig):
     )
     sd_margin: float = field(default=0.05, metadata={"help": "Predicted speedup beyond 1 that turns speculation on."})
     roofline_profile: str | None = field(
-        default=None, metadata={"help": "Path of the roofline profile; calibrated and saved there if missing."}
+        default=None, metadata={"help": "Path of the roofline profile; 'roofline' calibrates and saves a missing one."}
     )
     roofline_mismatch: str = field(
         default="recalibrate", metadata={"help": "A profile of something else: 'recalibrate' or 'error'."}

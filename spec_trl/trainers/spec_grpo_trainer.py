@@ -55,10 +55,10 @@ _ACCEPTANCE_FILE = "rollout_acceptance_{}.json"
 class SpecGRPOTrainer(GRPOTrainer):
     """[`~trl.GRPOTrainer`] with lossless, system-aware speculative rollouts (EfficientRollout, Algorithm 1).
 
-    The drafter follows the policy, a calibrated roofline decides in each decoding round whether to speculate, and a
-    controller moves the draft length with the block efficiency. What every rollout and step did goes to
-    `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that says whether drafting
-    helped.
+    The drafter follows the policy. Measured rounds decide in each decoding round whether to speculate, with a roofline
+    where one was calibrated, and a controller moves the draft length with the block efficiency. What every rollout and
+    step did goes to `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that says
+    whether drafting helped.
 
     A drop-in replacement: the constructor's arguments are GRPOTrainer's, `args` is a [`SpecGRPOConfig`]. With exact
     verification completions, losses and weights are those of `assistant_strategy="none"`, whatever drafts.
