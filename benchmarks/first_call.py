@@ -10,7 +10,9 @@ on the same prompts, in turns; ratios are medians over repeats of tokens/s withi
 
 import argparse
 import os
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -127,8 +129,7 @@ def main() -> None:
         os.environ["SPEC_TRL_CACHE"] = folder  # no profile of an earlier run
         cells = [cell for target in options.models for cell in measure(target, options)]
     shown = {name: value for name, value in vars(options).items() if name not in ("output", "prompts", "models")}
-    batches = " ".join(map(str, options.batch))
-    command = f"python -m benchmarks.first_call --batch {batches} --repeats {options.repeats}"
+    command = shlex.join(["python", "-m", "benchmarks.first_call", *sys.argv[1:]])
     result: dict[str, Any] = {
         "machine": machine, "options": shown, "command": command, "cells": cells,
         "seconds": time.perf_counter() - started,
