@@ -9,13 +9,13 @@ import torch
 from transformers import LogitsProcessorList
 
 from spec_trl import SpeculativeConfig
-from spec_trl.generation.calibrating import calibrate
-from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.drafters.self_draft import self_drafter_of
+from spec_trl.generation.drafters.self_copy import self_drafter_of
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
-from spec_trl.generation.laddering import find_ladder
+from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.measuring.fill_ladder import find_ladder
+from spec_trl.measuring.fill_profile import calibrate
 from spec_trl.scheduling.control import Control
 from spec_trl.scheduling.ladder import Ladder
 from spec_trl.scheduling.profile import Profile

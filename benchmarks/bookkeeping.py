@@ -11,8 +11,8 @@ from statistics import median
 
 import torch
 
-from spec_trl.generation.statistics import DraftCounter, PhaseTimer, RoundLog
-from spec_trl.generation.verification import Proposal, Verdict
+from spec_trl.generation.engine.statistics import DraftCounter, PhaseTimer, RoundLog
+from spec_trl.generation.engine.verification import Proposal, Verdict
 from spec_trl.scheduling.control import Candidate
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.toggle import SpeculationToggle

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from spec_trl.generation.calibrating import calibrate
-from spec_trl.scheduling.calibration import Diagnostics, evaluate, fit
+from spec_trl.measuring.fill_profile import calibrate
+from spec_trl.scheduling.fit import Diagnostics, evaluate, fit
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.sweep import Sample
 

@@ -27,7 +27,7 @@ import transformers
 from tqdm import tqdm
 
 from spec_trl import SpecGRPOConfig
-from spec_trl.generation.calibrating import calibrate
+from spec_trl.measuring.fill_profile import calibrate
 
 from .configurations import (
     ABLATED,

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import spec_trl  # noqa: F401
-from spec_trl.generation.requirements import check_model
+from spec_trl.generation.engine.requirements import check_model
 
 from .tiny_families import VISION, make
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import spec_trl
 from spec_trl.cli.near_ties import LogitNoise, distance, measure_logit_noise, reference_scores
-from spec_trl.generation.statistics import DraftCounts
+from spec_trl.generation.engine.statistics import DraftCounts
 
 from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
 from .models import DTYPES, LoadedModel, load_model

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import nn
 
-from spec_trl.generation.calibrating import processor_name
+from spec_trl.measuring.fill_profile import processor_name
 
 
 RESULTS = Path(__file__).parent / "results"

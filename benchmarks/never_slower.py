@@ -26,9 +26,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from spec_trl import SpeculativeConfig
-from spec_trl.generation.calibrating import calibrate
-from spec_trl.generation.requirements import position_limit
-from spec_trl.generation.statistics import SpeculationStatistics
+from spec_trl.generation.engine.requirements import position_limit
+from spec_trl.generation.engine.statistics import SpeculationStatistics
+from spec_trl.measuring.fill_profile import calibrate
 from spec_trl.scheduling.profile import Profile
 
 from .bookkeeping import Bookkeeping, measure_bookkeeping

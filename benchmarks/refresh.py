@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from spec_trl.generation.shadow import make_shadow
+from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.quantization import QuantizedLinear, quantize_projections
 
 from .measure import RESULTS, describe_machine, machine_line, markdown_table, stopwatch, write_result

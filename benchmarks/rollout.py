@@ -20,9 +20,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 import spec_trl
 from spec_trl.generation.configuration import STRATEGIES
-from spec_trl.generation.drafters.base import keep_drafters
-from spec_trl.generation.drafters.self_draft import self_drafter_of
-from spec_trl.generation.statistics import DraftCounts
+from spec_trl.generation.drafters.self_copy import self_drafter_of
+from spec_trl.generation.engine.drafter import keep_drafters
+from spec_trl.generation.engine.statistics import DraftCounts
 
 from .measure import (
     RESULTS,

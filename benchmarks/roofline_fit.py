@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from spec_trl.scheduling.calibration import BANDWIDTH_SHARE, THRESHOLDS, Diagnostics, Form, evaluate, fit
+from spec_trl.scheduling.fit import BANDWIDTH_SHARE, THRESHOLDS, Diagnostics, Form, evaluate, fit
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.sweep import Sample, read_sweep
 

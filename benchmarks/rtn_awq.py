@@ -20,9 +20,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 import spec_trl
-from spec_trl.generation.drafters.self_draft import SelfDrafter
-from spec_trl.generation.shadow import make_shadow
-from spec_trl.generation.statistics import DraftCounts
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.statistics import DraftCounts
 from spec_trl.quantization import quantize_projections
 from spec_trl.quantization.awq import ActivationStatistics
 

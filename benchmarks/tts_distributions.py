@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.base import DraftSession
-from spec_trl.generation.drafters.distillation import DistilledDrafter
-from spec_trl.generation.drafters.trainable import TrainableDrafter
-from spec_trl.generation.sampling import Draw, RoundNoise
+from spec_trl.generation.drafters.canvas import TrainableDrafter
+from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.engine.drafter import DraftSession
+from spec_trl.generation.engine.noise import Draw, RoundNoise
 
 from .tts_numbers import BINS, Record, depth_bin
 

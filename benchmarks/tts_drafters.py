@@ -9,16 +9,16 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from examples import train_drafter
+from spec_trl.drafter_training.offline import STATE_FILE
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafter_training import STATE_FILE
-from spec_trl.generation.drafters.base import Drafter
-from spec_trl.generation.drafters.dflash import DFlashDrafter
-from spec_trl.generation.drafters.distillation import DistilledDrafter
-from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
-from spec_trl.generation.drafters.learners import CORRECTION_RATE
-from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.canvas import TrainableDrafter
+from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.drafters.trainable import TrainableDrafter
+from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.drafters.tts.learners import CORRECTION_RATE
+from spec_trl.generation.engine.drafter import Drafter
 
 
 KINDS = ("eagle3", "dflash", "model", "self")

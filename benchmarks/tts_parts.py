@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.base import Drafter
+from spec_trl.generation.engine.drafter import Drafter
 
 from .tts_distributions import WatchedDrafter, means
 from .tts_drafters import FROZEN, NONE, TTS, Kind

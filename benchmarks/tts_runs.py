@@ -15,8 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from spec_trl import SpeculativeConfig
 from spec_trl.cli.near_ties import measure_logit_noise, reference_scores
-from spec_trl.generation.drafters.base import Drafter
-from spec_trl.generation.statistics import SpeculationStatistics
+from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.statistics import SpeculationStatistics
 
 from .identity import NOISE_LENGTH
 from .measure import stopwatch

@@ -21,13 +21,7 @@ from spec_trl.cli.arguments import DTYPES
 from spec_trl.cli.loading import find_device, load_model
 from spec_trl.cli.options import non_negative, whole_number
 from spec_trl.cli.prompts import PROMPTS, pad_left, read_prompts, token_ids
-from spec_trl.generation.configuration import (
-    NEED_ASSISTANT,
-    STRATEGIES,
-    TAKE_ASSISTANT,
-    TTS_DRAFTERS,
-    VERIFICATIONS,
-)
+from spec_trl.generation.configuration import NEED_ASSISTANT, STRATEGIES, TAKE_ASSISTANT, TTS_DRAFTERS, VERIFICATIONS
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -35,7 +35,7 @@ from spec_trl import SpeculativeConfig
 from spec_trl.cli.arguments import DTYPES
 from spec_trl.cli.loading import find_device, load_model
 from spec_trl.cli.prompts import read_prompts
-from spec_trl.generation.drafter_training import (
+from spec_trl.drafter_training.offline import (
     STATE_FILE,
     LearnedTrainee,
     ModelTrainee,
@@ -46,9 +46,9 @@ from spec_trl.generation.drafter_training import (
     sample_sequences,
     train,
 )
-from spec_trl.generation.drafters.dflash import DFlashDrafter
-from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
-from spec_trl.generation.drafters.new_drafter import write_dflash, write_eagle3
+from spec_trl.drafter_training.untrained import write_dflash, write_eagle3
+from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .generation.configuration import SpeculativeConfig
-from .generation.integration import SpeculativeOutput, install, speculative_decoding, uninstall
+from .generation.generate import SpeculativeOutput, install, speculative_decoding, uninstall
 from .generation.kept import release
 
 

@@ -101,7 +101,7 @@ def make_case(config: PreTrainedConfig, batch: int, queries: int, ragged: bool, 
 
 def ours(case: Case) -> Method:
     """The engine's kernel."""
-    from spec_trl.generation.kernels.ragged_attention import ragged_decode_attention
+    from spec_trl.generation.engine.kernels.ragged_attention import ragged_decode_attention
 
     def run(case: Case, i: int) -> Tensor:
         return ragged_decode_attention(case.query, case.keys[i], case.values[i], case.first, case.last, case.scale)

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from benchmarks.timed_training import Training, settings_of, train
 from benchmarks.training_task import Size, TrainingTask, odd_share
 from spec_trl import SpeculativeConfig, release
-from spec_trl.generation.calibrating import calibrate
+from spec_trl.measuring.fill_profile import calibrate
 
 from .part import Part
 from .shapes import TINY, config_of, random_model

@@ -16,10 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from spec_trl import SpeculativeConfig
-from spec_trl.generation.calibrating import _Bench
-from spec_trl.generation.constants import model_constants
-from spec_trl.generation.drafters.self_draft import SelfDrafter
-from spec_trl.generation.graphs import CAPTURE_AFTER
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.captured import CAPTURE_AFTER
+from spec_trl.generation.engine.model_costs import model_constants
+from spec_trl.measuring.fill_profile import _Bench
 
 from .part import Part
 from .rounds import DRAFT_LENGTH, LENGTH, MARGIN, read_bytes

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from benchmarks.measure import peak_memory, stopwatch
-from spec_trl.generation.shadow import make_shadow
+from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.quantization import QuantizedLinear, QuantizedNetwork, quantize_projections
 
 from .part import Part

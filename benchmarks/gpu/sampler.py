@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_trl.generation.sampling import gumbel_noise, sample, token_logprobs, widen
+from spec_trl.generation.engine.noise import gumbel_noise, sample, token_logprobs, widen
 
 from .part import Part
 from .shapes import config_of
@@ -36,7 +36,7 @@ def in_torch(logits: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def fused(logits: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same by the kernel."""
-    from spec_trl.generation.kernels.gumbel_sampler import fused_draw
+    from spec_trl.generation.engine.kernels.gumbel_sampler import fused_draw
 
     return fused_draw(logits, keys, TEMPERATURE)
 

@@ -10,23 +10,12 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..generation.calibrating import hardware_name
 from ..generation.configuration import SpeculativeConfig
-from ..generation.integration import install
-from ..generation.profiles import cache_directory, find_profile
-from ..generation.requirements import check_lengths, check_model
-from .gains import (
-    GENERATE,
-    MOST_VISITS,
-    Gain,
-    Way,
-    Work,
-    choose,
-    config_to_paste,
-    make_ways,
-    measure,
-    summarise,
-)
+from ..generation.engine.requirements import check_lengths, check_model
+from ..generation.generate import install
+from ..measuring.fill_profile import hardware_name
+from ..measuring.profile_cache import cache_directory, find_profile
+from .gains import GENERATE, MOST_VISITS, Gain, Way, Work, choose, config_to_paste, make_ways, measure, summarise
 from .loading import find_device, load_model, load_tokenizer
 from .options import table
 from .prompts import PROMPTS, random_ids, read_prompts, token_ids

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..generation.calibrating import calibrate
 from ..generation.configuration import SpeculativeConfig
-from ..scheduling.calibration import evaluate
+from ..measuring.fill_profile import calibrate
+from ..scheduling.fit import evaluate
 from ..scheduling.sweep import write_sweep
 from .loading import find_device, load_model
 from .validate import diagnostics_table

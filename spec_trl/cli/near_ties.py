@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ..generation.sampling import gumbel_noise, position_keys, stream_keys
+from ..generation.engine.noise import gumbel_noise, position_keys, stream_keys
 
 
 NOISE_PROMPT = 8

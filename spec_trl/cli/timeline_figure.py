@@ -6,7 +6,7 @@ from itertools import pairwise
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from ..generation.timeline import RequestTimeline, slowest
+from ..generation.engine.timeline import RequestTimeline, slowest
 from ..trainers.run_log import TIMELINES, RolloutRecord
 from .figures import Drawing, canvas, drafter_colour
 

@@ -11,8 +11,8 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..generation.constants import model_constants
-from ..scheduling.calibration import BANDWIDTH_SHARE, Diagnostics, Form, evaluate, fit
+from ..generation.engine.model_costs import model_constants
+from ..scheduling.fit import BANDWIDTH_SHARE, Diagnostics, Form, evaluate, fit
 from ..scheduling.profile import Profile, ProfileKey
 from ..scheduling.roofline import ModelConstants
 from ..scheduling.sweep import Sample, read_sweep

@@ -43,7 +43,7 @@ class Distillation:
     """How a drafter learns while it drafts.
 
     Args:
-        learning_rate: η of Adam; None: by what learns, see :mod:`~spec_trl.generation.drafters.learners`.
+        learning_rate: η of Adam; None: by what learns, see :mod:`~spec_trl.generation.drafters.tts.learners`.
         scope: what a drafter learns is kept for one "request", one "rollout" (a call of `generate`), or the whole
             "run". The paper's is "request".
         steps: K, optimizer steps per update (TTS §6.5: 1 is best).

@@ -14,7 +14,7 @@ from ..scheduling.selection import AcceptanceHistory
 from ..scheduling.toggle import SpeculationToggle
 from . import kept
 from .configuration import SpeculativeConfig
-from .drafters.base import DraftCost, Drafter
+from .engine.drafter import DraftCost, Drafter
 
 
 def make_control(

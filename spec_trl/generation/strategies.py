@@ -11,17 +11,17 @@ from transformers import AutoConfig, PreTrainedModel
 from ..quantization.kernels import PackedWeight
 from . import kept
 from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy, require_folder_or_id
-from .drafters.base import Drafter
+from .drafters.canvas import TrainableDrafter
 from .drafters.checkpoints import read_config
-from .drafters.dflash import DFlashDrafter
-from .drafters.distillation import DistilledDrafter
-from .drafters.eagle3 import Eagle3Drafter
+from .drafters.dflash.drafter import DFlashDrafter
+from .drafters.eagle3.drafter import Eagle3Drafter
 from .drafters.history import HistoryDrafter
 from .drafters.ngram import NgramDrafter
-from .drafters.self_draft import SelfDrafter, self_drafter_of, versions
+from .drafters.self_copy import SelfDrafter, self_drafter_of, versions
 from .drafters.small_model import SmallModelDrafter, load_assistant
-from .drafters.trainable import TrainableDrafter
-from .shadow import uncompiled
+from .drafters.tts.drafter import DistilledDrafter
+from .engine.drafter import Drafter
+from .engine.shadow import uncompiled
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"
@@ -37,7 +37,7 @@ def make_drafters(
     `best_of_n_drafters` names for `"best_of_n"`, else one.
 
     The self-drafter of a model is kept between calls and refreshed when the weights have changed, and so is a
-    drafter that learns: they are the caller's until :func:`~spec_trl.generation.drafters.base.keep_drafters`, and who
+    drafter that learns: they are the caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`, and who
     asks meanwhile gets others. A history is not kept, and a learned drafter is loaded in each call: to go on with one,
     pass the drafter to the next call.
     """

@@ -1,7 +1,7 @@
 """The policy's quantized copy: schemes, kernels, and the replacement of projections."""
 
 from .linear import QuantizedLinear
-from .network import QuantizedNetwork, quantize_projections
+from .quantized_copy import QuantizedNetwork, quantize_projections
 
 
 __all__ = ["QuantizedLinear", "QuantizedNetwork", "quantize_projections"]

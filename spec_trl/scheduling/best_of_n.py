@@ -12,7 +12,7 @@ from .assignment import MethodView, Racing, RowView
 from .control import Candidate, Chain, Costs
 from .delivery import RolloutWatch
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
-from .plain import PlainRounds
+from .plain_decoding import PlainRounds
 from .race_judge import Field, RaceJudge
 from .roofline import Roofline
 from .selection import OPTIMISTIC, AcceptanceHistory, counts_last_row, expectation, select_method, select_per_prompt

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from .account import FAILED, Account, too_many_rows
 from .correction import OverheadCorrection
-from .plain import PlainRounds, seconds_of
+from .plain_decoding import PlainRounds, seconds_of
 
 
 class Costs(Protocol):

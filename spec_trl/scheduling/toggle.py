@@ -12,7 +12,7 @@ from .control import Candidate, Costs, OneDrafter, Tally
 from .correction import OverheadCorrection
 from .draft_length import acceptance_of
 from .ladder import Rung
-from .plain import PlainRounds, seconds_of
+from .plain_decoding import PlainRounds, seconds_of
 
 
 PROBE_ROUNDS = 3

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..generation.drafters.distillation import DistilledDrafter
-from ..generation.statistics import DEPTH_EDGES, DraftCounts, RoundPoint, SpeculationStatistics
-from ..generation.timeline import RequestTimeline, slowest
+from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.engine.statistics import DEPTH_EDGES, DraftCounts, RoundPoint, SpeculationStatistics
+from ..generation.engine.timeline import RequestTimeline, slowest
 from ..scheduling.account import Account
 from ..scheduling.control import Control, Tally
 from . import run_log

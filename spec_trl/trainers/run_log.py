@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from tqdm import tqdm
 
-from ..generation.timeline import RequestTimeline
+from ..generation.engine.timeline import RequestTimeline
 
 
 LOG_FILE = "rollout_log.jsonl"

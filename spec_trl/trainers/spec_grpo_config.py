@@ -5,6 +5,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from ..drafter_training.adaptation import ADAPTABLE
 from ..generation.configuration import (
     NEED_ASSISTANT,
     TAKE_ASSISTANT,
@@ -16,7 +17,6 @@ from ..generation.configuration import (
     require_number,
 )
 from ..scheduling.draft_length import DraftLengthController
-from .drafter_adaptation import ADAPTABLE
 
 
 @dataclass

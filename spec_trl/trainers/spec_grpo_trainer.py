@@ -17,16 +17,17 @@ from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
 
-from ..generation.calibrating import hardware_name
+from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..generation.configuration import CHOOSE_BY_LADDER
 from ..generation.control import make_control
-from ..generation.drafters.base import Drafter
-from ..generation.drafters.distillation import DistilledDrafter
 from ..generation.drafters.history import HistoryDrafter
-from ..generation.drafters.self_draft import SelfDrafter
-from ..generation.graphs import runner_mode
-from ..generation.requirements import check_generation_config, check_model, policy_in
+from ..generation.drafters.self_copy import SelfDrafter
+from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..generation.engine.captured import runner_mode
+from ..generation.engine.drafter import Drafter
+from ..generation.engine.requirements import check_generation_config, check_model, policy_in
 from ..generation.strategies import check_assistants, make_drafters
+from ..measuring.fill_profile import hardware_name
 from ..quantization.awq import ActivationStatistics
 from ..scheduling.best_of_n import BestOfN
 from ..scheduling.control import Control
@@ -36,10 +37,9 @@ from ..scheduling.profile import Profile
 from ..scheduling.selection import AcceptanceHistory
 from ..scheduling.toggle import SpeculationToggle
 from .collapse_alarm import CollapseAlarm
-from .drafter_adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
-from .measuring import PROFILE_FILE, shared_ladder, shared_profile
 from .rollout_totals import RolloutTotals
 from .run_log import LOG_FILE, Record, RunHeader, RunLog, StepRecord
+from .shared_measurements import PROFILE_FILE, shared_ladder, shared_profile
 from .spec_grpo_config import SpecGRPOConfig
 from .step_clock import StepClock
 from .verdict import Verdict

@@ -17,7 +17,7 @@ from benchmarks.best_of_n_subject import identical_rows
 from benchmarks.best_of_n_tail import A100, control_on_a100, seconds_on_a100
 from benchmarks.copying import Copying, copy_heavy
 from benchmarks.never_slower import Call
-from spec_trl.generation.statistics import SpeculationStatistics
+from spec_trl.generation.engine.statistics import SpeculationStatistics
 from spec_trl.scheduling.ladder import Choice
 
 

@@ -29,7 +29,7 @@ from benchmarks.end_to_end import best_fixed, expand, identical_until, in_turns,
 from benchmarks.timed_training import Training
 from benchmarks.training_task import demo_task, model_task, odd_share
 from spec_trl import SpecGRPOConfig
-from spec_trl.generation.drafters.new_drafter import write_eagle3
+from spec_trl.drafter_training.untrained import write_eagle3
 from spec_trl.trainers.run_log import RolloutRecord, StepRecord, read_run
 
 

@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING
 from benchmarks import families
 from benchmarks.families import CRASH, DOCUMENT, REFUSED, SERVED, WRONG, Outcome, documented, examine
 from benchmarks.tiny_families import make
-from spec_trl.generation import runner
-from spec_trl.generation.attention import MaskPlan
-from spec_trl.generation.requirements import check_model, position_limit
+from spec_trl.generation.engine import runner
+from spec_trl.generation.engine.attention import MaskPlan
+from spec_trl.generation.engine.requirements import check_model, position_limit
 
 
 TABLE = documented(DOCUMENT.read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from benchmarks import never_slower
 from benchmarks.bookkeeping import Bookkeeping
 from benchmarks.never_slower import ALWAYS, NONE, TOGGLE, Call, in_turns, summarise, tokens_for
 from benchmarks.workload import Workload
-from spec_trl.generation.statistics import DraftCounts, SpeculationStatistics
+from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
 
 
 WORK = Workload([[1, 2], [3]], 10, 1.0, (), 0)

@@ -31,10 +31,10 @@ from benchmarks.tts_report import _drafter_line
 from benchmarks.tts_runs import Bench, Generated, in_turns
 from benchmarks.tts_store import Store
 from examples import train_drafter
+from spec_trl.drafter_training.offline import STATE_FILE
+from spec_trl.drafter_training.untrained import write_eagle3
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafter_training import STATE_FILE
-from spec_trl.generation.drafters.new_drafter import write_eagle3
-from spec_trl.generation.statistics import SpeculationStatistics
+from spec_trl.generation.engine.statistics import SpeculationStatistics
 from tests.conftest import STORY_MODEL
 
 

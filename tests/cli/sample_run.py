@@ -4,19 +4,11 @@ import math
 import random
 from pathlib import Path
 
-from spec_trl.generation.timeline import RequestTimeline
+from spec_trl.generation.engine.timeline import RequestTimeline
 from spec_trl.scheduling.profile import Profile, ProfileKey
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.sweep import Sample
-from spec_trl.trainers.run_log import (
-    LOG_FILE,
-    DepthCounts,
-    RolloutRecord,
-    RoundPoint,
-    RunHeader,
-    RunLog,
-    StepRecord,
-)
+from spec_trl.trainers.run_log import LOG_FILE, DepthCounts, RolloutRecord, RoundPoint, RunHeader, RunLog, StepRecord
 
 
 BATCH = 64

@@ -14,9 +14,9 @@ from spec_trl import SpecGRPOConfig, SpeculativeConfig
 from spec_trl.cli import gains
 from spec_trl.cli.gains import GENERATE, Call, Gain, Identity, Way, Work, choose, compare, config_to_paste, measure
 from spec_trl.cli.main import main
-from spec_trl.generation.calibrating import profile_key
-from spec_trl.generation.profiles import cache_directory
-from spec_trl.generation.statistics import SpeculationStatistics
+from spec_trl.generation.engine.statistics import SpeculationStatistics
+from spec_trl.measuring.fill_profile import profile_key
+from spec_trl.measuring.profile_cache import cache_directory
 from tests.cli.sample_run import make_profile
 from tests.conftest import tiny_llama
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spec_trl.cli.main import main
-from spec_trl.generation.timeline import RequestTimeline
+from spec_trl.generation.engine.timeline import RequestTimeline
 from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, read_run
 from tests.cli.sample_run import make_header, make_profile, make_rollout, write_run
 

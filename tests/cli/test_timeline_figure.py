@@ -10,11 +10,11 @@ from matplotlib.colors import to_hex
 
 from spec_trl.cli.figures import Drawing, drafter_colour
 from spec_trl.cli.timeline_figure import timeline, timeline_of_run
-from spec_trl.generation.timeline import RequestTimeline
+from spec_trl.generation.engine.timeline import RequestTimeline
 from spec_trl.trainers.run_log import TIMELINES
 from tests.cli.sample_run import make_rollout
 from tests.generation.calls import generate, outputs
-from tests.generation.test_racing import PROMPTS, Knowing, RandomPlans
+from tests.generation.engine.test_chains import PROMPTS, Knowing, RandomPlans
 
 
 RACED = [

@@ -6,25 +6,26 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from spec_trl.generation import compiling, graphs
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.base import Drafter
-from spec_trl.generation.drafters.dflash import DFlashDrafter
-from spec_trl.generation.drafters.distillation import DistilledDrafter
-from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
+from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from tests.generation.drafters import eagle3_reference, test_dflash
-from tests.generation.tape import Tape
+from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.engine import captured, compiled
+from spec_trl.generation.engine.drafter import Drafter
+from tests.generation.drafters.dflash import test_drafter
+from tests.generation.drafters.eagle3 import reference
+from tests.generation.engine.tape import Tape
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("drafters")
-    eagle3_reference.make_folder(folder / "eagle3", eagle3_reference.safeai(vocab_size=64, draft_vocab_size=64))
-    test_dflash.make_checkpoint(folder / "dflash", test_dflash.zlab(vocab_size=64))
+    reference.make_folder(folder / "eagle3", reference.safeai(vocab_size=64, draft_vocab_size=64))
+    test_drafter.make_checkpoint(folder / "dflash", test_drafter.zlab(vocab_size=64))
     return {kind: str(folder / kind) for kind in ("eagle3", "dflash")}
 
 
@@ -51,8 +52,8 @@ def drafters(tiny, tiny_assistant, checkpoints) -> Callable[..., list[Drafter]]:
 @pytest.fixture
 def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     tape = Tape()
-    monkeypatch.setattr(graphs, "recorder_for", lambda device: tape)
+    monkeypatch.setattr(captured, "recorder_for", lambda device: tape)
     # The backend is not ours to test, and the C++ one takes half a minute: what matters is what torch.compile traces.
     compile_ = torch.compile
-    monkeypatch.setattr(compiling.torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
+    monkeypatch.setattr(compiled.torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
     return tape

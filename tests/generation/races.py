@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from spec_trl.generation.drafters.base import Drafter
-from spec_trl.generation.sampling import RoundNoise
-from spec_trl.generation.verification import Proposal
+from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.account import Account
 from spec_trl.scheduling.control import Candidate, Chain, Tally
-from spec_trl.scheduling.plain import PlainRounds
+from spec_trl.scheduling.plain_decoding import PlainRounds
 from tests.generation.calls import pad_left, random_rows
 
 

@@ -7,12 +7,12 @@ import torch
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.generation import integration
+from spec_trl.generation import generate as entry
 from spec_trl.generation.control import acceptance_history_of, make_control
-from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.drafters.history import HistoryDrafter
-from spec_trl.generation.drafters.self_draft import SelfDrafter
-from spec_trl.generation.rows import prompt_key
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.rows import prompt_key
 from spec_trl.scheduling.acceptance import AcceptanceCounts
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.ladder import Ladder, LadderCosts, Rung
@@ -38,7 +38,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], float]:
         cells = [(drafter.strategy, gamma) for drafter in drafters for gamma in LENGTHS]
         return Ladder(tuple(Rung(name, 1, gamma, 0.6, given.get((name, gamma), 1), 1) for name, gamma in cells), "")
 
-    monkeypatch.setattr(integration, "find_ladder", find)
+    monkeypatch.setattr(entry, "find_ladder", find)
     monkeypatch.setattr(SpeculationToggle, "_judge", lambda toggle: None)
     return given
 
@@ -143,7 +143,7 @@ def test_the_roofline_predicts_where_there_is_one(tiny: LlamaForCausalLM) -> Non
 
 
 def test_rejection_is_refused_before_any_work(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integration, "make_drafters", lambda *_: pytest.fail("work was begun"))
+    monkeypatch.setattr(entry, "make_drafters", lambda *_: pytest.fail("work was begun"))
     with pytest.raises(ValueError, match='which the history among the drafters of assistant_strategy="auto" has none'):
         generate(tiny, PROMPTS, "auto", {"verification": "rejection"})
 

@@ -9,13 +9,13 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.generation import integration
+from spec_trl.generation import generate as entry
 from spec_trl.generation.control import acceptance_history_of, make_control
-from spec_trl.generation.drafters.base import Drafter
-from spec_trl.generation.drafters.dflash import DFlashDrafter
-from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
+from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
+from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import NeverSpeculate
@@ -47,7 +47,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured rounds of tiny models have no say: everybody drafts and races."""
     monkeypatch.setattr(SpeculationToggle, "_judge", lambda toggle: None)
     monkeypatch.setattr(RaceJudge, "_judge", lambda judge, batch: None)
-    monkeypatch.setattr(integration, "find_ladder", lambda model, drafters, *_: level_ladder(drafters))
+    monkeypatch.setattr(entry, "find_ladder", lambda model, drafters, *_: level_ladder(drafters))
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_assistants(
         used[:] = drafters
         return level_ladder(drafters)
 
-    monkeypatch.setattr(integration, "find_ladder", watch)
+    monkeypatch.setattr(entry, "find_ladder", watch)
     config = {"best_of_n_drafters": ("eagle3", "model", "dflash")}
     given = {"eagle3": checkpoints["eagle3"], "model": tiny_assistant, "dflash": checkpoints["dflash"]}
     generate(tiny, PROMPTS, "best_of_n", config | {"best_of_n_assistants": given})
@@ -262,7 +262,7 @@ def test_bad_options(bad: dict[str, Any], message: str) -> None:
 def test_rejection_is_refused_before_any_work(
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, do_sample: bool
 ) -> None:
-    monkeypatch.setattr(integration, "make_drafters", lambda *_: pytest.fail("work was begun"))
+    monkeypatch.setattr(entry, "make_drafters", lambda *_: pytest.fail("work was begun"))
     with pytest.raises(ValueError, match='verification="rejection" does not go with assistant_strategy="best_of_n"'):
         generate(tiny, PROMPTS, "best_of_n", {"verification": "rejection"}, do_sample=do_sample)
 
@@ -276,7 +276,7 @@ def test_draft_lengths_of_the_ladder() -> None:
 def test_without_sd_nothing_is_profiled(
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    monkeypatch.setattr(integration, "find_ladder", lambda *_: pytest.fail("profiled"))
+    monkeypatch.setattr(entry, "find_ladder", lambda *_: pytest.fail("profiled"))
     prompts = pad_left(random_rows([5, 9]))
     result = generate(tiny, prompts, strategy, {"sd_toggle": "never"})
     assert outputs(result) == outputs(generate(tiny, prompts))

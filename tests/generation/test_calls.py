@@ -21,11 +21,12 @@ from transformers import (
 )
 
 import spec_trl
-from spec_trl.generation import kept, laddering
-from spec_trl.generation.drafters.base import Drafter
-from spec_trl.generation.drafters.distillation import DistilledDrafter
-from spec_trl.generation.drafters.self_draft import SelfDrafter
-from spec_trl.generation.graphs import GraphRunner
+from spec_trl.generation import kept
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.engine.captured import GraphRunner
+from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.measuring import fill_ladder
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.selection import AcceptanceHistory
@@ -159,7 +160,7 @@ def test_release_frees_all_that_is_kept(fresh, tape, tmp_path: Path, monkeypatch
     def build(model: LlamaForCausalLM, drafters: list[Drafter], *_: Any, **__: Any) -> Ladder:
         return Ladder(tuple(Rung(each.strategy, 1, 3, 0.5, 1.0, 1.0) for each in drafters), "")
 
-    monkeypatch.setattr(laddering, "build_ladder", build)
+    monkeypatch.setattr(fill_ladder, "build_ladder", build)
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
     assistant = tiny_llama(seed=1)
     before = alive()

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from spec_trl.generation.configuration import SpeculativeConfig
-from spec_trl.generation.drafters.self_draft import SelfDrafter
-from spec_trl.generation.shadow import make_shadow as engine_shadow
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.shadow import make_shadow as engine_shadow
 from spec_trl.quantization import QuantizedLinear, awq, quantize_projections
 from spec_trl.quantization.awq import (
     OBSERVED_ROWS,

@@ -4,7 +4,7 @@ import pytest
 
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import AlwaysSpeculate, Control, NeverSpeculate
-from spec_trl.scheduling.plain import PlainRounds
+from spec_trl.scheduling.plain_decoding import PlainRounds
 from spec_trl.scheduling.selection import AcceptanceHistory
 from spec_trl.scheduling.toggle import PROBE_ROUNDS, WINDOW, SpeculationToggle
 from tests.scheduling.machine import Machine as RacingMachine

@@ -7,16 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spec_trl.scheduling.acceptance import Acceptance
-from spec_trl.scheduling.assignment import (
-    FALL,
-    GROWTH,
-    PATIENCE,
-    PROMOTION,
-    YARDSTICK,
-    MethodView,
-    Racing,
-    RowView,
-)
+from spec_trl.scheduling.assignment import FALL, GROWTH, PATIENCE, PROMOTION, YARDSTICK, MethodView, Racing, RowView
 from spec_trl.scheduling.ladder import Ladder, Rung
 
 

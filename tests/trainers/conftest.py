@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from spec_trl.generation import decoding
-from spec_trl.generation import profiles as profiles_module
-from spec_trl.generation.calibrating import profile_key
 from spec_trl.generation.configuration import SpeculativeConfig
-from spec_trl.generation.drafters.base import Drafter
-from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine import rollout
+from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.measuring import profile_cache as profiles_module
+from spec_trl.measuring.fill_profile import profile_key
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.trainers import measuring
+from spec_trl.trainers import shared_measurements
 from tests.trainers.harness import tiny_policy
 
 
@@ -73,7 +73,7 @@ def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round takes a second: what is learned from times does not depend on the machine."""
     seconds = itertools.count()
-    monkeypatch.setattr(decoding, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    monkeypatch.setattr(rollout, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
 
 
 Asked = list[tuple[list[str], int, list[int]]]
@@ -88,5 +88,5 @@ def level_ladder(monkeypatch: pytest.MonkeyPatch) -> Asked:
         asked.append(([drafter.strategy for drafter in drafters], rows, draft_lengths))
         return Ladder(tuple(Rung(d.strategy, 1, g, 0.5, 1.0, 1.0) for d in drafters for g in draft_lengths), "level")
 
-    monkeypatch.setattr(measuring, "find_ladder", find)
+    monkeypatch.setattr(shared_measurements, "find_ladder", find)
     return asked

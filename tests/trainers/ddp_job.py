@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_trl.generation.drafters.sequence_loss import TargetView
+from spec_trl.drafter_training import adaptation
+from spec_trl.drafter_training.adaptation import DrafterAdaptation
+from spec_trl.drafter_training.sequence_loss import TargetView
 from spec_trl.scheduling.ladder import Ladder
-from spec_trl.trainers import drafter_adaptation, measuring
-from spec_trl.trainers.drafter_adaptation import DrafterAdaptation
+from spec_trl.trainers import shared_measurements
 from tests.trainers.harness import Run, make_trainer, tiny_dataset
 
 
@@ -70,14 +71,14 @@ def learn_while_drafting(folder: Path, checkpoint: Path) -> dict[str, Any]:
 def choose(folder: Path) -> dict[str, Any]:
     """Trains with a ladder that is really profiled, on the rank that does so, and saves."""
     profiled: list[int] = []
-    find = measuring.find_ladder
+    find = shared_measurements.find_ladder
 
     def watch(*args: Any) -> Ladder:
         profiled.append(1)
         return find(*args)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(measuring, "find_ladder", watch)
+        patched.setattr(shared_measurements, "find_ladder", watch)
         patched.setenv("SPEC_TRL_CACHE", str(folder / "cache"))
         trainer, log = make_trainer(
             folder, "auto", **same_batch(rows_per_rank=4), draft_kernel="reference", draft_lengths=[3],
@@ -97,7 +98,7 @@ def adapt(folder: Path, checkpoint: Path, rank: int, case: str) -> dict[str, Any
     """Trains a drafter on this rank's rows; on rank 1 things may go wrong."""
     local: list[list[Tensor]] = []
     stepped: list[list[Tensor]] = []
-    learn, step, loss = DrafterAdaptation._learn_from, DrafterAdaptation._step, drafter_adaptation.sequence_loss
+    learn, step, loss = DrafterAdaptation._learn_from, DrafterAdaptation._step, adaptation.sequence_loss
 
     def remember_own(adaptation: DrafterAdaptation, seen: Any) -> Any:
         found = learn(adaptation, seen)
@@ -115,7 +116,7 @@ def adapt(folder: Path, checkpoint: Path, rank: int, case: str) -> dict[str, Any
             raise RuntimeError("out of luck")
         return loss(*args, **kwargs)
 
-    view = drafter_adaptation.target_view
+    view = adaptation.target_view
 
     def blind(*args: Any) -> TargetView:
         found = view(*args)
@@ -126,8 +127,8 @@ def adapt(folder: Path, checkpoint: Path, rank: int, case: str) -> dict[str, Any
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as caught:
         patched.setattr(DrafterAdaptation, "_learn_from", remember_own)
         patched.setattr(DrafterAdaptation, "_step", remember_mean)
-        patched.setattr(drafter_adaptation, "sequence_loss", fail)
-        patched.setattr(drafter_adaptation, "target_view", blind)
+        patched.setattr(adaptation, "sequence_loss", fail)
+        patched.setattr(adaptation, "target_view", blind)
         trainer, log = make_trainer(
             folder / f"rank{rank}", "dflash", assistant_model=str(checkpoint), max_steps=3,
             per_device_train_batch_size=4, gradient_accumulation_steps=2, drafter_learning_rate=1e-3,

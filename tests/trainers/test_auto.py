@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from spec_trl.generation import laddering
-from spec_trl.generation import profiles as profiles_module
+from spec_trl.measuring import fill_ladder
+from spec_trl.measuring import profile_cache as profiles_module
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.ladder import LadderCosts
 from spec_trl.scheduling.roofline import Roofline
@@ -95,7 +95,7 @@ def test_rollouts_fill_the_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError("something was profiled before the first token")
 
     monkeypatch.setattr(profiles_module, "calibrate", fail)
-    monkeypatch.setattr(laddering, "build_ladder", fail)
+    monkeypatch.setattr(fill_ladder, "build_ladder", fail)
     options: dict[str, Any] = dict(max_steps=8, max_completion_length=48, trainer={"train_dataset": tiny_dataset(8)})
     trainer, run = make_trainer(tmp_path, "auto", sd_toggle="measured", **options)
     assert type(trainer.args).sd_toggle == "measured"

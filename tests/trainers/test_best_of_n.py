@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from spec_trl import SpecGRPOConfig
-from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
+from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.ladder import Ladder
 from spec_trl.scheduling.race_judge import RaceJudge

@@ -13,17 +13,18 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
-from spec_trl.generation import graphs, kept
-from spec_trl.generation.drafters.base import Drafter, DraftSession
-from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
+from spec_trl.generation import kept
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
+from spec_trl.generation.engine import captured
+from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.quantization.kernels import ReferenceInt4
 from spec_trl.scheduling.profile import Profile
-from tests.generation.drafters.test_learned import make_checkpoint
-from tests.generation.tape import Tape
+from tests.generation.drafters.test_feature_drafter import make_checkpoint
+from tests.generation.engine.tape import Tape
 from tests.trainers import test_best_of_n, test_tts
 from tests.trainers.harness import Run, make_trainer, tiny_dataset, tiny_policy
 
@@ -276,7 +277,7 @@ def test_plain_config_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     tape = Tape()
-    monkeypatch.setattr(graphs, "recorder_for", lambda device: tape)
+    monkeypatch.setattr(captured, "recorder_for", lambda device: tape)
     return tape
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
-from spec_trl.generation.drafters.base import DraftSession
 from spec_trl.generation.drafters.history import HistoryDrafter
+from spec_trl.generation.engine.drafter import DraftSession
 from tests.trainers.harness import Run, make_trainer, tiny_dataset, train
 
 

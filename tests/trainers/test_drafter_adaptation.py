@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from spec_trl.generation.drafters.dflash import DFlashDrafter
-from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
-from spec_trl.generation.drafters.sequence_loss import SequenceLoss, TargetView
-from spec_trl.trainers import drafter_adaptation
-from spec_trl.trainers.drafter_adaptation import DrafterAdaptation, check_adaptation, target_view
+from spec_trl.drafter_training import adaptation
+from spec_trl.drafter_training.adaptation import DrafterAdaptation, check_adaptation, target_view
+from spec_trl.drafter_training.sequence_loss import SequenceLoss, TargetView
+from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.trainers.run_log import read_run
-from tests.generation.drafters import eagle3_reference
-from tests.generation.drafters.test_learned import STRATEGIES, make_checkpoint
+from tests.generation.drafters.eagle3 import reference
+from tests.generation.drafters.test_feature_drafter import STRATEGIES, make_checkpoint
 from tests.trainers.harness import (
     Run,
     assert_same_training,
@@ -63,13 +63,13 @@ def trained(output_dir: Path, strategy: str, checkpoint: str, **options: Any) ->
 def views(monkeypatch: pytest.MonkeyPatch) -> list[TargetView]:
     """What each update learned from, rehearsals left out."""
     seen: list[TargetView] = []
-    original = drafter_adaptation.target_view
+    original = adaptation.target_view
 
     def remember(*args: Any) -> TargetView:
         seen.append(original(*args))
         return seen[-1]
 
-    monkeypatch.setattr(drafter_adaptation, "target_view", remember)
+    monkeypatch.setattr(adaptation, "target_view", remember)
     return seen
 
 
@@ -362,7 +362,7 @@ def test_a_checkpoint_without_its_state(change: str, tmp_path: Path, checkpoints
 def fail(kind: str, monkeypatch: pytest.MonkeyPatch, at: int) -> list[dict[str, Tensor]]:
     """Has the loss fail from its call number `at` on; the list gets the drafter's weights before each call."""
     calls: list[dict[str, Tensor]] = []
-    original = drafter_adaptation.sequence_loss
+    original = adaptation.sequence_loss
 
     def broken(drafter: Any, *args: Any, **kwargs: Any) -> SequenceLoss:
         calls.append(weights(drafter))
@@ -373,7 +373,7 @@ def fail(kind: str, monkeypatch: pytest.MonkeyPatch, at: int) -> list[dict[str, 
             raise RuntimeError("out of luck")
         return SequenceLoss(loss.cross_entropy * torch.nan, loss.regression, loss.agreement)
 
-    monkeypatch.setattr(drafter_adaptation, "sequence_loss", broken)
+    monkeypatch.setattr(adaptation, "sequence_loss", broken)
     return calls
 
 
@@ -410,10 +410,10 @@ def test_a_step_that_fails(tmp_path: Path, checkpoints: dict[str, str], monkeypa
 
 
 def test_widths_that_cannot_be_compared_are_refused_before_training(tmp_path: Path) -> None:
-    config = eagle3_reference.safeai(
+    config = reference.safeai(
         vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY, hidden_size=32, head_dim=8, target_hidden_size=64
     )
-    checkpoint = str(eagle3_reference.make_folder(tmp_path / "narrow", config))
+    checkpoint = str(reference.make_folder(tmp_path / "narrow", config))
     with pytest.raises(ValueError, match="drafter_adaptation=True with this.*drafter_hidden_weight=0"):
         trained(tmp_path, "eagle3", checkpoint)
     _, run = trained(tmp_path, "eagle3", checkpoint, drafter_hidden_weight=0.0)

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from trl import GRPOTrainer
 
 from spec_trl import SpecGRPOTrainer
-from spec_trl.generation import graphs
-from spec_trl.generation.drafters.base import Drafter, DraftSession
+from spec_trl.generation.engine import captured
+from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from tests.conftest import STORY_MODEL
-from tests.generation.tape import Tape
+from tests.generation.engine.tape import Tape
 from tests.trainers.harness import assert_same_training, tiny_policy, train, train_plainly
 
 
@@ -34,13 +34,13 @@ def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep
     """A tape stands in for CUDA graphs: it replays on the same memory while the optimizer updates the weights."""
     steps = 6 if keep_graphs else 3  # recorded anew in each
     none = train_plainly(max_steps=steps)
-    monkeypatch.setattr(graphs, "recorder_for", lambda device: tape)
+    monkeypatch.setattr(captured, "recorder_for", lambda device: tape)
     for strategy in ("none", "self"):
         tape = Tape()
-        captured = train(tmp_path, strategy, max_steps=steps, runner="graph", keep_graphs=keep_graphs)
-        assert_same_training(none, captured)
+        run = train(tmp_path, strategy, max_steps=steps, runner="graph", keep_graphs=keep_graphs)
+        assert_same_training(none, run)
         assert tape.replayed > 8 * steps
-    assert min(captured.metric("rollout/acceptance_rate")) > 0.25
+    assert min(run.metric("rollout/acceptance_rate")) > 0.25
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOTrainer
-from spec_trl.generation.shadow import uncompiled
+from spec_trl.generation.engine.shadow import uncompiled
 from tests.trainers.harness import PROMPTS, Run, assert_same_training, make_trainer, tiny_policy, train
 
 

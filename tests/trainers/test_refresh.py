@@ -10,11 +10,11 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from spec_trl.generation.drafters.base import DraftSession
-from spec_trl.generation.drafters.network import NetworkDrafter
-from spec_trl.generation.drafters.self_draft import SelfDrafter
-from spec_trl.generation.sampling import RoundNoise
-from spec_trl.generation.verification import Proposal
+from spec_trl.generation.drafters.autoregressive import NetworkDrafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.drafter import DraftSession
+from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.engine.verification import Proposal
 from spec_trl.quantization.awq import ActivationStatistics
 from tests.trainers.harness import make_trainer, tiny_dataset, tiny_policy
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.trainers.run_log import read_run
 from tests.trainers.harness import make_trainer, tiny_dataset, train
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from spec_trl import SpecGRPOConfig
 from spec_trl.generation.configuration import SpeculativeConfig
-from spec_trl.generation.drafters import distillation
-from spec_trl.generation.drafters.dflash import DFlashDrafter
-from spec_trl.generation.drafters.distillation import DistilledDrafter
-from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
-from spec_trl.generation.drafters.low_rank import RowAdam
-from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
+from spec_trl.generation.drafters.tts import drafter
+from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.drafters.tts.row_adapters import RowAdam
 from spec_trl.trainers.run_log import read_run
-from tests.generation.drafters.test_learned import make_checkpoint
+from tests.generation.drafters.test_feature_drafter import make_checkpoint
 from tests.trainers.harness import (
     Run,
     assert_same_training,
@@ -161,7 +161,7 @@ def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
 
 def test_a_failure_ends_no_training(tmp_path: Path, named: Named, monkeypatch: pytest.MonkeyPatch) -> None:
     none = train_plainly()
-    monkeypatch.setattr(distillation, "distillation_loss", lambda *_: 1 / 0)
+    monkeypatch.setattr(drafter, "distillation_loss", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         _, run, _ = run_tts(tmp_path / "tts", save_strategy="steps", save_steps=3, **named("dflash"))
     assert_same_training(none, run)

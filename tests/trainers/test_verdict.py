@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_trl.generation.statistics import SpeculationStatistics
+from spec_trl.generation.engine.statistics import SpeculationStatistics
 from spec_trl.scheduling.control import NeverSpeculate
 from spec_trl.trainers.rollout_totals import RolloutTotals
 from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, read_run

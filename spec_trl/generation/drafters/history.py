@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..configuration import require_int
-from ..rows import Admission
-from ..sampling import RoundNoise
-from ..verification import Proposal
-from .base import Drafter, DraftSession
+from ..engine.drafter import Drafter, DraftSession
+from ..engine.noise import RoundNoise
+from ..engine.rows import Admission
+from ..engine.verification import Proposal
 from .suffix_index import SuffixIndex
 
 

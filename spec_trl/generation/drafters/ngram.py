@@ -2,9 +2,9 @@
 
 import torch
 
-from ..sampling import RoundNoise
-from ..verification import Proposal
-from .base import Drafter
+from ..engine.drafter import Drafter
+from ..engine.noise import RoundNoise
+from ..engine.verification import Proposal
 
 
 class NgramDrafter(Drafter):

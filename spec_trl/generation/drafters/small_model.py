@@ -3,11 +3,11 @@
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..constants import model_constants
-from ..requirements import check_model
-from ..shadow import fingerprint, make_shadow
-from .base import DraftCost
-from .network import NetworkDrafter
+from ..engine.drafter import DraftCost
+from ..engine.model_costs import model_constants
+from ..engine.requirements import check_model
+from ..engine.shadow import fingerprint, make_shadow
+from .autoregressive import NetworkDrafter
 
 
 class SmallModelDrafter(NetworkDrafter):

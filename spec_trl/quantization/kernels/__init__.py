@@ -2,8 +2,8 @@
 
 from .base import LayerSpec, PackedWeight, QuantizedRows
 from .humming import HummingInt4
+from .kernel_times import choose_measured
 from .marlin import MarlinInt4
-from .measured import choose_measured
 from .reference import ReferenceInt4, ReferenceInt8
 from .torch_int4 import TorchInt4Cpu, TorchInt4Cuda
 from .torch_int8 import TorchInt8Cpu

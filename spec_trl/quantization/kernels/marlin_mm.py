@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .table import cache_directory
+from .kernel_table import cache_directory
 
 
 UINT4 = 1125899906843648  # the kernel's number for unsigned 4-bit codes with zero points

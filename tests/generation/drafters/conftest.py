@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from spec_trl.generation.drafters.dflash import DFlashDrafter
-from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
-from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.canvas import TrainableDrafter
+from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.drafters.trainable import TrainableDrafter
-from tests.generation.drafters.test_learned import make_checkpoint
+from tests.generation.drafters.test_feature_drafter import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from spec_trl.generation.drafters.base import Drafter
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.drafters.self_draft import SelfDrafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
+from spec_trl.generation.engine.drafter import Drafter
 from tests.conftest import tiny_llama
 from tests.generation.calls import random_rows
 

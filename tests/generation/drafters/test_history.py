@@ -12,11 +12,11 @@ from transformers import LogitsProcessorList
 
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.drafters import suffix_index
-from spec_trl.generation.drafters.base import DraftSession
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.suffix_index import SuffixIndex
-from spec_trl.generation.processing import LogitsPipeline, PrefixView
-from spec_trl.generation.rows import Request, Rows
+from spec_trl.generation.engine.drafter import DraftSession
+from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
+from spec_trl.generation.engine.rows import Request, Rows
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 

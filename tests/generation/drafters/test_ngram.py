@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from spec_trl.generation.drafters.base import DraftSession
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.processing import LogitsPipeline, PrefixView
-from spec_trl.generation.rows import Request, Rows
+from spec_trl.generation.engine.drafter import DraftSession
+from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
+from spec_trl.generation.engine.rows import Request, Rows
 
 
 def propose(texts: list[list[int]], ngram_size: int, draft_length: int) -> list[list[int]]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.drafters.distillation import DistilledDrafter, distillation_loss
-from spec_trl.generation.drafters.eagle3 import Eagle3Drafter
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, distillation_loss
 from tests.generation.calls import generate, pad_left, random_rows
-from tests.generation.drafters import eagle3_reference
+from tests.generation.drafters.eagle3 import reference
 
 
 KINDS = ["self", "model", "eagle3", "dflash"]
@@ -61,7 +61,7 @@ def test_a_replay_of_rows_that_share_a_prompt(kind: str, student, tiny) -> None:
 
 
 def test_a_replay_over_a_pruned_vocabulary(tiny, tmp_path) -> None:
-    eagle3_reference.make_folder(tmp_path, eagle3_reference.safeai(draft_vocab_size=40))
+    reference.make_folder(tmp_path, reference.safeai(draft_vocab_size=40))
     drafter = Comparing(Eagle3Drafter(str(tmp_path), tiny), Distillation(1e-3))
     result = generate(tiny, BATCH, "tts", {"verification": "rejection"}, drafter=drafter)
     assert result.statistics.drafter_failure is None and drafter.rounds > 5

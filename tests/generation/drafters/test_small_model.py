@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spec_trl.generation.drafters.base import DraftSession
-from spec_trl.generation.drafters.network import CATCH_UP
+from spec_trl.generation.drafters.autoregressive import CATCH_UP
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
+from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spec_trl.quantization.kernels import FAST_KERNELS, LayerSpec, fitting_kernels, measured
+from spec_trl.quantization.kernels import FAST_KERNELS, LayerSpec, fitting_kernels, kernel_times
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.rtn import RoundToNearest
 
@@ -89,11 +89,11 @@ def test_quantizing_waits_for_nothing():
 
 
 def test_kernels_are_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(measured, "_tables", {})
+    monkeypatch.setattr(kernel_times, "_tables", {})
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
     layer = LayerSpec(3584, 3584, 4, 128, torch.bfloat16, None, torch.device("cuda"))
     fitting = fitting_kernels("auto", layer)
     assert not isinstance(fitting, str)
-    table = measured.kernel_table(layer, fitting)
+    table = kernel_times.kernel_table(layer, fitting)
     assert list(table.kernels) == [kernel.name for kernel in fitting]
     assert all(1e-7 < seconds < 1e-2 for times in (table.dense, *table.kernels.values()) for seconds in times.values())

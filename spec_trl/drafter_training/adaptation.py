@@ -1,0 +1,323 @@
+"""A learned drafter that follows the policy while it learns (ER App. F.5, the learned-auxiliary row of its Table 2).
+
+The forward that the policy's loss runs anyway shows the hidden states, and the drafter takes one optimizer step on
+them right behind each micro-batch: no second forward of the policy, nothing kept from step to step. ER does so in the
+forward of the old log-probabilities, which TRL leaves out where samples are on-policy; the loss's is always there.
+"""
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..generation.drafters.canvas import TrainableDrafter
+from ..generation.drafters.dflash.drafter import DFlashDrafter
+from ..generation.drafters.eagle3.drafter import Eagle3Drafter
+from ..generation.engine.hidden_states import keep_states
+from ..generation.engine.noise import stream_keys
+from ..generation.engine.shadow import decoder_layers
+from .sequence_loss import TargetView, sequence_loss
+
+
+Adaptable = Eagle3Drafter | DFlashDrafter
+ADAPTABLE = (Eagle3Drafter.strategy, DFlashDrafter.strategy)
+DRAFTER_FOLDER = "drafter"
+"""Of a checkpoint or a saved model: the adapted drafter, which `assistant_model` can name."""
+STATE_FILE = "drafter_adaptation.pt"
+_REHEARSED = 8  # tokens
+
+
+def check_adaptation(torch_compile: bool, data_parallel_devices: int, zero_stage: int) -> None:
+    """Raises ValueError where the policy's forward would not show its hidden states whole, or its head is not there.
+
+    Args:
+        torch_compile: the policy is compiled: its forwards pass hooks by.
+        data_parallel_devices: of one process.
+        zero_stage: of DeepSpeed; from 3 on weights are gathered for forwards only.
+    """
+    reasons = {
+        "torch_compile=True": torch_compile,
+        f"torch.nn.DataParallel on {data_parallel_devices} devices": data_parallel_devices > 1,
+        "DeepSpeed ZeRO-3": zero_stage >= 3,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(
+                f"drafter_adaptation=True is not served with {reason}. Set drafter_adaptation=False, or train with "
+                "one process per device (torchrun, accelerate launch), ZeRO-2 or less, and no torch_compile."
+            )
+
+
+class DrafterAdaptation:
+    """Trains a drafter inline, with an optimizer of its own.
+
+    The loss is `hidden_weight` · hidden regression + `token_weight` · soft cross-entropy, over completion tokens
+    (:func:`~spec_trl.drafter_training.sequence_loss.sequence_loss`). The policy gets no gradient from it, and the
+    trainer's random numbers are not touched: a run with adaptation trains the same policy, bit for bit, as without.
+
+    Ranks agree: the gradient is the mean over the ranks that had something to learn from, and every rank takes part in
+    the same collectives for each micro-batch, whatever happens on it. When one fails, all stop.
+
+    A failure never ends the training: one warning, no further updates, and the drafter goes on with its last weights.
+
+    Args:
+        drafter: learns in place. In a dtype narrower than float32 its weights are copies of float32 ones, which the
+            optimizer moves: a step of 1e-6 is less than a bfloat16 weight can tell.
+        policy: the live policy, without peft's outer wrapper.
+        accelerator: of the run.
+        learning_rate: of AdamW, constant.
+        hidden_weight: 0 leaves the regression out.
+        token_weight: see above.
+        seed: of DFlash's anchors.
+
+    Raises:
+        ValueError: this drafter cannot learn from this policy.
+    """
+
+    def __init__(
+        self,
+        drafter: Adaptable,
+        policy: PreTrainedModel,
+        accelerator: Accelerator,
+        learning_rate: float,
+        hidden_weight: float,
+        token_weight: float,
+        seed: int,
+    ) -> None:
+        self.drafter = drafter
+        self._policy, self._accelerator, self._seed = policy, accelerator, seed
+        self._learning_rate, self._hidden_weight, self._token_weight = learning_rate, hidden_weight, token_weight
+        trainable: TrainableDrafter = drafter
+        self._parameters = trainable.trained(trainable.network)
+        self._masters: list[Tensor] = []
+        for parameter in self._parameters:
+            parameter.requires_grad_()
+            is_wide = torch.promote_types(parameter.dtype, torch.float32) == parameter.dtype
+            self._masters.append(parameter if is_wide else parameter.detach().float())
+        # Decay would pull an already trained drafter towards nothing; ER names none.
+        self._optimizer = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=0.0)
+        self._micro_batches = 0
+        self._seen: tuple[Mapping[str, Any], dict[int, Tensor]] | None = None  # inputs, hidden states by index
+        self._problem: str | None = None  # of this rank, not yet told to the others
+        self.is_stopped = False
+        self._sums = dict.fromkeys(("loss", "agreement", "learned", "seconds"), 0.0)
+        self._rehearse()
+
+    # ---- what the loss's forward shows ----------------------------------------------------------------------------
+
+    @contextmanager
+    def watch(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Keeps the hidden states of the forward inside the block, which must be the policy's on `inputs`.
+
+        The hooks are gone before the backward pass, in which gradient checkpointing runs the forward again, and before
+        the engine makes a shadow of the policy, which would inherit them.
+
+        Args:
+            inputs: TRL's: left-padded `prompt_ids` and `prompt_mask` `[B, P]`, right-padded `completion_ids` and
+                `completion_mask` `[B, C]`.
+        """
+        if self.is_stopped:
+            yield
+            return
+        states: dict[int, Tensor] = {}
+        newest = len(decoder_layers(self._policy))
+        handles = keep_states(self._policy, {*self.drafter.feature_layers, newest}, states)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._seen = inputs, {index: state.detach() for index, state in states.items()}
+
+    # ---- learning -------------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """One step on what was seen since the last one. Every rank calls it once per micro-batch."""
+        seen, self._seen = self._seen, None
+        if self.is_stopped:
+            return
+        self._wait_for_device()  # the policy's backward pass is not the drafter's time
+        started = time.perf_counter()
+        self._micro_batches += 1
+        problem = self._problem
+        gradients: list[Tensor] = []
+        failed, learned, loss, agreement = 1.0, 0.0, 0.0, 0.0
+        if problem is None:
+            try:
+                learned, loss, agreement, gradients = self._learn_from(seen)
+                failed = 0.0
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        status = torch.tensor([failed, learned, loss, agreement], device=self._accelerator.device)  # [4]
+        failed, learned, loss, agreement = self._accelerator.reduce(status, "sum").tolist()
+        if failed:
+            self._stop(problem or "it failed on another rank")
+            return
+        if learned:
+            gradients = [self._accelerator.reduce(gradient, "sum").div_(learned) for gradient in gradients]
+            try:
+                self._step(gradients)
+            except Exception as error:  # this rank's alone: the others learn of it at the next micro-batch
+                self._problem = f"{type(error).__name__}: {error}"
+        self._wait_for_device()
+        for name, value in zip(self._sums, (loss, agreement, learned, time.perf_counter() - started), strict=True):
+            self._sums[name] += value
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the updates since the last call: "loss" and "agreement", means over micro-batches and ranks, and
+        "update_seconds", the sum over micro-batches on this rank (ER's method-specific preparation time)."""
+        sums, self._sums = self._sums, dict.fromkeys(self._sums, 0.0)
+        if not sums["seconds"]:
+            return {}
+        means = {name: sums[name] / sums["learned"] for name in ("loss", "agreement")} if sums["learned"] else {}
+        return means | {"update_seconds": sums["seconds"]}
+
+    def _learn_from(
+        self, seen: tuple[Mapping[str, Any], dict[int, Tensor]] | None
+    ) -> tuple[float, float, float, list[Tensor]]:
+        """1 if there was something to learn from, else 0; the loss; the agreement; gradients of the masters."""
+        if seen is None:
+            raise RuntimeError("the policy's loss was not computed")
+        view = target_view(*seen, self.drafter.feature_layers)
+        del seen
+        if not bool((view.is_real.sum(dim=1) > view.first).any()):  # every completion is masked
+            return 0.0, 0.0, 0.0, [torch.zeros_like(master) for master in self._masters]
+        # Counted, not kept: where a run resumes, the anchors go on. Ranks have other sequences, and other anchors.
+        rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
+        key = stream_keys(self._seed, torch.tensor([self._micro_batches * ranks + rank]))
+        generator = torch.Generator().manual_seed(int(key) & 0xFFFFFFFF)  # the CPU's takes 32 bits
+        with torch.enable_grad():
+            loss, agreement = self._loss(view, generator)
+            # Not backward(): no other .grad may get anything.
+            found = torch.autograd.grad(loss, self._parameters, allow_unused=True, materialize_grads=True)
+        gradients = [gradient.to(master.dtype) for gradient, master in zip(found, self._masters, strict=True)]
+        finite = torch.stack([loss.isfinite(), *(gradient.isfinite().all() for gradient in gradients)])  # [1 + n]
+        if not bool(finite.all()):
+            raise FloatingPointError("its loss or a gradient of it is not finite")
+        return 1.0, float(loss.detach()), float(agreement), gradients
+
+    def _loss(self, view: TargetView, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        with_regression = self._hidden_weight > 0
+        found = sequence_loss(self.drafter, self._policy, view, generator=generator, with_regression=with_regression)
+        loss = self._token_weight * found.cross_entropy
+        if with_regression:
+            loss = loss + self._hidden_weight * found.regression
+        return loss, found.agreement
+
+    def _step(self, gradients: list[Tensor]) -> None:
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            master.grad = gradient
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._show_masters()
+
+    @torch.no_grad()
+    def _show_masters(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if parameter is not master:
+                parameter.copy_(master)
+
+    def _stop(self, problem: str) -> None:
+        self.is_stopped = True
+        self._optimizer.state.clear()
+        warnings.warn(
+            f"the {self.drafter.strategy} drafter is adapted no further (micro-batch {self._micro_batches}): "
+            f"{problem}. It drafts on with the weights it has. Completions and the policy are not affected.",
+            stacklevel=2,
+        )
+
+    def _rehearse(self) -> None:
+        """Has the loss find fault with drafter and policy now, not behind the first rollout."""
+        width = self._policy.config.get_text_config(decoder=True).hidden_size
+        like = {"dtype": self._policy.dtype, "device": self._policy.device}
+        tokens = torch.zeros(1, _REHEARSED, dtype=torch.int64, device=self._policy.device)  # [1, T]
+        view = TargetView(
+            tokens,
+            torch.ones_like(tokens, dtype=torch.bool),
+            torch.zeros(1, _REHEARSED, len(self.drafter.feature_layers) * width, **like),
+            torch.zeros(1, _REHEARSED, width, **like),
+            torch.ones_like(tokens[:, 0]),
+        )
+        try:
+            with torch.no_grad():
+                self._loss(view, torch.Generator().manual_seed(0))
+        except ValueError as error:
+            raise ValueError(
+                f"drafter_adaptation=True with this drafter and policy: {error} Set drafter_adaptation=False to keep "
+                "the drafter as it is, or drafter_hidden_weight=0 where hidden states cannot be compared."
+            ) from error
+
+    def _wait_for_device(self) -> None:
+        if self._accelerator.device.type == "cuda":
+            torch.cuda.synchronize(self._accelerator.device)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_drafter(self, folder: str | Path) -> None:
+        """Writes the drafter to `folder/drafter` in the format it came in, whose dtypes may round its weights."""
+        self.drafter.save(Path(folder) / DRAFTER_FOLDER)
+
+    def save_state(self, folder: str | Path) -> None:
+        """Writes what :meth:`load_state` needs to go on bit for bit: exact weights, optimizer and count."""
+        state = {
+            "strategy": self.drafter.strategy,
+            "micro_batches": self._micro_batches,
+            "masters": [master.detach() for master in self._masters],
+            "optimizer": self._optimizer.state_dict(),
+        }
+        torch.save(state, Path(folder) / STATE_FILE)
+
+    def load_state(self, folder: str | Path) -> None:
+        """Goes on from a trainer's checkpoint; warns and starts anew where it holds no state of such a drafter."""
+        path = Path(folder) / STATE_FILE
+        state = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+        own = [self.drafter.strategy, *(master.shape for master in self._masters)]
+        if state is None or [state["strategy"], *(master.shape for master in state["masters"])] != own:
+            warnings.warn(
+                f"{folder} holds no {STATE_FILE} of such a drafter: the {self.drafter.strategy} drafter starts from "
+                "assistant_model again. Completions are not affected.",
+                stacklevel=2,
+            )
+            return
+        with torch.no_grad():
+            for master, saved in zip(self._masters, state["masters"], strict=True):
+                master.copy_(saved)
+        self._show_masters()
+        self._optimizer.load_state_dict(state["optimizer"])
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate  # the run's, should it have changed
+        self._micro_batches = state["micro_batches"]
+
+
+def target_view(inputs: Mapping[str, Any], states: Mapping[int, Tensor], layers: tuple[int, ...]) -> TargetView:
+    """A batch of TRL's, prompts padded left and completions right, as whole sequences padded right.
+
+    All tokens of a completion count, those of a tool among them.
+
+    Args:
+        inputs: see :meth:`DrafterAdaptation.watch`.
+        states: hidden states `[B, P + C, H]` by index; the last one is what the output embedding takes.
+        layers: those that the drafter reads.
+    """
+    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)  # [B, P + C]
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()  # [B, P + C]
+    lengths = mask.sum(dim=1)  # [B]
+    # Real tokens first, in their order.
+    order = torch.argsort(~mask, dim=1, stable=True)[:, : int(lengths.max())]  # [B, T]
+    is_real = torch.arange(order.shape[1], device=order.device) < lengths[:, None]  # [B, T]
+    rows = torch.arange(len(order), device=order.device)[:, None]  # [B, 1]
+
+    def straight(state: Tensor) -> Tensor:
+        # Attention over nothing but padding may have left NaN there.
+        return state[rows, order].masked_fill_(~is_real[..., None], 0)  # [B, T, H]
+
+    features = torch.cat([straight(states[index]) for index in layers], dim=-1)  # [B, T, layers * H]
+    first = inputs["prompt_mask"].sum(dim=1)  # [B]
+    return TargetView(tokens[rows, order], is_real, features, straight(states[max(states)]), first)

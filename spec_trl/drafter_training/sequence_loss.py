@@ -1,0 +1,327 @@
+"""What a learned drafter is trained on: whole sequences and what the target's forward showed of them.
+
+Every position of a sequence is a place where drafting could have started, and the target has told what should have
+come out there. The drafter is run as it drafts, fed with the true tokens:
+
+    EAGLE-3   each start i unrolls `depth` steps on its own output (training-time test, arXiv 2503.01840 §3.2):
+              step k, start i    sees the real pairs 0..i and its own fed-back pairs, predicts token i + k + 1
+    DFlash    random anchors a, a block behind each (arXiv 2602.06036):
+              draft d, anchor a  sees the target's features before a, predicts token a + d
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from ..generation.drafters.dflash.drafter import DFlashDrafter
+from ..generation.drafters.dflash.network import DFlashNetwork
+from ..generation.drafters.eagle3.drafter import Eagle3Drafter
+from ..generation.drafters.eagle3.network import Eagle3Network
+from ..generation.drafters.feature_drafter import LearnedDrafter
+from .target_head import TargetHead
+from .whole_sequences import Unroll, block_states
+
+
+# Logits alive at once, the target's and the drafter's: pieces beyond are computed again in the backward pass.
+_LOGITS_ALIVE = 1 << 28
+_STARTS = 128  # of one piece of the unroll, at most: each of its queries passes by the fed-back keys of all others
+
+
+@dataclass(frozen=True)
+class TargetView:
+    """What a target's forward showed of whole sequences.
+
+    Args:
+        tokens: `[B, T]` int64, right-padded.
+        is_real: `[B, T]` bool, False on padding.
+        features: `[B, T, len(drafter.feature_layers) * H_t]`, the hidden states `drafter.feature_layers` side by side.
+        hidden: `[B, T, H_t]`, what the target's output embedding takes.
+        first: `[B]` int64, the first token that counts as one to be predicted: a prompt's length, or 1 for all.
+    """
+
+    tokens: Tensor
+    is_real: Tensor
+    features: Tensor
+    hidden: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True)
+class SequenceLoss:
+    """Means over the counted positions, by the drafter's position weights; 0 where none counts.
+
+    Args:
+        cross_entropy: scalar, nats: of the drafter against the target's distribution at temperature 1, which is
+            renormalised over the draft vocabulary.
+        regression: scalar: smooth L1 between the drafter's hidden states and those of the target they stand for.
+        agreement: scalar in 0..1, without gradient: share of the counted positions at which the largest logits agree.
+    """
+
+    cross_entropy: Tensor
+    regression: Tensor
+    agreement: Tensor
+
+
+def sequence_loss(
+    drafter: LearnedDrafter,
+    target: PreTrainedModel,
+    view: TargetView,
+    generator: torch.Generator | None = None,
+    *,
+    depth: int = 7,
+    anchors: int | None = None,
+    with_regression: bool = False,
+) -> SequenceLoss:
+    """How far a drafter is from its target, over whole sequences.
+
+    Gradients reach the drafter's network alone: the target's embedding and head are used as they are now, detached.
+    A position counts where the token it predicts is real and not before `view.first`, and where the target's largest
+    logit lies within the draft vocabulary. Weights are `drafter.position_weights`.
+
+    Args:
+        drafter: EAGLE-3 or DFlash.
+        target: gives the embedding and the head.
+        view: of the target.
+        generator: draws DFlash's anchors; None: the global one of the CPU.
+        depth: steps that EAGLE-3 is unrolled.
+        anchors: of DFlash, per sequence; None: so many that a token is drafted about twice.
+        with_regression: whether `regression` is wanted too (ER App. F.5), which is 0 otherwise. EAGLE-3: the layer's
+            output at step 1 against `hidden` at the position it predicts from. DFlash: a slot's normed state against
+            `hidden` at the position before the slot's token.
+
+    Raises:
+        ValueError: `view` does not fit the drafter, widths of states and `hidden` differ where they are to be
+            compared, a count is below 1, or the target's family does something unknown to its logits.
+    """
+    network = _network_of(drafter)
+    _check(drafter, network, view, depth, anchors, with_regression)
+    told = _Told(TargetHead(target), view, drafter.target_ids)
+    # As it drafts: in its own dtype, whatever autocast the policy trains under.
+    with torch.autocast(view.tokens.device.type, enabled=False):
+        if isinstance(network, Eagle3Network):
+            sums = _eagle3_sums(drafter, network, target, told, depth, with_regression)
+        else:
+            sums = _dflash_sums(drafter, network, target, told, anchors, generator, with_regression)
+    return sums.means()
+
+
+def causal_lm_loss(model: PreTrainedModel, target: PreTrainedModel, view: TargetView) -> SequenceLoss:
+    """How far a small causal language model is from its target, over whole sequences; `view.features` is not read.
+
+    Args:
+        model: with the target's vocabulary; gradients reach its parameters.
+        target: gives the head.
+        view: of the target.
+    """
+    told = _Told(TargetHead(target), view, None)
+    positions = torch.arange(view.tokens.shape[1] - 1, device=view.tokens.device)  # [T - 1]
+    logits, counts = told.logits(positions)  # [B, T - 1, V], [B, T - 1]
+    drafted = model(view.tokens, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
+    return _compare(drafted, logits, counts, torch.ones_like(counts)).means()
+
+
+class _Sums(NamedTuple):
+    """Scalars, summed over positions: `weight` and `compared` are those under `cross_entropy` and `regression`."""
+
+    cross_entropy: Tensor
+    weight: Tensor
+    regression: Tensor
+    compared: Tensor
+    agreed: Tensor
+    positions: Tensor
+
+    def means(self) -> SequenceLoss:
+        tiny = torch.finfo(torch.float32).tiny  # no position counts: 0, not NaN
+        return SequenceLoss(
+            self.cross_entropy / self.weight.clamp(min=tiny),
+            self.regression / self.compared.clamp(min=tiny),
+            (self.agreed / self.positions.clamp(min=1)).detach(),
+        )
+
+
+class _Told:
+    """What the target says at any position, beyond the end too, where nothing counts."""
+
+    def __init__(self, head: TargetHead, view: TargetView, target_ids: Tensor | None) -> None:
+        self.head, self.view, self._target_ids = head, view, target_ids
+        self._inside: Tensor | None = None
+        if target_ids is not None:
+            vocabulary = head.scores.get_parameter("weight").shape[0]
+            self._inside = torch.zeros(vocabulary, dtype=torch.bool, device=target_ids.device)  # [V]
+            self._inside[target_ids] = True
+
+    def hidden(self, positions: Tensor) -> Tensor:
+        """`[B, n, H_t]` at `positions`, `[n]` or `[B, n]`."""
+        positions = positions.expand(len(self.view.tokens), -1).clamp(max=self.view.tokens.shape[1] - 1)  # [B, n]
+        return self.view.hidden[self._rows(), positions]
+
+    def logits(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits `[B, n, drafts]` of the token behind `positions`, and whether it counts, `[B, n]` bool."""
+        view, width = self.view, self.view.tokens.shape[1]
+        behind = positions.expand(len(view.tokens), -1) + 1  # [B, n]
+        counts = view.is_real[self._rows(), behind.clamp(max=width - 1)] & (behind < width)  # [B, n]
+        counts &= behind >= view.first[:, None]
+        logits = self.head(self.hidden(positions))  # [B, n, V]
+        if self._target_ids is None or self._inside is None:
+            return logits, counts
+        return logits[..., self._target_ids], counts & self._inside[logits.argmax(dim=-1)]
+
+    def _rows(self) -> Tensor:
+        return torch.arange(len(self.view.tokens), device=self.view.tokens.device)[:, None]  # [B, 1]
+
+
+def _compare(drafted: Tensor, told: Tensor, counts: Tensor, weights: Tensor) -> _Sums:
+    """Sums of the drafter's logits `[..., drafts]` against the target's, over positions `[...]` that count."""
+    scores = F.log_softmax(drafted.to(torch.promote_types(drafted.dtype, torch.float32)), dim=-1)  # [..., drafts]
+    entropies = -(told.softmax(dim=-1) * scores).sum(dim=-1)  # [...]
+    weights = weights.to(entropies.dtype) * counts  # [...]
+    none = entropies.new_zeros(())
+    agreed = (drafted.argmax(dim=-1) == told.argmax(dim=-1)) & counts  # [...]
+    return _Sums((weights * entropies).sum(), weights.sum(), none, none, agreed.sum(), counts.sum())
+
+
+def _regress(sums: _Sums, states: Tensor, hidden: Tensor, weights: Tensor) -> _Sums:
+    """`sums` with smooth L1 of states `[..., H]` against the target's, by `weights` (`[...]`, 0 where none counts)."""
+    wide = torch.promote_types(states.dtype, torch.float32)
+    distances = F.smooth_l1_loss(states.to(wide), hidden.to(wide), reduction="none").mean(dim=-1)  # [...]
+    weights = weights.to(distances.dtype)
+    return sums._replace(regression=(weights * distances).sum(), compared=weights.sum())
+
+
+def _total(pieces: list[Callable[[], _Sums]], recompute: bool) -> _Sums:
+    """The sum over pieces; with `recompute` each keeps nothing for the backward pass, where it is run again."""
+    found = [
+        checkpoint(piece, use_reentrant=False, preserve_rng_state=False) if recompute else piece() for piece in pieces
+    ]
+    return _Sums(*(torch.stack(terms).sum() for terms in zip(*found, strict=True)))
+
+
+def _eagle3_sums(
+    drafter: LearnedDrafter,
+    network: Eagle3Network,
+    target: PreTrainedModel,
+    told: _Told,
+    depth: int,
+    with_regression: bool,
+) -> _Sums:
+    view, dtype = told.view, network.fc.weight.dtype
+    batch, pairs = view.tokens.shape[0], view.tokens.shape[1] - 1
+    table = target.get_input_embeddings() if network.embed_tokens is None else network.embed_tokens
+    with torch.no_grad():
+        embedded = F.embedding(view.tokens[:, 1:], table.get_parameter("weight")).to(dtype)  # [B, N, H]
+    weights = torch.tensor(drafter.position_weights(depth), device=embedded.device, dtype=torch.float64)  # [depth]
+    unroll = Unroll(network, embedded, network.project(view.features[:, :-1].to(dtype)))
+    per_start = batch * (depth + 1) * len(told.head.scores.get_parameter("weight"))
+    width = min(max(_LOGITS_ALIVE // per_start, 16), _STARTS)
+
+    def piece(starts: slice) -> _Sums:
+        stop = starts.stop - starts.start  # n
+        positions = torch.arange(starts.start + 1, starts.stop + depth, device=embedded.device)  # [n + depth - 1]
+        logits, counts = told.logits(positions)  # [B, n + depth - 1, drafts], [B, n + depth - 1]
+        steps = unroll.outputs(starts, depth)  # of [B, n, H]
+        found = []
+        for step, h in enumerate(steps):
+            at = slice(step, step + stop)
+            found.append(_compare(network.logits(h), logits[:, at], counts[:, at], weights[step]))
+        sums = _Sums(*(torch.stack(terms).sum() for terms in zip(*found, strict=True)))
+        if with_regression:
+            sums = _regress(sums, steps[0], told.hidden(positions[:stop]), counts[:, :stop])
+        return sums
+
+    starts = [slice(start, min(start + width, pairs)) for start in range(0, pairs, width)]
+    recompute = per_start * pairs > _LOGITS_ALIVE
+    return _total([partial(piece, some) for some in starts], recompute)
+
+
+def _dflash_sums(
+    drafter: LearnedDrafter,
+    network: DFlashNetwork,
+    target: PreTrainedModel,
+    told: _Told,
+    anchors: int | None,
+    generator: torch.Generator | None,
+    with_regression: bool,
+) -> _Sums:
+    view, config = told.view, network.config
+    batch, width = view.tokens.shape
+    wanted = anchors if anchors is not None else -(-2 * width // config.drafts)
+    chosen, is_chosen = _draw_anchors(view, min(wanted, width - 1), generator)  # [B, M]
+    drafts = torch.arange(config.drafts, device=chosen.device)  # [drafts]
+    per_draft = drafter.position_weights(config.drafts)
+    weights = torch.tensor(per_draft, device=chosen.device, dtype=torch.float64)  # [drafts]
+    per_anchor = batch * 2 * config.drafts * len(told.head.scores.get_parameter("weight"))
+    size = min(max(_LOGITS_ALIVE // per_anchor, 1), chosen.shape[1])
+
+    def piece(some: slice) -> _Sums:
+        states = block_states(network, target, view.tokens, view.features, chosen[:, some])  # [B, m, n, H]
+        states = states[:, :, config.block_size - config.drafts :].flatten(1, 2)  # [B, m * drafts, H]
+        positions = (chosen[:, some, None] + drafts).flatten(1)  # [B, m * drafts]: before the drafted tokens
+        logits, counts = told.logits(positions)
+        counts &= is_chosen[:, some].repeat_interleave(config.drafts, dim=1)
+        weight = weights.repeat(positions.shape[1] // config.drafts).expand_as(counts)  # [B, m * drafts]
+        sums = _compare(network.logits(states, told.head.scores), logits, counts, weight)
+        if with_regression:
+            sums = _regress(sums, states, told.hidden(positions), weight * counts)
+        return sums
+
+    pieces = [slice(start, start + size) for start in range(0, chosen.shape[1], size)]
+    return _total([partial(piece, some) for some in pieces], len(pieces) > 1)
+
+
+def _draw_anchors(view: TargetView, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Different positions per sequence `[B, count]`, and whether they are any: the token behind them must count."""
+    where = torch.device("cpu") if generator is None else generator.device
+    behind = torch.arange(1, view.tokens.shape[1], device=view.tokens.device)  # [T - 1]
+    eligible = view.is_real[:, 1:] & (behind >= view.first[:, None])  # [B, T - 1]
+    order = torch.rand(eligible.shape, generator=generator, device=where).to(eligible.device)  # [B, T - 1]
+    found = order.masked_fill(~eligible, -1.0).topk(count, dim=1)
+    return found.indices, found.values >= 0
+
+
+def _network_of(drafter: LearnedDrafter) -> Eagle3Network | DFlashNetwork:
+    network = drafter.network if isinstance(drafter, Eagle3Drafter | DFlashDrafter) else None
+    if not isinstance(network, Eagle3Network | DFlashNetwork):
+        raise ValueError(f"a {type(drafter).__name__} has no loss over sequences; EAGLE-3 and DFlash drafters do.")
+    return network
+
+
+def _check(
+    drafter: LearnedDrafter,
+    network: Eagle3Network | DFlashNetwork,
+    view: TargetView,
+    depth: int,
+    anchors: int | None,
+    with_regression: bool,
+) -> None:
+    if depth < 1:
+        raise ValueError(f"depth={depth}; EAGLE-3 must be unrolled at least 1 step.")
+    if anchors is not None and anchors < 1:
+        raise ValueError(f"anchors={anchors}; give at least 1 per sequence, or None.")
+    (batch, length), wide = view.tokens.shape, view.hidden.shape[-1]
+    expected = {
+        "is_real": (batch, length),
+        "features": (batch, length, len(drafter.feature_layers) * wide),
+        "hidden": (batch, length, wide),
+        "first": (batch,),
+    }
+    for name, shape in expected.items():
+        found = tuple(getattr(view, name).shape)
+        if found != shape:
+            raise ValueError(
+                f"view.{name} has shape {list(found)} and must have {list(shape)}: tokens are {batch} x {length}, the "
+                f"drafter reads the hidden states {list(drafter.feature_layers)}, which are {wide} wide."
+            )
+    if length < 2:
+        raise ValueError(f"view.tokens has shape {[batch, length]}; sequences of at least 2 tokens are needed.")
+    if with_regression and network.norm.weight.numel() != wide:
+        raise ValueError(
+            f"with_regression=True: the drafter's states are {network.norm.weight.numel()} wide and the target's "
+            f"{wide}; they cannot be compared. Train such a drafter on the cross-entropy alone."
+        )

@@ -1,0 +1,155 @@
+"""Drafting token by token with a network: the loop that the self-drafter and a small model share."""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ...quantization.linear import QuantizedLinear
+from ..engine.cache import RaggedCache
+from ..engine.drafter import DraftSession
+from ..engine.noise import RoundNoise
+from ..engine.prefill import prefill
+from ..engine.rows import Admission
+from ..engine.runner import EagerRunner
+from ..engine.shadow import decoder_layers
+from ..engine.verification import Proposal
+from .canvas import Canvas, TrainableDrafter
+
+
+CATCH_UP = 16
+"""Tokens per row that one forward of a drafter's catching up may hold."""
+
+
+class NetworkDrafter(TrainableDrafter):
+    """Drafts with a causal language model over a ragged cache.
+
+    Args:
+        network: the drafting network, as :func:`~spec_trl.generation.engine.shadow.make_shadow` makes it.
+        shares_target_cache: the network writes provisional K/V into the target's cache, where verification overwrites
+            it (ER §E.2). Else it keeps a cache of its own.
+        made_of: forwards that were captured of a network serve another one that is made of the same, over the same
+            weights; None: no other.
+    """
+
+    has_probabilities = True
+    network: PreTrainedModel
+
+    def __init__(
+        self, network: PreTrainedModel, shares_target_cache: bool, made_of: tuple[object, ...] | None = None
+    ) -> None:
+        self.network = network
+        self._made_of = made_of or (id(network),)
+        self._shares_target_cache = shares_target_cache
+        self._vocabulary = network.config.get_text_config(decoder=True).vocab_size
+
+    def begin(self, session: DraftSession) -> None:
+        super().begin(session)
+        rows = session.rows
+        self._fed: tuple[Tensor, Tensor] | None = None  # of this round: columns and drafts, [B, γ - 1] each
+        if self._shares_target_cache and session.target is not None:
+            self._cached: Tensor | None = None
+        else:
+            # Tokens of each row whose K/V this cache holds: [capacity]
+            self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=rows.tokens.device)
+        if session.target is not None:
+            self._runner = session.target.beside(self.network, self._shares_target_cache, self._made_of)
+        else:
+            self._runner = EagerRunner(
+                self.network, RaggedCache.for_network(self.network, rows.capacity, rows.columns)
+            )
+
+    def end(self) -> None:
+        super().end()
+        del self._runner, self._cached, self._fed
+
+    def admit(self, admission: Admission) -> None:
+        if self._cached is not None:
+            prefill(self._runner, self.session.rows, admission)
+            rows = self.session.rows
+            self._cached[admission.first : rows.active] = rows.lengths[admission.first :] - 1
+
+    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+        if self._cached is not None:
+            self._runner.cache.copy_rows(source, destination, columns)
+            self._cached[destination] = self._cached[source]
+
+    def observe(self, tokens: int) -> None:
+        if self._cached is not None and self._fed is not None:
+            # What was fed counts as far as it was committed: drafts may be rejected, or another drafter's be taken.
+            rows, (columns, drafts), self._fed = self.session.rows, self._fed, None
+            same = (rows.tokens[: rows.active].gather(1, columns) == drafts) & (columns < rows.lengths[:, None])
+            cached = self._cached[: rows.active] + same.long().cumprod(1).sum(1)  # [B]
+            self._cached[: rows.active] = torch.minimum(cached, rows.lengths - 1)
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        session, rows = self.session, self.session.rows
+        logits = self._logits_of_next()  # [B, V]
+        kept, scores, drawn = [], [], None
+        for step in range(draft_length):
+            drawn, processed = session.draw(logits[:, None], noise, step, drawn)
+            rows.write(step, drawn.tokens)
+            scores.append(drawn.scores)
+            if processed is not None:
+                kept.append(processed)
+            if step + 1 < draft_length:
+                logits = self._forward(rows.columns_behind(step, 1), rows.longest + step + 1)[:, 0]
+        if self._cached is not None:  # all but the newest draft token were fed
+            self._cached[: rows.active] = rows.lengths
+            self._fed = rows.columns_behind(0, draft_length - 1), rows.window(0, draft_length - 1)
+        won = torch.cat(scores, dim=1)  # [B, γ]
+        broken = won.isnan().any(dim=1)  # [B]
+        # -inf: the processors left no token, or refused the draft so far. A row drafts up to there.
+        lengths = (won > -torch.inf).long().cumprod(dim=1).sum(dim=1).masked_fill(broken, 0)  # [B]
+        draft_logits = torch.cat(kept, dim=1) if kept else None  # [B, γ, V]
+        return Proposal(rows.window(0, draft_length), lengths, draft_logits, broken.any())
+
+    @property
+    def forwards(self) -> int:  # type: ignore[override]
+        return self._runner.forwards
+
+    @property
+    def cache_bytes(self) -> int:
+        return 0 if self._cached is None else self._runner.cache.bytes
+
+    @property
+    def cache(self) -> RaggedCache:
+        return self._runner.cache
+
+    @property
+    def width(self) -> int:
+        return self.network.config.get_text_config(decoder=True).hidden_size
+
+    def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
+        # One forward instead of γ: what was drafted is known.
+        count = canvas.tokens.shape[1] - 1
+        return self._runner.replay(network, canvas.tokens[:, :count], canvas.behind(-1, count), canvas.cache())
+
+    def trained(self, network: PreTrainedModel) -> list[nn.Parameter]:
+        return list(network.parameters())
+
+    def projections(self, network: PreTrainedModel) -> dict[str, nn.Module]:
+        return {
+            name: module
+            for name, module in decoder_layers(network).named_modules()
+            if isinstance(module, nn.Linear | Conv1D | QuantizedLinear)
+        }
+
+    def _logits_of_next(self) -> Tensor:
+        """Feeds what the cache misses, up to the last committed token, and returns the logits behind it."""
+        rows = self.session.rows
+        missing = 1
+        if self._cached is not None:
+            # Usually 1, or 2 after a block that was accepted whole; more after rounds in which it did not draft. Rows
+            # that miss fewer feed some tokens again, which rewrites the same K/V.
+            missing = int((rows.lengths - self._cached[: rows.active]).max())
+        while missing > CATCH_UP:  # in pieces, without logits: all at once would need memory for a long prompt's
+            columns = rows.columns_behind(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]
+            self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)
+            missing -= CATCH_UP
+        columns = rows.columns_behind(-missing, missing).clamp(min=0)  # [B, missing]
+        return self._forward(columns, rows.longest)[:, -1]
+
+    def _forward(self, columns: Tensor, visible: int) -> Tensor:
+        tokens = self.session.rows.tokens[: len(columns)].gather(1, columns)  # [B, q]
+        return self._runner.forward(tokens, columns, visible)

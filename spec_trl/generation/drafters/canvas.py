@@ -1,0 +1,154 @@
+"""Drafters that can learn from the rounds they drafted: what a round must leave behind to be run again with gradient.
+
+Inference kernels carry no gradient (TTS App. C.3), caches are written in place, and a captured forward holds still: so
+drafting stays as it is, and an update replays the round from a :class:`Canvas` on plain modules.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.cache import RaggedCache, ReplayCache
+from ..engine.drafter import Drafter
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """What one round drafted from, and what it drafted: x_{t+1:t+C} behind x_{1:t} (TTS §4).
+
+    Args:
+        lengths: `[B]` int64, committed tokens n of each row; the newest sits in column n - 1.
+        tokens: `[B, context + 1 + γ]` int64, the newest `context + 1` committed tokens and the drafts:
+
+                column   n-1-context .. n-2 | n-1 | n .. n-1+γ
+                         context            | x_t | drafts
+
+        features: `[B, context, F]` of the target at the context's columns; None: the drafter reads none.
+        columns: of the K/V, which must hold the drafts as well.
+        keys_values: K and V `[B, kv_heads, columns, d]` of each layer; from a row's n - 1 on they hold scratch.
+    """
+
+    lengths: Tensor
+    tokens: Tensor
+    features: Tensor | None
+    columns: int
+    keys_values: list[tuple[Tensor, Tensor]]
+
+    @property
+    def context(self) -> int:
+        """Columns before the newest committed token that come with tokens and features."""
+        return 0 if self.features is None else self.features.shape[1]
+
+    @property
+    def draft_length(self) -> int:
+        """γ."""
+        return self.tokens.shape[1] - self.context - 1
+
+    def behind(self, offset: int, count: int) -> Tensor:
+        """`[B, count]` int64: columns n + offset .. of each row; what would lie before its start goes astray."""
+        columns = self.lengths[:, None] + torch.arange(offset, offset + count, device=self.lengths.device)
+        # The last column lies behind all that a replay looks at.
+        return columns.where(columns >= 0, self.columns - 1)
+
+    def tokens_behind(self, offset: int, count: int) -> Tensor:
+        """`[B, count]` int64: the tokens there."""
+        first = self.context + 1 + offset
+        return self.tokens[:, first : first + count]
+
+    def cache(self) -> ReplayCache:
+        """Its K/V, to be written to in a replay."""
+        return ReplayCache(self.keys_values, self.columns)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of what it holds."""
+        held = [self.tokens, *(part for pair in self.keys_values for part in pair)]
+        return sum(tensor.nbytes for tensor in held) + (0 if self.features is None else self.features.nbytes)
+
+
+class TrainableDrafter(Drafter):
+    """A drafter with a network whose rounds can be replayed.
+
+    Attributes:
+        network: that drafts.
+        target_ids: `[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same.
+        learned_context: columns before a round whose K/V a replay computes anew, with gradient.
+        context: the same where the drafter learns, else 0: then nothing is kept for it.
+        cache: K/V that it drafts from.
+    """
+
+    network: nn.Module
+    target_ids: Tensor | None = None
+    weight_rate: float = 0.08
+    """η of Adam times the width, where none is given: a step moves every weight by about η, and what a unit sums up
+    grows with its inputs. 3e-4 at width 256; at 4096 it is 2e-5, between what others have trained drafters with online
+    (1e-6 to 1e-3)."""
+    learned_context: int = 0
+    context: int = 0
+
+    @property
+    @abstractmethod
+    def cache(self) -> RaggedCache:
+        """K/V that it drafts from; during a generation."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Of the network's hidden states."""
+
+    @abstractmethod
+    def replay(self, network: Any, canvas: Canvas) -> Tensor:
+        """The draft logits of a round once more, with gradient.
+
+        Args:
+            network: this drafter's, or a copy of it.
+            canvas: the round.
+
+        Returns:
+            `[B, C, draft vocabulary]` raw logits of the first C <= γ draft tokens.
+        """
+
+    @abstractmethod
+    def trained(self, network: Any) -> list[nn.Parameter]:
+        """The parameters of `network`, this drafter's or a copy of it, that learning may change."""
+
+    @abstractmethod
+    def projections(self, network: Any) -> dict[str, nn.Module]:
+        """The layers of `network` that low-rank adapters can correct, by name."""
+
+    def columns_of_replay(self, draft_length: int) -> int:
+        """Columns from a row's newest token on that a replay writes to."""
+        return draft_length
+
+    def position_weights(self, count: int) -> list[float]:
+        """w_k, k = 1..count (TTS §4.1): a token behind a wrong one is of less use. EAGLE-3's training: 0.8^(k - 1)."""
+        return [0.8**k for k in range(count)]
+
+    def canvas(self, draft_length: int, snapshot: bool) -> Canvas:
+        """The round that was just drafted and verified, before it is committed.
+
+        Args:
+            draft_length: γ.
+            snapshot: copy what later rounds write to.
+        """
+        rows = self.session.rows
+        columns = rows.longest + self.columns_of_replay(draft_length)
+        features = self._context_features()
+        context = 0 if features is None else features.shape[1]
+        where = rows.columns_behind(-1 - context, context + 1 + draft_length).clamp(min=0)
+        pairs = [
+            (layer.keys[: rows.active, :, :columns], layer.values[: rows.active, :, :columns])
+            if layer.is_initialized  # else one without attention, which nothing is asked of
+            else (rows.tokens[:0], rows.tokens[:0])
+            for layer in self.cache.layers
+        ]
+        if snapshot:
+            pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
+        return Canvas(rows.lengths.clone(), rows.tokens[: rows.active].gather(1, where), features, columns, pairs)
+
+    def _context_features(self) -> Tensor | None:
+        """`[B, context, F]` of the columns before a round, a copy."""
+        return None

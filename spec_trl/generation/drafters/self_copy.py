@@ -1,0 +1,136 @@
+"""The policy's own quantized copy as drafter (ER §3.1): it cannot go stale, and it needs no cache of its own."""
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...quantization import quantize_projections
+from ...quantization.awq import ActivationStatistics
+from .. import kept
+from ..engine.drafter import DraftSession
+from ..engine.noise import RoundNoise
+from ..engine.shadow import make_shadow
+from ..engine.verification import Proposal
+from .autoregressive import NetworkDrafter
+
+
+class SelfDrafter(NetworkDrafter):
+    """A twin of the policy with quantized projections; everything else is the policy's own, by reference.
+
+    Args:
+        policy: the live policy; never changed.
+        quantization: scheme, see :class:`~spec_trl.generation.configuration.SpeculativeConfig`.
+        kernel: kernel name or "auto".
+        lm_head: "auto", "dense" or "packed".
+    """
+
+    strategy = "self"
+
+    def __init__(
+        self, policy: PreTrainedModel, quantization: str = "rtn-w4-g128", kernel: str = "auto", lm_head: str = "auto"
+    ) -> None:
+        twin = make_shadow(policy)
+        self.quantized = quantize_projections(twin, scheme=quantization, kernel=kernel, lm_head=lm_head)
+        self.max_rows = self.quantized.max_rows
+        super().__init__(twin, shares_target_cache=True)
+        self.refresh_seconds = 0.0
+        """Spent on refreshes that drafting waited for, in all."""
+        self._is_stale = False
+        self._statistics: ActivationStatistics | None = None
+        self._policy = weakref.ref(policy)
+        self._versions = versions(policy)
+
+    def refresh(self, statistics: ActivationStatistics | None = None) -> None:
+        """Requantizes the policy's present weights into the same buffers (ER §3.1, Algorithm 1 line 3).
+
+        Args:
+            statistics: of the policy's forwards in the step before, over `quantized.activation_aware_layers`; the
+                "awq" schemes choose their scales by them and round to nearest without (ER §C.4).
+        """
+        self.quantized.refresh(statistics)
+        self._is_stale = False
+
+    def refresh_if_changed(self) -> None:
+        """Requantizes if the policy's weights have changed since this was called or the drafter was made.
+
+        A change is seen by the parameters' storage and version counters. Writes through `.data` escape them: they cost
+        acceptance until the next change that is seen, never correctness.
+        """
+        policy = self._policy()
+        if policy is not None and self._versions != (present := versions(policy)):
+            self.refresh()
+            self._versions = present
+
+    def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
+        """The same, put off until something is drafted: a rollout that never speculates does not pay for it."""
+        self._is_stale, self._statistics = True, statistics
+
+    def trained(self, network: PreTrainedModel) -> list[nn.Parameter]:
+        return []  # all of them are the policy's
+
+    def begin(self, session: DraftSession) -> None:
+        super().begin(session)
+        self._is_first = True
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        if self._is_stale:
+            started = time.perf_counter()
+            self.refresh(self._statistics)
+            if self.session.rows.tokens.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.refresh_seconds += time.perf_counter() - started
+        if not self._is_first:
+            return super().propose(draft_length, noise)
+        with self._watched_policy() as ran:
+            proposal = super().propose(draft_length, noise)
+        # A twin that silently ran the policy's own layers would be slow and never noticed. Replays run no layer.
+        if self._runner.eager_forwards:
+            self.quantized.assert_all_called(aside=self.quantized.layers.keys() - ran)
+            self._is_first = False
+        return proposal
+
+    @contextmanager
+    def _watched_policy(self) -> Iterator[set[str]]:
+        """Notes the packed layers whose originals in the policy run, as they do in a twin that is none."""
+        ran: set[str] = set()
+        policy = self._policy()
+        assert policy is not None
+        # A layer that torch.compile wrapped is called after its wrapper.
+        modules = {name.replace("_orig_mod.", ""): module for name, module in policy.named_modules()}
+        hooks = [
+            modules[name].register_forward_pre_hook(lambda *_, name=name: ran.add(name))
+            for name in self.quantized.layers
+        ]
+        try:
+            yield ran
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_head: str) -> SelfDrafter:
+    """The self-drafter that is kept for `policy`, refreshed if its weights have changed; or a new one, where none is
+    kept or another call has it. It is the caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`.
+
+    There are no activation statistics here: "awq"
+    schemes round to nearest. For scales, make a SelfDrafter, refresh it with statistics, and pass it as `drafter`.
+    """
+    made_for = (quantization, kernel, lm_head, *map(id, policy.parameters()))
+    drafter: SelfDrafter | None = kept.take(policy, SelfDrafter.strategy)
+    if drafter is not None and drafter.made_for == made_for:
+        drafter.refresh_if_changed()
+        return drafter
+    del drafter  # before another one takes memory
+    drafter = SelfDrafter(policy, quantization, kernel, lm_head)
+    drafter.made_for = made_for
+    return drafter
+
+
+def versions(policy: PreTrainedModel) -> tuple[tuple[int, int], ...]:
+    """Where each parameter lies and how often it was written to."""
+    return tuple((p.data_ptr(), p._version) for p in policy.parameters())

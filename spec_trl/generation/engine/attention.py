@@ -1,0 +1,234 @@
+"""Attention over a ragged cache: additive masks by position, and grouped heads without repeated K/V."""
+
+import inspect
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import eager_mask
+
+from .kernels import run_on
+
+
+RAGGED_ATTENTION = "spec_trl_ragged"
+
+FULL, SLIDING, CHUNKED, DUMMY = "full_attention", "sliding_attention", "chunked_attention", "dummy"
+# Layers without attention of their own: they get no mask and store no K/V.
+_NO_ATTENTION = {"moe", "mlp", DUMMY}
+# GPT-Neo has names of its own.
+GPT_NEO_LAYERS = {"global": FULL, "local": SLIDING}
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """Which masks a family's forward expects: one tensor, or a dict with one tensor per layer type."""
+
+    layer_types: tuple[str, ...]
+    per_type: bool
+    sliding_window: int
+    chunk_size: int
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig) -> "MaskPlan":
+        """One rule for all families: `layer_types` set: a dict per type; else `sliding_window`: sliding; else
+        `attention_chunk_size`: chunked; else full.
+
+        Raises:
+            ValueError: a layer type keeps state that a rejected token cannot be taken out of.
+        """
+        settings = config.to_dict()
+        window, chunk = settings.get("sliding_window"), settings.get("attention_chunk_size")
+        if config.model_type == "gpt_neo":
+            return cls(tuple({GPT_NEO_LAYERS[name] for name in config.attention_layers}), True, config.window_size, 0)
+        if settings.get("layer_types"):
+            layer_types = tuple(sorted(set(settings["layer_types"]) - _NO_ATTENTION))
+            unknown = [layer_type for layer_type in layer_types if layer_type not in (FULL, SLIDING, CHUNKED)]
+            if unknown:
+                raise ValueError(
+                    f"model type '{config.model_type}' has layers of type {unknown}, which keep a recurrent or "
+                    "compressed state that rejected tokens cannot be removed from. spec_trl serves full, sliding and "
+                    "chunked attention; generate without `assistant_strategy`."
+                )
+            return cls(layer_types, True, window or 0, chunk or 0)
+        layer_type = SLIDING if window is not None else CHUNKED if chunk is not None else FULL
+        return cls((layer_type,), False, window or 0, chunk or 0)
+
+    @classmethod
+    def for_network(cls, network: PreTrainedModel) -> "MaskPlan":
+        """The same, but that a window counts only where a mask of the network's has it (Moshi's masks are full).
+
+        Raises:
+            ValueError: as :meth:`from_config`.
+        """
+        plan = cls.from_config(network.config.get_text_config(decoder=True))
+        if plan.layer_types == (SLIDING,):
+            made = {name for module in network.modules() for name in _names_in(inspect.unwrap(type(module).forward))}
+            if "create_causal_mask" in made and "create_sliding_window_causal_mask" not in made:
+                return replace(plan, layer_types=(FULL,))
+        return plan
+
+    @property
+    def unmasked_window(self) -> int | None:
+        """A window that no mask has. transformers' cache keeps to it all the same, and forgets what lies before."""
+        return self.sliding_window or None if self.layer_types == (FULL,) and not self.per_type else None
+
+    def spans(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """The same masks as the first and the last column that each query sees.
+
+        Args:
+            positions: `[B, q]` int64, the cache column of every query.
+
+        Returns:
+            `[B, 1, q, 2]` int64, or one such tensor per layer type. As short as the queries, however long the rows:
+            a captured forward that reads them serves every length.
+        """
+        spans: dict[str, Tensor] = {}
+        for layer_type in self.layer_types:
+            first = torch.zeros_like(positions)  # [B, q]
+            if layer_type == SLIDING:
+                first = (positions - self.sliding_window + 1).clamp(min=0)
+            elif layer_type == CHUNKED:
+                first = positions // self.chunk_size * self.chunk_size
+            spans[layer_type] = torch.stack([first, positions], dim=-1)[:, None]  # [B, 1, q, 2]
+        return spans if self.per_type else spans[self.layer_types[0]]
+
+    def build(
+        self, positions: Tensor, columns: int, dtype: torch.dtype, places: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
+        """Additive masks for queries at `positions`.
+
+        Args:
+            positions: `[B, q]` int64, of every query.
+            columns: number of cache columns that are attended over.
+            dtype: floating dtype of the queries.
+            places: `[B, q]` int64, the cache column of every query where several chains lie side by side behind a
+                row's last committed token, the first query (`ChainLayout`); None:
+                its position.
+
+        Returns:
+            `[B, 1, q, columns]` of 0 and the dtype's minimum, or one such tensor per layer type.
+        """
+        # 0 / min rather than a bool mask: eager code *adds* its mask, and SDPA would convert a bool in every layer.
+        hidden = torch.finfo(dtype).min
+        key = torch.arange(columns, device=positions.device)  # [columns]
+        query = positions[:, None, :, None]  # [B, 1, q, 1]
+        at, later = key, key > query  # [columns], [B, 1, q, columns]
+        if places is not None:
+            place, last = places[:, None, :, None], places[:, None, :1, None]  # [B, 1, q, 1], [B, 1, 1, 1]
+            # Of its own chain's tokens; those of the chains before it land at positions up to `last`.
+            at = torch.where(key > last, key - (place - query), key)  # [B, 1, q, columns], position of every key
+            later = (key > place) | ((key > last) & (at <= last))
+        masks: dict[str, Tensor] = {}
+        for layer_type in self.layer_types:
+            masked = later
+            if layer_type == SLIDING:
+                masked = masked | (at <= query - self.sliding_window)
+            elif layer_type == CHUNKED:
+                masked = masked | (at // self.chunk_size != query // self.chunk_size)
+            masks[layer_type] = torch.zeros(masked.shape, dtype=dtype, device=key.device).masked_fill_(masked, hidden)
+        return masks if self.per_type else masks[self.layer_types[0]]
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """Names of globals and attributes that a Python function uses."""
+    return function.__code__.co_names if inspect.isfunction(function) else ()
+
+
+def reads_spans(network: PreTrainedModel) -> bool:
+    """Whether attention in `network` can take spans (:meth:`MaskPlan.spans`) for masks: through the CUDA kernel.
+
+    It computes in half precision and float32; families with attention code of their own need masks.
+    """
+    is_narrow = network.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return run_on(network.device) and is_narrow and network._supports_attention_backend
+
+
+class _WithoutCudnn:
+    """Within it torch chooses among its own attention kernels.
+
+    From Hopper on it prefers cuDNN's, which take tenths of a second to plan each new shape, and rounds have new ones
+    all the time. The choice is the process's, and drafters may learn in another thread: the last to leave restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch.backends.cuda.enable_cudnn_sdp(self._was_enabled)
+
+
+_WITHOUT_CUDNN = _WithoutCudnn()
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention of `[B, heads, q, d]` queries over `[B, kv_heads, columns, d]` keys under an additive mask or spans.
+
+    The heads of one K/V group are folded into the query axis, so K/V is read once and never repeated:
+
+        heads (h = kv_head * groups + g):  [B, kv * groups, q, d]  ->  [B, kv, groups * q, d]
+
+    `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls.
+    """
+    if not attention_mask.is_floating_point():
+        from .kernels.ragged_attention import ragged_decode_attention  # imports Triton
+
+        first, last = attention_mask[:, 0, :, 0], attention_mask[:, 0, :, 1]  # [B, q]
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        # Autocast may leave queries wide and K/V narrow.
+        output = ragged_decode_attention(query.to(key.dtype), key, value, first, last, scale, softcap, s_aux)
+        return output.to(query.dtype), None  # [B, q, heads, d]
+    batch, heads, length, _head_dim = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    query = query.reshape(batch, kv_heads, groups * length, -1)  # [B, kv, groups * q, d]
+    if groups > 1 and length > 1:
+        attention_mask = attention_mask.repeat(1, 1, groups, 1)  # [B, 1, groups * q, columns]
+    if softcap is None and s_aux is None:
+        with _WITHOUT_CUDNN if query.is_cuda and not torch.compiler.is_compiling() else nullcontext():
+            output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    else:
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        scores = query @ key.transpose(2, 3) * scale  # [B, kv, groups * q, columns]
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + attention_mask
+        if s_aux is not None:
+            sinks = s_aux.view(1, kv_heads, groups, 1, 1).expand(batch, -1, -1, length, -1)  # [B, kv, groups, q, 1]
+            scores = torch.cat([scores, sinks.reshape(batch, kv_heads, -1, 1).to(scores.dtype)], dim=-1)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
+        output = weights[..., : key.shape[2]] @ value  # [B, kv, groups * q, d]
+    output = output.reshape(batch, heads, length, -1)  # [B, heads, q, d]
+    return output.transpose(1, 2).contiguous(), None  # [B, q, heads, d], of which some families take a view
+
+
+AttentionInterface.register(RAGGED_ATTENTION, ragged_attention)
+# Masks arrive ready made. Without this entry transformers takes an unknown backend to need no mask at all and
+# would drop a sliding window silently.
+AttentionMaskInterface.register(RAGGED_ATTENTION, eager_mask)

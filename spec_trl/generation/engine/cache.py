@@ -1,0 +1,188 @@
+"""The ragged K/V cache: every row owns its own columns, nothing is ever shifted or padded."""
+
+import weakref
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class RaggedCache(Cache):
+    """Preallocated K/V of `[rows, kv_heads, columns, head_dim]` per layer; row b's token at position t is column t.
+
+    A forward over q tokens writes each row's K/V at that row's own positions and attends under a mask
+    `column <= position` (:class:`~spec_trl.generation.engine.attention.MaskPlan`):
+
+        row 0   p p p p p o o o . . .      columns beyond a row's length are masked; what a rejected draft
+        row 1   p p o o o o o o o o .      left there is overwritten by the next forward
+        row 2   p p p o . . . . . . .
+
+    Buffers are allocated at the first write, in the dtypes and head counts that the layer really has.
+
+    Args:
+        layers: number of decoder layers.
+        rows: largest number of rows in flight.
+        columns: largest number of tokens a row can hold, drafts included.
+    """
+
+    def __init__(self, layers: int, rows: int, columns: int) -> None:
+        super().__init__(layers=[_RaggedLayer(self) for _ in range(layers)])
+        self.rows = rows
+        self.columns = columns
+        self.first_row = 0
+        self._row_index = torch.empty(0)
+        self._positions = torch.empty(0)
+        self._visible = 0
+
+    @classmethod
+    def for_network(cls, network: PreTrainedModel, rows: int, columns: int) -> "RaggedCache":
+        """A cache with a layer for each of the network's decoder layers."""
+        return cls(network.config.get_text_config(decoder=True).num_hidden_layers, rows, columns)
+
+    def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
+        """Says where the next forward writes: row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and that
+        it reads columns `0..columns`."""
+        self.first_row = first_row
+        self._row_index = torch.arange(positions.shape[0], device=positions.device)[:, None]  # [B, 1]
+        self._positions = positions
+        self._visible = columns
+
+    def copy_rows(self, source: list[int], destination: list[int], columns: int) -> None:
+        """Copies columns `0..columns` of rows `source` to rows `destination`, which do not overlap."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[destination, :, :columns] = layer.keys[source, :, :columns]
+                layer.values[destination, :, :columns] = layer.values[source, :, :columns]
+
+    def move_columns(self, source: Tensor, destination: Tensor) -> None:
+        """Copies columns `source[b]` of row b to its columns `destination[b]` (`[B, n]` int64 each), which may overlap
+        but name no column twice."""
+        row = torch.arange(len(source), device=source.device)[:, None]  # [B, 1]
+        for layer in self.layers:
+            if layer.is_initialized:  # what is read is gathered before anything is written
+                layer.keys[row, :, destination] = layer.keys[row, :, source]  # [B, n, kv, d]
+                layer.values[row, :, destination] = layer.values[row, :, source]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(
+            tensor.nbytes for layer in self.layers if layer.is_initialized for tensor in (layer.keys, layer.values)
+        )
+
+
+class _RaggedLayer(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, cache: "RaggedCache | ReplayCache") -> None:
+        super().__init__()
+        self._cache = weakref.ref(cache)  # without a cycle, a cache's memory goes with its last user
+
+    @property
+    def cache(self) -> Any:
+        """The cache it is a layer of."""
+        cache = self._cache()
+        assert cache is not None
+        return cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        cache = self.cache
+        shapes = [
+            (cache.rows, states.shape[1], cache.columns, states.shape[3]) for states in (key_states, value_states)
+        ]
+        if not any(layer.is_initialized for layer in cache.layers):
+            per_layer = sum(
+                torch.Size(shape).numel() * states.element_size()
+                for shape, states in zip(shapes, (key_states, value_states), strict=True)
+            )
+            what = f"the K/V cache of {cache.rows} rows x {cache.columns} columns x {len(cache.layers)} layers"
+            check_memory(what, per_layer * len(cache.layers), key_states.device)
+        # Zeros, not empty: a masked column still meets a weight of 0, and 0 * NaN is NaN.
+        self.keys, self.values = (
+            torch.zeros(shape, dtype=states.dtype, device=states.device)
+            for shape, states in zip(shapes, (key_states, value_states), strict=True)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        # Under autocast RoPE leaves K in float32 and attention casts it down anyway: stored in the cast dtype, the
+        # whole cache is not converted again in every step.
+        device = key_states.device.type
+        if torch.is_autocast_enabled(device) and key_states.dtype == torch.float32:
+            low_precision = torch.get_autocast_dtype(device)
+            key_states, value_states = key_states.to(low_precision), value_states.to(low_precision)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache = self.cache
+        rows = slice(cache.first_row, cache.first_row + key_states.shape[0])
+        keys, values = self.keys[rows], self.values[rows]  # [B, kv, columns, d], views
+        keys[cache._row_index, :, cache._positions] = key_states.transpose(1, 2)  # [B, q, kv, d]
+        values[cache._row_index, :, cache._positions] = value_states.transpose(1, 2)
+        return keys[:, :, : cache._visible], values[:, :, : cache._visible]
+
+    # Masks and positions are always passed explicitly, so no model code has to ask the cache for lengths.
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache._visible, 0
+
+    def get_max_length(self) -> int:  # transformers >= 5.23
+        return self.cache.columns
+
+    def get_max_cache_shape(self) -> int:  # transformers < 5.23
+        return self.cache.columns
+
+
+class ReplayCache(Cache):
+    """K/V of a ragged cache to be written to with gradient: every write makes new tensors.
+
+    Args:
+        keys_values: K and V `[B, kv_heads, columns, d]` of each layer.
+        columns: read by every forward.
+    """
+
+    def __init__(self, keys_values: list[tuple[Tensor, Tensor]], columns: int) -> None:
+        super().__init__(layers=[_ReplayLayer(self, keys, values) for keys, values in keys_values])
+        self.columns = self._visible = columns
+
+    def point_at(self, positions: Tensor) -> None:
+        """Says where the next forward writes: columns `[B, q]` int64 of each row."""
+        self.positions = positions
+
+
+class _ReplayLayer(_RaggedLayer):
+    def __init__(self, cache: ReplayCache, keys: Tensor, values: Tensor) -> None:
+        super().__init__(cache)
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        positions = self.cache.positions  # [B, q]
+        where = torch.arange(len(positions), device=positions.device)[:, None], slice(None), positions
+        keys, values = self.keys.to(key_states.dtype, copy=True), self.values.to(value_states.dtype, copy=True)
+        keys[where], values[where] = key_states.transpose(1, 2), value_states.transpose(1, 2)  # [B, q, kv, d]
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+def check_memory(what: str, needed: int, device: torch.device) -> None:
+    """Raises ValueError where `needed` bytes for `what` are not free on `device`."""
+    free = free_memory(device)
+    if needed > free:
+        raise ValueError(
+            f"{what} would not fit in memory: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free "
+            f"on {device}. Lower `max_batch_size` in the speculative config (rows wait their turn), or "
+            "`max_new_tokens`."
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors may take on `device`; what the CUDA allocator keeps for later ones counts as free."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept

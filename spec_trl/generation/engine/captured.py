@@ -1,0 +1,421 @@
+"""Captured forwards: on a GPU an eager forward of one token costs its kernel launches, not its memory traffic.
+
+A captured forward reads its tokens and positions from static buffers and writes its logits into one; replaying it
+launches all its kernels at once. It is captured for a number of rows, a number of tokens per row and a number of
+visible columns, so shapes go in buckets. Weights are read where they lie: an optimizer step or a refresh of the
+drafter, both in place, leaves captured forwards valid.
+"""
+
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import kept
+from ..configuration import SpeculativeConfig
+from .cache import RaggedCache
+from .compiled import compiled_twin
+from .cuda_graphs import CudaRecorder, GraphBudget, Outputs, Recorder, Recording
+from .runner import EagerRunner, Heard
+from .shadow import addresses, fingerprint, make_shadow
+
+
+MOST_QUERIES = 65
+"""Tokens per row up to which a forward is captured: γ + 1 at most; longer ones are prefills."""
+CAPTURE_AFTER = 3
+"""Times a shape is asked for before it is captured: a rollout's last rounds ask for many shapes once."""
+COMPILE_AFTER = 10_000
+"""Replays after which "auto" tries a compiled forward of that shape: compiling takes seconds to tens of seconds."""
+WARM_UPS = 2
+SMALLEST_COLUMNS = 256
+
+
+class _Key(NamedTuple):
+    rows: int
+    queries: int
+    columns: int
+    autocast: torch.dtype | None
+
+
+@dataclass
+class _Graph:
+    key: _Key
+    tokens: Tensor  # [rows, q], static
+    positions: Tensor  # [rows, q], static
+    recording: Recording
+    bytes: int  # that it took
+    filled: int  # rows of the buffers that hold what the caller gave; the others stand at position 0
+    replays: int = 0
+
+    def fill(self, tokens: Tensor, positions: Tensor) -> None:
+        """What runs on the buffers from now on writes the K/V of this call, and no other."""
+        rows = len(tokens)
+        self.tokens[:rows] = tokens
+        self.positions[:rows] = positions
+        if self.filled > rows:
+            self.positions[rows:] = 0  # free rows, whatever they write: they shall read one column, not many
+        self.filled = rows
+
+
+class GraphRunner(EagerRunner):
+    """An :class:`EagerRunner` that replays captured forwards for the few tokens per row of drafting and verifying.
+
+    Logits it returns lie in memory that all captured forwards of its budget share: clone what must outlive the next.
+    Races (`forward_chains`) run eagerly.
+
+    Args:
+        network: as for the eager runner.
+        cache: its rows must be a bucket (:func:`row_bucket`): rows that pad a batch write into free cache rows.
+        budget: shared by a model and its drafters.
+        mode: "graph": the forward as it is; "compiled": with compiled layers; "auto": as it is, until a shape has
+            been replayed so often that compiling it may pay; then whichever measures faster.
+        made_for: calls with the same are served by what it captured.
+    """
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        cache: RaggedCache,
+        budget: GraphBudget,
+        mode: str,
+        made_for: tuple[object, ...] = (),
+    ) -> None:
+        super().__init__(network, cache)
+        self.budget = budget
+        self.made_for = made_for
+        self._mode = mode
+        self._graphs: dict[_Key, _Graph] = {}
+        self._asked: Counter[_Key] = Counter()
+        self._beside: list[_Beside] = []
+        self._compiled: EagerRunner | None = None
+        self._failed: set[_Key] = set()
+        self._gave_up = False
+
+    def beside(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "GraphRunner":
+        # Hooks are captured too, with the tensors that they read: a learner's corrections.
+        hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())
+        made_for = (*made_of, *addresses(network), *hooks)
+        same_kind = [each for each in self._beside if each.shares_cache == shares_cache]
+        found = next((each for each in same_kind if each.runner.made_for == made_for), None)
+        if found is None:
+            for idle in [each for each in same_kind if not each.in_use]:  # drafters come and go
+                idle.runner._drop_graphs()
+                self._beside.remove(idle)
+            cache = self._cache_beside(network, shares_cache)
+            found = _Beside(shares_cache, GraphRunner(network, cache, self.budget, self._mode, made_for))
+            self._beside.append(found)
+        found.in_use = True
+        found.runner.begin()
+        return found.runner
+
+    def begin(self) -> None:
+        """A generation begins."""
+        self.forwards = self.eager_forwards = 0
+        self._listeners.clear()  # what an exception may have left
+        for each in self._beside:
+            each.in_use = False
+
+    @property
+    def captured(self) -> tuple[int, int]:
+        return self.budget.graphs, self.budget.bytes
+
+    @property
+    def preparations(self) -> int:
+        return self.budget.preparations
+
+    def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
+        key = self._key(tokens, columns) if first_row == 0 and tokens.shape[1] <= MOST_QUERIES else None
+        if key is None:
+            return super().forward(tokens, positions, columns, first_row)
+        graph = None if self._gave_up else self._graph_for(key, tokens, positions, columns)
+        if graph is None:
+            return self._forward_padded(key, tokens, positions, columns)
+        graph.fill(tokens, positions)
+        if self._mode == "auto" and graph.replays == COMPILE_AFTER:
+            self._try_compiled(graph)
+        recording, rows = graph.recording, len(tokens)
+        recording.replay()
+        self.forwards += 1
+        graph.replays += 1
+        self._tell(None if recording.features is None else recording.features[:rows], positions, first_row)
+        return recording.logits[:rows]
+
+    def _forward_padded(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
+        """Eagerly what a captured forward of `key` computes: a seed samples the same tokens however often a shape was
+        asked for, although attention under spans, or over other rows, rounds otherwise."""
+        rows = len(tokens)
+        padded, places = _pad(tokens, key.rows), _pad(positions, key.rows)  # [key.rows, q] each
+        try:
+            logits, features = self._run(padded, places, key.columns, 0, logits_to_keep=0, spans=self._uses_spans)
+        except Exception as error:
+            if not self._uses_spans:
+                raise
+            self._uses_spans = False
+            warnings.warn(
+                f"the attention kernel failed under {type(self.network).__name__}, which goes on under masks, with "
+                f"the same tokens but slower: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+            return self.forward(tokens, positions, columns)
+        self.forwards += 1
+        self._tell(None if features is None else features[:rows], positions, 0)
+        return logits[:rows]
+
+    def listen(self, layers: Sequence[int], heard: Heard) -> None:
+        before = self._kept
+        super().listen(layers, heard)
+        if self._kept != before:  # what was captured kept other states, or none
+            self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        for graph in self._graphs.values():
+            self.budget.give_back(graph.bytes)
+        self._graphs.clear()
+        self._compiled = None
+
+    # ---- which graph ----------------------------------------------------------------------------------------------
+
+    def _key(self, tokens: Tensor, columns: int) -> _Key | None:
+        """What a forward of this shape is captured as; None: such are not captured."""
+        autocast = _autocast_dtype(tokens.device.type)
+        if autocast is not None and self.network.dtype != autocast:
+            # Autocast casts wide weights once per rollout and keeps the copies; a graph would cast in each replay.
+            return None
+        visible = self.cache.columns if self._uses_spans else column_bucket(columns, self.cache.columns)
+        return _Key(row_bucket(len(tokens)), tokens.shape[1], visible, autocast)
+
+    def _graph_for(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
+        """The captured forward of `key`, captured now if it is worth it; None: run eagerly."""
+        graph = self._graphs.get(key)
+        if graph is None and key not in self._failed:
+            self._asked[key] += 1
+            if self._asked[key] < CAPTURE_AFTER:
+                self.budget.preparations += 1
+                return None
+            if not self.budget.has_room():
+                return self._larger(key)
+            self.budget.preparations += 1
+            graph = self._capture(key, tokens, positions, columns)
+        return graph
+
+    def _larger(self, key: _Key) -> _Graph | None:
+        fitting = [
+            other
+            for other in self._graphs
+            if other.rows >= key.rows
+            and other.columns >= key.columns
+            and (other.queries, other.autocast) == (key.queries, key.autocast)
+        ]
+        return self._graphs[min(fitting)] if fitting else None
+
+    def _capture(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
+        """Captures the forward of `key`, checked against an eager one; None, with a warning, where that fails."""
+        # Buffers filled with this very call: warming up writes the K/V that the call writes anyway.
+        graph_tokens, graph_positions = _pad(tokens, key.rows), _pad(positions, key.rows)  # [rows, q] each
+        try:
+            expected, _ = self._run(tokens, positions, columns, 0, logits_to_keep=0)
+            runner = self._compiled_runner() if self._mode == "compiled" else self
+            recording, taken = self._record(runner, graph_tokens, graph_positions, key)
+            recording.logits.fill_(float("nan"))  # a replay that does nothing must not pass
+            recording.replay()
+            if not self._agree(recording.logits[: len(tokens)], expected):
+                self.budget.give_back(taken)
+                raise RuntimeError("its logits differ from an eager forward's")
+        except Exception as error:
+            self._note_failure(key, error)
+            return None
+        graph = self._graphs[key] = _Graph(key, graph_tokens, graph_positions, recording, taken, len(tokens))
+        return graph
+
+    def _note_failure(self, key: _Key, error: Exception) -> None:
+        """A compiled network goes on uncompiled; a shape that failed runs eagerly, and all do if it was the first."""
+        if self._mode == "compiled":
+            self._mode, then = "graph", "goes on without being compiled"
+        else:
+            self._failed.add(key)
+            self._gave_up = not self._graphs
+            then = "runs eagerly" if self._gave_up else f"runs eagerly for {key.rows} rows x {key.queries} tokens"
+        warnings.warn(
+            f"the forward of {type(self.network).__name__} could not be captured and {then}, with the same tokens but "
+            f"slower: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+
+    def _record(self, runner: EagerRunner, tokens: Tensor, positions: Tensor, key: _Key) -> tuple[Recording, int]:
+        def forward() -> Outputs:
+            logits, features = runner._run(tokens, positions, key.columns, 0, logits_to_keep=0, spans=self._uses_spans)
+            # The hooks came along with a compiled twin, and keep its states here.
+            return logits, features if runner is self else self._features()
+
+        # Autocast keeps the casts of fp32 weights (adapters, say) until it ends; a graph must not read those.
+        uncached = nullcontext() if key.autocast is None else _autocast_without_cache(tokens.device.type, key.autocast)
+        with uncached:
+            for _ in range(WARM_UPS):  # kernels are compiled, and libraries make their workspaces, before the capture
+                forward()
+            return self.budget.record(forward)
+
+    def _agree(self, logits: Tensor, expected: Tensor) -> bool:
+        """Whether two forwards are the same up to rounding, for at least half of the tokens.
+
+        Half: where experts are routed, rounding alone may send a token elsewhere. What it looks for is a capture that
+        computes something else, not precision.
+        """
+        narrowest = min(self.network.dtype, expected.dtype, key=lambda dtype: dtype.itemsize)
+        tolerance = {2: 0.15, 4: 1e-2, 8: 1e-6}[narrowest.itemsize]
+        wide = expected.double()
+        close = (logits.double() - wide).norm(dim=-1) <= tolerance * wide.norm(dim=-1)  # [B, q]
+        close = close[wide.isfinite().all(dim=-1)]  # broken weights are not the capture's fault, and found elsewhere
+        return not len(close) or bool(close.double().mean() >= 0.5)
+
+    # ---- compiled -------------------------------------------------------------------------------------------------
+
+    def _compiled_runner(self) -> EagerRunner:
+        if self._compiled is None:
+            self._compiled = EagerRunner(compiled_twin(self.network, self.cache), self.cache)
+        return self._compiled
+
+    def _try_compiled(self, graph: _Graph) -> None:
+        """Takes a compiled forward in place of `graph`, which is filled, if it agrees with it and measures faster."""
+        if not self.budget.has_room():
+            return
+        self.budget.preparations += 1
+        try:
+            recording, taken = self._record(self._compiled_runner(), graph.tokens, graph.positions, graph.key)
+            graph.recording.replay()
+            expected = graph.recording.logits.clone()  # the next replay may overwrite them
+            recording.logits.fill_(float("nan"))
+            recording.replay()
+            agree = self._agree(recording.logits, expected)
+            seconds = self.budget.recorder.seconds
+            if agree and seconds(recording.replay) < seconds(graph.recording.replay):
+                self.budget.give_back(graph.bytes)
+                graph.recording, graph.bytes = recording, taken
+            else:
+                self.budget.give_back(taken)
+            if not agree:
+                raise RuntimeError("its logits differ from the uncompiled forward's")
+        except Exception as error:
+            self._mode = "graph"
+            warnings.warn(
+                f"{type(self.network).__name__} could not be compiled and stays as it is, with the same tokens: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+
+
+@dataclass(eq=False)
+class _Beside:
+    """The runner of a drafter, which lasts until another takes its place in a later generation."""
+
+    shares_cache: bool
+    runner: GraphRunner
+    in_use: bool = False  # in this generation
+
+
+def row_bucket(rows: int) -> int:
+    """Rows that a batch of `rows` is padded to: a power of two up to 8, then a multiple of 8, of 32 beyond 64."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = 8 if rows <= 64 else 32
+    return -(-rows // step) * step
+
+
+def column_bucket(columns: int, limit: int) -> int:
+    """Columns that `columns` are padded to where attention reads a mask: a power of two, at most `limit`."""
+    return min(max(SMALLEST_COLUMNS, 1 << (columns - 1).bit_length()), limit)
+
+
+def _pad(values: Tensor, rows: int) -> Tensor:
+    """A copy `[rows, q]` of `values` `[B, q]`, with zeros behind them: free rows shall read one column, not many."""
+    padded = values.new_zeros(rows, values.shape[1])
+    padded[: len(values)] = values
+    return padded
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _autocast_without_cache(device: str, dtype: torch.dtype) -> AbstractContextManager[None]:
+    context: AbstractContextManager[None] = torch.autocast(device, dtype=dtype, cache_enabled=False)
+    return context
+
+
+# ---- kept between calls ---------------------------------------------------------------------------------------------
+
+
+_NAME = "runner"
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What captures forwards on `device`, or None where nothing does."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
+    """How forwards run on `device` under `config.runner`.
+
+    Raises:
+        ValueError: captured forwards are wanted on a device without them.
+    """
+    if recorder_for(device) is not None:
+        return config.runner
+    if config.runner in ("graph", "compiled"):
+        raise ValueError(
+            f'runner="{config.runner}" captures CUDA graphs, and the model is on {device}. Move it to a CUDA device, '
+            'or use runner="auto" or "eager".'
+        )
+    return "eager"
+
+
+def runner_for(model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig) -> EagerRunner:
+    """A runner of `model`'s shadow over a cache for `rows` x `columns`.
+
+    One with captured forwards, and its cache, serves one call at a time: :func:`keep_runner` keeps it for the next,
+    until the model dies, changes (other modules, hooks or weight tensors; the values of the weights may change) or
+    needs more room.
+
+    Args:
+        model: the target; never changed.
+        rows: rows in flight.
+        columns: tokens a row can hold.
+        config: its `runner` and `max_graph_memory`.
+
+    Raises:
+        ValueError: captured forwards are wanted on a device without them.
+    """
+    mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
+    if mode == "eager" or recorder is None:
+        if recorder is None:  # it may have been on another device
+            kept.take(model, _NAME)
+        return EagerRunner(make_shadow(model), RaggedCache.for_network(model, rows, columns))
+    # Autocast decides in which dtype K/V is stored.
+    made_for = (mode, config.max_graph_memory, _autocast_dtype(model.device.type), *fingerprint(model))
+    runner: GraphRunner | None = kept.take(model, _NAME)
+    if runner is not None:
+        cache = runner.cache
+        if runner.made_for == made_for and cache.rows >= row_bucket(rows) and cache.columns >= columns:
+            runner.begin()
+            return runner
+        del cache, runner
+        gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
+    cache = RaggedCache.for_network(model, row_bucket(rows), -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS)
+    budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
+    return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
+
+
+def keep_runner(model: PreTrainedModel, runner: EagerRunner) -> None:
+    """Keeps what a runner of :func:`runner_for` captured, after a call that ended well, for the next one."""
+    if isinstance(runner, GraphRunner):
+        replaced = kept.take(model, _NAME)  # of a call that ran at the same time
+        kept.keep(model, _NAME, runner)
+        if replaced is not None:
+            del replaced
+            gc.collect()

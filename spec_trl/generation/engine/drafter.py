@@ -1,0 +1,238 @@
+"""What a drafter is: something that proposes tokens, and whose proposals can never change an output."""
+
+import sys
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from .. import kept
+from .noise import Draw, RoundNoise, draw, stream_keys, widen
+from .processors import LogitsPipeline, PrefixView, draw_processed
+from .rows import Admission, Request, Rows
+from .runner import EagerRunner
+from .statistics import LearningStatistics
+from .verification import Proposal
+
+
+@dataclass(frozen=True)
+class DraftSession:
+    """What a drafter sees of the generation it drafts for.
+
+    Args:
+        rows: the rows in flight.
+        pipeline: the target's processors: a drafter that samples applies them too (ER: the drafter uses the target's
+            temperature, top-k and top-p).
+        do_sample: False: greedy.
+        target: the target's runner; None inside transformers' own loop, where the target keeps its own cache.
+        keep_logits: whether proposals must carry their logits (rejection verification).
+    """
+
+    rows: Rows
+    pipeline: LogitsPipeline
+    do_sample: bool
+    target: EagerRunner | None
+    keep_logits: bool
+
+    def draw(
+        self, logits: Tensor, noise: RoundNoise | None, step: int, previous: Draw | None = None
+    ) -> tuple[Draw, Tensor | None]:
+        """Draws each row's draft token at `step` from raw logits `[B, 1, V]`, as the target would from the same.
+
+        A row that processors leave no token, or whose prefix they refuse, has a score of -inf: it drafts up to there.
+
+        Args:
+            logits: `[B, 1, V]`.
+            noise: of the round; None: greedy.
+            step: draft tokens before this one.
+            previous: the draw at the step before; rows with a score of -inf there are not shown to processors again.
+
+        Returns:
+            The draw and, where proposals must carry them, the processed logits `[B, 1, V]`.
+        """
+        if not self.pipeline.may_refuse:
+            if not self.keep_logits:
+                return self.pipeline.draw(logits, noise, step), None
+            processed = self.pipeline(widen(logits), step).clone()  # a runner's next forward may overwrite its logits
+            return draw(processed, noise, step), processed
+        shown = self.rows.lengths > 0 if previous is None else previous.scores[:, 0] > -torch.inf  # [B]
+        scores, passed = self.pipeline.attempt(widen(logits[:, 0]), step, shown)
+        drawn = draw_processed(scores[:, None], noise, step)
+        drawn = replace(drawn, scores=drawn.scores.masked_fill(~passed[:, None], -torch.inf))
+        return drawn, scores[:, None] if self.keep_logits else None
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """What one forward of a drafting network costs, for the roofline.
+
+    Args:
+        weight_bytes: that it reads, a borrowed head included.
+        dense_flops: per row.
+        tokens: most draft tokens per row that come out of it.
+    """
+
+    weight_bytes: float
+    dense_flops: float
+    tokens: int = 1
+
+
+def keep_drafters(model: PreTrainedModel, drafters: Iterable["Drafter"]) -> None:
+    """Keeps those of `drafters` that serve further calls for `model`, until `spec_trl.release(model)`."""
+    for drafter in drafters:
+        if drafter.made_for is not None:
+            kept.keep(model, drafter.strategy, drafter)
+
+
+class Drafter(CandidateGenerator):
+    """Proposes draft tokens for a ragged batch, and for batch 1 in transformers' assisted loop.
+
+    The engine calls `begin` once per generation, then in each round `admit` for rows that came in, `move` for rows
+    that closed a gap, and `propose`. Any exception out of these drops the drafter for the rest of the generation.
+    """
+
+    strategy: str = "custom"
+    """The `assistant_strategy` it belongs to; statistics go by this name."""
+    has_probabilities: bool
+    """Whether proposals can carry draft logits, which rejection verification needs."""
+    max_rows: int = sys.maxsize
+    """With more rows in flight a draft costs what the target costs; such rounds decode autoregressively."""
+    cost: DraftCost | None = None
+    """Of a network that is not the policy's packed copy, which a profile knows."""
+    learns: bool = False
+    """Whether it wants to see the target's logits (`learn`)."""
+    learning: LearningStatistics
+    """Since `begin`, where it `learns`."""
+    forwards: int = 0
+    """Draft network forwards since `begin`."""
+    made_for: tuple[object, ...] | None = None
+    """Calls with the same are served by it again (:func:`keep_drafters`); None: it is kept for none."""
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Has the drafter for one generation.
+
+        Raises:
+            ValueError: another generation has it, of whose rows it knows.
+        """
+        own = object()
+        if self.__dict__.setdefault("_claim", own) is not own:  # at once: of two threads one gets it
+            raise ValueError(
+                f"drafter={type(self).__name__} is in use: a drafter serves one generation at a time. Make another "
+                "one for a generation inside a generation or in another thread, or name the strategy alone."
+            )
+        try:
+            yield
+        finally:
+            del self._claim
+
+    _claim: object
+
+    def check_length(self, columns: int) -> None:
+        """Raises ValueError where it cannot draft for rows of `columns` tokens, drafts included."""
+
+    def begin(self, session: DraftSession) -> None:
+        """Starts a generation."""
+        self.session = session
+
+    def admit(self, admission: Admission) -> None:
+        """Rows came in."""
+
+    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+        """Rows have ended, and rows `source` are now rows `destination`, so that the active ones come first: state per
+        row moves along, `columns` of a cache. Both are empty where the last rows ended."""
+
+    @abstractmethod
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        """Drafts up to `draft_length` tokens for every active row of the session; another drafter's may be taken.
+
+        Args:
+            draft_length: γ.
+            noise: of this round, the very noise the target samples with; None: greedy.
+        """
+
+    def learn(self, logits: Tensor, verified: Tensor) -> None:
+        """What the target said to the proposal, before anything is committed; called where it `learns`.
+
+        Args:
+            logits: `[B, γ + 1, V]`, raw; γ as in the proposal, or less. Valid until the target's next forward.
+            verified: `[B]` bool, the rows whose proposal was verified; the logits of the others say nothing.
+        """
+
+    def observe(self, tokens: int) -> None:
+        """A round's verified tokens are committed, `tokens` in all rows together: `session.rows` tells which drafts
+        survived. It need not have drafted in it, nor its drafts have been taken."""
+
+    def end(self) -> None:
+        """The generation is over: lets go of its session."""
+        del self.session
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of K/V cache that the drafter holds beside the target's."""
+        return 0
+
+    # ---- transformers' assisted loop, batch 1 ---------------------------------------------------------------------
+
+    def prepare_assisted_decoding(
+        self,
+        draft_length: int,
+        max_length: int,
+        do_sample: bool,
+        processors: LogitsProcessorList,
+        seed: int = 0,
+        eos_token_ids: Collection[int] = (),
+    ) -> "Drafter":
+        """Makes the drafter ready for `GenerationMixin._assisted_decoding`, which calls `get_candidates`.
+
+        Args:
+            draft_length: γ.
+            max_length: largest total length, as in the generation config.
+            do_sample: whether the target samples.
+            processors: the target's processors.
+            seed: of the drafter's own noise.
+            eos_token_ids: of the target: drafts end with one, behind which that loop goes on in transformers 5.17.
+        """
+        self._solo_arguments = (draft_length, max_length, do_sample, processors, seed, eos_token_ids)
+        self._solo_prompt_length = 0
+        return self
+
+    def get_candidates(self, input_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+        """Candidates for one row `[1, length + drafted]`, and logits `[1, drafted, vocabulary]` if there are any."""
+        draft_length, max_length, do_sample, processors, seed, eos_token_ids = self._solo_arguments
+        length = input_ids.shape[1]
+        if self._solo_prompt_length == 0:
+            rows = Rows(1, max_length + draft_length + 1, input_ids.device)
+            pipeline = LogitsPipeline(processors, PrefixView(rows, input_ids), batch_size=1)
+            stream = int(stream_keys(seed, torch.zeros(1, dtype=torch.int64)))
+            self.begin(DraftSession(rows, pipeline, do_sample, None, keep_logits=self.has_probabilities))
+            self.admit(rows.admit([Request(0, input_ids[0], max_length, stream)]))
+            self._solo_prompt_length = length
+        rows = self.session.rows
+        new = length - int(rows.lengths)
+        if new:
+            rows.write(0, input_ids[:, -new:])
+            rows.commit(torch.tensor([new], device=input_ids.device), None)
+            rows.longest = length
+            self.observe(new)
+        draft_length = min(draft_length, max_length - length - 1)
+        if draft_length < 1:
+            return input_ids, None
+        samples = do_sample and self.has_probabilities
+        noise = RoundNoise(rows.streams, rows.generated, draft_length, self._vocabulary) if samples else None
+        proposal = self.propose(draft_length, noise)
+        tokens = proposal.tokens[0, : int(proposal.lengths)].tolist()
+        drafted = next((place + 1 for place, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
+        candidates = torch.cat([input_ids, proposal.tokens[:, :drafted]], dim=1)
+        return candidates, proposal.logits[:, :drafted] if proposal.logits is not None and drafted else None
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """The draft length is the caller's business."""
+
+    _vocabulary: int  # of drafters with probabilities

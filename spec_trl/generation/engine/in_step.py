@@ -1,0 +1,72 @@
+"""Rollouts for processors and criteria that may look at the whole batch or keep state from step to step."""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+
+from .chains import Lanes, Outcome
+from .processors import needs_batch
+from .rollout import Rollout
+
+
+class RolloutInStep(Rollout):
+    """A rollout that goes the way of `generate`: all requests at once, one token per round, nothing drafted.
+
+    Rows that have ended stay and go on until the last one ends, so that processors and criteria are shown all rows at
+    each step. The rows need room for all requests.
+
+    Args:
+        padding: token with which ended rows go on; None: with those of the model, as in `generate` without EOS.
+        options: see :class:`Rollout`; no drafters, and a control that never drafts.
+    """
+
+    def __init__(self, *options: Any, padding: int | None, **more: Any) -> None:
+        super().__init__(*options, **more)
+        self._padding = padding
+
+    def _commit(self, outcome: Outcome, lanes: Lanes) -> tuple[list[int], int]:
+        rows, verdict = self._rows, outcome.verdict
+        ended = [self._completions[index] is not None for index in rows.indices]
+        gone = torch.tensor(ended, device=rows.tokens.device)[:, None]  # [B, 1]
+        tokens = verdict.tokens if self._padding is None else verdict.tokens.masked_fill(gone, self._padding)
+        verdict = replace(verdict, tokens=tokens, scores=verdict.scores.masked_fill(gone, 0))  # broken or not
+        finished, _ = super()._commit(replace(outcome, verdict=verdict), lanes)
+        self.look()  # at ended rows too
+        return [row for row in finished if not ended[row]], ended.count(False)
+
+    def _retire(self, finished: list[int]) -> None:
+        if finished:
+            self._complete(finished)
+        if all(completion is not None for completion in self._completions):
+            self._free(list(range(self._rows.active)))
+
+
+def must_run_in_step(
+    parts: Iterable[LogitsProcessor | StoppingCriteria], batch: int, capacity: int, drafts: bool
+) -> bool:
+    """Whether some of these processors and criteria need a :class:`RolloutInStep`; says so where that costs `drafts`.
+
+    Raises:
+        ValueError: they do, and there are fewer rows (`capacity`) than requests (`batch`).
+    """
+    found = [getattr(part, "__qualname__", type(part).__qualname__) for part in parts if needs_batch(part)]
+    if not found:
+        return False
+    names = ", ".join(dict.fromkeys(found))
+    remedy = "set prefix_only = True on it if its result for a row depends on that row's tokens and scores alone"
+    if capacity < batch:
+        raise ValueError(
+            f"{names} may look at other rows or keep state, and so has to be shown all rows at each step, but "
+            f"max_batch_size={capacity} is less than the {batch} rows of the batch: raise it to {batch}, or {remedy}."
+        )
+    if drafts:
+        warnings.warn(
+            f"{names} may look at other rows or keep state, and so is shown all rows once per step, as in generate: "
+            f"this generation drafts nothing, and is no faster than generate. To have drafts, {remedy}.",
+            stacklevel=4,
+        )
+    return True

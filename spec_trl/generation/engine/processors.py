@@ -1,0 +1,401 @@
+"""Logits processors of `generate`, applied to rows of different lengths; `stopping.py` does the same for criteria.
+
+transformers applies them to a rectangular batch, one step at a time. Here a step verifies several positions of rows
+that have generated different numbers of tokens:
+
+* Processors that look at the scores alone run once over all of them.
+* Processors whose result for a row depends on that row's prefix and scores alone run on the prefixes that `generate`
+  would have shown them, grouped by length. Most of transformers' own are such, and any class that says so of itself
+  by the attribute `prefix_only = True`.
+* Of these, the ones that users wrote may refuse a prefix that they forbid: they are shown a row's drafts step by step,
+  and only as far as the target takes them.
+* All others may look at other rows or keep state: they need rows that run in step (`in_step.py`), and are called once
+  per step with all rows in the caller's order, as in `generate`.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StopStringCriteria,
+)
+from transformers.generation import logits_process as hf
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from .kernels import run_on
+from .noise import Draw, RoundNoise, draw, widen
+from .rows import Rows
+
+
+_SCORES_ONLY = (
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.TopHLogitsWarper,
+    hf.SuppressTokensLogitsProcessor,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
+)
+# They keep something for each row of the caller's batch, by its index there.
+_ROW_BOUND = (
+    hf.PrefixConstrainedLogitsProcessor,
+    hf.EncoderRepetitionPenaltyLogitsProcessor,
+    hf.EncoderNoRepeatNGramLogitsProcessor,
+)
+# Theirs that look at a row's prefix and scores, and never refuse a prefix.
+_BY_PREFIX = (
+    hf.RepetitionPenaltyLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor,
+    hf.SequenceBiasLogitsProcessor,
+    hf.NoBadWordsLogitsProcessor,
+    hf.MinLengthLogitsProcessor,
+    hf.MinNewTokensLengthLogitsProcessor,
+    hf.ForcedBOSTokenLogitsProcessor,
+    hf.ForcedEOSTokenLogitsProcessor,
+    hf.ExponentialDecayLengthPenalty,
+    hf.SuppressTokensAtBeginLogitsProcessor,
+    hf.WatermarkLogitsProcessor,
+)
+_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+_KNOWN = {*_SCORES_ONLY, *_ROW_BOUND, *_BY_PREFIX, *_CRITERIA}
+
+
+def is_known(part: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether it is one of transformers' own that act on each row alone; a subclass may do anything."""
+    return type(part) in _KNOWN
+
+
+def needs_batch(part: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether it may look at other rows than the one it acts on, or keep state from call to call."""
+    return not is_known(part) and not getattr(part, "prefix_only", False)
+
+
+class PrefixView:
+    """Rows as `generate` would show them: prompts as the caller padded them, then the output.
+
+    Args:
+        rows: the rows in flight.
+        input_ids: `[requests, padded width]` int64, the caller's.
+    """
+
+    def __init__(self, rows: Rows, input_ids: Tensor) -> None:
+        self.rows = rows
+        self._input_ids = input_ids.to(rows.tokens.device)
+
+    def groups(self, row: Tensor, step: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Positions in groups of equal width, each with the prefixes that end before them.
+
+        Args:
+            row: `[n]` int64.
+            step: `[n]` int64, how many tokens behind the row's committed ones.
+
+        Yields:
+            Members of a group `[m]` int64, as indices into `row`, and their prefixes `[m, width]`.
+        """
+        widths = self._input_ids.shape[1] + self.rows.generated[row] + step  # [n]
+        for width in widths.unique().tolist():
+            member = (widths == width).nonzero().flatten()  # [m]
+            yield member, self._prefixes(row[member], width)
+
+    def batch(self, step: int) -> Tensor:
+        """Prefixes `[B, width]` of all rows in the caller's order; all have generated equally many tokens."""
+        width = self._input_ids.shape[1] + int(self.rows.generated[0]) + step
+        return self._prefixes(self.order, width)
+
+    @property
+    def order(self) -> Tensor:
+        """`[B]` int64: which row holds each request."""
+        return self.rows.requests.argsort()
+
+    def _prefixes(self, row: Tensor, width: int) -> Tensor:
+        padded, rows = self._input_ids.shape[1], self.rows
+        output = torch.arange(width - padded, device=row.device) + rows.prompt_lengths[row, None]  # [n, new]
+        return torch.cat([self._input_ids[rows.requests[row]], rows.tokens[row].gather(1, output)], dim=1)
+
+
+class LogitsPipeline:
+    """`generate`'s processors over `[B, n, vocabulary]` logits of ragged rows.
+
+    Args:
+        processors: in the order in which `generate` applies them.
+        prefixes: the rows they belong to.
+        batch_size: rows of the caller's batch.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, prefixes: PrefixView, batch_size: int) -> None:
+        self._processors = processors
+        self._filters = Filters.of(processors)
+        self._prefixes = prefixes
+        self._batch_size = batch_size
+        self.may_refuse = any(
+            type(processor) is hf.PrefixConstrainedLogitsProcessor or not is_known(processor)
+            for processor in processors
+        )
+        """Whether one of them may raise on a prefix that it forbids."""
+
+    def __call__(self, logits: Tensor, offset: int = 0) -> Tensor:
+        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` behind the committed tokens."""
+        batch, count, _ = logits.shape
+        row = torch.arange(batch, device=logits.device).repeat_interleave(count)  # [B * n]
+        step = torch.arange(offset, offset + count, device=logits.device).repeat(batch)  # [B * n]
+        return self._process(logits.flatten(0, 1), row, step).reshape(logits.shape)
+
+    def draw(self, logits: Tensor, noise: RoundNoise | None, offset: int = 0, want_logprobs: bool = False) -> Draw:
+        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` and draws a token at each.
+
+        On CUDA one kernel draws, and makes the noise as it goes; temperature acts in it, and so do top-k and min-p, by
+        thresholds, where nothing else is set.
+        """
+        if self._filters is None or not _is_fused(logits):
+            return draw_processed(self(widen(logits), offset), noise, offset, want_logprobs)
+        floors = self._filters.floors(logits.flatten(0, 1))  # [B * n]
+        return _draw_fused(logits, noise, offset, want_logprobs, self._filters.temperature, floors)
+
+    def draw_verified(
+        self, logits: Tensor, noise: RoundNoise | None, lengths: Tensor, want_logprobs: bool
+    ) -> tuple[Draw, Tensor]:
+        """As :meth:`draw`, at all positions of a round, of which a row takes those up to its first draft that is not
+        the token drawn; the others need not be processed.
+
+        Args:
+            logits: `[B, γ + 1, vocabulary]`.
+            noise: of the round; None: greedy.
+            lengths: `[B]` int64, drafts of each row.
+            want_logprobs: whether to compute logprobs.
+
+        Returns:
+            The draws, and how many drafts each row may take at most: `[B]` int64, see :meth:`_walk`.
+        """
+        if not self.may_refuse:
+            return self.draw(logits, noise, want_logprobs=want_logprobs), lengths
+        draws: list[Draw] = []
+        drafts = self._prefixes.rows.window(0, logits.shape[1])  # [B, γ + 1], the last one is nobody's
+
+        def takes(step: int, scores: Tensor) -> Tensor:
+            draws.append(draw_processed(scores[:, None], noise, step, want_logprobs))
+            return draws[-1].tokens[:, 0] == drafts[:, step]
+
+        most = self._walk(logits, lengths, takes)
+        tokens, scores = torch.cat([d.tokens for d in draws], dim=1), torch.cat([d.scores for d in draws], dim=1)
+        logprobs = [d.logprobs for d in draws if d.logprobs is not None]
+        return Draw(tokens, scores, torch.cat(logprobs, dim=1) if logprobs else None), most
+
+    def process_verified(self, logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Processes logits of a round's positions, which need not be done behind a row's first draft that has no
+        probability; arguments and second result as those of :meth:`draw_verified`."""
+        if not self.may_refuse:
+            return self(widen(logits)), lengths
+        processed: list[Tensor] = []
+        drafts = self._prefixes.rows.window(0, logits.shape[1])  # [B, γ + 1], the last one is nobody's
+
+        def takes(step: int, scores: Tensor) -> Tensor:
+            processed.append(scores)
+            return scores.gather(1, drafts[:, step, None])[:, 0] > -torch.inf
+
+        most = self._walk(logits, lengths, takes)
+        return torch.stack(processed, dim=1), most
+
+    def _walk(self, logits: Tensor, lengths: Tensor, takes: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Processes the positions of a round one after the other, those of a row as far as it takes its drafts.
+
+        What raises on a row's own text raises here as in `generate`. Where a prefix that ends with drafts is refused,
+        as one that goes on behind EOS may be, no token can be drawn behind these: the last of them is the row's last
+        token of this round.
+
+        Args:
+            logits: `[B, γ + 1, vocabulary]`.
+            lengths: `[B]` int64, drafts of each row.
+            takes: called with each step and its processed scores `[B, vocabulary]`; says `[B]` bool which rows take
+                their draft.
+
+        Returns:
+            `[B]` int64: how many drafts each row may take and still draw a token behind them.
+        """
+        most, going = lengths, torch.ones_like(lengths, dtype=torch.bool)
+        for step in range(logits.shape[1]):
+            scores = widen(logits[:, step])  # [B, V]
+            if step == 0:
+                scores = self(scores[:, None])[:, 0]
+            else:
+                scores, passed = self.attempt(scores, step, going)
+                most = most.where(passed | ~going, step - 1)
+                going = passed
+            going = going & takes(step, scores) & (lengths > step)
+        return most
+
+    def attempt(self, scores: Tensor, step: int, shown: Tensor) -> tuple[Tensor, Tensor]:
+        """Processes scores `[B, vocabulary]` of a position before which drafts may stand.
+
+        Args:
+            scores: of all rows.
+            step: how many tokens behind the committed ones.
+            shown: `[B]` bool, rows whose prefixes the processors may see.
+
+        Returns:
+            The scores, processed where no processor refused the prefix, and `[B]` bool which rows these are.
+        """
+        processed, passed = scores.clone(), shown.clone()
+        row = shown.nonzero().flatten()  # [n]
+        if not len(row):
+            return processed, passed
+        try:
+            processed[row] = self._process(scores[row], row, torch.full_like(row, step))
+        except Exception:
+            for one in row.split(1):  # whose prefix was it?
+                try:
+                    processed[one] = self._process(scores[one], one, torch.full_like(one, step))
+                except Exception:
+                    passed[one] = False
+        return processed, passed
+
+    def _process(self, scores: Tensor, row: Tensor, step: Tensor) -> Tensor:
+        """Processes scores `[n, vocabulary]` of positions in `row` (`[n]` int64), `step` (`[n]` int64) tokens behind
+        the committed ones."""
+        for processor in self._processors:
+            if type(processor) in _SCORES_ONLY:
+                scores = processor(None, scores)
+            elif needs_batch(processor):
+                order = self._prefixes.order  # [B]
+                scores = processor(self._prefixes.batch(int(step[0])), scores[order])[self._prefixes.rows.requests]
+            else:
+                scores = self._process_by_prefix(processor, scores, row, step)
+        return scores
+
+    def _process_by_prefix(self, processor: LogitsProcessor, scores: Tensor, row: Tensor, step: Tensor) -> Tensor:
+        processed = torch.empty_like(scores)
+        for member, prefix in self._prefixes.groups(row, step):
+            requests = self._prefixes.rows.requests[row[member]]  # [m]
+            if isinstance(processor, _ROW_BOUND):
+                for i, request in enumerate(requests.tolist()):
+                    bound = _bind_to_row(processor, request, self._batch_size)
+                    processed[member[i]] = bound(prefix[i : i + 1], scores[member[i]][None])[0]
+            elif isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
+                bound = _bind_padding(processor, requests, self._batch_size)
+                processed[member] = bound(prefix, scores[member])
+            else:
+                processed[member] = processor(prefix, scores[member])
+        return processed
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Temperature, top-k and min-p, of which the last two only say from which logit on a token may be drawn.
+
+    Attributes:
+        temperature: divides the logits.
+        top_k: tokens that may be drawn; None: all.
+        min_p: least probability, as a share of the largest one; None: none.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    min_p: float | None = None
+
+    @classmethod
+    def of(cls, processors: LogitsProcessorList) -> "Filters | None":
+        """What `processors` amount to, or None where there are others, or these in another order."""
+        filters = cls()
+        for processor in processors:
+            if type(processor) is hf.TemperatureLogitsWarper and filters == cls():
+                filters = replace(filters, temperature=processor.temperature)
+            elif (
+                type(processor) is hf.TopKLogitsWarper and filters.top_k is filters.min_p is None and _bars(processor)
+            ):
+                filters = replace(filters, top_k=processor.top_k)
+            elif type(processor) is hf.MinPLogitsWarper and filters.min_p is None and _keeps_one(processor):
+                filters = replace(filters, min_p=processor.min_p or None)
+            else:
+                return None
+        return filters
+
+    @property
+    def cuts_nothing(self) -> bool:
+        """Whether every token may be drawn."""
+        return self.top_k is None and self.min_p is None
+
+    def floors(self, logits: Tensor) -> Tensor | None:
+        """Smallest logits `[n]` float32, divided by the temperature, that may be drawn from `logits` `[n, V]`."""
+        bounds = []
+        if self.top_k is not None:
+            bounds.append(logits.topk(min(self.top_k, logits.shape[1]), sorted=False).values.amin(1).float())
+        if self.min_p is not None:
+            # p >= min_p * p_max, whatever top-k has left out: the two share their normaliser.
+            bounds.append(logits.amax(1).float() + self.temperature * math.log(self.min_p))
+        return torch.stack(bounds).amax(0) / self.temperature if bounds else None
+
+
+def _bars(warper: hf.TopKLogitsWarper | hf.MinPLogitsWarper) -> bool:
+    """Whether what it filters out cannot be drawn at all."""
+    return warper.filter_value == -math.inf
+
+
+def _keeps_one(warper: hf.MinPLogitsWarper) -> bool:
+    return warper.min_tokens_to_keep == 1 and _bars(warper)
+
+
+def draw_processed(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False) -> Draw:
+    """As :func:`~spec_trl.generation.engine.noise.draw`, on CUDA by one kernel."""
+    if _is_fused(logits):
+        return _draw_fused(logits, noise, first, want_logprobs)
+    return draw(logits, noise, first, want_logprobs)
+
+
+def _is_fused(logits: Tensor) -> bool:
+    """Whether one kernel draws from these logits."""
+    return run_on(logits.device) and logits.dtype != torch.float64
+
+
+def _draw_fused(
+    logits: Tensor,
+    noise: RoundNoise | None,
+    first: int,
+    want_logprobs: bool,
+    temperature: float = 1.0,
+    floors: Tensor | None = None,
+) -> Draw:
+    from .kernels.gumbel_sampler import fused_draw  # imports Triton
+
+    batch, count, _ = logits.shape
+    keys = None if noise is None else noise.keys[:, first : first + count].reshape(-1)  # [B * n]
+    drawn = fused_draw(logits.flatten(0, 1), keys, temperature, floors)  # of [B * n] each
+    tokens, scores, logprobs = (part.view(batch, count) for part in drawn)
+    return Draw(tokens, scores, logprobs if want_logprobs else None)
+
+
+def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> LogitsProcessor:
+    """The processor as it acts on one row of the caller's batch, whatever row of ours that request sits in."""
+    bound = copy.copy(processor)
+    if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        bound._prefix_allowed_tokens_fn = lambda _, prefix: allowed(request, prefix)
+    elif isinstance(processor, hf.EncoderRepetitionPenaltyLogitsProcessor):
+        copies = batch_size // processor.encoder_input_ids.shape[0]  # num_return_sequences
+        bound.encoder_input_ids = processor.encoder_input_ids[request // copies][None]
+    elif isinstance(processor, hf.EncoderNoRepeatNGramLogitsProcessor):
+        prompt = request // (batch_size // processor.batch_size)
+        bound.batch_size, bound.generated_ngrams = 1, processor.generated_ngrams[prompt : prompt + 1]
+    return bound
+
+
+def _bind_padding(
+    processor: hf.RepetitionPenaltyLogitsProcessor, requests: Tensor, batch_size: int
+) -> hf.RepetitionPenaltyLogitsProcessor:
+    """The processor with the padding of `requests` (`[n]`), which transformers >= 5.23 keeps for the caller's rows."""
+    padding = processor.prompt_ignore_length
+    if not isinstance(padding, Tensor):
+        return processor
+    bound = copy.copy(processor)
+    bound.prompt_ignore_length = padding.to(requests.device)[requests // (batch_size // len(padding))]  # [n]
+    return bound

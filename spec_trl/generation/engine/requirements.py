@@ -1,0 +1,367 @@
+"""What the engine cannot serve, refused by name before any work."""
+
+import sys
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from .attention import MaskPlan
+from .family_hooks import forward_parameters, position_tables, takes_positions
+from .shadow import uncompiled
+
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+# Attention that is not a function of (query, key, position mask), or positions that no hook can reach.
+_REFUSED_TYPES = {
+    "roformer": "its rotary positions are one table for all rows",
+    "kosmos-2": "its positions begin behind the padding token's id",
+    "kosmos-2.5": "its positions begin behind the padding token's id",
+    "paligemma": "tokens of its prompts attend in both directions",
+    "doge": "its masks depend on what the tokens say",
+    "bloom": "its ALiBi positions need a two-dimensional mask",
+    "mpt": "its ALiBi positions are counted back from the last cache column",
+}
+# What generate passes to a decoding method besides input_ids, that the engine reads or may ignore.
+_KNOWN_KEYWORDS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raises ValueError where `model` cannot be decoded over a ragged cache."""
+    config = model.config
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder; assistant_strategy serves decoder-only models."
+        )
+    text_config = config.get_text_config(decoder=True)
+    model_type = text_config.model_type
+    for name in (config.model_type, model_type):
+        if name in _REFUSED_TYPES:
+            raise ValueError(f"model type '{name}' is not served: {_REFUSED_TYPES[name]}.")
+    if text_config.to_dict().get("alibi"):
+        raise ValueError(
+            f"model type '{model_type}' with alibi=True is not served: ALiBi needs a two-dimensional mask."
+        )
+    if model._is_stateful:
+        raise ValueError(
+            f"model type '{model_type}' keeps a recurrent state, which rejected tokens cannot be taken out of. "
+            "Generate without `assistant_strategy`."
+        )
+    MaskPlan.from_config(text_config)
+    _check_forward(model, model_type)
+    _check_adapters(model)
+    if is_fsdp_managed_module(model):
+        raise ValueError(
+            "the model is wrapped by FSDP, whose ranks would have to run their forwards in step. Use DDP, or gather "
+            "the weights into a plain model."
+        )
+    places = set(getattr(model, "hf_device_map", {}).values())
+    if len(places) > 1:
+        raise ValueError(f"the model is spread over {sorted(map(str, places))}; load it on one device.")
+
+
+def _check_forward(model: PreTrainedModel, model_type: str) -> None:
+    decoder = model.get_decoder()
+    if "past_key_values" not in forward_parameters(decoder) | forward_parameters(model):
+        raise ValueError(f"model type '{model_type}' is not served: its forward takes no K/V cache (past_key_values).")
+    if not takes_positions(model) and not position_tables(model):
+        raise ValueError(
+            f"model type '{model_type}' is not served: its forward takes no position_ids, and counts positions from "
+            "the length of a cache whose rows are all equally long."
+        )
+    config = model.config.get_text_config(decoder=True)
+    if "max_position_embeddings" not in config.to_dict().keys() | config.attribute_map.keys():
+        raise ValueError(
+            f"model type '{model_type}' is not served: its config has no max_position_embeddings, so nothing says how "
+            "long its rows may become."
+        )
+    sees_both_ways = "create_bidirectional_mask" in vars(sys.modules[type(decoder).__module__])
+    if config.to_dict().get("is_decoder") is False and sees_both_ways:
+        raise ValueError(
+            f"model type '{model_type}' attends in both directions; set config.is_decoder=True to make it a decoder."
+        )
+
+
+def _check_adapters(model: PreTrainedModel) -> None:
+    if "peft" not in sys.modules:  # who has not imported it has no adapter, and need not wait for its import
+        return
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    # PeftModel.generate calls the generate of its base model, and leaves only this trace of a soft prompt on it.
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    owner = prepare.__self__ if isinstance(prepare, MethodType) else None
+    if isinstance(owner, PeftModel):
+        _check_prompt_learning(owner)
+    for layer in model.modules():
+        if not isinstance(layer, BaseTunerLayer) or layer.disable_adapters:
+            continue
+        variants = vars(layer).get("lora_variant", {})  # of LoRA layers; aLoRA's class is new in peft 0.18
+        if any(type(variants.get(name)).__name__.startswith("ALora") for name in layer.active_adapters):
+            raise ValueError(
+                "the model has an activated LoRA (aLoRA), which acts from its invocation tokens on, and the engine's "
+                "forwards do not say where in a row these stand. Use LoRA, or generate without `assistant_strategy`."
+            )
+        if any(isinstance(hook, partial) for hook in layer._forward_pre_hooks.values()):
+            raise ValueError(
+                "the call gives each row an adapter of its own (adapter_names, task_ids), and the engine reorders "
+                "rows. Generate for one adapter at a time, or without `assistant_strategy`."
+            )
+
+
+def _check_prompt_learning(model: "PeftModel") -> None:
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            "the model has a PEFT adapter of prompt learning (prompt, prefix or p-tuning), whose virtual tokens "
+            "assistant_strategy would lose. Use LoRA, or generate without `assistant_strategy`."
+        )
+
+
+def policy_in(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside the wrappers of torch.compile and PEFT.
+
+    Raises:
+        ValueError: a wrapper of PEFT holds a soft prompt, which the model inside knows nothing of.
+    """
+    from peft import PeftModel
+
+    model = uncompiled(model)
+    while isinstance(model, PeftModel):
+        _check_prompt_learning(model)
+        model = uncompiled(model.get_base_model())
+    return model
+
+
+_WAYS_OUT = {
+    "num_assistant_tokens": "speculative_config={'draft_length': ...} says how many tokens are drafted",
+    "token_healing": "heal the prompts first: pass input_ids=model.heal_tokens(input_ids, tokenizer) and an "
+    "attention_mask that is 0 at their padding",
+}
+
+
+def _refusal(name: str, value: Any) -> ValueError:
+    way_out = _WAYS_OUT.get(name)
+    if name.startswith("output_"):
+        way_out = "the output's .logprobs holds those of the sampled tokens"
+    return ValueError(
+        f"{name}={value!r} cannot be combined with assistant_strategy: the engine samples or decodes "
+        f"greedily over its own cache. Leave it unset, or generate without assistant_strategy"
+        f"{'; ' + way_out if way_out else ''}."
+    )
+
+
+def check_not_diverted(model: GenerationMixin, config: GenerationConfig | None, keywords: Mapping[str, Any]) -> None:
+    """Raises ValueError for what `generate`, called with these, does before it comes to a decoding method: it hands
+    over to `generate_batch`, or rewrites the prompts with a tokenizer that it takes from a custom method."""
+    if keywords.get("cache_implementation") == "paged":
+        raise _refusal("cache_implementation", "paged")
+    wanted = [keywords.get("token_healing"), config and config.token_healing, model.generation_config.token_healing]
+    if next((value for value in wanted if value is not None), False):
+        raise _refusal("token_healing", True)
+
+
+def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> None:
+    """Raises ValueError for modes of generate that are not sampling or greedy search.
+
+    Args:
+        config: as `generate` has completed it.
+        own: the model's, whose number of assistant tokens is no wish of the caller's.
+    """
+    drafted = config.num_assistant_tokens
+    unasked = (own.num_assistant_tokens, own._get_default_generation_params()["num_assistant_tokens"])
+    refused: dict[str, tuple[Any, bool]] = {
+        "num_beams": (config.num_beams, (config.num_beams or 1) > 1),
+        "num_beam_groups": (config.num_beam_groups, (config.num_beam_groups or 1) > 1),
+        "penalty_alpha": (config.penalty_alpha, bool(config.penalty_alpha)),
+        "dola_layers": (config.dola_layers, config.dola_layers is not None),
+        "constraints": (config.constraints, config.constraints is not None),
+        "force_words_ids": (config.force_words_ids, config.force_words_ids is not None),
+        "use_mtp": (config.use_mtp, bool(config.use_mtp)),
+        "assistant_early_exit": (config.assistant_early_exit, config.assistant_early_exit is not None),
+        "num_assistant_tokens": (drafted, drafted not in unasked),
+        "prompt_lookup_num_tokens": (config.prompt_lookup_num_tokens, config.prompt_lookup_num_tokens is not None),
+        "guidance_scale": (config.guidance_scale, config.guidance_scale not in (None, 1, 1.0)),
+        "use_cache": (config.use_cache, config.use_cache is False),
+        "cache_implementation": (
+            config.cache_implementation,
+            config.cache_implementation not in (None, "dynamic", "dynamic_full"),
+        ),
+        "output_scores": (config.output_scores, bool(config.output_scores)),
+        "output_logits": (config.output_logits, bool(config.output_logits)),
+        "output_attentions": (config.output_attentions, bool(config.output_attentions)),
+        "output_hidden_states": (config.output_hidden_states, bool(config.output_hidden_states)),
+    }
+    for name, (value, is_refused) in refused.items():
+        if is_refused:
+            raise _refusal(name, value)
+
+
+def without_modalities(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`model_kwargs` without those that say of a vision-language model's prompts that they are text alone.
+
+    Raises:
+        ValueError: they say that there are images, sound or video.
+    """
+    seen = model_kwargs.get("mm_encoder_outputs")  # generate makes one itself, empty where there is only text
+    types = ("token_type_ids", "mm_token_type_ids") if "image" in model.input_modalities else ()
+    marked = [name for name in types if model_kwargs.get(name) is not None and bool(model_kwargs[name].any())]
+    if seen or marked:
+        raise ValueError(
+            f"the prompts hold more than text ({', '.join(seen or marked)}); assistant_strategy serves text alone. "
+            "Generate without assistant_strategy."
+        )
+    return {name: value for name, value in model_kwargs.items() if name not in ("mm_encoder_outputs", *types)}
+
+
+def check_keywords(model_kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for model inputs that the engine would drop, such as `pixel_values`."""
+    unknown = sorted(name for name, value in model_kwargs.items() if name not in _KNOWN_KEYWORDS and value is not None)
+    if unknown:
+        raise ValueError(
+            f"the model inputs {unknown} cannot be combined with assistant_strategy, which takes input_ids and "
+            "attention_mask. Generate without assistant_strategy."
+        )
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise ValueError(
+            "past_key_values already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
+        )
+
+
+def check_not_empty(input_ids: Tensor) -> None:
+    """Raises ValueError for prompts `[B, 0]`."""
+    if input_ids.shape[-1] == 0:
+        raise ValueError("input_ids is empty ([B, 0]); every prompt needs at least one token, e.g. the BOS token.")
+
+
+def split_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+    """Prompts without their left padding.
+
+    Args:
+        input_ids: `[B, width]` int64.
+        attention_mask: `[B, width]` of 0 and 1, or None for no padding.
+
+    Returns:
+        B tensors `[prompt length]` int64.
+
+    Raises:
+        ValueError: a prompt is empty, right-padded or has holes.
+    """
+    check_not_empty(input_ids)
+    if attention_mask is None:
+        return list(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)} and input_ids {list(input_ids.shape)}; "
+            "they must be equal."
+        )
+    mask = attention_mask.bool()
+    lengths = mask.sum(1)  # [B]
+    for row in (lengths == 0).nonzero().flatten().tolist():
+        raise ValueError(f"prompt {row} is empty: its attention_mask has no 1. Every prompt needs at least one token.")
+    left_padded = torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - lengths[:, None]  # [B, width]
+    for row in (mask != left_padded).any(1).nonzero().flatten().tolist():
+        raise ValueError(
+            f"prompt {row} is not left-padded: its attention_mask is not 0...01...1. "
+            "Tokenize with padding_side='left'."
+        )
+    return [ids[len(ids) - length :] for ids, length in zip(input_ids, lengths.tolist(), strict=True)]
+
+
+def check_positions(position_ids: Tensor | None, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Raises ValueError for positions that the engine would not use: it counts from each row's first token.
+
+    Args:
+        position_ids: `[B, width]` int64, or with axes before them; None: `generate` counts them itself.
+        input_ids: `[B, width]` int64.
+        attention_mask: `[B, width]` of 0 and 1, or None for no padding.
+    """
+    if position_ids is None:
+        return
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    counted = mask.cumsum(-1) - 1  # [B, width]; at padding anything will do
+    fits = position_ids.shape[-2:] in (input_ids.shape, (1, input_ids.shape[1]))
+    if not fits or bool(((position_ids != counted) & mask.bool()).any()):
+        raise ValueError(
+            f"position_ids of shape {list(position_ids.shape)} do not count 0, 1, 2, ... from each prompt's first "
+            "token, as assistant_strategy does. Leave them unset, or generate without assistant_strategy."
+        )
+
+
+def check_lengths(model: PreTrainedModel, longest_prompt: int, longest_total: int) -> None:
+    """Raises ValueError where prompts exceed the model's context, or outputs its :func:`position_limit`.
+
+    Args:
+        model: the target.
+        longest_prompt: in tokens.
+        longest_total: longest prompt plus its new tokens.
+    """
+    config = model.config.get_text_config(decoder=True)
+    context = config.max_position_embeddings
+    if longest_prompt > context:
+        raise ValueError(
+            f"the longest prompt has {longest_prompt} tokens and the model's context is {context} "
+            "(max_position_embeddings). Truncate the prompts."
+        )
+    limit = position_limit(model)
+    if limit is not None and longest_total > limit:
+        scaling = sorted({scope["rope_type"] for scope in _rope_scopes(config)} & {"dynamic", "longrope"})
+        if limit == MaskPlan.for_network(model).unmasked_window:
+            reason = "generate would forget tokens that the model's own masks still show (sliding_window)"
+        elif scaling:
+            reason = f"{scaling} RoPE scaling makes a row depend on its batch"
+        else:
+            reason = "its learned positions end"
+        raise ValueError(
+            f"prompt plus new tokens reach {longest_total}, and at {limit} {reason}. Keep the longest prompt plus "
+            f"max_new_tokens within {limit}."
+        )
+    if longest_total > context:
+        warnings.warn(
+            f"prompt plus new tokens reach {longest_total}, beyond the model's context of {context}; rows that get "
+            "there extrapolate, as in generate.",
+            stacklevel=2,
+        )
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Positions that `model` may be asked for; None: any number.
+
+    A table of learned positions ends with the context. Under dynamic and LongRoPE scaling the frequencies of all rows
+    change once the longest row, drafts included, passes a length.
+    """
+    config = model.config.get_text_config(decoder=True)
+    context = config.max_position_embeddings
+    scopes = _rope_scopes(config)
+    if not scopes or _has_position_table(model, context):
+        return context
+    limits = [scope["original_max_position_embeddings"] for scope in scopes if scope["rope_type"] == "longrope"]
+    limits += [context for scope in scopes if scope["rope_type"] == "dynamic"]
+    window = MaskPlan.for_network(model).unmasked_window
+    return min(limits if window is None else [*limits, window], default=None)
+
+
+def _rope_scopes(config: Any) -> list[dict[str, Any]]:
+    """RoPE parameters, one dict or one for each layer type."""
+    parameters = config.to_dict().get("rope_parameters") or {}
+    scopes = (
+        parameters.values() if parameters and all(isinstance(v, dict) for v in parameters.values()) else [parameters]
+    )
+    return [scope for scope in scopes if scope and "rope_type" in scope]
+
+
+def _has_position_table(model: PreTrainedModel, context: int) -> bool:
+    # OPT and its kin keep two extra rows.
+    words = model.get_input_embeddings()
+    return any(
+        isinstance(m, nn.Embedding) and m is not words and m.num_embeddings in (context, context + 2)
+        for m in model.modules()
+    )

@@ -1,0 +1,401 @@
+"""The decoding loop: draft, verify, commit, for rows of different lengths."""
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from operator import methodcaller
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ...scheduling.control import Chain, Control, Tally
+from ...scheduling.plain_decoding import plain_rounds
+from .broken_module import first_broken_module
+from .chains import Lanes, Outcome, draft_lengths
+from .drafter import Drafter, DraftSession
+from .noise import RoundNoise, derive, position_keys
+from .prefill import prefill
+from .processors import LogitsPipeline
+from .rows import Request, Rows, prompt_key
+from .runner import EagerRunner
+from .statistics import ChainCounter, DraftCounter, PhaseTimer, RoundLog, SpeculationStatistics
+from .stopping import Stopping
+from .timeline import TimelineLog
+from .verification import Proposal, Verdict, verify_exact, verify_rejection
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one request generated: tokens `[n]` int64, EOS included, and their logprobs `[n]` if asked for."""
+
+    tokens: Tensor
+    logprobs: Tensor | None
+
+
+class Rollout:
+    """One batched generation.
+
+    Args:
+        requests: what to generate.
+        target: the target over its cache.
+        drafters: propose drafts; none: decode autoregressively.
+        control: plans each round's chains; its candidates are the drafters in order.
+        rows: buffers for the rows in flight; their capacity bounds the batch.
+        pipeline: logits processors.
+        stopping: when a row ends.
+        do_sample: False: greedy.
+        rejection: verify by rejection sampling instead of exactly.
+        want_logprobs: whether completions carry logprobs.
+        strategy: name for the statistics.
+        on_tokens: called with `[n]` new tokens in each round; batch 1 only (a streamer).
+    """
+
+    def __init__(
+        self,
+        requests: list[Request],
+        target: EagerRunner,
+        drafters: Sequence[Drafter],
+        control: Control,
+        rows: Rows,
+        pipeline: LogitsPipeline,
+        stopping: Stopping,
+        do_sample: bool,
+        rejection: bool,
+        want_logprobs: bool,
+        strategy: str,
+        on_tokens: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self._waiting = list(reversed(requests))
+        self._completions: list[Completion | None] = [None] * len(requests)
+        self._target, self._rows = target, rows
+        self._drafters: list[Drafter | None] = list(drafters)
+        self._control = control
+        self._pipeline, self._stopping = pipeline, stopping
+        self._do_sample, self._rejection = do_sample, rejection and do_sample
+        self._want_logprobs, self._on_tokens = want_logprobs, on_tokens
+        self._vocabulary = target.network.config.get_text_config(decoder=True).vocab_size
+        self._statistics = SpeculationStatistics(strategy)
+        self._log = RoundLog()
+        self._names = [drafter.strategy for drafter in drafters]
+        self._timeline = TimelineLog(len(requests), self._names)
+        self._ended_in = [0] * len(requests)
+        self._prompt_keys = [prompt_key(request.prompt) for request in requests]
+        self._prompt_lengths = [len(request.prompt) for request in requests]
+        self._counter = DraftCounter(len(requests), rows.tokens.device)
+        self._chains = ChainCounter(len(requests), self._names, rows.tokens.device)
+        self._timer = PhaseTimer(rows.tokens.device)
+
+    def run(self) -> tuple[list[Completion], SpeculationStatistics]:
+        """Generates every request; completions come in the order of their indices."""
+        self._started = time.perf_counter()
+        self.begin()
+        while self._waiting or self._rows.active:
+            self.admit()
+            self.decode_round(self._plan())
+        self._control.finish()
+        self._finish_statistics()
+        self.end()
+        return [completion for completion in self._completions if completion is not None], self._statistics
+
+    def begin(self) -> None:
+        """Makes drafters and control ready."""
+        with self._timer.phase("control"):
+            self._control.begin(self._rows.capacity, self._prompt_keys)
+        session = DraftSession(self._rows, self._pipeline, self._do_sample, self._target, self._rejection)
+        self._for_each_drafter(lambda drafter: drafter.begin(session))
+
+    def end(self) -> None:
+        """Lets drafters go of the rows and caches, which would outlive the generation with them."""
+        self._for_each_drafter(lambda drafter: drafter.end())
+
+    def decode_round(self, plan: Sequence[Chain]) -> None:
+        """One round: drafters draft the chains of `plan`, one target forward verifies them, and each row goes on with
+        the chain of which most was accepted; without chains the target decodes."""
+        started, prepared = time.perf_counter(), self._target.preparations
+        batch, length = self._rows.active, self._total_length / self._rows.active
+        with self._timer.phase("noise"):
+            noise = self._noise(max((chain.draft_length for chain in plan), default=0))
+        with self._timer.phase("draft"):
+            lanes = self._draft(plan, noise)
+        with self._timer.phase("verify"):
+            logits = self._verify(lanes)
+        self._teach(lanes, logits)
+        with self._timer.phase("accept"):
+            finished, tokens = self._commit(self._accept(lanes, logits, noise), lanes)
+        with self._timer.phase("compact"):
+            self._retire(finished)
+        seconds = time.perf_counter() - started  # of the device too: the commit waited for it
+        names = dict.fromkeys(self._names[which] for which in lanes.drafted)
+        self._log.add(batch, length, lanes.width, "+".join(names) or None, seconds, tokens)
+        with self._timer.phase("control"):
+            self._control.record(lanes.width, seconds, tokens, self._target.preparations == prepared)
+
+    def admit(self) -> None:
+        """Gives free rows to waiting requests and reads their prompts."""
+        rows = self._rows
+        free = min(rows.capacity - rows.active, len(self._waiting))
+        if free:
+            with self._timer.phase("prefill"):
+                admission = rows.admit([self._waiting.pop() for _ in range(free)])
+                prefill(self._target, rows, admission)
+            with self._timer.phase("draft"):
+                self._for_each_drafter(lambda drafter: drafter.admit(admission))
+            self.look()
+
+    def look(self) -> None:
+        """Reads from the device what the control asks for; later rounds bring it along with what they commit."""
+        rows = self._rows
+        self._total_length = int(rows.lengths.sum())
+        self._room = int((rows.limits - rows.lengths).max())
+
+    def _plan(self) -> Sequence[Chain]:
+        """The chains that the control wants, no longer than the row with most room could use."""
+        with self._timer.phase("control"):
+            rows = self._rows
+            plan = self._control.plan(list(rows.indices), self._total_length / rows.active, len(self._waiting))
+            chains = [replace(chain, draft_length=min(chain.draft_length, self._room - 1)) for chain in plan]
+            plan = [chain for chain in chains if chain.draft_length > 0 and self._drafters[chain.which] is not None]
+            self._timeline.record(time.perf_counter() - self._started, self._log.rounds, plan, rows.indices)
+        return plan
+
+    def _noise(self, draft_length: int) -> RoundNoise | None:
+        rows = self._rows
+        if not self._do_sample:
+            return None
+        return RoundNoise(rows.streams, rows.generated, draft_length + 1, self._vocabulary)
+
+    def _draft(self, plan: Sequence[Chain], noise: RoundNoise | None) -> Lanes:
+        lengths = draft_lengths(plan, self._rows.active)
+        drafted = {which: self._propose(which, max(own), noise) for which, own in lengths.items()}
+        return Lanes.of(self._rows, lengths, drafted)
+
+    def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        """What drafter `which` drafts, as far as rows have room for it and tokens exist; nothing where it fails."""
+        rows = self._rows
+        shape = (rows.active, draft_length, self._vocabulary)
+        proposal = self._guard(which, lambda drafter: _checked(drafter.propose(draft_length, noise), shape))
+        if proposal is None:
+            # A drafter that failed half-way may have left broken K/V in the columns it drafted: they are verified all
+            # the same, as tokens nobody proposed, and so overwritten.
+            return Proposal(rows.window(-1, 1).expand(-1, draft_length), torch.zeros_like(rows.lengths))
+        legal = (proposal.tokens >= 0) & (proposal.tokens < self._vocabulary)  # [B, γ]
+        room = rows.limits - rows.lengths - 1  # [B], the bonus token needs one
+        lengths = torch.minimum(proposal.lengths, room).minimum(legal.long().cumprod(1).sum(1)).clamp(min=0)
+        return replace(proposal, tokens=proposal.tokens.clamp(0, self._vocabulary - 1), lengths=lengths)
+
+    def _verify(self, lanes: Lanes) -> Tensor:
+        """Feeds each row's last committed token and its chains; returns logits `[B, 1 + Σγ, vocabulary]`."""
+        rows, width = self._rows, lanes.width
+        if lanes.layout is not None:
+            return self._target.forward_chains(lanes.layout, rows.longest + width)
+        rows.write(0, lanes.proposals[0].tokens)
+        tokens, columns = rows.window(-1, width + 1), rows.columns_behind(-1, width + 1)  # [B, 1 + γ] each
+        return self._target.forward(tokens, columns, rows.longest + width)
+
+    def _teach(self, lanes: Lanes, logits: Tensor) -> None:
+        """Shows drafters that learn what the target said to their own chains."""
+        for which, proposal in lanes.drafted.items():
+            drafter = self._drafters[which]
+            if drafter is not None and drafter.learns:
+                with self._timer.phase("learn"):
+                    if lanes.layout is not None:
+                        self._rows.write(0, proposal.tokens)
+                    self._guard(which, methodcaller("learn", *lanes.verified(which, logits)))
+
+    def _accept(self, lanes: Lanes, logits: Tensor, noise: RoundNoise | None) -> Outcome:
+        """Verifies each lane's chains; of a race, keeps the K/V and hidden states of the winners."""
+        if lanes.layout is None:
+            return Outcome.of(lanes, [self._verdict(lanes.proposals[0], logits, noise)])
+        verdicts = []
+        for lane, proposal in enumerate(lanes.proposals):
+            self._rows.write(0, proposal.tokens)  # for processors that look at them
+            verdicts.append(self._verdict(proposal, lanes.logits(lane, logits), noise))
+        outcome = Outcome.of(lanes, verdicts)
+        self._target.keep_chains(lanes.layout.slots_of(outcome.winner))
+        return outcome
+
+    def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
+        if self._rejection and proposal.logits is not None:
+            rows = self._rows
+            logits, most = self._pipeline.process_verified(logits, proposal.lengths)  # [B, γ + 1, V], [B]
+            steps = rows.generated[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, γ + 1]
+            coins, residual = (position_keys(derive(rows.streams, purpose), steps) for purpose in (1, 2))
+            # A draft behind which no token can be drawn must pass its own test all the same, else what ends a text
+            # would come too seldom: once accepted it stands in the place of that token.
+            tested = replace(proposal, lengths=torch.minimum(proposal.lengths, most + 1))
+            verdict = verify_rejection(logits, tested, coins, residual, self._want_logprobs)
+            return replace(verdict, accepted=torch.minimum(verdict.accepted, most))
+        drawn, most = self._pipeline.draw_verified(logits, noise, proposal.lengths, self._want_logprobs)
+        return verify_exact(drawn, replace(proposal, lengths=most))
+
+    def _commit(self, outcome: Outcome, lanes: Lanes) -> tuple[list[int], int]:
+        """Takes the verified tokens into the output; returns the rows that ended, and how many tokens there were."""
+        rows, verdict = self._rows, outcome.verdict
+        counts = verdict.accepted + 1  # [B]
+        rows.write(0, verdict.tokens)
+        kept, ends = self._stopping.first_stop(verdict.tokens, counts)
+        sound = verdict.scores > -torch.inf  # [B, γ + 1]; else NaN, or no token has any probability
+        broken = sound.long().cumprod(1).sum(1) < kept  # [B]
+        drafted, accepted = outcome.up_to_end(kept, ends)  # [N, B] each
+        if lanes.width:
+            self._counter.add(rows.requests, rows.generated, outcome.proposal, verdict, kept, ends)
+            self._chains.add(rows.requests, rows.generated, lanes.drafters, drafted, accepted, kept, outcome.winner)
+        if self._on_tokens is not None:
+            self._on_tokens(verdict.tokens[0, : int(kept[0])])
+        lengths = rows.lengths + kept  # [B]
+        room = rows.limits - lengths  # [B]
+        suspects = {which: own.broken.long() for which, own in lanes.drafted.items() if own.broken is not None}
+        flags = [flag.expand_as(kept) for flag in suspects.values()]  # [B] each
+        state = torch.stack([lengths, ends.long(), broken.long(), room, *drafted, *accepted, *flags]).tolist()
+        # That was the round's one sync.
+        if any(state[2]):
+            row = state[2].index(1)
+            self._raise_broken(row, int(rows.generated[row] + sound[row].long().cumprod(0).sum()), lanes.width)
+        rows.commit(kept, verdict.logprobs)
+        tokens = sum(state[0]) - self._total_length
+        finished = [row for row, ended in enumerate(state[1]) if ended]
+        rows.longest = max(state[0])
+        self._total_length = sum(length for length, ended in zip(state[0], state[1], strict=True) if not ended)
+        self._room = max((room for room, ended in zip(state[3], state[1], strict=True) if not ended), default=0)
+        count = len(lanes.proposals)
+        if lanes.width:
+            by_lane = state[4 : 4 + count], state[4 + count : 4 + 2 * count]
+            self._control.record_rows(list(rows.indices), *(lanes.by_drafter(values) for values in reversed(by_lane)))
+        for which, flag in zip(suspects, state[4 + 2 * count :], strict=True):
+            if any(flag):
+                self._guard(which, _report_broken)
+        self._for_each_drafter(lambda drafter: drafter.observe(tokens))
+        return finished, tokens
+
+    def _retire(self, finished: list[int]) -> None:
+        if finished:
+            self._complete(finished)
+            self._free(finished)
+
+    def _complete(self, finished: list[int]) -> None:
+        """Keeps what `finished` rows have generated."""
+        rows = self._rows
+        lengths, prompts = rows.lengths.tolist(), rows.prompt_lengths.tolist()
+        for row in finished:
+            span = slice(prompts[row], lengths[row])
+            logprobs = rows.logprobs[row, span].clone() if self._want_logprobs else None
+            self._completions[rows.indices[row]] = Completion(rows.tokens[row, span].clone(), logprobs)
+            self._ended_in[rows.indices[row]] = self._log.rounds + 1
+        done = sum(completion is not None for completion in self._completions)
+        seconds = time.perf_counter() - self._started
+        self._statistics.completion_curve.append((seconds, done))
+        self._timeline.end([rows.indices[row] for row in finished], seconds)
+
+    def _free(self, finished: list[int]) -> None:
+        """Takes `finished` rows out of flight."""
+        rows = self._rows
+        source, destination = rows.drop(finished)
+        if source:
+            self._target.cache.copy_rows(source, destination, rows.longest)
+        self._for_each_drafter(lambda drafter: drafter.move(source, destination, rows.longest))
+        rows.longest = max(rows.lengths.tolist(), default=0)
+
+    @property
+    def drafter_failure(self) -> str | None:
+        """Why a drafter was dropped, or None."""
+        return self._statistics.drafter_failure
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds per phase so far."""
+        return self._timer.seconds()
+
+    def _for_each_drafter(self, action: Callable[[Drafter], None]) -> None:
+        for which in range(len(self._drafters)):
+            self._guard(which, action)
+
+    def _guard(self, which: int, action: Callable[[Drafter], T]) -> T | None:
+        """Runs `action` on a drafter. A drafter may fail in any way and changes no output: it is dropped."""
+        drafter = self._drafters[which]
+        if drafter is None:
+            return None
+        try:
+            return action(drafter)
+        except Exception as error:
+            self._statistics.drafter_failure = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"the drafter {type(drafter).__name__} failed and is not used for the rest of this generation, "
+                f"which goes on without it and with the same tokens. {self._statistics.drafter_failure}",
+                stacklevel=2,
+            )
+            self._drafters[which] = None
+            self._control.drop(which)
+            with suppress(Exception):
+                drafter.end()
+            return None
+
+    def _raise_broken(self, row: int, position: int, draft_length: int) -> None:
+        rows, count = self._rows, draft_length + 1
+        # The verified tokens, which the row's drafts were up to the position.
+        tokens, columns = rows.window(-1, count), rows.columns_behind(-1, count)  # [B, γ + 1] each
+        where = first_broken_module(self._target, tokens, columns, rows.longest + draft_length)
+        raise FloatingPointError(
+            f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
+            f"{int(rows.requests[row])} at generated position {position}, decoding round "
+            f"{self._log.rounds + 1}; {where}. Check the weights of the last optimizer step and the logits "
+            "processors, or run this model in a wider dtype."
+        )
+
+    def _finish_statistics(self) -> None:
+        statistics = self._statistics
+        completions = [completion for completion in self._completions if completion is not None]
+        self._counter.write_to(statistics)
+        self._chains.write_to(statistics)
+        statistics.ended_in, statistics.timeline = self._ended_in, self._timeline.timelines
+        statistics.tokens = sum(len(completion.tokens) for completion in completions)
+        if self._want_logprobs:
+            statistics.logprob_sum = float(
+                sum(c.logprobs.double().sum() for c in completions if c.logprobs is not None)
+            )
+        statistics.target_forwards = self._target.forwards
+        statistics.cache_bytes = self._target.cache.bytes
+        statistics.graphs, statistics.graph_bytes = self._target.captured
+        for drafter in self._drafters:
+            if drafter is not None:
+                statistics.draft_forwards += drafter.forwards
+                statistics.cache_bytes += drafter.cache_bytes
+                if drafter.learns:
+                    statistics.learning = drafter.learning
+        account = self._control.account()
+        statistics.predicted_speedup, statistics.reason = account.predicted_speedup, account.reason
+        statistics.measured_speedup = sum(self._control.tallies, Tally()).measured_speedup
+        self._log.write_to(statistics)
+        statistics.phase_seconds = self._timer.seconds()
+        statistics.seconds = time.perf_counter() - self._started
+        statistics.plain_seconds = self._plain_seconds([len(completion.tokens) for completion in completions])
+
+    def _plain_seconds(self, tokens: list[int]) -> float | None:
+        """What plain decoding would have taken: it reads the same prompts, and up to the first draft it was this."""
+        plain, seconds = self._log.plain_rounds, self._log.plain_seconds
+        if plain == self._log.rounds:
+            return self._statistics.seconds
+        rest = self._control.plain_seconds(plain_rounds(self._prompt_lengths, tokens, self._rows.capacity, done=plain))
+        return None if rest is None else self._statistics.phase_seconds["prefill"] + seconds + rest
+
+
+def _report_broken(_: Drafter) -> None:
+    raise FloatingPointError("the draft network returned NaN logits")
+
+
+def _checked(proposal: Proposal, expected: tuple[int, int, int]) -> Proposal:
+    """Refuses a proposal whose tokens are not `[B, γ]` int64, lengths `[B]` int64, logits `[B, γ, vocabulary]`."""
+    parts = ((proposal.tokens, expected[:2]), (proposal.lengths, expected[:1]))
+    if any(tuple(tensor.shape) != shape or tensor.dtype != torch.int64 for tensor, shape in parts):
+        raise ValueError(
+            f"proposed tokens of shape {tuple(proposal.tokens.shape)} ({proposal.tokens.dtype}) with lengths of shape "
+            f"{tuple(proposal.lengths.shape)} ({proposal.lengths.dtype}); expected {expected[:2]} and {expected[:1]} "
+            "of int64"
+        )
+    if proposal.logits is not None and tuple(proposal.logits.shape) != expected:
+        raise ValueError(f"proposed logits of shape {tuple(proposal.logits.shape)}; expected {expected}")
+    return proposal

@@ -1,0 +1,211 @@
+"""Runs one network over a ragged cache. Every forward of generation, target's or drafter's, goes through here."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .attention import MaskPlan, reads_spans
+from .cache import RaggedCache, ReplayCache
+from .chains import ChainLayout
+from .hidden_states import keep_states
+from .requirements import position_limit
+
+
+# Attention reads columns up to the longest row, rounded up: few distinct shapes, so that kernels that are prepared
+# per shape (oneDNN on CPU, captured graphs on CUDA) are prepared rarely.
+COLUMN_BUCKET = 32
+
+Heard = Callable[[Tensor, Tensor, int], None]
+
+
+class EagerRunner:
+    """The network's ordinary forward.
+
+    Args:
+        network: a shadow (:func:`~spec_trl.generation.engine.shadow.make_shadow`) or its quantized twin.
+        cache: where it reads and writes K/V; a self-drafter shares its target's.
+
+    Attributes:
+        forwards: since the generation began.
+        eager_forwards: runs of the network's modules, those that warm up a capture included.
+    """
+
+    def __init__(self, network: PreTrainedModel, cache: RaggedCache) -> None:
+        self.network = network
+        self.cache = cache
+        self.forwards = 0
+        self.eager_forwards = 0
+        self._masks = MaskPlan.for_network(network)
+        self._position_limit = position_limit(network)
+        self._keeps_last_logits = network._supports_logits_to_keep()
+        self._uses_spans = reads_spans(network)
+        self._states: dict[int, Tensor] = {}
+        self._kept: tuple[int, ...] = ()  # hidden states that hooks keep
+        self._listeners: list[tuple[tuple[int, ...], Heard]] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
+        """Runs `tokens` (`[B, q]` int64) of cache rows `first_row..first_row + B` at `positions` (`[B, q]` int64).
+
+        Writes their K/V, attends over columns `0..columns` and returns logits `[B, q, vocab]`.
+        """
+        self.forwards += 1
+        logits, features = self._run(tokens, positions, columns, first_row, logits_to_keep=0)
+        self._tell(features, positions, first_row)
+        return logits
+
+    def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:
+        """Runs a row's chains side by side and returns logits `[B, W, vocab]`; attends over columns `0..columns`.
+
+        Nobody is told hidden states until :meth:`keep_chains` says which chains they are to be of. Runs eagerly in
+        any runner: races are a rollout's last rounds, and of many shapes.
+        """
+        self.forwards += 1
+        logits, features = self._run(
+            layout.tokens, layout.positions, columns, 0, logits_to_keep=0, places=layout.columns
+        )
+        self._raced = layout, features
+        return logits
+
+    def keep_chains(self, slots: Tensor) -> None:
+        """Makes of the chains that just ran what an ordinary forward of one chain per row would have left.
+
+        Args:
+            slots: `[B, n]` int64 of the layout, those of the chain to keep: its K/V moves to the columns of its
+                positions, and listeners are told its hidden states.
+        """
+        layout, features = self._raced
+        del self._raced
+        first = layout.columns[:, :1]  # [B, 1]
+        positions = first + torch.arange(slots.shape[1], device=slots.device)  # [B, n]
+        self.cache.move_columns(layout.columns.gather(1, slots), positions)
+        if features is not None:
+            features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[2]))  # [B, n, F]
+        self._tell(features, positions, 0)
+
+    def prefill(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> None:
+        """The same forward for its K/V alone."""
+        self.forwards += 1
+        # 1: the fewest a head can be asked for.
+        _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)
+        self._tell(features, positions, first_row)
+
+    def beside(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
+        """A runner of this kind for another network, over this cache or one of its own of the same size.
+
+        Args:
+            network: which one.
+            shares_cache: over this cache.
+            made_of: as of :class:`~spec_trl.generation.drafters.autoregressive.NetworkDrafter`.
+        """
+        return EagerRunner(network, self._cache_beside(network, shares_cache))
+
+    def listen(self, layers: Sequence[int], heard: "Heard") -> None:
+        """Has every further forward tell its hidden states too, for a drafter that is fed with them.
+
+        Args:
+            layers: which ones, as :func:`~spec_trl.generation.engine.hidden_states.keep_states` counts them.
+            heard: called after each forward with features `[B, q, len(layers) * hidden]`, the states side by side in
+                the order of `layers`, the positions `[B, q]` they belong to, and the first cache row. The features are
+                valid until the next forward.
+
+        `heard` must not raise: it runs within the target's forward, and would end the generation.
+
+        Raises:
+            ValueError: the network has no such layer.
+        """
+        if not set(layers) <= set(self._kept):
+            wanted = dict.fromkeys(layer for others, _ in [*self._listeners, (layers, heard)] for layer in others)
+            hooks = keep_states(self.network, wanted, self._states)
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._kept = hooks, tuple(wanted)
+        self._listeners.append((tuple(layers), heard))
+
+    def stop_listening(self, heard: "Heard") -> None:
+        """Tells `heard` no more. The states are kept all the same, so that captured forwards stay as they are."""
+        self._listeners = [listener for listener in self._listeners if listener[1] != heard]
+
+    def _features(self) -> Tensor | None:
+        """`[B, q, len(kept) * hidden]` of the forward that just ran."""
+        if not self._kept:
+            return None
+        features = torch.cat([self._states[index] for index in self._kept], dim=-1)
+        self._states.clear()
+        return features
+
+    def _tell(self, features: Tensor | None, positions: Tensor, first_row: int) -> None:
+        if features is None:
+            return
+        states = features.chunk(len(self._kept), dim=-1)  # [B, q, hidden] each
+        for layers, heard in self._listeners:
+            is_all = layers == self._kept
+            own = features if is_all else torch.cat([states[self._kept.index(layer)] for layer in layers], dim=-1)
+            heard(own, positions, first_row)
+
+    @property
+    def captured(self) -> tuple[int, int]:
+        """Captured forwards of this network and those beside it, and the bytes they take."""
+        return 0, 0
+
+    @property
+    def preparations(self) -> int:
+        """How often since it was made this runner or one beside it did not do what it will do later on: it ran a shape
+        eagerly that it is about to capture, or captured one."""
+        return 0
+
+    def _cache_beside(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
+        return self.cache if shares_cache else RaggedCache.for_network(network, self.cache.rows, self.cache.columns)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        columns: int,
+        first_row: int,
+        logits_to_keep: int,
+        spans: bool = False,
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        self.eager_forwards += 1
+        columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
+        self.cache.point_at(positions if places is None else places, columns, first_row)
+        device = tokens.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else self.network.dtype
+        # Drafts of a row about to end may lie past the last position; their outputs are discarded, but a learned
+        # position table must not be read out of range. RoPE goes on, as it does in `generate`.
+        limit = self._position_limit
+        position_ids = positions if limit is None else positions.clamp(max=limit - 1)  # [B, q]
+        keep = {"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}
+        masks = self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype, places)
+        logits = self.network(
+            input_ids=tokens,
+            position_ids=position_ids,
+            attention_mask=masks,
+            past_key_values=self.cache,
+            use_cache=True,
+            **keep,
+        ).logits
+        return logits, self._features()
+
+    def replay(self, network: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: ReplayCache) -> Tensor:
+        """Logits `[B, q, vocab]` of `tokens` at `positions` (`[B, q]` int64) by a copy of the network, with gradient.
+
+        Args:
+            network: whose forward is as this runner's.
+            tokens: `[B, q]` int64.
+            positions: `[B, q]` int64.
+            cache: K/V that it continues.
+        """
+        cache.point_at(positions)
+        limit = self._position_limit
+        return network(
+            input_ids=tokens,
+            position_ids=positions if limit is None else positions.clamp(max=limit - 1),
+            attention_mask=self._masks.build(positions, cache.columns, network.dtype),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits

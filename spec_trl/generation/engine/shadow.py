@@ -1,0 +1,121 @@
+"""A second module tree over the same Parameters: the network that generation runs.
+
+Training leaves its marks on a policy: train mode with live dropout, gradient checkpointing, patched
+forwards, an attention implementation chosen for packed sequences. Generation must see none of them and
+must not touch them. A shadow has its own module objects, config and hooks dicts, and *shares* every
+Parameter and buffer dict, so it always runs the live weights and costs no memory.
+"""
+
+import copy
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .attention import RAGGED_ATTENTION
+from .family_hooks import adapt
+
+
+# What accelerate and TRL leave on the root of a prepared policy; generation runs the class's own forward.
+_ROOT_PATCHES = ("forward", "_original_forward")
+# Where transformers' hooks come from that a forward with `output_hidden_states` leaves behind: nobody collects here,
+# and torch.compile cannot trace them.
+_CAPTURING = "transformers.utils.output_capturing"
+_PLAIN = (bool, int, float, str)
+_HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
+
+
+def make_shadow(policy: PreTrainedModel) -> PreTrainedModel:
+    """Returns an eval-mode twin of `policy` with its own modules and config and the same Parameters.
+
+    Its attention goes through :func:`~spec_trl.generation.engine.attention.ragged_attention` where the family
+    supports attention backends, else through the family's own eager code.
+    """
+    config_memo: dict[int, Any] = {}
+    shadow = _clone(policy, {}, config_memo)
+    for name in _ROOT_PATCHES:
+        shadow.__dict__.pop(name, None)
+    implementation = RAGGED_ATTENTION if policy._supports_attention_backend else "eager"
+    for config in config_memo.values():
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation_internal = implementation
+    adapt(shadow)
+    return shadow
+
+
+def share_weights(network: nn.Module) -> Any:
+    """A second module tree over the Parameters and buffers of `network`, in eval mode: hooks on one are not the
+    other's."""
+    return _clone(network, {}, {})
+
+
+def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's layers.
+
+    Raises:
+        ValueError: the decoder has no single list of them.
+    """
+    lists = [module for module in network.get_decoder().children() if isinstance(module, nn.ModuleList)]
+    if len(lists) != 1:
+        raise ValueError(f"{type(network).__name__} has no single list of decoder layers.")
+    return lists[0]
+
+
+def fingerprint(policy: PreTrainedModel) -> tuple[object, ...]:
+    """What a shadow took over by value or by address: while it stays equal, a shadow of `policy` stays true.
+
+    Modules, their plain attributes and hooks, where their tensors lie; not what the tensors hold.
+    """
+    marks: list[object] = [policy.config.to_json_string(use_diff=False)]
+    for module in policy.modules():
+        marks += [id(module), type(module)]
+        for name, value in module.__dict__.items():
+            if isinstance(value, _PLAIN) and name != "training":
+                marks.append((name, value))
+            elif name in _HOOK_DICTS:
+                marks += map(id, value.values())
+            elif isinstance(value, list | tuple) and all(isinstance(item, _PLAIN) for item in value):
+                marks.append((name, tuple(value)))
+            elif isinstance(value, dict) and all(isinstance(item, _PLAIN) for item in value.values()):
+                marks.append((name, tuple(value.items())))
+            elif name in _ROOT_PATCHES:
+                marks.append(id(value))
+    return (*marks, *addresses(policy))
+
+
+def addresses(network: nn.Module) -> tuple[int, ...]:
+    """Where the parameters and buffers of `network` lie."""
+    return tuple(tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers()))
+
+
+def uncompiled(module: nn.Module) -> Any:
+    """The module that torch.compile wrapped, told by the name it has there: torch._dynamo takes seconds to import."""
+    return module._modules.get("_orig_mod", module)
+
+
+def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any]) -> Any:
+    module = uncompiled(module)
+    if id(module) in clones:  # a module registered twice stays one module
+        return clones[id(module)]
+    clone = module.__class__.__new__(module.__class__)
+    clones[id(module)] = clone
+    state = dict(module.__dict__)
+    # `_parameters` and `_buffers` stay the very same dicts: `.to(device)` and weight swaps reach the shadow too.
+    state["_modules"] = {
+        name: None if child is None else _clone(child, clones, config_memo) for name, child in module._modules.items()
+    }
+    state["training"] = False
+    state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's own forward
+    for name in _HOOK_DICTS:  # copied, not cleared: TRL's `cast_lm_head_to_fp32` lives in hooks
+        state[name] = state[name].copy()
+        for key, hook in module.__dict__[name].items():
+            if hook.__module__ == _CAPTURING:
+                del state[name][key]
+    for name, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            state[name] = MethodType(value.__func__, clone)
+        elif isinstance(value, PreTrainedConfig):
+            state[name] = copy.deepcopy(value, config_memo)  # one memo: sub-configs keep their identity
+    clone.__dict__ = state
+    return clone

@@ -1,0 +1,82 @@
+"""Who drafted for which request, and when (SA Fig. 14), by the changes alone. Neither torch nor transformers is needed
+to read it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...scheduling.control import Chain
+
+
+MOST_CHANGES = 32
+"""Of one request. Where there are more, two spells in a row, the shortest together, become one: that of the longer."""
+
+
+@dataclass
+class RequestTimeline:
+    """Who drafted for one request.
+
+    Args:
+        request: its row in the caller's batch.
+        changes: (seconds since the start, decoding round counted from 0, names of those who draft from then on). The
+            first is when the request got a row; several names: they race; none: it decodes autoregressively. At most
+            `MOST_CHANGES`.
+        ended: seconds since the start.
+    """
+
+    request: int
+    changes: list[tuple[float, int, list[str]]] = field(default_factory=list)
+    ended: float = 0.0
+
+
+def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTimeline]:
+    """The `count` requests that ended last, in the order of their ends."""
+    return sorted(timelines, key=lambda timeline: timeline.ended)[-count:]
+
+
+class TimelineLog:
+    """Collects timelines while decoding.
+
+    Args:
+        requests: rows of the caller's batch.
+        names: of the drafters.
+    """
+
+    def __init__(self, requests: int, names: Sequence[str]) -> None:
+        self.timelines = [RequestTimeline(request) for request in range(requests)]
+        self._names = names
+        self._chains: list[tuple[int, tuple[int, ...] | None]] = []
+        self._requests: list[int] = []
+
+    def record(self, seconds: float, round_: int, plan: Sequence[Chain], requests: Sequence[int]) -> None:
+        """A round begins, of the chains of `plan` for the rows that hold `requests`."""
+        chains = [(chain.which, chain.rows) for chain in plan]
+        if chains == self._chains and requests == self._requests:  # most rounds cost no more than this
+            return
+        self._chains, self._requests = chains, list(requests)
+        drafters: list[list[str]] = [[] for _ in requests]
+        for which, rows in chains:
+            for row in range(len(requests)) if rows is None else rows:
+                if self._names[which] not in drafters[row]:
+                    drafters[row].append(self._names[which])
+        for request, own in zip(requests, drafters, strict=True):
+            changes = self.timelines[request].changes
+            if not changes or changes[-1][2] != own:
+                changes.append((seconds, round_, own))
+                _thin(changes)
+
+    def end(self, requests: Sequence[int], seconds: float) -> None:
+        """`requests` ended."""
+        for request in requests:
+            self.timelines[request].ended = seconds
+
+
+def _thin(changes: list[tuple[float, int, list[str]]]) -> None:
+    """Makes one of two spells if `changes` are too many; the one that goes on is not among them."""
+    if len(changes) <= MOST_CHANGES:
+        return
+    at = min(range(1, len(changes) - 1), key=lambda at: changes[at + 1][1] - changes[at - 1][1])
+    (second, begun, drafters), (_, middle, others), (_, ended, _) = changes[at - 1 : at + 2]
+    changes[at - 1 : at + 1] = [(second, begun, drafters if middle - begun >= ended - middle else others)]
+    for place in (at, at - 1):
+        if place and changes[place][2] == changes[place - 1][2]:
+            del changes[place]

@@ -1,0 +1,107 @@
+"""Accepting drafts: exact verification (the default) and rejection sampling."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .noise import Draw, gumbel_noise, sample, token_logprobs, uniform_coins
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens for the rows in flight.
+
+    Args:
+        tokens: `[B, γ]` int64.
+        lengths: `[B]` int64, how many of them a row really has.
+        logits: `[B, γ, vocabulary]` processed draft logits; rejection verification needs them.
+        broken: bool scalar, whether the drafter found NaN in its logits; read with the round's one sync.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    logits: Tensor | None = None
+    broken: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of a proposal.
+
+    Args:
+        tokens: `[B, γ + 1]` int64; a row's next tokens are the first `accepted + 1`.
+        accepted: `[B]` int64, draft tokens accepted.
+        scores: `[B, γ + 1]`, winning score of each token that was sampled, NaN or -inf where logits were broken.
+        logprobs: `[B, γ + 1]` log-probability of each token under the processed target distribution, if asked for.
+    """
+
+    tokens: Tensor
+    accepted: Tensor
+    scores: Tensor
+    logprobs: Tensor | None
+
+
+def verify_exact(draw: Draw, proposal: Proposal) -> Verdict:
+    """Accepts the drafts that equal the target's own tokens, sampled at every position (design §3).
+
+    The target's token at a position does not depend on the draft, so the output is what `"none"` gives:
+
+        fed            x_t   d1   d2   d3        (x_t: last committed token)
+        target token    y1   y2   y3   y4        accept d1 = y1, d2 = y2, ... up to the first difference;
+        output          y1   y2   y3   y4        the y behind the last accepted draft is corrected or bonus
+
+    Args:
+        draw: the target's tokens at the γ + 1 positions.
+        proposal: the drafts.
+    """
+    accepted = _leading(proposal.tokens == draw.tokens[:, :-1], proposal.lengths)  # [B]
+    return Verdict(draw.tokens, accepted, draw.scores, draw.logprobs)
+
+
+def verify_rejection(
+    logits: Tensor, proposal: Proposal, keys: Tensor, residual_keys: Tensor, want_logprobs: bool
+) -> Verdict:
+    """Accepts a draft token with min(1, p/q) and resamples max(p - q, 0) at the first rejection.
+
+    Leviathan et al. 2023, Algorithm 1; Chen et al. 2023; ER §2.1. The coins and the resampling noise are independent
+    of the noise the drafter sampled with.
+
+    Args:
+        logits: `[B, γ + 1, vocabulary]` processed target logits p.
+        proposal: the drafts, with their logits q.
+        keys: `[B, γ + 1]` int64 keys of the coins.
+        residual_keys: `[B, γ + 1]` int64 keys of the resampling noise.
+        want_logprobs: whether to compute `logprobs`.
+    """
+    batch = torch.arange(logits.shape[0], device=logits.device)
+    drafts, lengths = proposal.tokens, proposal.lengths
+    p = logits.softmax(dim=-1)  # [B, γ + 1, V]
+    assert proposal.logits is not None
+    q = proposal.logits.softmax(dim=-1).to(p.dtype)  # [B, γ, V]
+    p_draft = p[:, :-1].gather(2, drafts[..., None]).squeeze(2)  # [B, γ]
+    q_draft = q.gather(2, drafts[..., None]).squeeze(2)  # [B, γ]
+    accepted = _leading(uniform_coins(keys[:, :-1]) * q_draft < p_draft, lengths)  # [B]
+
+    p_last = p[batch, accepted]  # [B, V]: the distribution behind the last accepted draft
+    if drafts.shape[1]:
+        rejected = (accepted < lengths)[:, None]  # [B, 1]; else: bonus token, drawn from p itself
+        q_last = q[batch, accepted.clamp(max=drafts.shape[1] - 1)]  # [B, V]
+        residual = (p_last - q_last).clamp_(min=0)
+        residual = torch.where(rejected & (residual.sum(-1, keepdim=True) > 0), residual, p_last)
+    else:
+        residual = p_last
+    score, last = sample(residual.log(), gumbel_noise(residual_keys[batch, accepted], logits.shape[-1]))
+    tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], dim=1)  # [B, γ + 1]
+    tokens[batch, accepted] = last
+    scores = torch.zeros(tokens.shape, dtype=score.dtype, device=score.device)
+    scores[batch, accepted] = score
+    return Verdict(tokens, accepted, scores, token_logprobs(logits, tokens) if want_logprobs else None)
+
+
+def _leading(matches: Tensor, lengths: Tensor) -> Tensor:
+    """Length of the leading run of `matches` (`[B, γ]` bool) within each row's `lengths` (`[B]`): `[B]` int64."""
+    if not matches.shape[1]:
+        return torch.zeros_like(lengths)
+    within = torch.arange(matches.shape[1], device=matches.device) < lengths[:, None]  # [B, γ]
+    return (matches & within).long().cumprod(dim=1).sum(dim=1)

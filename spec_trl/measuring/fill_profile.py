@@ -1,0 +1,343 @@
+"""Calibration: times this machine's rounds with the engine itself, and fits the roofline to them (ER App. E.3)."""
+
+import itertools
+import json
+import platform
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from ..generation.configuration import SpeculativeConfig
+from ..generation.drafters.self_copy import SelfDrafter
+from ..generation.engine.cache import free_memory
+from ..generation.engine.captured import CAPTURE_AFTER, runner_for, runner_mode
+from ..generation.engine.drafter import Drafter
+from ..generation.engine.model_costs import model_constants
+from ..generation.engine.noise import RoundNoise
+from ..generation.engine.processors import LogitsPipeline, PrefixView
+from ..generation.engine.requirements import position_limit
+from ..generation.engine.rollout import Rollout
+from ..generation.engine.rows import Request, Rows
+from ..generation.engine.stopping import Stopping
+from ..generation.engine.verification import Proposal
+from ..quantization.kernels import LayerSpec, find_kernel
+from ..quantization.scheme import find_scheme
+from ..quantization.source_weight import inspect_projection, is_projection
+from ..scheduling.control import Chain, NeverSpeculate
+from ..scheduling.fit import GemmMeasurement, effective_flops, fit
+from ..scheduling.profile import Profile, ProfileKey
+from ..scheduling.sweep import Mode, Sample
+
+
+NO_KERNEL = "none"
+DRAFT_LENGTHS = (3, 7, 11)
+BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
+LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
+GEMM_ROWS = (256, 512, 1024)
+"""Rows at which GEMMs have long been bound by compute: F_eff is taken from them."""
+MEMORY_SHARE = 0.3
+"""Of the free memory, what the sweep's K/V cache may take."""
+FEWEST_ROUNDS, MOST_ROUNDS = 2, 15
+"""Timed rounds of one visit to a cell; there are two visits."""
+
+
+def calibrate(
+    model: PreTrainedModel,
+    config: SpeculativeConfig | None = None,
+    max_batch_size: int = 64,
+    max_length: int = 4096,
+    budget_seconds: float = 90.0,
+    progress: bool = True,
+    kept_in: Path | None = None,
+) -> Profile:
+    """Measures and fits a roofline profile for `model` and its quantized self-drafter on this machine.
+
+    Whole decoding rounds are timed as rollouts run them, so a predicted time is a round's time: the target's share
+    includes sampling, the verify's share acceptance and bookkeeping. The K/V cache is zeros of the right shape: what
+    is in it does not change the time.
+
+    Args:
+        model: the target, on the device it will decode on.
+        config: names the drafter's quantization, kernel and head.
+        max_batch_size: most rows in flight that will occur.
+        max_length: longest total length that will occur.
+        budget_seconds: time for the sweep; cells are repeated less where it is short. Every cell is timed four times
+            at least, so a large model on a slow machine may exceed it.
+        progress: show a progress bar.
+        kept_in: the folder that the caller will keep the profile in, so that it happens once: the bar says so.
+
+    Returns:
+        The profile; it is not saved.
+
+    Raises:
+        ValueError: no kernel can hold the drafter's layers, so there is nothing to calibrate.
+    """
+    config = config or SpeculativeConfig()
+    key = profile_key(model, config)
+    if key.kernel == NO_KERNEL:
+        raise ValueError(
+            f"draft_kernel={config.draft_kernel!r} with draft_quantization={config.draft_quantization!r} can pack no "
+            f"layer on {key.hardware}; choose another of them."
+        )
+    # Its own one: the strategy that will run may need none.
+    drafter = SelfDrafter(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+    constants = model_constants(model, drafter.quantized, _effective_dtype(model))
+    bar = f"calibrating this machine for {type(model).__name__}"
+    bar += "" if kept_in is None else f" (once; kept in {kept_in})"
+    with torch.no_grad():
+        flops = effective_flops(_time_gemms(model))
+        bandwidth = _copy_bandwidth(constants.weight_bytes, model.device)
+        samples = _sweep(model, drafter, max_batch_size, max_length, budget_seconds, bar if progress else None, config)
+    roofline, diagnostics = fit(samples, constants, flops, bandwidth_bounds=(0.4 * bandwidth, 1.5 * bandwidth))
+    if (signs := diagnostics.guessing) is not None:
+        warnings.warn(
+            f"the calibrated roofline says no better than guessing where speculation pays: it agrees with "
+            f"{signs.accuracy:.0%} of the measured rounds at a speedup of {signs.threshold:g}, and always giving the "
+            f"more frequent answer with {signs.majority:.0%}. Measured rounds will decide; calibrate again on a quiet "
+            "machine, or with a larger budget.",
+            stacklevel=2,
+        )
+    return Profile(
+        key=key,
+        roofline=roofline,
+        draft_max_rows=drafter.max_rows,
+        # As it will be read again.
+        diagnostics=json.loads(json.dumps(asdict(diagnostics)))
+        | {"max_batch_size": max_batch_size, "max_length": max_length},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        samples=samples,
+    )
+
+
+def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey:
+    """What a profile for `model` on this machine is keyed by."""
+    shape = model.config.get_text_config(decoder=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    return ProfileKey(
+        hardware=hardware_name(model.device),
+        shape=f"{type(model).__name__}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
+        f"vocabulary {shape.vocab_size}, {parameters} parameters",
+        dtype=str(_effective_dtype(model)).removeprefix("torch."),
+        quantization=f"{config.draft_quantization}, lm_head {config.draft_lm_head}",
+        kernel=_kernel_name(model, config),
+        runner=runner_mode(config, model.device),
+    )
+
+
+def _effective_dtype(model: PreTrainedModel) -> torch.dtype:
+    """What the forwards compute in."""
+    device = model.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+
+
+def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
+    """The kernels that the drafter's projections get, whatever they were asked for as."""
+    scheme = find_scheme(config.draft_quantization)
+    names = set()
+    for module in model.get_decoder().modules():
+        if not is_projection(module) or isinstance(source := inspect_projection(module), str):
+            continue
+        group = scheme.group_for(source.in_features)
+        if group is None:
+            continue
+        layer = LayerSpec(
+            source.out_features, source.in_features, scheme.bits, group, source.dtype, None, source.device
+        )
+        kernel = find_kernel(config.draft_kernel, layer)
+        if not isinstance(kernel, str):
+            names.add(kernel.name)
+    return "+".join(sorted(names)) or NO_KERNEL
+
+
+def hardware_name(device: torch.device) -> str:
+    """The device's name; of a CPU with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor_name()}, {torch.get_num_threads()} threads"
+
+
+def processor_name() -> str:
+    """The CPU's name, as the system gives it."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        name = models[0] if models else name
+    return name
+
+
+def _time_gemms(model: PreTrainedModel) -> list[GemmMeasurement]:
+    """Times y = x Wᵀ for the decoder's heaviest matrix shapes, four at most."""
+    weights: dict[tuple[int, int], int] = {}
+    for module in model.get_decoder().modules():
+        if is_projection(module) and not isinstance(source := inspect_projection(module), str):
+            shape = (source.out_features, source.in_features)
+            weights[shape] = weights.get(shape, 0) + shape[0] * shape[1]
+    dtype, measurements = _effective_dtype(model), []
+    for out_features, in_features in sorted(weights, key=weights.__getitem__, reverse=True)[:4]:
+        weight = torch.randn(out_features, in_features, device=model.device).to(dtype)  # [out, in]
+        for rows in GEMM_ROWS:
+            x = torch.randn(rows, in_features, device=model.device).to(dtype)  # [rows, in]
+            seconds = _seconds(partial(F.linear, x, weight), model.device)
+            measurements.append(GemmMeasurement(f"{out_features}x{in_features}", rows, weight.numel(), seconds))
+    return measurements
+
+
+def _copy_bandwidth(size: float, device: torch.device) -> float:
+    """Bytes per second that a copy of `size` bytes (at most 1 GiB) reads and writes: small models live in caches."""
+    source = torch.zeros(int(min(size, 2**30)) // 8 + 1, dtype=torch.int64, device=device)
+    destination = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(partial(destination.copy_, source), device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
+    """Median seconds of `work()`, after two calls that do not count."""
+    times = []
+    for _ in range(rounds + 2):
+        _synchronize(device)
+        started = time.perf_counter()
+        work()
+        _synchronize(device)
+        times.append(time.perf_counter() - started)
+    return median(times[2:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _sweep(
+    model: PreTrainedModel,
+    drafter: SelfDrafter,
+    max_batch: int,
+    max_length: int,
+    budget: float,
+    bar: str | None,
+    config: SpeculativeConfig,
+) -> list[Sample]:
+    """Times target, draft and verify over a grid that fits the machine, in two passes through shuffled cells."""
+    limit = position_limit(model)
+    margin = max(DRAFT_LENGTHS) + 1  # what a round may write
+    longest = max((max_length if limit is None else min(max_length, limit)) - margin, 1)
+    # A run is decided at its own lengths, up to the longest: those just below it would say the same.
+    lengths = [length for length in LENGTHS if 1.5 * length <= longest] + [longest]
+    bench = _Bench(model, drafter, max_batch, lengths, margin, config)
+    lengths = [length for length in lengths if length <= bench.longest]
+    batches = [batch for batch in BATCHES if batch <= bench.capacity]
+    cells = [(batch, length, 0) for batch, length in itertools.product(batches, lengths)]
+    for batch, length, gamma in itertools.product(batches, lengths, DRAFT_LENGTHS):
+        # Beyond what the kernels serve nothing will be drafted by network: only verification matters, and less of it.
+        if batch <= drafter.max_rows or gamma == DRAFT_LENGTHS[1]:
+            cells.append((batch, length, gamma))
+    random.Random(0).shuffle(cells)
+    times: dict[tuple[int, float, int, Mode], list[float]] = {}
+    deadline = time.perf_counter() + budget
+    warm_ups = 1 if runner_mode(config, model.device) == "eager" else CAPTURE_AFTER
+    visits = list(itertools.product(range(2), cells))
+    for number, (visit, (batch, length, gamma)) in enumerate(tqdm(visits, bar, disable=bar is None)):
+        share = max(deadline - time.perf_counter(), 0.0) / (len(visits) - number)
+        for mode, seconds in bench.rounds(batch, length, gamma, share, warm_ups=0 if visit else warm_ups):
+            times.setdefault((batch, float(length), gamma, mode), []).append(seconds)
+    bench.close()
+    return [Sample(*cell, seconds=median(values)) for cell, values in sorted(times.items())]
+
+
+class _NoDrafter(Drafter):
+    """Proposes whatever stands behind the rows: verification alone, for rounds that no kernel would draft."""
+
+    has_probabilities = False
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        rows = self.session.rows
+        return Proposal(rows.window(0, draft_length), torch.full_like(rows.lengths, draft_length))
+
+
+class _Bench:
+    """An engine whose rows can be set to any number and length without reading a prompt."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter,
+        max_batch: int,
+        lengths: list[int],
+        margin: int,
+        config: SpeculativeConfig,
+    ) -> None:
+        device, shape = model.device, model.config.get_text_config(decoder=True)
+        self.longest, self.capacity = lengths[-1], max_batch
+        fitting = MEMORY_SHARE * free_memory(device) / model_constants(model).kv_bytes  # cached tokens
+        while self.capacity * (self.longest + margin) > fitting and self.longest > lengths[0]:
+            self.longest = lengths[lengths.index(self.longest) - 1]
+        while self.capacity * (self.longest + margin) > fitting and self.capacity > 1:
+            self.capacity //= 2
+        self._rows = rows = Rows(self.capacity, self.longest + margin, device)
+        # Prompts of one token leave nothing to prefill.
+        requests = [Request(i, torch.zeros(1, dtype=torch.int64), 2**62, i) for i in range(self.capacity)]
+        view = PrefixView(rows, torch.zeros(self.capacity, 1, dtype=torch.int64))
+        self._drafter = drafter
+        self._rollout = Rollout(
+            requests,
+            runner_for(model, self.capacity, rows.columns, config),
+            [drafter, _NoDrafter()],
+            NeverSpeculate(),
+            rows,
+            LogitsPipeline(LogitsProcessorList(), view, self.capacity),
+            Stopping(StoppingCriteriaList(), view),
+            do_sample=True,
+            rejection=False,
+            want_logprobs=False,
+            strategy="calibration",
+        )
+        self._rollout.begin()
+        self._rollout.admit()
+        rows.tokens.random_(shape.vocab_size)
+
+    def rounds(
+        self, batch: int, length: int, gamma: int, seconds: float, warm_ups: int
+    ) -> Iterator[tuple[Mode, float]]:
+        """Times rounds for about `seconds`, FEWEST_ROUNDS at least; yields the medians by mode."""
+        drafting: list[float] = []
+        resting: list[float] = []
+        drafts = batch <= self._drafter.max_rows
+        deadline = time.perf_counter() + seconds
+        while len(drafting) < MOST_ROUNDS:
+            if len(drafting) >= FEWEST_ROUNDS and time.perf_counter() > deadline:
+                break
+            self._rows.active, self._rows.longest = batch, length
+            self._rows.lengths.fill_(length)
+            self._rollout.look()
+            before = self._rollout.phase_seconds().get("draft", 0.0)
+            started = time.perf_counter()
+            self._rollout.decode_round([Chain(0 if drafts else 1, gamma)] if gamma else [])
+            whole = time.perf_counter() - started
+            if self._rollout.drafter_failure is not None:
+                raise RuntimeError(f"the drafter failed while it was timed: {self._rollout.drafter_failure}")
+            draft = self._rollout.phase_seconds()["draft"] - before
+            if warm_ups:  # they prepare kernels, and captured forwards
+                warm_ups -= 1
+            else:
+                drafting.append(draft)
+                resting.append(whole - draft)
+        if gamma == 0:
+            yield "target", median(map(sum, zip(drafting, resting, strict=True)))
+            return
+        if drafts:
+            yield "draft", median(drafting) / gamma
+        yield "verify", median(resting)
+
+    def close(self) -> None:
+        """Lets go of the cache."""
+        self._rollout.end()

@@ -1,0 +1,231 @@
+"""Times the kernels that can hold a layer, on its device, and keeps the table: the choice of "auto" on a GPU."""
+
+import copy
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import LayerSpec, PackedWeight, QuantizedRows
+from .kernel_table import ROWS, KernelChoice, KernelTable, TableKey, Times, cache_directory
+
+
+REPLAYS = 20  # of which the median counts
+MIN_CALLS, MAX_CALLS = 8, 128  # in one replay
+FILL = 1 << 24  # weights made at once
+UNMEASURED_ROWS = 16  # the limit of a kernel where memory is too short for measuring
+TOLERANCE = 0.05  # of an output's standard deviation: bfloat16 rounding of the largest outputs stays within half of it
+
+Timer = Callable[[str, int, Sequence[Callable[[], Tensor]]], float]
+"""(kernel's name or "dense", rows of x, calls) → median seconds of one call, when all are run one after the other. The
+calls take turns with copies of the weight that are together too large for the L2 cache."""
+
+_tables: dict[TableKey, KernelTable] = {}  # of this process
+_struck: set[str] = set()  # names of kernels that failed in this process
+
+
+def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> KernelChoice | None:
+    """The choice among `kernels` for `layer`, measured once and then kept, in memory and in the user's cache.
+
+    None where the dense layer is faster than each of them.
+    """
+    try:
+        return kernel_table(layer, kernels).choose()
+    except torch.OutOfMemoryError as error:
+        warnings.warn(
+            f"too little memory is free to measure the kernels for a layer of {layer.out_features} x "
+            f"{layer.in_features}, which takes {kernels[0].name!r} unmeasured: {error}",
+            stacklevel=2,
+        )
+        return KernelChoice(kernels[0].name, UNMEASURED_ROWS)
+
+
+def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer | None = None) -> KernelTable:
+    """Times of the dense layer and of each of `kernels`, for random weights and activations; kept as above.
+
+    A kernel that fails, or whose product differs from (code - zero) * scale by more than bfloat16 rounding, is struck:
+    it is not in the table, one warning names it, and this process does not try it again. Such a table is not saved.
+
+    Args:
+        layer: what to hold; its device is where it is measured.
+        kernels: that `unsupported` has let pass for `layer`.
+        timer: how calls are timed; None = by replaying them as one CUDA graph.
+    """
+    key = _key(layer, kernels)
+    if key in _tables:
+        return _tables[key]
+    path = cache_directory() / key.file_name
+    try:
+        table = KernelTable.load(path, key)
+    except FileNotFoundError:
+        table = _measure_and_save(layer, kernels, timer or time_replays, key)
+    except (ValueError, OSError) as error:  # nobody named this file: it is no reason to stop
+        warnings.warn(f"the kernels are measured again: {error}", stacklevel=2)
+        table = _measure_and_save(layer, kernels, timer or time_replays, key)
+    _tables[key] = table
+    return table
+
+
+def _measure_and_save(
+    layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer, key: TableKey
+) -> KernelTable:
+    table = measure(layer, kernels, timer)
+    path = cache_directory() / key.file_name
+    if len(table.kernels) == len(kernels):
+        try:
+            table.save(path, key)
+        except OSError as error:  # a read-only home
+            warnings.warn(f"the times of the kernels could not be kept in {path}: {error}", stacklevel=4)
+    return table
+
+
+def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer) -> KernelTable:
+    """The same, measured in any case and kept nowhere."""
+    dense_dtype = _dense_dtype(layer)
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
+        return _measure(layer, kernels, timer, dense_dtype)
+
+
+def _measure(
+    layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer, dense_dtype: torch.dtype
+) -> KernelTable:
+    inputs = {rows: _random((rows, layer.in_features), torch.float32, layer, seed=rows) for rows in ROWS}
+    table = KernelTable(_time_dense(layer, dense_dtype, inputs, timer), {})
+    for kernel in kernels:
+        if kernel.name in _struck:
+            continue
+        try:
+            packed = kernel(layer)
+            for first, rows in random_rows(packed):
+                packed.pack_(first, rows)
+            _check(packed, inputs)
+            table.kernels[kernel.name] = _time_packed(packed, inputs, timer)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler that is missing, a driver too old, a bug: others remain
+            _struck.add(kernel.name)
+            warnings.warn(
+                f"kernel {kernel.name!r} is left out of the choice, because it failed on a layer of "
+                f"{layer.out_features} x {layer.in_features}: {error}",
+                stacklevel=6,
+            )
+    return table
+
+
+def random_rows(packed: PackedWeight) -> Iterator[tuple[int, QuantizedRows]]:
+    """A random quantized weight for `packed`, as first row and rows; each time the same one for the same layer."""
+    layer, dtype = packed.layer, packed.activation_dtype
+    step = max(1, FILL // layer.in_features // 64) * 64  # a multiple of every kernel's row_block
+    for first in range(0, layer.out_features, step):
+        generator = torch.Generator(layer.device).manual_seed(first)
+        count = min(step, layer.out_features - first)
+        draw = partial(torch.randint, generator=generator, device=layer.device)
+        codes = draw(0, 16, (count, layer.in_features), dtype=torch.int32)  # [rows, in]
+        zeros = draw(5, 11, (count, layer.groups), dtype=torch.int32).to(dtype)  # [rows, groups]
+        scales = draw(64, 128, (count, layer.groups), dtype=torch.int32).to(dtype) / 4096  # [rows, groups]
+        yield first, QuantizedRows(codes, scales, zeros)
+
+
+def _check(packed: PackedWeight, inputs: dict[int, Tensor]) -> None:
+    """Raises ArithmeticError where `packed` does not multiply with the codes of `random_rows`."""
+    layer = packed.layer
+    rounded = {rows: x.to(packed.activation_dtype) for rows, x in inputs.items()}  # [m, in] each
+    products = {rows: packed.linear(x) for rows, x in rounded.items()}  # [m, out] each
+    for first, stored in random_rows(packed):
+        assert stored.zeros is not None
+        steps = stored.codes.view(-1, layer.groups, layer.group) - stored.zeros.float()[..., None]
+        weight = (steps * stored.scales.float()[..., None]).flatten(1)  # [n, in]
+        for rows, x in rounded.items():
+            exact = F.linear(x.float(), weight)  # [m, n]
+            spread = torch.outer(x.float().norm(dim=1), weight.norm(dim=1)) / layer.in_features**0.5  # [m, n]
+            y = products[rows][:, first : first + weight.shape[0]]  # [m, n]
+            error = ((y.float() - exact).abs() / spread).amax()
+            if not error <= TOLERANCE:  # NaN included
+                raise ArithmeticError(f"with {rows} rows its product is off by {float(error):.3g} standard deviations")
+
+
+def _dense_dtype(layer: LayerSpec) -> torch.dtype:
+    """What the policy's own layer computes in."""
+    device = layer.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.policy_dtype
+
+
+def _time_dense(layer: LayerSpec, dtype: torch.dtype, inputs: dict[int, Tensor], timer: Timer) -> Times:
+    weight = _random((layer.out_features, layer.in_features), dtype, layer, seed=0)  # [out, in]
+    weights = [weight, *(weight.clone() for _ in range(_copies(weight.nbytes, layer.device) - 1))]
+    return {
+        rows: timer("dense", rows, _cycle([partial(F.linear, x.to(dtype), w) for w in weights]))
+        for rows, x in inputs.items()
+    }
+
+
+def _time_packed(packed: PackedWeight, inputs: dict[int, Tensor], timer: Timer) -> Times:
+    copies = _copies(packed.nbytes, packed.layer.device)
+    instances = [packed, *(copy.deepcopy(packed) for _ in range(copies - 1))]
+    return {
+        rows: timer(packed.name, rows, _cycle([partial(p.linear, x.to(packed.activation_dtype)) for p in instances]))
+        for rows, x in inputs.items()
+    }
+
+
+def _cycle(calls: list[Callable[[], Tensor]]) -> list[Callable[[], Tensor]]:
+    """The calls, again and again where they are fewer than MIN_CALLS."""
+    return calls * -(-MIN_CALLS // len(calls))
+
+
+def _copies(nbytes: int, device: torch.device) -> int:
+    """Copies of a weight that together take twice the device's L2 cache."""
+    if device.type != "cuda":
+        return 1
+    return min(MAX_CALLS, -(-2 * torch.cuda.get_device_properties(device).L2_cache_size // nbytes))
+
+
+def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) -> float:
+    """The timer for a GPU: all calls captured in one CUDA graph, which is what a drafter replays."""
+    device = calls[0]().device  # compiles what is compiled at first use
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for call in calls:
+                call()
+        graph.replay()
+        seconds = []
+        for _ in range(REPLAYS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            graph.replay()  # the device is busy until the timed one is launched
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1000 / len(calls))
+    return statistics.median(seconds)
+
+
+def _random(shape: tuple[int, int], dtype: torch.dtype, layer: LayerSpec, seed: int) -> Tensor:
+    generator = torch.Generator(layer.device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=dtype, device=layer.device)
+
+
+def _key(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> TableKey:
+    on_gpu = layer.device.type == "cuda"
+    packages = dict.fromkeys(kernel.package for kernel in kernels if kernel.package is not None)
+    return TableKey(
+        device=torch.cuda.get_device_name(layer.device) if on_gpu else layer.device.type,
+        software=", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in packages)]),
+        layer=f"{layer.out_features}x{layer.in_features}, {layer.bits} bits, group {layer.group}, "
+        f"{_dense_dtype(layer)}, {layer.activation_dtype}",
+        kernels=", ".join(kernel.name for kernel in kernels),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # it came with something else
+        return "unknown"

@@ -1,0 +1,272 @@
+"""Turns a shadow of the policy into its quantized drafter (ER §3.1)."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .awq import ActivationAware, ActivationStatistics
+from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrix_names
+from .kernels import LayerSpec, PackedWeight, check_kernel_name, make_packed
+from .linear import QuantizedLinear
+from .scheme import GROUP_SIZES, Scheme, find_scheme
+from .source_weight import SourceSpec, inspect_projection, is_projection, is_trained_copy, under_adapters
+
+
+# Routers decide discretely on small weights: a rounded one sends tokens to the wrong experts and saves nothing.
+ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+# "auto" packs the lm_head from this share of the bytes of a draft step on: below it, the gain is under a quarter.
+LM_HEAD_SHARE = 1 / 3
+LM_HEAD_CHOICES = ("auto", "dense", "packed")
+
+QuantizedLayer = QuantizedLinear | QuantizedExperts
+
+
+class QuantizedNetwork:
+    """The packed layers of one drafter.
+
+    Attributes:
+        layers: the packed modules by their names in the shadow.
+        dense_layers: names of the layers that should be packed and are not, because nothing fits them.
+    """
+
+    def __init__(self, layers: dict[str, QuantizedLayer], dense_layers: list[str]) -> None:
+        self.layers = layers
+        self.dense_layers = dense_layers
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that the packed weights occupy."""
+        return sum(layer.packed_bytes for layer in self.layers.values())
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that the same weights take in bfloat16."""
+        return sum(2 * layer.weight_count for layer in self.layers.values())
+
+    @property
+    def max_rows(self) -> int:
+        """With more rows than this every layer runs the policy's dense weight; 0 where nothing is packed."""
+        return max((layer.max_rows for layer in self.layers.values()), default=0)
+
+    @property
+    def activation_aware_layers(self) -> list[str]:
+        """Names of the layers that use statistics of the projections of the same names in the policy.
+
+        Stacked experts are not among them: no module of the policy sees one expert's input. They round to nearest.
+        """
+        return [
+            name
+            for name, layer in self.layers.items()
+            if isinstance(layer, QuantizedLinear) and layer.inverse_scales is not None
+        ]
+
+    def refresh(self, statistics: ActivationStatistics | None = None) -> None:
+        """Quantize the live weights again, into the same buffers. Adapters are merged layer by layer on the way.
+
+        Args:
+            statistics: of the policy's newest forwards, for activation-aware schemes (AWQ, ER §C.4). Layers that they
+                do not cover are rounded to nearest; None: all of them.
+
+        Raises:
+            ValueError: the statistics are of projections of other widths.
+        """
+        activations = {}
+        if statistics is not None:
+            activations = {name: statistics.of(name) for name in self.activation_aware_layers}
+        for name, found in activations.items():
+            width = self.layers[name].in_features
+            if found is not None and found.mean_square.numel() != width:
+                raise ValueError(
+                    f"statistics: {name!r} has {found.mean_square.numel()} input channels there and {width} in the "
+                    "drafter; pass statistics of the policy that the drafter was made of."
+                )
+        quantizer = ActivationAware()
+        with torch.no_grad():
+            for name, layer in self.layers.items():
+                if isinstance(layer, QuantizedLinear):
+                    layer.refresh(quantizer, activations.get(name))
+                else:
+                    layer.refresh(quantizer)
+
+    def assert_all_called(self, aside: Collection[str] = ()) -> None:
+        """Check that every packed layer ran since the last refresh: a drafter that runs the policy's layers is slow.
+
+        Only Python calls count, not replayed CUDA graphs: check after the first eager draft.
+
+        Args:
+            aside: names of layers that need not have run, such as those for images.
+
+        Raises:
+            RuntimeError: some did not.
+        """
+        idle = [name for name, layer in self.layers.items() if not layer.called and name not in aside]
+        if idle:
+            raise RuntimeError(
+                f"{len(idle)} of {len(self.layers)} quantized layers did not run in the draft forward, so the drafter "
+                f"is not the one that was built: {_shorten(idle)}. Rebuild the drafter from the unpatched model."
+            )
+
+
+def quantize_projections(
+    shadow: PreTrainedModel,
+    scheme: str = "rtn-w4-g128",
+    kernel: str = "auto",
+    lm_head: str = "auto",
+    activation_dtype: torch.dtype | None = None,
+) -> QuantizedNetwork:
+    """Replace the attention and FFN projections of `shadow` by quantized ones, in place.
+
+    Embeddings, norms, biases and routers stay the policy's own. Layers that no kernel can hold stay dense; one warning
+    names them.
+
+    Args:
+        shadow: a causal LM with module objects of its own over the policy's Parameters, in eval mode.
+        scheme: "rtn-w4-g128", "rtn-w4-g64", "rtn-w4-g32", "rtn-w8", "awq-w4-g128", "awq-w4-g64" or "awq-w4-g32". A
+            row that the group does not divide takes the next smaller group. The result is rounded to nearest in any
+            case: "awq" begins with the first refresh that is given statistics.
+        kernel: "auto" = the best for each layer; or a kernel's name.
+        lm_head: "dense", "packed", or "auto" = packed if, left dense, it would make up at least a third of the
+            weight bytes that a draft step reads (0.5 B parameters with 152 k tokens: yes; 7 B: no, as in ER). A head
+            whose forward is patched or hooked stays dense.
+        activation_dtype: dtype of activations and scales; None = the kernel's (the policy's own for "reference").
+
+    Raises:
+        ValueError: a name that is not known.
+    """
+    wanted = find_scheme(scheme)
+    check_kernel_name(kernel)
+    if lm_head not in LM_HEAD_CHOICES:
+        raise ValueError(f"lm_head={lm_head!r} is not a choice; use one of {list(LM_HEAD_CHOICES)}")
+    builder = _Builder(shadow, wanted, kernel, activation_dtype)
+    with torch.inference_mode(False), torch.no_grad():  # buffers made in inference mode could not be refreshed outside
+        builder.replace_projections()
+        builder.replace_lm_head(lm_head)
+    builder.warn()
+    network = QuantizedNetwork(builder.layers, [name for names in builder.left_dense.values() for name in names])
+    network.refresh()
+    return network
+
+
+class _Builder:
+    """Walks the shadow and replaces what it can."""
+
+    def __init__(
+        self, shadow: PreTrainedModel, scheme: Scheme, kernel: str, activation_dtype: torch.dtype | None
+    ) -> None:
+        self.shadow = shadow
+        self.scheme = scheme
+        self.kernel = kernel
+        self.activation_dtype = activation_dtype
+        self.names: dict[nn.Module, str] = {module: name for name, module in shadow.named_modules()}
+        self.layers: dict[str, QuantizedLayer] = {}
+        self.left_dense: defaultdict[str, list[str]] = defaultdict(list)  # reason → names
+
+    def replace_projections(self) -> None:
+        """Replace the projections of the text decoder (a vision tower would not run while drafting)."""
+        self._walk(self.shadow.get_decoder())
+
+    def _walk(self, parent: nn.Module) -> None:
+        for child_name, child in list(parent.named_children()):
+            if child is self.shadow.get_output_embeddings() or child_name in ROUTER_NAMES or _is_tower(child):
+                continue
+            if is_projection(child):
+                self._replace(parent, child_name, self._quantized_linear(child))
+            elif is_experts(child):
+                self._replace(parent, child_name, self._quantized_experts(child))
+            elif holds_stacked_weights(child):
+                self._leave_dense(child, "its stacked weights are not behind transformers' experts interface")
+            elif is_trained_copy(child):
+                if any(is_projection(module) for module in child.modules()):
+                    self._leave_dense(child, "peft keeps a trained copy of it (modules_to_save)")
+            else:
+                self._walk(child)
+
+    def replace_lm_head(self, choice: str) -> None:
+        """Replace the output embedding if `choice` says so. A tied input embedding is another module and stays."""
+        head = self.shadow.get_output_embeddings()
+        if choice == "dense" or head is None:
+            return
+        if choice == "auto" and is_projection(head):
+            weight = under_adapters(head).weight
+            share = weight.nbytes / (weight.nbytes + sum(layer.packed_bytes for layer in self.layers.values()))
+            if share < LM_HEAD_SHARE:
+                return
+        replacement = self._quantized_lm_head(head)
+        if choice == "auto" and isinstance(replacement, str):
+            return  # nobody asked for it
+        parent_name, _, child_name = self.names[head].rpartition(".")
+        self._replace(self.shadow.get_submodule(parent_name), child_name, replacement)
+
+    def _quantized_lm_head(self, head: nn.Module) -> QuantizedLinear | str:
+        if head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head):  # TRL's cast_lm_head_to_fp32
+            return "its forward is patched or hooked, which a replacement would lose"
+        if not is_projection(head):
+            return f"a {type(head).__name__} is no linear layer"
+        return self._quantized_linear(head)
+
+    def _replace(self, parent: nn.Module, child_name: str, replacement: QuantizedLayer | str) -> None:
+        child = parent.get_submodule(child_name)
+        if isinstance(replacement, str):
+            self._leave_dense(child, replacement)
+        else:
+            setattr(parent, child_name, replacement)
+            self.layers[self.names[child]] = replacement
+
+    def _leave_dense(self, module: nn.Module, reason: str) -> None:
+        self.left_dense[reason].append(self.names[module])
+
+    def _quantized_linear(self, module: nn.Module) -> QuantizedLinear | str:
+        source = inspect_projection(module)
+        if isinstance(source, str):
+            return source
+        packed = self._packed(source)
+        if isinstance(packed, str):
+            return packed
+        return QuantizedLinear(module, packed, self.scheme.activation_aware)
+
+    def _quantized_experts(self, module: nn.Module) -> QuantizedExperts | str:
+        packed: list[list[PackedWeight]] = []
+        for name in matrix_names(module):
+            stack = inspect_experts(module, name)
+            if isinstance(stack, str):
+                return stack
+            first = self._packed(stack.matrix)
+            if isinstance(first, str):
+                return first
+            packed.append([first, *(type(first)(first.layer) for _ in range(stack.experts - 1))])
+        return QuantizedExperts(module, *packed)
+
+    def _packed(self, source: SourceSpec) -> PackedWeight | str:
+        """An empty packed weight for a matrix, or why there is none."""
+        group = self.scheme.group_for(source.in_features)
+        if group is None:
+            return f"{source.in_features} input features are no multiple of {GROUP_SIZES[-1]}"
+        layer = LayerSpec(
+            source.out_features, source.in_features, self.scheme.bits, group,
+            source.dtype, self.activation_dtype, source.device,
+        )  # fmt: skip
+        return make_packed(self.kernel, layer)
+
+    def warn(self) -> None:
+        """One warning for all that stays dense."""
+        if self.left_dense:
+            reasons = "; ".join(f"{_shorten(names)} ({reason})" for reason, names in self.left_dense.items())
+            count = sum(len(names) for names in self.left_dense.values())
+            warnings.warn(
+                f"{count} of {count + len(self.layers)} layers of the drafter stay dense under scheme "
+                f"{self.scheme.name!r}: {reasons}",
+                stacklevel=3,
+            )
+
+
+def _is_tower(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel) and "text" not in module.input_modalities
+
+
+def _shorten(names: list[str]) -> str:
+    """The first few of a list of layer names."""
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

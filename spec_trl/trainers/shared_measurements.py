@@ -1,0 +1,75 @@
+"""The roofline profile and the draft ladder of a run: measured on one rank, for all of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel
+
+from ..generation.engine.drafter import Drafter
+from ..measuring.fill_ladder import find_ladder
+from ..measuring.fill_profile import profile_key
+from ..measuring.profile_cache import find_profile
+from ..scheduling.ladder import Ladder, ladder_path
+from ..scheduling.profile import Profile
+from .spec_grpo_config import SpecGRPOConfig
+
+
+T = TypeVar("T")
+PROFILE_FILE = "roofline_profile.json"
+"""Copy in the run's `output_dir`; the ladder's lies beside it."""
+
+
+def shared_profile(
+    accelerator: Accelerator, policy: PreTrainedModel, args: SpecGRPOConfig, rows: int, length: int
+) -> Profile | None:
+    """The roofline profile, found or measured.
+
+    Args:
+        accelerator: of the run; all ranks call this.
+        policy: the target.
+        args: of the run.
+        rows: most rows in flight.
+        length: longest total length.
+
+    Returns:
+        None where measured rounds alone must tell what pays.
+    """
+    config, copy_to = args.speculative_config(), Path(args.output_dir) / PROFILE_FILE
+    profile = _on_one_rank(accelerator, lambda: find_profile(policy, config, rows, length, copy_to))
+    if profile is not None and profile.key != profile_key(policy, config):
+        # Another device than rank 0's: what was named is for that one.
+        profile = find_profile(policy, replace(config, roofline_profile=None), rows, length)
+    return profile
+
+
+def shared_ladder(
+    accelerator: Accelerator, policy: PreTrainedModel, drafters: Sequence[Drafter], args: SpecGRPOConfig, rows: int
+) -> Ladder | None:
+    """The draft ladder of `drafters`, found or profiled; None where rounds have yet to fill it. Arguments as in
+    `shared_profile`."""
+
+    def find() -> Ladder | None:
+        ladder = find_ladder(policy, drafters, args.speculative_config(), rows, args.draft_lengths)
+        if ladder is not None:
+            ladder.save(ladder_path(Path(args.output_dir) / PROFILE_FILE))
+        return ladder
+
+    return _on_one_rank(accelerator, find)
+
+
+def _on_one_rank(accelerator: Accelerator, measure: Callable[[], T]) -> T:
+    """What `measure` finds on one rank, for all: the others would disturb its times."""
+    found: list[Any] = [None]
+    if accelerator.is_main_process:
+        try:
+            found[0] = measure()
+        except Exception as error:  # raised on all ranks, or the others would wait for ever
+            found[0] = error
+    broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]

@@ -1,0 +1,367 @@
+"""Losses over whole sequences: the drafter as it drafts, fed with the true tokens, counted where it should be."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from spec_trl.drafter_training import sequence_loss as module
+from spec_trl.drafter_training.sequence_loss import SequenceLoss, TargetView, causal_lm_loss, sequence_loss
+from spec_trl.drafter_training.target_head import TargetHead
+from spec_trl.drafter_training.whole_sequences import Unroll, block_states
+from spec_trl.generation.drafters.checkpoints import read_checkpoint
+from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from spec_trl.generation.drafters.feature_drafter import LearnedDrafter
+from spec_trl.generation.drafters.ngram import NgramDrafter
+from tests.conftest import tiny_llama
+from tests.generation.drafters.dflash import reference as dflash
+from tests.generation.drafters.eagle3 import reference as eagle3
+
+
+LENGTHS, FIRST = [14, 9, 2], [1, 4, 1]
+EAGLE3 = ["safeai", "safeai, whole vocabulary", "safeai, own embedding, narrow", "speculators, all flags"]
+DFLASH = list(dflash.VARIANTS)
+
+
+def view_of(target: PreTrainedModel, layers: tuple[int, ...], lengths: list[int] = LENGTHS) -> TargetView:
+    generator = torch.Generator().manual_seed(0)
+    width = max(lengths)
+    is_real = torch.arange(width) < torch.tensor(lengths)[:, None]  # [B, T]
+    tokens = torch.randint(3, 64, is_real.shape, generator=generator) * is_real  # [B, T]
+    with torch.no_grad():
+        states = target(tokens, output_hidden_states=True).hidden_states
+    features = torch.cat([states[0][..., :0], *(states[i] for i in layers)], dim=-1)  # [B, T, F]
+    return TargetView(tokens, is_real, features, states[-1], torch.tensor(FIRST[: len(lengths)]))
+
+
+def make(folder: Path, name: str, target: PreTrainedModel, is_dflash: bool = False) -> LearnedDrafter:
+    """A drafter that asks for gradients where it learns."""
+    drafter: LearnedDrafter
+    if name in eagle3.CONFIGS and not is_dflash:
+        drafter = Eagle3Drafter(eagle3.make_folder(folder, eagle3.CONFIGS[name]), target)
+    else:
+        dflash.make_checkpoint(folder, dflash.VARIANTS[name])
+        drafter = DFlashDrafter(folder, target)
+    for parameter in drafter.trained(drafter.network):
+        parameter.requires_grad_()
+    return drafter
+
+
+def gradients(loss: SequenceLoss, drafter: LearnedDrafter) -> list[Tensor]:
+    return list(torch.autograd.grad(loss.cross_entropy + loss.regression, drafter.trained(drafter.network)))
+
+
+# ---- the drafter as it drafts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*EAGLE3, "speculators, qwen3", "safeai, llama3"])
+@torch.no_grad()
+def test_unroll_is_drafting_fed_with_the_true_tokens(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
+    """At every start and step, in pieces of starts too."""
+    config, depth = eagle3.CONFIGS[name], 4
+    drafter = make(tmp_path, name, tiny)
+    view = view_of(tiny, drafter.feature_layers, [9])
+    tokens = view.tokens[0].tolist()
+    network = drafter.network
+    table = tiny.get_input_embeddings() if network.embed_tokens is None else network.embed_tokens
+    embedded = F.embedding(view.tokens[:, 1:], table.weight)  # [1, N, H]
+    unroll = Unroll(network, embedded, network.project(view.features[:, :-1]))
+    reference = eagle3.Reference(config, read_checkpoint(tmp_path)[1], tiny)
+    for starts in (slice(0, 8), slice(3, 5)):
+        steps = unroll.outputs(starts, depth)
+        for start in range(starts.start, starts.stop):
+            known = min(depth, len(tokens) - 1 - start)  # steps that are fed with real tokens
+            expected = reference.logits(tokens[: start + 2], [*tokens[start + 2 : start + 1 + known], 0])
+            for step in range(known):
+                logits = drafter._over_target(network.logits(steps[step][:, start - starts.start]))
+                torch.testing.assert_close(logits[0], expected[step], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", DFLASH)
+@torch.no_grad()
+def test_blocks_that_share_a_context(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
+    """Many anchors at once give what the network gives for each: nothing leaks from other blocks or from behind."""
+    drafter = make(tmp_path, name, tiny, is_dflash=True)
+    view, network = view_of(tiny, drafter.feature_layers), drafter.network
+    anchors = torch.tensor([[0, 3, 13], [5, 1, 8], [1, 0, 0]])
+    found = block_states(network, tiny, view.tokens, view.features, anchors)  # [B, 3, n, H]
+    for row, column in ((0, 0), (0, 1), (0, 2), (1, 2), (2, 0)):
+        anchor = int(anchors[row, column])
+        canvas = torch.tensor([[int(view.tokens[row, anchor])] + [2] * (network.config.block_size - 1)])
+        features, positions = view.features[row : row + 1, :anchor], torch.arange(anchor)[None]
+        embedded = network.embed(canvas, tiny.get_input_embeddings())
+        expected = network(features, positions, embedded, torch.tensor([anchor]))
+        torch.testing.assert_close(found[row, column], expected[0], rtol=0, atol=1e-12)
+
+
+# ---- what counts, and how much -------------------------------------------------------------------------------------
+
+
+class Sum:
+    """A weighted mean, term by term."""
+
+    def __init__(self) -> None:
+        self.total, self.weight = 0.0, 0.0
+
+    def add(self, value: Tensor | float, weight: float = 1.0) -> None:
+        self.total, self.weight = self.total + weight * float(value), self.weight + weight
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.weight
+
+
+def compare(sums: tuple[Sum, Sum], logits: Tensor, target: Tensor, ids: Tensor | None, weight: float) -> bool:
+    """Adds one position, logits `[drafts]` against the target's `[V]`; False where it does not count."""
+    kept = ids if ids is not None else torch.arange(len(target))
+    if int(target.argmax()) not in kept.tolist():
+        return False
+    p = target[kept].softmax(0)
+    sums[0].add(-(p * logits.log_softmax(0)).sum(), weight)
+    sums[1].add(float(kept[logits.argmax()] == target.argmax()))
+    return True
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+@torch.no_grad()
+def test_eagle3_loss_term_by_term(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
+    depth, drafter = 3, make(tmp_path, name, tiny)
+    view = view_of(tiny, drafter.feature_layers)
+    reference = eagle3.Reference(eagle3.CONFIGS[name], read_checkpoint(tmp_path)[1], tiny)
+    entropy, agreement, regression = Sum(), Sum(), Sum()
+    is_wide = drafter.network.config.layer.hidden_size == 64
+    for row, (length, first) in enumerate(zip(LENGTHS, FIRST, strict=True)):
+        tokens = view.tokens[row, :length].tolist()
+        target = tiny(view.tokens[row : row + 1, :length]).logits[0]  # [length, V]
+        for start in range(length - 2):
+            drafts = [*tokens[start + 2 : start + depth + 1], 0]
+            logits = reference.logits(tokens[: start + 2], drafts)  # [steps, V]
+            states = list(zip(tokens[1 : start + 2], reference.features(tokens[: start + 1]), strict=True))
+            for step in range(1, depth + 1):
+                predicted = start + step + 1
+                if not first <= predicted < length:
+                    continue
+                short = logits[step - 1] if drafter.target_ids is None else logits[step - 1][drafter.target_ids]
+                weight = 0.8 ** (step - 1)
+                counted = compare((entropy, agreement), short, target[start + step], drafter.target_ids, weight)
+                if counted and step == 1 and is_wide:
+                    h = reference.layer_output(states)
+                    regression.add(F.smooth_l1_loss(h, view.hidden[row, start + 1]))
+    loss = sequence_loss(drafter, tiny, view, depth=depth, with_regression=is_wide)
+    assert float(loss.cross_entropy) == pytest.approx(entropy.mean, abs=1e-9)
+    assert float(loss.agreement) == pytest.approx(agreement.mean)
+    if is_wide:
+        assert float(loss.regression) == pytest.approx(regression.mean, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["z-lab", "z-lab, scales and softcap", "speculators, pruned", "speculators, from the anchor"]
+)
+@torch.no_grad()
+def test_dflash_loss_term_by_term(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
+    """With as many anchors as there are, the draw does not matter."""
+    drafter = make(tmp_path, name, tiny)
+    view, network, config = view_of(tiny, drafter.feature_layers), drafter.network, drafter.network.config
+    entropy, agreement, regression = Sum(), Sum(), Sum()
+    for row, (length, first) in enumerate(zip(LENGTHS, FIRST, strict=True)):
+        target = tiny(view.tokens[row : row + 1, :length]).logits[0]  # [length, V]
+        for anchor in range(first - 1, length - 1):
+            canvas = torch.tensor([[int(view.tokens[row, anchor])] + [2] * (config.block_size - 1)])
+            embedded = network.embed(canvas, tiny.get_input_embeddings())
+            features, positions = view.features[row : row + 1, :anchor], torch.arange(anchor)[None]
+            states = network(features, positions, embedded, torch.tensor([anchor]))[0]  # [n, H]
+            logits = network.logits(states, tiny.get_output_embeddings())  # [n, drafts]
+            for draft in range(1, config.drafts + 1):
+                if anchor + draft >= length:
+                    break
+                slot = draft if config.drafts < config.block_size else draft - 1
+                weight = float(torch.exp(torch.tensor(-(draft - 1) / 3.25, dtype=torch.float64)))  # block of 6
+                told = target[anchor + draft - 1]
+                if compare((entropy, agreement), logits[slot], told, drafter.target_ids, weight):
+                    regression.add(F.smooth_l1_loss(states[slot], view.hidden[row, anchor + draft - 1]), weight)
+    loss = sequence_loss(drafter, tiny, view, anchors=100, with_regression=True)
+    assert float(loss.cross_entropy) == pytest.approx(entropy.mean, abs=1e-9)
+    assert float(loss.agreement) == pytest.approx(agreement.mean)
+    assert float(loss.regression) == pytest.approx(regression.mean, abs=1e-9)
+
+
+def test_position_weights_of_the_published_blocks() -> None:
+    for size, decay in ((8, 4.0), (12, 5.5), (16, 7.0), (2, 1.75), (1, 1.375)):
+        drafter: Any = SimpleNamespace(config=SimpleNamespace(block_size=size))
+        assert DFlashDrafter.position_weights(drafter, 2) == pytest.approx([1.0, math.exp(-1 / decay)])
+
+
+@torch.no_grad()
+def test_causal_lm_loss(tiny: PreTrainedModel, tiny_assistant: PreTrainedModel) -> None:
+    view = view_of(tiny, ())
+    entropy, agreement = Sum(), Sum()
+    for row, (length, first) in enumerate(zip(LENGTHS, FIRST, strict=True)):
+        tokens = view.tokens[row : row + 1, :length]
+        logits, target = tiny_assistant(tokens).logits[0], tiny(tokens).logits[0]
+        for position in range(first - 1, length - 1):
+            compare((entropy, agreement), logits[position], target[position], None, 1.0)
+    loss = causal_lm_loss(tiny_assistant, tiny, view)
+    assert float(loss.cross_entropy) == pytest.approx(entropy.mean, abs=1e-9)
+    assert float(loss.agreement) == pytest.approx(agreement.mean)
+
+
+@pytest.mark.parametrize("name", ["safeai", "z-lab"])
+def test_padding_does_not_matter(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
+    drafter = make(tmp_path, name, tiny)
+    view = view_of(tiny, drafter.feature_layers)
+    noise = torch.where(view.is_real[..., None], 0.0, 9.0)  # [B, T, 1]
+    other = replace(
+        view, tokens=torch.where(view.is_real, view.tokens, 5), features=view.features + noise,
+        hidden=view.hidden - noise,
+    )  # fmt: skip
+    losses = [
+        sequence_loss(drafter, tiny, v, torch.Generator().manual_seed(0), with_regression=True) for v in (view, other)
+    ]
+    for one, two in zip(*(gradients(loss, drafter) for loss in losses), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+    assert losses[0].agreement == losses[1].agreement
+
+
+@pytest.mark.parametrize("name", ["safeai", "z-lab"])
+def test_nothing_to_count(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
+    drafter = make(tmp_path, name, tiny)
+    view = replace(view_of(tiny, drafter.feature_layers), first=torch.tensor([14, 9, 2]))
+    loss = sequence_loss(drafter, tiny, view, with_regression=True)
+    assert loss.cross_entropy.item() == loss.regression.item() == loss.agreement.item() == 0
+    assert all(bool((gradient == 0).all()) for gradient in gradients(loss, drafter))
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["safeai", "safeai, own embedding, narrow", "z-lab", "speculators, pruned"])
+def test_only_the_drafter_learns(name: str, fresh: LlamaForCausalLM, tmp_path: Path) -> None:
+    drafter = make(tmp_path, name, fresh)
+    assert all(parameter.requires_grad for parameter in fresh.parameters())
+    sequence_loss(drafter, fresh, view_of(fresh, drafter.feature_layers)).cross_entropy.backward()
+    assert all(parameter.grad is None for parameter in fresh.parameters())
+    learned = {name for name, parameter in drafter.network.named_parameters() if parameter.grad is not None}
+    frozen = {name for name, _ in drafter.network.named_parameters()} - learned
+    expected = {"safeai": set(), "safeai, own embedding, narrow": {"embed_tokens.weight"}, "z-lab": set()}
+    assert frozen == expected.get(name, {"embed_tokens.weight", "lm_head.weight"})
+
+
+@pytest.mark.parametrize("name", ["safeai", "z-lab"])
+def test_in_pieces(name: str, tiny: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not all logits fit, pieces are run again in the backward pass, with the same result."""
+    drafter = make(tmp_path, name, tiny)
+    view = view_of(tiny, drafter.feature_layers, [40, 33, 20])
+    whole = sequence_loss(drafter, tiny, view, torch.Generator().manual_seed(0), with_regression=True)
+    monkeypatch.setattr(module, "_LOGITS_ALIVE", 1)
+    calls = []
+    monkeypatch.setattr(
+        module, "checkpoint", lambda piece, **options: (calls.append(1), CHECKPOINT(piece, **options))[1]
+    )
+    pieces = sequence_loss(drafter, tiny, view, torch.Generator().manual_seed(0), with_regression=True)
+    assert len(calls) > 2
+    torch.testing.assert_close(pieces.cross_entropy, whole.cross_entropy, rtol=0, atol=1e-12)
+    for one, two in zip(gradients(whole, drafter), gradients(pieces, drafter), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+
+
+CHECKPOINT = module.checkpoint
+
+
+@pytest.mark.parametrize("name", ["safeai", "z-lab"])
+def test_under_autocast(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
+    drafter = make(tmp_path, name, tiny)
+    drafter.network.float()
+    target = tiny_llama().float()
+    view = view_of(target, drafter.feature_layers)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(sequence_loss(drafter, target, view, torch.Generator().manual_seed(0)).cross_entropy)
+    assert torch.equal(*found)
+
+
+def test_anchors_are_drawn_by_the_generator(tiny: PreTrainedModel, tmp_path: Path) -> None:
+    drafter = make(tmp_path, "z-lab", tiny)
+    view = view_of(tiny, drafter.feature_layers)
+
+    def loss(seed: int) -> float:
+        generator = torch.Generator().manual_seed(seed)
+        return sequence_loss(drafter, tiny, view, generator, anchors=2).cross_entropy.item()
+
+    assert loss(0) == loss(0) != loss(1)
+    anchors, is_one = module._draw_anchors(view, 8, torch.Generator().manual_seed(0))
+    for row, (length, first) in enumerate(zip(LENGTHS, FIRST, strict=True)):
+        found = anchors[row][is_one[row]].tolist()
+        assert len(set(found)) == len(found) == min(8, length - first)
+        assert all(first - 1 <= anchor < length - 1 for anchor in found)
+
+
+# ---- families and bad input ----------------------------------------------------------------------------------------
+
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=16, pad_token_id=0, bos_token_id=None, eos_token_id=None, initializer_range=0.5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family, config",
+    [
+        (Gemma2ForCausalLM, lambda: Gemma2Config(**SMALL, final_logit_softcapping=3.0)),
+        (GraniteForCausalLM, lambda: GraniteConfig(**SMALL, logits_scaling=4.0)),
+        (Cohere2ForCausalLM, lambda: Cohere2Config(**SMALL, logit_scale=0.3)),
+    ],
+)
+@torch.no_grad()
+def test_what_a_family_does_to_its_logits(family: Any, config: Any) -> None:
+    torch.manual_seed(0)
+    model = family(config()).double().eval()
+    output = model(torch.tensor([[5, 6, 7]]), output_hidden_states=True)
+    logits = TargetHead(model)(output.hidden_states[-1])
+    torch.testing.assert_close(logits, output.logits, rtol=0, atol=1e-12)
+
+
+def test_an_unknown_family_is_refused() -> None:
+    model = tiny_llama()
+    model.config.logits_soft_cap = 3.0
+    with pytest.raises(ValueError, match="LlamaForCausalLM has logits_soft_cap=3.0, which may change its logits"):
+        TargetHead(model)
+
+
+def test_bad_input(tiny: PreTrainedModel, tmp_path: Path) -> None:
+    drafter = make(tmp_path / "eagle3", "safeai", tiny)
+    view = view_of(tiny, drafter.feature_layers)
+    with pytest.raises(ValueError, match="depth=0"):
+        sequence_loss(drafter, tiny, view, depth=0)
+    with pytest.raises(ValueError, match="anchors=0"):
+        sequence_loss(drafter, tiny, view, anchors=0)
+    for name, wrong in {
+        "features": view.features[..., :-1],
+        "hidden": view.hidden[:, 1:],
+        "first": view.first[1:],
+    }.items():
+        with pytest.raises(ValueError, match=f"view.{name} has shape .* and must have"):
+            sequence_loss(drafter, tiny, replace(view, **{name: wrong}))
+    narrow = make(tmp_path / "narrow", "safeai, own embedding, narrow", tiny)
+    with pytest.raises(ValueError, match="with_regression=True: the drafter's states are 32 wide and the target's 64"):
+        sequence_loss(narrow, tiny, view, with_regression=True)
+    with pytest.raises(ValueError, match="a NgramDrafter has no loss"):
+        sequence_loss(NgramDrafter(3), tiny, view)  # type: ignore[arg-type]

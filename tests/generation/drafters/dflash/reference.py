@@ -1,0 +1,181 @@
+"""A second, slow implementation of DFlash, and checkpoints to try it on."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spec_trl.generation.drafters.checkpoints import write_checkpoint
+from spec_trl.generation.drafters.dflash.config import DFlashConfig
+from spec_trl.generation.drafters.dflash.network import DFlashNetwork
+
+
+VOCABULARY = 64
+SIZES = dict(
+    hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, max_position_embeddings=128, rms_norm_eps=1e-6, vocab_size=VOCABULARY, hidden_act="silu",
+    attention_bias=False, rope_theta=5000.0, rope_scaling=None,
+)  # fmt: skip
+WINDOWED = dict(use_sliding_window=True, sliding_window=5, layer_types=["full_attention", "sliding_attention"])
+LLAMA3 = dict(
+    rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
+
+
+def zlab(**changes: Any) -> dict[str, Any]:
+    inner = dict(target_layer_ids=[1, 0], mask_token_id=2) | changes.pop("dflash_config", {})
+    own = dict(model_type="qwen3", block_size=6, num_target_layers=2, dflash_config=inner)
+    return SIZES | own | changes
+
+
+def speculators(inner: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    own = dict(
+        speculators_model_type="dflash", block_size=6, draft_vocab_size=VOCABULARY, mask_token_id=2,
+        aux_hidden_state_layer_ids=[0, 2], transformer_layer_config=SIZES | {"model_type": "qwen3"} | (inner or {}),
+    )  # fmt: skip
+    return own | changes
+
+
+PRUNED = speculators(draft_vocab_size=40)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "z-lab": zlab(),
+    "z-lab, block size within dflash_config": zlab(block_size=None, dflash_config={"block_size": 3}),
+    "z-lab, biases, RoPE of Llama 3": zlab(attention_bias=True, rope_scaling=LLAMA3, max_position_embeddings=4096),
+    "z-lab, causal window": zlab(**WINDOWED),
+    "z-lab, window to both sides": zlab(**WINDOWED | {"sliding_window": 3}, is_causal=False),
+    "z-lab, scales and softcap": zlab(
+        dflash_config=dict(input_embedding_scale=3.0, output_multiplier=0.5, final_logit_softcapping=2.0)
+    ),
+    "speculators": speculators(),
+    "speculators, pruned": PRUNED,
+    "speculators, window": speculators(WINDOWED),
+    "speculators, window to both sides": speculators(WINDOWED, sliding_window_non_causal=True),
+    "speculators, from the anchor": speculators(sample_from_anchor=True, draft_vocab_size=40),
+}
+
+
+def make_checkpoint(
+    folder: Path,
+    settings: dict[str, Any],
+    features: int = 128,
+    dtype: torch.dtype = torch.float64,
+    gain: float = 2.5,
+) -> dict[str, Tensor]:
+    """A checkpoint with random weights, with embedding and head of its own where the vocabulary is pruned."""
+    config = DFlashConfig.parse(settings)
+    network = DFlashNetwork(config, features, config.is_pruned, config.is_pruned, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, tensor in network.state_dict().items():
+        if not tensor.is_floating_point():
+            continue
+        random = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+        # By default sharp enough that slots, positions and context all matter to the largest logit.
+        tensors[name] = (1 + 0.3 * random if "norm" in name else gain * random * tensor.shape[-1] ** -0.5).to(dtype)
+    if config.is_pruned:
+        ids = torch.randperm(VOCABULARY, generator=generator)[: config.draft_vocabulary].sort().values
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, ids, True)
+    write_checkpoint(folder, settings, tensors)
+    return tensors
+
+
+# ---- the straight line: one row, one slot, one head at a time, everything recomputed --------------------------------
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean() + 1e-6).sqrt() * weight
+
+
+def turned(x: Tensor, position: int, settings: dict[str, Any]) -> Tensor:
+    """RoPE of one head's vector `[d]`."""
+    half, scaling = len(x) // 2, settings["rope_scaling"]
+    result = torch.empty_like(x)
+    for i in range(half):
+        frequency = settings["rope_theta"] ** (-i / half)
+        if scaling is not None:  # Llama 3: low frequencies are slowed down, those between partly
+            turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+            span = scaling["high_freq_factor"] - scaling["low_freq_factor"]
+            share = min(max((turns - scaling["low_freq_factor"]) / span, 0.0), 1.0)
+            frequency = share * frequency + (1 - share) * frequency / scaling["factor"]
+        cos, sin = math.cos(position * frequency), math.sin(position * frequency)
+        result[i], result[i + half] = x[i] * cos - x[i + half] * sin, x[i + half] * cos + x[i] * sin
+    return result
+
+
+def sees(settings: dict[str, Any], layer: int, query: int, key: int, anchor: int, in_block: bool) -> bool:
+    is_speculators = "speculators_model_type" in settings
+    sizes = settings["transformer_layer_config"] if is_speculators else settings
+    window = sizes["sliding_window"] if sizes.get("layer_types", [""] * 9)[layer] == "sliding_attention" else None
+    if is_speculators:
+        if window is None:
+            return True
+        return key >= anchor - window if not in_block else settings.get("sliding_window_non_causal") or key <= query
+    causal = settings.get("is_causal", window is not None)
+    return not (causal and key > query) and (window is None or abs(query - key) < window)
+
+
+def straight_line(
+    target: PreTrainedModel, weights: dict[str, Tensor], settings: dict[str, Any], row: Tensor
+) -> Tensor:
+    """Draft logits `[drafts, vocabulary]` behind `row` `[n]` of committed tokens."""
+    is_speculators = "speculators_model_type" in settings
+    sizes = settings["transformer_layer_config"] if is_speculators else settings
+    extra = settings.get("dflash_config", {})
+    block = settings["block_size"] or extra["block_size"]
+    heads, shared_heads, d = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
+    anchor = len(row) - 1
+    context: list[Tensor] = []
+    if anchor:
+        states = target(row[None, :-1], output_hidden_states=True).hidden_states
+        ids = settings["aux_hidden_state_layer_ids"] if is_speculators else [i + 1 for i in extra["target_layer_ids"]]
+        for position in range(anchor):
+            feature = torch.cat([states[i][0, position] for i in ids])  # [features]
+            context.append(norm(weights["fc.weight"] @ feature, weights["hidden_norm.weight"]))
+    own = weights.get("embed_tokens.weight")
+    table = target.get_input_embeddings().weight if own is None else own
+    tokens = [int(row[-1])] + [2] * (block - 1)
+    hidden = [table[token] * extra.get("input_embedding_scale", 1.0) for token in tokens]
+    for layer in range(sizes["num_hidden_layers"]):
+
+        def linear(name: str, x: Tensor, prefix: str = f"layers.{layer}.") -> Tensor:
+            y = weights[f"{prefix}{name}.weight"] @ x
+            return y + weights[f"{prefix}{name}.bias"] if f"{prefix}{name}.bias" in weights else y
+
+        of_layer = {name.removeprefix(f"layers.{layer}."): weight for name, weight in weights.items()}
+        inputs = [norm(x, of_layer["input_layernorm.weight"]) for x in hidden]
+        keys, values = [], []
+        for position, x in enumerate(context + inputs):
+            k = linear("self_attn.k_proj", x).view(shared_heads, d)
+            keys.append([turned(norm(head, of_layer["self_attn.k_norm.weight"]), position, sizes) for head in k])
+            values.append(linear("self_attn.v_proj", x).view(shared_heads, d))
+        for slot, x in enumerate(inputs):
+            seen = [
+                position
+                for position in range(anchor + block)
+                if sees(settings, layer, anchor + slot, position, anchor, position >= anchor)
+            ]
+            attended = []
+            for head, q in enumerate(linear("self_attn.q_proj", x).view(heads, d)):
+                q = turned(norm(q, of_layer["self_attn.q_norm.weight"]), anchor + slot, sizes)
+                group = head // (heads // shared_heads)
+                scores = torch.stack([q @ keys[position][group] / math.sqrt(d) for position in seen])
+                attended.append(sum(p * values[at][group] for p, at in zip(scores.softmax(0), seen, strict=True)))
+            hidden[slot] = hidden[slot] + linear("self_attn.o_proj", torch.cat(attended))
+        for slot in range(block):
+            x = norm(hidden[slot], of_layer["post_attention_layernorm.weight"])
+            gated = F.silu(linear("mlp.gate_proj", x)) * linear("mlp.up_proj", x)
+            hidden[slot] = hidden[slot] + linear("mlp.down_proj", gated)
+    head = weights.get("lm_head.weight")
+    head = target.get_output_embeddings().weight if head is None else head
+    logits = torch.full((block, VOCABULARY), -torch.inf, dtype=torch.float64)
+    for slot in range(block):
+        scored = head @ norm(hidden[slot], weights["norm.weight"]) * extra.get("output_multiplier", 1.0)
+        cap = extra.get("final_logit_softcapping")
+        for i, logit in enumerate(torch.tanh(scored / cap) * cap if cap else scored):
+            logits[slot, i + (int(weights["d2t"][i]) if "d2t" in weights else 0)] = logit
+    return logits if settings.get("sample_from_anchor") else logits[1:]

@@ -1,0 +1,67 @@
+"""Compiles Triton kernels for a GPU that need not be there: what the host code would launch, with its specialisations.
+
+The interpreter runs a kernel as Python and lets pass much that the compiler refuses.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+# Runs in a process of its own: whether Triton interprets is settled when it is imported.
+_PROGRAM = """
+import json
+import sys
+from types import ModuleType
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Absent:
+    def get_current_target(self):
+        return GPUTarget("cuda", {capability}, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+driver.set_active(Absent())
+run, kernels = JITFunction.run, []
+
+def compile_only(self, *args, grid, warmup, **options):
+    kernel = run(self, *args, grid=grid, warmup=True, **options)
+    assert kernel.asm["cubin"]
+    kernels.append((self.fn.__name__, kernel.metadata.shared))
+
+JITFunction.run = compile_only
+# Kernels need nothing of transformers, which the package itself would import for seconds.
+sys.modules["spec_trl"] = package = ModuleType("spec_trl")
+package.__path__ = [{package!r}]
+{calls}
+print(json.dumps(kernels))
+"""
+
+
+def compile_for(capability: int, calls: str, folder: Path) -> list[tuple[str, int]]:
+    """Compiles every kernel that `calls` (Python; CPU tensors) launches, and launches none.
+
+    Args:
+        capability: the GPU's compute capability times ten.
+        calls: Python code.
+        folder: for Triton's cache.
+
+    Returns:
+        The kernels' names and bytes of shared memory, in the order of the launches.
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    package = str(Path(__file__).parents[4] / "spec_trl")
+    program = _PROGRAM.format(capability=capability, calls=calls, package=package)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [tuple(kernel) for kernel in json.loads(done.stdout.splitlines()[-1])]

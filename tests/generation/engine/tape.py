@@ -1,0 +1,65 @@
+"""A stand-in for CUDA graphs on a CPU: what ran once is replayed on the same memory, without Python of the model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
+
+
+_WAITS_FOR_DEVICE = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict, Any]] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # else compiled code would fall back to what was compiled
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _WAITS_FOR_DEVICE:
+            raise RuntimeError(f"{func} waits for the device, which a capture cannot")
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, result))
+        return result
+
+
+class Tape:
+    """Records every tensor operation with the tensors it read and wrote; a replay runs them again, and puts what an
+    operation returns where it lay before. Numbers that Python computed while recording stay as they were."""
+
+    def __init__(self, bytes_each: int = 1 << 20, seconds_each: Callable[[Any], float] | None = None) -> None:
+        self.recorded = 0
+        self.replayed = 0
+        self._bytes_each = bytes_each
+        self._seconds_each = seconds_each
+
+    def record(self, forward: Callable[[], Outputs]) -> Recording:
+        with _Recorder() as recorder:
+            logits, features = forward()
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            for func, args, kwargs, result in recorder.calls:
+                # As a captured graph would see them: the same memory, whatever its tensors' versions.
+                again = func(*tree_map_only(Tensor, Tensor.detach, args), **kwargs)
+                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+        return Recording(replay, logits, features)
+
+    def seconds(self, replay: Callable[[], None]) -> float:
+        return self._seconds_each(replay) if self._seconds_each else 1.0
+
+    def bytes(self) -> int:
+        return self.recorded * self._bytes_each

@@ -1,0 +1,89 @@
+"""Decoder layers through torch.compile."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel, Qwen2Config
+
+from spec_trl.generation.engine import compiled
+from spec_trl.generation.engine.cache import RaggedCache
+from spec_trl.generation.engine.compiled import compiled_twin
+from spec_trl.generation.engine.runner import EagerRunner
+from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.quantization import quantize_projections
+from tests.conftest import tiny_llama
+
+
+SIZES = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+)  # fmt: skip
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_ = torch.compile
+    monkeypatch.setattr(compiled.torch, "compile", lambda f, **options: compile_(f, backend=counter, **options))
+    return counter
+
+
+def forward_twice(network: PreTrainedModel, twin: PreTrainedModel | None = None) -> torch.Tensor:
+    """Logits `[3, 1 + 4, V]` of a forward of one token and one of four more."""
+    cache = RaggedCache.for_network(network, rows=4, columns=64)
+    tokens = torch.arange(15).view(3, 5)
+    positions = torch.arange(5).expand(3, -1).contiguous()
+    with torch.no_grad():
+        EagerRunner(network, cache).forward(tokens[:, :1], positions[:, :1], 1)
+        runner = EagerRunner(network if twin is None else compiled_twin(network, cache), cache)
+        first = runner.forward(tokens[:, :1], positions[:, :1], 1)
+        return torch.cat([first, runner.forward(tokens[:, 1:], positions[:, 1:], 5)], dim=1)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_one_compilation_serves_all_layers(counter, quantized) -> None:
+    network = make_shadow(AutoModelForCausalLM.from_config(Qwen2Config(**SIZES)).double().eval())
+    if quantized:
+        quantize_projections(network, kernel="reference")
+    expected = forward_twice(network)
+    assert torch.equal(forward_twice(network, network), expected)
+    assert counter.frame_count == 2  # one token per row, and four
+
+
+def test_windowed_and_full_layers_share_it(counter) -> None:
+    config = Gemma3TextConfig(**SIZES, sliding_window=3, layer_types=["sliding_attention", "full_attention"] * 3)
+    network = make_shadow(AutoModelForCausalLM.from_config(config).double().eval())
+    expected = forward_twice(network)
+    torch.testing.assert_close(forward_twice(network, network), expected)
+    assert counter.frame_count == 2  # they differ by the mask alone, which the decoder chooses
+
+
+def test_hooks_and_patches_of_the_head_stay(counter) -> None:
+    model = tiny_llama()
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 3)
+    network = make_shadow(model)
+    assert torch.equal(forward_twice(network, network), forward_twice(network))
+
+
+def test_after_a_forward_that_showed_its_hidden_states(counter) -> None:
+    """transformers then leaves hooks on every layer, which torch.compile cannot trace."""
+    model = tiny_llama()
+    model(torch.arange(4)[None], output_hidden_states=True, output_attentions=True)
+    network = make_shadow(model)
+    assert torch.equal(forward_twice(network, network), forward_twice(network))
+
+
+def test_twin_shares_the_weights_and_leaves_the_network_alone(counter) -> None:
+    network = make_shadow(tiny_llama())
+    twin = compiled_twin(network, RaggedCache.for_network(network, 1, 8))
+    assert [p.data_ptr() for p in twin.parameters()] == [p.data_ptr() for p in network.parameters()]
+    assert all("forward" not in vars(layer) for layer in network.model.layers)
+
+
+def test_a_network_without_a_list_of_layers_is_refused() -> None:
+    network = make_shadow(tiny_llama())
+    network.model.layers = nn.Sequential(*network.model.layers)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no single list of decoder layers"):
+        compiled_twin(network, RaggedCache.for_network(network, 1, 8))

@@ -1,0 +1,272 @@
+"""Model families: the ragged engine against each family's own forward and `generate`, in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from spec_trl.generation.engine.attention import MaskPlan
+from spec_trl.generation.engine.requirements import check_model
+from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows, reference_outputs
+
+
+WINDOW = 6
+# Names of sizes differ between families; each config takes those it knows (attribute_map does the rest).
+SIZES = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, initializer_range=0.12, pad_token_id=0,
+    bos_token_id=None, eos_token_id=None, tie_word_embeddings=False, attention_dropout=0.0,
+)  # fmt: skip
+EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+LATENT = dict(
+    q_lora_rank=16, kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_routed_experts=4,
+    n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, num_key_value_heads=4, head_dim=8,
+    num_experts_per_tok=2, moe_intermediate_size=32,
+)  # fmt: skip
+OLD = dict(num_key_value_heads=4)
+MIXED = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, biased and tied": ("llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with window": ("qwen2", dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "mistral": ("mistral", dict(sliding_window=None)),
+    "mistral with window": ("mistral", dict(sliding_window=WINDOW)),
+    "mixtral": ("mixtral", EXPERTS),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", dict(sliding_window=WINDOW, query_pre_attn_scalar=16)),
+    "gemma3_text": ("gemma3_text", MIXED | dict(query_pre_attn_scalar=16)),
+    "gpt_neox": ("gpt_neox", OLD),
+    "gpt2": ("gpt2", OLD | dict(embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)),
+    "opt": ("opt", OLD | dict(ffn_dim=64, word_embed_proj_dim=64)),
+    "bitnet": ("bitnet", {}),
+    "gpt_oss": ("gpt_oss", MIXED | EXPERTS),
+    "phi": ("phi", {}),
+    "phi3": ("phi3", {}),
+    "phi3 with window": ("phi3", dict(sliding_window=WINDOW)),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", MIXED),
+    "olmoe": ("olmoe", EXPERTS),
+    "stablelm": ("stablelm", {}),
+    "granite": ("granite", {}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", MIXED),
+    "smollm3": ("smollm3", {}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "starcoder2": ("starcoder2", dict(sliding_window=None)),
+    "starcoder2 with window": ("starcoder2", dict(sliding_window=WINDOW)),
+    "exaone4": ("exaone4", MIXED),
+    "llama4_text": ("llama4_text", EXPERTS | dict(
+        attention_chunk_size=WINDOW, layer_types=["chunked_attention", "full_attention"], intermediate_size_mlp=64)),
+    "nemotron": ("nemotron", {}),
+    "falcon, rotary": ("falcon", dict(alibi=False, num_kv_heads=2, new_decoder_architecture=True)),
+    "gpt_bigcode": ("gpt_bigcode", OLD),
+    "seed_oss": ("seed_oss", {}),
+    "gpt_neo": ("gpt_neo", dict(num_layers=2, num_heads=4, intermediate_size=64, window_size=WINDOW,
+                                attention_types=[[["global", "local"], 1]])),
+    "bart": ("bart", dict(decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64, d_model=64, dropout=0.0,
+                          forced_eos_token_id=None)),
+    "gptj, eager": ("gptj", OLD | dict(rotary_dim=8)),
+}  # fmt: skip
+WINDOWED = [
+    name
+    for name, (_, changes) in FAMILIES.items()
+    if changes.get("sliding_window") or {"attention_chunk_size", "window_size"} & changes.keys()
+]
+
+
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    """A random float64 model of a family."""
+    model_type, own = FAMILIES[name]
+    settings = SIZES | own | changes
+    known = AutoConfig.for_model(model_type)
+    mapped = known.attribute_map
+    settings = {k: v for k, v in settings.items() if k in mapped or k in own or k in changes or k in known.to_dict()}
+    torch.manual_seed(sum(map(ord, name)))
+    config = AutoConfig.for_model(model_type, **settings)
+    config._experts_implementation = "eager"  # grouped_mm has no float64
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model.generation_config.eos_token_id = None
+    if model_type == "gemma2":
+        model.set_attn_implementation("eager")  # the SDPA that 5.17 would take leaves softcaps out
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # biases of 0 and norms and sinks of 1 would hide their loss
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(scope="module")
+def family(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return build(request.param)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    """Ragged prompts; with 20 new tokens every row passes the window of 6."""
+    return pad_left(random_rows([3, 11, 7, 1]))
+
+
+def logprobs_of(model: PreTrainedModel, prompts: Prompts, tokens: list[list[int]]) -> list[torch.Tensor]:
+    """Log-probabilities of each row's tokens by one ordinary forward of that row alone."""
+    found = []
+    for ids, mask, new in zip(prompts["input_ids"], prompts["attention_mask"].bool(), tokens, strict=True):
+        row = torch.cat([ids[mask], torch.tensor(new)])[None]  # [1, n]
+        with torch.no_grad():
+            logprobs = model(row).logits[0].log_softmax(-1)  # [n, V]
+        found.append(logprobs[-len(new) - 1 : -1].gather(1, torch.tensor(new)[:, None])[:, 0])
+    return found
+
+
+def assert_same_logprobs(result: Any, expected: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(result.logprobs, torch.stack(expected).float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_greedy_equals_generate(family: PreTrainedModel, prompts: Prompts) -> None:
+    result = generate(family, prompts, do_sample=False, max_new_tokens=20)
+    assert outputs(result) == reference_outputs(family, prompts, max_new_tokens=20)
+
+
+@pytest.mark.filterwarnings("ignore:.*of the drafter stay dense")
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_drafting_equals_none_and_the_plain_forward(family: PreTrainedModel, prompts: Prompts) -> None:
+    """Logprobs tell any error of mask, position or cache from rounding, where tokens would often not."""
+    plain = generate(family, prompts, max_new_tokens=20)
+    drafted = generate(family, prompts, "self", {"draft_length": 4}, max_new_tokens=20)
+    assert outputs(drafted) == outputs(plain)
+    assert drafted.statistics.drafter_failure is None
+    assert drafted.statistics.acceptance_rate > 0.3
+    expected = logprobs_of(family, prompts, outputs(plain))
+    assert_same_logprobs(plain, expected)
+    assert_same_logprobs(drafted, expected)
+
+
+@pytest.mark.parametrize("family", WINDOWED, indirect=True)
+@pytest.mark.parametrize("mistake", ["wider by one", "narrower by one", "full"])
+def test_wrong_masks_would_be_noticed(mistake: str, family: PreTrainedModel, prompts: Prompts, monkeypatch) -> None:
+    right = MaskPlan.from_config
+
+    def wrong(config: Any) -> MaskPlan:
+        plan = right(config)
+        step = {"wider by one": 1, "narrower by one": -1, "full": 1000}[mistake]
+        window, chunk = (None if size is None else size + step for size in (plan.sliding_window, plan.chunk_size))
+        return MaskPlan(plan.layer_types, plan.per_type, window, chunk)
+
+    monkeypatch.setattr(MaskPlan, "from_config", wrong)
+    result = generate(family, prompts, max_new_tokens=20)
+    with pytest.raises(AssertionError):
+        assert_same_logprobs(result, logprobs_of(family, prompts, outputs(result)))
+
+
+DROPOUT = {
+    "llama": dict(attention_dropout=0.3),
+    "gemma3_text": dict(attention_dropout=0.3),
+    "gpt2": dict(embd_pdrop=0.3, resid_pdrop=0.3, attn_pdrop=0.3),
+    "opt": dict(dropout=0.3, attention_dropout=0.3),
+    "gpt_neox": dict(attention_dropout=0.3, hidden_dropout=0.3),
+    "phi": dict(embd_pdrop=0.3, resid_pdrop=0.3, attention_dropout=0.3),
+    "gptj, eager": dict(embd_pdrop=0.3, resid_pdrop=0.3, attn_pdrop=0.3),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*of the drafter stay dense")
+@pytest.mark.parametrize("name", DROPOUT)
+def test_a_policy_in_training(name: str, prompts: Prompts) -> None:
+    """Train mode, live dropout, gradient checkpointing: the engine runs the eval policy and leaves it as it was."""
+    policy = build(name, **DROPOUT[name])
+    expected = outputs(generate(policy, prompts, max_new_tokens=12))
+    own = reference_outputs(policy, prompts, max_new_tokens=12)
+    policy.train()
+    policy.gradient_checkpointing_enable()
+    policy.set_attn_implementation("eager")
+    with torch.no_grad():
+        ids = prompts["input_ids"][1:2]
+        assert not torch.equal(policy(ids).logits, policy(ids).logits), "dropout is not live: this test tests nothing"
+    weights = {key: tensor.clone() for key, tensor in policy.state_dict().items()}
+    modules = {
+        key: (id(module), type(module), module.training, set(module.__dict__))
+        for key, module in policy.named_modules()
+    }
+    for strategy in ("none", "self"):
+        assert outputs(generate(policy, prompts, strategy, max_new_tokens=12)) == expected
+        assert outputs(generate(policy, prompts, strategy, max_new_tokens=12, do_sample=False)) == own
+    assert modules == {
+        key: (id(module), type(module), module.training, set(module.__dict__))
+        for key, module in policy.named_modules()
+    }
+    assert all(module.training for module in policy.modules())
+    assert policy.is_gradient_checkpointing and policy.config.use_cache is True
+    assert policy.config._attn_implementation == "eager"
+    after = policy.state_dict()
+    assert after.keys() == weights.keys() and all(torch.equal(after[key], weights[key]) for key in weights)
+
+
+def test_beyond_the_context(prompts: Prompts) -> None:
+    """RoPE models go on beyond their context, as in `generate`; the user is told."""
+    model = build("llama", max_position_embeddings=16)
+    with pytest.warns(UserWarning, match="beyond the model's context of 16"):
+        result = generate(model, prompts, "self", do_sample=False, max_new_tokens=20)
+    assert outputs(result) == reference_outputs(model, prompts, max_new_tokens=20)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gptj, eager", "gpt_bigcode"])
+def test_up_to_the_last_learned_position(name: str, prompts: Prompts) -> None:
+    """Drafts reach beyond the position table where the output just fits."""
+    model = build(name, max_position_embeddings=31)
+    options = dict(do_sample=False, max_new_tokens=20)
+    for strategy in ("self", "ngram"):
+        config = {"draft_length": 8}
+        assert outputs(generate(model, prompts, strategy, config, **options)) == reference_outputs(
+            model, prompts, **options
+        )
+    with pytest.raises(ValueError, match="reach 32, and at 31 its learned positions end.*within 31"):
+        generate(model, prompts, max_new_tokens=21)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rope_that_follows_the_batch_ends_where_it_would_change(rope_type: str, prompts: Prompts) -> None:
+    scaling: dict[str, Any] = dict(rope_type=rope_type, rope_theta=10_000.0, factor=2.0)
+    if rope_type == "longrope":
+        scaling |= dict(short_factor=[1.0] * 8, long_factor=[3.0] * 8, original_max_position_embeddings=31)
+    # LongRoPE changes its factors at the length it was pretrained for, far below its context.
+    context = 31 if rope_type == "dynamic" else 64
+    model = build("llama", max_position_embeddings=context, rope_parameters=scaling)
+    result = generate(model, prompts, "self", {"draft_length": 8}, do_sample=False, max_new_tokens=20)
+    assert outputs(result) == reference_outputs(model, prompts, max_new_tokens=20)
+    with pytest.raises(ValueError, match=f"reach 32, and at 31 .'{rope_type}'. RoPE scaling.*within 31"):
+        generate(model, prompts, max_new_tokens=21)
+
+
+@pytest.mark.parametrize(
+    "model_type, changes, message",
+    [
+        ("bloom", dict(hidden_size=32, n_layer=1, n_head=2, vocab_size=64), "'bloom'.*ALiBi"),
+        ("falcon", dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, alibi=True),
+         "alibi=True"),
+        ("mpt", dict(d_model=32, n_heads=2, n_layers=1, vocab_size=64), "'mpt'.*ALiBi"),
+        ("mamba", dict(hidden_size=32, num_hidden_layers=1, vocab_size=64), "recurrent state"),
+        ("qwen3_next", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, num_experts=2, head_dim=16,
+                            num_attention_heads=2, num_key_value_heads=1, intermediate_size=32,
+                            moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_value_heads=2,
+                            linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8),
+         "recurrent state"),
+        ("lfm2", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, num_attention_heads=2, num_key_value_heads=1,
+                      layer_types=["conv", "full_attention"]), "conv"),
+        ("t5", dict(d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, vocab_size=64), "encoder-decoder"),
+    ],
+)  # fmt: skip
+def test_families_that_are_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
+    config = AutoConfig.for_model(model_type, **changes)
+    auto = transformers.AutoModelForSeq2SeqLM if model_type == "t5" else AutoModelForCausalLM
+    model = auto.from_config(config).eval()
+    with pytest.raises(ValueError, match=message):
+        check_model(model)
+    with pytest.raises(ValueError, match=message):
+        model.generate(torch.tensor([[3, 4]]), assistant_strategy="none", max_new_tokens=2, pad_token_id=0)

@@ -1,0 +1,159 @@
+"""Noise: standard Gumbel, a function of its key alone, and independent between keys."""
+
+import math
+
+import pytest
+import torch
+
+from spec_trl.generation.engine import noise
+from spec_trl.generation.engine.noise import (
+    RoundNoise,
+    derive,
+    gumbel_noise,
+    position_keys,
+    sample,
+    stream_keys,
+    token_logprobs,
+    uniform_coins,
+    widen,
+)
+
+
+EULER = 0.5772156649015329
+
+
+def noise_of(seed: int, requests: int, positions: int, vocabulary: int) -> torch.Tensor:
+    """`[requests, positions, vocabulary]` as the engine draws it."""
+    streams = stream_keys(seed, torch.arange(requests))
+    keys = position_keys(streams, torch.arange(positions).expand(requests, -1))  # [requests, positions]
+    return gumbel_noise(keys.flatten(), vocabulary).view(requests, positions, vocabulary)
+
+
+def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([a.flatten().double(), b.flatten().double()]))[0, 1])
+
+
+def test_mean_variance_and_shape() -> None:
+    noise = noise_of(0, 64, 32, 512).double()  # 2**20 numbers
+    assert abs(float(noise.mean()) - EULER) < 5 * (math.pi / math.sqrt(6)) / 2**10
+    assert abs(float(noise.var()) - math.pi**2 / 6) < 0.02
+    # Bins of equal probability under the Gumbel distribution function exp(-exp(-x)).
+    uniform = torch.exp(-torch.exp(-noise)).flatten()
+    counts = torch.histc(uniform, bins=128, min=0, max=1)
+    expected = uniform.numel() / 128
+    assert float(((counts - expected) ** 2 / expected).sum()) < 127 + 5 * math.sqrt(2 * 127)
+
+
+def test_tails_are_finite_and_long() -> None:
+    """A float32 that rounds u to 1 gives an infinity about once in 2**25 draws."""
+    largest = -math.inf
+    for seed in range(16):
+        noise = noise_of(seed, 1, 16, 152_000)
+        assert torch.isfinite(noise).all()
+        largest = max(largest, float(noise.max()))
+    assert largest > 14  # the largest of 39 million: 17.5 on average
+
+
+def test_the_largest_hash_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two ends of the 31 bits that noise is made of."""
+    for bits, expected in ((0, 32 * math.log(2)), (0x7FFFFFFF, -math.log(24 * math.log(2)))):
+        monkeypatch.setattr(noise, "_hash_into", lambda keys, counters, out, scratch, bits=bits: out.fill_(bits))
+        drawn = gumbel_noise(torch.zeros(1, dtype=torch.int64), 4)
+        assert drawn.tolist() == [[pytest.approx(expected, abs=1e-5)] * 4]
+
+
+def test_a_pure_function_of_the_key() -> None:
+    keys = torch.tensor([5, -7, 2**40])
+    together = gumbel_noise(keys, 300)
+    for i in range(3):
+        assert torch.equal(gumbel_noise(keys[i : i + 1], 300)[0], together[i])
+    assert torch.equal(gumbel_noise(keys, 900)[:, :300], together), "a token's noise does not depend on the vocabulary"
+
+
+def test_chunks_are_seamless(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = torch.arange(23)
+    whole = gumbel_noise(keys, 100)
+    monkeypatch.setattr(noise, "_CPU_CHUNK", 700)
+    assert torch.equal(gumbel_noise(keys, 100), whole)
+    monkeypatch.setattr(noise, "_CPU_CHUNK", 10)  # less than one row
+    assert torch.equal(gumbel_noise(keys, 100), whole)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63, -5, 2**200])
+def test_requests_positions_and_seeds_are_independent(seed: int) -> None:
+    noise = noise_of(seed, 8, 8, 4096)
+    limit = 6 / math.sqrt(8 * 7 * 4096)
+    assert abs(correlation(noise[1:], noise[:-1])) < limit, "requests"
+    assert abs(correlation(noise[:, 1:], noise[:, :-1])) < limit, "positions"
+    assert abs(correlation(noise[..., 1:], noise[..., :-1])) < limit, "tokens"
+    assert abs(correlation(noise, noise_of(seed + 1, 8, 8, 4096))) < limit, "seeds"
+
+
+def test_no_stream_is_a_shifted_copy_of_another() -> None:
+    """Keys that are linear in request and position would repeat: (r, t + 1) = (r + 1, t), and so on."""
+    noise = noise_of(3, 24, 24, 16)  # [24, 24, 16]
+    fingerprints = {tuple(row) for row in noise.flatten(0, 1).tolist()}
+    assert len(fingerprints) == 24 * 24
+    flat = noise.flatten(0, 1)  # [576, 16]
+    for shift in range(1, 6):  # nor is one row another one moved along the vocabulary
+        moved = {tuple(row) for row in flat[:, shift:].tolist()}
+        kept = {tuple(row) for row in flat[:, :-shift].tolist()}
+        assert not moved & kept
+
+
+def test_round_noise_is_the_noise_of_its_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = stream_keys(0, torch.arange(3))
+    block = RoundNoise(streams, torch.tensor([0, 5, 2]), 4, 50)
+    later = RoundNoise(streams, torch.tensor([2, 7, 4]), 2, 50)
+    assert torch.equal(block.at(2), later.at(0))
+    assert torch.equal(block.at(3), later.at(1))
+    monkeypatch.setattr(noise, "_ROUND_BUDGET", 0)  # too large to keep: drawn step by step
+    stepwise = RoundNoise(streams, torch.tensor([0, 5, 2]), 4, 50)
+    for step in range(4):
+        assert torch.equal(block.at(step), stepwise.at(step))
+
+
+def test_coins() -> None:
+    streams = stream_keys(0, torch.arange(512))
+    positions = torch.arange(256).expand(512, -1)
+    coins = uniform_coins(position_keys(derive(streams, 1), positions))  # [512, 256]
+    assert 0 < float(coins.min()) and float(coins.max()) < 1
+    counts = torch.histc(coins, bins=64, min=0, max=1)
+    expected = coins.numel() / 64
+    assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 5 * math.sqrt(2 * 63)
+    others = uniform_coins(position_keys(derive(streams, 2), positions))
+    drafts = gumbel_noise(position_keys(streams, positions).flatten(), 1)
+    assert abs(correlation(coins, others)) < 0.015
+    assert abs(correlation(coins, drafts)) < 0.015
+    assert abs(correlation(coins[:, 1:], coins[:, :-1])) < 0.015
+
+
+def test_sampling_follows_the_softmax() -> None:
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -torch.inf, 0.5]).double()
+    noise = gumbel_noise(stream_keys(1, torch.arange(200_000)), 6)
+    _, tokens = sample(logits.expand(200_000, -1), noise)
+    counts = torch.bincount(tokens, minlength=6).double()
+    expected = logits.softmax(0) * 200_000
+    assert counts[4] == 0
+    kept = expected > 0
+    assert float(((counts - expected) ** 2 / expected)[kept].sum()) < 4 + 5 * math.sqrt(2 * 4)
+
+
+def test_greedy_nan_and_dead_rows() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, torch.nan, 1.0], [-torch.inf] * 3])
+    scores, tokens = sample(logits, None)
+    assert tokens[0] == 1 and scores[0] == 3
+    assert torch.isnan(scores[1])
+    assert scores[2] == -torch.inf
+
+
+def test_logprobs() -> None:
+    logits = torch.randn(3, 4, 7, dtype=torch.float64)
+    tokens = torch.randint(7, (3, 4))
+    expected = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(token_logprobs(logits, tokens), expected, rtol=0, atol=1e-12)
+
+
+def test_widen() -> None:
+    assert widen(torch.zeros(1, dtype=torch.bfloat16)).dtype == torch.float32
+    assert widen(torch.zeros(1, dtype=torch.float64)).dtype == torch.float64

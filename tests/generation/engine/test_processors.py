@@ -1,0 +1,315 @@
+"""Every processor and criterion acts as in `generate`: against transformers itself, and against a plain loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    WatermarkingConfig,
+)
+from transformers.generation import logits_process as hf
+
+from spec_trl.generation.engine.noise import RoundNoise, draw, gumbel_noise, position_keys, stream_keys
+from spec_trl.generation.engine.processors import Filters, LogitsPipeline, PrefixView
+from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.stopping import Stopping
+from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
+
+
+OLDER_THAN_5_23 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+
+
+class Alternate(LogitsProcessor):
+    """A user's own: forbids tokens of the parity of the sum of the prefix, and shifts with its length."""
+
+    prefix_only = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        parity = input_ids.sum(1, keepdim=True) % 2  # [n, 1]
+        token = torch.arange(scores.shape[1])  # [V]
+        return torch.where(token % 2 == parity, scores, scores - 2.0) + (token == input_ids.shape[1] % 64) * 3.0
+
+
+class EndAfterMultiples(StoppingCriteria):
+    """A user's own: a row ends once its newest token and its length say so."""
+
+    prefix_only = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: Any) -> Tensor:
+        return (input_ids[:, -1] + input_ids.shape[1]) % 9 == 0
+
+
+def by_row(batch_id: int, prefix: Tensor) -> list[int]:
+    """Tokens that row `batch_id` may say next; another set at each step, never the same for two rows."""
+    return [3 + (7 * batch_id + len(prefix) + i) % 60 for i in range(12)]
+
+
+EOS = dict(eos_token_id=[7, 11, 12])
+BOTH: dict[str, dict[str, Any]] = {
+    "nothing": EOS,
+    "one eos": dict(eos_token_id=7),
+    "max_length": dict(max_new_tokens=None, max_length=29),
+    "max_time": EOS | dict(max_time=1e-9),
+    "repetition_penalty": EOS | dict(repetition_penalty=1.4),
+    "no_repeat_ngram_size": EOS | dict(no_repeat_ngram_size=2),
+    "bad_words_ids": EOS | dict(bad_words_ids=[[44], [6, 56], [38, 45, 22]]),
+    "min_new_tokens": EOS | dict(min_new_tokens=15),
+    "min_length": EOS | dict(min_length=26),
+    "sequence_bias": dict(eos_token_id=7, sequence_bias=[[[8], 2.0], [[9, 10], -3.0], [[4], -1.0]]),
+    "exponential_decay_length_penalty": EOS | dict(exponential_decay_length_penalty=(4, 1.3)),
+    "forced_eos_token_id": dict(forced_eos_token_id=11, eos_token_id=11),
+    "suppress_tokens": EOS | dict(suppress_tokens=list(range(20, 50))),
+    "begin_suppress_tokens": EOS | dict(begin_suppress_tokens=list(range(3, 40))),
+    "encoder_repetition_penalty": EOS | dict(encoder_repetition_penalty=2.5),
+    "encoder_no_repeat_ngram_size": EOS | dict(encoder_no_repeat_ngram_size=1),
+    "prefix_allowed_tokens_fn": dict(prefix_allowed_tokens_fn=by_row),
+    "renormalize_logits": EOS | dict(renormalize_logits=True, remove_invalid_values=True),
+    "watermarking_config": EOS | dict(watermarking_config=WatermarkingConfig(bias=3.0)),
+    "own processor": EOS | dict(logits_processor=LogitsProcessorList([Alternate()])),
+    "own criterion": EOS | dict(stopping_criteria=StoppingCriteriaList([EndAfterMultiples()])),
+    "several": EOS | dict(repetition_penalty=1.2, no_repeat_ngram_size=3, min_new_tokens=5, suppress_tokens=[40]),
+}  # fmt: skip
+SAMPLED: dict[str, dict[str, Any]] = BOTH | {
+    "temperature": EOS | dict(temperature=0.6),
+    "top_k": EOS | dict(top_k=4),
+    "top_p": EOS | dict(top_p=0.7),
+    "top_k=1": EOS | dict(top_k=1),
+    "min_p": EOS | dict(min_p=0.2),
+    "typical_p": EOS | dict(typical_p=0.6),
+    "epsilon_cutoff": EOS | dict(epsilon_cutoff=0.03),
+    "eta_cutoff": EOS | dict(eta_cutoff=0.03),
+    "top_h": EOS | dict(top_h=0.5),
+    "all warpers": EOS | dict(temperature=1.3, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.1),
+}  # fmt: skip
+
+
+def plain_decoding(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> tuple[list[list[int]], list[list[float]]]:
+    """`generate`'s sampling loop over padded rows, without any cache, with the noise of seed 0: what the engine must
+    reproduce. Returns tokens and logprobs of each row, up to its end."""
+    mask = model_kwargs["attention_mask"]  # [B, width]
+    batch, width = input_ids.shape
+    streams = stream_keys(0, torch.arange(batch))
+    tokens: list[list[int]] = [[] for _ in range(batch)]
+    logprobs: list[list[float]] = [[] for _ in range(batch)]
+    running = torch.ones(batch, dtype=torch.bool)
+    while running.any():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]  # [B, V]
+        scores = logits_processor(input_ids, logits.clone())  # [B, V]
+        step = torch.full((batch, 1), input_ids.shape[1] - width)
+        chosen = (scores + gumbel_noise(position_keys(streams, step).flatten(), scores.shape[1])).argmax(1)  # [B]
+        for row in running.nonzero().flatten().tolist():
+            tokens[row].append(int(chosen[row]))
+            logprobs[row].append(float(scores[row].log_softmax(0)[chosen[row]]))
+        input_ids = torch.cat([input_ids, torch.where(running, chosen, 0)[:, None]], dim=1)
+        mask = torch.cat([mask, running.long()[:, None]], dim=1)
+        running &= ~stopping_criteria(input_ids, None)
+    return tokens, logprobs
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    return pad_left(random_rows([6, 1, 9, 4, 12]))
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("strategy", ["none", "self"])
+def test_greedy_equals_transformers(strategy: str, name: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
+    options = dict(do_sample=False, max_new_tokens=20, pad_token_id=0) | BOTH[name]
+    expected = tiny.generate(**prompts, **options)
+    config = {"draft_length": 3, "max_batch_size": 2}  # rows change places, so that row-bound processors must follow
+    result = generate(tiny, prompts, strategy, config, **options)
+    assert result.sequences.tolist() == expected.tolist()
+    assert result.statistics.drafter_failure is None
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("strategy", ["none", "self"])
+def test_sampling_equals_a_plain_loop(strategy: str, name: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
+    options = dict(do_sample=True, top_k=0, max_new_tokens=20, pad_token_id=0) | SAMPLED[name]
+    tokens, logprobs = tiny.generate(**prompts, custom_generate=plain_decoding, **options)
+    config = {"draft_length": 3, "max_batch_size": 2}
+    result = generate(tiny, prompts, strategy, config, **options)
+    assert outputs(result) == tokens
+    for row, expected in enumerate(logprobs):
+        torch.testing.assert_close(result.logprobs[row, : len(expected)], torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    if strategy == "self":
+        assert result.statistics.drafter_failure is None
+        if name != "max_time":
+            assert result.statistics.total.accepted > 0
+
+
+@pytest.mark.parametrize("name", [name for name in BOTH if name not in ("nothing", "one eos", "renormalize_logits")])
+def test_each_option_makes_a_difference(name: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
+    """Else the tests above would pass without it."""
+    options = BOTH[name]
+    without = {key: value for key, value in options.items() if key == "eos_token_id"}
+    assert outputs(generate(tiny, prompts, **options)) != outputs(generate(tiny, prompts, **without))
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLED if name not in BOTH])
+def test_each_warper_makes_a_difference(name: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
+    changed, plain = (generate(tiny, prompts, **options).logprobs for options in (SAMPLED[name], EOS))
+    assert changed.shape != plain.shape or not torch.allclose(changed, plain)
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "prefix_allowed_tokens_fn"]
+)
+def test_row_bound_processors_with_several_sequences(name: str, copies: int, tiny, prompts: Prompts) -> None:
+    if name == "encoder_repetition_penalty" and copies > 1 and OLDER_THAN_5_23:
+        pytest.skip("transformers 5.17 itself penalises a copy by another row's prompt")
+    options = (
+        dict(do_sample=True, top_k=0, max_new_tokens=12, pad_token_id=0, num_return_sequences=copies) | BOTH[name]
+    )
+    tokens, _ = tiny.generate(**prompts, custom_generate=plain_decoding, **options)
+    assert outputs(generate(tiny, prompts, "self", {"max_batch_size": 4}, **options)) == tokens
+
+
+def test_stop_strings(stories: PreTrainedModel, story_tokenizer) -> None:
+    texts = ["Once upon a time, there was", "Lily and", "The big dog ran to the"]
+    inputs = story_tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    options = dict(stop_strings=["was", ". The"], max_new_tokens=60, do_sample=False, pad_token_id=2)
+    expected = stories.generate(**inputs, tokenizer=story_tokenizer, **options)
+    for strategy in ("none", "ngram"):
+        result = generate(stories, inputs, strategy, tokenizer=story_tokenizer, **options)
+        assert result.sequences.tolist() == expected.tolist()
+        assert len(set(result.lengths.tolist())) > 1 and min(result.lengths) < 60
+
+
+def test_stop_strings_in_a_generation_config(stories: PreTrainedModel, story_tokenizer) -> None:
+    inputs = story_tokenizer("Once upon a time, there", return_tensors="pt", return_token_type_ids=False)
+    config = GenerationConfig(stop_strings="was", max_new_tokens=30, do_sample=False, pad_token_id=2, eos_token_id=1)
+    options = dict(tokenizer=story_tokenizer, assistant_strategy="ngram")
+    named = stories.generate(**inputs, generation_config=config, **options)
+    positional = stories.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"], **options)
+    for sequences in (named, positional):
+        assert story_tokenizer.decode(sequences[0]).rstrip().endswith("was")
+    assert config.stop_strings == "was", "the caller's config is the caller's"
+
+
+def test_stop_strings_without_a_tokenizer(tiny: PreTrainedModel, prompts: Prompts) -> None:
+    with pytest.raises(ValueError, match="stop_strings.*tokenizer"):
+        generate(tiny, prompts, stop_strings="x")
+
+
+# ---- Stopping, by hand -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def view() -> PrefixView:
+    """Two rows of prompts 3 and 1 long, with room for 6 and 2 new tokens, under a padded width of 5."""
+    rows = Rows(2, 16, torch.device("cpu"))
+    rows.admit([Request(0, torch.tensor([3]), 3, 0), Request(1, torch.tensor([4, 5, 6]), 9, 0)])
+    return PrefixView(rows, torch.tensor([[60, 61, 62, 63, 3], [60, 61, 4, 5, 6]]))
+
+
+def test_prefixes_are_what_generate_shows(view: PrefixView) -> None:
+    view.rows.write(0, torch.tensor([[10, 11], [20, 21]]))
+    view.rows.commit(torch.tensor([1, 2]), None)
+    view.rows.write(0, torch.tensor([[12], [22]]))
+    row, step = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
+    groups = [(member.tolist(), prefix.tolist()) for member, prefix in view.groups(row, step)]
+    assert groups == [
+        ([1], [[60, 61, 62, 63, 3, 10]]),
+        ([0, 2], [[60, 61, 4, 5, 6, 20, 21], [60, 61, 62, 63, 3, 10, 12]]),
+        ([3], [[60, 61, 4, 5, 6, 20, 21, 22]]),
+    ]
+
+
+def test_first_stop(view: PrefixView, tiny: PreTrainedModel) -> None:
+    from transformers.generation.stopping_criteria import EosTokenCriteria
+
+    def stop(tokens: list[list[int]], counts: list[int], own: Callable[[Tensor], Tensor] | None = None) -> Any:
+        criteria = StoppingCriteriaList([EosTokenCriteria(torch.tensor([7, 8]))])
+        if own is not None:
+            criterion = lambda ids, scores: own(ids)  # noqa: E731
+            criterion.prefix_only = True
+            criteria.append(criterion)
+        view.rows.write(0, torch.tensor(tokens))
+        keep, ends = Stopping(criteria, view).first_stop(torch.tensor(tokens), torch.tensor(counts))
+        return keep.tolist(), ends.tolist()
+
+    def only_verified(ids: Tensor) -> Tensor:
+        assert not (ids == 99).any(), "a criterion was shown a token that was not verified"
+        return ids[:, -1] == 5
+
+    assert stop([[1, 99, 99], [1, 1, 99]], [1, 2], only_verified) == ([1, 2], [False, False])
+    assert stop([[1, 1, 1], [1, 1, 1]], [1, 3]) == ([1, 3], [False, False])
+    assert stop([[1, 1, 1], [1, 7, 8]], [3, 3]) == ([2, 2], [True, True]), "limit, and the first of two EOS"
+    assert stop([[1, 7, 1], [1, 1, 7]], [1, 2]) == ([1, 2], [False, False]), "an EOS that was not verified"
+    assert stop([[7, 1, 1], [1, 1, 8]], [1, 3]) == ([1, 3], [True, True])
+    assert stop([[1, 5, 1], [1, 5, 1]], [2, 3], lambda ids: ids[:, -1] == 5) == ([2, 2], [True, True])
+    assert stop([[1, 1, 5], [7, 5, 1]], [2, 3], lambda ids: ids[:, -1] == 5) == ([2, 1], [True, True])
+    assert stop([[1, 5, 1], [1, 1, 5]], [1, 2], lambda ids: ids[:, -1] == 5) == ([1, 2], [False, False])
+
+
+TEMPERATURE, TOP_K, MIN_P, TOP_P = (
+    hf.TemperatureLogitsWarper(0.6), hf.TopKLogitsWarper(7), hf.MinPLogitsWarper(0.05), hf.TopPLogitsWarper(0.8),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("processors", "filters"),
+    [
+        ([], Filters()),
+        ([TEMPERATURE], Filters(0.6)),
+        ([TEMPERATURE, TOP_K], Filters(0.6, top_k=7)),
+        ([TOP_K, MIN_P], Filters(1.0, top_k=7, min_p=0.05)),
+        ([TEMPERATURE, TOP_K, MIN_P], Filters(0.6, top_k=7, min_p=0.05)),
+        ([TEMPERATURE, TOP_P], None),
+        ([TOP_K, hf.TopKLogitsWarper(50)], None),
+        ([MIN_P, hf.MinPLogitsWarper(0.01)], None),
+        ([TOP_K, TEMPERATURE], None),
+        ([MIN_P, TOP_K], None),
+        ([hf.TopKLogitsWarper(7, filter_value=-5.0)], None),
+        ([hf.MinPLogitsWarper(0.1, min_tokens_to_keep=2)], None),
+        ([hf.InfNanRemoveLogitsProcessor()], None),
+    ],
+)
+def test_filters(processors: list[Any], filters: Filters | None) -> None:
+    assert Filters.of(LogitsProcessorList(processors)) == filters
+    if filters is None:
+        return
+    logits = 3 * torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    processed = LogitsProcessorList(processors)(None, logits.clone())
+    floors = filters.floors(logits)
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    if floors is not None:
+        kept = logits / filters.temperature >= floors[:, None]
+    assert torch.equal(kept, processed > -torch.inf)
+
+
+@pytest.mark.parametrize("processors", [[], [TEMPERATURE, TOP_K, MIN_P], [TEMPERATURE, TOP_P]])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_drawing_in_one_pass(processors: list[Any], sampled: bool, view: PrefixView, monkeypatch) -> None:
+    pytest.importorskip("triton")
+    pipeline = LogitsPipeline(LogitsProcessorList(processors), view, 1)
+    logits = 3 * torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(1))
+    noise = RoundNoise(stream_keys(0, torch.arange(3)), torch.tensor([0, 5, 2]), 5, 64) if sampled else None
+    expected = pipeline.draw(logits, noise, offset=1, want_logprobs=True)
+    reference = draw(pipeline(logits, offset=1), noise, 1, want_logprobs=True)
+    assert torch.equal(expected.tokens, reference.tokens)
+    monkeypatch.setattr(processors, "_is_fused", lambda logits: True)
+    drawn = pipeline.draw(logits, noise, offset=1, want_logprobs=True)
+    assert torch.equal(drawn.tokens, expected.tokens)
+    torch.testing.assert_close(drawn.scores, expected.scores, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(drawn.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+    assert pipeline.draw(logits, noise, offset=1).logprobs is None

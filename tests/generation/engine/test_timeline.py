@@ -1,0 +1,114 @@
+"""Who drafted for whom: the recorder by hand, and the engine against the plans that its control made."""
+
+from typing import Any
+
+import pytest
+
+from spec_trl.generation.engine.timeline import MOST_CHANGES, RequestTimeline, TimelineLog, slowest
+from spec_trl.scheduling.control import Chain
+from tests.generation.calls import generate, outputs
+from tests.generation.engine.test_chains import EOS, PROMPTS, Knowing, RandomPlans
+
+
+NAMES = ["self", "ngram", "history"]
+
+
+def test_changes_by_hand() -> None:
+    log = TimelineLog(4, NAMES)
+    log.record(0.0, 0, [], [2, 0])
+    log.record(1.0, 1, [Chain(1, 5)], [2, 0])
+    log.record(2.0, 2, [Chain(1, 3)], [2, 0])  # γ is no change of who drafts
+    log.record(3.0, 3, [Chain(1, 3), Chain(0, 2, (1,)), Chain(1, 9, (1,))], [2, 0, 3])
+    log.end([2], 3.5)
+    log.record(4.0, 4, [Chain(1, 3), Chain(0, 2, (1,))], [3, 0])  # the last row moved to the hole
+    log.record(5.0, 5, [Chain(0, 2, (1,))], [3, 0])
+    log.end([0, 3], 6.0)
+    assert log.timelines == [
+        RequestTimeline(0, [(0.0, 0, []), (1.0, 1, ["ngram"]), (3.0, 3, ["ngram", "self"]), (5.0, 5, ["self"])], 6.0),
+        RequestTimeline(1),
+        RequestTimeline(2, [(0.0, 0, []), (1.0, 1, ["ngram"])], 3.5),
+        RequestTimeline(3, [(3.0, 3, ["ngram"]), (5.0, 5, [])], 6.0),
+    ]
+
+
+def test_a_round_like_the_last_one_is_only_compared() -> None:
+    """Of a plan that is the same, no row is looked at."""
+
+    class Rows(tuple[int, ...]):
+        def __iter__(self) -> Any:
+            looks.append(1)
+            return super().__iter__()
+
+    looks: list[int] = []
+    log, rows = TimelineLog(8, NAMES), Rows(range(8))
+    for round_ in range(10):
+        log.record(float(round_), round_, [Chain(0, 1 + round_ % 3, rows)], list(range(8)))
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("period", [2, 3])
+def test_the_number_of_changes_is_bounded(period: int) -> None:
+    """One long spell among many short ones outlasts them, and who drafts now is right at any time."""
+    log = TimelineLog(1, NAMES)
+    changes = log.timelines[0].changes
+    for round_ in range(1000):
+        which = 2 if 300 <= round_ < 500 else round_ % period
+        log.record(float(round_), round_, [Chain(which, 1)], [0])
+        assert len(changes) <= MOST_CHANGES and changes[-1][2] == [NAMES[which]]
+    assert changes[0][:2] == (0.0, 0)
+    rounds = [round_ for _, round_, _ in changes] + [1000]
+    assert rounds == sorted(set(rounds))
+    assert all(one[2] != other[2] for one, other in zip(changes, changes[1:], strict=False))
+    assert len(changes) > MOST_CHANGES // 2
+    of_round = [names for at, (_, _, names) in enumerate(changes) for _ in range(rounds[at], rounds[at + 1])]
+    assert of_round[300:500] == [["history"]] * 200
+    if period == 2:
+        assert ["history"] not in of_round[:300] + of_round[500:]
+
+
+def test_of_joined_spells_the_longer_one_stays() -> None:
+    log = TimelineLog(1, NAMES)
+    for round_ in range(600):
+        log.record(float(round_), round_, [Chain(int(round_ % 6 == 5), 1)], [0])  # five rounds of one, one of another
+    changes = log.timelines[0].changes
+    rounds = [round_ for _, round_, _ in changes] + [600]
+    spent = sum(rounds[at + 1] - rounds[at] for at, (_, _, names) in enumerate(changes) if names == ["self"])
+    assert 500 < spent < 600 and len(changes) > 1
+
+
+def test_slowest_come_in_the_order_of_their_ends() -> None:
+    timelines = [RequestTimeline(i, ended=ended) for i, ended in enumerate([3.0, 9.0, 1.0, 7.0])]
+    assert [timeline.request for timeline in slowest(timelines, 3)] == [0, 3, 1]
+    assert [timeline.request for timeline in slowest(timelines, 9)] == [2, 0, 3, 1]
+
+
+@pytest.mark.parametrize("capacity", [None, 3])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_engine_records_what_was_planned(capacity: int | None, seed: int, tiny: Any) -> None:
+    options: dict[str, Any] = dict(max_new_tokens=30, **EOS)
+    answers = outputs(generate(tiny, PROMPTS, **options))
+    control = RandomPlans(3, seed)
+    members = [Knowing(answers, i, name) for i, name in enumerate(NAMES)]
+    config = {"max_batch_size": capacity}
+    found = generate(tiny, PROMPTS, config=config, drafter=members, control=control, **options).statistics
+    assert found is not None
+    planned: dict[int, list[tuple[int, list[str]]]] = {request: [] for request in range(len(answers))}
+    lasts = {}
+    for round_, each in enumerate(control.rounds):
+        for row, request in enumerate(each["requests"]):
+            lasts[request] = round_ + 1
+            if "width" in each and not each["width"]:
+                own = []  # no row had room for a draft
+            else:
+                chains = [chain.which for chain in each["plan"] if chain.rows is None or row in chain.rows]
+                own = [NAMES[which] for which in dict.fromkeys(chains)]
+            if not planned[request] or planned[request][-1][1] != own:
+                planned[request].append((round_, own))
+    assert [lasts[request] for request in range(len(answers))] == found.ended_in
+    for timeline in found.timeline:
+        assert [(round_, names) for _, round_, names in timeline.changes] == planned[timeline.request]
+        seconds = [second for second, _, _ in timeline.changes] + [timeline.ended]
+        assert seconds == sorted(seconds) and seconds[0] > 0
+    assert [timeline.request for timeline in found.timeline] == list(range(len(answers)))
+    assert {timeline.ended for timeline in found.timeline} == {second for second, _ in found.completion_curve}
+    assert any(len(names) > 1 for timeline in found.timeline for _, _, names in timeline.changes)
