@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple, TypeAlias
 
-from ..atomic_write import write_atomically
+from ..json_files import write_atomically
 from .acceptance import Acceptance
 from .draft_length import MAX_DRAFT_LENGTH
 from .last_row import until_last_row

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..atomic_write import write_atomically
+from ..json_files import write_atomically
 from .roofline import Coefficients, ModelConstants, Roofline
 from .sweep import Sample
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...atomic_write import write_atomically
+from ...json_files import write_atomically
 
 
 VERSION = 1  # raise it when a kernel of ours changes: older tables are then measured again

@@ -1,0 +1,94 @@
+"""Reads and writes the JSON files of spec_trl: profile, ladder, run log, kernel table, state of a run.
+
+A file holds one dataclass, whose annotations say what may stand in it; pydantic checks them. Writing is atomic.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+
+T = TypeVar("T")
+_adapters: "dict[Any, TypeAdapter[Any]]" = {}  # one per dataclass: making one takes milliseconds
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes `content` to `path` and makes its folder: a reader sees the old file or the new one, never half of it,
+    also where ranks of one job write the same file at once.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """The JSON text of a dataclass. NaN and infinity, which JSON does not have, become null."""
+    return _adapter(type(value)).dump_json(value, indent=indent).decode()
+
+
+def from_json(text: str | bytes, kind: type[T]) -> T:
+    """The dataclass `kind` that `text` holds.
+
+    Raises:
+        ValueError: `text` is no JSON, or a field is missing, unknown, of the wrong type or refused by the dataclass;
+            the message names the first such field and its value.
+    """
+    from pydantic import ValidationError  # here, since it takes a quarter of a second that most calls do not need
+
+    try:
+        value: T = _adapter(kind).validate_json(text, strict=True, extra="forbid")
+        return value
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        # A file of another version differs in other fields too; its version is what the reader must know.
+        first = next((each for each in problems if each["loc"] == ("version",)), problems[0])
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        found = f" (found {first['input']!r:.60})" if first["type"] != "missing" and place else ""
+        message = first["msg"].removeprefix("Value error, ").rstrip(".")
+        raise ValueError(f"{place}: {message}{found}" if place else message) from None
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Writes a dataclass to `path`, whole or not at all."""
+    write_atomically(Path(path), to_json(value, indent=1) + "\n")
+
+
+def read_json(path: str | Path, kind: type[T], what: str, remedy: str) -> T:
+    """Reads what :func:`write_json` wrote; the file may have been edited by hand.
+
+    Args:
+        path: the file.
+        kind: the dataclass that it holds.
+        what: names the content in errors: "roofline profile".
+        remedy: what the user can do about a damaged file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: as of :func:`from_json`; the message also names the file and the remedy.
+    """
+    try:
+        return from_json(Path(path).read_bytes(), kind)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a valid {what}: {error}; {remedy}.") from None
+
+
+def _adapter(kind: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
