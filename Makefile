@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONDONTWRITEBYTECODE =
 PIP := $(RUN) -m pip install -q --no-compile
 
-.PHONY: help venv demo test test-all lint typecheck unit unit-all unit-shared bench clean
+.PHONY: help venv demo test test-all lint typecheck unit unit-all mutations bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,7 +25,7 @@ help:
 	@echo "make test       lint, type check, tests"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make unit       the tests alone"
-	@echo "make unit-shared  the tests that ask for ../shared, which is not part of the repository"
+	@echo "make mutations  break the code in one place at a time and see make test notice (about half an hour)"
 	@echo "make lint       ruff"
 	@echo "make typecheck  mypy"
 	@echo "make bench      short benchmarks; results in bench_output/"
@@ -57,7 +57,7 @@ test-all: lint
 
 # Two processes of one thread each: most tests are too small for more threads. The longest files come first, so that both
 # end at about the same time.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --durations=25 --dist loadfile --no-loadscope-reorder \
 	tests/trainers tests/benchmarks tests/examples tests/generation tests
 
 unit: $(READY)
@@ -66,8 +66,8 @@ unit: $(READY)
 unit-all: $(READY)
 	$(PYTEST)
 
-unit-shared: $(READY)
-	$(PYTEST) -m "shared and not slow"
+mutations: $(READY)
+	$(RUN) -m tests.mutations
 
 lint: $(READY)
 	$(RUN) -m ruff check .
