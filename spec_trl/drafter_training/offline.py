@@ -6,8 +6,7 @@ The target's hidden states are computed window by window, each from position 0: 
 tokens has seen no later position, and no longer context.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -204,61 +203,45 @@ def cut(samples: Samples, window: int | None = None) -> Windows:
 # ---- what is trained -----------------------------------------------------------------------------------------------
 
 
-class Trainee(ABC):
+@dataclass
+class Trainee:
     """Something that can be trained to draft.
 
-    Attributes:
-        layers: indices of the target's hidden states that it reads.
+    Args:
         parameters: those that learn.
+        layers: indices of the target's hidden states that it reads.
+        loss: how far it is from the target over the windows of a batch.
+        save: writes a checkpoint that `generate(assistant_model=...)` takes, each file whole or not at all.
     """
 
-    layers: tuple[int, ...] = ()
     parameters: list[nn.Parameter]
-
-    @abstractmethod
-    def loss(
-        self, target: PreTrainedModel, view: TargetView, options: TrainingOptions, generator: torch.Generator
-    ) -> SequenceLoss:
-        """How far it is from the target over the windows of a batch."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Writes a checkpoint that `generate(assistant_model=...)` takes, each file whole or not at all."""
+    layers: tuple[int, ...]
+    loss: Callable[[PreTrainedModel, TargetView, TrainingOptions, torch.Generator], SequenceLoss]
+    save: Callable[[Path], None]
 
 
-class LearnedTrainee(Trainee):
+def learned_trainee(drafter: Eagle3Drafter | DFlashDrafter) -> Trainee:
     """An EAGLE-3 or DFlash drafter, which should run in float32, whatever its target runs in."""
 
-    def __init__(self, drafter: Eagle3Drafter | DFlashDrafter) -> None:
-        self.drafter, self.layers = drafter, drafter.feature_layers
-        self.parameters = drafter.trained(drafter.network)
-
     def loss(
-        self, target: PreTrainedModel, view: TargetView, options: TrainingOptions, generator: torch.Generator
+        target: PreTrainedModel, view: TargetView, options: TrainingOptions, generator: torch.Generator
     ) -> SequenceLoss:
-        return sequence_loss(self.drafter, target, view, generator, depth=options.depth, anchors=options.anchors)
+        return sequence_loss(drafter, target, view, generator, depth=options.depth, anchors=options.anchors)
 
-    def save(self, folder: Path) -> None:
-        self.drafter.save(folder)
+    return Trainee(drafter.trained(drafter.network), drafter.feature_layers, loss, drafter.save)
 
 
-class ModelTrainee(Trainee):
+def model_trainee(model: PreTrainedModel) -> Trainee:
     """A small causal language model with the target's vocabulary."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.parameters = model, list(model.parameters())
-
-    def loss(
-        self, target: PreTrainedModel, view: TargetView, options: TrainingOptions, generator: torch.Generator
-    ) -> SequenceLoss:
-        return causal_lm_loss(self.model, target, view)
-
-    def save(self, folder: Path) -> None:
+    def save(folder: Path) -> None:
         fresh = folder / ".new"
-        self.model.save_pretrained(fresh)
+        model.save_pretrained(fresh)
         for file in fresh.iterdir():
             file.replace(folder / file.name)
         fresh.rmdir()
+
+    return Trainee(list(model.parameters()), (), lambda target, view, *_: causal_lm_loss(model, target, view), save)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from spec_trl.drafter_training.offline import (
     STATE_FILE,
-    LearnedTrainee,
-    ModelTrainee,
     Samples,
     Trainee,
     TrainingOptions,
     cut,
+    learned_trainee,
+    model_trainee,
     sample_sequences,
     train,
 )
@@ -40,13 +40,13 @@ def make(kind: str, folder: Path, target: PreTrainedModel) -> Trainee:
     """An untrained drafter, the same each time."""
     if kind == "eagle3":
         write_eagle3(folder, target)
-        return LearnedTrainee(Eagle3Drafter(folder, target))
+        return learned_trainee(Eagle3Drafter(folder, target))
     if kind == "dflash":
         write_dflash(folder, target, layers=1, block_size=4)
-        return LearnedTrainee(DFlashDrafter(folder, target))
+        return learned_trainee(DFlashDrafter(folder, target))
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    return ModelTrainee(LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, **sizes)).double())
+    return model_trainee(LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, **sizes)).double())
 
 
 def options(**changes: Any) -> TrainingOptions:
@@ -130,7 +130,7 @@ def test_training_helps(kind: str, samples: Samples, tmp_path: Path) -> None:
     trainee = make(kind, tmp_path, target)
     trainee.save(tmp_path)
     untrained = efficiency(tmp_path)
-    progress = train(target, trainee, cut(samples, 12), options(steps=60, batch_size=16, learning_rate=1e-2), tmp_path)
+    progress = train(target, trainee, cut(samples, 12), options(steps=40, batch_size=12, learning_rate=1e-2), tmp_path)
     assert float(progress.cross_entropy[-10:].mean()) < float(progress.cross_entropy[:3].mean()) - 0.1
     assert efficiency(tmp_path) > untrained + 0.2
     assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
@@ -150,7 +150,7 @@ def stopping(trainee: Trainee, after: int) -> None:
             raise Stopped
         return loss(*arguments)
 
-    trainee.loss = counted  # type: ignore[method-assign]
+    trainee.loss = counted
 
 
 @pytest.mark.parametrize(("kind", "after"), [("eagle3", 0), ("dflash", 3), ("model", 3)])
@@ -181,7 +181,7 @@ def test_every_window_comes_once_in_each_pass(samples: Samples, tiny: PreTrained
         seen.extend(view.tokens.tolist())
         return loss(target, view, *rest)
 
-    trainee.loss = watched  # type: ignore[method-assign]
+    trainee.loss = watched
     windows = cut(samples, 24)
     count = len(windows.tokens)
     train(tiny, trainee, windows, options(steps=2 * count // 4), tmp_path)

@@ -112,7 +112,6 @@ def load_exactly(
     tensors: Mapping[str, Tensor],
     renames: Mapping[str, str],
     optional: Iterable[str],
-    source: str | Path,
     device: torch.device,
 ) -> None:
     """Gives every parameter and persistent buffer of `network` the tensor of its name, and leaves none over.
@@ -124,34 +123,32 @@ def load_exactly(
         tensors: of :func:`read_checkpoint`; floating ones are cast to the network's dtype.
         renames: stored prefix -> prefix in the network, e.g. `{"midlayer.": "layers.0."}`.
         optional: stored names that may be there without a place in the network.
-        source: the checkpoint, for messages.
         device: to which the network goes.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape or kind, or not finite.
     """
-    where = f"assistant_model={str(source)!r}"
     places = network.state_dict(keep_vars=True)
     given = {stored: renamed(stored, renames) for stored in tensors if stored not in set(optional)}
     missing = sorted(set(places) - set(given.values()))
     unexpected = sorted(stored for stored, name in given.items() if name not in places)
     if missing or unexpected:
         raise ValueError(
-            f"{where}: its tensors are not those of its config: missing {missing}, unexpected {unexpected}. Check "
+            f"its tensors are not those of its config: missing {missing}, unexpected {unexpected}. Check "
             "that weights and config.json belong together."
         )
     counts = Counter(given.values())
     if twice := sorted(stored for stored, name in given.items() if counts[name] > 1):
-        raise ValueError(f"{where}: {twice} are stored for the same place; keep one of them.")
+        raise ValueError(f"{twice} are stored for the same place; keep one of them.")
     for stored, name in given.items():
         tensor, place = tensors[stored], places[name]
         if tensor.shape != place.shape:
             raise ValueError(
-                f"{where}: {stored} has shape {list(tensor.shape)} and its config makes it {list(place.shape)}. Check "
+                f"{stored} has shape {list(tensor.shape)} and its config makes it {list(place.shape)}. Check "
                 "that weights and config.json belong together."
             )
         if tensor.is_floating_point() != place.is_floating_point():
-            raise ValueError(f"{where}: {stored} is stored as {tensor.dtype} and must be like {place.dtype}.")
+            raise ValueError(f"{stored} is stored as {tensor.dtype} and must be like {place.dtype}.")
     network.to_empty(device=device)
     placed = network.state_dict()
     for tensor in placed.values():  # NaN: a forgotten copy would show, where any other number would draft badly
@@ -161,7 +158,7 @@ def load_exactly(
     for stored, name in given.items():
         if placed[name].is_floating_point() and not bool(placed[name].isfinite().all()):
             raise ValueError(
-                f"{where}: {stored} holds NaN or infinite values in {placed[name].dtype}. The file is broken, or its "
+                f"{stored} holds NaN or infinite values in {placed[name].dtype}. The file is broken, or its "
                 "dtype reaches further: pass dtype=torch.float32."
             )
 

@@ -37,13 +37,12 @@ class FeatureDrafter(TrainableDrafter):
 
     Args:
         checkpoint: a folder or hub id.
-        target: what it drafts for. Its embedding and head are used as they are, live, unless the checkpoint has its
-            own; nothing of it is copied.
-        dtype: the network runs in; None: the target's.
+        target: the model it drafts for. Its embedding and head are used live, unless the checkpoint has its own;
+            nothing of it is copied.
+        dtype: in which the network runs; None: the target's.
 
     Attributes:
-        network: that drafts.
-        feature_layers: which hidden states of the target it reads, side by side, in transformers' count.
+        feature_layers: which hidden states of the target it reads, next to each other, in transformers' count.
         position_limit: number of tokens that its scaled positions reach; None: RoPE is not scaled and has no end.
 
     Raises:
@@ -69,13 +68,9 @@ class FeatureDrafter(TrainableDrafter):
             config.check_target(own, self._stored)
             with torch.device("meta"):
                 network = self.network_type(config, len(config.feature_layers) * own.hidden_size, set(self._stored))
-        except ValueError as error:
-            raise ValueError(f"assistant_model={str(checkpoint)!r}: {error}") from error
-        network = network.to(dtype or target.dtype)
-        load_exactly(network, self._stored, self.renames, _SPARE_TENSORS, checkpoint, target.device)
-        self.network = network.requires_grad_(False).eval()
-        try:
-            self.target_ids = network.target_ids()
+            network = network.to(dtype or target.dtype).requires_grad_(False).eval()
+            load_exactly(network, self._stored, self.renames, _SPARE_TENSORS, target.device)
+            self.network, self.target_ids = network, network.target_ids()
         except ValueError as error:
             raise ValueError(f"assistant_model={str(checkpoint)!r}: {error}") from error
         self.feature_layers, self.position_limit = config.feature_layers, config.position_limit

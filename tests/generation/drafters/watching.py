@@ -48,7 +48,7 @@ def watch(drafter: FeatureDrafter) -> Seen:
 
 
 def fed_per_round(drafter: FeatureDrafter) -> list[list[int]]:
-    """Collects the number of pairs per row of each forward of EAGLE-3's network, by round; before the first, of prompts."""
+    """Collects the number of pairs per row of each forward of EAGLE-3's network: of prompts first, then by round."""
     found: list[list[int]] = [[]]
     propose = drafter.propose
 

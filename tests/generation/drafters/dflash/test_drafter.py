@@ -54,12 +54,12 @@ def test_drafts_are_those_of_the_straight_line(name: str, tiny: PreTrainedModel,
     seen = watch(drafter)
     rows = random_rows([5, 9, 1, 3, 12, 4])
     prompts = pad_left([rows[1], rows[0], rows[1], *rows[2:], rows[5]])  # two share a prompt, at once and later
-    options, control = dict(max_new_tokens=16, **EOS), Sometimes(Candidate("dflash", 4, 4.0, 100))
+    options, control = dict(max_new_tokens=12, **EOS), Sometimes(Candidate("dflash", 4, 4.0, 100))
     result = generate(tiny, prompts, config={"max_batch_size": 3}, drafter=drafter, control=control, **options)
     assert outputs(result) == outputs(generate(tiny, prompts, **options))
     assert result.statistics.drafter_failure is None
-    assert len(seen) > 30 and len({len(committed) for committed, *_ in seen}) > 10
-    for committed, drafts, logits in seen[:: max(1, len(seen) // 8)]:
+    assert len(seen) > 20 and len({len(committed) for committed, *_ in seen}) > 8
+    for committed, drafts, logits in seen[:: max(1, len(seen) // 4)]:
         expected = straight_line(tiny, weights, settings, torch.tensor(committed))[: len(drafts)]
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
 
@@ -75,7 +75,7 @@ def test_greedy_drafts(draft_length: int, name: str, tiny: PreTrainedModel, tmp_
     seen = watch(drafter)
     generate(tiny, prompts, config={"draft_length": draft_length}, drafter=drafter, **options)
     assert len(seen) > 8 and max(len(drafts) for _, drafts, _ in seen) == min(draft_length, drafter.config.drafts)
-    for committed, drafts, _ in seen[::2]:
+    for committed, drafts, _ in seen[::6]:
         expected = straight_line(tiny, weights, settings, torch.tensor(committed)).argmax(-1)
         assert drafts == expected[: len(drafts)].tolist()
 
@@ -159,10 +159,7 @@ BAD: dict[str, tuple[dict[str, Any], str, Change | None]] = {
     "vocabulary": (zlab(vocab_size=65), "vocab_size=65, .* has 64", None),
     "mask token": (zlab(dflash_config={"mask_token_id": 64}), "mask_token_id=64", None),
     "no mask token": (zlab(dflash_config={"mask_token_id": None}), "mask_token_id=None", None),
-    "hidden size": (zlab(hidden_size=32), "hidden_size=32, and the target's is 64", None),
-    "target's hidden size": (speculators(target_hidden_size=32), "target_hidden_size=32", None),
     "block size": (zlab(block_size=1), "block_size=1", None),
-    "draft vocabulary": (speculators(draft_vocab_size=65), "draft_vocab_size=65 is more", None),
     "unknown key": (zlab(layer_scale=0.1), "config.json has keys .*layer_scale.*0.1", None),
     "unknown inner key": (zlab(dflash_config={"rank": 2}), "dflash_config has keys .*rank", None),
     "unknown decoder key": (speculators({"logit_scale": 2}), "transformer_layer_config has keys .*logit_scale", None),
@@ -174,16 +171,8 @@ BAD: dict[str, tuple[dict[str, Any], str, Change | None]] = {
     "layer types": (zlab(layer_types=["full_attention"]), "do not fit together(.|\n)*layer_types", None),
     "chunks": (zlab(layer_types=["full_attention", "chunked_attention"]), "layer_types=.*layers are full", None),
     "RoPE": (zlab(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "RoPE of type 'dynamic'", None),
-    "activation": (zlab(hidden_act="swoosh"), "hidden_act='swoosh'", None),
-    "family": (speculators({"model_type": "gemma2"}), "model_type='gemma2'", None),
     "missing": (zlab(), r"missing \['norm.weight'\]", lambda t: t.pop("norm.weight")),
-    "unexpected": (zlab(), r"unexpected \['extra'\]", lambda t: t.update(extra=t["norm.weight"])),
-    "shape": (zlab(), r"fc.weight has shape", lambda t: t.update({"fc.weight": torch.zeros(64, 64)})),
-    "NaN": (zlab(), "up_proj.weight holds NaN", lambda t: t["layers.1.mlp.up_proj.weight"].fill_(torch.nan)),
     "no head": (PRUNED, "needs a head of its own", lambda t: t.pop("lm_head.weight")),
-    "no map": (PRUNED, "and d2t to say", lambda t: t.pop("d2t")),
-    "map out of range": (PRUNED, "d2t must lead", lambda t: t["d2t"].add_(30)),
-    "maps disagree": (PRUNED, "t2d marks other tokens", lambda t: t.update(t2d=~t["t2d"])),
 }
 
 

@@ -61,7 +61,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "speculators, two layers' states": speculators(eagle_aux_hidden_state_layer_ids=[1, 2]),
     "speculators, qwen3": speculators({"model_type": "qwen3", "head_dim": 8, "rope_parameters": {
         "rope_type": "default", "rope_theta": 700.0}}),
-    **{f"speculators, {flag}": speculators(**{flag: True}) for flag in FLAGS},
+    "speculators, two flags": speculators(norm_before_residual=True, fc_norm=True),
+    "speculators, the other two": speculators(norm_before_fc=True, norm_output=True),
     "speculators, all flags": speculators(**dict.fromkeys(FLAGS, True)),
 }  # fmt: skip
 
