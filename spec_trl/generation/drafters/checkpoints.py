@@ -84,8 +84,9 @@ def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Map
         config: of :func:`read_checkpoint`, which is written as it was read unless a key has changed, or any mapping.
         tensors: by the names they are to have.
     """
-    is_unchanged = isinstance(config, ConfigFile) and json.loads(config.text) == config
-    text = config.text if is_unchanged else json.dumps(dict(config), indent=2) + "\n"
+    text = json.dumps(dict(config), indent=2) + "\n"
+    if isinstance(config, ConfigFile) and json.loads(config.text) == config:
+        text = config.text
     # Copies: safetensors refuses tensors that share memory, as those of a .bin file may.
     layout = torch.contiguous_format
     plain = {name: tensor.detach().cpu().clone(memory_format=layout) for name, tensor in tensors.items()}
