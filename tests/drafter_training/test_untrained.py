@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from spec_trl.drafter_training.untrained import DFLASH_FORMATS, EAGLE3_FORMATS, LayerSizes, write_dflash, write_eagle3
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
@@ -95,6 +95,15 @@ def test_seed_dtype_and_sizes(write: Any, tiny: PreTrainedModel, tmp_path: Path)
     assert load_file(tmp_path / "a" / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
     write(tmp_path / "given", tiny, sizes=LayerSizes(96, 8, 4, 6))
     assert config("a") == [64, 4, 2, 16, 10000.0, 1e-6] and config("given") == [96, 8, 4, 6, 10000.0, 1e-6]
+
+
+@pytest.mark.parametrize("write", [write_eagle3, write_dflash])
+def test_the_final_norm_has_the_size_of_the_targets(write: Any, fresh: LlamaForCausalLM, tmp_path: Path) -> None:
+    with torch.no_grad():
+        fresh.model.norm.weight *= 7
+    write(tmp_path, fresh)
+    weight = load_file(tmp_path / "model.safetensors")["norm.weight"]
+    torch.testing.assert_close(weight, torch.full_like(weight, 7.0), rtol=0.01, atol=0)
 
 
 def test_a_target_that_caps_its_logits(tmp_path: Path) -> None:
