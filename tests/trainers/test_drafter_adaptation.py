@@ -189,6 +189,13 @@ def test_it_learns(kind: str, bf16: bool, checkpoints: dict[str, str]) -> None:
     assert min(m["update_seconds"] for m in metrics) > 0 and adapted.take_metrics() == {}
 
 
+def test_each_micro_batch_has_anchors_of_its_own(checkpoints: dict[str, str]) -> None:
+    policy = tiny_policy()
+    adapted = adapt(DFlashDrafter(checkpoints["dflash"], policy), policy, learning_rate=1e-30)
+    one, other = learn(adapted, policy, steps=2, same=True)
+    assert one["loss"] != other["loss"]
+
+
 def test_masked_completions_teach_nothing(checkpoints: dict[str, str]) -> None:
     policy = tiny_policy()
     drafter = Eagle3Drafter(checkpoints["eagle3"], policy)
