@@ -22,13 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import spec_trl  # noqa: F401  teaches generate() the keyword assistant_strategy
 from spec_trl import SpeculativeConfig
@@ -37,12 +31,12 @@ from spec_trl.cli.loading import find_device, load_model
 from spec_trl.cli.prompts import read_prompts
 from spec_trl.drafter_training.offline import (
     STATE_FILE,
-    LearnedTrainee,
-    ModelTrainee,
     Samples,
     Trainee,
     TrainingOptions,
     cut,
+    learned_trainee,
+    model_trainee,
     sample_sequences,
     train,
 )
@@ -78,15 +72,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, required=True, help="folder for the drafter and its training state")
     add("--resume", action="store_true", help="go on with the training in --output")
     add("--prompts", type=Path, help="file with prompts (default: none, samples begin with the BOS token)")
-    add("--prompt-tokens", type=int, help="cut prompts behind so many tokens (default: a quarter of --sample-tokens)")
+    add("--prompt-tokens", type=int, help="cut longer prompts to this length (default: a quarter of --sample-tokens)")
     add("--held-out", type=int, default=16, help="prompts to measure with, not to train on (default: %(default)s)")
     add("--samples", type=int, default=4000, help="sequences to train on (default: %(default)s)")
-    add(
-        "--sample-tokens",
-        type=int,
-        help="length of one (default: --window, or else the target's context, at most 512)",
-    )
-    add("--window", type=int, help="cut samples into windows of so many tokens, each from position 0 (default: whole)")
+    add("--sample-tokens", type=int, help="length of one (default: --window, or the target's context, at most 512)")
+    add("--window", type=int, help="cut samples into windows of this length, each from position 0 (default: whole)")
     add("--steps", type=int, help="default: " + _per_kind("steps"))
     add("--batch-size", type=int, help="windows per step; default: " + _per_kind("batch_size"))
     add("--learning-rate", type=float, help="highest, of AdamW; default: " + _per_kind("learning_rate"))
@@ -100,12 +90,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, help="dflash: default 5; model: default 4")
     add("--hidden-size", type=int, default=96, help="model (default: %(default)s)")
     add("--mask-token", type=int, help="dflash: a token that text does not contain (default: the target's pad token)")
-    add(
-        "--dtype",
-        default="float32",
-        choices=["auto", *DTYPES],
-        help="of the target (default: %(default)s); the drafter trains in float32",
-    )
+    add("--dtype", default="float32", choices=["auto", *DTYPES], help="of the target; the drafter's is float32")
     add("--device", help="e.g. cuda or cpu (default: cuda where there is one, else cpu)")
     add("--measure-tokens", type=int, default=128, help="tokens per held-out prompt; 0: no measurement")
     return parser.parse_args(arguments)
@@ -178,9 +163,9 @@ def write_untrained(folder: Path, arguments: argparse.Namespace, target: PreTrai
 def load_trainee(folder: Path, arguments: argparse.Namespace, target: PreTrainedModel) -> Trainee:
     """The drafter in `folder`, in float32."""
     if arguments.drafter == "model":
-        return ModelTrainee(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(target.device))
+        return model_trainee(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(target.device))
     kind = Eagle3Drafter if arguments.drafter == "eagle3" else DFlashDrafter
-    return LearnedTrainee(kind(folder, target, torch.float32))
+    return learned_trainee(kind(folder, target, torch.float32))
 
 
 def measure(
@@ -195,8 +180,7 @@ def measure(
         input_ids=ids.to(target.device), attention_mask=mask.long().to(target.device), **sampling,
         max_new_tokens=arguments.measure_tokens, assistant_strategy=arguments.drafter, assistant_model=str(folder),
         speculative_config=SpeculativeConfig(
-            draft_length=arguments.block_size - 1 if arguments.drafter == "dflash" else 7,
-            seed=arguments.seed,
+            draft_length=arguments.block_size - 1 if arguments.drafter == "dflash" else 7, seed=arguments.seed,
             sd_toggle="always",
         ),
         return_dict_in_generate=True, pad_token_id=0,

@@ -1,8 +1,8 @@
 """A learned drafter that follows the policy while it learns (ER App. F.5, the learned-auxiliary row of its Table 2).
 
-The forward that the policy's loss runs anyway shows the hidden states, and the drafter takes one optimizer step on
-them right behind each micro-batch: no second forward of the policy, nothing kept from step to step. ER does so in the
-forward of the old log-probabilities, which TRL leaves out where samples are on-policy; the loss's is always there.
+The forward that the policy's loss runs anyway shows the hidden states, and after each micro-batch the drafter takes
+one optimizer step on them: no second forward of the policy, nothing kept from step to step. ER does so in the forward
+of the old log-probabilities, which TRL leaves out where samples are on-policy; the loss's is always there.
 """
 
 import time
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..generation.drafters.canvas import TrainableDrafter
+from ..generation.drafters.checkpoints import replacing
 from ..generation.drafters.dflash.drafter import DFlashDrafter
 from ..generation.drafters.eagle3.drafter import Eagle3Drafter
 from ..generation.engine.hidden_states import keep_states
@@ -29,17 +29,17 @@ from .sequence_loss import TargetView, sequence_loss
 Adaptable = Eagle3Drafter | DFlashDrafter
 ADAPTABLE = (Eagle3Drafter.strategy, DFlashDrafter.strategy)
 DRAFTER_FOLDER = "drafter"
-"""Of a checkpoint or a saved model: the adapted drafter, which `assistant_model` can name."""
+"""In a checkpoint or a saved model: the adapted drafter, which `assistant_model` can name."""
 STATE_FILE = "drafter_adaptation.pt"
 _REHEARSED = 8  # tokens
 
 
 def check_adaptation(torch_compile: bool, data_parallel_devices: int, zero_stage: int) -> None:
-    """Raises ValueError where the policy's forward would not show its hidden states whole, or its head is not there.
+    """Raises ValueError where the policy's forward does not show its hidden states whole, or its head is not there.
 
     Args:
-        torch_compile: the policy is compiled: its forwards pass hooks by.
-        data_parallel_devices: of one process.
+        torch_compile: whether the policy is compiled: its forwards do not run hooks.
+        data_parallel_devices: number of devices of one process.
         zero_stage: of DeepSpeed; from 3 on weights are gathered for forwards only.
     """
     reasons = {
@@ -60,16 +60,16 @@ class DrafterAdaptation:
 
     The loss is `hidden_weight` · hidden regression + `token_weight` · soft cross-entropy, over completion tokens
     (:func:`~spec_trl.drafter_training.sequence_loss.sequence_loss`). The policy gets no gradient from it, and the
-    trainer's random numbers are not touched: a run with adaptation trains the same policy, bit for bit, as without.
+    trainer's random numbers are not drawn from: a run with adaptation trains the same policy, bit for bit, as without.
 
-    Ranks agree: the gradient is the mean over the ranks that had something to learn from, and every rank takes part in
-    the same collectives for each micro-batch, whatever happens on it. When one fails, all stop.
+    The gradient is the mean over the ranks that had something to learn from, and every rank takes part in the same
+    collectives for each micro-batch, whatever happens on it. When one fails, all stop.
 
     A failure never ends the training: one warning, no further updates, and the drafter goes on with its last weights.
 
     Args:
         drafter: learns in place. In a dtype narrower than float32 its weights are copies of float32 ones, which the
-            optimizer moves: a step of 1e-6 is less than a bfloat16 weight can tell.
+            optimizer moves: a step of 1e-6 is lost in the rounding of a bfloat16 weight.
         policy: the live policy, without peft's outer wrapper.
         accelerator: of the run.
         learning_rate: of AdamW, constant.
@@ -93,24 +93,19 @@ class DrafterAdaptation:
     ) -> None:
         self.drafter = drafter
         self._policy, self._accelerator, self._seed = policy, accelerator, seed
-        self._learning_rate, self._hidden_weight, self._token_weight = learning_rate, hidden_weight, token_weight
-        trainable: TrainableDrafter = drafter
-        self._parameters = trainable.trained(trainable.network)
-        self._masters: list[Tensor] = []
-        for parameter in self._parameters:
-            parameter.requires_grad_()
-            is_wide = torch.promote_types(parameter.dtype, torch.float32) == parameter.dtype
-            self._masters.append(parameter if is_wide else parameter.detach().float())
+        self._hidden_weight, self._token_weight = hidden_weight, token_weight
+        self._parameters = [parameter.requires_grad_() for parameter in drafter.trained(drafter.network)]
+        wide = torch.promote_types(drafter.network.dtype, torch.float32)
+        # Of a wide network the parameters themselves.
+        self._masters: list[Tensor] = [parameter.detach().to(wide) for parameter in self._parameters]
         # Decay would pull an already trained drafter towards nothing; ER names none.
         self._optimizer = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=0.0)
         self._micro_batches = 0
         self._seen: tuple[Mapping[str, Any], dict[int, Tensor]] | None = None  # inputs, hidden states by index
-        self._problem: str | None = None  # of this rank, not yet told to the others
+        self._problem: str | None = None  # of this rank, of which the others do not know yet
         self.is_stopped = False
         self._sums = dict.fromkeys(("loss", "agreement", "learned", "seconds"), 0.0)
         self._rehearse()
-
-    # ---- what the loss's forward shows ----------------------------------------------------------------------------
 
     @contextmanager
     def watch(self, inputs: Mapping[str, Any]) -> Iterator[None]:
@@ -136,10 +131,8 @@ class DrafterAdaptation:
                 handle.remove()
         self._seen = inputs, {index: state.detach() for index, state in states.items()}
 
-    # ---- learning -------------------------------------------------------------------------------------------------
-
     def update(self) -> None:
-        """One step on what was seen since the last one. Every rank calls it once per micro-batch."""
+        """One step on what was seen since the last one. Every rank must call it once per micro-batch."""
         seen, self._seen = self._seen, None
         if self.is_stopped:
             return
@@ -171,7 +164,7 @@ class DrafterAdaptation:
             self._sums[name] += value
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the updates since the last call: "loss" and "agreement", means over micro-batches and ranks, and
+        """Metrics of the updates since the last call: "loss" and "agreement", means over micro-batches and ranks, and
         "update_seconds", the sum over micro-batches on this rank (ER's method-specific preparation time)."""
         sums, self._sums = self._sums, dict.fromkeys(self._sums, 0.0)
         if not sums["seconds"]:
@@ -189,7 +182,7 @@ class DrafterAdaptation:
         del seen
         if not bool((view.is_real.sum(dim=1) > view.first).any()):  # every completion is masked
             return 0.0, 0.0, 0.0, [torch.zeros_like(master) for master in self._masters]
-        # Counted, not kept: where a run resumes, the anchors go on. Ranks have other sequences, and other anchors.
+        # The seed comes from the count of micro-batches, which a checkpoint keeps, and differs between ranks.
         rank, ranks = self._accelerator.process_index, self._accelerator.num_processes
         key = stream_keys(self._seed, torch.tensor([self._micro_batches * ranks + rank]))
         generator = torch.Generator().manual_seed(int(key) & 0xFFFFFFFF)  # the CPU's takes 32 bits
@@ -216,13 +209,12 @@ class DrafterAdaptation:
             master.grad = gradient
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._show_masters()
+        self._copy_masters()
 
     @torch.no_grad()
-    def _show_masters(self) -> None:
+    def _copy_masters(self) -> None:
         for parameter, master in zip(self._parameters, self._masters, strict=True):
-            if parameter is not master:
-                parameter.copy_(master)
+            parameter.copy_(master)
 
     def _stop(self, problem: str) -> None:
         self.is_stopped = True
@@ -234,7 +226,7 @@ class DrafterAdaptation:
         )
 
     def _rehearse(self) -> None:
-        """Has the loss find fault with drafter and policy now, not behind the first rollout."""
+        """Computes the loss once, so that what it refuses is refused now and not after the first rollout."""
         width = self._policy.config.get_text_config(decoder=True).hidden_size
         like = {"dtype": self._policy.dtype, "device": self._policy.device}
         tokens = torch.zeros(1, _REHEARSED, dtype=torch.int64, device=self._policy.device)  # [1, T]
@@ -258,8 +250,6 @@ class DrafterAdaptation:
         if self._accelerator.device.type == "cuda":
             torch.cuda.synchronize(self._accelerator.device)
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
-
     def save_drafter(self, folder: str | Path) -> None:
         """Writes the drafter to `folder/drafter` in the format it came in, whose dtypes may round its weights."""
         self.drafter.save(Path(folder) / DRAFTER_FOLDER)
@@ -269,10 +259,11 @@ class DrafterAdaptation:
         state = {
             "strategy": self.drafter.strategy,
             "micro_batches": self._micro_batches,
-            "masters": [master.detach() for master in self._masters],
+            "masters": self._masters,
             "optimizer": self._optimizer.state_dict(),
         }
-        torch.save(state, Path(folder) / STATE_FILE)
+        with replacing(Path(folder) / STATE_FILE) as file:
+            torch.save(state, file)
 
     def load_state(self, folder: str | Path) -> None:
         """Goes on from a trainer's checkpoint; warns and starts anew where it holds no state of such a drafter."""
@@ -289,22 +280,21 @@ class DrafterAdaptation:
         with torch.no_grad():
             for master, saved in zip(self._masters, state["masters"], strict=True):
                 master.copy_(saved)
-        self._show_masters()
-        self._optimizer.load_state_dict(state["optimizer"])
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate  # the run's, should it have changed
+        self._copy_masters()
+        groups = self._optimizer.state_dict()["param_groups"]  # the learning rate is this run's
+        self._optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
         self._micro_batches = state["micro_batches"]
 
 
 def target_view(inputs: Mapping[str, Any], states: Mapping[int, Tensor], layers: tuple[int, ...]) -> TargetView:
     """A batch of TRL's, prompts padded left and completions right, as whole sequences padded right.
 
-    All tokens of a completion count, those of a tool among them.
+    All tokens of a completion count, also those that a tool returned.
 
     Args:
         inputs: see :meth:`DrafterAdaptation.watch`.
-        states: hidden states `[B, P + C, H]` by index; the last one is what the output embedding takes.
-        layers: those that the drafter reads.
+        states: hidden states `[B, P + C, H]` by index; that of the largest index is what the output embedding takes.
+        layers: indices that the drafter reads.
     """
     tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)  # [B, P + C]
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()  # [B, P + C]

@@ -2,13 +2,11 @@
 
     prompts ─► sample_sequences ─► Samples ─► cut ─► Windows ─► train(target, trainee, windows, options, folder)
 
-The target's hidden states are computed window by window, each beginning at position 0: a drafter trained on windows of
-64 tokens has seen no position beyond, and no longer context.
+The target's hidden states are computed window by window, each from position 0: a drafter trained on windows of 64
+tokens has seen no later position, and no longer context.
 """
 
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
-from ..generation.drafters.feature_drafter import LearnedDrafter
+from ..generation.drafters.checkpoints import replacing
+from ..generation.drafters.dflash.drafter import DFlashDrafter
+from ..generation.drafters.eagle3.drafter import Eagle3Drafter
 from ..generation.engine.hidden_states import observe
 from ..generation.generate import speculative_decoding
 from .sequence_loss import SequenceLoss, TargetView, causal_lm_loss, sequence_loss
@@ -31,6 +31,7 @@ STATE_FILE, SAMPLES_FILE = "training_state.pt", "training_samples.safetensors"
 _SAMPLED_AT_ONCE = 64  # rows in flight
 _PER_CALL = 256  # rows between two updates of the progress bar
 _MAX_NORM = 1.0  # of the gradient
+_EPOCHS = 1 << 31  # seeds of the order of the windows begin here, those of the steps at 0
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class TrainingOptions:
     """How a drafter is trained.
 
     Args:
-        steps: of the optimizer.
-        learning_rate: of AdamW at its highest, behind a linear warm-up; a cosine takes it to 0.
-        batch_size: windows per step.
+        steps: number of optimizer steps.
+        learning_rate: of AdamW at its highest, after a linear warm-up; a cosine takes it to 0.
+        batch_size: number of windows per step.
         warmup: share of the steps that warm up.
-        depth: of EAGLE-3's unroll.
-        anchors: of DFlash, per window; None: so many that a token is drafted about twice.
-        save_every: steps between two saved states.
+        depth: number of steps that EAGLE-3 is unrolled.
+        anchors: number of DFlash's per window; None: enough to draft each token about twice.
+        save_every: number of steps between two saved states.
         seed: of the order of the windows and of the anchors.
 
     Raises:
@@ -61,9 +62,10 @@ class TrainingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "depth", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1.")
+        counts = dict(steps=self.steps, batch_size=self.batch_size, depth=self.depth, save_every=self.save_every)
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name}={count}; it must be at least 1.")
         if self.anchors is not None and self.anchors < 1:
             raise ValueError(f"anchors={self.anchors}; it must be at least 1, or None.")
         if not self.learning_rate > 0:
@@ -82,7 +84,7 @@ class Samples:
     Args:
         tokens: `[N, length]` int64, right-padded with 0.
         lengths: `[N]` int64, EOS included.
-        prompts: `[N]` int64, tokens of each that were given.
+        prompts: `[N]` int64, length of each prompt.
     """
 
     tokens: Tensor
@@ -91,9 +93,8 @@ class Samples:
 
     def save(self, folder: Path) -> None:
         """Writes them to `folder`, whole or not at all."""
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(asdict(self), folder / f".{SAMPLES_FILE}.new")
-        os.replace(folder / f".{SAMPLES_FILE}.new", folder / SAMPLES_FILE)
+        with replacing(folder / SAMPLES_FILE) as file:
+            save_file(asdict(self), file)
 
     @classmethod
     def load(cls, folder: Path) -> "Samples":
@@ -102,9 +103,7 @@ class Samples:
         Raises:
             ValueError: there is nothing.
         """
-        if not (folder / SAMPLES_FILE).is_file():
-            raise ValueError(f"{str(folder)!r} has no {SAMPLES_FILE}: there is no training to resume in it.")
-        return cls(**load_file(folder / SAMPLES_FILE))
+        return cls(**load_file(_to_resume(folder, SAMPLES_FILE)))
 
 
 @torch.no_grad()
@@ -114,10 +113,10 @@ def sample_sequences(
     """Samples from the target with this engine, without a drafter, at temperature 1.
 
     Args:
-        target: a causal LM that has an EOS token or not.
-        prompts: of `[n_i]` int64 each, taken in turn.
-        count: sequences, N.
-        length: most tokens of a sequence, its prompt included.
+        target: a causal language model, with an EOS token or without.
+        prompts: `[n_i]` int64 each, taken in turn.
+        count: N, number of sequences.
+        length: largest number of tokens of a sequence, its prompt included.
         seed: of the noise. The same seed and prompts give the same sequences.
         progress: whether to show a bar.
 
@@ -140,7 +139,7 @@ def sample_sequences(
     bar = tqdm(total=count, desc="sampling", unit=" sequences", disable=not progress)
     order = sizes.sort(stable=True).indices.tolist()
     while order:
-        # Prompts of about one length together: then all rows may grow to about the same length.
+        # Prompts of about one length go together: then all rows can grow to about the same length.
         shortest = int(sizes[order[0]])
         batch = [i for i in order[:_PER_CALL] if int(sizes[i]) <= shortest + (length - shortest) // 8]
         order = order[len(batch) :]
@@ -165,12 +164,12 @@ def sample_sequences(
 
 @dataclass(frozen=True)
 class Windows:
-    """Pieces of samples, each of which stands for itself.
+    """Pieces of samples, on which a drafter is trained one by one.
 
     Args:
         tokens: `[M, W]` int64, right-padded with 0.
         lengths: `[M]` int64.
-        first: `[M]` int64, the first token that was sampled behind another one of the window.
+        first: `[M]` int64, index in the window of the first sampled token that has a token before it.
     """
 
     tokens: Tensor
@@ -181,7 +180,7 @@ class Windows:
 def cut(samples: Samples, window: int | None = None) -> Windows:
     """Cuts samples into windows of `window` tokens, the last of a sample shorter; None: whole samples.
 
-    Windows without a sampled token behind another token are left out.
+    Windows in which no sampled token has a token before it are left out.
 
     Raises:
         ValueError: `window` is below 2, or no window is left.
@@ -197,68 +196,52 @@ def cut(samples: Samples, window: int | None = None) -> Windows:
     first = torch.cat([(samples.prompts - start).clamp(min=1) for start in starts])  # [pieces * N]
     kept = (lengths > first).nonzero().flatten()
     if not len(kept):
-        raise ValueError(f"no window of {width} tokens holds a sampled token behind another; sample longer sequences.")
+        raise ValueError(f"no window of {width} tokens holds a sampled token after another; sample longer sequences.")
     return Windows(tokens[kept], lengths[kept], first[kept])
 
 
 # ---- what is trained -----------------------------------------------------------------------------------------------
 
 
-class Trainee(ABC):
+@dataclass
+class Trainee:
     """Something that can be trained to draft.
 
-    Attributes:
-        layers: the target's hidden states that it reads.
-        parameters: that learn.
+    Args:
+        parameters: those that learn.
+        layers: indices of the target's hidden states that it reads.
+        loss: how far it is from the target over the windows of a batch.
+        save: writes a checkpoint that `generate(assistant_model=...)` takes, each file whole or not at all.
     """
 
-    layers: tuple[int, ...] = ()
     parameters: list[nn.Parameter]
-
-    @abstractmethod
-    def loss(
-        self, target: PreTrainedModel, view: TargetView, options: TrainingOptions, generator: torch.Generator
-    ) -> SequenceLoss:
-        """How far it is from the target over the windows of a batch."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Writes a checkpoint that `generate(assistant_model=...)` takes."""
+    layers: tuple[int, ...]
+    loss: Callable[[PreTrainedModel, TargetView, TrainingOptions, torch.Generator], SequenceLoss]
+    save: Callable[[Path], None]
 
 
-class LearnedTrainee(Trainee):
+def learned_trainee(drafter: Eagle3Drafter | DFlashDrafter) -> Trainee:
     """An EAGLE-3 or DFlash drafter, which should run in float32, whatever its target runs in."""
 
-    def __init__(self, drafter: LearnedDrafter) -> None:
-        self.drafter, self.layers = drafter, drafter.feature_layers
-        self.parameters = drafter.trained(drafter.network)
-
     def loss(
-        self, target: PreTrainedModel, view: TargetView, options: TrainingOptions, generator: torch.Generator
+        target: PreTrainedModel, view: TargetView, options: TrainingOptions, generator: torch.Generator
     ) -> SequenceLoss:
-        return sequence_loss(self.drafter, target, view, generator, depth=options.depth, anchors=options.anchors)
+        return sequence_loss(drafter, target, view, generator, depth=options.depth, anchors=options.anchors)
 
-    def save(self, folder: Path) -> None:
-        self.drafter.save(folder)
+    return Trainee(drafter.trained(drafter.network), drafter.feature_layers, loss, drafter.save)
 
 
-class ModelTrainee(Trainee):
+def model_trainee(model: PreTrainedModel) -> Trainee:
     """A small causal language model with the target's vocabulary."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.parameters = model, list(model.parameters())
-
-    def loss(
-        self, target: PreTrainedModel, view: TargetView, options: TrainingOptions, generator: torch.Generator
-    ) -> SequenceLoss:
-        return causal_lm_loss(self.model, target, view)
-
-    def save(self, folder: Path) -> None:
+    def save(folder: Path) -> None:
         fresh = folder / ".new"
-        self.model.save_pretrained(fresh)
+        model.save_pretrained(fresh)
         for file in fresh.iterdir():
-            os.replace(file, folder / file.name)
+            file.replace(folder / file.name)
         fresh.rmdir()
+
+    return Trainee(list(model.parameters()), (), lambda target, view, *_: causal_lm_loss(model, target, view), save)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -266,7 +249,7 @@ class ModelTrainee(Trainee):
 
 @dataclass(frozen=True)
 class Progress:
-    """What training has come to.
+    """How training went, step by step.
 
     Args:
         cross_entropy: `[steps]` float, nats.
@@ -289,16 +272,16 @@ def train(
 ) -> Progress:
     """Trains a drafter and saves it with its training state, every `options.save_every` steps and at the end.
 
-    Weights, optimizer, learning rate and the place in the data are in the state: training that was broken off and
-    resumed on the same machine ends in the same bits as training in one go.
+    The state has weights, optimizer, learning rate and the place in the data: training that was broken off and
+    resumed on the same machine ends in the same bits as training without a break.
 
     Args:
         target: in eval mode; it is not changed.
-        trainee: what is trained, in place.
-        windows: to train on, in a new random order each time through.
-        options: how.
-        folder: for checkpoint and state, whole or not at all each.
-        resume: go on from the state in `folder`.
+        trainee: trained in place.
+        windows: to train on, in a new random order in each pass.
+        options: steps, rates and sizes.
+        folder: for checkpoint and state.
+        resume: whether to go on from the state in `folder`.
         progress: whether to show a bar.
 
     Raises:
@@ -327,12 +310,11 @@ def train(
             "options": asdict(options), "done": done, "record": record, "optimizer": optimizer.state_dict(),
             "schedule": schedule.state_dict(), "parameters": [parameter.detach().cpu() for parameter in parameters],
         }  # fmt: skip
-        torch.save(state, folder / f".{STATE_FILE}.new")
-        os.replace(folder / f".{STATE_FILE}.new", folder / STATE_FILE)
+        with replacing(folder / STATE_FILE) as file:
+            torch.save(state, file)
 
-    folder.mkdir(parents=True, exist_ok=True)
     if not resume:
-        save()  # what is broken off before the first save can be resumed as well
+        save()  # training that is broken off before the first save can be resumed too
     bar = tqdm(total=options.steps, initial=done, desc="training", unit=" steps", disable=not progress)
     while done < options.steps:
         view, generator = _batch(target, trainee, windows, options, done)
@@ -364,7 +346,7 @@ def train(
 def _batch(
     target: PreTrainedModel, trainee: Trainee, windows: Windows, options: TrainingOptions, step: int
 ) -> tuple[TargetView, torch.Generator]:
-    """The windows of `step`, seen by the target, and the step's own random numbers."""
+    """What the target shows of the windows of `step`, and the step's own random numbers."""
     count = len(windows.tokens)
     places = range(step * options.batch_size, (step + 1) * options.batch_size)
     orders = {epoch: _shuffled(count, options.seed, epoch) for epoch in {place // count for place in places}}
@@ -379,7 +361,7 @@ def _batch(
 
 
 def _shuffled(count: int, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed((seed << 32) + (1 << 31) + epoch))
+    return torch.randperm(count, generator=torch.Generator().manual_seed((seed << 32) + _EPOCHS + epoch))
 
 
 def _share_of_rate(step: int, options: TrainingOptions) -> float:
@@ -389,10 +371,14 @@ def _share_of_rate(step: int, options: TrainingOptions) -> float:
     return 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (step - warm) / (options.steps - warm))).item())
 
 
+def _to_resume(folder: Path, file: str) -> Path:
+    if not (folder / file).is_file():
+        raise ValueError(f"{str(folder)!r} has no {file}: there is no training to resume in it.")
+    return folder / file
+
+
 def _read_state(folder: Path, options: TrainingOptions) -> dict[str, Any]:
-    if not (folder / STATE_FILE).is_file():
-        raise ValueError(f"{str(folder)!r} has no {STATE_FILE}: there is no training to resume in it.")
-    state: dict[str, Any] = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = torch.load(_to_resume(folder, STATE_FILE), map_location="cpu", weights_only=True)
     now = asdict(options)
     changed = {name: (state["options"][name], now[name]) for name in now if state["options"][name] != now[name]}
     changed.pop("save_every", None)

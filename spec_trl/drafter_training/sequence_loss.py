@@ -1,15 +1,15 @@
-"""What a learned drafter is trained on: whole sequences and what the target's forward showed of them.
+"""The loss of a learned drafter over whole sequences, against what the target's forward showed of them.
 
 Every position of a sequence is a place where drafting could have started, and the target has told what should have
 come out there. The drafter is run as it drafts, fed with the true tokens:
 
     EAGLE-3   each start i unrolls `depth` steps on its own output (training-time test, arXiv 2503.01840 §3.2):
               step k, start i    sees the real pairs 0..i and its own fed-back pairs, predicts token i + k + 1
-    DFlash    random anchors a, a block behind each (arXiv 2602.06036):
+    DFlash    random anchors a, a block after each (arXiv 2602.06036):
               draft d, anchor a  sees the target's features before a, predicts token a + d
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -21,17 +21,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..generation.drafters.dflash.drafter import DFlashDrafter
-from ..generation.drafters.dflash.network import DFlashNetwork
 from ..generation.drafters.eagle3.drafter import Eagle3Drafter
-from ..generation.drafters.eagle3.network import Eagle3Network
-from ..generation.drafters.feature_drafter import LearnedDrafter
+from ..generation.drafters.feature_drafter import FeatureDrafter
 from .target_head import TargetHead
 from .whole_sequences import Unroll, block_states
 
 
-# Logits alive at once, the target's and the drafter's: pieces beyond are computed again in the backward pass.
-_LOGITS_ALIVE = 1 << 28
-_STARTS = 128  # of one piece of the unroll, at most: each of its queries passes by the fed-back keys of all others
+LOGITS_ALIVE = 1 << 28
+"""Number of logits, the target's and the drafter's, that are held at once. Where there are more, the loss is computed
+in pieces, each again in the backward pass."""
+_STARTS = 128  # most starts in one piece of the unroll: its work grows with their square
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class TargetView:
         is_real: `[B, T]` bool, False on padding.
         features: `[B, T, len(drafter.feature_layers) * H_t]`, the hidden states `drafter.feature_layers` side by side.
         hidden: `[B, T, H_t]`, what the target's output embedding takes.
-        first: `[B]` int64, the first token that counts as one to be predicted: a prompt's length, or 1 for all.
+        first: `[B]` int64, the first token whose prediction counts: a prompt's length, or 1 for all.
     """
 
     tokens: Tensor
@@ -60,7 +59,7 @@ class SequenceLoss:
     Args:
         cross_entropy: scalar, nats: of the drafter against the target's distribution at temperature 1, which is
             renormalised over the draft vocabulary.
-        regression: scalar: smooth L1 between the drafter's hidden states and those of the target they stand for.
+        regression: scalar: smooth L1 between the drafter's hidden states and the target's that they stand for.
         agreement: scalar in 0..1, without gradient: share of the counted positions at which the largest logits agree.
     """
 
@@ -70,7 +69,7 @@ class SequenceLoss:
 
 
 def sequence_loss(
-    drafter: LearnedDrafter,
+    drafter: Eagle3Drafter | DFlashDrafter,
     target: PreTrainedModel,
     view: TargetView,
     generator: torch.Generator | None = None,
@@ -83,7 +82,7 @@ def sequence_loss(
 
     Gradients reach the drafter's network alone: the target's embedding and head are used as they are now, detached.
     A position counts where the token it predicts is real and not before `view.first`, and where the target's largest
-    logit lies within the draft vocabulary. Weights are `drafter.position_weights`.
+    logit is of a token in the draft vocabulary. Weights are `drafter.position_weights`.
 
     Args:
         drafter: EAGLE-3 or DFlash.
@@ -91,8 +90,8 @@ def sequence_loss(
         view: of the target.
         generator: draws DFlash's anchors; None: the global one of the CPU.
         depth: steps that EAGLE-3 is unrolled.
-        anchors: of DFlash, per sequence; None: so many that a token is drafted about twice.
-        with_regression: whether `regression` is wanted too (ER App. F.5), which is 0 otherwise. EAGLE-3: the layer's
+        anchors: number of DFlash's per sequence; None: enough to draft each token about twice.
+        with_regression: whether to compute `regression` too (ER App. F.5), which is 0 otherwise. EAGLE-3: the layer's
             output at step 1 against `hidden` at the position it predicts from. DFlash: a slot's normed state against
             `hidden` at the position before the slot's token.
 
@@ -100,16 +99,15 @@ def sequence_loss(
         ValueError: `view` does not fit the drafter, widths of states and `hidden` differ where they are to be
             compared, a count is below 1, or the target's family does something unknown to its logits.
     """
-    network = _network_of(drafter)
-    _check(drafter, network, view, depth, anchors, with_regression)
+    _check(drafter, view, depth, anchors, with_regression)
     told = _Told(TargetHead(target), view, drafter.target_ids)
     # As it drafts: in its own dtype, whatever autocast the policy trains under.
     with torch.autocast(view.tokens.device.type, enabled=False):
-        if isinstance(network, Eagle3Network):
-            sums = _eagle3_sums(drafter, network, target, told, depth, with_regression)
+        if isinstance(drafter, Eagle3Drafter):
+            pieces = _eagle3_pieces(drafter, target, told, depth, with_regression)
         else:
-            sums = _dflash_sums(drafter, network, target, told, anchors, generator, with_regression)
-    return sums.means()
+            pieces = _dflash_pieces(drafter, target, told, anchors, generator, with_regression)
+        return pieces.total().means()
 
 
 def causal_lm_loss(model: PreTrainedModel, target: PreTrainedModel, view: TargetView) -> SequenceLoss:
@@ -128,7 +126,7 @@ def causal_lm_loss(model: PreTrainedModel, target: PreTrainedModel, view: Target
 
 
 class _Sums(NamedTuple):
-    """Scalars, summed over positions: `weight` and `compared` are those under `cross_entropy` and `regression`."""
+    """Sums over positions, scalars. `weight` divides `cross_entropy`, and `compared` divides `regression`."""
 
     cross_entropy: Tensor
     weight: Tensor
@@ -146,16 +144,20 @@ class _Sums(NamedTuple):
         )
 
 
+def _added(sums: Iterable[_Sums]) -> _Sums:
+    return _Sums(*(torch.stack(terms).sum() for terms in zip(*sums, strict=True)))
+
+
 class _Told:
-    """What the target says at any position, beyond the end too, where nothing counts."""
+    """What the target says at any position, also after the end, where nothing counts."""
 
     def __init__(self, head: TargetHead, view: TargetView, target_ids: Tensor | None) -> None:
         self.head, self.view, self._target_ids = head, view, target_ids
-        self._inside: Tensor | None = None
-        if target_ids is not None:
-            vocabulary = head.scores.get_parameter("weight").shape[0]
-            self._inside = torch.zeros(vocabulary, dtype=torch.bool, device=target_ids.device)  # [V]
-            self._inside[target_ids] = True
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of the target's tokens."""
+        return self.head.scores.get_parameter("weight").shape[0]
 
     def hidden(self, positions: Tensor) -> Tensor:
         """`[B, n, H_t]` at `positions`, `[n]` or `[B, n]`."""
@@ -163,15 +165,15 @@ class _Told:
         return self.view.hidden[self._rows(), positions]
 
     def logits(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits `[B, n, drafts]` of the token behind `positions`, and whether it counts, `[B, n]` bool."""
+        """Logits `[B, n, drafts]` of the token after `positions`, and whether it counts, `[B, n]` bool."""
         view, width = self.view, self.view.tokens.shape[1]
-        behind = positions.expand(len(view.tokens), -1) + 1  # [B, n]
-        counts = view.is_real[self._rows(), behind.clamp(max=width - 1)] & (behind < width)  # [B, n]
-        counts &= behind >= view.first[:, None]
+        after = positions.expand(len(view.tokens), -1) + 1  # [B, n]
+        counts = view.is_real[self._rows(), after.clamp(max=width - 1)] & (after < width)  # [B, n]
+        counts &= after >= view.first[:, None]
         logits = self.head(self.hidden(positions))  # [B, n, V]
-        if self._target_ids is None or self._inside is None:
+        if self._target_ids is None:
             return logits, counts
-        return logits[..., self._target_ids], counts & self._inside[logits.argmax(dim=-1)]
+        return logits[..., self._target_ids], counts & torch.isin(logits.argmax(dim=-1), self._target_ids)
 
     def _rows(self) -> Tensor:
         return torch.arange(len(self.view.tokens), device=self.view.tokens.device)[:, None]  # [B, 1]
@@ -195,69 +197,63 @@ def _regress(sums: _Sums, states: Tensor, hidden: Tensor, weights: Tensor) -> _S
     return sums._replace(regression=(weights * distances).sum(), compared=weights.sum())
 
 
-def _total(pieces: list[Callable[[], _Sums]], recompute: bool) -> _Sums:
-    """The sum over pieces; with `recompute` each keeps nothing for the backward pass, where it is run again."""
-    found = [
-        checkpoint(piece, use_reentrant=False, preserve_rng_state=False) if recompute else piece() for piece in pieces
-    ]
-    return _Sums(*(torch.stack(terms).sum() for terms in zip(*found, strict=True)))
+class _Pieces(NamedTuple):
+    """The loss in pieces. With `recompute` a piece keeps nothing for the backward pass, where it is run again."""
+
+    pieces: list[Callable[[], _Sums]]
+    recompute: bool
+
+    def total(self) -> _Sums:
+        if not self.recompute:
+            return _added(piece() for piece in self.pieces)
+        return _added(checkpoint(piece, use_reentrant=False, preserve_rng_state=False) for piece in self.pieces)
 
 
-def _eagle3_sums(
-    drafter: LearnedDrafter,
-    network: Eagle3Network,
-    target: PreTrainedModel,
-    told: _Told,
-    depth: int,
-    with_regression: bool,
-) -> _Sums:
-    view, dtype = told.view, network.fc.weight.dtype
+def _eagle3_pieces(
+    drafter: Eagle3Drafter, target: PreTrainedModel, told: _Told, depth: int, with_regression: bool
+) -> _Pieces:
+    view, network = told.view, drafter.network
     batch, pairs = view.tokens.shape[0], view.tokens.shape[1] - 1
-    table = target.get_input_embeddings() if network.embed_tokens is None else network.embed_tokens
     with torch.no_grad():
-        embedded = F.embedding(view.tokens[:, 1:], table.get_parameter("weight")).to(dtype)  # [B, N, H]
-    weights = torch.tensor(drafter.position_weights(depth), device=embedded.device, dtype=torch.float64)  # [depth]
-    unroll = Unroll(network, embedded, network.project(view.features[:, :-1].to(dtype)))
-    per_start = batch * (depth + 1) * len(told.head.scores.get_parameter("weight"))
-    width = min(max(_LOGITS_ALIVE // per_start, 16), _STARTS)
+        embedded = network.embed(view.tokens[:, 1:], target.get_input_embeddings())  # [B, N, H]
+    weights = _weights(drafter, depth, embedded.device)  # [depth]
+    unroll = Unroll(network, embedded, network.project(view.features[:, :-1].to(network.dtype)))
+    per_start = batch * (depth + 1) * told.vocabulary
+    width = min(max(LOGITS_ALIVE // per_start, 16), _STARTS)
 
     def piece(starts: slice) -> _Sums:
-        stop = starts.stop - starts.start  # n
+        count = starts.stop - starts.start  # n
         positions = torch.arange(starts.start + 1, starts.stop + depth, device=embedded.device)  # [n + depth - 1]
         logits, counts = told.logits(positions)  # [B, n + depth - 1, drafts], [B, n + depth - 1]
         steps = unroll.outputs(starts, depth)  # of [B, n, H]
-        found = []
-        for step, h in enumerate(steps):
-            at = slice(step, step + stop)
-            found.append(_compare(network.logits(h), logits[:, at], counts[:, at], weights[step]))
-        sums = _Sums(*(torch.stack(terms).sum() for terms in zip(*found, strict=True)))
+        at = [slice(step, step + count) for step in range(depth)]
+        sums = _added(
+            _compare(network.logits(h), logits[:, where], counts[:, where], weight)
+            for h, where, weight in zip(steps, at, weights, strict=True)
+        )
         if with_regression:
-            sums = _regress(sums, steps[0], told.hidden(positions[:stop]), counts[:, :stop])
+            sums = _regress(sums, steps[0], told.hidden(positions[:count]), counts[:, :count])
         return sums
 
     starts = [slice(start, min(start + width, pairs)) for start in range(0, pairs, width)]
-    recompute = per_start * pairs > _LOGITS_ALIVE
-    return _total([partial(piece, some) for some in starts], recompute)
+    return _Pieces([partial(piece, some) for some in starts], recompute=per_start * pairs > LOGITS_ALIVE)
 
 
-def _dflash_sums(
-    drafter: LearnedDrafter,
-    network: DFlashNetwork,
+def _dflash_pieces(
+    drafter: DFlashDrafter,
     target: PreTrainedModel,
     told: _Told,
     anchors: int | None,
     generator: torch.Generator | None,
     with_regression: bool,
-) -> _Sums:
-    view, config = told.view, network.config
+) -> _Pieces:
+    view, network, config = told.view, drafter.network, drafter.config
     batch, width = view.tokens.shape
     wanted = anchors if anchors is not None else -(-2 * width // config.drafts)
-    chosen, is_chosen = _draw_anchors(view, min(wanted, width - 1), generator)  # [B, M]
+    chosen, is_chosen = draw_anchors(view, min(wanted, width - 1), generator)  # [B, M]
     drafts = torch.arange(config.drafts, device=chosen.device)  # [drafts]
-    per_draft = drafter.position_weights(config.drafts)
-    weights = torch.tensor(per_draft, device=chosen.device, dtype=torch.float64)  # [drafts]
-    per_anchor = batch * 2 * config.drafts * len(told.head.scores.get_parameter("weight"))
-    size = min(max(_LOGITS_ALIVE // per_anchor, 1), chosen.shape[1])
+    weights = _weights(drafter, config.drafts, chosen.device)  # [drafts]
+    size = min(max(LOGITS_ALIVE // (batch * 2 * config.drafts * told.vocabulary), 1), chosen.shape[1])
 
     def piece(some: slice) -> _Sums:
         states = block_states(network, target, view.tokens, view.features, chosen[:, some])  # [B, m, n, H]
@@ -272,34 +268,33 @@ def _dflash_sums(
         return sums
 
     pieces = [slice(start, start + size) for start in range(0, chosen.shape[1], size)]
-    return _total([partial(piece, some) for some in pieces], len(pieces) > 1)
+    return _Pieces([partial(piece, some) for some in pieces], recompute=len(pieces) > 1)
 
 
-def _draw_anchors(view: TargetView, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Different positions per sequence `[B, count]`, and whether they are any: the token behind them must count."""
+def _weights(drafter: FeatureDrafter, count: int, device: torch.device) -> Tensor:
+    """w_k `[count]`."""
+    return torch.tensor(drafter.position_weights(count), device=device, dtype=torch.float64)
+
+
+def draw_anchors(view: TargetView, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Draws up to `count` different positions of each sequence, after which a token counts.
+
+    Returns:
+        The positions `[B, count]` int64, and which of them were drawn, `[B, count]` bool: a sequence may have fewer.
+    """
     where = torch.device("cpu") if generator is None else generator.device
-    behind = torch.arange(1, view.tokens.shape[1], device=view.tokens.device)  # [T - 1]
-    eligible = view.is_real[:, 1:] & (behind >= view.first[:, None])  # [B, T - 1]
+    after = torch.arange(1, view.tokens.shape[1], device=view.tokens.device)  # [T - 1]
+    eligible = view.is_real[:, 1:] & (after >= view.first[:, None])  # [B, T - 1]
     order = torch.rand(eligible.shape, generator=generator, device=where).to(eligible.device)  # [B, T - 1]
     found = order.masked_fill(~eligible, -1.0).topk(count, dim=1)
     return found.indices, found.values >= 0
 
 
-def _network_of(drafter: LearnedDrafter) -> Eagle3Network | DFlashNetwork:
-    network = drafter.network if isinstance(drafter, Eagle3Drafter | DFlashDrafter) else None
-    if not isinstance(network, Eagle3Network | DFlashNetwork):
-        raise ValueError(f"a {type(drafter).__name__} has no loss over sequences; EAGLE-3 and DFlash drafters do.")
-    return network
-
-
 def _check(
-    drafter: LearnedDrafter,
-    network: Eagle3Network | DFlashNetwork,
-    view: TargetView,
-    depth: int,
-    anchors: int | None,
-    with_regression: bool,
+    drafter: FeatureDrafter, view: TargetView, depth: int, anchors: int | None, with_regression: bool
 ) -> None:
+    if not isinstance(drafter, Eagle3Drafter | DFlashDrafter):
+        raise ValueError(f"a {type(drafter).__name__} has no loss over sequences; EAGLE-3 and DFlash drafters do.")
     if depth < 1:
         raise ValueError(f"depth={depth}; EAGLE-3 must be unrolled at least 1 step.")
     if anchors is not None and anchors < 1:
@@ -320,8 +315,8 @@ def _check(
             )
     if length < 2:
         raise ValueError(f"view.tokens has shape {[batch, length]}; sequences of at least 2 tokens are needed.")
-    if with_regression and network.norm.weight.numel() != wide:
+    if with_regression and drafter.width != wide:
         raise ValueError(
-            f"with_regression=True: the drafter's states are {network.norm.weight.numel()} wide and the target's "
-            f"{wide}; they cannot be compared. Train such a drafter on the cross-entropy alone."
+            f"with_regression=True: the drafter's states are {drafter.width} wide and the target's {wide}; they "
+            "cannot be compared. Train such a drafter on the cross-entropy alone."
         )

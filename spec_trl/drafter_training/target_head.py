@@ -8,19 +8,18 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 
-# What families do to their logits behind the head, by the config's key.
+# What families do to their logits after the head, by the config's key.
 _FACTORS = {"logit_scale", "lm_head_multiplier"}  # Cohere, Falcon-H1
 _DIVISORS = {"logits_scaling"}  # Granite
 _SOFTCAPS = {"final_logit_softcapping"}  # Gemma 2 and later
-# Of attention, of routers, of other heads.
+# Keys about attention, routers and other heads.
 _ELSEWHERE = re.compile(r"att(n|ention)_|router|num_logits_to_keep|output_auxiliary_logits|mlp_|_init_value")
 _LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
 
 
 class FrozenHead(nn.Module):
-    """A target's output embedding, of this moment, that passes gradients on and takes none.
-
-    A loss that runs through a borrowed head must not leave gradients in the policy it was borrowed from.
+    """A target's output embedding as it is now, which passes gradients on and takes none: a loss that runs through a
+    borrowed head must not leave gradients in the policy it was borrowed from.
 
     Args:
         head: called with its parameters detached; not a part of this module's own parameters or state.
@@ -43,7 +42,7 @@ class FrozenHead(nn.Module):
 
 
 class TargetHead:
-    """Logits as the target itself would give them: its head, and what its family does to the scores behind it.
+    """Logits as the target itself would give them: its head, and what its family does to the scores after it.
 
     Args:
         target: a causal language model.
@@ -51,10 +50,10 @@ class TargetHead:
     Attributes:
         scores: its head.
         factor: on the scores.
-        softcap: of the scores, behind the factor; None: none.
+        softcap: of the scores, after the factor; None: none.
 
     Raises:
-        ValueError: its config says something about its logits that is not known here, or it has no head.
+        ValueError: its config has a key about its logits that is not known here, or it has no head.
     """
 
     def __init__(self, target: PreTrainedModel) -> None:

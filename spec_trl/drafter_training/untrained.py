@@ -1,10 +1,10 @@
-"""New drafters for a target: untrained checkpoints of the public formats, to be trained.
+"""Untrained checkpoints of the public formats, as a start for training a drafter.
 
-What a checkpoint borrows from the target is not in it: embeddings, and DFlash's head. A head of its own starts as the
-target's rows. The final norm starts at the root mean square of what that head is used to: some models have it far from
-one (7 in a BitNet of 3 M parameters), further than the norm's weights could travel in a short training. All other
-matrices are random with standard deviation 1 / sqrt(inputs), other norms one. RoPE is plain, with the target's theta,
-so that positions go on as far as rows do.
+A checkpoint does not hold what it borrows from the target: embeddings, and DFlash's head. A head of its own starts as
+the target's rows. The final norm starts at the root mean square of the target's last hidden states, which is far from
+one in some models (7 in a BitNet of 3 M parameters), further than its weights would move in a short training. All
+other matrices are random with standard deviation 1 / sqrt(inputs), other norms are one. RoPE is not scaled and has the
+target's theta, so that positions have no end.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..generation.drafters.checkpoints import write_checkpoint
-from ..generation.drafters.dflash.config import DFlashConfig
+from ..generation.drafters.dflash.config import DFlashConfig, spaced_layers
 from ..generation.drafters.dflash.network import DFlashNetwork
-from ..generation.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from ..generation.drafters.eagle3.config import Eagle3Config
+from ..generation.drafters.eagle3.network import Eagle3Network
+from ..generation.drafters.feature_network import FeatureNetwork
 from ..generation.engine.hidden_states import observe
 from .target_head import TargetHead
 
@@ -31,14 +33,8 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Of a drafter's layers; None: as the target's. The hidden size is always the target's, whose embedding it reads.
-
-    Args:
-        intermediate_size: of the feed-forward.
-        num_attention_heads: of the queries.
-        num_key_value_heads: of keys and values.
-        head_dim: of one head.
-    """
+    """Sizes of a drafter's layers, by their names in a config; None: as the target's. The hidden size is always the
+    target's, whose embedding it reads."""
 
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
@@ -82,9 +78,9 @@ def write_eagle3(
     ids = layer_ids if layer_ids is not None else rule if rule == sorted(set(rule)) else _evenly(depth, 3)
     kept = _kept_tokens(vocabulary, draft_vocab_size, token_counts)  # [draft vocabulary], or None: all
     layer = _layer_settings(target, sizes or LayerSizes()) | {"model_type": "llama", "num_hidden_layers": 1}
-    common: dict[str, Any] = {"draft_vocab_size": vocabulary if kept is None else len(kept)}
+    config: dict[str, Any] = {"draft_vocab_size": vocabulary if kept is None else len(kept)}
     if format == "speculators":
-        config = common | {
+        config |= {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "speculators_config": _speculators_config("eagle3", target, 5),
@@ -94,15 +90,18 @@ def write_eagle3(
             _IDS: ids,
         }
     else:
-        config = common | layer | {"architectures": ["LlamaForCausalLMEagle3"]} | ({_IDS: ids} if ids != rule else {})
-    network = Eagle3Network(Eagle3Config.parse(config, depth, str(folder)), set() if kept is None else {"d2t", "t2d"})
-    _initialise(network, network.norm, target, seed)
+        config |= layer | {"architectures": ["LlamaForCausalLMEagle3"]} | ({_IDS: ids} if ids != rule else {})
+    parsed = Eagle3Config.parse(config, depth)
+    parsed.check_target(own, {"d2t", "lm_head.weight"})
+    network = Eagle3Network(parsed, own.hidden_size * len(ids), set() if kept is None else {"d2t", "t2d"})
+    _initialise(network, target, seed)
     head = _weight(TargetHead(target).scores)  # [V, H]
+    assert network.lm_head is not None
     with torch.no_grad():
         network.lm_head.weight.copy_(head if kept is None else head[kept])
     if kept is not None:
         network.d2t.copy_(kept - torch.arange(len(kept)))
-        network.t2d.zero_()[kept] = True
+        network.t2d[kept] = True
     tensors = network.to(dtype or target.dtype).state_dict()
     if format == "safeai":
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
@@ -128,8 +127,8 @@ def write_dflash(
         folder: made where it does not exist.
         target: what it is to draft for.
         format: `"z-lab"` or `"speculators"`, which brings copies of the target's embedding and head.
-        block_size: slots of a block, the anchor included.
-        layers: of the drafter.
+        block_size: number of slots of a block, the anchor included.
+        layers: number of the drafter's layers.
         sizes: of its layers.
         layer_ids: the target's hidden states that it reads, in transformers' count (z-lab's own is one less). None: as
             many as it has layers, spaced as z-lab spaces them where these ascend, else evenly.
@@ -142,52 +141,44 @@ def write_dflash(
     """
     _check_format(format, DFLASH_FORMATS)
     own = target.config.get_text_config(decoder=True)
-    depth = own.num_hidden_layers
+    depth, is_zlab = own.num_hidden_layers, format == "z-lab"
     if layers < 1 or block_size < 2:
         raise ValueError(f"layers={layers}, block_size={block_size}; give at least 1 layer and 2 slots.")
-    # The reference's spacing, counted as transformers does.
-    rule = [round(1 + i * (depth - 4) / (layers - 1)) + 1 for i in range(layers)] if layers > 1 else [depth // 2 + 1]
+    rule = [index + 1 for index in spaced_layers(depth, layers)]
     fits = rule == sorted(set(rule)) and 1 <= rule[0] and rule[-1] <= depth
     ids = layer_ids if layer_ids is not None else rule if fits else _evenly(depth, min(layers, depth))
-    if not ids or min(ids) < (0 if format == "speculators" else 1) or max(ids) > depth:
+    if not ids or min(ids) < int(is_zlab) or max(ids) > depth:
         raise ValueError(
-            f"layer_ids={ids}: {format} drafters read hidden states from {0 if format == 'speculators' else 1} to "
-            f"{depth} of a target with {depth} layers."
+            f"layer_ids={ids}: {format} drafters read hidden states from {int(is_zlab)} to {depth} of a target with "
+            f"{depth} layers."
         )
     mask = _mask_token(target, mask_token)
     layer = _layer_settings(target, sizes or LayerSizes()) | {"model_type": "qwen3", "num_hidden_layers": layers}
     layer |= {"layer_types": ["full_attention"] * layers, "use_sliding_window": False, "attention_bias": False}
     head = TargetHead(target)
-    if format == "speculators":
+    config: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "block_size": block_size}
+    if is_zlab:
+        inner: dict[str, Any] = {"mask_token_id": mask, "target_layer_ids": [index - 1 for index in ids]}
+        inner |= {"output_multiplier": head.factor} if head.factor != 1 else {}
+        inner |= {"final_logit_softcapping": head.softcap} if head.softcap is not None else {}
+        config |= layer | {"num_target_layers": depth, "dflash_config": inner}
+    else:
         if head.softcap is not None:
             raise ValueError(
                 f"{type(target).__name__} caps its logits at {head.softcap}, which the speculators format cannot say; "
                 'choose format="z-lab".'
             )
-        config: dict[str, Any] = {
-            "architectures": ["DFlashDraftModel"],
+        config |= {
             "speculators_model_type": "dflash",
             "speculators_config": _speculators_config("dflash", target, block_size - 1),
-            "block_size": block_size,
             "mask_token_id": mask,
             "draft_vocab_size": own.vocab_size,
             "aux_hidden_state_layer_ids": ids,
             "transformer_layer_config": layer,
         }
-    else:
-        inner: dict[str, Any] = {"mask_token_id": mask, "target_layer_ids": [index - 1 for index in ids]}
-        inner |= {"output_multiplier": head.factor} if head.factor != 1 else {}
-        inner |= {"final_logit_softcapping": head.softcap} if head.softcap is not None else {}
-        config = layer | {
-            "architectures": ["DFlashDraftModel"],
-            "block_size": block_size,
-            "num_target_layers": depth,
-            "dflash_config": inner,
-        }
-    has_own = format == "speculators"
-    parsed = DFlashConfig.parse(config)
-    network = DFlashNetwork(parsed, own.hidden_size * len(ids), has_embedding=has_own, has_head=has_own)
-    _initialise(network, network.norm, target, seed)
+    own_tensors = () if is_zlab else ("embed_tokens.weight", "lm_head.weight")
+    network = DFlashNetwork(DFlashConfig.parse(config), own.hidden_size * len(ids), own_tensors)
+    _initialise(network, target, seed)
     if network.embed_tokens is not None and network.lm_head is not None:
         with torch.no_grad():
             network.embed_tokens.weight.copy_(_weight(target.get_input_embeddings()))
@@ -197,7 +188,7 @@ def write_dflash(
 
 def _check_format(format: str, formats: tuple[str, ...]) -> None:
     if format not in formats:
-        raise ValueError(f"format={format!r} is none of {formats}.")
+        raise ValueError(f"format={format!r} is not one of {formats}.")
 
 
 def _evenly(depth: int, count: int) -> list[int]:
@@ -208,7 +199,7 @@ def _evenly(depth: int, count: int) -> list[int]:
 
 
 def _layer_settings(target: PreTrainedModel, sizes: LayerSizes) -> dict[str, Any]:
-    """Of a layer like the target's, in keys of a Llama or Qwen3 config."""
+    """The keys of a Llama or Qwen3 config for a layer like the target's."""
     own = target.config.get_text_config(decoder=True)
     settings = own.to_dict()  # families leave out different keys
     heads = sizes.num_attention_heads or own.num_attention_heads
@@ -281,7 +272,7 @@ def _mask_token(target: PreTrainedModel, mask_token: int | None) -> int:
     return mask_token
 
 
-def _initialise(network: nn.Module, norm: nn.Module, target: PreTrainedModel, seed: int) -> None:
+def _initialise(network: FeatureNetwork, target: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in network.parameters():
         if parameter.dim() == 2:
@@ -290,7 +281,7 @@ def _initialise(network: nn.Module, norm: nn.Module, target: PreTrainedModel, se
     length = min(_LOOKED_AT, own.max_position_embeddings)
     tokens = torch.randint(own.vocab_size, (1, length), generator=generator).to(target.device)
     _, hidden = observe(target, tokens, ())  # [1, n, H_t]
-    nn.init.constant_(norm.get_parameter("weight"), float(hidden.float().square().mean().sqrt()))
+    nn.init.constant_(network.norm.weight, float(hidden.float().square().mean().sqrt()))
 
 
 def _weight(module: nn.Module) -> Tensor:

@@ -1,4 +1,4 @@
-"""Learned drafters over whole sequences at once, with gradients: from every place where drafting could have begun."""
+"""Learned drafters over whole sequences, with gradients, from every position where drafting could have begun."""
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ class Unroll:
         pairs = torch.arange(embedded.shape[1], device=embedded.device)  # [N]
         mask = _causal(pairs, embedded.shape[1], embedded.dtype)  # [1, 1, N, N]
         self._real = _Appending()
-        self._first = network(embedded, projected, pairs[None], mask, self._real)  # [B, N, H]
+        self._first = network(embedded, projected, pairs[None], mask, self._real.update)  # [B, N, H]
 
     def outputs(self, starts: slice, depth: int) -> list[Tensor]:
         """h of each step, `depth` of `[B, n, H]`, for the n pairs `starts` to start from.
 
-        Step k (from 1) of start i is pair i + k - 1, which holds token i + k and predicts the one behind. Where there
-        is no such token the last one stands in: nothing may count there.
+        Step k (from 1) of start i is pair i + k - 1, which holds token i + k and predicts the one after it. Where
+        there is no such token the last one stands in, and the output must not count.
         """
         network, embedded = self._network, self._embedded
         first = torch.arange(starts.start, starts.stop, device=embedded.device)  # [n]
@@ -39,25 +39,26 @@ class Unroll:
         for step in range(1, depth):
             mask = torch.cat([mask, own[None, None]], dim=-1)  # [1, 1, n, stop + step * n]
             tokens = embedded[:, (first + step).clamp(max=embedded.shape[1] - 1)]  # [B, n, H]
-            found.append(network(tokens, network.fed_back(found[-1]), (first + step)[None], mask, store))
+            found.append(network(tokens, network.fed_back(found[-1]), (first + step)[None], mask, store.update))
         return found
 
 
 class _Appending:
-    """K/V of all forwards so far, side by side: `[B, kv, columns, d]`."""
+    """K/V of all forwards so far, in this order: `[B, kv, columns, d]`."""
 
     def __init__(self, *states: Tensor) -> None:
         self._states = states
 
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        new = (key_states, value_states)
+    def update(self, keys: Tensor, values: Tensor, _: int) -> tuple[Tensor, Tensor]:
+        """Appends `[B, kv, q, d]` and returns all."""
         if self._states:
-            new = tuple(torch.cat(both, dim=2) for both in zip(self._states, new, strict=True))  # type: ignore
-        self._states = new
-        return new
+            old_keys, old_values = self._states
+            keys, values = torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
+        self._states = (keys, values)
+        return keys, values
 
     def up_to(self, stop: int) -> "_Appending":
-        """One that begins with the first `stop` columns of this."""
+        """Another one, with the first `stop` columns of this."""
         return _Appending(*(states[:, :, :stop] for states in self._states))
 
 
@@ -83,27 +84,11 @@ def block_states(
     Returns:
         `[B, M, block_size, H]`, as :meth:`DFlashNetwork.forward` gives for each anchor.
     """
-    size, (batch, count), width = network.config.block_size, anchors.shape, tokens.shape[1]
-    canvas = torch.full((batch, count, size), network.config.mask_token, device=tokens.device)
+    config = network.config
+    canvas = torch.full((*anchors.shape, config.block_size), config.mask_token, device=tokens.device)  # [B, M, n]
     canvas[:, :, 0] = tokens.gather(1, anchors)
     with torch.no_grad():
         embedded = network.embed(canvas.flatten(0, 1), target.get_input_embeddings())  # [B * M, n, H]
-    context: list[tuple[Tensor, Tensor]] = []
-
-    def keep(_: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        context.append((keys, values))  # [B, kv, T, d]
-        return keys, values
-
-    def join(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        old = (states.repeat_interleave(count, dim=0) for states in context[index])  # [B * M, kv, T, d]
-        keys, values = (torch.cat(both, dim=2) for both in zip(old, (keys, values), strict=True))
-        return keys, values  # [B * M, kv, T + n, d]
-
-    positions = torch.arange(width, device=tokens.device)[None]  # [1, T]
-    network.remember(features.to(network.fc.weight.dtype), positions, keep)
-    flat = anchors.flatten()  # [B * M]
-    slots = flat[:, None] + torch.arange(size, device=tokens.device)  # [B * M, n]
-    keys = torch.cat([positions.expand(len(flat), -1), slots], dim=1)  # [B * M, T + n]
-    is_block = (torch.arange(keys.shape[1], device=keys.device) >= width).expand_as(keys)
-    masks = network.config.masks(flat, keys, is_block, embedded.dtype)
-    return network.refine(embedded, slots, masks, join).unflatten(0, (batch, count))
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, T]
+    states = network(features.to(network.dtype), positions, embedded, anchors.flatten())  # [B * M, n, H]
+    return states.unflatten(0, anchors.shape)

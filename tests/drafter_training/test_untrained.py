@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from spec_trl.drafter_training.untrained import DFLASH_FORMATS, EAGLE3_FORMATS, LayerSizes, write_dflash, write_eagle3
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
@@ -19,39 +19,37 @@ from tests.generation.calls import generate, outputs, pad_left, random_rows
 PROMPTS = pad_left(random_rows([5, 9, 1]))
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5, 8, 12])
-@pytest.mark.parametrize("format", EAGLE3_FORMATS)
-def test_eagle3_drafts(format: str, depth: int, tmp_path: Path) -> None:
-    target = tiny_llama(num_hidden_layers=depth)
-    write_eagle3(tmp_path, target, format=format)
-    drafter = Eagle3Drafter(tmp_path, target)
-    expected = {1: (1,), 2: (1, 2), 5: (1, 3, 5), 8: (2, 4, 5), 12: (2, 6, 9)}
-    assert drafter.feature_layers == expected[depth]
-    assert torch.equal(drafter.network.lm_head.weight, target.lm_head.weight.float())  # in float32 while it is made
-    result = generate(target, PROMPTS, "eagle3", assistant_model=str(tmp_path))
+def check_drafting(kind: str, folder: Path, target: PreTrainedModel) -> None:
+    result = generate(target, PROMPTS, kind, assistant_model=str(folder), max_new_tokens=8)
     assert result.statistics.drafter_failure is None and result.statistics.total.drafted > 0
-    assert outputs(result) == outputs(generate(target, PROMPTS))
+    assert outputs(result) == outputs(generate(target, PROMPTS, max_new_tokens=8))
 
 
-@pytest.mark.parametrize("depth, layers", [(1, 1), (2, 1), (5, 2), (5, 5), (8, 2), (36, 5)])
-@pytest.mark.parametrize("format", DFLASH_FORMATS)
-def test_dflash_drafts(format: str, depth: int, layers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("depth, layers", [(1, (1,)), (2, (1, 2)), (5, (1, 3, 5)), (8, (2, 4, 5)), (12, (2, 6, 9))])
+def test_eagle3_drafts(depth: int, layers: tuple[int, ...], tmp_path: Path) -> None:
     target = tiny_llama(num_hidden_layers=depth)
-    write_dflash(tmp_path, target, format=format, layers=layers, block_size=4)
-    drafter = DFlashDrafter(tmp_path, target)
-    expected = {
-        (1, 1): (1,), (2, 1): (2,), (5, 2): (2, 3), (5, 5): (1, 2, 3, 4, 5), (8, 2): (2, 6),
-        (36, 5): (2, 10, 18, 26, 34),  # z-lab's own for Qwen3-8B, counted from 1
-    }  # fmt: skip
-    assert drafter.feature_layers == expected[depth, layers]
-    assert len(drafter.network.layers) == layers and drafter.config.mask_token == 0
-    result = generate(target, PROMPTS, "dflash", assistant_model=str(tmp_path))
-    assert result.statistics.drafter_failure is None and result.statistics.total.drafted > 0
-    assert outputs(result) == outputs(generate(target, PROMPTS))
+    for format in EAGLE3_FORMATS:
+        write_eagle3(tmp_path / format, target, format=format)
+        drafter = Eagle3Drafter(tmp_path / format, target)
+        assert drafter.feature_layers == layers
+        assert torch.equal(drafter.network.lm_head.weight, target.lm_head.weight.float())  # float32 while it is made
+    if depth < 12:
+        check_drafting("eagle3", tmp_path / EAGLE3_FORMATS[depth % 2], target)
+
+
+@pytest.mark.parametrize("depth, layers, expected", [
+    (1, 1, (1,)), (2, 1, (2,)), (5, 2, (2, 3)), (5, 5, (1, 2, 3, 4, 5)), (8, 2, (2, 6)),
+    (36, 5, (2, 10, 18, 26, 34)),  # z-lab's own for Qwen3-8B, counted from 1
+])  # fmt: skip
+def test_dflash_drafts(depth: int, layers: int, expected: tuple[int, ...], tmp_path: Path) -> None:
+    target = tiny_llama(num_hidden_layers=depth)
+    for format in DFLASH_FORMATS:
+        write_dflash(tmp_path / format, target, format=format, layers=layers, block_size=4)
+        drafter = DFlashDrafter(tmp_path / format, target)
+        assert drafter.feature_layers == expected
+        assert len(drafter.network.layers) == layers and drafter.config.mask_token == 0
+    if depth < 8:
+        check_drafting("dflash", tmp_path / DFLASH_FORMATS[layers % 2], target)
 
 
 def test_tensors_have_the_names_of_the_formats(tiny: PreTrainedModel, tmp_path: Path) -> None:
@@ -84,24 +82,28 @@ def test_pruned_vocabulary_holds_the_most_frequent_tokens(tiny: PreTrainedModel,
 
 
 @pytest.mark.parametrize("write", [write_eagle3, write_dflash])
-def test_the_seed_decides(write: Any, tiny: PreTrainedModel, tmp_path: Path) -> None:
+def test_seed_dtype_and_sizes(write: Any, tiny: PreTrainedModel, tmp_path: Path) -> None:
+    def config(name: str) -> list[Any]:
+        keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        found = json.loads((tmp_path / name / "config.json").read_text())
+        return [*(found[key] for key in keys), found["rope_theta"], found["rms_norm_eps"]]
+
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         write(tmp_path / name, tiny, seed=seed, dtype=torch.bfloat16)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b != c
     assert load_file(tmp_path / "a" / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
+    write(tmp_path / "given", tiny, sizes=LayerSizes(96, 8, 4, 6))
+    assert config("a") == [64, 4, 2, 16, 10000.0, 1e-6] and config("given") == [96, 8, 4, 6, 10000.0, 1e-6]
 
 
 @pytest.mark.parametrize("write", [write_eagle3, write_dflash])
-def test_sizes(write: Any, tiny: PreTrainedModel, tmp_path: Path) -> None:
-    write(tmp_path / "own", tiny)
-    own = config_of(tmp_path / "own")
-    assert (own["intermediate_size"], own["num_attention_heads"], own["num_key_value_heads"]) == (64, 4, 2)
-    assert (own["head_dim"], own["rope_theta"], own["rms_norm_eps"]) == (16, 10000.0, 1e-6)
-    write(tmp_path / "given", tiny, sizes=LayerSizes(96, 8, 4, 6))
-    given = config_of(tmp_path / "given")
-    assert (given["intermediate_size"], given["num_attention_heads"], given["num_key_value_heads"]) == (96, 8, 4)
-    assert given["head_dim"] == 6
+def test_the_final_norm_has_the_size_of_the_targets(write: Any, fresh: LlamaForCausalLM, tmp_path: Path) -> None:
+    with torch.no_grad():
+        fresh.model.norm.weight *= 7
+    write(tmp_path, fresh)
+    weight = load_file(tmp_path / "model.safetensors")["norm.weight"]
+    torch.testing.assert_close(weight, torch.full_like(weight, 7.0), rtol=0.01, atol=0)
 
 
 def test_a_target_that_caps_its_logits(tmp_path: Path) -> None:
@@ -116,30 +118,31 @@ def test_a_target_that_caps_its_logits(tmp_path: Path) -> None:
         write_dflash(tmp_path, target, layers=1, format="speculators")
 
 
-def refuse(problem: str, write: Any, target: PreTrainedModel, folder: Path, **options: Any) -> None:
-    with pytest.raises(ValueError, match=problem):
-        write(folder, target, **options)
-    assert not folder.exists()
+BOTH, EAGLE3, DFLASH = (write_eagle3, write_dflash), (write_eagle3,), (write_dflash,)
 
 
-def test_bad_input(tiny: PreTrainedModel, tmp_path: Path) -> None:
-    folder = tmp_path / "none"
-    for write in (write_eagle3, write_dflash):
-        refuse("format='onnx' is none of", write, tiny, folder, format="onnx")
-        refuse("sizes give 3 query heads", write, tiny, folder, sizes=LayerSizes(num_attention_heads=3))
-        refuse("sizes give 4 query heads of 5 dim", write, tiny, folder, sizes=LayerSizes(head_dim=5))
-        refuse("sizes.head_dim=-2", write, tiny, folder, sizes=LayerSizes(head_dim=-2))
-    refuse(r"does not have \[3\]", write_eagle3, tiny, folder, layer_ids=[0, 3])
-    refuse("belong together", write_eagle3, tiny, folder, draft_vocab_size=8)
-    refuse("draft_vocab_size=65", write_eagle3, tiny, folder, draft_vocab_size=65, token_counts=torch.ones(64))
-    refuse(
-        r"layer_ids=\[0\]: z-lab drafters read hidden states from 1 to 2", write_dflash, tiny, folder, layer_ids=[0]
-    )
-    refuse(r"layer_ids=\[3\]", write_dflash, tiny, folder, layer_ids=[3], format="speculators")
-    refuse("layers=0", write_dflash, tiny, folder, layers=0)
-    refuse("block_size=1", write_dflash, tiny, folder, block_size=1)
-    refuse("mask_token=64; the target's tokens are 0 to 63", write_dflash, tiny, folder, mask_token=64)
-    same = tiny_llama(pad_token_id=None, eos_token_id=7)
-    refuse("has no pad token of its own .* give mask_token", write_dflash, same, folder)
-    same.config.pad_token_id = 7
-    refuse("has no pad token of its own", write_dflash, same, folder)
+@pytest.mark.parametrize("writers, options, problem", [
+    (BOTH, dict(format="onnx"), "format='onnx' is not one of"),
+    (BOTH, dict(sizes=LayerSizes(num_attention_heads=3)), "sizes give 3 query heads"),
+    (BOTH, dict(sizes=LayerSizes(head_dim=5)), "sizes give 4 query heads of 5 dim"),
+    (BOTH, dict(sizes=LayerSizes(head_dim=-2)), "sizes.head_dim=-2"),
+    (EAGLE3, dict(layer_ids=[0, 3]), r"no \[3\]"),
+    (EAGLE3, dict(draft_vocab_size=8), "belong together"),
+    (EAGLE3, dict(draft_vocab_size=65, token_counts=torch.ones(64)), "draft_vocab_size=65"),
+    (DFLASH, dict(layer_ids=[0]), r"layer_ids=\[0\]: z-lab drafters read hidden states from 1 to 2"),
+    (DFLASH, dict(layer_ids=[3], format="speculators"), r"layer_ids=\[3\]"),
+    (DFLASH, dict(layers=0), "layers=0"),
+    (DFLASH, dict(block_size=1), "block_size=1"),
+    (DFLASH, dict(mask_token=64), "mask_token=64; the target's tokens are 0 to 63"),
+])  # fmt: skip
+def test_bad_input(writers: Any, options: dict[str, Any], problem: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
+    for write in writers:
+        with pytest.raises(ValueError, match=problem):
+            write(tmp_path / "none", tiny, **options)
+        assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("pad", [None, 7])
+def test_a_pad_token_that_cannot_be_the_mask(pad: int | None, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no pad token of its own .* give mask_token"):
+        write_dflash(tmp_path, tiny_llama(pad_token_id=pad, eos_token_id=7))

@@ -38,17 +38,8 @@ def test_trains_and_measures(
     drafter: str, target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "drafter"
-    options = [
-        "--target",
-        str(target),
-        "--drafter",
-        drafter,
-        "--prompts",
-        str(prompts),
-        "--output",
-        str(output),
-        *SMALL,
-    ]
+    options = ["--target", str(target), "--drafter", drafter, "--prompts", str(prompts), "--output", str(output)]
+    options += SMALL
     train_drafter.main(options)
     printed = capsys.readouterr().out
     assert re.search(r"\d+ parameters learn from 6 windows of up to 16 tokens", printed)
@@ -84,7 +75,7 @@ def test_prompts_are_cut_within_their_template() -> None:
     (["--batch-size", "0"], "batch_size=0"),
     (["--held-out", "4"], "--held-out 4: of 4 prompts"),
     (["--format", "onnx"], "format='onnx'"),
-    (["--layer-ids", "9"], "does not have"),
+    (["--layer-ids", "9"], "and so no [9]"),
     (["--drafter", "dflash", "--block-size", "1"], "block_size=1"),
     (["--drafter", "dflash", "--mask-token", "9999"], "mask_token=9999"),
     (["--drafter", "model", "--hidden-size", "17"], "--hidden-size 17"),

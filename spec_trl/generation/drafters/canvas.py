@@ -1,7 +1,7 @@
-"""Drafters that can learn from the rounds they drafted: what a round must leave behind to be run again with gradient.
+"""Drafters that can learn from the rounds they drafted, and what they keep of a round to run it again with gradient.
 
-Inference kernels carry no gradient (TTS App. C.3), caches are written in place, and a captured forward holds still: so
-drafting stays as it is, and an update replays the round from a :class:`Canvas` on plain modules.
+Inference kernels carry no gradient (TTS App. C.3), and caches are written in place. So drafting stays as it is, and an
+update replays the round from a :class:`Canvas` on plain modules.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ from ..engine.drafter import Drafter
 
 @dataclass(frozen=True)
 class Canvas:
-    """What one round drafted from, and what it drafted: x_{t+1:t+C} behind x_{1:t} (TTS §4).
+    """What one round drafted from, and what it drafted: x_{t+1:t+C} after x_{1:t} (TTS §4).
 
     Args:
         lengths: `[B]` int64, committed tokens n of each row; the newest sits in column n - 1.
@@ -27,7 +27,7 @@ class Canvas:
                          context            | x_t | drafts
 
         features: `[B, context, F]` of the target at the context's columns; None: the drafter reads none.
-        columns: of the K/V, which must hold the drafts as well.
+        columns: number of columns of the K/V, which must hold the drafts as well.
         keys_values: K and V `[B, kv_heads, columns, d]` of each layer; from a row's n - 1 on they hold scratch.
     """
 
@@ -39,7 +39,7 @@ class Canvas:
 
     @property
     def context(self) -> int:
-        """Columns before the newest committed token that come with tokens and features."""
+        """Number of columns before the newest committed token that come with tokens and features."""
         return 0 if self.features is None else self.features.shape[1]
 
     @property
@@ -48,9 +48,9 @@ class Canvas:
         return self.tokens.shape[1] - self.context - 1
 
     def behind(self, offset: int, count: int) -> Tensor:
-        """`[B, count]` int64: columns n + offset .. of each row; what would lie before its start goes astray."""
+        """`[B, count]` int64: columns n + offset .. of each row; the last column, which no replay reads, stands for
+        those before the row's start."""
         columns = self.lengths[:, None] + torch.arange(offset, offset + count, device=self.lengths.device)
-        # The last column lies behind all that a replay looks at.
         return columns.where(columns >= 0, self.columns - 1)
 
     def tokens_behind(self, offset: int, count: int) -> Tensor:
@@ -75,9 +75,8 @@ class TrainableDrafter(Drafter):
     Attributes:
         network: that drafts.
         target_ids: `[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same.
-        learned_context: columns before a round whose K/V a replay computes anew, with gradient.
-        context: the same where the drafter learns, else 0: then nothing is kept for it.
-        cache: K/V that it drafts from.
+        learned_context: number of columns before a round whose K/V a replay computes anew, with gradient.
+        context: the same where the drafter learns, else 0: then nothing is kept for replays.
     """
 
     network: nn.Module
@@ -97,7 +96,7 @@ class TrainableDrafter(Drafter):
     @property
     @abstractmethod
     def width(self) -> int:
-        """Of the network's hidden states."""
+        """Width of the network's hidden states."""
 
     @abstractmethod
     def replay(self, network: Any, canvas: Canvas) -> Tensor:
@@ -120,11 +119,11 @@ class TrainableDrafter(Drafter):
         """The layers of `network` that low-rank adapters can correct, by name."""
 
     def columns_of_replay(self, draft_length: int) -> int:
-        """Columns from a row's newest token on that a replay writes to."""
+        """Number of columns from a row's newest token on that a replay writes to."""
         return draft_length
 
     def position_weights(self, count: int) -> list[float]:
-        """w_k, k = 1..count (TTS §4.1): a token behind a wrong one is of less use. EAGLE-3's training: 0.8^(k - 1)."""
+        """w_k, k = 1..count (TTS §4.1): a token after a wrong one is of less use. EAGLE-3's training: 0.8^(k - 1)."""
         return [0.8**k for k in range(count)]
 
     def canvas(self, draft_length: int, snapshot: bool) -> Canvas:
@@ -136,12 +135,12 @@ class TrainableDrafter(Drafter):
         """
         rows = self.session.rows
         columns = rows.longest + self.columns_of_replay(draft_length)
-        features = self._context_features()
+        features = self.context_features()
         context = 0 if features is None else features.shape[1]
         where = rows.columns_behind(-1 - context, context + 1 + draft_length).clamp(min=0)
         pairs = [
             (layer.keys[: rows.active, :, :columns], layer.values[: rows.active, :, :columns])
-            if layer.is_initialized  # else one without attention, which nothing is asked of
+            if layer.is_initialized  # else a layer without attention
             else (rows.tokens[:0], rows.tokens[:0])
             for layer in self.cache.layers
         ]
@@ -149,6 +148,6 @@ class TrainableDrafter(Drafter):
             pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
         return Canvas(rows.lengths.clone(), rows.tokens[: rows.active].gather(1, where), features, columns, pairs)
 
-    def _context_features(self) -> Tensor | None:
+    def context_features(self) -> Tensor | None:
         """`[B, context, F]` of the columns before a round, a copy."""
         return None

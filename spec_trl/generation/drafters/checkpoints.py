@@ -3,7 +3,9 @@
 import json
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class ConfigFile(dict[str, Any]):
-    """The keys of a config.json, and the text they came in: a config that is unchanged is written as it was read."""
+    """The keys of a config.json and its text: where no key has changed, it is written as it was read."""
 
     def __init__(self, text: str) -> None:
         super().__init__(json.loads(text))
@@ -49,16 +51,19 @@ def read_checkpoint(checkpoint: str | Path) -> tuple[ConfigFile, dict[str, Tenso
             return config, _read_shards(folder / index)
     raise ValueError(
         f"assistant_model={str(checkpoint)!r} has no weights; {_SAFETENSORS[0]} or {_PICKLED[0]}, or the index of "
-        "their shards, must lie beside its config.json."
+        "their shards, must lie next to its config.json."
     )
 
 
 def read_config(checkpoint: str | Path, argument: str = "assistant_model") -> ConfigFile:
-    """The config.json of a checkpoint alone; of one on the hub nothing else is downloaded.
+    """The config.json of a checkpoint; nothing else is downloaded from the hub.
 
     Args:
         checkpoint: as in :func:`read_checkpoint`.
-        argument: that it was named by, for messages.
+        argument: the argument that named it, for messages.
+
+    Raises:
+        ValueError: it is neither, or its config.json is missing or not a JSON object.
     """
     path = _folder_of(checkpoint, ["config.json"], argument) / "config.json"
     if not path.is_file():
@@ -68,32 +73,39 @@ def read_config(checkpoint: str | Path, argument: str = "assistant_model") -> Co
     try:
         return ConfigFile(path.read_bytes().decode())
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{argument}={str(checkpoint)!r}: its config.json is no JSON object: {error}.") from error
+        raise ValueError(f"{argument}={str(checkpoint)!r}: its config.json is not a JSON object: {error}.") from error
 
 
 def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Writes `config.json` and `model.safetensors`, whole or not at all each: a folder may be written over itself.
+    """Writes `config.json` and `model.safetensors`, each whole or not at all: a folder may be written over itself.
 
     Args:
         folder: made where it does not exist.
         config: of :func:`read_checkpoint`, which is written as it was read unless a key has changed, or any mapping.
         tensors: by the names they are to have.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(dict(config), indent=2) + "\n"
     if isinstance(config, ConfigFile) and json.loads(config.text) == config:
         text = config.text
-    else:
-        text = json.dumps(dict(config), indent=2) + "\n"
     # Copies: safetensors refuses tensors that share memory, as those of a .bin file may.
     layout = torch.contiguous_format
     plain = {name: tensor.detach().cpu().clone(memory_format=layout) for name, tensor in tensors.items()}
-    weights, settings = folder / ".model.safetensors.new", folder / ".config.json.new"
-    save_file(plain, weights, metadata={"format": "pt"})
-    settings.write_bytes(text.encode())
-    # Replaced, not overwritten: tensors that were read from the old file are still mapped to it.
-    os.replace(weights, folder / "model.safetensors")
-    os.replace(settings, folder / "config.json")
+    with replacing(Path(folder) / "model.safetensors") as file:
+        save_file(plain, file, metadata={"format": "pt"})
+    with replacing(Path(folder) / "config.json") as file:
+        file.write_bytes(text.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a file next to `path` to write to. It takes the place of `path` at the end, unless something is raised."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        yield fresh
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def load_exactly(
@@ -101,7 +113,6 @@ def load_exactly(
     tensors: Mapping[str, Tensor],
     renames: Mapping[str, str],
     optional: Iterable[str],
-    source: str | Path,
     device: torch.device,
 ) -> None:
     """Gives every parameter and persistent buffer of `network` the tensor of its name, and leaves none over.
@@ -113,44 +124,42 @@ def load_exactly(
         tensors: of :func:`read_checkpoint`; floating ones are cast to the network's dtype.
         renames: stored prefix -> prefix in the network, e.g. `{"midlayer.": "layers.0."}`.
         optional: stored names that may be there without a place in the network.
-        source: the checkpoint, for messages.
-        device: where the network is to be.
+        device: to which the network goes.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape or kind, or not finite.
     """
-    where = f"assistant_model={str(source)!r}"
     places = network.state_dict(keep_vars=True)
-    spare = set(optional)
-    given = {stored: renamed(stored, renames) for stored in tensors if stored not in spare}
+    given = {stored: renamed(stored, renames) for stored in tensors if stored not in set(optional)}
     missing = sorted(set(places) - set(given.values()))
     unexpected = sorted(stored for stored, name in given.items() if name not in places)
     if missing or unexpected:
         raise ValueError(
-            f"{where}: its tensors are not those of its config: missing {missing}, unexpected {unexpected}. Check "
+            f"its tensors are not those of its config: missing {missing}, unexpected {unexpected}. Check "
             "that weights and config.json belong together."
         )
-    twice = sorted(stored for stored, name in given.items() if list(given.values()).count(name) > 1)
-    if twice:
-        raise ValueError(f"{where}: {twice} are stored for the same place; keep one of them.")
+    counts = Counter(given.values())
+    if twice := sorted(stored for stored, name in given.items() if counts[name] > 1):
+        raise ValueError(f"{twice} are stored for the same place; keep one of them.")
     for stored, name in given.items():
         tensor, place = tensors[stored], places[name]
         if tensor.shape != place.shape:
             raise ValueError(
-                f"{where}: {stored} has shape {list(tensor.shape)} and its config makes it {list(place.shape)}. Check "
+                f"{stored} has shape {list(tensor.shape)} and its config makes it {list(place.shape)}. Check "
                 "that weights and config.json belong together."
             )
         if tensor.is_floating_point() != place.is_floating_point():
-            raise ValueError(f"{where}: {stored} is stored as {tensor.dtype} and must be like {place.dtype}.")
-        _materialise(network, name, place, device)
-    with torch.no_grad():
-        placed = network.state_dict()
-        for stored, name in given.items():
-            placed[name].copy_(tensors[stored])
+            raise ValueError(f"{stored} is stored as {tensor.dtype} and must be like {place.dtype}.")
+    network.to_empty(device=device)
+    placed = network.state_dict()
+    for tensor in placed.values():  # NaN: a forgotten copy would show, where any other number would draft badly
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+    for stored, name in given.items():
+        placed[name].copy_(tensors[stored])
     for stored, name in given.items():
         if placed[name].is_floating_point() and not bool(placed[name].isfinite().all()):
             raise ValueError(
-                f"{where}: {stored} holds NaN or infinite values in {placed[name].dtype}. The file is broken, or its "
+                f"{stored} holds NaN or infinite values in {placed[name].dtype}. The file is broken, or its "
                 "dtype reaches further: pass dtype=torch.float32."
             )
 
@@ -187,18 +196,6 @@ def renamed(stored: str, renames: Mapping[str, str]) -> str:
     return stored
 
 
-def _materialise(network: nn.Module, name: str, place: Tensor, device: torch.device) -> None:
-    owner_name, _, leaf = name.rpartition(".")
-    owner = network.get_submodule(owner_name)
-    # NaN: a forgotten copy would show, where zeros would draft badly and random numbers differ from run to run.
-    empty = torch.nan if place.is_floating_point() else 0
-    tensor = torch.full(place.shape, empty, dtype=place.dtype, device=device)
-    if isinstance(place, nn.Parameter):
-        owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=place.requires_grad))
-    else:
-        owner.register_buffer(leaf, tensor)
-
-
 def _folder_of(checkpoint: str | Path, files: Sequence[str], argument: str = "assistant_model") -> Path:
     if Path(checkpoint).is_dir():
         return Path(checkpoint)
@@ -216,11 +213,11 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     try:
         files: dict[str, str] = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{index} is no index of shards; fetch it again.") from error
+        raise ValueError(f"{index} is not an index of shards; fetch it again.") from error
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         if Path(file).name != file or not (index.parent / file).is_file():
-            raise ValueError(f"{index} names the shard {file!r}, which does not lie beside it; fetch it again.")
+            raise ValueError(f"{index} names the shard {file!r}, which does not lie next to it; fetch it again.")
         tensors |= _read_file(index.parent / file)
     if set(tensors) != set(files):
         raise ValueError(

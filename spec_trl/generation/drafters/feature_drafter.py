@@ -1,31 +1,117 @@
-"""What drafters that were trained on a target's hidden states have in common."""
+"""What drafters that were trained on a target's hidden states (its features) have in common."""
 
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...scheduling.draft_length import MAX_DRAFT_LENGTH
+from ..engine.cache import RaggedCache
 from ..engine.drafter import DraftCost, DraftSession
+from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
+from ..engine.verification import Proposal
 from .canvas import TrainableDrafter
+from .checkpoints import load_exactly, read_checkpoint, tensors_to_store, write_checkpoint
+from .feature_config import FeatureConfig
+from .feature_network import FeatureNetwork
 
 
-class LearnedDrafter(TrainableDrafter):
-    """Drafts from the hidden states that the target's runner tells (`EagerRunner.listen`).
+# Rotary tables and training-time copies of the target's weights that some files hold; drafting does not need them.
+_SPARE_TENSORS = (
+    "rotary_emb.inv_freq",
+    "midlayer.self_attn.rotary_emb.inv_freq",
+    "layers.0.self_attn.rotary_emb.inv_freq",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+)
+
+
+class FeatureDrafter(TrainableDrafter):
+    """Drafts with a checkpoint, from the hidden states that the target's runner tells (`EagerRunner.listen`).
+
+    Args:
+        checkpoint: a folder or hub id.
+        target: the model it drafts for. Its embedding and head are used live, unless the checkpoint has its own;
+            nothing of it is copied.
+        dtype: in which the network runs; None: the target's.
 
     Attributes:
-        feature_layers: which hidden states of the target it reads, side by side, in transformers' count.
-        position_limit: tokens that its scaled positions reach; None: RoPE without scaling goes on.
-        target_ids: `[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same.
+        feature_layers: which hidden states of the target it reads, next to each other, in transformers' count.
+        position_limit: number of tokens that its scaled positions reach; None: RoPE is not scaled and has no end.
+
+    Raises:
+        ValueError: the checkpoint is broken, or was made for another target.
     """
 
     has_probabilities = True
     learned_context = 16
-    feature_layers: tuple[int, ...]
-    position_limit: int | None
-    target_ids: Tensor | None
-    _vocabulary: int  # the target's
+    network: FeatureNetwork
+    network_type: type[Any]
+    renames: Mapping[str, str] = {}
+    """Stored prefix -> prefix in the network."""
+    borrowed: tuple[str, ...] = ("embed_tokens.weight",)
+    """Parameters that do not learn, since a drafter without them uses the target's."""
+    least_tokens: int = 1
+    """Number of committed tokens below which a row is not drafted for."""
+
+    def __init__(self, checkpoint: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+        self._settings, self._stored = read_checkpoint(checkpoint)
+        own = target.config.get_text_config(decoder=True)
+        try:
+            config = self.parse(self._settings, own)
+            config.check_target(own, self._stored)
+            with torch.device("meta"):
+                network = self.network_type(config, len(config.feature_layers) * own.hidden_size, set(self._stored))
+            network = network.to(dtype or target.dtype).requires_grad_(False).eval()
+            load_exactly(network, self._stored, self.renames, _SPARE_TENSORS, target.device)
+            self.network, self.target_ids = network, network.target_ids()
+        except ValueError as error:
+            raise ValueError(f"assistant_model={str(checkpoint)!r}: {error}") from error
+        self.feature_layers, self.position_limit = config.feature_layers, config.position_limit
+        self._vocabulary = config.decoder.vocab_size
+        self.cost = self._forward_cost(target)
+
+    @abstractmethod
+    def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> FeatureConfig:
+        """Reads a checkpoint's config.json for a target, given by its text config."""
+
+    @property
+    def forward_size(self) -> tuple[int, int]:
+        """Number of a row's positions that one forward runs over, and of draft tokens that come out of it."""
+        return 1, 1
+
+    @property
+    def most_drafts(self) -> int:
+        """Number of tokens that it can draft in one round."""
+        return sys.maxsize
+
+    @abstractmethod
+    def draft_logits(self, count: int) -> Iterator[Tensor]:
+        """Logits over the draft vocabulary `[B, 1, draft vocabulary]` of `count` draft tokens, one by one. When one is
+        asked for, those before it have been drawn and written to the session's rows."""
+
+    @abstractmethod
+    def take_features(self, features: Tensor, positions: Tensor, first_row: int) -> None:
+        """Keeps what drafting needs of the target's features, after each of its forwards.
+
+        Args:
+            features: `[B, q, feature width]` in the network's dtype.
+            positions: `[B, q]` int64, the columns they belong to; the drafter's cache points at these.
+            first_row: cache row of the first.
+        """
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the checkpoint in the format it came in: names, dtypes and config; what did not change, bit for bit.
+
+        Weights that came from a `.bin` file are written as safetensors.
+        """
+        write_checkpoint(folder, self._settings, tensors_to_store(self.network, self._stored, self.renames))
 
     def check_length(self, columns: int) -> None:
         if self.position_limit is not None and columns > self.position_limit:
@@ -46,43 +132,123 @@ class LearnedDrafter(TrainableDrafter):
             f'hand over. Generate with assistant_strategy="{self.strategy}".'
         )
 
+    # ---- a generation ---------------------------------------------------------------------------------------------
+
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
+        rows, decoder = session.rows, self.network.config.decoder
+        self.forwards = 0
+        self._failure: Exception | None = None
         self._recent: Tensor | None = None  # [capacity, ring + 1, F]
         self._prompt_ends: Tensor | None = None  # [capacity, context, F]
+        # A draft starts at a row's newest token.
+        columns = rows.columns + self.columns_of_replay(0)
+        self._cache = RaggedCache(decoder.num_hidden_layers, rows.capacity, columns)
+        like = self.network.fc.weight.new_empty(1, decoder.num_key_value_heads, 0, decoder.head_dim)
+        for layer in self._cache.layers:  # now, where a lack of memory is reported
+            layer.lazy_initialization(like, like)
+        assert session.target is not None
+        session.target.listen(self.feature_layers, self._hear)
+
+    def end(self) -> None:
+        assert self.session.target is not None
+        self.session.target.stop_listening(self._hear)
+        super().end()
+        del self._cache, self._failure, self._recent, self._prompt_ends
+
+    def admit(self, admission: Admission) -> None:
+        if admission.followers:
+            self.copy_rows(admission.sources, admission.followers, self.session.rows.longest)
+        self._admit_recent(admission)
 
     def move(self, source: list[int], destination: list[int], columns: int) -> None:
+        self.copy_rows(source, destination, columns)
         if self._recent is not None and self._prompt_ends is not None:
             self._recent[destination] = self._recent[source]
             self._prompt_ends[destination] = self._prompt_ends[source]
 
-    def _admit_recent(self, admission: Admission) -> None:
-        """Gives rows that share a prompt its last features. Their source may have generated since, and its ring have
-        forgotten them: so those of each prompt are kept apart."""
-        if self._recent is None:
-            return
-        rows, size = self.session.rows, self._recent.shape[1] - 1
-        if self._prompt_ends is None:
-            self._prompt_ends = self._recent.new_zeros(rows.capacity, self.context, self._recent.shape[-1])
-        where = (rows.prompt_lengths[:, None] - 1 + self._behind_context()).clamp(min=0) % size  # [active, context]
-        leaders = torch.arange(admission.first, admission.first + admission.leaders, device=where.device)
-        self._prompt_ends[leaders] = self._recent[leaders[:, None], where[leaders]]
-        if admission.followers:
-            followers = torch.tensor(admission.followers, device=where.device)
-            self._prompt_ends[followers] = self._prompt_ends[admission.sources]
-            self._recent[followers[:, None], where[followers]] = self._prompt_ends[followers]
+    def copy_rows(self, source: list[int], destination: list[int], columns: int) -> None:
+        """Copies what rows `source` hold for their first `columns` to rows `destination`."""
+        self._cache.copy_rows(source, destination, columns)
 
-    def _behind_context(self) -> Tensor:
-        """-context .. -1, `[context]`."""
-        return torch.arange(-self.context, 0, device=self.session.rows.tokens.device)
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        if self._failure is not None:
+            raise self._failure
+        session, rows = self.session, self.session.rows
+        steps = min(draft_length, self.most_drafts)
+        kept, scores, drawn = [], [], None
+        for step, logits in enumerate(self.draft_logits(steps)):
+            drawn, processed = session.draw(self._over_target(logits), noise, step, drawn)
+            rows.write(step, drawn.tokens)
+            scores.append(drawn.scores)
+            if processed is not None:
+                kept.append(processed)
+        won = torch.cat(scores, dim=1)  # [B, steps]
+        broken = won.isnan().any(dim=1)  # [B]
+        # -inf: the processors left no token of the draft vocabulary, or refused the draft. A row drafts up to there.
+        lengths = (won > -torch.inf).long().cumprod(dim=1).sum(dim=1)  # [B]
+        lengths = lengths.masked_fill(broken | (rows.lengths < self.least_tokens), 0)
+        missing = draft_length - steps
+        tokens = nn.functional.pad(rows.window(0, steps), (0, missing))  # [B, γ]
+        draft_logits = nn.functional.pad(torch.cat(kept, dim=1), (0, 0, 0, missing)) if kept else None  # [B, γ, V]
+        return Proposal(tokens, lengths, draft_logits, broken.any())
+
+    @property
+    def cache(self) -> RaggedCache:
+        return self._cache
+
+    @property
+    def width(self) -> int:
+        return self.network.config.decoder.hidden_size
 
     @property
     def cache_bytes(self) -> int:
         kept = (self._recent, self._prompt_ends)
         return self.cache.bytes + sum(tensor.nbytes for tensor in kept if tensor is not None)
 
+    def trained(self, network: Any) -> list[nn.Parameter]:
+        return [p for name, p in network.named_parameters() if name not in self.borrowed]
+
+    def projections(self, network: Any) -> dict[str, nn.Module]:
+        linear = ((name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear))
+        return {name: module for name, module in linear if f"{name}.weight" not in self.borrowed}
+
+    def own_dtype(self) -> torch.autocast:
+        """Within it the network runs in its own dtype, whatever autocast the policy trains under."""
+        return torch.autocast(self.network.fc.weight.device.type, enabled=False)
+
+    def _hear(self, features: Tensor, positions: Tensor, first_row: int) -> None:
+        # It runs within the target's forward, where an exception would end the generation and not the drafter alone.
+        if self._failure is not None:
+            return
+        try:
+            self._keep_recent(features, positions, first_row)
+            self._cache.point_at(positions, 0, first_row)
+            with self.own_dtype():
+                self.take_features(features.to(self.network.dtype), positions, first_row)
+        except Exception as error:
+            self._failure = error
+
+    def _over_target(self, logits: Tensor) -> Tensor:
+        """`[B, 1, V]` of logits over the draft vocabulary `[B, 1, draft vocabulary]`; tokens it lacks have -inf."""
+        if self.target_ids is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self._vocabulary), -torch.inf)  # [B, 1, V]
+        return whole.index_copy_(-1, self.target_ids, logits)
+
+    def _forward_cost(self, target: PreTrainedModel) -> DraftCost:
+        """Embeddings, which are looked up and not multiplied, do not count; a borrowed head does."""
+        weights = [p for name, p in self.network.named_parameters() if name != "embed_tokens.weight"]
+        if self.network.lm_head is None:
+            weights += list(target.get_output_embeddings().parameters())
+        positions, drafts = self.forward_size
+        size = sum(weight.numel() for weight in weights)
+        return DraftCost(float(sum(weight.nbytes for weight in weights)), 2.0 * positions * size, drafts)
+
+    # ---- the newest features of each row, for replays ------------------------------------------------------------
+
     def _keep_recent(self, features: Tensor, positions: Tensor, first_row: int) -> None:
-        """Keeps the target's features `[B, q, F]` of a row's newest columns, for replays; in a ring:
+        """Keeps the target's features `[B, q, F]` of a row's newest columns, in a ring:
 
         column    n-1-context .. n-2 | n-1 .. n-1+γ       of a row of n tokens: what a replay reads, and
                   context            | verified now       what the next one may read, of these
@@ -93,34 +259,30 @@ class LearnedDrafter(TrainableDrafter):
         if self._recent is None:
             self._recent = features.new_zeros(rows.capacity, size + 1, features.shape[-1])
         first = rows.lengths[first_row : first_row + len(positions), None] - 1 - self.context  # [B, 1]
-        is_near = (positions >= first) & (positions < first + size)  # [B, q]; others go to a slot nobody reads
+        is_near = (positions >= first) & (positions < first + size)  # [B, q]; others go to a slot that is not read
         row = torch.arange(first_row, first_row + len(positions), device=positions.device)[:, None]  # [B, 1]
         self._recent[row, (positions % size).masked_fill(~is_near, size)] = features
 
-    def _context_features(self) -> Tensor | None:
+    def _admit_recent(self, admission: Admission) -> None:
+        """Gives rows that share a prompt its last features. These are kept apart from the ring, since the row that
+        they are copied from may have generated since, and its ring no longer holds them."""
+        if self._recent is None:
+            return
+        rows, size = self.session.rows, self._recent.shape[1] - 1
+        if self._prompt_ends is None:
+            self._prompt_ends = self._recent.new_zeros(rows.capacity, self.context, self._recent.shape[-1])
+        before = torch.arange(-self.context, 0, device=rows.tokens.device)  # [context]
+        where = (rows.prompt_lengths[:, None] - 1 + before).clamp(min=0) % size  # [active, context]
+        leaders = torch.arange(admission.first, admission.first + admission.leaders, device=where.device)
+        self._prompt_ends[leaders] = self._recent[leaders[:, None], where[leaders]]
+        if admission.followers:
+            followers = torch.tensor(admission.followers, device=where.device)
+            self._prompt_ends[followers] = self._prompt_ends[admission.sources]
+            self._recent[followers[:, None], where[followers]] = self._prompt_ends[followers]
+
+    def context_features(self) -> Tensor | None:
         if self._recent is None:
             return None
         rows, size = self.session.rows, self._recent.shape[1] - 1
         row = torch.arange(rows.active, device=rows.tokens.device)[:, None]  # [B, 1]
         return self._recent[row, rows.columns_behind(-1 - self.context, self.context).clamp(min=0) % size]
-
-    def _over_target(self, logits: Tensor) -> Tensor:
-        """`[B, n, V]` of logits over the draft vocabulary `[B, n, drafts]`; what it lacks is -inf."""
-        if self.target_ids is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self._vocabulary), -torch.inf)  # [B, n, V]
-        return whole.index_copy_(-1, self.target_ids, logits)
-
-
-def network_cost(network: nn.Module, head: nn.Module | None, rows: int = 1, tokens: int = 1) -> DraftCost:
-    """Of one forward over `rows` positions that yields `tokens` draft tokens.
-
-    Args:
-        network: embeddings, looked up and not multiplied, do not count.
-        head: the target's, where the network has none of its own.
-    """
-    tables = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
-    weights = [parameter for parameter in network.parameters() if id(parameter) not in tables]
-    weights += list(head.parameters()) if head is not None else []
-    size = sum(weight.numel() for weight in weights)
-    return DraftCost(float(sum(weight.nbytes for weight in weights)), 2.0 * rows * size, tokens)

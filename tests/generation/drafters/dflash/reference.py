@@ -1,6 +1,5 @@
 """A second, slow implementation of DFlash, and checkpoints to try it on."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ from transformers import PreTrainedModel
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
 from spec_trl.generation.drafters.dflash.config import DFlashConfig
 from spec_trl.generation.drafters.dflash.network import DFlashNetwork
+from tests.generation.drafters.straight_line import attend, norm, rotary, turned
 
 
-VOCABULARY = 64
+VOCABULARY, EPS = 64, 1e-6
 SIZES = dict(
     hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, max_position_embeddings=128, rms_norm_eps=1e-6, vocab_size=VOCABULARY, hidden_act="silu",
+    head_dim=8, max_position_embeddings=128, rms_norm_eps=EPS, vocab_size=VOCABULARY, hidden_act="silu",
     attention_bias=False, rope_theta=5000.0, rope_scaling=None,
 )  # fmt: skip
 WINDOWED = dict(use_sliding_window=True, sliding_window=5, layer_types=["full_attention", "sliding_attention"])
@@ -67,16 +67,16 @@ def make_checkpoint(
 ) -> dict[str, Tensor]:
     """A checkpoint with random weights, with embedding and head of its own where the vocabulary is pruned."""
     config = DFlashConfig.parse(settings)
-    network = DFlashNetwork(config, features, config.is_pruned, config.is_pruned, dtype=dtype)
+    is_pruned = config.draft_vocabulary != config.decoder.vocab_size
+    with torch.device("meta"):
+        network = DFlashNetwork(config, features, ("embed_tokens.weight", "lm_head.weight") if is_pruned else ())
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, tensor in network.state_dict().items():
-        if not tensor.is_floating_point():
-            continue
         random = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
         # By default sharp enough that slots, positions and context all matter to the largest logit.
         tensors[name] = (1 + 0.3 * random if "norm" in name else gain * random * tensor.shape[-1] ** -0.5).to(dtype)
-    if config.is_pruned:
+    if is_pruned:
         ids = torch.randperm(VOCABULARY, generator=generator)[: config.draft_vocabulary].sort().values
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, ids, True)
@@ -85,26 +85,6 @@ def make_checkpoint(
 
 
 # ---- the straight line: one row, one slot, one head at a time, everything recomputed --------------------------------
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean() + 1e-6).sqrt() * weight
-
-
-def turned(x: Tensor, position: int, settings: dict[str, Any]) -> Tensor:
-    """RoPE of one head's vector `[d]`."""
-    half, scaling = len(x) // 2, settings["rope_scaling"]
-    result = torch.empty_like(x)
-    for i in range(half):
-        frequency = settings["rope_theta"] ** (-i / half)
-        if scaling is not None:  # Llama 3: low frequencies are slowed down, those between partly
-            turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
-            span = scaling["high_freq_factor"] - scaling["low_freq_factor"]
-            share = min(max((turns - scaling["low_freq_factor"]) / span, 0.0), 1.0)
-            frequency = share * frequency + (1 - share) * frequency / scaling["factor"]
-        cos, sin = math.cos(position * frequency), math.sin(position * frequency)
-        result[i], result[i + half] = x[i] * cos - x[i + half] * sin, x[i + half] * cos + x[i] * sin
-    return result
 
 
 def sees(settings: dict[str, Any], layer: int, query: int, key: int, anchor: int, in_block: bool) -> bool:
@@ -122,12 +102,13 @@ def sees(settings: dict[str, Any], layer: int, query: int, key: int, anchor: int
 def straight_line(
     target: PreTrainedModel, weights: dict[str, Tensor], settings: dict[str, Any], row: Tensor
 ) -> Tensor:
-    """Draft logits `[drafts, vocabulary]` behind `row` `[n]` of committed tokens."""
+    """Draft logits `[drafts, vocabulary]` after `row` `[n]` of committed tokens."""
     is_speculators = "speculators_model_type" in settings
     sizes = settings["transformer_layer_config"] if is_speculators else settings
     extra = settings.get("dflash_config", {})
     block = settings["block_size"] or extra["block_size"]
     heads, shared_heads, d = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
+    angles = rotary(sizes, d)
     anchor = len(row) - 1
     context: list[Tensor] = []
     if anchor:
@@ -135,46 +116,43 @@ def straight_line(
         ids = settings["aux_hidden_state_layer_ids"] if is_speculators else [i + 1 for i in extra["target_layer_ids"]]
         for position in range(anchor):
             feature = torch.cat([states[i][0, position] for i in ids])  # [features]
-            context.append(norm(weights["fc.weight"] @ feature, weights["hidden_norm.weight"]))
+            context.append(norm(weights["fc.weight"] @ feature, weights["hidden_norm.weight"], EPS))
     own = weights.get("embed_tokens.weight")
     table = target.get_input_embeddings().weight if own is None else own
     tokens = [int(row[-1])] + [2] * (block - 1)
     hidden = [table[token] * extra.get("input_embedding_scale", 1.0) for token in tokens]
     for layer in range(sizes["num_hidden_layers"]):
+        own_of = {name.removeprefix(f"layers.{layer}."): weight for name, weight in weights.items()}
 
-        def linear(name: str, x: Tensor, prefix: str = f"layers.{layer}.") -> Tensor:
-            y = weights[f"{prefix}{name}.weight"] @ x
-            return y + weights[f"{prefix}{name}.bias"] if f"{prefix}{name}.bias" in weights else y
+        def normed(x: Tensor, name: str, of: dict[str, Tensor] = own_of) -> Tensor:
+            return norm(x, of[f"{name}.weight"], EPS)
 
-        of_layer = {name.removeprefix(f"layers.{layer}."): weight for name, weight in weights.items()}
-        inputs = [norm(x, of_layer["input_layernorm.weight"]) for x in hidden]
+        def linear(x: Tensor, name: str, of: dict[str, Tensor] = own_of) -> Tensor:
+            y = of[f"{name}.weight"] @ x
+            return y + of[f"{name}.bias"] if f"{name}.bias" in of else y
+
+        inputs = [normed(x, "input_layernorm") for x in hidden]
         keys, values = [], []
         for position, x in enumerate(context + inputs):
-            k = linear("self_attn.k_proj", x).view(shared_heads, d)
-            keys.append([turned(norm(head, of_layer["self_attn.k_norm.weight"]), position, sizes) for head in k])
-            values.append(linear("self_attn.v_proj", x).view(shared_heads, d))
+            k = linear(x, "self_attn.k_proj").view(shared_heads, d)
+            keys.append([turned(normed(head, "self_attn.k_norm"), position, *angles) for head in k])
+            values.append(linear(x, "self_attn.v_proj").view(shared_heads, d))
         for slot, x in enumerate(inputs):
-            seen = [
-                position
-                for position in range(anchor + block)
-                if sees(settings, layer, anchor + slot, position, anchor, position >= anchor)
-            ]
-            attended = []
-            for head, q in enumerate(linear("self_attn.q_proj", x).view(heads, d)):
-                q = turned(norm(q, of_layer["self_attn.q_norm.weight"]), anchor + slot, sizes)
-                group = head // (heads // shared_heads)
-                scores = torch.stack([q @ keys[position][group] / math.sqrt(d) for position in seen])
-                attended.append(sum(p * values[at][group] for p, at in zip(scores.softmax(0), seen, strict=True)))
-            hidden[slot] = hidden[slot] + linear("self_attn.o_proj", torch.cat(attended))
+            at = anchor + slot
+            seen = [key for key in range(anchor + block) if sees(settings, layer, at, key, anchor, key >= anchor)]
+            q = linear(x, "self_attn.q_proj").view(heads, d)
+            queries = [turned(normed(head, "self_attn.q_norm"), at, *angles) for head in q]
+            attended = attend(queries, [keys[key] for key in seen], [values[key] for key in seen])
+            hidden[slot] = hidden[slot] + linear(attended, "self_attn.o_proj")
         for slot in range(block):
-            x = norm(hidden[slot], of_layer["post_attention_layernorm.weight"])
-            gated = F.silu(linear("mlp.gate_proj", x)) * linear("mlp.up_proj", x)
-            hidden[slot] = hidden[slot] + linear("mlp.down_proj", gated)
+            x = normed(hidden[slot], "post_attention_layernorm")
+            gated = F.silu(linear(x, "mlp.gate_proj")) * linear(x, "mlp.up_proj")
+            hidden[slot] = hidden[slot] + linear(gated, "mlp.down_proj")
     head = weights.get("lm_head.weight")
     head = target.get_output_embeddings().weight if head is None else head
     logits = torch.full((block, VOCABULARY), -torch.inf, dtype=torch.float64)
     for slot in range(block):
-        scored = head @ norm(hidden[slot], weights["norm.weight"]) * extra.get("output_multiplier", 1.0)
+        scored = head @ norm(hidden[slot], weights["norm.weight"], EPS) * extra.get("output_multiplier", 1.0)
         cap = extra.get("final_logit_softcapping")
         for i, logit in enumerate(torch.tanh(scored / cap) * cap if cap else scored):
             logits[slot, i + (int(weights["d2t"][i]) if "d2t" in weights else 0)] = logit

@@ -1,4 +1,4 @@
-"""A second, slow implementation of EAGLE-3, checkpoints to try it on, and eyes on what the fast one does."""
+"""A second, slow implementation of EAGLE-3, and checkpoints to try it on."""
 
 import math
 from pathlib import Path
@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spec_trl.generation.drafters.autoregressive import CATCH_UP
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
-from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
-from spec_trl.generation.engine.noise import RoundNoise
-from spec_trl.generation.engine.verification import Proposal
+from spec_trl.generation.drafters.eagle3.config import Eagle3Config
+from spec_trl.generation.drafters.eagle3.network import Eagle3Network
+from tests.generation.drafters.straight_line import attend, norm, rotary, turned
+from tests.generation.drafters.watching import watch
 
+
+__all__ = ["Reference", "make_folder", "make_tensors", "safeai", "speculators", "watch"]
 
 HIDDEN, VOCABULARY = 64, 64  # of the tiny target
 LAYER = {
@@ -25,6 +27,7 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 IDS = {IDS_KEY: [2, 0, 1]}  # the tiny target has two layers: the default ids do not fit
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -53,75 +56,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "safeai, own embedding, narrow": safeai(hidden_size=32, head_dim=8, target_hidden_size=HIDDEN),
     "safeai, SpecForge's layer ids": without(safeai(eagle_config={IDS_KEY: [1, -1, 0]}), IDS_KEY),
     "safeai, llama3": safeai(rope_theta=5000.0, rope_scaling=LLAMA3),
+    "safeai, YaRN": safeai(rope_scaling=YARN),
     "safeai, bias": safeai(attention_bias=True, mlp_bias=True, rope_theta=1e6),
-    "speculators": speculators(),
     "speculators, two layers' states": speculators(eagle_aux_hidden_state_layer_ids=[1, 2]),
     "speculators, qwen3": speculators({"model_type": "qwen3", "head_dim": 8, "rope_parameters": {
         "rope_type": "default", "rope_theta": 700.0}}),
-    **{f"speculators, {flag}": speculators(**{flag: True}) for flag in FLAGS},
+    "speculators, two flags": speculators(norm_before_residual=True, fc_norm=True),
+    "speculators, the other two": speculators(norm_before_fc=True, norm_output=True),
     "speculators, all flags": speculators(**dict.fromkeys(FLAGS, True)),
 }  # fmt: skip
 
 
-def make_tensors(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Random weights by the names that the format's own files have."""
-    is_nested = "speculators_model_type" in config
-    layer = config["transformer_layer_config"] if is_nested else config
-    h, heads, kv = layer["hidden_size"], layer["num_attention_heads"], layer["num_key_value_heads"]
-    d, inner = layer.get("head_dim", h // heads), layer["intermediate_size"]
-    wide, vocabulary = config.get("target_hidden_size") or h, layer["vocab_size"]
-    draft = config.get("draft_vocab_size", vocabulary)
-    count = len(config.get(IDS_KEY, [1, 2, 3]))
-    at = "layers.0." if is_nested else "midlayer."
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (h, count * wide), "norm.weight": (h,), "lm_head.weight": (draft, h),
-        at + "self_attn.q_proj.weight": (heads * d, 2 * h), at + "self_attn.k_proj.weight": (kv * d, 2 * h),
-        at + "self_attn.v_proj.weight": (kv * d, 2 * h), at + "self_attn.o_proj.weight": (h, heads * d),
-        at + "hidden_norm.weight": (h,), at + "input_layernorm.weight": (h,),
-        at + "post_attention_layernorm.weight": (h,), at + "mlp.gate_proj.weight": (inner, h),
-        at + "mlp.up_proj.weight": (inner, h), at + "mlp.down_proj.weight": (h, inner),
-    }  # fmt: skip
-    if layer.get("attention_bias"):
-        shapes |= {at + f"self_attn.{name}_proj.bias": (heads * d,) for name in "q"}
-        shapes |= {at + f"self_attn.{name}_proj.bias": (kv * d,) for name in "kv"}
-        shapes |= {at + "self_attn.o_proj.bias": (h,)}
-    if layer.get("mlp_bias"):
-        shapes |= {at + f"mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
-        shapes |= {at + "mlp.down_proj.bias": (h,)}
-    if layer["model_type"] == "qwen3":
-        shapes |= {at + f"self_attn.{name}_norm.weight": (d,) for name in "qk"}
-    if config.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (count * wide,)
-    if config.get("fc_norm"):
-        shapes |= {f"fc_norm.{i}.weight": (wide,) for i in range(count)}
-    if wide != h:
-        shapes["embed_tokens.weight"] = (vocabulary, h)
-    generator = torch.Generator().manual_seed(seed)
+def make_tensors(config: dict[str, Any], dtype: torch.dtype = torch.float64, depth: int = 2) -> dict[str, Tensor]:
+    """Random weights by the names that the format's own files have, for a target of `depth` layers."""
+    parsed = Eagle3Config.parse(config, depth)
+    brings = {"embed_tokens.weight"} if parsed.decoder.hidden_size != parsed.target_hidden_size else set()
+    with torch.device("meta"):
+        network = Eagle3Network(parsed, parsed.target_hidden_size * len(parsed.feature_layers), brings)
+    generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, shape in shapes.items():
-        width, middle = 2 / h**0.5 if len(shape) == 2 else 0.2, float("norm" in name and len(shape) == 1)
+    for name, tensor in network.state_dict().items():
+        width, middle = 2 * tensor.shape[0] ** -0.5 if tensor.dim() == 2 else 0.2, float("norm" in name)
         # A million numbers, again and again where there are more: quick for tensors of real size.
-        size = math.prod(shape)
-        some = torch.empty(min(size, 10**6 + 3), dtype=dtype)
+        some = torch.empty(min(tensor.numel(), 10**6 + 3), dtype=dtype)
         some.uniform_(middle - width, middle + width, generator=generator)
-        tensors[name] = some.repeat(-(-size // len(some)))[:size].view(shape)
-    if draft != vocabulary:
+        stored = name if "speculators_model_type" in config else name.replace("layers.0.", "midlayer.")
+        tensors[stored] = some.repeat(-(-tensor.numel() // len(some)))[: tensor.numel()].view(tensor.shape)
+    if (draft := parsed.draft_vocabulary) != (vocabulary := parsed.decoder.vocab_size):
         ids = torch.randperm(vocabulary, generator=generator)[:draft].sort().values  # [draft]
         tensors["d2t"] = ids - torch.arange(draft)
         tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
     return tensors
 
 
-def make_folder(folder: Path, config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float64) -> Path:
-    write_checkpoint(folder, config, make_tensors(config, seed, dtype))
+def make_folder(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float64, depth: int = 2) -> Path:
+    write_checkpoint(folder, config, make_tensors(config, dtype, depth))
     return folder
 
 
-# ---- the straight-line implementation: one row, one pair at a time, no cache, nothing shared with the package ------
-
-
 class Reference:
-    """The facts of the two formats, written down once more, slowly."""
+    """The facts of the two formats, written down once more: one row, one pair at a time, no cache."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel) -> None:
         layer = config.get("transformer_layer_config", config)
@@ -129,33 +103,23 @@ class Reference:
         self.config, self.layer, self.target = config, layer, target
         self.heads, self.kv = layer["num_attention_heads"], layer["num_key_value_heads"]
         self.d = layer.get("head_dim", layer["hidden_size"] // self.heads)
+        self.rotary = rotary(layer, self.d)
         ids = config.get(IDS_KEY)
         self.ids = ids if ids is not None else [i + 1 for i in config["eagle_config"][IDS_KEY]]
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean() + self.layer["rms_norm_eps"]).sqrt() * self.t[name]
+        return norm(x, self.t[name], self.layer["rms_norm_eps"])
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         out = self.t[f"{name}.weight"] @ x
         return out + self.t[f"{name}.bias"] if f"{name}.bias" in self.t else out
 
-    def rotate(self, x: Tensor, position: int) -> Tensor:
-        half = self.d // 2
-        out = x.clone()
-        theta = self.layer.get("rope_theta") or self.layer.get("rope_parameters", {}).get("rope_theta") or 10000.0
-        scaling = self.layer.get("rope_scaling")
-        for j in range(half):
-            frequency = theta ** (-2 * j / self.d)
-            if scaling:  # Llama 3.1: long waves are stretched, short ones kept, those between interpolated
-                turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
-                low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-                share = min(max((turns - low) / (high - low), 0.0), 1.0)
-                frequency = (1 - share) * frequency / scaling["factor"] + share * frequency
-            turned = complex(x[j], x[half + j]) * complex(
-                math.cos(position * frequency), math.sin(position * frequency)
-            )
-            out[j], out[half + j] = turned.real, turned.imag
-        return out
+    def heads_of(self, x: Tensor, name: str, count: int, position: int) -> list[Tensor]:
+        """Queries or keys, rotated."""
+        parts = list(self.linear(x, f"layers.0.self_attn.{name}_proj").view(count, self.d))
+        if f"layers.0.self_attn.{name}_norm.weight" in self.t:
+            parts = [self.norm(part, f"layers.0.self_attn.{name}_norm.weight") for part in parts]
+        return [turned(part, position, *self.rotary) for part in parts]
 
     def features(self, tokens: list[int]) -> list[Tensor]:
         states = self.target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
@@ -174,91 +138,29 @@ class Reference:
         """h of the last of the pairs (token, state), which all attend as the last one needs."""
         embedding = self.t.get("embed_tokens.weight", self.target.get_input_embeddings().weight)
         keys, values = [], []
-        for i, (token, state) in enumerate(pairs):
+        for position, (token, state) in enumerate(pairs, start=1):  # from 1, as speculators counts
             normed = self.norm(state, "layers.0.hidden_norm.weight")
             a = torch.cat([self.norm(embedding[token], "layers.0.input_layernorm.weight"), normed])
-            key = self.linear(a, "layers.0.self_attn.k_proj").view(self.kv, self.d)
-            if "layers.0.self_attn.k_norm.weight" in self.t:
-                key = torch.stack([self.norm(row, "layers.0.self_attn.k_norm.weight") for row in key])
-            keys.append([self.rotate(row, i + 1) for row in key])  # from 1, as speculators counts
+            keys.append(self.heads_of(a, "k", self.kv, position))
             values.append(self.linear(a, "layers.0.self_attn.v_proj").view(self.kv, self.d))
-        query = self.linear(a, "layers.0.self_attn.q_proj").view(self.heads, self.d)
-        if "layers.0.self_attn.q_norm.weight" in self.t:
-            query = torch.stack([self.norm(row, "layers.0.self_attn.q_norm.weight") for row in query])
-        attended = []
-        for head in range(self.heads):
-            q, group = self.rotate(query[head], len(pairs)), head // (self.heads // self.kv)
-            scores = torch.stack([q @ key[group] / self.d**0.5 for key in keys])
-            weights = scores.exp() / scores.exp().sum()
-            attended.append(sum(weight * value[group] for weight, value in zip(weights, values, strict=True)))
+        attended = attend(self.heads_of(a, "q", self.heads, len(pairs)), keys, values)
         residual = normed if self.config.get("norm_before_residual") else state
-        h = residual + self.linear(torch.cat(attended), "layers.0.self_attn.o_proj")
+        h = residual + self.linear(attended, "layers.0.self_attn.o_proj")
         x = self.norm(h, "layers.0.post_attention_layernorm.weight")
-        gate = self.linear(x, "layers.0.mlp.gate_proj")
-        up = self.linear(x, "layers.0.mlp.up_proj")
+        gate, up = self.linear(x, "layers.0.mlp.gate_proj"), self.linear(x, "layers.0.mlp.up_proj")
         return h + self.linear(gate / (1 + (-gate).exp()) * up, "layers.0.mlp.down_proj")
 
-    def logits(self, tokens: list[int], drafts: list[int] | int) -> Tensor:
-        """Logits `[γ, V]` behind `tokens`, the newest included; `drafts`: as drawn, or how many greedy ones."""
+    def logits(self, tokens: list[int], drafts: list[int]) -> Tensor:
+        """Logits `[γ, V]` after `tokens`, the newest included, where `drafts` are drawn one after another."""
         states = self.features(tokens)[:-1]  # the newest token has not been fed to the target
         pairs = list(zip(tokens[1:], states, strict=True))
         found = []
-        for step in range(drafts if isinstance(drafts, int) else len(drafts)):
+        for token in drafts:
             h = self.layer_output(pairs)
             short = self.linear(self.norm(h, "norm.weight"), "lm_head")
             whole = torch.full((self.layer["vocab_size"],), -math.inf, dtype=short.dtype)
             for i, logit in enumerate(short):
                 whole[i + int(self.t["d2t"][i]) if "d2t" in self.t else i] = logit
             found.append(whole)
-            token = int(whole.argmax()) if isinstance(drafts, int) else drafts[step]
             pairs.append((token, self.norm(h, "norm.weight") if self.config.get("norm_output") else h))
         return torch.stack(found)
-
-
-def watch(drafter: Eagle3Drafter) -> list[tuple[list[int], list[int], Tensor]]:
-    """Collects (committed tokens, drafts, logits `[γ, V]`) of each row and round."""
-    seen: list[tuple[list[int], list[int], Tensor]] = []
-    steps: list[Tensor] = []
-    propose, over_target = drafter.propose, drafter._over_target
-
-    def watched_logits(logits: Tensor) -> Tensor:
-        steps.append(over_target(logits).clone())
-        return steps[-1].clone()
-
-    def watched(draft_length: int, noise: RoundNoise | None) -> Proposal:
-        steps.clear()
-        proposal = propose(draft_length, noise)
-        rows, logits = drafter.session.rows, torch.cat(steps, dim=1)  # [B, γ, V]
-        for row, (length, drafted) in enumerate(zip(rows.lengths.tolist(), proposal.lengths.tolist(), strict=True)):
-            if drafted:
-                seen.append((rows.tokens[row, :length].tolist(), proposal.tokens[row].tolist(), logits[row]))
-        return proposal
-
-    drafter.propose, drafter._over_target = watched, watched_logits  # type: ignore[method-assign]
-    return seen
-
-
-def watch_catching_up(drafter: Eagle3Drafter) -> list[tuple[int, int]]:
-    """Collects, of each round, how many pairs were fed per row before drafting, and how far any row had grown."""
-    found: list[tuple[int, int]] = []
-    widths: list[int] = []
-    before: dict[int, int] = {}
-    catch_up, feed = drafter._catch_up, drafter._feed
-
-    def watched_feed(columns: Tensor, *rest: Any, **more: Any) -> Tensor:
-        widths.append(columns.shape[1])
-        return feed(columns, *rest, **more)
-
-    def watched() -> Tensor:
-        widths.clear()
-        rows = drafter.session.rows
-        lengths = dict(zip(rows.requests.tolist(), rows.lengths.tolist(), strict=True))
-        grown = max(length - before.get(request, length - 1) for request, length in lengths.items())
-        before.update(lengths)
-        h = catch_up()
-        assert max(widths) <= CATCH_UP
-        found.append((sum(widths), grown))
-        return h
-
-    drafter._catch_up, drafter._feed = watched, watched_feed  # type: ignore[method-assign]
-    return found

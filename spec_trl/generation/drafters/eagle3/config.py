@@ -1,0 +1,103 @@
+"""The two formats of an EAGLE-3 checkpoint's config.json: SafeAILab's (AngelSlim, SpecForge) and speculators'."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...engine.attention import FULL
+from ..feature_config import (
+    DECODER_KEYS,
+    INERT_KEYS,
+    FeatureConfig,
+    check_keys,
+    layer_list,
+    read_decoder,
+    whole_number,
+)
+
+
+_IDS = "eagle_aux_hidden_state_layer_ids"
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_KEYS = {*_FLAGS, _IDS, "draft_vocab_size", "target_hidden_size", "speculators_model_type"}
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (1,),
+    "pretraining_tp": (1,),
+    "tie_word_embeddings": (False, None),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(FeatureConfig):
+    """What an EAGLE-3 checkpoint computes, read from either format's config.json.
+
+    Args:
+        norm_before_residual: whether the residual stream starts from the normed state.
+        norm_before_fc: whether one norm over all features comes before their projection.
+        fc_norm: whether a norm for each of the features comes before their projection.
+        norm_output: whether the state that is fed back is the one after the final norm.
+    """
+
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any], target_layers: int) -> "Eagle3Config":
+        """Reads a config.json of SafeAILab, AngelSlim and SpecForge, or of speculators.
+
+        Args:
+            settings: its keys.
+            target_layers: L, of the target. Where no layer ids are given they are 2, L // 2 and L - 3.
+
+        Raises:
+            ValueError: a key is unknown or asks for something that is not served.
+        """
+        kind = settings.get("speculators_model_type", "eagle3")
+        if kind != "eagle3":
+            raise ValueError(f"speculators_model_type={kind!r}; choose the assistant_strategy of that name.")
+        is_nested = "speculators_model_type" in settings
+        layer: Mapping[str, Any] = settings.get("transformer_layer_config") or {} if is_nested else settings
+        if is_nested:
+            check_keys("config.json", settings, _KEYS | INERT_KEYS | {"transformer_layer_config"}, {})
+            check_keys("transformer_layer_config", layer, DECODER_KEYS | INERT_KEYS | {"mlp_bias"}, _FIXED)
+        else:
+            known = _KEYS | INERT_KEYS | DECODER_KEYS | {"mlp_bias", "eagle_config"}
+            check_keys("config.json", settings, known, _FIXED)
+        slides = layer.get("sliding_window") is not None and layer.get("use_sliding_window") is not False
+        if slides or set(layer.get("layer_types") or []) - {FULL}:
+            raise ValueError(
+                f"sliding_window={layer.get('sliding_window')}, layer_types={layer.get('layer_types')}: the attention "
+                "of an EAGLE-3 layer must be full. Set use_sliding_window to false if it is."
+            )
+        fixed = {"num_hidden_layers": 1, "layer_types": None, "sliding_window": None}
+        decoder = read_decoder(layer, "llama", mlp_bias=bool(layer.get("mlp_bias")), **fixed)
+        flags = {name: settings.get(name) for name in _FLAGS}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool | None):
+                raise ValueError(f"{name}={flag!r} in config.json; it must be true or false.")
+
+        def size(name: str, default: int) -> int:
+            return whole_number(name, default if settings.get(name) is None else settings[name], 1)
+
+        return cls(
+            decoder=decoder,
+            feature_layers=_feature_layers(settings, target_layers),
+            # 32000: the class default of speculators. Without a number the other format means the whole vocabulary.
+            draft_vocabulary=size("draft_vocab_size", 32000 if is_nested else decoder.vocab_size),
+            target_hidden_size=size("target_hidden_size", decoder.hidden_size),
+            **{name: bool(flag) for name, flag in flags.items()},
+        )
+
+
+def _feature_layers(settings: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
+    nested: Mapping[str, Any] = settings.get("eagle_config") or {}
+    check_keys("eagle_config", nested, {_IDS}, {"use_aux_hidden_state": (True,)})
+    if settings.get(_IDS) is not None:
+        return layer_list(_IDS, settings[_IDS])
+    if nested.get(_IDS) is not None:  # SpecForge and SGLang name the layer whose output it is, others whose input
+        return tuple(index + 1 for index in layer_list(_IDS, nested[_IDS], least=-1))
+    ids = [2, target_layers // 2, target_layers - 3]
+    if ids[-1] < 0:
+        raise ValueError(f"{_IDS} is missing, and the default {ids} does not fit a target of {target_layers} layers.")
+    return tuple(ids)

@@ -1,0 +1,194 @@
+"""What a config.json says about a drafter that reads its target's hidden states: the parts that all formats share."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from ..engine.attention import FULL, SLIDING
+
+
+DECODER_KEYS = {
+    "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
+    "max_position_embeddings", "max_window_layers", "model_type", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
+    "use_sliding_window", "vocab_size",
+}  # fmt: skip
+"""What the forward of a drafter's layers is made of."""
+INERT_KEYS = {
+    # Written by transformers.
+    "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "auto_map", "base_model_ep_plan",
+    "base_model_pp_plan", "base_model_tp_plan", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    "has_no_defaults_at_init", "id2label", "initializer_range", "is_encoder_decoder", "label2id",
+    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
+    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "use_mrope",
+    # Written by speculators: how the drafter was trained, and for which target.
+    "draft_attn_kernel", "embed_requires_grad", "enable_sp_ulysses", "speculators_config", "speculators_version",
+}  # fmt: skip
+"""Keys without a part in the forward of a trained drafter."""
+_MODEL_TYPES = ("llama", "qwen3")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureConfig:
+    """What the config.json of every such drafter says.
+
+    Args:
+        decoder: sizes, activation, RoPE and types of its layers, as a config of transformers.
+        feature_layers: the target's hidden states that it reads, in transformers' count (0: embeddings).
+        draft_vocabulary: number of tokens that its head scores.
+        target_hidden_size: width of the target's hidden states; None: not said.
+    """
+
+    decoder: PreTrainedConfig
+    feature_layers: tuple[int, ...]
+    draft_vocabulary: int
+    target_hidden_size: int | None = None
+
+    @property
+    def position_limit(self) -> int | None:
+        """Number of positions that its scaled RoPE was made for; None: RoPE is not scaled and has no end."""
+        is_scaled = self.decoder.rope_parameters["rope_type"] != "default"
+        return int(self.decoder.max_position_embeddings) if is_scaled else None
+
+    def check_target(self, target: PreTrainedConfig, tensors: Collection[str]) -> None:
+        """Checks that the drafter was made for a target.
+
+        Args:
+            target: the target's text config.
+            tensors: names of the tensors that the checkpoint brings.
+
+        Raises:
+            ValueError: it was made for another target, or the checkpoint lacks what it cannot borrow from this one.
+        """
+        depth, wide, vocabulary = target.num_hidden_layers, target.hidden_size, target.vocab_size
+        beyond = [index for index in self.feature_layers if not 0 <= index <= depth]
+        if beyond:
+            raise ValueError(
+                f"it reads the hidden states {list(self.feature_layers)} of its target, counted from 0 for the "
+                f"embeddings, and the target has {depth} layers and so no {beyond}. Use a drafter that was made for "
+                "this target."
+            )
+        if self.decoder.vocab_size != vocabulary:
+            raise ValueError(
+                f"vocab_size={self.decoder.vocab_size}, and the target's vocabulary has {vocabulary} tokens. A "
+                "drafter must use the target's tokenizer."
+            )
+        if self.draft_vocabulary > vocabulary:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocabulary} is more than the vocabulary of {vocabulary} tokens."
+            )
+        if self.target_hidden_size not in (None, wide):
+            raise ValueError(
+                f"target_hidden_size={self.target_hidden_size}, and the target's hidden states are {wide} wide. Use a "
+                "drafter that was made for this target."
+            )
+        for name, role in (("embed_tokens.weight", "embedding"), ("lm_head.weight", "head")):
+            if self.decoder.hidden_size != wide and name not in tensors:
+                raise ValueError(
+                    f"hidden_size={self.decoder.hidden_size}, and the target's is {wide}: the target's {role} cannot "
+                    f"serve this drafter, and the checkpoint has no {name}."
+                )
+        if self.draft_vocabulary != vocabulary and not {"lm_head.weight", "d2t"} <= set(tensors):
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocabulary} of {vocabulary} tokens needs a head of its own "
+                "(lm_head.weight), and d2t to say which tokens these are. The checkpoint was not saved whole."
+            )
+
+
+def check_keys(
+    where: str, settings: Mapping[str, Any], known: Collection[str], fixed: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Checks that nothing in `settings` asks for a network that is not built here.
+
+    Args:
+        where: the part of config.json that they are from, for messages.
+        settings: keys and values.
+        known: keys whose values are read, or have no part in the forward.
+        fixed: keys that must have one of these values.
+
+    Raises:
+        ValueError: there is another key, or another value.
+    """
+    for key, allowed in fixed.items():
+        if key in settings and settings[key] not in allowed:
+            raise ValueError(f"{where} has {key}={settings[key]!r}; of this, only {allowed[0]!r} is served.")
+    unknown = {key: settings[key] for key in sorted(settings.keys() - set(known) - fixed.keys())}
+    if unknown:
+        raise ValueError(
+            f"{where} has keys that are not known here and may change what is computed: {unknown}. Remove them from "
+            "config.json if they do not."
+        )
+
+
+def read_decoder(settings: Mapping[str, Any], default_type: str, **fixed: Any) -> PreTrainedConfig:
+    """The drafter's layers as a config of transformers, which fills in what is left out.
+
+    Args:
+        settings: keys of config.json; others than `DECODER_KEYS` are ignored.
+        default_type: the model type where they name none.
+        fixed: values that replace those of the file.
+
+    Raises:
+        ValueError: transformers refuses the settings, or they ask for something that is not served.
+    """
+    given = {key: value for key, value in settings.items() if key in DECODER_KEYS} | fixed
+    model_type = given.pop("model_type", default_type)
+    if model_type not in _MODEL_TYPES:
+        raise ValueError(f"model_type={model_type!r} is not served; layers are of {_MODEL_TYPES}.")
+    if not given.get("rope_parameters"):
+        given.pop("rope_parameters", None)
+        given.setdefault("rope_theta", 10000.0)  # defaults differ between versions of transformers
+    try:
+        # `mlp_bias`: Qwen3 does not have it, and the layers of both families are built alike.
+        config = AutoConfig.for_model(model_type, **{"mlp_bias": False} | given)
+        config.layer_types = list(config.to_dict().get("layer_types") or [FULL] * config.num_hidden_layers)
+    except Exception as error:  # transformers has its own classes of error, which differ between versions
+        raise ValueError(f"its decoder settings do not fit together: {error}") from error
+    if set(config.layer_types) - {FULL, SLIDING}:
+        raise ValueError(f"layer_types={config.layer_types}; layers are {FULL} or {SLIDING}.")
+    if SLIDING in config.layer_types and not config.to_dict().get("sliding_window"):
+        raise ValueError(
+            f"layer_types={config.layer_types} names sliding layers, and sliding_window is "
+            f"{settings.get('sliding_window')!r} (use_sliding_window={settings.get('use_sliding_window')!r}). Set a "
+            "window."
+        )
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"hidden_act={config.hidden_act!r} is not an activation of transformers.")
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in _ROPE_TYPES:
+        raise ValueError(
+            f"RoPE of type {rope_type!r} is not served, since its angles may depend on the longest row. Served are "
+            f"{_ROPE_TYPES}."
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_key_value_heads={config.num_key_value_heads} must divide "
+            f"num_attention_heads={config.num_attention_heads}."
+        )
+    return config
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """`value`, if it is an integer of at least `least`.
+
+    Raises:
+        ValueError: it is not; the message calls it `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} in config.json; it must be an integer of at least {least}.")
+    return value
+
+
+def layer_list(name: str, ids: Any, least: int = 0) -> tuple[int, ...]:
+    """`ids`, if they are a list of integers of at least `least`.
+
+    Raises:
+        ValueError: they are not; the message calls them `name`.
+    """
+    if not isinstance(ids, list) or not ids:
+        raise ValueError(f"{name}={ids!r} in config.json; it must be a list of the target's layers.")
+    return tuple(whole_number(name, index, least) for index in ids)

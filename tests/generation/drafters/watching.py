@@ -1,0 +1,76 @@
+"""What a drafter drafts, seen through the session that it draws from; and random checkpoints of both kinds."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, cat, nn
+
+from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
+from spec_trl.generation.engine.drafter import DraftSession
+from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.engine.verification import Proposal
+
+
+Seen = list[tuple[list[int], list[int], Tensor]]
+
+
+@dataclass(frozen=True)
+class _Watched(DraftSession):
+    steps: list[Tensor]
+
+    def draw(self, logits: Tensor, *arguments: Any) -> Any:
+        self.steps.append(logits.clone())
+        return super().draw(logits, *arguments)
+
+
+def watch(drafter: FeatureDrafter) -> Seen:
+    """Collects (committed tokens, drafts, logits over the target's vocabulary `[γ, V]`) of each row and round."""
+    seen: Seen = []
+    steps: list[Tensor] = []
+    begin, propose = drafter.begin, drafter.propose
+
+    def watched_begin(session: DraftSession) -> None:
+        begin(_Watched(*vars(session).values(), steps))
+
+    def watched(draft_length: int, noise: RoundNoise | None) -> Proposal:
+        steps.clear()
+        proposal = propose(draft_length, noise)
+        rows, logits = drafter.session.rows, cat(steps, dim=1)  # [B, γ, V]
+        for row, (length, drafted) in enumerate(zip(rows.lengths.tolist(), proposal.lengths.tolist(), strict=True)):
+            if drafted:
+                drafts = proposal.tokens[row, : len(steps)].tolist()
+                seen.append((rows.tokens[row, :length].tolist(), drafts, logits[row]))
+        return proposal
+
+    drafter.begin, drafter.propose = watched_begin, watched  # type: ignore[method-assign]
+    return seen
+
+
+def fed_per_round(drafter: FeatureDrafter) -> list[list[int]]:
+    """Collects the number of pairs per row of each forward of EAGLE-3's network: of prompts first, then by round."""
+    found: list[list[int]] = [[]]
+    propose = drafter.propose
+
+    def count(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        found[-1].append(arguments[0].shape[1])
+
+    def watched(draft_length: int, noise: RoundNoise | None) -> Proposal:
+        found.append([])
+        return propose(draft_length, noise)
+
+    drafter.network.register_forward_pre_hook(count)
+    drafter.propose = watched  # type: ignore[method-assign]
+    return found
+
+
+def make_checkpoint(folder: Path, kind: str, vocabulary: int = 64, **changes: Any) -> str:
+    """A random drafter for a target of two layers and 64 hidden dimensions."""
+    from tests.generation.drafters.dflash import reference as dflash
+    from tests.generation.drafters.eagle3 import reference as eagle3
+
+    if kind == "eagle3":
+        eagle3.make_folder(folder, eagle3.safeai(vocab_size=vocabulary, draft_vocab_size=vocabulary) | changes)
+    else:
+        dflash.make_checkpoint(folder, dflash.zlab(vocab_size=vocabulary) | changes)
+    return str(folder)
