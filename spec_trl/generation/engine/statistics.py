@@ -1,0 +1,252 @@
+"""Statistics of one `generate` call, as plain data; `counters.py` fills them in."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from .timeline import RequestTimeline
+
+
+DEPTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Lower edges of the output-depth bins in tokens; from 512 on those of ER Tab. 7."""
+
+
+def added(one: Any, other: Any) -> Any:
+    """The sum of two records of one kind: fields by field, dictionaries by key (a missing key counts as zero)."""
+    if isinstance(one, Mapping):
+        missing = {key: value for key, value in other.items() if key not in one}
+        return {key: added(value, other[key]) if key in other else value for key, value in one.items()} | missing
+    if is_dataclass(one) and not isinstance(one, type):
+        names = [field.name for field in fields(one)]
+        return type(one)(**{name: added(vars(one)[name], vars(other)[name]) for name in names})
+    return one + other
+
+
+@dataclass
+class DraftCounts:
+    """Counts over the rounds that speculated.
+
+    Args:
+        drafted, accepted: draft tokens up to a row's end, and how many of them were accepted.
+        blocks: verified rows.
+        first_drafted, first_accepted: the same of each block's first draft token alone.
+        committed: tokens that these rounds added to the output.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    blocks: int = 0
+    first_drafted: int = 0
+    first_accepted: int = 0
+    committed: int = 0
+
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        total: DraftCounts = added(self, other)
+        return total
+
+    @property
+    def block_efficiency(self) -> float:
+        """τ: tokens per verified block, the bonus or corrected token included (ER §2.1). NaN without blocks."""
+        return self.committed / self.blocks if self.blocks else math.nan
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens. NaN without drafts."""
+        return self.accepted / self.drafted if self.drafted else math.nan
+
+    @property
+    def first_token_acceptance(self) -> float:
+        """Share of blocks whose first draft token was accepted (ER App. D). NaN without drafts."""
+        return self.first_accepted / self.first_drafted if self.first_drafted else math.nan
+
+
+@dataclass
+class LearningStatistics:
+    """What a drafter learned while it drafted (TTS).
+
+    Args:
+        updates: updates that began.
+        seconds: time that they took.
+        waited: seconds in which decoding stood still for them.
+        bytes: the most memory that learning held next to the drafter.
+    """
+
+    updates: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    bytes: int = 0
+
+
+@dataclass
+class RacingStatistics:
+    """Race statistics, over raced rows only: those that had several chains in a round.
+
+    Args:
+        rounds: rounds with a race.
+        wins: chains that won their row's race, by drafter.
+        losses: chains that did not, by drafter.
+        wasted: draft tokens that were verified and not committed, by drafter; a winner's rejected ones count too.
+        winners: `wins` for each row of the batch.
+        winners_by_depth: `wins` by output depth at the start of the race; keys are lower edges of `DEPTH_EDGES`.
+    """
+
+    rounds: int = 0
+    wins: dict[str, int] = field(default_factory=dict)
+    losses: dict[str, int] = field(default_factory=dict)
+    wasted: dict[str, int] = field(default_factory=dict)
+    winners: list[dict[str, int]] = field(default_factory=list)
+    winners_by_depth: dict[int, dict[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What the last requests took: seconds, and decoding rounds (one target forward each)."""
+
+    seconds: float
+    rounds: int
+
+
+@dataclass
+class RoundPoint:
+    """Measured rounds of like shape.
+
+    Args:
+        batch: rows.
+        length: mean cached tokens per row.
+        draft_length: γ; 0 is autoregressive decoding. In a race: the largest draft count verified in any row.
+        drafter: name of the drafter, several joined by "+"; None: none drafted.
+        rounds: number of rounds.
+        seconds: of all these rounds.
+        tokens: committed by all these rounds.
+    """
+
+    batch: int
+    length: float
+    draft_length: int
+    drafter: str | None
+    rounds: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+
+
+@dataclass
+class SpeculationStatistics:
+    """Statistics of one `generate` call.
+
+    Args:
+        strategy: the `assistant_strategy` asked for.
+        total: draft counts over all rows; of a raced row those of the chain that won.
+        per_request: the same for each row of the batch.
+        per_depth: the same by output depth at the start of a block; keys are lower edges of `DEPTH_EDGES`.
+        per_drafter: draft counts by drafter over all its chains. Here each chain is a block, whether or not it won, and
+            `committed` is what it would have added to the output by itself.
+        racing: race statistics; None: no row was raced.
+        tokens: generated tokens, EOS included, padding not.
+        logprob_sum: sum of the log-probabilities of the sampled tokens under the processed target distribution
+            (nats); 0 when logprobs were not asked for.
+        target_forwards, draft_forwards: network forwards, prefill included.
+        rounds: decoding rounds until the last row ended, of one target forward each.
+        ended_in: the round in which each row of the batch ended, counted from 1.
+        timeline: who drafted for each row of the batch, and when.
+        speculating: (round, draft length) at each change; 0 is autoregressive decoding.
+        points: measured rounds by batch, bin of length, γ and drafter.
+        predicted_speedup: mean over the speculative rounds by the roofline or ladder; without such rounds the largest
+            that was predicted. None: there is neither roofline nor ladder.
+        measured_speedup: the speculative rounds against the autoregressive time of the same tokens by the corrected
+            roofline or ladder. None: there is neither.
+        reason: why the rounds drafted or did not, in a sentence.
+        plain_seconds: what plain decoding of the same tokens would have taken, by measured rounds and by the profile
+            that they correct. None: neither is known.
+        completion_curve: (seconds since the start, requests finished so far) for each round that finished any.
+        phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control", and "learn" where a
+            drafter learns.
+        seconds: of the whole call.
+        cache_bytes: K/V cache, a small drafter's own included.
+        graphs: captured forwards that the target and its drafters hold.
+        graph_bytes: device memory that these take next to weights and cache.
+        learning: of a drafter that learns while it drafts; else None.
+        drafter_failure: why the drafter was dropped, or None.
+    """
+
+    strategy: str
+    total: DraftCounts = field(default_factory=DraftCounts)
+    per_request: list[DraftCounts] = field(default_factory=list)
+    per_depth: dict[int, DraftCounts] = field(default_factory=dict)
+    per_drafter: dict[str, DraftCounts] = field(default_factory=dict)
+    racing: RacingStatistics | None = None
+    tokens: int = 0
+    logprob_sum: float = 0.0
+    target_forwards: int = 0
+    draft_forwards: int = 0
+    rounds: int = 0
+    ended_in: list[int] = field(default_factory=list)
+    timeline: list[RequestTimeline] = field(default_factory=list)
+    speculating: list[tuple[int, int]] = field(default_factory=list)
+    points: list[RoundPoint] = field(default_factory=list)
+    predicted_speedup: float | None = None
+    measured_speedup: float | None = None
+    reason: str = ""
+    plain_seconds: float | None = None
+    completion_curve: list[tuple[float, int]] = field(default_factory=list)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    cache_bytes: int = 0
+    graphs: int = 0
+    graph_bytes: int = 0
+    learning: LearningStatistics | None = None
+    drafter_failure: str | None = None
+
+    @property
+    def block_efficiency(self) -> float:
+        """τ over all rows; see :attr:`DraftCounts.block_efficiency`."""
+        return self.total.block_efficiency
+
+    @property
+    def acceptance_rate(self) -> float:
+        """See :attr:`DraftCounts.acceptance_rate`."""
+        return self.total.acceptance_rate
+
+    @property
+    def first_token_acceptance(self) -> float:
+        """See :attr:`DraftCounts.first_token_acceptance`."""
+        return self.total.first_token_acceptance
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the seconds of the whole call."""
+        return self.tokens / self.seconds if self.seconds else math.nan
+
+    @property
+    def drafted_rounds(self) -> int:
+        """Rounds in which something was drafted."""
+        return sum(point.rounds for point in self.points if point.draft_length)
+
+    def __str__(self) -> str:
+        """A short summary."""
+        share = self.drafted_rounds / self.rounds if self.rounds else 0.0
+        whole = self.plain_seconds / self.seconds if self.plain_seconds and self.drafted_rounds else None
+        speedups = {"predicted": self.predicted_speedup, "measured": self.measured_speedup, "whole call": whole}
+        lines = [
+            f"{self.strategy}: {self.tokens} tokens in {self.seconds:.2f} s, {self.tokens_per_second:.1f} tokens/s",
+            f"drafting in {share:.0%} of {self.rounds} rounds: {self.reason}",
+        ]
+        if self.total.drafted:
+            lines.append(f"block efficiency {self.block_efficiency:.2f}, acceptance rate {self.acceptance_rate:.2f}")
+        if known := [f"{name} {speedup:.2f}×" for name, speedup in speedups.items() if speedup is not None]:
+            lines.append(f"speedup over plain decoding: {', '.join(known)}")
+        return "\n".join(lines)
+
+    def tail(self, share: float = 0.5) -> Tail:
+        """From when at least `share` of the requests had ended until the last one had (SA §4.2). 0: the whole of
+        decoding.
+
+        Raises:
+            ValueError: `share` is not in 0 to 1.
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"share={share} is out of range; it must be 0 to 1.")
+        count = math.ceil(share * len(self.ended_in) - 1e-9)  # 0.07 * 100 is a little more than 7
+        rounds, seconds = [0, *sorted(self.ended_in)], [(0.0, 0), *self.completion_curve]
+        begun = next(second for second, finished in seconds if finished >= count)
+        return Tail(seconds[-1][0] - begun, rounds[-1] - rounds[count])
