@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spec_trl.cli import figures
-from spec_trl.trainers.run_log import DepthCounts
+from spec_trl.generation.engine.statistics import DraftCounts
 from tests.cli.sample_run import make_rollout, make_step
 
 
@@ -111,8 +111,8 @@ def test_no_correlation_of_too_little() -> None:
 
 
 def test_depth_pools_counts_and_compares_both_ends() -> None:
-    def counts(tau: float) -> dict[int, DepthCounts]:
-        return {0: DepthCounts(10, 40, 50, 30), 512: DepthCounts(10, round(10 * tau), 50, 20)}
+    def counts(tau: float) -> dict[int, DraftCounts]:
+        return {0: DraftCounts(50, 30, 10, committed=40), 512: DraftCounts(50, 20, 10, committed=round(10 * tau))}
 
     records = [make_rollout(i, per_depth=counts(2.0 if i < 5 else 3.0 if i >= 7 else 2.5)) for i in range(12)]
     drawing = drawn(figures.depth_efficiency(records))

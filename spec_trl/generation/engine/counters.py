@@ -15,8 +15,8 @@ LENGTH_BIN = 128
 
 
 class RoundLog:
-    """Collects the shapes and times of rounds. `plain_rounds` and `plain_seconds` are those before the first round that
-    drafted."""
+    """Collects the shapes and times of rounds. `plain_rounds` and `plain_seconds` are of those before the first one
+    that drafted."""
 
     def __init__(self) -> None:
         self._points: dict[tuple[int, int, int, str | None], RoundPoint] = {}

@@ -139,8 +139,8 @@ class SpeculationStatistics:
         total: draft counts over all rows; of a raced row those of the chain that won.
         per_request: the same for each row of the batch.
         per_depth: the same by output depth at the start of a block; keys are lower edges of `DEPTH_EDGES`.
-        per_drafter: draft counts by drafter over all its chains. Here each chain is a block, whether or not it won, and
-            `committed` is what it would have added to the output by itself.
+        per_drafter: draft counts by drafter over all its chains. Here each chain is a block, whether it won or not,
+            and `committed` is what it would have added to the output by itself.
         racing: race statistics; None: no row was raced.
         tokens: generated tokens, EOS included, padding not.
         logprob_sum: sum of the log-probabilities of the sampled tokens under the processed target distribution
