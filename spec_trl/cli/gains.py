@@ -206,7 +206,7 @@ def compare(
                 scores = reference_scores(model, prefix, work.temperature, seed + visit, row, same)  # [vocab]
                 gap = distance(scores, (theirs[same], ours[same]))
             if noise is None:
-                noise = _logit_noise(model, work, reference, draft_length)
+                noise = logit_noise(model, work, reference, draft_length)
             if gap < noise / (work.temperature or 1.0):
                 found.near_ties += 1
             else:
@@ -214,7 +214,7 @@ def compare(
     return found
 
 
-def _logit_noise(model: PreTrainedModel, work: Work, call: Call, draft_length: int) -> float:
+def logit_noise(model: PreTrainedModel, work: Work, call: Call, draft_length: int) -> float:
     """The largest difference of one logit between forward shapes; 0 where no text is long enough to measure it."""
     texts = sorted((p + c for p, c in zip(work.prompts, call.completions, strict=True)), key=len)[-NOISE_TEXTS:]
     length = min(len(texts[0]), NOISE_LENGTH)

@@ -1,4 +1,4 @@
-"""Figures, judged by the numbers in them, each recomputed here from the records. The test of the report renders them."""
+"""Figures, judged by their numbers, each recomputed here from the records. The test of the report renders them."""
 
 import math
 from dataclasses import replace
