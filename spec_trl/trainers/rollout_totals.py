@@ -8,13 +8,7 @@ from functools import reduce
 from accelerate.utils import gather_object
 
 from ..generation.drafters.tts.drafter import DistilledDrafter
-from ..generation.engine.statistics import (
-    DraftCounts,
-    LearningStatistics,
-    RacingStatistics,
-    SpeculationStatistics,
-    added,
-)
+from ..generation.engine.statistics import DraftCounts, SpeculationStatistics, added
 from ..generation.engine.timeline import RequestTimeline, slowest
 from ..scheduling.account import Account
 from ..scheduling.control import Control, Tally
@@ -36,8 +30,7 @@ class Counts:
         rounds, drafted_rounds: decoding rounds, and those that drafted.
         draft_length_sum: γ, summed over rounds.
         drafter_updates: of a drafter that learns while it drafts.
-        drafts: draft counts.
-        per_depth: the same by lower edge of the depth bin.
+        per_depth: draft counts by lower edge of the depth bin.
         tallies: what the control counted, by strategy.
         race_wins: by strategy.
     """
@@ -49,7 +42,6 @@ class Counts:
     drafted_rounds: int = 0
     draft_length_sum: int = 0
     drafter_updates: int = 0
-    drafts: DraftCounts = field(default_factory=DraftCounts)
     per_depth: dict[int, DraftCounts] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)
     race_wins: dict[str, int] = field(default_factory=dict)
@@ -121,18 +113,19 @@ class RolloutTotals:
             self.account = Account(statistics.predicted_speedup, statistics.reason)
         self.turns += 1
         self.rounds += statistics.rounds
-        learning, racing = statistics.learning or LearningStatistics(), statistics.racing or RacingStatistics()
+        learning, racing = statistics.learning, statistics.racing
+        updates, waited = (0, 0.0) if learning is None else (learning.updates, learning.waited)
         counts = Counts(
             requests, statistics.tokens, statistics.logprob_sum, statistics.rounds, statistics.drafted_rounds,
-            sum(point.rounds * point.draft_length for point in statistics.points), learning.updates,
-            statistics.total, statistics.per_depth, {}, racing.wins,
+            sum(point.rounds * point.draft_length for point in statistics.points), updates,
+            statistics.per_depth, {}, {} if racing is None else racing.wins,
         )  # fmt: skip
         for candidate, tally in zip(control.candidates, control.tallies, strict=True):
             counts.tallies[candidate.name] = counts.tallies.get(candidate.name, Tally()) + tally
         self.counts = added(self.counts, counts)
         tail, plain = statistics.tail(), statistics.plain_seconds
         plain = math.inf if plain is None else seconds - statistics.seconds + plain
-        durations = Durations(seconds, 0.0, learning.waited, tail.seconds, tail.rounds, plain)
+        durations = Durations(seconds, 0.0, waited, tail.seconds, tail.rounds, plain)
         self.durations = added(self.durations, durations)
 
     def over_ranks(self, strategies: Sequence[str]) -> "RolloutTotals":
@@ -152,6 +145,7 @@ class RolloutTotals:
     ) -> RolloutRecord:
         """The rollout as it is logged; `draft_lengths` are the γ that were in force, by strategy."""
         counts, durations = self.counts, self.durations
+        drafts = sum(counts.per_depth.values(), DraftCounts())
         drafted_by = {name: tally.rounds / (counts.rounds or 1) for name, tally in counts.tallies.items()}
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
         speculation = sum(counts.tallies.values(), Tally())
@@ -170,9 +164,9 @@ class RolloutTotals:
             tokens=counts.tokens,
             requests=counts.requests,
             phase_seconds=self.phase_seconds,
-            block_efficiency=_ratio(counts.drafts.committed, counts.drafts.blocks),
-            acceptance_rate=_ratio(counts.drafts.accepted, counts.drafts.drafted),
-            first_token_acceptance=_ratio(counts.drafts.first_accepted, counts.drafts.first_drafted),
+            block_efficiency=_ratio(drafts.committed, drafts.blocks),
+            acceptance_rate=_ratio(drafts.accepted, drafts.drafted),
+            first_token_acceptance=_ratio(drafts.first_accepted, drafts.first_drafted),
             # -log p of the sampled tokens is an unbiased estimate of the entropy that they were drawn with.
             target_entropy=_ratio(-counts.logprob_sum, counts.tokens),
             draft_length=max(draft_lengths.values(), default=0) if main is None else draft_lengths.get(main, 0),

@@ -73,16 +73,6 @@ def test_the_number_of_changes_is_bounded(spells: list[tuple[int, int]]) -> None
     assert len(changes) == exact if exact <= MOST_CHANGES else len(changes) > MOST_CHANGES // 2
 
 
-def test_of_joined_spells_the_longer_one_stays() -> None:
-    log = TimelineLog(1, NAMES)
-    for round_ in range(600):
-        log.record(float(round_), round_, [Chain(int(round_ % 6 == 5), 1)], [0])  # five rounds of one, one of another
-    changes = log.timelines[0].changes
-    ends = [round_ for _, round_, _ in changes[1:]] + [600]
-    spent = sum(end - begun for (_, begun, names), end in zip(changes, ends, strict=True) if names == ["self"])
-    assert 500 < spent < 600 and len(changes) > 1
-
-
 def test_slowest_come_in_the_order_of_their_ends() -> None:
     timelines = [RequestTimeline(i, ended=ended) for i, ended in enumerate([3.0, 9.0, 1.0, 7.0])]
     assert [timeline.request for timeline in slowest(timelines, 3)] == [0, 3, 1]
