@@ -315,7 +315,9 @@ def depth_efficiency(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
         }
         for edge in edges
     }
-    table = [("depth (tokens)", "blocks", "τ", "accepted", "τ, first 5 rollouts", "τ, last 5 rollouts")]
+    table: list[Sequence[str]] = [
+        ("depth (tokens)", "blocks", "τ", "accepted", "τ, first 5 rollouts", "τ, last 5 rollouts")
+    ]
     for name, (blocks, *ratios) in zip(names, (own.values() for own in numbers.values()), strict=True):
         table.append((name, str(blocks), *("-" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios)))
     text = ", ".join(f"τ {tau:.2f} at {name}" for name, tau in zip(names, taus, strict=True))
