@@ -68,7 +68,7 @@ class Drawing:
 
 
 def canvas(panels: int, per_row: int = 2, width: float = 4.8, height: float = 3.8) -> tuple[Figure, list[Axes]]:
-    """A figure of its own (pyplot would keep them all) with `panels` axes of so many inches, line by line."""
+    """A figure of its own (pyplot would keep them all) with `panels` axes, whose width and height are in inches."""
     columns = min(per_row, panels)
     lines = math.ceil(panels / columns)
     figure = Figure(figsize=(width * columns + 2, height * lines), layout="constrained")

@@ -89,7 +89,7 @@ def make_step(index: int, **changes: object) -> StepRecord:
 
 
 def write_run(folder: Path, rollouts: int = 24, **header: object) -> Path:
-    """Writes the log of a run of so many rollouts and steps; returns its path."""
+    """Writes the log of a run of `rollouts` rollouts and as many steps; returns its path."""
     log = RunLog(folder / LOG_FILE)
     log.append(make_header(**header))
     for index in range(rollouts):

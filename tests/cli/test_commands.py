@@ -73,7 +73,7 @@ def test_refit_finds_the_roofline_that_made_the_times(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep, new = tmp_path / "sweep.csv", tmp_path / "new.json"
-    write_sweep(sweep, "shape", [s for s in make_profile().samples if s.batch != 2])  # those at 2 rows are off
+    write_sweep(sweep, "shape", [s for s in make_profile().samples if s.batch in (1, 16)])
     arguments = ["validate", str(profile), "--csv", str(sweep), "--refit", "--bandwidth", "2.5e10", "-o", str(new)]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_refit_finds_the_roofline_that_made_the_times(
     paper = next(line for line in printed.splitlines() if "fit, paper" in line)
     assert all(float(error.rstrip("%")) < 0.5 for error in columns(paper)[1:5])
     written = Profile.load(new)
-    assert written.key == make_profile().key and len(written.samples) == len(make_profile().samples) * 6 // 7
+    assert written.key == make_profile().key and len(written.samples) == len(make_profile().samples) * 2 // 7
     assert f"written: {new} (fit, improved)" in printed
 
 

@@ -247,7 +247,7 @@ def test_the_last_rollout_that_raced_is_drawn() -> None:
 
 
 SECONDS = {("ngram", 1): (1.305, 2.105), ("self", 1): (1.605, 1.805), ("self", 4): (3.5, 10.0)}
-"""Of rounds of γ = 1 and γ = 4, by method and batch, beside an autoregressive second."""
+"""Of rounds of γ = 1 and γ = 4, by method and batch, where an autoregressive round takes one second."""
 LADDER = Ladder(
     tuple(
         Rung(method, batch, gamma, p, seconds, 1.0)
