@@ -11,8 +11,7 @@ from statistics import median
 
 import torch
 
-from spec_trl.generation.engine.statistics import DraftCounter, PhaseTimer, RoundLog
-from spec_trl.generation.engine.verification import Proposal, Verdict
+from spec_trl.generation.engine.counters import DraftCounter, PhaseTimer, RoundLog
 from spec_trl.scheduling.control import Candidate
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.toggle import SpeculationToggle
@@ -61,12 +60,9 @@ def measure_bookkeeping(
 
     log = RoundLog()
     rows = torch.arange(batch, device=device)  # [B]
-    tokens = torch.zeros(batch, draft_length, dtype=torch.int64, device=device)  # [B, γ]
-    full = torch.full_like(rows, draft_length)  # [B]
-    proposal = Proposal(tokens, full)
-    verdict = Verdict(tokens, full, tokens.float(), None)
-    counter = DraftCounter(batch, device)
-    ends = torch.zeros(batch, dtype=torch.bool, device=device)  # [B]
+    drafter = torch.zeros(1, batch, dtype=torch.int64, device=device)  # [1, B], which is also the winner's lane
+    full = torch.full_like(drafter, draft_length)  # [1, B]
+    counter = DraftCounter(batch, ["self"], device)
     timer = PhaseTimer(device)
 
     def clocks() -> None:
@@ -77,7 +73,7 @@ def measure_bookkeeping(
     return Bookkeeping(
         control=_seconds(control),
         log=_seconds(lambda: log.add(batch, length, draft_length, "self", 0.01, batch)),
-        counter=_seconds(lambda: counter.add(rows, rows, proposal, verdict, full + 1, ends)),
+        counter=_seconds(lambda: counter.add(rows, rows, drafter, full, full, full[0] + 1, drafter[0])),
         clocks=_seconds(clocks),
     )
 

@@ -4,11 +4,14 @@ A function returns None where the run has no data for its figure. Colours are Ok
 readers can tell apart.
 """
 
+import io
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -18,11 +21,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ..trainers.run_log import DepthCounts, RolloutRecord, StepRecord
+from ..generation.engine.statistics import DraftCounts, added
+from ..json_files import write_atomically
+from ..trainers.run_log import RolloutRecord, StepRecord
 
 
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
+PALE = "#CCCCCC"
+"""Autoregressive decoding."""
 
 _DRAFTER_COLOURS = {
     "self": BLUE, "ngram": ORANGE, "history": GREEN, "model": VERMILLION, "eagle3": PURPLE, "dflash": SKY,
@@ -36,6 +43,9 @@ _PHASE_COLOURS = {
 _MARKS = (50, 90, 99)  # per cent of requests, as in ER App. B
 _NEIGHBOURHOOD = 5  # rollouts at either end of a run that Tab. 7 and 8 would compare
 
+Box = tuple[float, float, float, float]
+"""Left, right, low, high."""
+
 
 @dataclass
 class Drawing:
@@ -45,6 +55,59 @@ class Drawing:
     numbers: dict[str, Any]
     text: str
     table: Sequence[Sequence[str]] = ()
+
+    def write(self, path: Path, dpi: int = 130) -> bytes:
+        """Writes the figure to `path`, in the format of its suffix; returns the file's content."""
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format=path.suffix[1:], dpi=dpi)
+        write_atomically(path, buffer.getvalue())
+        return buffer.getvalue()
+
+
+# ---- parts that several figures share -----------------------------------------------------------------------------
+
+
+def canvas(panels: int, per_row: int = 2, width: float = 4.8, height: float = 3.8) -> tuple[Figure, list[Axes]]:
+    """A figure of its own (pyplot would keep them all) with `panels` axes, whose width and height are in inches."""
+    columns = min(per_row, panels)
+    lines = math.ceil(panels / columns)
+    figure = Figure(figsize=(width * columns + 2, height * lines), layout="constrained")
+    return figure, [figure.add_subplot(lines, columns, 1 + panel) for panel in range(panels)]
+
+
+def draw_line(axes: Axes, xs: Sequence[float], ys: Sequence[float], **look: Any) -> None:
+    """A line over steps or rollouts, with a dot at each where they are few."""
+    axes.plot(xs, ys, **({"marker": "." if len(xs) < 60 else None} | look))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def draw_boxes(axes: Axes, boxes: Mapping[str, Sequence[Box]], colours: Mapping[str, Any]) -> None:
+    """Filled boxes by label, and their legend next to the axes."""
+    for label, own in boxes.items():
+        corners = [[(left, low), (right, low), (right, high), (left, high)] for left, right, low, high in own]
+        axes.add_collection(PolyCollection(corners, facecolor=colours[label], edgecolor="none"))
+    handles = [Patch(color=colours[label], label=label) for label in boxes]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def drafter_colour(name: str) -> str:
+    """The same in every figure; drafters that somebody made share one."""
+    return _DRAFTER_COLOURS.get(name, YELLOW)
+
+
+def changes(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """(place, value) where the value begins or changes."""
+    pairs = list(zip(places, values, strict=True))
+    return [pair for at, pair in enumerate(pairs) if at == 0 or pairs[at - 1][1] != pair[1]]
+
+
+def _known(rollouts: Sequence[RolloutRecord], *names: str) -> list[tuple[Any, ...]]:
+    """(rollout, value of each field) of the rollouts that have them all."""
+    rows = [(record.rollout, *(vars(record)[name] for name in names)) for record in rollouts]
+    return [row for row in rows if None not in row]
+
+
+# ---- figures ------------------------------------------------------------------------------------------------------
 
 
 def step_times(steps: Sequence[StepRecord]) -> Drawing | None:
@@ -56,16 +119,14 @@ def step_times(steps: Sequence[StepRecord]) -> Drawing | None:
     if not steps:
         return None
     figure, (axes,) = canvas(1)
-    parts = _stack(axes, [step.step for step in steps], [_with_rest(step.phases, step.seconds) for step in steps])
+    bars = [_with_rest(step.phases, step.seconds) for step in steps]
+    _stack(axes, [step.step for step in steps], bars)
     axes.set(xlabel="optimizer step", ylabel="seconds")
     counted = slice(1, None) if len(steps) > 1 else slice(None)
-    shares = _shares({name: values[counted] for name, values in parts.items()})
-    seconds, count = statistics.fmean(step.seconds for step in steps[counted]), len(steps[counted])
-    return Drawing(
-        figure,
-        {"shares": shares, "mean_seconds": seconds, "steps": count},
-        f"{seconds:.3g} s per step over {count} {'steps' if count > 1 else 'step'}: {_percent(shares)}.",
-    )
+    shares, count = _shares(bars[counted]), len(steps[counted])
+    seconds = statistics.fmean(step.seconds for step in steps[counted])
+    text = f"{seconds:.3g} s per step over {count} {'steps' if count > 1 else 'step'}: {percent(shares)}."
+    return Drawing(figure, {"shares": shares, "mean_seconds": seconds, "steps": count}, text)
 
 
 def reward(steps: Sequence[StepRecord]) -> Drawing | None:
@@ -74,28 +135,26 @@ def reward(steps: Sequence[StepRecord]) -> Drawing | None:
     if not points:
         return None
     figure, (axes,) = canvas(1)
-    axes.plot(*zip(*points, strict=True), color=BLUE, marker="." if len(points) < 60 else None)
+    steps_, rewards = zip(*points, strict=True)
+    draw_line(axes, steps_, rewards, color=BLUE)
     axes.set(xlabel="optimizer step", ylabel="mean reward")
-    first, last = points[0][1], points[-1][1]
-    return Drawing(
-        figure, {"first": first, "last": last}, f"{first:.3g} in the first step, {last:.3g} in the last one."
-    )
+    numbers = {"first": rewards[0], "last": rewards[-1]}
+    return Drawing(figure, numbers, f"{rewards[0]:.3g} in the first step, {rewards[-1]:.3g} in the last one.")
 
 
 def rollout_phases(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """Seconds of the engine's phases, stacked, by rollout, and tokens per second beside them (ER Fig. 12)."""
+    """Seconds of the engine's phases, stacked, by rollout, and tokens per second next to them (ER Fig. 12)."""
     if not rollouts:
         return None
     figure, (left, right) = canvas(2)
     counts = [record.rollout for record in rollouts]
-    entries = [_with_rest(r.phase_seconds | {"refresh": r.refresh_seconds}, r.seconds) for r in rollouts]
-    parts = _stack(left, counts, entries)
+    bars = [_with_rest(r.phase_seconds | {"refresh": r.refresh_seconds}, r.seconds) for r in rollouts]
+    _stack(left, counts, bars)
     left.set(xlabel="training rollout", ylabel="seconds")
     rates = [record.tokens / record.seconds if record.seconds else math.nan for record in rollouts]
-    right.plot(counts, rates, color=BLUE, marker="." if len(rates) < 60 else None)
-    right.set(xlabel="training rollout", ylabel="tokens per second")
-    right.set_ylim(bottom=0)
-    shares = _shares(parts)
+    draw_line(right, counts, rates, color=BLUE)
+    right.set(xlabel="training rollout", ylabel="tokens per second", ylim=(0, None))
+    shares = _shares(bars)
     seconds = statistics.fmean(record.seconds for record in rollouts)
     refresh = statistics.fmean(record.refresh_seconds for record in rollouts)
     rate = sum(record.tokens for record in rollouts) / (seconds * len(rollouts) or math.nan)
@@ -103,7 +162,7 @@ def rollout_phases(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
         figure,
         {"shares": shares, "mean_seconds": seconds, "mean_refresh_seconds": refresh, "tokens_per_second": rate},
         f"{seconds:.3g} s per rollout, of which {refresh:.3g} s made the drafter; {rate:.0f} tokens/s: "
-        f"{_percent(shares)}.",
+        f"{percent(shares)}.",
     )
 
 
@@ -147,26 +206,21 @@ def speculation_spans(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     drawn = [record for record in rollouts if record.rounds and record.speculating]
     if not drawn:
         return None
-    rectangles: dict[int, list[list[tuple[float, float]]]] = {}
+    boxes: dict[int, list[Box]] = {}
     rounds: dict[int, int] = {}
     for record in drawn:
-        low, high = record.rollout - 0.5, record.rollout + 0.5
         for (start, draft_length), (end, _) in pairwise([*record.speculating, (record.rounds, 0)]):
-            rectangles.setdefault(draft_length, []).append([(start, low), (end, low), (end, high), (start, high)])
+            boxes.setdefault(draft_length, []).append((start, end, record.rollout - 0.5, record.rollout + 0.5))
             rounds[draft_length] = rounds.get(draft_length, 0) + end - start
     figure, (axes,) = canvas(1)
-    colours = _draft_length_colours(rounds)
-    for draft_length, boxes in sorted(rectangles.items()):
-        axes.add_collection(PolyCollection(boxes, facecolor=colours[draft_length], edgecolor="none"))
-    axes.set_xlim(0, max(record.rounds for record in drawn))
-    axes.set_ylim(drawn[-1].rollout + 0.5, drawn[0].rollout - 0.5)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="decoding round (rank 0)", ylabel="training rollout")
     labels = {gamma: f"γ = {gamma}" if gamma else "autoregressive" for gamma in sorted(rounds)}
-    handles = [Patch(color=colours[gamma], label=label) for gamma, label in labels.items()]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
+    colours = _draft_length_colours(rounds)
+    draw_boxes(axes, {labels[g]: boxes[g] for g in labels}, {labels[g]: colours[g] for g in labels})
+    axes.set(xlabel="decoding round (rank 0)", ylabel="training rollout")
+    axes.set(xlim=(0, max(r.rounds for r in drawn)), ylim=(drawn[-1].rollout + 0.5, drawn[0].rollout - 0.5))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     on = sum(count for gamma, count in rounds.items() if gamma) / (sum(rounds.values()) or math.nan)
-    counts = ", ".join(f"{labels[gamma]}: {rounds[gamma]}" for gamma in sorted(rounds))
+    counts = ", ".join(f"{label}: {rounds[gamma]}" for gamma, label in labels.items())
     numbers = {"rounds": dict(sorted(rounds.items())), "on_fraction": on}
     return Drawing(figure, numbers, f"{on:.1%} of all rounds speculated (rounds: {counts}).")
 
@@ -176,25 +230,20 @@ def draft_length_schedule(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
     The numbers: "changes" of γ as (rollout, γ), the first included, and the "first" and "last" τ.
     """
-    drawn = [(r.rollout, r.draft_length, r.block_efficiency) for r in rollouts if r.block_efficiency is not None]
+    drawn = _known(rollouts, "draft_length", "block_efficiency")
     if not drawn:
         return None
     figure, (axes,) = canvas(1)
     counts, gammas, taus = zip(*drawn, strict=True)
     axes.step(counts, gammas, where="mid", color=ORANGE, label="draft length γ")
     axes.step(counts, [g + 1 for g in gammas], where="mid", color=GREY, linestyle="--", label="ceiling γ + 1")
-    axes.plot(counts, taus, color=BLUE, marker="." if len(taus) < 60 else None, label="block efficiency τ")
-    axes.set(xlabel="training rollout", ylabel="tokens per verified block")
-    axes.set_ylim(bottom=0)
+    draw_line(axes, counts, taus, color=BLUE, label="block efficiency τ")
+    axes.set(xlabel="training rollout", ylabel="tokens per verified block", ylim=(0, None))
     axes.legend(loc="lower right")
-    changes = [(counts[0], gammas[0])]
-    changes += [(counts[i], gammas[i]) for i in range(1, len(gammas)) if gammas[i] != gammas[i - 1]]
-    moves = " → ".join(f"{gamma} (rollout {rollout})" for rollout, gamma in changes)
-    return Drawing(
-        figure,
-        {"changes": changes, "first": taus[0], "last": taus[-1]},
-        f"γ: {moves}; τ went from {taus[0]:.2f} to {taus[-1]:.2f}.",
-    )
+    moved = changes(counts, gammas)
+    moves = " → ".join(f"{gamma} (rollout {rollout})" for rollout, gamma in moved)
+    numbers = {"changes": moved, "first": taus[0], "last": taus[-1]}
+    return Drawing(figure, numbers, f"γ: {moves}; τ went from {taus[0]:.2f} to {taus[-1]:.2f}.")
 
 
 def entropy_against(rollouts: Sequence[RolloutRecord], quantity: str) -> Drawing | None:
@@ -206,18 +255,17 @@ def entropy_against(rollouts: Sequence[RolloutRecord], quantity: str) -> Drawing
         "first_token_acceptance": ("first-token acceptance", VERMILLION),
         "block_efficiency": ("block efficiency τ (tokens per block)", ORANGE),
     }[quantity]
-    values = [(r.rollout, r.target_entropy, vars(r)[quantity]) for r in rollouts]
-    kept = [(count, x, y) for count, x, y in values if x is not None and y is not None]
+    kept = _known(rollouts, "target_entropy", quantity)
     if not kept:
         return None
     counts, entropies, measured = zip(*kept, strict=True)
     r = pearson(entropies, measured)
     figure, (left, right) = canvas(2)
-    left.plot(counts, entropies, color=BLUE, marker="." if len(counts) < 60 else None)
+    draw_line(left, counts, entropies, color=BLUE)
     left.set_xlabel("training rollout")
     left.set_ylabel("target entropy (nats)", color=BLUE)
     other = left.twinx()
-    other.plot(counts, measured, color=colour, linestyle="--", marker="." if len(counts) < 60 else None)
+    draw_line(other, counts, measured, color=colour, linestyle="--")
     other.set_ylabel(label, color=colour)
     right.scatter(entropies, measured, c=counts, cmap="cividis", s=16)
     right.set(xlabel="target entropy (nats)", ylabel=label)
@@ -240,7 +288,7 @@ def depth_efficiency(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     """τ by output depth at the start of a block (ER Tab. 7, 8).
 
     The numbers: by lower edge of the bin, "blocks", "block_efficiency" and "acceptance_rate" over all rollouts, and τ
-    of the "first" and "last" five that speculated (None: no blocks there).
+    of the "first" and "last" five that speculated (NaN: no blocks there).
     """
     drawn = [record for record in rollouts if record.per_depth]
     if not drawn:
@@ -252,27 +300,26 @@ def depth_efficiency(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     figure, (axes,) = canvas(1)
     # The trainer logs bins with blocks only; a bin ends at the next one of those, the last is open.
     names = [f"{low}-{high}" for low, high in pairwise(edges)] + [f"{edges[-1]}-"]
-    taus = [total[edge].committed / total[edge].blocks for edge in edges]
+    taus = [total[edge].block_efficiency for edge in edges]
     axes.bar(range(len(edges)), taus, color=BLUE)
     axes.set_xticks(range(len(edges)), names, rotation=30)
     axes.set(xlabel="output depth (tokens)", ylabel="block efficiency τ (tokens per block)")
+    nothing = DraftCounts()
     numbers = {
         edge: {
             "blocks": total[edge].blocks,
-            "block_efficiency": _tau(total[edge]),
-            "acceptance_rate": total[edge].accepted / total[edge].drafted if total[edge].drafted else None,
-            "first": _tau(first.get(edge)),
-            "last": _tau(last.get(edge)),
+            "block_efficiency": total[edge].block_efficiency,
+            "acceptance_rate": total[edge].acceptance_rate,
+            "first": first.get(edge, nothing).block_efficiency,
+            "last": last.get(edge, nothing).block_efficiency,
         }
         for edge in edges
     }
     table: list[Sequence[str]] = [
         ("depth (tokens)", "blocks", "τ", "accepted", "τ, first 5 rollouts", "τ, last 5 rollouts")
     ]
-    table += [
-        (name, str(d["blocks"]), *(_number(d[k]) for k in ("block_efficiency", "acceptance_rate", "first", "last")))
-        for name, d in zip(names, numbers.values(), strict=True)
-    ]
+    for name, (blocks, *ratios) in zip(names, (own.values() for own in numbers.values()), strict=True):
+        table.append((name, str(blocks), *("-" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios)))
     text = ", ".join(f"τ {tau:.2f} at {name}" for name, tau in zip(names, taus, strict=True))
     return Drawing(figure, {"depths": numbers}, f"{text} tokens.", table)
 
@@ -282,11 +329,7 @@ def speedups(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
     The numbers: "mape" of the prediction, "same_sign": share of rollouts on the same side of 1, means, and "points".
     """
-    kept = [
-        (r.rollout, r.predicted_speedup, r.measured_speedup)
-        for r in rollouts
-        if r.predicted_speedup is not None and r.measured_speedup is not None
-    ]
+    kept = _known(rollouts, "predicted_speedup", "measured_speedup")
     if not kept:
         return None
     counts, predicted, measured = zip(*kept, strict=True)
@@ -318,67 +361,37 @@ def speedups(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     )
 
 
-def canvas(panels: int) -> tuple[Figure, list[Axes]]:
-    """A figure of its own (pyplot would keep them all) with `panels` axes side by side."""
-    figure = Figure(figsize=(4.8 * panels + 2, 3.8), layout="constrained")
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
-
-
-def drafter_colour(name: str) -> str:
-    """The same in every figure; drafters that somebody made share one."""
-    return _DRAFTER_COLOURS.get(name, YELLOW)
-
-
 def _with_rest(phases: dict[str, float], seconds: float) -> dict[str, float]:
     """`phases` and, as "other", what they leave of `seconds`: phases are rank 0's, seconds the slowest rank's."""
-    rest = max(0.0, seconds - sum(phases.values()))
-    return phases | {"other": phases.get("other", 0.0) + rest}
+    return added(phases, {"other": max(0.0, seconds - sum(phases.values()))})
 
 
-def _stack(axes: Axes, positions: Sequence[int], entries: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """Draws one stacked bar per position; returns the seconds of each phase by position, empty phases left out."""
-    names = list(dict.fromkeys(name for entry in entries for name in entry))
-    names.sort(key=lambda name: name == "other")
-    parts = {name: [entry.get(name, 0.0) for entry in entries] for name in names}
-    parts = {name: values for name, values in parts.items() if any(values)}
-    # One artist per phase: a patch per step and phase would take minutes for a long run.
+def _stack(axes: Axes, positions: Sequence[int], bars: Sequence[dict[str, float]]) -> None:
+    """Draws one stacked bar of phases per position, "other" on top."""
+    names = sorted({name: None for bar in bars for name in bar if bar[name]}, key=lambda name: name == "other")
     first = positions[0]
     edges = [first - 0.5 + i for i in range(positions[-1] - first + 2)]
     below = [0.0] * (len(edges) - 1)
-    for name, values in parts.items():
+    for name in names:  # one artist per phase: a patch per step and phase would take minutes for a long run
         above = list(below)
-        for position, value in zip(positions, values, strict=True):
-            above[position - first] += value
+        for position, bar in zip(positions, bars, strict=True):
+            above[position - first] += bar.get(name, 0.0)
         axes.stairs(above, edges, baseline=below, fill=True, color=_PHASE_COLOURS.get(name, PURPLE), label=name)
         below = above
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
-    return parts
 
 
-def _shares(parts: dict[str, list[float]]) -> dict[str, float]:
+def _shares(bars: Sequence[dict[str, float]]) -> dict[str, float]:
     """Mean over the bars of each phase's share (ER App. B: of each step, then averaged)."""
-    totals = [sum(bar) for bar in zip(*parts.values(), strict=True)]
-    return {
-        name: statistics.fmean(v / t for v, t in zip(values, totals, strict=True) if t) if any(totals) else 0.0
-        for name, values in parts.items()
-    }
+    timed = [bar for bar in bars if any(bar.values())]
+    names = dict.fromkeys(name for bar in timed for name in bar if bar[name])
+    return {name: statistics.fmean(bar.get(name, 0.0) / sum(bar.values()) for bar in timed) for name in names}
 
 
-def _by_depth(rollouts: Iterable[RolloutRecord]) -> dict[int, DepthCounts]:
-    totals: dict[int, DepthCounts] = {}
-    for record in rollouts:
-        for edge, new in record.per_depth.items():
-            old = totals.get(edge, DepthCounts(0, 0, 0, 0))
-            totals[edge] = DepthCounts(
-                old.blocks + new.blocks, old.committed + new.committed,
-                old.drafted + new.drafted, old.accepted + new.accepted,
-            )  # fmt: skip
+def _by_depth(rollouts: Sequence[RolloutRecord]) -> dict[int, DraftCounts]:
+    totals: dict[int, DraftCounts] = reduce(added, (record.per_depth for record in rollouts))
     return totals
-
-
-def _tau(counts: DepthCounts | None) -> float | None:
-    return counts.committed / counts.blocks if counts is not None and counts.blocks else None
 
 
 def _draft_length_colours(draft_lengths: Iterable[int]) -> dict[int, Any]:
@@ -386,13 +399,10 @@ def _draft_length_colours(draft_lengths: Iterable[int]) -> dict[int, Any]:
     lengths = sorted(length for length in draft_lengths if length)
     shades = matplotlib.colormaps["viridis_r"]
     positions = {length: 0.15 + 0.8 * i / max(1, len(lengths) - 1) for i, length in enumerate(lengths)}
-    return {0: "#CCCCCC"} | {length: shades(position) for length, position in positions.items()}
+    return {0: PALE} | {length: shades(position) for length, position in positions.items()}
 
 
-def _percent(shares: dict[str, float]) -> str:
+def percent(shares: Mapping[str, float]) -> str:
+    """The largest first."""
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {share:.1%}" for name, share in ordered) or "no phase took any time"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -1,11 +1,11 @@
-"""Measures what each drafter gains for a model: tokens per second beside transformers' generate and "none"."""
+"""Measures what each drafter gains for a model: tokens per second against transformers' generate and "none"."""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from statistics import median
+from statistics import fmean, geometric_mean, median
 
 import torch
 from transformers import PreTrainedModel
@@ -23,13 +23,13 @@ from .prompts import pad_left
 
 GENERATE = "generate"
 OWN_DRAFTERS = ("self", "ngram", "history")
-"""What every model can have."""
+"""Drafters that every model can have."""
 PROBE = 8
 """Tokens per row of the calls that tell how long a visit will take."""
 PLANNED_VISITS, MOST_VISITS = 4, 8
-"""Of all ways; where there are several, the first one, in which a GPU's forwards are captured, does not count."""
+"""A visit calls all ways once. Of several visits the first does not count: in it a GPU's forwards are captured."""
 NOISE_TEXTS, NOISE_LENGTH = 2, 64
-"""Texts, and tokens of each, on which the logit noise is measured."""
+"""Number of texts, and tokens of each, on which the logit noise is measured."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Way:
         strategy: GENERATE, transformers' own; or an `assistant_strategy`.
         draft_length: γ; 0 without a drafter.
         drafter: of this strategy; None without one.
-        assistant: what it was loaded from; None: it needs none.
+        assistant: what the drafter was loaded from; None: it needs nothing.
     """
 
     strategy: str
@@ -72,12 +72,12 @@ class Way:
 
     @property
     def name(self) -> str:
-        """As a reader tells it from the others."""
+        """For tables."""
         return f"{self.strategy}, γ {self.draft_length}" if self.draft_length else self.strategy
 
     @property
     def config(self) -> SpeculativeConfig:
-        """It drafts in every round that it can: what it would gain is to be seen."""
+        """It drafts in every round that it can, so that its gain is seen."""
         return SpeculativeConfig(draft_length=self.draft_length or 1, sd_toggle="always")
 
     def __call__(self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float]) -> Call:
@@ -89,7 +89,7 @@ class Way:
             options |= dict(do_sample=True, temperature=work.temperature, top_k=0, top_p=1.0)
         if self.strategy != GENERATE:
             options |= dict(assistant_strategy=self.strategy, speculative_config=replace(self.config, seed=seed))
-        if self.assistant is not None:  # loaded once; the others are kept, or begin anew as they must
+        if self.assistant is not None:  # loaded once; the other drafters are kept per model, or begin anew
             options["drafter"] = self.drafter
         end, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
         torch.manual_seed(seed)
@@ -110,7 +110,7 @@ class Way:
 def make_ways(
     model: PreTrainedModel, draft_lengths: Sequence[int], assistants: Mapping[str, str]
 ) -> tuple[list[Way], dict[str, str]]:
-    """All ways to continue prompts with `model`, and why it cannot have which of its own drafters.
+    """All ways to continue prompts with `model`, and, by strategy, why a drafter of its own is not possible.
 
     Args:
         model: the target.
@@ -134,50 +134,6 @@ def make_ways(
     return ways, missing
 
 
-def fitting_length(wanted: int, seconds: float, probe: Work, calls: Mapping[Way, Sequence[Call]]) -> int:
-    """New tokens per row, at most `wanted` and at least those of the probe, with which PLANNED_VISITS of all ways take
-    about `seconds`.
-
-    Args:
-        wanted: tokens per row.
-        seconds: to be filled.
-        probe: a work of few tokens.
-        calls: that did it, by way; the last ones count.
-    """
-    (none,) = (made[-1].statistics for way, made in calls.items() if way.strategy == "none")
-    assert none is not None
-    prefill = none.phase_seconds["prefill"]
-    reading = sum(min(prefill, made[-1].seconds) for made in calls.values())
-    per_token = (sum(made[-1].seconds for made in calls.values()) - reading) / probe.new_tokens
-    tokens = (seconds / PLANNED_VISITS - reading) / max(per_token, 1e-9)
-    return min(wanted, max(int(tokens), probe.new_tokens))
-
-
-def in_turns(
-    model: PreTrainedModel,
-    ways: Sequence[Way],
-    work: Work,
-    seed: int,
-    most: int,
-    deadline: float,
-    clock: Callable[[], float] = time.perf_counter,
-    begin: Callable[[Way], object] = lambda way: None,
-) -> dict[Way, list[Call]]:
-    """Visits all `ways` in turn, a new first one each time: once, and then up to `most` times until another visit
-    would end after `deadline`. Visit i has the seed `seed` + i; `begin` is told of each call."""
-    calls: dict[Way, list[Call]] = {way: [] for way in ways}
-    for visit in range(most):
-        started = clock()
-        shift = visit % len(ways)
-        for way in [*ways[shift:], *ways[:shift]]:
-            begin(way)
-            calls[way].append(way(model, work, seed + visit, clock))
-        now = clock()
-        if now + (now - started) > deadline:
-            break
-    return calls
-
-
 def measure(
     model: PreTrainedModel,
     ways: Sequence[Way],
@@ -189,20 +145,42 @@ def measure(
 ) -> tuple[Work, dict[Way, list[Call]]]:
     """The calls of all ways, for about `seconds`, and the work that they did: as much of `work` as the time allows.
 
-    Two visits of a few tokens load and pack, and tell how many fit. Where no more do, they are what is measured.
+    Two visits of `PROBE` tokens load, pack and tell how many tokens fit into `PLANNED_VISITS`. If no more fit, the
+    probes themselves are returned. Visit i has the seed `seed` + i and begins with another way than the one before;
+    `begin` is told of each call.
     """
     deadline = clock() + seconds
+
+    def visit_all(work: Work, most: int, until: float) -> dict[Way, list[Call]]:
+        """One visit, and up to `most` as long as the next one would end before `until`."""
+        calls: dict[Way, list[Call]] = {way: [] for way in ways}
+        for visit in range(most):
+            started, shift = clock(), visit % len(ways)
+            for way in [*ways[shift:], *ways[:shift]]:
+                begin(way)
+                calls[way].append(way(model, work, seed + visit, clock))
+            if 2 * clock() - started > until:
+                break
+        return calls
+
     probe = replace(work, new_tokens=min(PROBE, work.new_tokens))
-    calls = in_turns(model, ways, probe, seed, 2, math.inf, clock, begin)
-    work = replace(work, new_tokens=fitting_length(work.new_tokens, deadline - clock(), probe, calls))
-    if work.new_tokens > probe.new_tokens:
-        calls = in_turns(model, ways, work, seed, MOST_VISITS, deadline, clock, begin)
-    return work, calls
+    calls = visit_all(probe, 2, math.inf)
+    none = next(made[-1].statistics for way, made in calls.items() if way.strategy == "none")
+    assert none is not None
+    last = [made[-1].seconds for made in calls.values()]
+    reading = sum(min(none.phase_seconds["prefill"], each) for each in last)
+    per_token = max((sum(last) - reading) / probe.new_tokens, 1e-9)
+    fitting = int(((deadline - clock()) / PLANNED_VISITS - reading) / per_token)
+    if min(fitting, work.new_tokens) <= probe.new_tokens:
+        return probe, calls
+    work = replace(work, new_tokens=min(fitting, work.new_tokens))
+    return work, visit_all(work, MOST_VISITS, deadline)
 
 
 @dataclass
 class Identity:
-    """Rows of a way against those of "none" with the same seed; `unexplained` are neither equal nor a near-tie."""
+    """Number of rows that a way continued, and how they compare with those of "none" with the same seed: the rows in
+    `unexplained` are neither equal nor differ by a near-tie."""
 
     rows: int = 0
     identical: int = 0
@@ -222,13 +200,13 @@ def compare(
                 found.identical += 1
                 continue
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(theirs, ours, strict=False)))
-            gap = math.inf  # of a row that only ends early: there is no token to tie with
+            gap = math.inf  # where a row only ends early there is no token to tie with
             if same < min(len(theirs), len(ours)):
                 prefix = work.prompts[row] + theirs[:same]
                 scores = reference_scores(model, prefix, work.temperature, seed + visit, row, same)  # [vocab]
                 gap = distance(scores, (theirs[same], ours[same]))
             if noise is None:
-                noise = _logit_noise(model, work, reference, draft_length)
+                noise = logit_noise(model, work, reference, draft_length)
             if gap < noise / (work.temperature or 1.0):
                 found.near_ties += 1
             else:
@@ -236,7 +214,7 @@ def compare(
     return found
 
 
-def _logit_noise(model: PreTrainedModel, work: Work, call: Call, draft_length: int) -> float:
+def logit_noise(model: PreTrainedModel, work: Work, call: Call, draft_length: int) -> float:
     """The largest difference of one logit between forward shapes; 0 where no text is long enough to measure it."""
     texts = sorted((p + c for p, c in zip(work.prompts, call.completions, strict=True)), key=len)[-NOISE_TEXTS:]
     length = min(len(texts[0]), NOISE_LENGTH)
@@ -253,7 +231,7 @@ class Gain:
     Args:
         way, batch: which.
         tokens_per_second: median over the visits that count.
-        of_generate, of_none: medians of the ratio within a visit.
+        of_generate, of_none: medians of the speedup over these within a visit.
         predicted: speedup over "none" by the roofline in the cache, at the measured block efficiency; None without it.
         drafting: share of the decoding rounds that drafted; None without the engine.
         acceptance_rate, block_efficiency: of those rounds; None without any.
@@ -278,42 +256,34 @@ def summarise(
     model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: Profile | None
 ) -> list[Gain]:
     """A gain for each way. Of several visits the first counts for identity alone."""
-    by_strategy = {way.strategy: made for way, made in calls.items()}
-    generate, none = by_strategy[GENERATE], by_strategy["none"]
+    generate, none = (next(made for way, made in calls.items() if way.strategy == name) for name in (GENERATE, "none"))
     timed = slice(1, None) if len(none) > 1 else slice(None)
+
+    def speedup(ours: Sequence[Call], theirs: Sequence[Call]) -> float:
+        pairs = zip(ours[timed], theirs[timed], strict=True)
+        return median(own.tokens_per_second / other.tokens_per_second for own, other in pairs)
+
     gains = []
     for way, made in calls.items():
-        drafted = [s for call in made if (s := call.statistics) is not None and s.total.blocks]
-        rounds = [s for call in made if (s := call.statistics) is not None]
-        tau = median(s.block_efficiency for s in drafted) if drafted else None
-        identity = None
-        if way.drafter is not None:
-            identity = compare(model, work, seed, none, made, way.draft_length)
+        found = [call.statistics for call in made if call.statistics is not None]
+        drafted = [statistics for statistics in found if statistics.total.blocks]
+        tau = median(statistics.block_efficiency for statistics in drafted) if drafted else None
         gains.append(
             Gain(
-                way,
-                len(work.prompts),
-                median(call.tokens_per_second for call in made[timed]),
-                _ratio(made[timed], generate[timed]),
-                _ratio(made[timed], none[timed]),
-                _predicted(way, work, made, tau, profile),
-                median(_drafting_share(s) for s in rounds) if rounds else None,
-                median(s.acceptance_rate for s in drafted) if drafted else None,
-                tau,
-                identity,
-                next((s.drafter_failure for s in rounds if s.drafter_failure is not None), None),
+                way=way,
+                batch=len(work.prompts),
+                tokens_per_second=median(call.tokens_per_second for call in made[timed]),
+                of_generate=speedup(made, generate),
+                of_none=speedup(made, none),
+                predicted=_predicted(way, work, made, tau, profile),
+                drafting=median(own.drafted_rounds / (own.rounds or 1) for own in found) if found else None,
+                acceptance_rate=median(own.acceptance_rate for own in drafted) if drafted else None,
+                block_efficiency=tau,
+                identity=compare(model, work, seed, none, made, way.draft_length) if way.drafter is not None else None,
+                failure=next((own.drafter_failure for own in found if own.drafter_failure is not None), None),
             )
         )
     return gains
-
-
-def _ratio(ours: Sequence[Call], theirs: Sequence[Call]) -> float:
-    return median(a.tokens_per_second / b.tokens_per_second for a, b in zip(ours, theirs, strict=True))
-
-
-def _drafting_share(statistics: SpeculationStatistics) -> float:
-    rounds = sum(point.rounds for point in statistics.points)
-    return sum(point.rounds for point in statistics.points if point.draft_length) / rounds if rounds else 0.0
 
 
 def _predicted(
@@ -325,8 +295,8 @@ def _predicted(
     if candidate.roofline is None:
         return None
     batch = len(work.prompts)
-    longest = [len(p) + len(c) / 2 for call in calls for p, c in zip(work.prompts, call.completions, strict=True)]
-    length = sum(longest) / len(longest)  # halfway through, the mean over the rounds of a rollout
+    # Halfway through its completion a row has about its mean length over the rounds.
+    length = fmean(len(p) + len(c) / 2 for call in calls for p, c in zip(work.prompts, call.completions, strict=True))
     cycle = candidate.cycle_seconds(candidate.roofline, batch, length)
     return tau * candidate.roofline.target_seconds(batch, length) / cycle
 
@@ -341,7 +311,7 @@ def choose(gains: Sequence[Gain]) -> tuple[Way, float]:
     for gain in gains:
         by_way.setdefault(gain.way, []).append(gain)
     scores = {
-        way: math.exp(sum(math.log(gain.of_generate) for gain in own) / len(own))
+        way: geometric_mean(gain.of_generate for gain in own)
         for way, own in by_way.items()
         if all(gain.failure is None and not (gain.identity and gain.identity.unexplained) for gain in own)
     }

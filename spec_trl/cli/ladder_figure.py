@@ -1,19 +1,16 @@
 """How fast which acceptance makes which method (SA Fig. 10a)."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ..scheduling.acceptance import Acceptance
 from ..scheduling.ladder import NO_METHOD, Ladder
-from .figures import GREY, Drawing, drafter_colour
+from .figures import GREY, Drawing, canvas, changes, drafter_colour
 
 
 _STEPS = 100  # of acceptance, from 0 to 1
-_PER_ROW = 3  # panels
 
 
 def draft_ladder(ladder: Ladder) -> Drawing:
@@ -24,14 +21,11 @@ def draft_ladder(ladder: Ladder) -> Drawing:
     (None: not even at 1); "fastest", who is so at equal p: (p from which on, method), "none" among them;
     "draft_lengths", by method (p from which on, best γ).
     """
-    columns = min(_PER_ROW, len(ladder.batches))
-    lines = math.ceil(len(ladder.batches) / columns)
-    figure = Figure(figsize=(3.8 * columns + 1, 3.2 * lines + 0.6), layout="constrained")
-    panels = [axes for line in figure.subplots(lines, columns, squeeze=False) for axes in line]
+    figure, panels = canvas(len(ladder.batches), per_row=3, width=3.8, height=3.4)
     acceptances = [step / _STEPS for step in range(_STEPS + 1)]
     expected = [Acceptance.geometric(p).block_efficiency for p in acceptances]
     batches: dict[int, dict[str, Any]] = {}
-    for axes, batch in zip(panels, ladder.batches, strict=False):
+    for axes, batch in zip(panels, ladder.batches, strict=True):
         rungs = [rung for rung in ladder.rungs if rung.batch == batch]
         methods = [method for method in ladder.methods if any(rung.method == method for rung in rungs)]
         best = {method: [ladder.best_draft_length(method, own, batch) for own in expected] for method in methods}
@@ -39,23 +33,19 @@ def draft_ladder(ladder: Ladder) -> Drawing:
         for method, choices in best.items():
             colour = drafter_colour(method)
             axes.plot(acceptances, [speedup for _, speedup in choices], color=colour)
-            own = [rung for rung in rungs if rung.method == method]
-            speedups = [rung.speedup for rung in own]
-            axes.plot([rung.acceptance for rung in own], speedups, "o", color=colour, markersize=3.5)
+            points = [(rung.acceptance, rung.speedup) for rung in rungs if rung.method == method]
+            axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=3.5)
         axes.set(title=f"{batch} {'rows' if batch > 1 else 'row'}", xlabel="acceptance p", xlim=(0, 1))
-        axes.set(ylabel="speedup over plain decoding (×)")
-        axes.set_ylim(bottom=0)
+        axes.set(ylabel="speedup over plain decoding (×)", ylim=(0, None))
         fastest = [ladder.rank(dict.fromkeys(methods, own), batch)[0].method for own in expected]
         batches[batch] = {
             "wins_from": {
                 method: _last_from(acceptances, [speedup > 1 for _, speedup in choices])
                 for method, choices in best.items()
             },
-            "fastest": _changes(acceptances, fastest),
-            "draft_lengths": {m: _changes(acceptances, [gamma for gamma, _ in best[m]]) for m in methods},
+            "fastest": changes(acceptances, fastest),
+            "draft_lengths": {m: changes(acceptances, [gamma for gamma, _ in best[m]]) for m in methods},
         }
-    for axes in panels[len(ladder.batches) :]:
-        axes.set_visible(False)
     handles = [Line2D([], [], color=drafter_colour(method), marker="o", label=method) for method in ladder.methods]
     handles.append(Line2D([], [], color=GREY, label=NO_METHOD))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
@@ -68,15 +58,6 @@ def _last_from(acceptances: Sequence[float], wins: Sequence[bool]) -> float | No
     losses = [at for at, won in enumerate(wins) if not won]
     first = losses[-1] + 1 if losses else 0
     return acceptances[first] if first < len(acceptances) else None
-
-
-def _changes(acceptances: Sequence[float], values: Sequence[Any]) -> list[tuple[float, Any]]:
-    """(p from which on, value), the first included."""
-    return [
-        (p, value)
-        for at, (p, value) in enumerate(zip(acceptances, values, strict=True))
-        if at == 0 or values[at - 1] != value
-    ]
 
 
 def _sentence(batch: int, found: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 import argparse
 import base64
 import html
-import io
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,18 +10,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ..json_files import write_atomically
 from ..scheduling.profile import Profile
 from ..trainers.run_log import Run, read_run
 from ..trainers.verdict import verdict_of
 from . import figures
 from .boundary import block_efficiency_of_run, points_of_run, points_of_sweep, toggle_boundary
 from .figures import Drawing
-from .options import MARGIN
 from .timeline_figure import timeline_of_run
 from .verdict_figure import verdict_of_run
-
-
-_DPI = 110
 
 
 @dataclass(frozen=True)
@@ -44,22 +40,19 @@ def run(arguments: argparse.Namespace) -> None:
     log = read_run(arguments.run)
     profile, missing = _profile_of(log, arguments.profile)
     output = arguments.output or log.path.parent / "report"
-    output.mkdir(parents=True, exist_ok=True)
     sections = build(log, profile, arguments.margin, missing)
-    images = {}
-    for section in tqdm(sections, desc="drawing", unit="figure"):
-        if section.drawing is not None:
-            buffer = io.BytesIO()
-            section.drawing.figure.savefig(buffer, format="png", dpi=_DPI)
-            images[section.name] = buffer.getvalue()
-            (output / f"{section.name}.png").write_bytes(images[section.name])
+    images = {
+        section.name: section.drawing.write(output / f"{section.name}.png", dpi=110)
+        for section in tqdm(sections, desc="drawing", unit="figure")
+        if section.drawing is not None
+    }
     page = output / "report.html"
-    page.write_text(render(log, sections, images), encoding="utf-8")
+    write_atomically(page, render(log, sections, images))
     print(summary(log, sections))
-    print(f"written: {page} and {len(images)} PNG files beside it")
+    print(f"written: {page} and {len(images)} PNG files next to it")
 
 
-def build(log: Run, profile: Profile | None, margin: float = MARGIN, missing: str = "") -> list[Section]:
+def build(log: Run, profile: Profile | None, margin: float, missing: str) -> list[Section]:
     """All sections of the report; `missing` says why there is no `profile`."""
     train = log.of("train")
     boundary, whose = None, ""
@@ -97,39 +90,33 @@ def build(log: Run, profile: Profile | None, margin: float = MARGIN, missing: st
 def summary(log: Run, sections: Sequence[Section]) -> str:
     """The report as a few lines of text."""
     header = log.header
-    lines = [
+    first = (
         f"{header.model}, {header.dtype}, {header.hardware}, assistant_strategy={header.strategy!r}: "
         f"{len(log.of('train'))} training rollouts, {len(log.of('eval'))} of evaluation, {len(log.steps)} steps"
-    ]
-    lines += [f"{section.title}: {section.text}" for section in sections]
-    return "\n".join(lines)
+    )
+    return "\n".join([first, *(f"{section.title}: {section.text}" for section in sections)])
 
 
 def render(log: Run, sections: Sequence[Section], images: dict[str, bytes]) -> str:
     """The page: one HTML file, images inside, nothing from the network."""
-    escape = html.escape
-    header = log.header
-    facts = [("model", header.model), ("dtype", header.dtype), ("hardware", header.hardware)]
-    facts += [("assistant_strategy", header.strategy), ("profile", header.profile or "none")]
-    facts += [("started", ", resumed ".join(h.started for h in log.headers))]
-    facts += [(name, str(value)) for name, value in sorted(header.settings.items()) if name != "assistant_strategy"]
-    contents = [f'<a href="#{s.name}">{escape(s.title)}</a>' for s in sections]
-    parts = [
-        "<!DOCTYPE html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
-        f"<title>Rollouts of {escape(header.model)}</title>", f"<style>{_STYLE}</style>", "</head>", "<body>",
-        f"<h1>Rollouts of {escape(header.model)}</h1>", f"<p>{' · '.join(contents)}</p>",
+    escape, header = html.escape, log.header
+    title = f"Rollouts of {escape(header.model)}"
+    facts = [
+        ("model", header.model), ("dtype", header.dtype), ("hardware", header.hardware),
+        ("assistant_strategy", header.strategy), ("profile", header.profile or "none"),
+        ("started", ", resumed ".join(each.started for each in log.headers)),
+        *((name, str(value)) for name, value in sorted(header.settings.items()) if name != "assistant_strategy"),
     ]  # fmt: skip
+    contents = " · ".join(f'<a href="#{section.name}">{escape(section.title)}</a>' for section in sections)
+    parts = [_HEAD.format(title=title), f"<h1>{title}</h1>", f"<p>{contents}</p>"]
     for section in sections:
-        parts.append(f'<h2 id="{section.name}">{escape(section.title)}</h2>')
-        parts.append(f"<p>{escape(section.text)}</p>")
+        parts += [f'<h2 id="{section.name}">{escape(section.title)}</h2>', f"<p>{escape(section.text)}</p>"]
         if section.name in images:
             data = base64.b64encode(images[section.name]).decode()
             parts.append(f'<img alt="{escape(section.title)}" src="data:image/png;base64,{data}">')
         if section.drawing is not None and section.drawing.table:
             parts.append(_table(section.drawing.table))
-    parts.append("<h2>Settings</h2>")
-    parts.append(_table([("setting", "value"), *facts]))
-    parts += ["</body>", "</html>", ""]
+    parts += ["<h2>Settings</h2>", _table([("setting", "value"), *facts]), "</body>", "</html>", ""]
     return "\n".join(parts)
 
 
@@ -152,17 +139,24 @@ def _profile_of(log: Run, named: Path | None) -> tuple[Profile | None, str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    header, *body = ([html.escape(cell) for cell in row] for row in rows)
-    lines = ["<table>", f"<tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr>"]
-    lines += [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body]
+    lines = ["<table>"]
+    for tag, row in zip(["th", *["td"] * (len(rows) - 1)], rows, strict=True):
+        lines.append("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>")
     return "\n".join([*lines, "</table>"])
 
 
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222; }
-img { max-width: 100%; }
-table { border-collapse: collapse; margin: 1em 0; }
-th, td { border: 1px solid #ccc; padding: 0.2em 0.7em; text-align: left; }
-th { background: #eee; }
-h2 { margin-top: 2em; }
-"""
+_HEAD = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222; }}
+img {{ max-width: 100%; }}
+table {{ border-collapse: collapse; margin: 1em 0; }}
+th, td {{ border: 1px solid #ccc; padding: 0.2em 0.7em; text-align: left; }}
+th {{ background: #eee; }}
+h2 {{ margin-top: 2em; }}
+</style>
+</head>
+<body>"""

@@ -3,16 +3,12 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from matplotlib.collections import PolyCollection
-from matplotlib.patches import Patch
-
 from ..generation.engine.timeline import RequestTimeline, slowest
 from ..trainers.run_log import TIMELINES, RolloutRecord
-from .figures import Drawing, canvas, drafter_colour
+from .figures import PALE, Box, Drawing, canvas, drafter_colour, draw_boxes, percent
 
 
 _PLAIN = "autoregressive"
-_PLAIN_COLOUR = "#CCCCCC"
 _HEIGHT = 0.8  # of a lane; the next one begins at 1
 
 
@@ -34,32 +30,26 @@ def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) 
     if not lanes:
         return None
     requests = len(timelines) if requests is None else requests
-    boxes: dict[str, list[list[tuple[float, float]]]] = {}
+    boxes: dict[str, list[Box]] = {}
     seconds: dict[str, float] = {}
     raced: dict[int, float] = {}  # by request, from when on
     for place, lane in enumerate(lanes):
-        edges = [*lane.changes, (lane.ended, 0, [])]
-        for (start, _, names), (end, _, _) in pairwise(edges):
+        for (start, _, names), (end, _, _) in pairwise([*lane.changes, (lane.ended, 0, [])]):
             stripes = names or [_PLAIN]
             together = "+".join(sorted(stripes))
             seconds[together] = seconds.get(together, 0.0) + end - start
+            height = _HEIGHT / len(stripes)
             for at, name in enumerate(stripes):
-                low = place - _HEIGHT / 2 + at * _HEIGHT / len(stripes)
-                high = low + _HEIGHT / len(stripes)
-                boxes.setdefault(name, []).append([(start, low), (end, low), (end, high), (start, high)])
+                low = place - _HEIGHT / 2 + at * height
+                boxes.setdefault(name, []).append((start, end, low, low + height))
             if len(names) > 1:
                 raced.setdefault(lane.request, start)
     figure, (axes,) = canvas(1)
-    colours = {name: _PLAIN_COLOUR if name == _PLAIN else drafter_colour(name) for name in boxes}
-    for name, colour in colours.items():
-        axes.add_collection(PolyCollection(boxes[name], facecolor=colour, edgecolor="none"))
+    draw_boxes(axes, boxes, {name: PALE if name == _PLAIN else drafter_colour(name) for name in boxes})
     whose = f"all {requests}" if len(lanes) == requests else f"the slowest {len(lanes)} of {requests}"
-    ended = lanes[-1].ended
-    axes.set(xlim=(0, ended), ylim=(len(lanes) - 0.5, -0.5), xlabel="seconds since the rollout's start")
-    axes.set_ylabel(f"{whose} requests, by when they ended")
-    axes.set_yticks([])
-    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
+    ended, first_race = lanes[-1].ended, min(raced.values(), default=None)
+    axes.set(xlim=(0, ended), ylim=(len(lanes) - 0.5, -0.5), yticks=[])
+    axes.set(xlabel="seconds since the rollout's start", ylabel=f"{whose} requests, by when they ended")
     total = sum(seconds.values())
     shares = {together: spent / total for together, spent in seconds.items()}
     numbers = {
@@ -67,13 +57,11 @@ def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) 
         "requests": requests,
         "shares": shares,
         "raced": len(raced),
-        "first_race": min(raced.values(), default=None),
+        "first_race": first_race,
         "ended": ended,
     }
-    parts = sorted(shares.items(), key=lambda part: -part[1])
-    spent = ", ".join(f"{together} {share:.1%}" for together, share in parts)
-    races = f"{len(raced)} of them raced, the first after {min(raced.values()):.3g} s" if raced else "nobody raced"
-    text = f"{whose} requests, the last of which ended after {ended:.3g} s: {spent} of their time; {races}."
+    races = "nobody raced" if first_race is None else f"{len(raced)} of them raced, the first after {first_race:.3g} s"
+    text = f"{whose} requests, the last of which ended after {ended:.3g} s: {percent(shares)} of their time; {races}."
     return Drawing(figure, numbers, text)
 
 
@@ -83,14 +71,10 @@ def timeline_of_run(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     for least in (2, 1):
         for record in reversed(rollouts):
             if any(len(names) >= least for lane in record.timeline for _, _, names in lane.changes):
-                drawing = timeline(record.timeline, max(len(record.timeline), _requests(record)))
+                finished = record.completion_curve[-1][1] if record.completion_curve else 0  # requests of rank 0
+                drawing = timeline(record.timeline, max(len(record.timeline), finished))
                 assert drawing is not None  # there are changes
                 drawing.numbers["rollout"] = record.rollout
                 drawing.text = f"rollout {record.rollout}, {drawing.text}"
                 return drawing
     return None
-
-
-def _requests(record: RolloutRecord) -> int:
-    """Of rank 0, whose timelines they are."""
-    return record.completion_curve[-1][1] if record.completion_curve else 0

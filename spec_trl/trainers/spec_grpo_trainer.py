@@ -37,8 +37,8 @@ from ..scheduling.profile import Profile
 from ..scheduling.selection import AcceptanceHistory
 from ..scheduling.toggle import SpeculationToggle
 from .collapse_alarm import CollapseAlarm
-from .rollout_totals import RolloutTotals
-from .run_log import LOG_FILE, Record, RunHeader, RunLog, StepRecord
+from .rollout_totals import RolloutTotals, metrics
+from .run_log import LOG_FILE, Mode, Record, RunHeader, RunLog, StepRecord
 from .shared_measurements import PROFILE_FILE, shared_ladder, shared_profile
 from .spec_grpo_config import SpecGRPOConfig
 from .step_clock import StepClock
@@ -185,7 +185,7 @@ class SpecGRPOTrainer(GRPOTrainer):
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: list[Any]) -> Any:
-        mode = "train" if self.model.training else "eval"
+        mode: Mode = "train" if self.model.training else "eval"
         self._totals = RolloutTotals()
         with self._clock.phase("rollout"):
             result = super()._generate(prompts)
@@ -243,7 +243,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             )
         self._totals.add(output.statistics, control, len(prompt_ids), time.perf_counter() - started)
         for copied in _policy_copies(drafters):
-            self._totals.refresh_seconds += copied.refresh_seconds
+            self._totals.durations.refresh_seconds += copied.refresh_seconds
             copied.refresh_seconds = 0.0
         new = output.sequences[:, input_ids.shape[1] :].tolist()  # [B, new]
         completions = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]
@@ -276,8 +276,8 @@ class SpecGRPOTrainer(GRPOTrainer):
                     self._activations = ActivationStatistics(policy, names)
             self._drafted_step = self.state.global_step
             making = time.perf_counter() - started
-            self._totals.seconds += making
-            self._totals.refresh_seconds += making
+            self._totals.durations.seconds += making
+            self._totals.durations.refresh_seconds += making
         return self._drafters
 
     def _announce_new_weights(self, drafters: list[Drafter]) -> None:
@@ -343,25 +343,25 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     # ---- after a rollout ------------------------------------------------------------------------------------------
 
-    def _finish_rollout(self, mode: str) -> None:
+    def _finish_rollout(self, mode: Mode) -> None:
         """Logs the rollout, and lets γ and τ_prev follow it (ER Algorithm 1, lines 14-20)."""
         drafters = self._drafters or []
-        totals = self._totals.over_ranks(self.accelerator, [drafter.strategy for drafter in drafters])
+        totals = self._totals.over_ranks([drafter.strategy for drafter in drafters])
         candidates = self._control.candidates if self._control is not None else ()
         draft_lengths = {candidate.name: candidate.draft_length for candidate in candidates}
-        races = self.args.assistant_strategy == "best_of_n"
-        for name, value in totals.metrics(refreshes=bool(_policy_copies(drafters)), races=races).items():
+        step, strategy = self.state.global_step, self.args.assistant_strategy
+        record = totals.record(mode, self._rollouts[mode], step, strategy, draft_lengths)
+        for name, value in metrics(record, bool(_policy_copies(drafters)), races=strategy == "best_of_n").items():
             self._metrics[mode][f"rollout/{name}"].append(value)
         if self.accelerator.is_main_process:
-            step, strategy = self.state.global_step, self.args.assistant_strategy
-            self._append(totals.record(mode, self._rollouts[mode], step, strategy, draft_lengths))
+            self._append(record)
         if mode == "eval":
             return
-        self._alarm.hear(totals, self.state.global_step)
+        self._alarm.hear(record)
         if isinstance(self._control, BestOfN):
             return
         for name, controller in self._draft_lengths.items():
-            controller.observe(totals.tallies[name].block_efficiency)
+            controller.observe(totals.counts.tallies[name].block_efficiency)
 
     def _append(self, record: Record) -> None:
         """To the run's log, whose first record is the header, and to the verdict."""

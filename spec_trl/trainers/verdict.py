@@ -1,7 +1,7 @@
 """Whether speculation helped a run, and by how much: one sentence, from what the run log holds.
 
-The gain is counted whole: what calibration took, what making and refreshing the drafter took, and what training it
-took are subtracted. Only rollouts of training count.
+From the gain is subtracted what calibration, making and refreshing the drafter, and training it took. Only rollouts of
+training count.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ class Verdict:
     """Sums over a run so far.
 
     Args:
-        rollouts: of training.
-        compared: those of which it is known what plain decoding would have taken.
-        seconds: that these took, making and refreshing the drafter included.
-        plain_seconds: that plain decoding would have taken for them.
-        calibration_seconds, adaptation_seconds: outside of rollouts.
-        rounds, drafted_rounds: of all rollouts.
-        plain_rounds: those of them that were timed without drafts.
-        reason: of the newest rollout; None: the log is older than reasons are.
+        rollouts: number of training rollouts.
+        compared: how many of them say what plain decoding would have taken.
+        seconds: of the compared rollouts, making and refreshing the drafter included.
+        plain_seconds: what plain decoding would have taken for them.
+        calibration_seconds, adaptation_seconds: spent outside of rollouts.
+        rounds, drafted_rounds: of all training rollouts.
+        plain_rounds: rounds that were timed without drafts.
+        reason: of the newest rollout; None: the log is older than this field.
     """
 
     rollouts: int = 0

@@ -4,11 +4,12 @@ import math
 import random
 from pathlib import Path
 
+from spec_trl.generation.engine.statistics import DraftCounts
 from spec_trl.generation.engine.timeline import RequestTimeline
 from spec_trl.scheduling.profile import Profile, ProfileKey
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.sweep import Sample
-from spec_trl.trainers.run_log import LOG_FILE, DepthCounts, RolloutRecord, RoundPoint, RunHeader, RunLog, StepRecord
+from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RoundPoint, RunHeader, RunLog, StepRecord
 
 
 BATCH = 64
@@ -62,8 +63,8 @@ def make_rollout(index: int, seed: int = 0, **changes: object) -> RolloutRecord:
         predicted_speedup=1.3, measured_speedup=1.3 * chance.uniform(0.9, 1.1), rounds=96,
         speculating=[(0, 0), (36, gamma)], completion_curve=curve,
         per_depth={
-            0: DepthCounts(blocks, round(blocks * tau), blocks * gamma, round(blocks * (tau - 1))),
-            512: DepthCounts(blocks // 4, round(blocks / 4 * 0.8 * tau), blocks // 4 * gamma, 50),
+            0: DraftCounts(blocks * gamma, round(blocks * (tau - 1)), blocks, committed=round(blocks * tau)),
+            512: DraftCounts(blocks // 4 * gamma, 50, blocks // 4, committed=round(blocks / 4 * 0.8 * tau)),
         },
         points=points,
         timeline=[
@@ -88,7 +89,7 @@ def make_step(index: int, **changes: object) -> StepRecord:
 
 
 def write_run(folder: Path, rollouts: int = 24, **header: object) -> Path:
-    """Writes the log of a run of so many rollouts and steps; returns its path."""
+    """Writes the log of a run of `rollouts` rollouts and as many steps; returns its path."""
     log = RunLog(folder / LOG_FILE)
     log.append(make_header(**header))
     for index in range(rollouts):

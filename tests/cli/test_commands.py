@@ -8,20 +8,16 @@ from pathlib import Path
 import pytest
 
 from spec_trl.cli import validate
+from spec_trl.cli.ladder_figure import draft_ladder
 from spec_trl.cli.main import main
 from spec_trl.scheduling.draft_length import expected_block_efficiency
+from spec_trl.scheduling.ladder import Ladder
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.sweep import write_sweep
 from tests.cli.sample_run import make_profile, make_roofline
 
 
 PUBLISHED = "data/efficientrollout"
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    make_profile().save(tmp_path / "profile.json")
-    return tmp_path / "profile.json"
 
 
 def columns(line: str) -> list[str]:
@@ -58,16 +54,6 @@ def test_the_margin_decides(profile: Path, capsys: pytest.CaptureFixture[str]) -
         assert columns(capsys.readouterr().out.splitlines()[-1])[-1] == decision
 
 
-def test_predict_refuses_what_it_cannot_know(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
-        (["predict"], "PROFILE is missing"),
-        (["predict", str(profile)], "give --block-efficiency or --acceptance"),
-        (["predict", str(profile), "--draft-length", "3", "--block-efficiency", "4.5"], "lies between 1 and 4"),
-    ):
-        assert main(arguments) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_predict_says_what_it_extrapolates(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["predict", str(profile), "--acceptance", "0.9"]
     assert main([*arguments, "--batch", "1,64", "--length", "128,512"]) == 0
@@ -75,6 +61,52 @@ def test_predict_says_what_it_extrapolates(profile: Path, capsys: pytest.Capture
     assert main([*arguments, "--batch", "1,128", "--length", "64,512,4096"]) == 0
     printed = capsys.readouterr().out
     assert "extrapolated: B = 128 (swept: 1 to 64); S = 64, 4096 (swept: 128 to 512)" in printed
+
+
+def signs(printed: str, name: str) -> list[float]:
+    """The two sign accuracies in the row called `name`."""
+    line = next(line for line in printed.splitlines() if line.strip().startswith(name))
+    return [float(share.rstrip("%")) for share in columns(line)[5:7]]
+
+
+def test_refit_finds_the_roofline_that_made_the_times(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, new = tmp_path / "sweep.csv", tmp_path / "new.json"
+    write_sweep(sweep, "shape", [s for s in make_profile().samples if s.batch in (1, 16)])
+    arguments = ["validate", str(profile), "--csv", str(sweep), "--refit", "--bandwidth", "2.5e10", "-o", str(new)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert signs(printed, "fit, paper") == [100.0, 100.0] and signs(printed, "fit, improved") == [100.0, 100.0]
+    paper = next(line for line in printed.splitlines() if "fit, paper" in line)
+    assert all(float(error.rstrip("%")) < 0.5 for error in columns(paper)[1:5])
+    written = Profile.load(new)
+    assert written.key == make_profile().key and len(written.samples) == len(make_profile().samples) * 2 // 7
+    assert f"written: {new} (fit, improved)" in printed
+
+
+def test_plot_draws_a_boundary(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(profile), "-o", str(tmp_path / "b.png")]) == 0
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "γ = 3: " in printed and "γ = 7: " in printed
+    assert main(["plot", str(profile), "-o", str(tmp_path / "c.png"), "--draft-length", "7", "--acceptance", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "γ = 3: " not in printed and "γ = 7: 0 points beneficial, 14 harmful" in printed
+
+
+def test_plot_draws_a_ladder(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", "--ladder", str(files["ladder"])]) == 0
+    assert Path("ladder.png").read_bytes().startswith(b"\x89PNG")
+    assert draft_ladder(Ladder.load(files["ladder"])).text in capsys.readouterr().out
+    assert main(["plot", "--ladder", str(files["ladder"]), "-o", "l.svg"]) == 0
+    assert Path("l.svg").read_bytes().startswith(b"<?xml")
+
+
+# ---- what the papers published ------------------------------------------------------------------------------------
 
 
 def test_breakdown_is_the_papers_table(shared: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,12 +133,6 @@ def test_breakdown_refuses(tmp_path: Path, profile: Path, capsys: pytest.Capture
     ):
         assert main(["predict", *arguments]) == 2
         assert message in capsys.readouterr().err
-
-
-def signs(printed: str, name: str) -> list[float]:
-    """The two sign accuracies in the row called `name`."""
-    line = next(line for line in printed.splitlines() if line.strip().startswith(name))
-    return [float(share.rstrip("%")) for share in columns(line)[5:7]]
 
 
 @pytest.mark.parametrize(
@@ -160,22 +186,6 @@ def test_constants_of_a_config_are_the_published_ones(shared: Callable[[str], Pa
     assert found.kv_bytes == published["kappa_theoretical"]
 
 
-def test_refit_finds_the_roofline_that_made_the_times(
-    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep, new = tmp_path / "sweep.csv", tmp_path / "new.json"
-    write_sweep(sweep, "shape", [s for s in make_profile().samples if s.batch != 2])  # those at 2 rows are off
-    arguments = ["validate", str(profile), "--csv", str(sweep), "--refit", "--bandwidth", "2.5e10", "-o", str(new)]
-    assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert signs(printed, "fit, paper") == [100.0, 100.0] and signs(printed, "fit, improved") == [100.0, 100.0]
-    paper = next(line for line in printed.splitlines() if "fit, paper" in line)
-    assert all(float(error.rstrip("%")) < 0.5 for error in columns(paper)[1:5])
-    written = Profile.load(new)
-    assert written.key == make_profile().key and len(written.samples) == len(make_profile().samples) * 6 // 7
-    assert f"written: {new} (fit, improved)" in printed
-
-
 def test_an_edited_published_fit_is_named(
     shared: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,27 +201,4 @@ def test_an_edited_published_fit_is_named(
         change(edited)
         path.write_text(json.dumps(edited))
         assert main(["validate", str(path), "--csv", sweep]) == 2
-        assert message in capsys.readouterr().err
-
-
-def test_plot_writes_a_picture(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, start in (("b.png", b"\x89PNG"), ("b.svg", b"<?xml"), ("b.pdf", b"%PDF")):
-        assert main(["plot", str(profile), "-o", str(tmp_path / name)]) == 0
-        assert (tmp_path / name).read_bytes().startswith(start)
-    printed = capsys.readouterr().out
-    assert "γ = 3: " in printed and "γ = 7: " in printed
-    assert main(["plot", str(profile), "-o", str(tmp_path / "c.png"), "--draft-length", "7", "--acceptance", "0"]) == 0
-    printed = capsys.readouterr().out
-    assert "γ = 3: " not in printed and "γ = 7: 0 points beneficial, 14 harmful" in printed
-
-
-def test_plot_refuses_what_was_not_measured(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bare = json.loads(profile.read_text()) | {"samples": []}
-    (tmp_path / "bare.json").write_text(json.dumps(bare))
-    for arguments, message in (
-        ([str(profile), "--draft-length", "3,5"], "--draft-length [5] was not measured"),
-        ([str(tmp_path / "bare.json")], "holds no measured times to plot"),
-        ([str(profile), "-o", "boundary.gif"], "must end in .png, .pdf or .svg"),
-    ):
-        assert main(["plot", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -2,13 +2,15 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spec_trl.trainers.run_log import LOG_FILE, RunLog, read_run
+from spec_trl.generation.engine.statistics import DraftCounts
+from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, StepRecord, read_run
 from tests.cli.sample_run import make_header, make_rollout, make_step, write_run
 
 
@@ -29,6 +31,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert run.of("train") == [make_rollout(i) for i in range(3)]
     assert run.of("eval") == [make_rollout(0, mode="eval")]
     assert run.steps == [make_step(i) for i in (1, 2, 3)]
+    header, rollout, step = (json.loads(line) for line in path.read_text().splitlines()[:3])
+    assert header == {"kind": "header", **asdict(make_header())}
+    assert set(rollout) == {"kind", *asdict(make_rollout(0))}
+    assert rollout["per_depth"]["512"]["blocks"] == 50 and rollout["speculating"] == [[0, 0], [36, 5]]
+    assert step == {"kind": "step", **asdict(make_step(1))}
 
 
 def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
@@ -42,15 +49,29 @@ def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
     assert run.rollouts[0].block_efficiency is None and run.rollouts[0].sd_on_fraction is None
 
 
-def test_a_log_that_is_older_than_a_field_is_read(tmp_path: Path) -> None:
-    path = write_run(tmp_path, rollouts=2, calibration_seconds=9.0)
-    edit(path, 1, lambda d: d.pop("calibration_seconds"))
-    for name in ("timeline", "reason", "plain_seconds"):
-        edit(path, 4, lambda d, name=name: d.pop(name))
-    assert read_run(path).header == make_header()
-    first, second = read_run(path).of("train")
-    assert first.timeline == make_rollout(0).timeline != []
-    assert second == make_rollout(1, timeline=[], reason=None, plain_seconds=None)
+def test_an_older_log_is_read(tmp_path: Path) -> None:
+    """What the first release wrote."""
+    header = dict(
+        kind="header", started="2026-11-01", hardware="CPU", model="m", dtype="float32", strategy="self",
+        settings={"seed": 1}, profile=None, version=1,
+    )  # fmt: skip
+    rollout = dict(
+        kind="rollout", mode="train", rollout=0, step=0, strategy="self", drafter="self", seconds=2, tokens=60,
+        refresh_seconds=0.5, requests=4, phase_seconds={"draft": 1.0}, block_efficiency=3.0, acceptance_rate=0.4,
+        first_token_acceptance=0.6, target_entropy=1.2, draft_length=5, mean_draft_length=5.0, sd_on_fraction=1.0,
+        predicted_speedup=None, measured_speedup=None, rounds=7, speculating=[[0, 5]], completion_curve=[[1.5, 4]],
+        per_depth={"64": {"blocks": 20, "committed": 60, "drafted": 100, "accepted": 40}},
+        points=[{"batch": 4, "length": 9.0, "draft_length": 5, "rounds": 7, "seconds": 0.2, "tokens": 60}],
+    )  # fmt: skip
+    step = dict(kind="step", step=1, seconds=3.0, phases={"rollout": 2.0}, reward=None)
+    (tmp_path / LOG_FILE).write_text("".join(json.dumps(each) + "\n" for each in (header, rollout, step)))
+    run = read_run(tmp_path)
+    assert (run.header.calibration_seconds, run.header.settings) == (0.0, {"seed": 1})
+    (record,) = run.rollouts
+    assert record.per_depth == {64: DraftCounts(100, 40, 20, committed=60)}
+    assert record.points == [RoundPoint(4, 9.0, 5, 7, 0.2, 60)] and record.completion_curve == [(1.5, 4)]
+    assert record.timeline == [] and record.reason is record.plain_seconds is None
+    assert run.steps == [StepRecord(1, 3.0, {"rollout": 2.0}, None)]
 
 
 def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
@@ -64,7 +85,7 @@ def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
     assert cut.of("eval") == [] and cut.of("train") == whole.of("train") and cut.steps == whole.steps
 
 
-def test_a_resumed_run_goes_on_behind_an_unfinished_line(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_after_an_unfinished_line(tmp_path: Path) -> None:
     path = write_run(tmp_path, rollouts=2)
     path.write_text(path.read_text()[:-30])
     log = RunLog(path)
@@ -104,70 +125,48 @@ def test_a_second_line_of_the_same_rollout_wins(tmp_path: Path) -> None:
     assert read_run(path).of("train") == [make_rollout(0), make_rollout(1, seed=5)]
 
 
+def drop(path: Path, *numbers: int) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for number, line in enumerate(lines, 1) if number not in numbers))
+
+
+def change(number: int, **fields: Any) -> Callable[[Path], None]:
+    return lambda path: edit(path, number, lambda data: data.update(fields))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: edit(path, 2, lambda d: d.pop("tokens")), "line 2: rollout.tokens: Field required"),
+        (change(2, colour=1), "line 2: rollout.colour: Unexpected"),
+        (change(2, seconds="fast"), r"line 2: rollout.seconds: .* valid number \(found 'fast'\)"),
+        (change(2, seconds=None), r"line 2: rollout.seconds: .* valid number \(found None\)"),
+        (change(2, tokens=1.5), "line 2: rollout.tokens: .* integer"),
+        (change(2, tokens=True), r"line 2: rollout.tokens: .* valid integer \(found True\)"),
+        (change(2, mode="test"), r"line 2: rollout.mode: Input should be 'train' or 'eval' \(found 'test'\)"),
+        (change(2, points=[{"batch": 1}]), r"line 2: rollout.points\[0\].length: Field required"),
+        (change(2, speculating=[[1, 2, 3]]), r"line 2: rollout.speculating\[0\]: .* at most 2 items"),
+        (change(2, timeline=[{"request": 0, "changes": [[0, []]]}]), r"line 2: rollout.timeline\[0\].changes\[0\]"),
+        (change(2, per_depth={"deep": {}}), "line 2: rollout.per_depth.deep.* integer"),
+        (change(2, kind="rolout"), "line 2: .*'rolout'.* 'header', 'rollout', 'step'"),
+        (change(3, phases=[]), "line 3: step.phases: "),
+        (change(1, version=2, colour=1), r"line 1: header.version: Input should be 1 \(found 2\)"),
+        (change(1, kind=["header"]), "line 1: .*'header', 'rollout', 'step'"),
+        (lambda path: path.write_text(path.read_text().replace('"phases"', '"phas', 1)), "line 3: Invalid JSON"),
+        (lambda path: drop(path, 1), "line 1 comes before any header"),
+        (lambda path: path.write_text(""), "holds no record"),
+        (lambda path: path.unlink(), f"{LOG_FILE} does not exist. Name the output_dir"),
+    ],
+)
+def test_a_damaged_log_is_refused(damage: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    path = write_run(tmp_path, rollouts=2)
+    damage(path)
+    with pytest.raises(ValueError, match=message) as error:
+        read_run(tmp_path)
+    assert str(path) in str(error.value)
+
+
 def test_a_run_killed_before_its_first_rollout_can_be_read(tmp_path: Path) -> None:
     RunLog(tmp_path / LOG_FILE).append(make_header())
     run = read_run(tmp_path)
     assert run.rollouts == [] and run.steps == []
-
-
-@pytest.mark.parametrize(
-    ("number", "change", "message"),
-    [
-        (2, lambda d: d.pop("tokens"), r"line 2 lacks \['tokens'\]"),
-        (2, lambda d: d.update(colour=1), r"line 2 has unknown \['colour'\]"),
-        (2, lambda d: d.update(seconds="fast"), r"line 2, seconds: has fast where a number belongs"),
-        (2, lambda d: d.update(seconds=None), r"line 2, seconds: has None where a number belongs"),
-        (2, lambda d: d.update(tokens=1.5), r"line 2, tokens: has 1.5 where an integer belongs"),
-        (2, lambda d: d.update(tokens=True), r"line 2, tokens: has True where an integer belongs"),
-        (2, lambda d: d.update(mode="test"), r"line 2 has mode='test'"),
-        (2, lambda d: d.update(points=[{"batch": 1}]), r"line 2, points: lacks \['draft_length'"),
-        (2, lambda d: d.update(points=[3]), r"line 2, points: has 3 where an object belongs"),
-        (2, lambda d: d.update(speculating=[[1, 2, 3]]), r"line 2, speculating: has \[1, 2, 3\] where a list of 2"),
-        (2, lambda d: d["timeline"][0].pop("request"), r"line 2, timeline: lacks \['request'\]"),
-        (2, lambda d: d["timeline"][0].update(changes=[[0, []]]), r"line 2, timeline, changes: has .* a list of 3"),
-        (2, lambda d: d.update(per_depth={"deep": {}}), r"line 2, per_depth: has deep where an integer belongs"),
-        (2, lambda d: d.update(kind="rolout"), r"line 2 has no \"kind\""),
-        (3, lambda d: d.update(phases=[]), r"line 3, phases: has \[\] where an object belongs"),
-        (1, lambda d: d.update(version=2), r"line 1 has version=2. This spec_trl reads version 1"),
-        (1, lambda d: d.update(kind=["header"]), r"line 1 has no \"kind\""),
-    ],
-)
-def test_an_edited_line_is_named(number: int, change: Any, message: str, tmp_path: Path) -> None:
-    path = write_run(tmp_path, rollouts=2)
-    edit(path, number, change)
-    with pytest.raises(ValueError, match=message) as error:
-        read_run(path)
-    assert str(path) in str(error.value)
-
-
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
-    path = write_run(tmp_path, rollouts=2)
-    lines = path.read_text().splitlines()
-    lines[2] = lines[2][:40]
-    path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match="line 3 is not JSON"):
-        read_run(path)
-
-
-def test_a_log_without_its_beginning_is_an_error(tmp_path: Path) -> None:
-    path = write_run(tmp_path, rollouts=2)
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    with pytest.raises(ValueError, match="line 1 comes before any header"):
-        read_run(path)
-
-
-def test_no_log_and_an_empty_log_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{LOG_FILE} does not exist. Name the output_dir"):
-        read_run(tmp_path)
-    (tmp_path / LOG_FILE).write_text("")
-    with pytest.raises(ValueError, match="holds no record"):
-        read_run(tmp_path)
-
-
-def test_every_field_is_in_the_file(tmp_path: Path) -> None:
-    path = write_run(tmp_path, rollouts=1)
-    header, rollout, step = (json.loads(line) for line in path.read_text().splitlines()[:3])
-    assert header == {"kind": "header", **asdict(make_header())}
-    assert set(rollout) == {"kind", *asdict(make_rollout(0))}
-    assert rollout["per_depth"]["512"]["blocks"] == 50 and rollout["speculating"] == [[0, 0], [36, 5]]
-    assert step == {"kind": "step", **asdict(make_step(1))}

@@ -1,21 +1,25 @@
-"""Did it help? Sums by hand, and the line that a training run ends with."""
+"""Did it help? Sums by hand: of a rollout's calls and ranks, and of a run's rollouts."""
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
-from spec_trl.generation.engine.statistics import SpeculationStatistics
-from spec_trl.scheduling.control import NeverSpeculate
-from spec_trl.trainers.rollout_totals import RolloutTotals
-from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, read_run
+from spec_trl.generation.engine.statistics import (
+    DraftCounts,
+    LearningStatistics,
+    RacingStatistics,
+    RoundPoint,
+    SpeculationStatistics,
+)
+from spec_trl.generation.engine.timeline import RequestTimeline
+from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Tally
+from spec_trl.trainers import rollout_totals, run_log
+from spec_trl.trainers.rollout_totals import RolloutTotals, metrics
+from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RunLog, read_run
 from spec_trl.trainers.verdict import Verdict, verdict_of
 from tests.cli.sample_run import make_header, make_rollout, make_step
-from tests.trainers.harness import train
 
 
 def verdict(*records: object) -> Verdict:
@@ -71,11 +75,11 @@ def test_no_baseline_is_not_invented() -> None:
 
 
 def test_a_baseline_that_only_calibration_measured_is_named() -> None:
-    drafted = [RoundPoint(8, 100.0, 5, 20, 0.1, 480)]
+    drafted = [run_log.RoundPoint(8, 100.0, 5, 20, 0.1, 480)]
     always = rollout(0, 10.0, 15.0, points=drafted)
     said = "rollouts 1.50× of plain decoding as calibration measured it (no round of the run was plain), 5.0 s saved"
     assert str(verdict(always)).startswith(said)
-    both = rollout(0, 10.0, 15.0, points=[*drafted, RoundPoint(8, 100.0, 0, 3, 0.1, 24)])
+    both = rollout(0, 10.0, 15.0, points=[*drafted, run_log.RoundPoint(8, 100.0, 0, 3, 0.1, 24)])
     assert str(verdict(both)).startswith("rollouts 1.50× of plain decoding, 5.0 s saved")
 
 
@@ -92,82 +96,60 @@ def test_seconds_saved_by_rollout(tmp_path: Path) -> None:
     assert saved == [-10 + 4 - 2, -8, -8 + 3 - 2] and saved[-1] == found.saved
 
 
-def test_the_turns_of_a_rollout_and_its_ranks() -> None:
-    """Turns add up, preparation included; of the ranks the slowest counts, and what one does not know none knows."""
-    totals = RolloutTotals()
+def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns go on where the one before ended, preparation included. Over ranks counts add up and the slowest rank
+    counts; what one rank does not know none knows."""
+    control = AlwaysSpeculate(Candidate("self", 5, 4.0, 100))
+    control.tallies = [Tally(9, 72, 200, 2.0)]
     first = SpeculationStatistics(
-        "self", seconds=3.0, plain_seconds=4.0, reason="first", predicted_speedup=1.3, completion_curve=[(3.0, 8)],
-        ended_in=[9] * 8, speculating=[(0, 5)], rounds=9,
+        "self", seconds=3.0, plain_seconds=4.0, reason="first", predicted_speedup=1.3,
+        completion_curve=[(2.0, 4), (3.0, 8)],
+        ended_in=[6] * 4 + [9] * 4, speculating=[(0, 5), (8, 0)], rounds=9, tokens=200, logprob_sum=-300.0,
+        points=[RoundPoint(8, 20.0, 5, "self", 8, 2.0, 190), RoundPoint(4, 30.0, 0, None, 1, 0.5, 10)],
+        total=DraftCounts(100, 60, 30, 30, 20, 190), per_depth={0: DraftCounts(100, 60, 30, 30, 20, 190)},
+        timeline=[RequestTimeline(0, [(0.0, 0, ["self"])], 3.0)], phase_seconds={"draft": 1.0},
+        racing=RacingStatistics(2, {"self": 3, "ngram": 1}), learning=LearningStatistics(2, 0.5, 0.25),
     )  # fmt: skip
     later = replace(first, seconds=1.0, plain_seconds=1.5, reason="later", predicted_speedup=None)
+    totals = RolloutTotals()
     for statistics in (first, later):
-        totals.add(statistics, NeverSpeculate(), 8, statistics.seconds + 0.25)
-    assert totals.plain_seconds == 6.0 and totals.seconds == 4.5
+        totals.add(statistics, control, 8, statistics.seconds + 0.25)
+    totals.durations.refresh_seconds += 0.125
 
-    class TwoRanks:
-        device = torch.device("cpu")
+    def record_with(**durations: float) -> RolloutRecord:
+        """Of two ranks: this one, and one of the same counts and other durations."""
+        other = replace(totals.durations, **durations)
+        monkeypatch.setattr(rollout_totals, "gather_object", lambda own: [*own, (totals.counts, other)])
+        return totals.over_ranks(["self", "tts"]).record("train", 3, 2, "auto", {"self": 5, "tts": 7})
 
-        def __init__(self, other: float) -> None:
-            self.other = other
-
-        def gather(self, packed: Tensor) -> Tensor:  # [1, n]
-            other = packed.clone()
-            other[0, -1] = self.other  # where the plain seconds are
-            return torch.cat([packed, other])  # [2, n]
-
-    for other, expected in ((5.0, 6.0), (7.0, 7.0), (math.nan, None)):
-        record = totals.over_ranks(TwoRanks(other), []).record("train", 0, 0, "self", {})  # type: ignore[arg-type]
-        assert (record.plain_seconds, record.seconds) == (expected, 4.5)
-        assert (record.reason, record.predicted_speedup) == ("first", 1.3)
-
-
-def last_line(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
-    """The verdict that training printed, which must be the report's."""
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("spec_trl ")]
-    assert lines[-1] == f"spec_trl verdict: {verdict_of(read_run(folder))[0]}"
-    assert not any("verdict" in line for line in lines[:-1])
-    return "\n".join(lines)
-
-
-def test_a_run_that_drafts_ends_with_what_it_gained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], profiles: dict[str, str]
-) -> None:
-    train(tmp_path, sd_toggle="roofline", roofline_profile=profiles["pays"], max_completion_length=48)
-    printed = last_line(capsys, tmp_path)
-    first, verdict_line = printed.splitlines()
-    # 8 rows of at most 17 tokens of prompt and 24 of output; by the profile 5 / (5 × 0.63 + 1).
-    assert re.fullmatch(r"spec_trl rollouts: speculation predicted 1\.20× at 8 rows × \d\d tokens: speculating", first)
-    pattern = r"spec_trl verdict: rollouts \d+\.\d\d× of plain decoding, .* s (saved|lost) \(calibration and refresh "
-    assert re.match(pattern, verdict_line)
-    log = read_run(tmp_path)
-    assert 0 < log.header.calibration_seconds < 60
-    for record in log.of("train"):
-        assert record.plain_seconds is not None and record.plain_seconds > 0
-        assert record.reason is not None and record.reason.startswith("speculation ")
+    record = record_with(plain_seconds=5.0, update_seconds=9.0)
+    assert (record.plain_seconds, record.seconds, record.refresh_seconds) == (6.0, 4.5, 0.125)
+    assert (record.tail_seconds, record.tail_rounds, record.drafter_update_seconds) == (2.0, 6, 9.0)
+    assert (record.reason, record.predicted_speedup) == ("first", 1.3)
+    assert (record.drafter, record.draft_length, record.mean_draft_length) == ("self", 5, 5.0)
+    assert (record.tokens, record.requests, record.target_entropy, record.rounds) == (800, 32, 1.5, 18)
+    assert (record.sd_on_fraction, record.drafted_by) == (8 / 9, {"self": 1.0, "tts": 0.0})
+    assert (record.race_wins, record.drafter_updates) == ({"self": 12, "ngram": 4}, 8)
+    assert record.per_depth == {0: DraftCounts(400, 240, 120, 120, 80, 760)}
+    assert (record.block_efficiency, record.acceptance_rate, record.first_token_acceptance) == (760 / 120, 0.6, 2 / 3)
+    assert record.speculating == [(0, 5), (8, 0), (9, 5), (17, 0)] and record.phase_seconds == {"draft": 2.0}
+    assert record.completion_curve == [(2.0, 4), (3.0, 8), (5.25, 12), (6.25, 16)]
+    assert record.timeline[-1] == RequestTimeline(8, [(3.25, 9, ["self"])], 6.25)
+    assert record.points[:2] == [
+        run_log.RoundPoint(8, 20.0, 5, 8, 0.25, 190, "self"), run_log.RoundPoint(4, 30.0, 0, 1, 0.5, 10)
+    ]  # fmt: skip
+    logged = metrics(record, refreshes=False, races=True)
+    assert {name: logged[name] for name in ("drafted_by_self", "race_wins_self", "race_wins_tts")} == {
+        "drafted_by_self": 1.0, "race_wins_self": 12, "race_wins_tts": 0,
+    }  # fmt: skip
+    assert (logged["drafter_updates"], logged["drafter_update_seconds"]) == (8, 9.0)
+    assert record_with(plain_seconds=7.0).plain_seconds == 7.0
+    assert record_with(plain_seconds=math.inf).plain_seconds is None
 
 
-def test_a_run_that_does_not_draft_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], profiles: dict[str, str]
-) -> None:
-    run = train(tmp_path, sd_toggle="roofline", roofline_profile=profiles["does not"])
-    printed = last_line(capsys, tmp_path)
-    assert "\nspec_trl verdict: nothing was drafted (speculation predicted 0.10× at " in printed
-    log = read_run(tmp_path)
-    assert [record.predicted_speedup for record in log.rollouts] == run.metric("rollout/predicted_speedup")
-    assert all(record.predicted_speedup == pytest.approx(5 / 51, rel=0.01) for record in log.rollouts)
-    for record in log.rollouts:
-        assert record.plain_seconds == pytest.approx(record.seconds - record.refresh_seconds, rel=1e-6)
-
-
-def test_always_knows_no_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, max_steps=1)
-    printed = last_line(capsys, tmp_path)
-    assert "spec_trl rollouts: sd_toggle=always\n" in printed
-    assert printed.endswith("the speedup over plain decoding is not known: no plain round was measured.")
-
-
-def test_without_a_drafter_nothing_is_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, sd_toggle="never", max_steps=1)
-    assert last_line(capsys, tmp_path) == (
-        "spec_trl verdict: nothing was drafted (sd_toggle=never): rollouts were plain decoding."
-    )
+def test_a_long_curve_is_logged_in_part() -> None:
+    curve = [(float(at), at) for at in range(1, 1002)]
+    totals = RolloutTotals(completion_curve=curve)
+    totals.durations.seconds = 2000.0
+    logged = totals.record("eval", 0, 0, "none", {}).completion_curve
+    assert len(logged) <= rollout_totals.CURVE_POINTS and logged[-1] == curve[-1] and set(logged) <= set(curve)

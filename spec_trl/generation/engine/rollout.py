@@ -15,13 +15,14 @@ from ...scheduling.control import Chain, Control, Tally
 from ...scheduling.plain_decoding import plain_rounds
 from .broken_module import first_broken_module
 from .chains import Lanes, Outcome, draft_lengths
+from .counters import DraftCounter, PhaseTimer, RoundLog
 from .drafter import Drafter, DraftSession
 from .noise import RoundNoise, derive, position_keys
 from .prefill import prefill
 from .processors import LogitsPipeline
 from .rows import Request, Rows, prompt_key
 from .runner import EagerRunner
-from .statistics import ChainCounter, DraftCounter, PhaseTimer, RoundLog, SpeculationStatistics
+from .statistics import SpeculationStatistics
 from .stopping import Stopping
 from .timeline import TimelineLog
 from .verification import Proposal, Verdict, verify_exact, verify_rejection
@@ -87,8 +88,7 @@ class Rollout:
         self._ended_in = [0] * len(requests)
         self._prompt_keys = [prompt_key(request.prompt) for request in requests]
         self._prompt_lengths = [len(request.prompt) for request in requests]
-        self._counter = DraftCounter(len(requests), rows.tokens.device)
-        self._chains = ChainCounter(len(requests), self._names, rows.tokens.device)
+        self._counter = DraftCounter(len(requests), self._names, rows.tokens.device)
         self._timer = PhaseTimer(rows.tokens.device)
 
     def run(self) -> tuple[list[Completion], SpeculationStatistics]:
@@ -244,8 +244,7 @@ class Rollout:
         broken = sound.long().cumprod(1).sum(1) < kept  # [B]
         drafted, accepted = outcome.up_to_end(kept, ends)  # [N, B] each
         if lanes.width:
-            self._counter.add(rows.requests, rows.generated, outcome.proposal, verdict, kept, ends)
-            self._chains.add(rows.requests, rows.generated, lanes.drafters, drafted, accepted, kept, outcome.winner)
+            self._counter.add(rows.requests, rows.generated, lanes.drafters, drafted, accepted, kept, outcome.winner)
         if self._on_tokens is not None:
             self._on_tokens(verdict.tokens[0, : int(kept[0])])
         lengths = rows.lengths + kept  # [B]
@@ -350,7 +349,6 @@ class Rollout:
         statistics = self._statistics
         completions = [completion for completion in self._completions if completion is not None]
         self._counter.write_to(statistics)
-        self._chains.write_to(statistics)
         statistics.ended_in, statistics.timeline = self._ended_in, self._timeline.timelines
         statistics.tokens = sum(len(completion.tokens) for completion in completions)
         if self._want_logprobs:

@@ -1,82 +1,121 @@
 """Statistics agree with the output they describe."""
 
 import math
-import re
+from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.counters import LENGTH_BIN, DraftCounter, RoundLog
 from spec_trl.generation.engine.statistics import (
     DEPTH_EDGES,
-    ChainCounter,
-    DraftCounter,
     DraftCounts,
+    RacingStatistics,
     RoundPoint,
     SpeculationStatistics,
     Tail,
+    added,
 )
-from spec_trl.generation.engine.verification import Proposal, Verdict
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
 from spec_trl.scheduling.plain_decoding import PlainRounds
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 
-def counted(
-    drafted: list[int], accepted: list[int], kept: list[int], ends: list[bool], depths: list[int]
-) -> SpeculationStatistics:
-    counter = DraftCounter(len(drafted), torch.device("cpu"))
-    width = max(drafted, default=0)
-    proposal = Proposal(torch.zeros(len(drafted), width).long(), torch.tensor(drafted))
-    empty = torch.zeros(len(drafted), width + 1)
-    verdict = Verdict(empty.long(), torch.tensor(accepted), empty, None)
-    counter.add(
-        torch.arange(len(drafted)), torch.tensor(depths), proposal, verdict, torch.tensor(kept), torch.tensor(ends)
-    )
-    statistics = SpeculationStatistics("self")
-    counter.write_to(statistics)
-    return statistics
+REQUESTS, NAMES = 4, ["self", "ngram", "self"]
 
 
-def test_counting_by_hand() -> None:
-    # All accepted; one accepted; EOS is the second of three accepted drafts; EOS corrects the second draft; no draft.
-    ends = [False, False, True, True, False]
-    statistics = counted([3, 3, 3, 3, 0], [3, 1, 3, 1, 0], [4, 2, 2, 2, 1], ends, [0, 63, 64, 64, 40_000])
-    assert statistics.per_request == [
-        DraftCounts(drafted=3, accepted=3, blocks=1, first_drafted=1, first_accepted=1, committed=4),
-        DraftCounts(drafted=3, accepted=1, blocks=1, first_drafted=1, first_accepted=1, committed=2),
-        DraftCounts(drafted=2, accepted=2, blocks=1, first_drafted=1, first_accepted=1, committed=2),
-        DraftCounts(drafted=2, accepted=1, blocks=1, first_drafted=1, first_accepted=1, committed=2),
-        DraftCounts(drafted=0, accepted=0, blocks=1, first_drafted=0, first_accepted=0, committed=1),
-    ]
-    assert statistics.block_efficiency == 11 / 5
-    assert statistics.acceptance_rate == 7 / 10
-    assert statistics.first_token_acceptance == 1
-    assert list(statistics.per_depth) == [0, 64, 32768]
-    assert statistics.per_depth[0].blocks == 2
+@st.composite
+def rounds(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Rounds of some of the requests, with one to three lanes; of equal chains the first wins."""
 
-
-def test_wins_by_depth() -> None:
-    """Two rounds: of rows 0 to 3 with two chains, one and none, of three drafters, two of which have the same name."""
-    counter = ChainCounter(4, ["self", "ngram", "self"], torch.device("cpu"))
-    drafted = torch.full((2, 4), 2)
-    for depths, drafters, winner in (
-        ([0, 63, 64, 700], [[0, 1, 0, -1], [1, 2, -1, -1]], [0, 1, 0, 0]),
-        ([3, 64, 90, 900], [[0, 0, 2, 1], [1, 1, 1, 0]], [1, 0, 0, 1]),
-    ):
-        counter.add(
-            torch.arange(4), torch.tensor(depths), torch.tensor(drafters), drafted, drafted.clone(),
-            torch.full((4,), 3), torch.tensor(winner),
+    def one(batch: int, lanes: int) -> dict[str, Any]:
+        drafters = [[draw(st.integers(-1, 2)) for _ in range(batch)] for _ in range(lanes)]
+        drafted = [[draw(st.integers(0, 3)) if which >= 0 else 0 for which in lane] for lane in drafters]
+        accepted = [[draw(st.integers(0, most)) for most in lane] for lane in drafted]
+        winner = [max(range(lanes), key=lambda lane, row=row: (accepted[lane][row], -lane)) for row in range(batch)]
+        kept = [accepted[winner[row]][row] + 1 for row in range(batch)]
+        for row in range(batch):
+            if draw(st.booleans()):  # the row ends early: what comes after its end does not count
+                kept[row] = draw(st.integers(1, kept[row]))
+                for lane in range(lanes):
+                    drafted[lane][row] = min(drafted[lane][row], kept[row])
+                    accepted[lane][row] = min(accepted[lane][row], kept[row])
+        requests = draw(st.permutations(range(REQUESTS)))[:batch]
+        depths = [draw(st.sampled_from([0, 63, 64, 700, 40_000])) for _ in range(batch)]
+        return dict(
+            requests=requests, depths=depths, drafters=drafters, drafted=drafted, accepted=accepted, kept=kept,
+            winner=winner,
         )  # fmt: skip
-    statistics = SpeculationStatistics("best_of_n")
-    counter.write_to(statistics)
-    racing = statistics.racing
-    assert racing is not None
-    assert racing.winners_by_depth == {
-        0: {"self": 2, "ngram": 1}, 64: {"self": 2, "ngram": 0}, 512: {"self": 1, "ngram": 0},
-    }  # fmt: skip
-    assert racing.wins == {"self": 5, "ngram": 1}
+
+    return [one(draw(st.integers(1, REQUESTS)), draw(st.integers(1, 3))) for _ in range(draw(st.integers(1, 3)))]
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(rounds())
+def test_drafts_are_counted_by_request_depth_and_drafter(rounds: list[dict[str, Any]]) -> None:
+    counter = DraftCounter(REQUESTS, NAMES, torch.device("cpu"))
+    per_request = [DraftCounts() for _ in range(REQUESTS)]
+    per_depth: dict[int, DraftCounts] = {}
+    per_drafter = {name: DraftCounts() for name in NAMES}
+    nobody = dict.fromkeys(NAMES, 0)
+    racing = RacingStatistics(0, dict(nobody), dict(nobody), dict(nobody), [dict(nobody) for _ in range(REQUESTS)])
+    for each in rounds:
+        counter.add(**{name: torch.tensor(values) for name, values in each.items()})
+        racing.rounds += len(each["drafters"]) > 1
+        for row, request in enumerate(each["requests"]):
+            edge = DEPTH_EDGES[bisect_right(DEPTH_EDGES, each["depths"][row]) - 1]
+            chains = [lane for lane, drafters in enumerate(each["drafters"]) if drafters[row] >= 0]
+            for lane in {*chains, each["winner"][row]}:
+                drafted, accepted = each["drafted"][lane][row], each["accepted"][lane][row]
+                own = DraftCounts(drafted, accepted, 1, min(drafted, 1), min(accepted, 1), 0)
+                own.committed = min(accepted + 1, each["kept"][row])
+                won = lane == each["winner"][row]
+                if won:
+                    per_request[request] += own
+                    per_depth[edge] = per_depth.get(edge, DraftCounts()) + own
+                if lane in chains:
+                    name = NAMES[each["drafters"][lane][row]]
+                    per_drafter[name] += own
+                    if len(chains) > 1:
+                        (racing.wins if won else racing.losses)[name] += 1
+                        racing.wasted[name] += drafted - accepted * won
+                        racing.winners[request][name] += won
+                        racing.winners_by_depth.setdefault(edge, dict(nobody))[name] += won
+    racing.winners_by_depth = {edge: won for edge, won in racing.winners_by_depth.items() if any(won.values())}
+    found = SpeculationStatistics("best_of_n")
+    counter.write_to(found)
+    assert found.per_request == per_request and found.total == sum(per_request, DraftCounts())
+    assert found.per_depth == per_depth and list(found.per_depth) == sorted(per_depth)
+    assert found.per_drafter == per_drafter
+    assert found.racing == (racing if racing.rounds else None)
+
+
+def test_sums_of_records_and_their_ratios() -> None:
+    total = DraftCounts(10, 6, 3, 3, 2, 9) + DraftCounts(2, 1, 2, 2, 1, 3)
+    assert (total.block_efficiency, total.acceptance_rate, total.first_token_acceptance) == (12 / 5, 7 / 12, 3 / 5)
+    one, other = {0: DraftCounts(1), 64: DraftCounts(2)}, {64: DraftCounts(3, 1), 512: DraftCounts(4)}
+    assert added(one, other) == {0: DraftCounts(1), 64: DraftCounts(5, 1), 512: DraftCounts(4)}
+
+
+def test_like_rounds_are_one_point() -> None:
+    log = RoundLog()
+    drafted, far = (4, 20.0, 3, "self"), (4, LENGTH_BIN, 0, None)
+    shapes = [(4, 10.0, 0, None), (4, 30.0, 0, None), drafted, far, (2, 5.0, 0, None), drafted]
+    for seconds, shape in enumerate(shapes, 1):
+        log.add(*shape, float(seconds), 10 * seconds)
+    found = SpeculationStatistics("self")
+    log.write_to(found)
+    assert found.points == [
+        RoundPoint(4, 20.0, 0, None, 2, 3.0, 30), RoundPoint(4, 20.0, 3, "self", 2, 9.0, 90),
+        RoundPoint(4, LENGTH_BIN, 0, None, 1, 4.0, 40), RoundPoint(2, 5.0, 0, None, 1, 5.0, 50),
+    ]  # fmt: skip
+    assert found.speculating == [(0, 0), (2, 3), (3, 0), (5, 3)] and (found.rounds, found.drafted_rounds) == (6, 2)
+    assert (log.plain_rounds, log.plain_seconds) == (2, 3.0)
 
 
 def test_tail_by_hand() -> None:
@@ -88,24 +127,15 @@ def test_tail_by_hand() -> None:
         0.6: Tail(5.0, 11), 0.9: Tail(0.0, 0), 1.0: Tail(0.0, 0),
     }  # fmt: skip
     assert statistics.tail() == tails[0.5]
-    rounds = list(range(1, 101))
-    hundred = SpeculationStatistics("self", ended_in=rounds, completion_curve=[(n, n) for n in rounds])
-    assert hundred.tail(0.07) == Tail(93, 93)  # 0.07 * 100 > 7
+    hundred = list(range(1, 101))
+    statistics = SpeculationStatistics("self", ended_in=hundred, completion_curve=[(n, n) for n in hundred])
+    assert statistics.tail(0.07) == Tail(93, 93)  # 0.07 * 100 > 7
     for share in (-0.1, 1.1):
         with pytest.raises(ValueError, match=f"share={share} is out of range; it must be 0 to 1"):
             statistics.tail(share)
 
 
-def test_nothing_drafted_is_nan_not_zero(tiny) -> None:
-    statistics = generate(tiny, pad_left(random_rows([3]))).statistics
-    assert math.isnan(statistics.acceptance_rate) and math.isnan(statistics.block_efficiency)
-    assert statistics.speculating == [(0, 0)]
-    assert statistics.rounds == statistics.target_forwards - 1 == 24
-    assert statistics.per_depth == {}
-
-
-@pytest.mark.parametrize("verification", ["exact", "rejection"])
-@pytest.mark.parametrize("max_batch_size", [None, 3])
+@pytest.mark.parametrize(("max_batch_size", "verification"), [(None, "exact"), (3, "rejection")])
 def test_fields_agree_with_the_output(max_batch_size, verification, tiny) -> None:
     prompts = pad_left(random_rows([5, 3, 8, 2, 9, 4, 4]))
     config = {"max_batch_size": max_batch_size, "draft_length": 4, "verification": verification}
@@ -126,7 +156,7 @@ def test_fields_agree_with_the_output(max_batch_size, verification, tiny) -> Non
         assert 0 <= counts.accepted <= counts.drafted <= 4 * counts.blocks
         assert counts.first_accepted <= counts.first_drafted <= counts.blocks <= counts.committed
         assert counts.accepted <= counts.committed <= counts.accepted + counts.blocks
-    assert sum(found.per_depth.values(), DraftCounts()) == found.total
+    assert sum(found.per_depth.values(), DraftCounts()) == found.total == found.per_drafter["self"]
     assert set(found.per_depth) <= set(DEPTH_EDGES) and {0, 64} <= set(found.per_depth)
     assert 0 < found.acceptance_rate < 1 < found.block_efficiency <= 5
     assert 0 < found.first_token_acceptance <= 1
@@ -140,7 +170,7 @@ def test_fields_agree_with_the_output(max_batch_size, verification, tiny) -> Non
     assert found.target_forwards > found.rounds > 0 < found.draft_forwards
     changes = [round_ for round_, _ in found.speculating]
     assert changes == sorted(set(changes)) and changes[0] == 0 and found.speculating[0][1] == 4
-    assert found.drafter_failure is None
+    assert found.drafter_failure is None and found.reason == "sd_toggle=always"
 
 
 def test_what_plain_decoding_would_have_taken(tiny) -> None:
@@ -162,12 +192,10 @@ def test_what_plain_decoding_would_have_taken(tiny) -> None:
             return 1e6 * sum(each.rounds * (2 if each.batch > 3 else 1) for each in rounds)
 
     prompts = pad_left(random_rows([5, 3, 8, 2, 9, 4, 4]))
-    options = dict(eos_token_id=7, max_new_tokens=90)
-    plain = generate(tiny, prompts, config={"max_batch_size": 5}, **options).statistics
+    config, options = {"max_batch_size": 5}, dict(eos_token_id=7, max_new_tokens=60)
+    plain = generate(tiny, prompts, config=config, **options).statistics
     control = Seconds(Candidate("self", 4, 4.0, 100))
-    found = generate(
-        tiny, prompts, "self", {"max_batch_size": 5}, drafter=SelfDrafter(tiny), control=control, **options
-    ).statistics
+    found = generate(tiny, prompts, "self", config, drafter=SelfDrafter(tiny), control=control, **options).statistics
     batches = [each.batch for each in control.asked for _ in range(each.rounds)]
     assert len(batches) == plain.rounds - 6 and max(batches) == 5
     alive = [sum(point.rounds for point in plain.points if point.batch == batch) for batch in range(1, 5)]
@@ -179,28 +207,32 @@ def test_what_plain_decoding_would_have_taken(tiny) -> None:
     assert generate(tiny, prompts, "self", **options).statistics.plain_seconds is None
 
 
-def test_the_summary_is_short_and_says_why(tiny) -> None:
-    prompts = pad_left(random_rows([5, 3]))
-    drafted = str(generate(tiny, prompts, "self").statistics).splitlines()
-    assert len(drafted) == 3
-    assert re.fullmatch(r"self: 48 tokens in \d+\.\d\d s, \d+\.\d tokens/s", drafted[0])
-    assert re.fullmatch(r"drafting in \d+% of \d+ rounds: sd_toggle=always", drafted[1])
-    assert re.fullmatch(r"block efficiency \d\.\d\d, acceptance rate \d\.\d\d", drafted[2])
-    never = str(generate(tiny, prompts, "self", {"sd_toggle": "never"}).statistics).splitlines()
-    assert never[1:] == ["drafting in 0% of 24 rounds: sd_toggle=never"]
-    assert str(generate(tiny, prompts).statistics).endswith("\ndrafting in 0% of 24 rounds: no drafter")
+def test_the_summary_is_short_and_says_why() -> None:
+    drafted, plain = RoundPoint(4, 9.0, 5, "self", 4), RoundPoint(4, 9.0, 0, None, 6)
     known = SpeculationStatistics(
-        "self", tokens=300, seconds=2.0, rounds=10, points=[RoundPoint(4, 9.0, 5, "self", 4)], reason="why",
-        predicted_speedup=1.3, measured_speedup=1.25, plain_seconds=2.2,
+        "self", tokens=300, seconds=2.0, rounds=10, points=[drafted, plain], reason="why", predicted_speedup=1.3,
+        measured_speedup=1.25, plain_seconds=2.2, total=DraftCounts(10, 6, 3, 3, 2, 9),
     )  # fmt: skip
     assert str(known).splitlines() == [
         "self: 300 tokens in 2.00 s, 150.0 tokens/s",
         "drafting in 40% of 10 rounds: why",
+        "block efficiency 3.00, acceptance rate 0.60",
         "speedup over plain decoding: predicted 1.30×, measured 1.25×, whole call 1.10×",
     ]
+    assert str(SpeculationStatistics("none", reason="no drafter")).endswith("\ndrafting in 0% of 0 rounds: no drafter")
 
 
-def test_cache_bytes(tiny, tiny_assistant) -> None:
+def test_nothing_drafted_is_nan_not_zero(tiny) -> None:
+    statistics = generate(tiny, pad_left(random_rows([3]))).statistics
+    assert math.isnan(statistics.acceptance_rate) and math.isnan(statistics.block_efficiency)
+    assert math.isnan(statistics.first_token_acceptance)
+    assert statistics.speculating == [(0, 0)]
+    assert statistics.rounds == statistics.target_forwards - 1 == 24
+    assert statistics.per_depth == {} and statistics.reason == "no drafter"
+    assert generate(tiny, pad_left(random_rows([3])), "self", {"sd_toggle": "never"}).statistics.total == DraftCounts()
+
+
+def test_cache_bytes_and_tokens_alone(tiny, tiny_assistant) -> None:
     """K and V of 2 layers x 2 heads x 16 in float64 for 3 rows of 9 + 24 + γ columns; a small model adds its own."""
     prompts = pad_left(random_rows([9, 4, 4]))
 
@@ -210,8 +242,5 @@ def test_cache_bytes(tiny, tiny_assistant) -> None:
     row_bytes = 2 * 2 * 2 * 16 * 8 * (9 + 24 + 5)
     assert cache_bytes("none") == cache_bytes("ngram") == cache_bytes("self") == 3 * row_bytes
     assert cache_bytes("model", assistant_model=tiny_assistant) == 6 * row_bytes
-
-
-def test_logprobs_cost_nothing_when_not_asked_for(tiny) -> None:
-    sequences = generate(tiny, pad_left(random_rows([3, 4])), "self", return_dict_in_generate=False)
-    assert isinstance(sequences, torch.Tensor) and sequences.shape == (2, 28)
+    sequences = generate(tiny, prompts, "self", return_dict_in_generate=False)
+    assert isinstance(sequences, torch.Tensor) and sequences.shape == (3, 9 + 24)

@@ -1,8 +1,11 @@
 """Who drafted for whom: the recorder by hand, and the engine against the plans that its control made."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spec_trl.generation.engine.timeline import MOST_CHANGES, RequestTimeline, TimelineLog, slowest
 from spec_trl.scheduling.control import Chain
@@ -46,34 +49,28 @@ def test_a_round_like_the_last_one_is_only_compared() -> None:
     assert len(looks) == 1
 
 
-@pytest.mark.parametrize("period", [2, 3])
-def test_the_number_of_changes_is_bounded(period: int) -> None:
-    """One long spell among many short ones outlasts them, and who drafts now is right at any time."""
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=20, max_size=120))
+def test_the_number_of_changes_is_bounded(spells: list[tuple[int, int]]) -> None:
+    """Who drafts now is right at any time, spells do not repeat, and one longer than all others together stays."""
+    longest = 1 + sum(rounds for _, rounds in spells)
+    spells = [*spells[:10], (2, longest), *((which % 2, rounds) for which, rounds in spells[10:])]
     log = TimelineLog(1, NAMES)
-    changes = log.timelines[0].changes
-    for round_ in range(1000):
-        which = 2 if 300 <= round_ < 500 else round_ % period
+    changes, drafted = log.timelines[0].changes, [which for which, rounds in spells for _ in range(rounds)]
+    for round_, which in enumerate(drafted):
         log.record(float(round_), round_, [Chain(which, 1)], [0])
         assert len(changes) <= MOST_CHANGES and changes[-1][2] == [NAMES[which]]
-    assert changes[0][:2] == (0.0, 0)
-    rounds = [round_ for _, round_, _ in changes] + [1000]
-    assert rounds == sorted(set(rounds))
-    assert all(one[2] != other[2] for one, other in zip(changes, changes[1:], strict=False))
-    assert len(changes) > MOST_CHANGES // 2
-    of_round = [names for at, (_, _, names) in enumerate(changes) for _ in range(rounds[at], rounds[at + 1])]
-    assert of_round[300:500] == [["history"]] * 200
-    if period == 2:
-        assert ["history"] not in of_round[:300] + of_round[500:]
-
-
-def test_of_joined_spells_the_longer_one_stays() -> None:
-    log = TimelineLog(1, NAMES)
-    for round_ in range(600):
-        log.record(float(round_), round_, [Chain(int(round_ % 6 == 5), 1)], [0])  # five rounds of one, one of another
-    changes = log.timelines[0].changes
-    rounds = [round_ for _, round_, _ in changes] + [600]
-    spent = sum(rounds[at + 1] - rounds[at] for at, (_, _, names) in enumerate(changes) if names == ["self"])
-    assert 500 < spent < 600 and len(changes) > 1
+    assert changes[0][:2] == (0.0, 0) and all(second == round_ for second, round_, _ in changes)
+    begins = [round_ for _, round_, _ in changes] + [len(drafted)]
+    assert begins == sorted(set(begins))
+    assert all(one[2] != other[2] for one, other in pairwise(changes))
+    shown: list[list[str]] = []
+    for (_, begin, names), end in zip(changes, begins[1:], strict=True):
+        shown += [names] * (end - begin)
+    start = sum(rounds for _, rounds in spells[:10])
+    assert shown[start : start + longest] == [["history"]] * longest
+    exact = 1 + sum(one != other for one, other in pairwise(drafted))
+    assert len(changes) == exact if exact <= MOST_CHANGES else len(changes) > MOST_CHANGES // 2
 
 
 def test_slowest_come_in_the_order_of_their_ends() -> None:
@@ -82,8 +79,7 @@ def test_slowest_come_in_the_order_of_their_ends() -> None:
     assert [timeline.request for timeline in slowest(timelines, 9)] == [2, 0, 3, 1]
 
 
-@pytest.mark.parametrize("capacity", [None, 3])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("capacity", "seed"), [(None, 0), (3, 1)])
 def test_the_engine_records_what_was_planned(capacity: int | None, seed: int, tiny: Any) -> None:
     options: dict[str, Any] = dict(max_new_tokens=30, **EOS)
     answers = outputs(generate(tiny, PROMPTS, **options))

@@ -1,0 +1,178 @@
+"""What the engine counts during a rollout; each counter writes its part of the statistics when the rollout is over."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .statistics import DEPTH_EDGES, DraftCounts, RacingStatistics, RoundPoint, SpeculationStatistics
+
+
+LENGTH_BIN = 128
+"""Rounds whose mean lengths fall into the same bin of this width are one :class:`RoundPoint`."""
+
+
+class RoundLog:
+    """Collects the shapes and times of rounds. `plain_rounds` and `plain_seconds` are of those before the first one
+    that drafted."""
+
+    def __init__(self) -> None:
+        self._points: dict[tuple[int, int, int, str | None], RoundPoint] = {}
+        self._spans: list[tuple[int, int]] = []
+        self.rounds, self.plain_rounds, self.plain_seconds = 0, 0, 0.0
+
+    def add(
+        self, batch: int, length: float, draft_length: int, drafter: str | None, seconds: float, tokens: int
+    ) -> None:
+        """Adds one round; see :class:`RoundPoint`."""
+        if not self._spans or self._spans[-1][1] != draft_length:
+            self._spans.append((self.rounds, draft_length))
+        if self._spans[-1] == (0, 0):
+            self.plain_rounds += 1
+            self.plain_seconds += seconds
+        self.rounds += 1
+        key = (batch, int(length) // LENGTH_BIN, draft_length, drafter)
+        point = self._points.setdefault(key, RoundPoint(batch, 0.0, draft_length, drafter))
+        point.rounds += 1
+        point.length += (length - point.length) / point.rounds
+        point.seconds += seconds
+        point.tokens += tokens
+
+    def write_to(self, statistics: SpeculationStatistics) -> None:
+        """Fills in `rounds`, `speculating` and `points`."""
+        statistics.rounds = self.rounds
+        statistics.speculating = self._spans
+        statistics.points = list(self._points.values())
+
+
+class DraftCounter:
+    """Counts drafts on the device, by a few additions per round; they are read once, at the end.
+
+    Args:
+        requests: rows of the caller's batch.
+        names: of the drafters; those of one name are counted together.
+        device: where the rows live.
+    """
+
+    def __init__(self, requests: int, names: Sequence[str], device: torch.device) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self._names = list(dict.fromkeys(names))
+        self._name_of = torch.tensor([self._names.index(n) for n in names], dtype=torch.int64, device=device)
+        self._edges = torch.tensor(DEPTH_EDGES[1:], device=device)
+        drafters, depths = len(self._names), len(DEPTH_EDGES)
+        # Columns in the order of DraftCounts.
+        self._of_request, self._of_depth, self._of_drafter = zeros(requests, 6), zeros(depths, 6), zeros(drafters, 6)
+        self._races = 0
+        self._raced = zeros(drafters, 2)  # columns: chains in races, wasted tokens
+        self._won, self._won_at_depth = zeros(requests, drafters), zeros(depths, drafters)
+
+    def add(
+        self,
+        requests: Tensor,
+        depths: Tensor,
+        drafters: Tensor,
+        drafted: Tensor,
+        accepted: Tensor,
+        kept: Tensor,
+        winner: Tensor,
+    ) -> None:
+        """Adds one round that drafted.
+
+        Args:
+            requests: `[B]` int64, which request each row holds.
+            depths: `[B]` int64, generated position.
+            drafters: `[N, B]` int64, whose chain each row has in each lane; -1: it has none there.
+            drafted: `[N, B]` int64, its draft tokens up to the row's end.
+            accepted: `[N, B]` int64, how many of them were accepted.
+            kept: `[B]` int64, tokens committed.
+            winner: `[B]` int64, the lane that was taken.
+        """
+        ones, lanes = torch.ones_like(drafted), len(drafters)
+        columns = [drafted, accepted, ones, drafted.clamp(max=1), accepted.clamp(max=1)]
+        counts = torch.stack([*columns, torch.minimum(accepted + 1, kept)], dim=-1)  # [N, B, 6]
+        taken = counts[0] if lanes == 1 else counts[winner, torch.arange(len(kept), device=kept.device)]  # [B, 6]
+        bins = torch.bucketize(depths, self._edges, right=True)  # [B]
+        present, names = drafters >= 0, self._name_of[drafters.clamp(min=0)]  # [N, B] each
+        self._of_request.index_add_(0, requests, taken)
+        self._of_depth.index_add_(0, bins, taken)
+        self._of_drafter.index_add_(0, names.flatten(), (counts * present[..., None]).flatten(0, 1))
+        if lanes == 1:
+            return
+        self._races += 1
+        raced = present & (present.sum(0) > 1)  # [N, B]
+        won = raced & (torch.arange(lanes, device=winner.device)[:, None] == winner)  # [N, B]
+        wasted = drafted - accepted.where(won, 0)  # [N, B]
+        self._raced.index_add_(0, names.flatten(), (torch.stack([ones, wasted], -1) * raced[..., None]).flatten(0, 1))
+        for total, own in ((self._won, requests), (self._won_at_depth, bins)):
+            cells = (own * len(self._names) + names).flatten()  # [N * B]
+            total.view(-1).index_add_(0, cells, won.flatten().long())
+
+    def write_to(self, statistics: SpeculationStatistics) -> None:
+        """Fills in `total`, `per_request`, `per_depth`, `per_drafter` and `racing`."""
+
+        def counts(rows: Tensor) -> list[DraftCounts]:
+            return [DraftCounts(*row) for row in rows.tolist()]
+
+        def by_name(values: Sequence[int]) -> dict[str, int]:
+            return dict(zip(self._names, values, strict=True))
+
+        statistics.per_request = counts(self._of_request)
+        statistics.total = sum(statistics.per_request, DraftCounts())
+        by_depth = zip(DEPTH_EDGES, counts(self._of_depth), strict=True)
+        statistics.per_depth = {edge: found for edge, found in by_depth if found.blocks}
+        statistics.per_drafter = dict(zip(self._names, counts(self._of_drafter), strict=True))
+        if self._races:
+            chains, wasted = self._raced.T  # [drafters] each
+            wins = self._won.sum(0)  # [drafters]
+            won_at_depth = zip(DEPTH_EDGES, self._won_at_depth.tolist(), strict=True)
+            statistics.racing = RacingStatistics(
+                self._races,
+                by_name(wins.tolist()),
+                by_name((chains - wins).tolist()),
+                by_name(wasted.tolist()),
+                [by_name(won) for won in self._won.tolist()],
+                {edge: by_name(won) for edge, won in won_at_depth if any(won)},
+            )
+
+
+class PhaseTimer:
+    """Seconds per phase. On CUDA it times by events, so that the host never waits.
+
+    Args:
+        device: where the phases run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to `name`."""
+        if self._cuda:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._events.append((name, start, end))
+        else:
+            started = time.perf_counter()
+            yield
+            self._add(name, time.perf_counter() - started)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase so far."""
+        if self._events:
+            torch.cuda.synchronize()
+            for name, start, end in self._events:
+                self._add(name, start.elapsed_time(end) / 1e3)
+            self._events.clear()
+        return dict(self._seconds)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds

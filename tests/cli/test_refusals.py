@@ -1,0 +1,81 @@
+"""Bad input is one line on stderr, exit status 2, and nothing written."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from spec_trl.cli.main import main
+
+
+PEAKS = "--flops 1e12 --bandwidth 1e11"
+REFUSALS = [
+    ("", "the following arguments are required: COMMAND (see spec-trl --help)"),
+    ("draw", "invalid choice: 'draw'"),
+    # ---- predict
+    ("predict p.json --batch 1,x", "argument --batch: '1,x' is not a list of integers such as 1,8,32"),
+    ("predict p.json --batch 0", "argument --batch: '0' holds a number below 1"),
+    ("predict p.json --acceptance 1.2", "--acceptance: '1.2' is not a number from 0 to 1"),
+    ("predict p.json --block-efficiency nan", "'nan' is not a number above 0"),
+    ("predict p.json --acceptance 0.9 --block-efficiency 4", "not allowed with argument"),
+    ("predict", "PROFILE is missing"),
+    ("predict {profile}", "give --block-efficiency or --acceptance"),
+    ("predict {profile} --draft-length 3 --block-efficiency 4.5", "lies between 1 and 4"),
+    ("predict {none} --acceptance 0.9", "none.json: No such file or directory"),
+    ("predict {folder} --acceptance 0.9", "Is a directory"),
+    ("predict {cut} --acceptance 0.9", "cut.json is not a valid roofline profile"),
+    # ---- validate, calibrate
+    ("validate {profile} --csv {sweep}", "line 2, column seconds: 0 must be finite and positive"),
+    ("calibrate model --max-length 2.5", "'2.5' is not an integer of at least 1"),
+    ("calibrate model --dtype int8", "invalid choice: 'int8'"),
+    # ---- plot
+    ("plot p.json --margin -1", "argument --margin: '-1' is not a number from 0 to 1"),
+    ("plot -o {out}", "PROFILE is missing; name one that `spec-trl calibrate` wrote, or give --ladder"),
+    ("plot {profile} -o {out} --draft-length 3,5", "--draft-length [5] was not measured"),
+    ("plot {bare} -o {out}", "holds no measured times to plot"),
+    ("plot {profile} -o boundary.gif", "--output boundary.gif: the name must end in .png, .pdf or .svg"),
+    ("plot {profile} --ladder {ladder} -o {out}", "leave out PROFILE, or leave out --ladder"),
+    ("plot --ladder {ladder} --csv x --acceptance 0.5 -o {out}", "leave out --csv, --acceptance, or leave out"),
+    ("plot --ladder {ladder} --acceptance 0 -o {out}", "leave out --acceptance, or"),
+    ("plot --ladder {ladder} --block-efficiency 2 -o {out}", "leave out --block-efficiency, or"),
+    ("plot --ladder {ladder} --draft-length 3 --margin 0.05 -o {out}", "leave out --draft-length, --margin, or"),
+    ("plot --ladder {profile} -o {out}", "profile.json is not a valid draft ladder"),
+    ("plot --ladder {old} -o {out}", "old.json is not a valid draft ladder"),
+    ("plot --ladder {none} -o {out}", "none.json: No such file"),
+    # ---- report
+    ("report", "the following arguments are required: RUN"),
+    ("report {folder}/nowhere", "does not exist. Name the output_dir"),
+    ("report {run} --profile {none}", "none.json: No such file"),
+    ("report {run} --profile {cut}", "cut.json is not a valid roofline profile"),
+    ("report {edited}", "line 2: rollout.tokens: Field required"),
+    # ---- bench
+    ("bench model --assistant small", "'small' is not KIND=MODEL with one of the kinds model, eagle3"),
+    ("bench model --temperature -1", "'-1' is not a number of at least 0"),
+    ("bench {model} --draft-length 65", "draft_length=65 is out of range"),
+    ("bench {model} --assistant model=a --assistant model=b", "two drafters of one kind"),
+    ("bench {model} --prompts {none}", "none.json: No such file"),
+    ("bench {model} --prompts {prompts}", "needs a tokenizer"),
+    ("bench {model} --device nowhere", "--device nowhere cannot be used here"),
+    ("bench {folder}/missing", "missing"),
+    ("bench {model} --assistant model={other}", "vocabulary of 32 tokens"),
+    ("bench {model} --assistant eagle3={folder}/nothing", "is a folder that does not exist"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSALS)
+def test_bad_input_is_one_line(
+    line: str, message: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.format(**files) for word in shlex.split(line)]
+    try:
+        status = main(words)
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    lines = [printed for printed in captured.err.splitlines() if "error: " in printed]
+    assert status == 2 and len(lines) == 1 and message in lines[0]
+    assert lines[0].startswith(f"spec-trl {words[0]}: error: " if len(words) > 1 else "spec-trl")
+    if words[:1] != ["bench"]:  # which loads models, with progress bars
+        assert captured.err.count("\n") == 1 and captured.out == ""
+    assert not files["out"].exists() and not Path("boundary.gif").exists()
+    assert not (files["run"] / "report").exists() and not (files["edited"] / "report").exists()
