@@ -5,14 +5,13 @@ import json
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
@@ -367,15 +366,13 @@ class SpecGRPOTrainer(GRPOTrainer):
         """To the run's log, whose first record is the header, and to the verdict."""
         if self._log is None:
             self._log, self._verdict = RunLog(Path(self.args.output_dir) / LOG_FILE), Verdict()
-            inherited = {field.name for field in fields(GRPOConfig)}
-            own = [field.name for field in fields(SpecGRPOConfig) if field.name not in inherited]
             header = RunHeader(
                 started=datetime.now(UTC).isoformat(timespec="seconds"),
                 hardware=hardware_name(self.accelerator.device),
                 model=self.model.config._name_or_path or type(self.model).__name__,
                 dtype=str(self.model.dtype).removeprefix("torch."),
                 strategy=self.args.assistant_strategy,
-                settings={name: getattr(self.args, name) for name in own},
+                settings=self.args.own_options(),
                 profile=None if self._profile is None else str(Path(self.args.output_dir) / PROFILE_FILE),
                 calibration_seconds=self._calibration_seconds,
             )
