@@ -8,6 +8,7 @@ from pathlib import Path
 from .options import (
     add_block_efficiency,
     add_margin,
+    add_option,
     named_assistant,
     non_negative,
     positive,
@@ -61,10 +62,9 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
     add("--random-weights", action="store_true", help="do not read the weights, even where there are some")
     add("--dtype", default="bfloat16", choices=DTYPES, help="of the target's weights (%(default)s)")
     _add_device(parser)
-    # The defaults of SpeculativeConfig, which a test compares: its module imports torch.
-    add("--quantization", default="rtn-w4-g128", help="draft_quantization (%(default)s)")
-    add("--kernel", default="auto", help="draft_kernel (%(default)s)")
-    add("--lm-head", default="auto", help="draft_lm_head: auto, dense or packed (%(default)s)")
+    add_option(parser, "--quantization", "draft_quantization")
+    add_option(parser, "--kernel", "draft_kernel")
+    add_option(parser, "--lm-head", "draft_lm_head")
     add("--max-batch-size", type=whole_number, default=64, metavar="B", help="most rows in flight (%(default)s)")
     add("--max-length", type=whole_number, default=4096, metavar="S", help="longest row in tokens (%(default)s)")
     add("--budget", type=positive, default=180.0, metavar="SECONDS", help="time for the sweep (%(default)g)")

@@ -52,7 +52,7 @@ def option(
 def document(config: type) -> None:
     """Appends the options that the class `config` declares to its docstring, with their defaults and what they do."""
     entries = [""]
-    for each in (field for field in fields(config) if field.name in config.__annotations__):
+    for each in (one for one in fields(config) if one.name in config.__annotations__):
         default = each.default if each.default_factory is MISSING else each.default_factory()
         text = textwrap.indent(textwrap.fill(each.metadata["help"], 105), " " * 12)
         entries.append(f"        {each.name} (defaults to `{default!r}`):\n{text}")

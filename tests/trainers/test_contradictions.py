@@ -7,7 +7,7 @@ import pytest
 from transformers import BloomConfig, BloomForCausalLM
 
 from spec_trl import SpecGRPOConfig
-from spec_trl.generation.configuration import require_profile
+
 from spec_trl.scheduling.profile import Profile
 from tests.generation.drafters.test_feature_drafter import make_checkpoint
 from tests.trainers.harness import make_trainer, tiny_policy
