@@ -195,9 +195,7 @@ def learned(learning: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
-def learned_resumed(
-    learning: dict[str, Any], learned: Trained, tmp_path_factory: pytest.TempPathFactory
-) -> Trained:
+def learned_resumed(learning: dict[str, Any], learned: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The second half of `learned`, from its checkpoint."""
     return run_training(tmp_path_factory.mktemp("resumed"), "tts", learned.folder / "checkpoint-2", **learning)
 
