@@ -125,7 +125,7 @@ def test_rollouts_that_choose_by_a_ladder(tmp_path: Path, level_ladder: Asked) -
     assert len(level_ladder) == 1
 
 
-# ---- Schedules and policies ------------------------------------------------------------------------------------------
+# ---- Schedules and policies ----------------------------------------------------------------------------------
 
 
 def test_best_model_at_the_end(tmp_path: Path) -> None:
