@@ -29,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="hub id or local folder (default: %(default)s)")
     add("--prompts", type=Path, help="file with prompts (default: built-in ones)")
-    add("--limit", type=whole_number, default=32, help="take the first so many prompts (default: %(default)s)")
+    add("--limit", type=whole_number, default=32, help="number of prompts to take (default: %(default)s)")
     add("--max_prompt_tokens", type=whole_number, default=256, help="cut longer ones (default: %(default)s)")
     add("--max_new_tokens", type=whole_number, default=256, help="longest completion in tokens (default: %(default)s)")
     add("--temperature", type=non_negative, default=1.0, help="0 decodes greedily (default: %(default)s)")
@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     add_option(parser, "--batch_size", "max_batch_size", type=whole_number)
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (auto: the checkpoint's)")
     add("--device", help="e.g. cuda or cpu (default: cuda where there is one, else cpu)")
-    add("--show", type=int, default=3, help="print so many completions (default: %(default)s)")
+    add("--show", type=int, default=3, help="number of completions to print (default: %(default)s)")
     add("--compare", action="store_true", help='sample the same with assistant_strategy="none"')
     return parser.parse_args()
 

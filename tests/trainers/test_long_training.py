@@ -1,4 +1,4 @@
-"""Whole trainings beside one without drafts, to the last bit: more steps, drafters, policies and schedules than
+"""Whole trainings compared with one without drafts, to the last bit: more steps, drafters, policies and schedules than
 test_training.py has time for."""
 
 import math
