@@ -139,8 +139,8 @@ compared with those of "none", token for token.""",
         """\
 Measures this machine with a model and its quantized copy, and fits the roofline (ER App. E.3).
 
-Writes a profile that `roofline_profile=` of SpecGRPOConfig takes. Speed depends on the model's shape alone, so a folder
-with nothing but a config.json will do: its weights are then random.""",
+Writes a profile that `roofline_profile=` of SpecGRPOConfig takes. Speed depends on the model's shape alone, so a
+folder with nothing but a config.json will do: its weights are then random.""",
         "spec-trl calibrate path/to/model --dtype bfloat16 --output profile.json --csv sweep.csv",
         _calibrate,
     ),
