@@ -2,7 +2,6 @@
 leaves the files of its other checkpoints, and no half-written one."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ class RankState:
         acceptance: how the drafters of `"auto"` and `"best_of_n"` fared; None: there are no such.
     """
 
-    memories: Mapping[str, dict[str, Any]]
+    memories: dict[str, dict[str, Any]]
     acceptance: dict[str, Any] | None
 
     def save(self, folder: str | Path, rank: int) -> None:

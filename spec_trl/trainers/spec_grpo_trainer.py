@@ -405,7 +405,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._rollouts, self._saved_draft_lengths = state.rollouts, state.draft_lengths
         own = RankState.load(checkpoint, self.accelerator.process_index)
         # With an empty memory a drafter of "tts" starts anew and warns.
-        self._memories = {DistilledDrafter.strategy: {}} | own.memories
+        self._memories = {DistilledDrafter.strategy: {}, **own.memories}
         self._acceptance = AcceptanceHistory()
         if own.acceptance is not None:
             self._acceptance.load_state_dict(own.acceptance)
