@@ -133,11 +133,11 @@ def test_no_rollout_drafts_with_stale_weights(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(NetworkDrafter, "propose", watched)
     trainer, _ = make_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2, steps_per_generation=1)
-    trainer.train()
-    trainer.train()
+    trainer.evaluate(tiny_dataset(1))
     with torch.no_grad():
         for parameter in trainer.model.parameters():
-            parameter *= 1.5
+            parameter *= 1.25
+    trainer.train()
     trainer.train()
     assert len(fresh) > 12 and all(fresh)
 
