@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from spec_trl import SpeculativeConfig, SpeculativeOutput
 from spec_trl.cli.arguments import DTYPES
 from spec_trl.cli.loading import find_device, load_model
-from spec_trl.cli.options import non_negative, whole_number
+from spec_trl.cli.options import add_option, non_negative, whole_number
 from spec_trl.cli.prompts import PROMPTS, pad_left, read_prompts, token_ids
-from spec_trl.generation.configuration import NEED_ASSISTANT, STRATEGIES, TAKE_ASSISTANT, TTS_DRAFTERS, VERIFICATIONS
+from spec_trl.generation.configuration import NEED_ASSISTANT, STRATEGIES, TAKE_ASSISTANT, kinds_of
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -29,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="hub id or local folder (default: %(default)s)")
     add("--prompts", type=Path, help="file with prompts (default: built-in ones)")
-    add("--limit", type=whole_number, default=32, help="take the first so many prompts (default: %(default)s)")
+    add("--limit", type=whole_number, default=32, help="number of prompts to take (default: %(default)s)")
     add("--max_prompt_tokens", type=whole_number, default=256, help="cut longer ones (default: %(default)s)")
     add("--max_new_tokens", type=whole_number, default=256, help="longest completion in tokens (default: %(default)s)")
     add("--temperature", type=non_negative, default=1.0, help="0 decodes greedily (default: %(default)s)")
@@ -37,14 +37,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the sampling noise (default: %(default)s)")
     add("--assistant_strategy", default="self", choices=STRATEGIES, help="what drafts (default: %(default)s)")
     add("--assistant_model", help="hub id or folder of the drafter, for a strategy that takes one")
-    add("--tts_drafter", default="self", choices=TTS_DRAFTERS, help="what learns under tts (default: %(default)s)")
-    add("--best_of_n_drafters", nargs="+", default=["self", "history", "ngram"], help="default: self history ngram")
-    add("--draft_length", type=whole_number, default=5, help="draft tokens per verification (default: %(default)s)")
-    add("--verification", default="exact", choices=VERIFICATIONS, help="default: %(default)s")
-    add("--batch_size", type=whole_number, help="rows decoded together (default: all)")
+    add_option(parser, "--tts_drafter", "tts_drafter", choices=kinds_of("tts_drafter"))
+    add_option(parser, "--best_of_n_drafters", "best_of_n_drafters", nargs="+")
+    add_option(parser, "--draft_length", "draft_length", type=whole_number)
+    add_option(parser, "--verification", "verification", choices=kinds_of("verification"))
+    add_option(parser, "--batch_size", "max_batch_size", type=whole_number)
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (auto: the checkpoint's)")
     add("--device", help="e.g. cuda or cpu (default: cuda where there is one, else cpu)")
-    add("--show", type=int, default=3, help="print so many completions (default: %(default)s)")
+    add("--show", type=int, default=3, help="number of completions to print (default: %(default)s)")
     add("--compare", action="store_true", help='sample the same with assistant_strategy="none"')
     return parser.parse_args()
 

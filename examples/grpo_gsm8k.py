@@ -47,7 +47,7 @@ class TaskArguments:
 
 
 def find_answer(text: str) -> Decimal | None:
-    """The number a solution ends in: behind ####, in \\boxed{}, or else the last one; None without any number.
+    """The number a solution ends in: after ####, in \\boxed{}, or else the last one; None without any number.
 
     Of several marks of one kind the last counts.
     """

@@ -1,4 +1,4 @@
-"""The demo: GRPO with speculative rollouts on a small policy, beside TRL's own trainer.
+"""The demo: GRPO with speculative rollouts on a small policy, compared with TRL's own trainer.
 
 ``python -m examples.demo.run`` trains the shipped policy four times from the same weights, on the same questions and
 with the same seed: with TRL's `GRPOTrainer`, and with `SpecGRPOTrainer` without drafts ("none"), with lookups in
@@ -63,7 +63,7 @@ class Training:
 
     @property
     def rate(self) -> float:
-        """Tokens/s of the rollouts behind the warm-up."""
+        """Tokens/s of the rollouts after the warm-up."""
         return sum(sum(map(len, step)) for step in self.completions[WARM_UP:]) / sum(self.seconds[WARM_UP:])
 
     def reward(self, steps: slice) -> float:
@@ -99,7 +99,7 @@ class TimedSpecGRPOTrainer(TimedRollouts, SpecGRPOTrainer):
 
 
 class ShowProgress(TrainerCallback):
-    """Moves the demo's one progress bar by a training step, and shows the reward beside it."""
+    """Moves the demo's one progress bar by a training step, and shows the reward next to it."""
 
     def __init__(self, bar: tqdm) -> None:
         self.bar = bar

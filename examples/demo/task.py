@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 LABELS = "abcdefghijklmnopqrstuvwxyz"
 MIN_TERMS, MAX_TERMS = 2, len(LABELS)
-MEAN_EXTRA_TERMS = 3.0  # of the exponential distribution behind the number of terms; it makes the tail
+MEAN_EXTRA_TERMS = 3.0  # mean of the exponential distribution of what comes on top of MIN_TERMS; it makes the tail
 MAX_COMPLETION_LENGTH = 256  # tokens, with EOS
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"

@@ -8,6 +8,7 @@ from pathlib import Path
 from .options import (
     add_block_efficiency,
     add_margin,
+    add_option,
     named_assistant,
     non_negative,
     positive,
@@ -61,10 +62,9 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
     add("--random-weights", action="store_true", help="do not read the weights, even where there are some")
     add("--dtype", default="bfloat16", choices=DTYPES, help="of the target's weights (%(default)s)")
     _add_device(parser)
-    # The defaults of SpeculativeConfig, which a test compares: its module imports torch.
-    add("--quantization", default="rtn-w4-g128", help="draft_quantization (%(default)s)")
-    add("--kernel", default="auto", help="draft_kernel (%(default)s)")
-    add("--lm-head", default="auto", help="draft_lm_head: auto, dense or packed (%(default)s)")
+    add_option(parser, "--quantization", "draft_quantization")
+    add_option(parser, "--kernel", "draft_kernel")
+    add_option(parser, "--lm-head", "draft_lm_head")
     add("--max-batch-size", type=whole_number, default=64, metavar="B", help="most rows in flight (%(default)s)")
     add("--max-length", type=whole_number, default=4096, metavar="S", help="longest row in tokens (%(default)s)")
     add("--budget", type=positive, default=180.0, metavar="SECONDS", help="time for the sweep (%(default)g)")
@@ -126,10 +126,10 @@ COMMANDS = {
         """\
 Measures what speculation gains for a model on this machine, and prints a config to paste.
 
-The same prompts are continued with transformers' generate, with assistant_strategy="none", and with each drafter that
-the model can have: its own quantized copy ("self"), lookups ("ngram", "history"), and those that --assistant names.
-They take turns, and medians are shown. Completions are compared with those of "none", token for token. Where the
-cache holds a roofline profile for this model and machine, its predictions are shown beside what was measured.""",
+Continues the same prompts with transformers' generate, with assistant_strategy="none", and with each drafter that the
+model can have: its own quantized copy ("self"), lookups ("ngram", "history"), and those that --assistant names. They
+take turns; medians are shown, next to the predictions of a roofline profile where the cache holds one. Completions are
+compared with those of "none", token for token.""",
         """spec-trl bench Qwen/Qwen2.5-0.5B-Instruct
   spec-trl bench path/to/model --batch 1,16 --length 256 --prompts prompts.jsonl --assistant model=path/to/small""",
         _bench,
@@ -139,8 +139,7 @@ cache holds a roofline profile for this model and machine, its predictions are s
         """\
 Measures this machine with a model and its quantized copy, and fits the roofline (ER App. E.3).
 
-Times matrix products, then target, draft and verify forwards over batch size, cached length and draft length, and
-writes a profile that `roofline_profile=` of SpecGRPOConfig takes. Speed depends on the model's shape alone, so a
+Writes a profile that `roofline_profile=` of SpecGRPOConfig takes. Speed depends on the model's shape alone, so a
 folder with nothing but a config.json will do: its weights are then random.""",
         "spec-trl calibrate path/to/model --dtype bfloat16 --output profile.json --csv sweep.csv",
         _calibrate,
@@ -166,7 +165,7 @@ Predicts step times and speedups from a profile, and says what the toggle would 
 
 With --breakdown no profile is needed: from a transformers config and a device's peaks it says where the time of one
 16-bit decoding step goes (ER Fig. 2b, Tab. 3), and what a memory-bound 4-bit and 8-bit copy of the projections would
-cost beside it (ER Tab. 4, at the theoretical K/V traffic).""",
+cost in comparison (ER Tab. 4, at the theoretical K/V traffic).""",
         """spec-trl predict profile.json --batch 1,8,32 --length 512,2048 --draft-length 5,7 --acceptance 0.9
   spec-trl predict --breakdown config.json --flops 312e12 --bandwidth 2.039e12 --batch 1,8 --length 2048""",
         _predict,

@@ -1,16 +1,26 @@
-"""Options that several commands share, checked where they are read."""
+"""Arguments that several commands share, and what checks them. Importing this imports neither torch nor matplotlib."""
 
 import argparse
 import math
 from collections.abc import Callable
+from typing import Any
 
+from ..generation.configuration import NEED_ASSISTANT, OPTIONS, SpeculativeConfig
 from ..scheduling.draft_length import expected_block_efficiency
 
 
-ASSISTANTS = ("model", "eagle3", "dflash")
-"""Strategies that need an assistant."""
-MARGIN = 0.05
-"""ε of ER §3.2: speculation must be predicted to win by this much."""
+ASSISTANTS = NEED_ASSISTANT
+MARGIN = SpeculativeConfig.sd_margin
+"""ε of ER §3.2, the predicted gain that speculation needs."""
+
+
+def add_option(parser: argparse.ArgumentParser, flag: str, name: str, **changes: Any) -> None:
+    """Adds `flag` for the option `name` of :class:`SpeculativeConfig`, with its default and help unless `changes`,
+    which argparse takes, have others."""
+    default = OPTIONS[name].default
+    shown = "" if default is None else " (%(default)s)"
+    given = {"default": default, "help": OPTIONS[name].metadata["help"] + shown} | changes
+    parser.add_argument(flag, **given)
 
 
 def whole_number(text: str) -> int:
@@ -54,8 +64,8 @@ def fraction(text: str) -> float:
 
 def add_margin(parser: argparse.ArgumentParser, default: float | None = MARGIN) -> None:
     """Adds --margin, ε; with `default` None a command sees whether it was given."""
-    help_ = f"ε: the predicted gain that speculation needs ({MARGIN})"
-    parser.add_argument("--margin", type=fraction, default=default, help=help_)
+    text = f"{OPTIONS['sd_margin'].metadata['help']} ({MARGIN})"
+    add_option(parser, "--margin", "sd_margin", type=fraction, default=default, help=text)
 
 
 def add_block_efficiency(parser: argparse.ArgumentParser, required: bool) -> None:

@@ -20,7 +20,7 @@ from .spec_grpo_config import SpecGRPOConfig
 
 T = TypeVar("T")
 PROFILE_FILE = "roofline_profile.json"
-"""Copy in the run's `output_dir`; the ladder's lies beside it."""
+"""Copy in the run's `output_dir`; the ladder's lies next to it."""
 
 
 def shared_profile(
@@ -36,7 +36,7 @@ def shared_profile(
         length: longest total length.
 
     Returns:
-        None where measured rounds alone must tell what pays.
+        None where only measured rounds can tell when to draft.
     """
     config, copy_to = args.speculative_config(), Path(args.output_dir) / PROFILE_FILE
     profile = _on_one_rank(accelerator, lambda: find_profile(policy, config, rows, length, copy_to))
@@ -62,7 +62,7 @@ def shared_ladder(
 
 
 def _on_one_rank(accelerator: Accelerator, measure: Callable[[], T]) -> T:
-    """What `measure` finds on one rank, for all: the others would disturb its times."""
+    """What `measure` finds on one rank, for all: if others measured too, they would disturb its times."""
     found: list[Any] = [None]
     if accelerator.is_main_process:
         try:

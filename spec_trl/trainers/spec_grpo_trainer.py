@@ -1,18 +1,16 @@
 """GRPOTrainer whose rollouts are speculative and token-identical to plain sampling."""
 
 import copy
-import json
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
@@ -36,6 +34,7 @@ from ..scheduling.ladder import Ladder
 from ..scheduling.profile import Profile
 from ..scheduling.selection import AcceptanceHistory
 from ..scheduling.toggle import SpeculationToggle
+from .checkpoint import DraftLengthState, RankState, RolloutState
 from .collapse_alarm import CollapseAlarm
 from .rollout_totals import RolloutTotals, metrics
 from .run_log import LOG_FILE, Mode, Record, RunHeader, RunLog, StepRecord
@@ -45,24 +44,17 @@ from .step_clock import StepClock
 from .verdict import Verdict
 
 
-_STATE_FILE = "rollout_state.json"
-_MEMORY_FILES = {HistoryDrafter.strategy: "rollout_history_{}.pt", DistilledDrafter.strategy: "rollout_tts_{}.pt"}
-"""Of each rank: it remembers the prompts that it saw, and its drafter has learned from the rounds that it drafted."""
-_ACCEPTANCE_FILE = "rollout_acceptance_{}.json"
-"""Of each rank likewise: what "auto" and "best_of_n" know of their drafters."""
-
-
 class SpecGRPOTrainer(GRPOTrainer):
     """[`~trl.GRPOTrainer`] with lossless, system-aware speculative rollouts (EfficientRollout, Algorithm 1).
 
-    The drafter follows the policy. Measured rounds decide in each decoding round whether to speculate, with a roofline
-    where one was calibrated, and a controller moves the draft length with the block efficiency. What every rollout and
-    step did goes to `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that says
-    whether drafting helped.
+    The drafter follows the policy. In each decoding round the times of earlier rounds, and a roofline where one was
+    calibrated, decide whether to draft; a controller moves the draft length with the block efficiency. Each rollout
+    and step is logged in `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that
+    says whether drafting helped.
 
     A drop-in replacement: the constructor's arguments are GRPOTrainer's, `args` is a [`SpecGRPOConfig`]. With exact
     verification completions, losses and weights are those of `assistant_strategy="none"`, whatever drafts.
-    A `rollout_func` is left alone: it generates, and nothing here does.
+    With a `rollout_func`, which generates by itself, nothing is drafted.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or `PeftModel`): the policy.
@@ -99,7 +91,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._control: Control | None = None
         # Of the one drafter; "auto" and "best_of_n" choose γ anew in each rollout.
         self._draft_lengths: dict[str, DraftLengthController] = {}
-        self._saved_draft_lengths: dict[str, dict[str, Any]] = {}
+        self._saved_draft_lengths: dict[str, DraftLengthState] = {}
         self._memories: dict[str, dict[str, Any]] = {}
         self._acceptance = AcceptanceHistory()  # of "auto" and "best_of_n"
         self._activations: ActivationStatistics | None = None
@@ -116,7 +108,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self.add_callback(self._clock)
 
     def _check_rollouts(self, policy: PreTrainedModel) -> None:
-        """Raises ValueError for what the first rollout would end with, maybe after minutes of calibrating."""
+        """Raises ValueError for what would end the first rollout, perhaps after minutes of calibrating."""
         check_model(policy)
         runner_mode(self._speculative_config, self.accelerator.device)
         try:
@@ -150,7 +142,7 @@ class SpecGRPOTrainer(GRPOTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self._adaptation is not None:
-            # Behind the backward pass: what it needed of the forward is free again.
+            # After the backward pass, which has freed the memory of the forward.
             with self._clock.phase("adaptation"):
                 self._adaptation.update()
             if self.accelerator.sync_gradients:
@@ -171,13 +163,13 @@ class SpecGRPOTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _observe_activations(self) -> AbstractContextManager[None]:
-        """For AWQ: the loss's forwards show the inputs of each projection; the next refresh scales by them."""
+        """For AWQ: keeps what the loss's forwards feed each projection; the next refresh scales by it."""
         if self._activations is None:
             return nullcontext()
         return self._activations.collect(self.state.global_step)
 
     def _watch_for_drafter(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
-        """For a learned drafter: the loss's forward shows the hidden states it learns from; evaluation's does not."""
+        """For a learned drafter: keeps hidden states of the loss's forward to learn from, in training only."""
         if self._adaptation is None or not self.model.training:
             return nullcontext()
         return self._adaptation.watch(inputs)
@@ -260,7 +252,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             for drafter in self._drafters:
                 controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
                 if drafter.strategy in self._saved_draft_lengths:
-                    controller.load_state_dict(self._saved_draft_lengths[drafter.strategy])
+                    controller.load_state_dict(vars(self._saved_draft_lengths[drafter.strategy]))
                 memory = self._memories.pop(drafter.strategy, None)
                 if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
                     drafter.load_state_dict(memory)
@@ -281,10 +273,10 @@ class SpecGRPOTrainer(GRPOTrainer):
         return self._drafters
 
     def _announce_new_weights(self, drafters: list[Drafter]) -> None:
-        """Has the policy's copy requantized if the weights have changed since it was (ER Algorithm 1, line 3).
+        """Has the policy's copy requantized if the weights have changed since it was made (ER Algorithm 1, line 3).
 
-        `global_step` counts optimizer steps: it stands still over micro-steps, over the reuse of a generation batch
-        (`num_iterations`, `steps_per_generation`) and over evaluation.
+        `global_step` counts optimizer steps: it does not change with micro-steps, with the reuse of a generation
+        batch (`num_iterations`, `steps_per_generation`) or with evaluation.
         """
         if self._drafted_step == self.state.global_step:
             return
@@ -331,8 +323,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         """Ids that key the noise: (mode, rollout, turn, global row), the same for any number of ranks.
 
         Never `global_step`, within which generation repeats, and never local rows, with which ranks would sample
-        identical completions. Turns are those of a tool loop, which calls again with some of the rows: behind the
-        first turn a rank numbers those it has, so there the ids depend on how rows are spread over ranks.
+        identical completions. Turns are those of a tool loop, which calls again with some of the rows: after the
+        first turn a rank numbers those it has, so the ids depend on how rows are spread over ranks.
         """
         mode = "train" if self.model.training else "eval"
         if self._totals.turns == 0:
@@ -364,18 +356,16 @@ class SpecGRPOTrainer(GRPOTrainer):
             controller.observe(totals.counts.tallies[name].block_efficiency)
 
     def _append(self, record: Record) -> None:
-        """To the run's log, whose first record is the header, and to the verdict."""
+        """Appends to the run's log, whose first record is the header, and to the verdict."""
         if self._log is None:
             self._log, self._verdict = RunLog(Path(self.args.output_dir) / LOG_FILE), Verdict()
-            inherited = {field.name for field in fields(GRPOConfig)}
-            own = [field.name for field in fields(SpecGRPOConfig) if field.name not in inherited]
             header = RunHeader(
                 started=datetime.now(UTC).isoformat(timespec="seconds"),
                 hardware=hardware_name(self.accelerator.device),
                 model=self.model.config._name_or_path or type(self.model).__name__,
                 dtype=str(self.model.dtype).removeprefix("torch."),
                 strategy=self.args.assistant_strategy,
-                settings={name: getattr(self.args, name) for name in own},
+                settings=self.args.own_options(),
                 profile=None if self._profile is None else str(Path(self.args.output_dir) / PROFILE_FILE),
                 calibration_seconds=self._calibration_seconds,
             )
@@ -399,45 +389,36 @@ class SpecGRPOTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.args.should_save:  # the counters are our random state: saved with it, before old checkpoints go
-            draft_lengths = {name: controller.state_dict() for name, controller in self._draft_lengths.items()}
-            state = {"rollouts": self._rollouts, "draft_lengths": draft_lengths or self._saved_draft_lengths}
-            (Path(output_dir) / _STATE_FILE).write_text(json.dumps(state))
+            now = {name: DraftLengthState(**each.state_dict()) for name, each in self._draft_lengths.items()}
+            RolloutState(self._rollouts, now or self._saved_draft_lengths).save(output_dir)
             if self._adaptation is not None:  # the same on all ranks
                 self._adaptation.save_state(output_dir)
-        if self.args.assistant_strategy in CHOOSE_BY_LADDER:
-            path = Path(output_dir) / _ACCEPTANCE_FILE.format(self.accelerator.process_index)
-            path.write_text(json.dumps(self._acceptance.state_dict()))
-        for drafter in self._drafters or []:
-            if isinstance(drafter, HistoryDrafter | DistilledDrafter) and (memory := drafter.state_dict()):
-                torch.save(memory, self._memory_file(output_dir, drafter.strategy))
+        learning = (each for each in self._drafters or [] if isinstance(each, HistoryDrafter | DistilledDrafter))
+        memories = {drafter.strategy: memory for drafter in learning if (memory := drafter.state_dict())}
+        acceptance = self._acceptance.state_dict() if self.args.assistant_strategy in CHOOSE_BY_LADDER else None
+        RankState(memories, acceptance).save(output_dir, self.accelerator.process_index)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not (path := Path(checkpoint) / _STATE_FILE).exists():
+        if checkpoint is None or (state := RolloutState.load(checkpoint)) is None:
             return
-        state = json.loads(path.read_text())
-        self._rollouts = state["rollouts"]
-        self._saved_draft_lengths = state.get("draft_lengths", {})  # older checkpoints have none
-        self._memories = {DistilledDrafter.strategy: {}}  # without one it starts anew, and says so
-        for strategy in _MEMORY_FILES:
-            if (path := self._memory_file(checkpoint, strategy)).exists():
-                self._memories[strategy] = torch.load(path, map_location="cpu", weights_only=True)
+        self._rollouts, self._saved_draft_lengths = state.rollouts, state.draft_lengths
+        own = RankState.load(checkpoint, self.accelerator.process_index)
+        # With an empty memory a drafter of "tts" starts anew and warns.
+        self._memories = {DistilledDrafter.strategy: {}, **own.memories}
         self._acceptance = AcceptanceHistory()
-        if (path := Path(checkpoint) / _ACCEPTANCE_FILE.format(self.accelerator.process_index)).exists():
-            self._acceptance.load_state_dict(json.loads(path.read_text()))
+        if own.acceptance is not None:
+            self._acceptance.load_state_dict(own.acceptance)
         self._drafters = self._control = self._adaptation = None  # made anew from what was saved
         self._resumed_from = Path(checkpoint)
 
-    def _memory_file(self, directory: str, strategy: str) -> Path:
-        return Path(directory) / _MEMORY_FILES[strategy].format(self.accelerator.process_index)
-
 
 def _says_text(name: str, rows: Any) -> bool:
-    """Whether a processor's field `[B, n]` marks all tokens as text, as beside conversations without images."""
+    """Whether a processor's field `[B, n]` marks all tokens as text, as it does for conversations without images."""
     return name in ("token_type_ids", "mm_token_type_ids") and not any(any(row) for row in rows)
 
 
 def _policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
-    """The policy's quantized copies among them, those that learn by corrections as well."""
+    """The policy's quantized copies among `drafters`, including those that learn low-rank corrections."""
     drafting = [drafter.student if isinstance(drafter, DistilledDrafter) else drafter for drafter in drafters]
     return [drafter for drafter in drafting if isinstance(drafter, SelfDrafter)]

@@ -1,12 +1,16 @@
-"""Profiles and ladders of imaginary machines: no test waits for a measurement, or depends on what it would find."""
+"""Trainings that many tests look at, each made once; and profiles and ladders of imaginary machines, so that no test
+waits for a measurement or depends on what it would find."""
 
 import itertools
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from peft import LoraConfig
+from trl import GRPOTrainer
 
 from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -14,11 +18,15 @@ from spec_trl.generation.engine import rollout
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.measuring import profile_cache as profiles_module
 from spec_trl.measuring.fill_profile import profile_key
+from spec_trl.quantization.awq import ActivationStatistics
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.profile import Profile
+from spec_trl.scheduling.race_judge import RaceJudge
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.scheduling.toggle import SpeculationToggle
 from spec_trl.trainers import shared_measurements
-from tests.trainers.harness import tiny_policy
+from tests.generation.drafters.test_feature_drafter import make_checkpoint
+from tests.trainers.harness import Run, make_trainer, tiny_dataset, tiny_policy
 
 
 # A forward costs a whole second, however many tokens it holds and much more than any real one of these models: what
@@ -29,10 +37,21 @@ SLOW_TARGET = Roofline(
 )
 
 
+@pytest.fixture(autouse=True, scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No shared training reads or writes the user's own profiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPEC_TRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's own profiles."""
+    """No test reads or writes the user's own profiles, or those of other tests."""
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
+
+
+# ---- Machines that are not there ---------------------------------------------------------------------------------
 
 
 def imaginary_profile(draft_seconds: float) -> Profile:
@@ -69,24 +88,146 @@ def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-@pytest.fixture
-def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every round takes a second: what is learned from times does not depend on the machine."""
-    seconds = itertools.count()
-    monkeypatch.setattr(rollout, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
-
-
 Asked = list[tuple[list[str], int, list[int]]]
 
 
-@pytest.fixture
-def level_ladder(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Drafts cost nothing; the list has the drafters, rows and γ that were to be profiled."""
+def use_level_ladder(patch: pytest.MonkeyPatch) -> Asked:
+    """Drafts cost nothing from now on; the list gets the drafters, rows and γ that were to be profiled."""
     asked: Asked = []
 
     def find(model: Any, drafters: list[Drafter], config: Any, rows: int, draft_lengths: list[int]) -> Ladder:
         asked.append(([drafter.strategy for drafter in drafters], rows, draft_lengths))
         return Ladder(tuple(Rung(d.strategy, 1, g, 0.5, 1.0, 1.0) for d in drafters for g in draft_lengths), "level")
 
-    monkeypatch.setattr(shared_measurements, "find_ladder", find)
+    patch.setattr(shared_measurements, "find_ladder", find)
     return asked
+
+
+@pytest.fixture
+def level_ladder(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """See :func:`use_level_ladder`."""
+    return use_level_ladder(monkeypatch)
+
+
+def ignore_round_times(patch: pytest.MonkeyPatch) -> None:
+    """Every round takes a second, and decides neither whether drafters draft nor whether they race."""
+    seconds = itertools.count()
+    patch.setattr(rollout, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    patch.setattr(SpeculationToggle, "_judge", lambda toggle: None)
+    patch.setattr(RaceJudge, "_judge", lambda judge, batch: None)
+
+
+# ---- The trainings ------------------------------------------------------------------------------------------------
+
+STEPS = 4
+RACING: dict[str, Any] = dict(best_of_n_budget=1000, draft_lengths=[2, 3])
+CLIMBING: dict[str, Any] = dict(
+    draft_lengths=[1, 2, 3, 4, 5], draft_length_up=1e-3, draft_length_down=1e-4, draft_length_patience=1
+)
+
+
+def schedule() -> dict[str, Any]:
+    """Two micro-steps per optimizer step; evaluations and checkpoints after every second one."""
+    return dict(
+        max_steps=STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,
+        eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4, save_strategy="steps", save_steps=2,
+        trainer={"train_dataset": tiny_dataset(8), "eval_dataset": tiny_dataset(1)},
+    )  # fmt: skip
+
+
+@dataclass
+class Trained:
+    """A training that is over: its trainer, its run and its folder, and the steps at which copies were requantized."""
+
+    trainer: GRPOTrainer
+    run: Run
+    folder: Path
+    refreshed: list[int] = field(default_factory=list)
+
+
+def run_training(folder: Path, strategy: str, resume: Path | None = None, **options: Any) -> Trained:
+    """Trains as :func:`schedule` says, but for `options`."""
+    given = {**schedule(), **options}
+    trainer, run = make_trainer(folder, strategy, **given)
+    trained = Trained(trainer, run, folder)
+    refresh = SelfDrafter.refresh
+
+    def watched(drafter: SelfDrafter, statistics: ActivationStatistics | None = None) -> None:
+        trained.refreshed.append(trainer.state.global_step)
+        refresh(drafter, statistics)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelfDrafter, "refresh", watched)
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    run.weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return trained
+
+
+@pytest.fixture(scope="session")
+def none(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Autoregressive rollouts: what all others must equal."""
+    return run_training(tmp_path_factory.mktemp("none"), "none")
+
+
+@pytest.fixture(scope="session")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Drafts by the quantized copy, longer from rollout to rollout."""
+    return run_training(tmp_path_factory.mktemp("self"), "self", **CLIMBING)
+
+
+@pytest.fixture(scope="session")
+def drafted_resumed(drafted: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The second half of `drafted`, from its checkpoint."""
+    return run_training(tmp_path_factory.mktemp("resumed"), "self", drafted.folder / "checkpoint-2", **CLIMBING)
+
+
+@pytest.fixture(scope="session")
+def learning(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options of an EAGLE-3 drafter that learns while it drafts."""
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("drafter") / "eagle3", "eagle3", 48)
+    return dict(tts_drafter="eagle3", assistant_model=checkpoint, tts_learning_rate=1e-3, draft_lengths=[3])
+
+
+@pytest.fixture(scope="session")
+def learned(learning: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Drafts by a drafter that learns from them."""
+    return run_training(tmp_path_factory.mktemp("tts"), "tts", **learning)
+
+
+@pytest.fixture(scope="session")
+def learned_resumed(learning: dict[str, Any], learned: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The second half of `learned`, from its checkpoint."""
+    return run_training(tmp_path_factory.mktemp("resumed"), "tts", learned.folder / "checkpoint-2", **learning)
+
+
+def race(folder: Path, resume: Path | None = None) -> tuple[Trained, Asked]:
+    """Races of the quantized copy, the history and prompt lookup; and which ladders were to be profiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        asked = use_level_ladder(patch)
+        ignore_round_times(patch)
+        return run_training(folder, "best_of_n", resume, **RACING), asked
+
+
+@pytest.fixture(scope="session")
+def raced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, Asked]:
+    """See :func:`race`."""
+    return race(tmp_path_factory.mktemp("best_of_n"))
+
+
+@pytest.fixture(scope="session")
+def raced_resumed(raced: tuple[Trained, Asked], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The second half of `raced`, from its checkpoint."""
+    return race(tmp_path_factory.mktemp("resumed"), raced[0].folder / "checkpoint-2")[0]
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    """LoRA with each batch used twice: without drafts, and drafted by the quantized copy."""
+    trained = {}
+    for strategy in ("none", "self"):
+        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        trained[strategy] = run_training(
+            tmp_path_factory.mktemp(strategy), strategy, num_iterations=2, learning_rate=5e-2, eval_strategy="no",
+            trainer={"train_dataset": tiny_dataset(8), "peft_config": lora},
+        )  # fmt: skip
+    return trained

@@ -20,6 +20,9 @@ from trl import GRPOTrainer
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.scheduling.best_of_n import BestOfN
+from spec_trl.scheduling.control import Control
 
 
 PROMPTS = ["a3+b8=", "c5+d9+e1=", "f2+g2=", "1+2+3+4=", "k=", "p7+q6+r5=", "z9=", "a1+b1+c1+d1="]
@@ -37,15 +40,31 @@ def tiny_policy(seed: int = 0, **config: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(sizes | config))).double()
 
 
+@dataclass(frozen=True)
+class Call:
+    """What the trainer gave to `generate` in one rollout.
+
+    `draft_lengths` are those of the control's candidates then; `known` is its history of acceptance then.
+    """
+
+    step: int
+    request_ids: list[int]
+    drafters: list[Drafter]
+    control: Control
+    draft_lengths: list[int]
+    known: dict[str, Any]
+
+
 @dataclass
 class Run:
     """What one training run left behind.
 
     `rewarded` holds, per call of the reward function, whether it was in training and the completions' token ids;
-    `logs` is what a callback such as W&B's was given.
+    `calls` are those of `generate` by SpecGRPOTrainer; `logs` is what a callback such as W&B's was given.
     """
 
     rewarded: list[tuple[str, list[list[int]]]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     logs: list[dict[str, float]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
@@ -103,6 +122,7 @@ def make_trainer(
         run.rewarded.append(("train" if built.model.training else "eval", [list(ids) for ids in completion_ids]))
         return [sum((4 <= i < 14) - 0.5 * (i % 7 == 0) for i in ids) / len(ids) for ids in completion_ids]
 
+    policy = policy if policy is not None else tiny_policy()
     settings = dict(
         output_dir=str(output_dir), assistant_strategy=strategy, max_steps=3, per_device_train_batch_size=8,
         num_generations=4, max_completion_length=16, learning_rate=3e-3, lr_scheduler_type="constant",
@@ -111,13 +131,30 @@ def make_trainer(
     )  # fmt: skip
     arguments = dict(reward_funcs=count_digits, train_dataset=tiny_dataset(), callbacks=[_Collector(run)])
     built = kind(
-        model=policy if policy is not None else tiny_policy(),
+        model=policy,
         args=SpecGRPOConfig(**(settings | config)),
         processing_class=tokenizer or build_tokenizer(),
         **(arguments | (trainer or {})),
     )
     built.remove_callback(PrinterCallback)  # comes with disable_tqdm
+    if kind is SpecGRPOTrainer:
+        _watch_generate(policy, built, run)
     return built, run
+
+
+def _watch_generate(policy: PreTrainedModel, trainer: GRPOTrainer, run: Run) -> None:
+    """Has `run.calls` filled."""
+    generate = policy.generate
+
+    def watched(**given: Any) -> Any:
+        control = given["control"]
+        lengths = [candidate.draft_length for candidate in control.candidates]
+        known = control.history.state_dict() if isinstance(control, BestOfN) else {}
+        step = trainer.state.global_step
+        run.calls.append(Call(step, given["request_ids"], given["drafter"], control, lengths, known))
+        return generate(**given)
+
+    policy.generate = watched
 
 
 def assert_same_training(one: Run, other: Run) -> None:

@@ -18,6 +18,7 @@ from tests.trainers.ddp_job import same_batch, train_on_each_rank
 from tests.trainers.harness import Run, train
 
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 48  # of the tiny policy
 

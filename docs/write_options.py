@@ -1,0 +1,43 @@
+"""Writes the tables of options into the pages next to this file: ``python -m docs.write_options``.
+
+A table stands between the marks ``<!-- options: SpecGRPOConfig -->`` and ``<!-- end of options -->``. Names after the
+class, such as ``<!-- options: SpecGRPOConfig tts_* -->``, choose some of its options. A test compares.
+"""
+
+import re
+from dataclasses import MISSING, Field, fields
+from fnmatch import fnmatch
+from pathlib import Path
+
+from spec_trl import SpecGRPOConfig, SpeculativeConfig
+
+
+CONFIGS: dict[str, type] = {"SpecGRPOConfig": SpecGRPOConfig, "SpeculativeConfig": SpeculativeConfig}
+TABLE = re.compile(r"<!-- options: (\w+)([^>]*?) -->\n(.*?)<!-- end of options -->", re.DOTALL)
+
+
+def with_tables(text: str) -> str:
+    """The page `text` with its tables of options as the fields say them."""
+    return TABLE.sub(lambda found: write_table(found[1], found[2].split()), text)
+
+
+def write_table(name: str, patterns: list[str]) -> str:
+    """The table of the class `name`, of those options that match one of `patterns`, or of all, with its marks."""
+    config = CONFIGS[name]
+    chosen = [
+        each
+        for each in fields(config)
+        if each.name in config.__annotations__ and any(fnmatch(each.name, pattern) for pattern in patterns or ["*"])
+    ]
+    rows = [f"| `{each.name}` | `{default_of(each)!r}` | {each.metadata['help']} |" for each in chosen]
+    mark = " ".join([f"<!-- options: {name}", *patterns, "-->"])
+    return "\n".join([mark, "| option | default | what it does |", "|---|---|---|", *rows, "<!-- end of options -->"])
+
+
+def default_of(option: Field) -> object:
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
+if __name__ == "__main__":
+    for page in Path(__file__).parent.glob("*.md"):
+        page.write_text(with_tables(page.read_text()))

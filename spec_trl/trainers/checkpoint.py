@@ -1,0 +1,99 @@
+"""What a checkpoint keeps of the rollouts. Each file is written whole or not at all, so a run that dies while it saves
+leaves the files of its other checkpoints, and no half-written one."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..generation.drafters.history import HistoryDrafter
+from ..generation.drafters.tts.drafter import DistilledDrafter
+from ..json_files import read_json, write_json
+
+
+STATE_FILE = "rollout_state.json"
+_ACCEPTANCE_FILE = "rollout_acceptance_{}.json"
+_MEMORY_FILES = {HistoryDrafter.strategy: "rollout_history_{}.pt", DistilledDrafter.strategy: "rollout_tts_{}.pt"}
+_REMEDY = "resume from another checkpoint"
+
+
+@dataclass(frozen=True)
+class DraftLengthState:
+    """Of one drafter's controller, see :class:`~spec_trl.scheduling.draft_length.DraftLengthController`."""
+
+    draft_length: int
+    block_efficiency: float
+    window: list[float]
+
+
+@dataclass(frozen=True)
+class RolloutState:
+    """What is the same on all ranks.
+
+    Args:
+        rollouts: number of rollouts so far, by mode, "train" or "eval".
+        draft_lengths: of each drafter by its strategy; the oldest checkpoints have none.
+    """
+
+    rollouts: dict[str, int]
+    draft_lengths: dict[str, DraftLengthState] = field(default_factory=dict)
+
+    def save(self, folder: str | Path) -> None:
+        write_json(Path(folder) / STATE_FILE, self)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "RolloutState | None":
+        """What `folder` holds; None: it was saved by another trainer.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        path = Path(folder) / STATE_FILE
+        return read_json(path, cls, "state of rollouts", _REMEDY) if path.exists() else None
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What each rank keeps for itself.
+
+    Args:
+        memories: by strategy, what the history remembers and what a drafter of `"tts"` has learned.
+        acceptance: how the drafters of `"auto"` and `"best_of_n"` fared; None: there are no such.
+    """
+
+    memories: dict[str, dict[str, Any]]
+    acceptance: dict[str, Any] | None
+
+    def save(self, folder: str | Path, rank: int) -> None:
+        if self.acceptance is not None:
+            write_json(Path(folder) / _ACCEPTANCE_FILE.format(rank), self.acceptance)
+        for strategy, memory in self.memories.items():
+            save_tensors(Path(folder) / _MEMORY_FILES[strategy].format(rank), memory)
+
+    @classmethod
+    def load(cls, folder: str | Path, rank: int) -> "RankState":
+        """What `folder` holds of this rank, which may be nothing.
+
+        Raises:
+            ValueError: the file of acceptance is damaged.
+        """
+        paths = {strategy: Path(folder) / name.format(rank) for strategy, name in _MEMORY_FILES.items()}
+        memories = {
+            strategy: torch.load(path, map_location="cpu", weights_only=True)
+            for strategy, path in paths.items()
+            if path.exists()
+        }
+        path = Path(folder) / _ACCEPTANCE_FILE.format(rank)
+        return cls(memories, read_json(path, dict, "history of acceptance", _REMEDY) if path.exists() else None)
+
+
+def save_tensors(path: Path, state: dict[str, Any]) -> None:
+    """Writes what torch saves: `path` is the old file or the new one, never half of it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        torch.save(state, unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

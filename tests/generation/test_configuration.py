@@ -1,0 +1,250 @@
+"""Options: declared once and the same wherever they are named, and refused by name where a value is bad."""
+
+import ast
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl import GRPOConfig
+
+from docs.write_options import with_tables
+from examples import generate
+from spec_trl import SpecGRPOConfig, SpeculativeConfig
+from spec_trl.cli.main import build_parser
+from spec_trl.cli.options import MARGIN
+from spec_trl.generation.configuration import (
+    OPTIONS,
+    Distillation,
+    check_verification,
+    kinds_of,
+    require_folder_or_id,
+)
+from spec_trl.scheduling.draft_length import DraftLengthController
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+TRAINER_ONLY = {
+    "assistant_strategy", "assistant_model", "draft_lengths", "initial_draft_length", "draft_length_up",
+    "draft_length_down", "draft_length_patience", "rollout_batch_size", "drafter_adaptation",
+    "drafter_learning_rate", "drafter_hidden_weight", "drafter_token_weight",
+}  # fmt: skip
+NOT_IN_THE_TRAINER = {"draft_length", "ngram_size", "max_batch_size", "seed"}
+"""`draft_lengths` and `rollout_batch_size` stand for two of them; `seed` is GRPOConfig's."""
+OTHER_DEFAULTS = {"keep_graphs": False, "tts_scope": "run", "tts_stride": "1"}
+"""Of the trainer: it needs the memory, comes back to the same task, and parses one type per option."""
+
+
+def default_of(option: Any) -> Any:
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
+# ---- Declared once -------------------------------------------------------------------------------------------------
+
+
+def test_the_trainer_has_the_options_of_generate() -> None:
+    inherited = {option.name for option in fields(GRPOConfig)}
+    own = {option.name: option for option in fields(SpecGRPOConfig) if option.name not in inherited}
+    assert own.keys() - OPTIONS.keys() == TRAINER_ONLY
+    assert OPTIONS.keys() - own.keys() == NOT_IN_THE_TRAINER
+    for name in own.keys() & OPTIONS.keys():
+        expected = OTHER_DEFAULTS.get(name, OPTIONS[name].default)
+        assert default_of(own[name]) == (list(expected) if isinstance(expected, tuple) else expected), name
+        assert own[name].metadata["help"] == OPTIONS[name].metadata["help"]
+        if name not in ("tts_stride", "best_of_n_drafters", "best_of_n_assistants"):  # what parses a command line
+            assert SpecGRPOConfig.__annotations__[name] == OPTIONS[name].type, name
+    assert all(option.metadata["help"] for option in own.values())
+
+
+def test_others_that_name_an_option_have_its_default() -> None:
+    config = SpeculativeConfig()
+    assert config.distillation() == Distillation()
+    assert {f"tts_{each.name}" for each in fields(Distillation)} | {"tts_drafter"} == {
+        name for name in OPTIONS if name.startswith("tts_")
+    }
+    arguments = build_parser().parse_args(["calibrate", "model"])
+    assert (arguments.quantization, arguments.kernel, arguments.lm_head) == config.packing()
+    assert MARGIN == config.sd_margin == build_parser().parse_args(["predict", "p.json", "--acceptance", "1"]).margin
+    controller = inspect.signature(DraftLengthController).parameters
+    trainer = {option.name: default_of(option) for option in fields(SpecGRPOConfig)}
+    assert list(controller["draft_lengths"].default) == trainer["draft_lengths"]
+    for name, option in (("up", "draft_length_up"), ("down", "draft_length_down"), ("patience",) * 2):
+        assert controller[name].default == trainer.get(option, trainer.get(f"draft_length_{option}"))
+
+
+def test_an_example_takes_its_options_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["generate.py"])
+    arguments, config = generate.parse_arguments(), SpeculativeConfig()
+    for name in ("draft_length", "verification", "tts_drafter", "best_of_n_drafters"):
+        assert vars(arguments)[name] == vars(config)[name]
+    assert arguments.batch_size is config.max_batch_size is None
+
+
+def test_docstrings_and_docs_list_every_option() -> None:
+    for config in (SpeculativeConfig, SpecGRPOConfig):
+        for name in config.__annotations__:
+            assert f"        {name} (defaults to " in (config.__doc__ or "")
+    page = (DOCS / "options.md").read_text()
+    assert all(f"| `{name}` |" in page for name in {*OPTIONS, *SpecGRPOConfig.__annotations__})
+    for path in DOCS.glob("*.md"):
+        assert path.read_text() == with_tables(path.read_text()), f"{path.name}: run python -m docs.write_options"
+
+
+def test_tables_written_by_hand_have_the_defaults() -> None:
+    """Rows of other pages' tables that have a column "default" and begin with an option's name."""
+    trainer = {option.name: default_of(option) for option in fields(SpecGRPOConfig)}
+    for path in (path for path in DOCS.glob("*.md") if path.name != "options.md"):
+        for rows in re.findall(r"^\| [^|]*\| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", path.read_text(), re.MULTILINE):
+            for name, shown in re.findall(r"^\| `(\w+)` \| ([^|]+) \|", rows, re.MULTILINE):
+                allowed = [trainer[name]] if name in trainer else []
+                allowed += [OPTIONS[name].default] if name in OPTIONS else []
+                assert not allowed or ast.literal_eval(shown.replace("`", "").strip()) in allowed, (path.name, name)
+
+
+# ---- Values ----------------------------------------------------------------------------------------------------
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"draft_length": 0}, "^draft_length=0 is out of range; it must be 1 to 64"),
+    ({"draft_length": 65}, "^draft_length=65 is out of range"),
+    ({"draft_length": True}, "^draft_length=True is a bool; pass an integer"),
+    ({"draft_length": 5.0}, "^draft_length=5.0 is a float; pass an integer"),
+    ({"draft_length": None}, "^draft_length=None is a NoneType; pass an integer"),
+    ({"ngram_size": 65}, "^ngram_size=65 is out of range; it must be 1 to 64"),
+    ({"history_max_tokens": 0}, "^history_max_tokens=0 is out of range; it must be at least 1"),
+    ({"verification": "greedy"}, r"^verification='greedy' is unknown; choose one of \['exact', 'rejection'\]"),
+    ({"verification": ["exact"]}, r"^verification=\['exact'\] is unknown"),
+    ({"seed": "0"}, "^seed='0' is a str; pass an integer"),
+    ({"sd_toggle": "measure"}, "^sd_toggle='measure' is unknown; .* Did you mean 'measured'?"),
+    ({"sd_margin": -1}, "^sd_margin=-1 is out of range; it must be a number of at least 0"),
+    ({"sd_margin": math.nan}, "^sd_margin=nan is out of range"),
+    ({"sd_margin": True}, "^sd_margin=True is out of range"),
+    ({"roofline_mismatch": "ignore"}, "^roofline_mismatch='ignore' is unknown"),
+    ({"roofline_profile": "p.json", "sd_toggle": "always"}, "^roofline_profile='p.json' is not read under"),
+    ({"roofline_profile": "p.json", "sd_toggle": "never"}, "^roofline_profile='p.json' is not read under"),
+    ({"roofline_profile": "no.json"}, r"^roofline_profile='no.json' is no file that exists; .*sd_toggle=.roofline."),
+    ({"roofline_profile": "no/p.json", "sd_toggle": "roofline"}, "^roofline_profile='no/p.json' must be a file in"),
+    ({"roofline_profile": ".", "sd_toggle": "roofline"}, "^roofline_profile='.' must be a file in a folder"),
+    ({"max_batch_size": 0}, "^max_batch_size=0 is out of range; it must be at least 1"),
+    ({"runner": "fast"}, "^runner='fast' is unknown"),
+    ({"max_graph_memory": 0}, "^max_graph_memory=0 is out of range; it must be a positive number of GiB, e.g. 4.0"),
+    ({"max_graph_memory": math.inf}, "^max_graph_memory=inf is out of range"),
+    ({"keep_graphs": "no"}, "^keep_graphs='no' is no bool; pass True or False"),
+    ({"tts_drafter": "ngram"}, r"^tts_drafter='ngram' is unknown; choose one of \['self', 'model'"),
+    ({"tts_learning_rate": 0.0}, "^tts_learning_rate=0.0 is out of range; it must be a positive number"),
+    ({"tts_scope": "epoch"}, r"^tts_scope='epoch' is unknown; choose one of \['request', 'rollout', 'run'\]"),
+    ({"tts_steps": 0}, "^tts_steps=0 is out of range"),
+    ({"tts_stride": 0}, '^tts_stride=0 is out of range; it must be at least 1 or "adaptive"'),
+    ({"tts_stride": "often"}, "^tts_stride='often' is a str; pass an integer or \"adaptive\""),
+    ({"tts_anchor_weight": -1.0}, "^tts_anchor_weight=-1.0 is out of range"),
+    ({"tts_anchor": "best"}, r"^tts_anchor='best' is unknown; choose one of \['current', 'initial'\]"),
+    ({"tts_asynchronous": 1}, "^tts_asynchronous=1 is no bool"),
+    ({"tts_rank": 0}, "^tts_rank=0 is out of range"),
+    ({"best_of_n_drafters": "self"}, "^best_of_n_drafters='self' must be one or more"),
+    ({"best_of_n_drafters": ()}, r"^best_of_n_drafters=\(\) must be one or more"),
+    ({"best_of_n_drafters": ["self", "self"]}, "must be one or more different ones"),
+    ({"best_of_n_drafters": ["self", "auto"]}, r"^best_of_n_drafters=\['self', 'auto'\] must be"),
+    ({"best_of_n_assistants": {"model": "a/b"}}, r"^best_of_n_assistants=\{'model': 'a/b'\} must be a dict with some"),
+    (
+        {"best_of_n_drafters": ["model"], "best_of_n_assistants": {"model": "./nothing"}},
+        r"^best_of_n_assistants\['model'\]='./nothing' is a folder that does not exist",
+    ),
+    ({"best_of_n_budget": 0}, "^best_of_n_budget=0 is out of range"),
+    ({"best_of_n_tolerance": -0.1}, "^best_of_n_tolerance=-0.1 is out of range"),
+    ({"best_of_n_race": 1}, "^best_of_n_race=1 is no bool"),
+    ({"draft_quantization": "w4"}, r"^draft_quantization='w4' is unknown; choose one of \['rtn-w4-g128'"),
+    ({"draft_kernel": "torch_int"}, r"^draft_kernel='torch_int' is unknown; choose one of .* Did you mean 'torch_int"),
+    ({"draft_lm_head": "sparse"}, r"^draft_lm_head='sparse' is unknown; choose one of \['auto', 'dense'"),
+    ({"draft_lenght": 3}, r"^speculative_config has no field \['draft_lenght'\]; .* Did you mean 'draft_length'\?"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_bad_values(bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig.coerce(bad)
+
+
+def test_every_option_has_a_bad_value() -> None:
+    assert {name for bad, _ in BAD for name in bad} - {"draft_lenght"} == OPTIONS.keys()
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_values_within_the_bounds(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([name for name in OPTIONS if {int, float} & set(kinds_of(name))]))
+    bounds, kinds = OPTIONS[name].metadata, kinds_of(name)
+    words = [kind for kind in kinds if isinstance(kind, str)] + [None] * (type(None) in kinds)
+    if int in kinds:
+        numbers: st.SearchStrategy[Any] = st.integers(bounds["low"], bounds["high"])
+    else:
+        numbers = st.floats(0, allow_infinity=False, exclude_min=bounds["positive"])
+    value = data.draw(numbers | st.sampled_from(words) if words else numbers)
+    assert vars(SpeculativeConfig(**{name: value}))[name] == value
+
+
+def test_coerce() -> None:
+    config = SpeculativeConfig(draft_length=3)
+    assert SpeculativeConfig.coerce(config) is config
+    assert (
+        SpeculativeConfig.coerce({"draft_length": 3}) == config
+        and SpeculativeConfig.coerce(None) == SpeculativeConfig()
+    )
+    with pytest.raises(ValueError, match="speculative_config=3 is a int; pass a SpeculativeConfig or a dict"):
+        SpeculativeConfig.coerce(3)
+
+
+def test_what_follows_from_options(tmp_path: Path) -> None:
+    lengths = {length: SpeculativeConfig(draft_length=length).ladder_draft_lengths() for length in (1, 5, 64)}
+    assert lengths == {1: (1, 2), 5: (2, 5, 10), 64: (32, 64)}
+    given = dict(
+        learning_rate=2e-4, scope="run", steps=2, anchor_weight=0.5, anchor="initial", asynchronous=True, rank=4
+    )
+    config = SpeculativeConfig(tts_stride="adaptive", **{f"tts_{name}": value for name, value in given.items()})
+    assert config.distillation() == Distillation(stride=None, **given)
+    assert replace(config, tts_stride=3).distillation().stride == 3
+    with pytest.raises(ValueError, match="^tts_rank=0 is out of range"):
+        Distillation(rank=0)
+    (tmp_path / "profile.json").touch()
+    for toggle in ("measured", "roofline"):
+        SpeculativeConfig(roofline_profile=str(tmp_path / "profile.json"), sd_toggle=toggle)
+    SpeculativeConfig(roofline_profile=str(tmp_path / "new.json"), sd_toggle="roofline")
+    require_folder_or_id("assistant_model", str(tmp_path))
+    require_folder_or_id("assistant_model", "some/drafter")
+
+
+@pytest.mark.parametrize(
+    ("options", "assistant", "found"),
+    [
+        ({}, None, {}),
+        ({"best_of_n_drafters": ["self", "model"]}, "a", {"model": "a"}),
+        ({"best_of_n_drafters": ["tts"], "tts_drafter": "model"}, "a", {"tts": "a"}),
+        ({"best_of_n_drafters": ["tts"]}, None, {}),
+        ({"best_of_n_drafters": ["model", "eagle3"], "best_of_n_assistants": {"eagle3": "b"}}, "a",
+         {"model": "a", "eagle3": "b"}),
+        ({}, "a", r"assistant_model='a' with .* of which \[\] lack an assistant"),
+        ({"best_of_n_drafters": ["model"]}, None, r"assistant_model=None with .* of which \['model'\] lack"),
+        ({"best_of_n_drafters": ["model", "dflash"]}, 3, r"assistant_model=int with .*serves exactly one of them"),
+    ],
+)  # fmt: skip
+def test_assistants_of_best_of_n(options: dict[str, Any], assistant: Any, found: dict[str, str] | str) -> None:
+    call: Callable[..., dict[str, Any]] = SpeculativeConfig(**options).assistants_of_best_of_n
+    if isinstance(found, dict):
+        assert call(assistant) == found
+    else:
+        with pytest.raises(ValueError, match=found):
+            call(assistant)
+
+
+def test_rejection_needs_one_drafter_with_probabilities() -> None:
+    for strategy, message in (("best_of_n", "which races"), ("auto", "needs draft probabilities")):
+        with pytest.raises(ValueError, match=message):
+            check_verification(strategy, "rejection")
+        check_verification(strategy, "exact")
+    check_verification("self", "rejection")

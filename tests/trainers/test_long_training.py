@@ -1,0 +1,338 @@
+"""Whole trainings compared with one without drafts, to the last bit: more steps, drafters, policies and schedules than
+test_training.py has time for."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from trl import GRPOTrainer
+
+from spec_trl.generation import kept
+from spec_trl.generation.drafters.tts import drafter
+from spec_trl.generation.engine import captured
+from spec_trl.generation.engine.shadow import uncompiled
+from tests.conftest import STORY_MODEL
+from tests.generation.drafters.test_feature_drafter import make_checkpoint
+from tests.generation.engine.tape import Tape
+from tests.trainers.conftest import Asked
+from tests.trainers.harness import (
+    Run,
+    assert_same_training,
+    make_trainer,
+    tiny_dataset,
+    tiny_policy,
+    train,
+    train_plainly,
+)
+
+
+pytestmark = pytest.mark.slow
+FAST = dict(tts_learning_rate=1e-3, draft_lengths=[3])
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """The fields that choose a kind of drafter of "tts" for the tiny policy."""
+    folders: dict[str, str | None] = {"self": None}
+
+    def choose(kind: str) -> dict[str, Any]:
+        if kind not in folders:
+            folder = tmp_path_factory.mktemp("drafters") / kind
+            if kind == "model":
+                tiny_policy(seed=0, num_hidden_layers=1).save_pretrained(folder)
+                folders[kind] = str(folder)
+            else:
+                folders[kind] = make_checkpoint(folder, kind, 48)
+        return dict(tts_drafter=kind, assistant_model=folders[kind])
+
+    return choose
+
+
+Named = Callable[[str], dict[str, Any]]
+
+
+def test_fifty_steps_with_the_self_drafter(tmp_path: Path) -> None:
+    none, drafted = (train(tmp_path, strategy, max_steps=50) for strategy in ("none", "self"))
+    assert_same_training(none, drafted)
+    assert len(drafted.completions) == 50
+    # The drafter was at work all along, and still fits the policy after 50 updates.
+    assert min(drafted.metric("rollout/acceptance_rate")) > 0.25
+    assert min(drafted.metric("rollout/block_efficiency")) > 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "ngram"},
+        {"strategy": "model"},
+        {"strategy": "history"},
+        {"draft_lengths": [2], "rollout_batch_size": 3},
+        {"draft_quantization": "rtn-w8", "draft_lm_head": "packed"},
+        {"draft_kernel": "reference", "draft_lengths": [9]},
+        {"draft_lengths": [1, 2, 3, 5], "draft_length_up": 0.1, "draft_length_down": 0.05},
+        {"draft_quantization": "awq-w4-g128"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_ten_steps_with_other_drafters(tmp_path: Path, options: dict[str, Any]) -> None:
+    if options.get("strategy") == "model":
+        assistant = tiny_policy()
+        with torch.no_grad():
+            for parameter in assistant.parameters():
+                parameter += 0.02 * torch.randn_like(parameter)
+        assistant.save_pretrained(tmp_path / "assistant")
+        options = options | {"assistant_model": str(tmp_path / "assistant")}
+    none, drafted = train_plainly(max_steps=10), train(tmp_path, max_steps=10, **options)
+    assert_same_training(none, drafted)
+    assert max(drafted.metric("rollout/block_efficiency")) > 1
+
+
+@pytest.mark.parametrize("keep_graphs", [True, False])
+def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_graphs: bool) -> None:
+    """A tape stands in for CUDA graphs: it replays on the same memory while the optimizer updates the weights."""
+    steps = 6 if keep_graphs else 3  # recorded anew in each
+    none = train_plainly(max_steps=steps)
+    monkeypatch.setattr(captured, "recorder_for", lambda device: tape)
+    for strategy in ("none", "self"):
+        tape = Tape()
+        policy = tiny_policy()
+        run = train(tmp_path, strategy, policy=policy, max_steps=steps, runner="graph", keep_graphs=keep_graphs)
+        assert_same_training(none, run)
+        assert tape.replayed > 8 * steps
+        assert (kept.look(policy, "runner") is not None) == keep_graphs
+    assert min(run.metric("rollout/acceptance_rate")) > 0.25
+
+
+def test_toggled_rollouts(tmp_path: Path, profiles: dict[str, str]) -> None:
+    """Rollouts that begin autoregressively and end with speculation, by a profile and by what rounds really take."""
+    both = dict(max_steps=6, max_completion_length=48)
+    none = train(tmp_path, "none", **both)
+    toggled = train(tmp_path, sd_toggle="roofline", roofline_profile=profiles["pays"], **both)
+    assert_same_training(none, toggled)
+    assert 0 < toggled.metric("rollout/sd_on_fraction")[0] < 1
+
+
+def test_rollouts_that_choose_by_a_ladder(tmp_path: Path, level_ladder: Asked) -> None:
+    """Rounds have their say here: whatever they make of it."""
+    options: dict[str, Any] = dict(max_steps=10, max_completion_length=48, trainer={"train_dataset": tiny_dataset(8)})
+    assert_same_training(train(tmp_path, "auto", **options), train(tmp_path, "none", **options))
+    assert len(level_ladder) == 1
+
+
+# ---- Schedules and policies ----------------------------------------------------------------------------------
+
+
+def test_best_model_at_the_end(tmp_path: Path) -> None:
+    """Its weights are drafted for, not those of the last step."""
+    trainer, run = make_trainer(
+        tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        per_device_eval_batch_size=4, load_best_model_at_end=True, metric_for_best_model="eval_num_tokens",
+        greater_is_better=False, trainer={"eval_dataset": tiny_dataset(1)},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    copy = run.calls[0].drafters[0]
+    before = [buffer.clone() for buffer in copy.network.buffers()]
+    trainer.evaluate()
+    assert any(not torch.equal(one, other) for one, other in zip(before, copy.network.buffers(), strict=True))
+
+
+def test_micro_steps_reuse_and_accumulation(tmp_path: Path) -> None:
+    schedule = dict(
+        max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=4,
+        num_iterations=2, learning_rate=1e-2,
+    )  # fmt: skip
+    none, drafted = (train(tmp_path, strategy, **schedule) for strategy in ("none", "self"))
+    assert_same_training(none, drafted)
+    assert [len(rows) for rows in drafted.completions] == [16, 16]
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(target_modules=["q_proj"])], ids=["whole", "LoRA"])
+def test_a_compiled_policy_is_drafted_for(
+    tmp_path: Path, adapter: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_compiled = []
+
+    def loss(trainer: Any, model: Any, inputs: Any, **_: Any) -> Any:
+        is_compiled.append(model is not uncompiled(model))
+        return sum(parameter.sum() for parameter in model.parameters())  # a forward would be traced for seconds
+
+    monkeypatch.setattr(GRPOTrainer, "compute_loss", loss)
+    compiled = dict(torch_compile=True, torch_compile_backend="eager")
+    options: dict[str, Any] = dict(max_steps=2, trainer={"peft_config": adapter})
+    run = train(tmp_path, **options, **compiled)
+    assert all(is_compiled)
+    assert_same_training(run, train(tmp_path, "none", **options))
+    assert min(run.metric("rollout/acceptance_rate")) > 0
+
+
+def test_dropout_and_gradient_checkpointing(tmp_path: Path) -> None:
+    def run(strategy: str, dropout: float) -> Run:
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=48, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2, resid_pdrop=dropout,
+            embd_pdrop=dropout, attn_pdrop=dropout, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        policy = GPT2LMHeadModel(config).double()
+        return train(tmp_path, strategy, policy=policy, gradient_checkpointing=True, disable_dropout=False)
+
+    none, drafted, still = run("none", 0.3), run("self", 0.3), run("self", 0.0)
+    assert_same_training(none, drafted)
+    assert drafted.completions[0] == still.completions[0]  # rollouts see no dropout
+    assert drafted.losses != still.losses  # training does
+
+
+def test_reference_model(tmp_path: Path) -> None:
+    tiny_policy().save_pretrained(tmp_path / "policy")
+
+    def run(strategy: str) -> Run:
+        policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
+        return train(tmp_path / "out", strategy, policy=policy, beta=0.1)
+
+    none, drafted = run("none"), run("self")
+    assert_same_training(none, drafted)
+    assert drafted.metric("kl")[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "bf16"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)],
+    ids=["float32", "autocast", "bf16-weights"],
+)
+def test_narrower_types(tmp_path: Path, weights: torch.dtype, bf16: bool) -> None:
+    def run(strategy: str) -> Run:
+        # The reference kernel: the fast one leaves a batch of eight to the policy's own layers in bfloat16.
+        return train(tmp_path, strategy, policy=tiny_policy().to(weights), bf16=bf16, draft_kernel="reference")
+
+    none, drafted = run("none"), run("self")
+    assert min(drafted.metric("rollout/acceptance_rate")) > 0.25
+    if not bf16:
+        assert_same_training(none, drafted)
+    # Logits of one position differ between forward shapes, and a near-tie may flip a token and so a row's tail.
+    pairs = list(zip(none.completions[0], drafted.completions[0], strict=True))
+    assert sum(ours == theirs for ours, theirs in pairs) >= len(pairs) // 2
+
+
+def test_a_trained_model(tmp_path: Path) -> None:
+    def run(strategy: str) -> Run:
+        prompts = ["Once upon a time", "Lily had a", "The dog", "One day, Tom"]
+        return train(
+            tmp_path, strategy, policy=AutoModelForCausalLM.from_pretrained(STORY_MODEL, dtype=torch.float64),
+            tokenizer=AutoTokenizer.from_pretrained(STORY_MODEL), max_steps=4, max_completion_length=40,
+            trainer={"train_dataset": Dataset.from_list([{"prompt": prompt} for prompt in prompts * 4])},
+            learning_rate=1e-3,
+        )  # fmt: skip
+
+    none, drafted = run("none"), run("self")
+    assert_same_training(none, drafted)
+    assert min(drafted.metric("rollout/block_efficiency")) > 2
+
+
+# ---- Test-Time Speculation ----------------------------------------------------------------------------------------
+
+
+def lora() -> dict[str, Any]:
+    return {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "scope", "options"),
+    [
+        ("model", "run", lambda: dict(tts_asynchronous=True, tts_stride="2")),
+        ("dflash", "run", lambda: dict(tts_asynchronous=True, tts_stride="2")),
+        ("eagle3", "request", lambda: dict(gradient_accumulation_steps=2, per_device_train_batch_size=4)),
+        ("self", "run", lambda: dict(num_iterations=2, steps_per_generation=2, max_steps=4)),
+        ("eagle3", "run", lambda: dict(gradient_checkpointing=True)),
+        ("self", "run", lambda: dict(trainer=lora(), learning_rate=5e-2)),
+        ("self", "request", lambda: dict(rollout_batch_size=3)),
+        ("eagle3", "request", lambda: dict(rollout_batch_size=3)),
+    ],
+)
+def test_policies_of_drafters_that_learn(
+    kind: str, scope: str, options: Callable[[], dict[str, Any]], tmp_path: Path, named: Named
+) -> None:
+    plain = {name: value for name, value in options().items() if not name.startswith("tts_")}
+    run = train(tmp_path, "tts", tts_scope=scope, **FAST, **options(), **named(kind))
+    assert_same_training(train(tmp_path / "none", "none", **plain), run)
+    assert min(run.metric("rollout/drafter_updates")) > 0
+    assert bool(run.metric("rollout/drafter_refresh_seconds")) is (kind == "self")
+
+
+@pytest.mark.parametrize("kind", ["self", "dflash"])
+def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
+    """On a policy that stays: more of what it drafts is accepted than of what it would have drafted untaught."""
+    options = dict(max_steps=12, learning_rate=1e-12, temperature=0.5, draft_lengths=[3], **named(kind))
+    options |= dict(trainer={"train_dataset": tiny_dataset(2)}, draft_quantization="rtn-w4-g32")
+    run = train(tmp_path, "tts", **options, tts_learning_rate=3e-3)
+    still = train(tmp_path, "tts", **options, tts_learning_rate=1e-30, tts_stride=str(10**6))
+    accepted, before = (sum(of.metric("rollout/acceptance_rate")[-4:]) for of in (run, still))
+    assert accepted > before * (1.02 if kind == "self" else 1.3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("self", {}),
+        ("model", {}),
+        ("self", dict(tts_asynchronous=True, tts_stride="2")),
+        ("eagle3", dict(tts_asynchronous=True, tts_stride="2")),
+        ("eagle3", dict(bf16=True)),  # weights are the rounded image of what is saved
+        ("dflash", dict(tts_anchor="initial", tts_anchor_weight=0.1)),
+    ],
+    ids=str,
+)
+def test_resumed_run_goes_on_bit_for_bit(kind: str, how: dict[str, Any], tmp_path: Path, named: Named) -> None:
+    def run(folder: str, **options: Any) -> Run:
+        policy = tiny_policy().to(torch.bfloat16 if how.get("bf16") else torch.float64)
+        return train(tmp_path / folder, "tts", policy=policy, max_steps=4, **FAST, **how, **named(kind), **options)
+
+    whole = run("whole", save_strategy="steps", save_steps=2)
+    rest = run("rest", resume=tmp_path / "whole" / "checkpoint-2")
+    states = [of.calls[-1].drafters[0].state_dict() for of in (whole, rest)]
+    assert all(torch.equal(one, other) for one, other in zip(*(state["tensors"] for state in states), strict=True))
+    assert states[0]["tensors"][0].dtype is (torch.float32 if how.get("bf16") else torch.float64)
+    assert whole.completions[2:] == rest.completions
+    for name in ("acceptance_rate", "block_efficiency", "draft_length", "drafter_updates", "target_entropy"):
+        assert whole.metric(f"rollout/{name}")[2:] == rest.metric(f"rollout/{name}"), name
+
+
+def test_a_resumed_run_takes_its_own_learning_rate(tmp_path: Path, named: Named) -> None:
+    """A tenth of the old one: one update of Adam does not move as far as that."""
+    options = dict(FAST, tts_stride="1000", **named("eagle3"))
+    first = train(tmp_path, "tts", max_steps=1, save_strategy="steps", save_steps=1, **options)
+    before = [tensor.clone() for tensor in first.calls[0].drafters[0].state_dict()["tensors"]]
+    options |= dict(resume=tmp_path / "checkpoint-1", max_steps=2, tts_learning_rate=1e-4)
+    rest = train(tmp_path, "tts", **options)
+    after = rest.calls[0].drafters[0].state_dict()["tensors"]
+    assert 0 < max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True)) < 2e-4
+
+
+def test_a_failure_ends_no_training(tmp_path: Path, named: Named, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = train_plainly()
+    monkeypatch.setattr(drafter, "distillation_loss", lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="ZeroDivisionError"):
+        run = train(tmp_path, "tts", save_strategy="steps", save_steps=3, **FAST, **named("dflash"))
+    assert_same_training(none, run)
+
+
+def test_options_of_learning(tmp_path: Path, named: Named) -> None:
+    """Each changes what is learned, or how often."""
+
+    def learn(**options: Any) -> tuple[list[torch.Tensor], float]:
+        given = FAST | {"max_steps": 1, "max_completion_length": 48} | options
+        run = train(tmp_path, "tts", **given, **named("dflash"))
+        return run.calls[0].drafters[0].state_dict()["tensors"], run.metric("rollout/drafter_updates")[0]
+
+    plain, count = learn(tts_steps=2)
+    anchored, _ = learn(tts_steps=2, tts_anchor_weight=5.0)
+    initial, _ = learn(tts_steps=2, tts_anchor_weight=5.0, tts_anchor="initial")
+    for one, other in ((plain, anchored), (anchored, initial)):
+        assert any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for stride, every in (("4", 4), ("adaptive", 5)):  # an adaptive one starts there
+        assert learn(tts_steps=2, tts_stride=stride)[1] <= math.ceil(count / every) + 1 < count

@@ -1,0 +1,283 @@
+"""Single rollouts of a trainer: when it speculates, what it measures once, and TRL's other ways into a rollout."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedTokenizerFast, ProcessorMixin
+
+from examples.demo.task import build_tokenizer
+from spec_trl import SpecGRPOTrainer
+from spec_trl.generation.drafters.history import HistoryDrafter
+from spec_trl.generation.drafters.ngram import NgramDrafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.drafters.small_model import SmallModelDrafter
+from spec_trl.measuring import fill_ladder
+from spec_trl.measuring import profile_cache as profiles_module
+from spec_trl.scheduling.best_of_n import BestOfN
+from spec_trl.scheduling.ladder import LadderCosts
+from spec_trl.scheduling.profile import Profile
+from spec_trl.scheduling.roofline import Roofline
+from spec_trl.trainers import spec_grpo_trainer
+from spec_trl.trainers.run_log import read_run
+from tests.generation.drafters.test_feature_drafter import make_checkpoint
+from tests.trainers.conftest import Asked, use_level_ladder
+from tests.trainers.harness import (
+    PROMPTS,
+    Call,
+    Run,
+    assert_same_training,
+    make_trainer,
+    tiny_dataset,
+    tiny_policy,
+    train,
+)
+
+
+def roll_out(folder: Path, strategy: str = "self", **options: Any) -> tuple[Call, Run]:
+    """What the trainer gave to `generate` in one rollout of an evaluation, and its run."""
+    trainer, run = make_trainer(folder, strategy, per_device_eval_batch_size=8, **options)
+    trainer.evaluate(tiny_dataset(2))
+    return run.calls[0], run
+
+
+# ---- Who drafts ----------------------------------------------------------------------------------------------------
+
+
+def test_strategies(tmp_path: Path, level_ladder: Asked) -> None:
+    small = str(tmp_path / "small")
+    tiny_policy(seed=1, num_hidden_layers=1).save_pretrained(small)
+    best_of_n = {"strategy": "best_of_n", "best_of_n_drafters": ["ngram", "model"]}
+    for options, expected in (
+        ({"strategy": "none"}, []),
+        ({"strategy": "self"}, [SelfDrafter]),
+        ({"strategy": "ngram"}, [NgramDrafter]),
+        ({"strategy": "history"}, [HistoryDrafter]),
+        ({"strategy": "model", "assistant_model": small}, [SmallModelDrafter]),
+        ({"strategy": "auto"}, [SelfDrafter, HistoryDrafter]),
+        (best_of_n | {"assistant_model": small}, [NgramDrafter, SmallModelDrafter]),
+        (best_of_n | {"best_of_n_assistants": {"model": small}}, [NgramDrafter, SmallModelDrafter]),
+        ({"strategy": "self", "sd_toggle": "never"}, []),
+    ):
+        call, _ = roll_out(tmp_path, **options)
+        assert [type(drafter) for drafter in call.drafters] == expected
+
+
+def test_options_of_adaptation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach what trains a learned drafter, or nothing does."""
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(spec_grpo_trainer, "DrafterAdaptation", lambda *args: given.append(args[3:]))
+    path = make_checkpoint(tmp_path / "eagle3", "eagle3", 48)
+    options = dict(drafter_learning_rate=1e-3, drafter_hidden_weight=0.5, drafter_token_weight=0.25, seed=5)
+    for adaptation in (True, False):
+        roll_out(tmp_path, "eagle3", assistant_model=path, drafter_adaptation=adaptation, **options)
+    assert given == [(1e-3, 0.5, 0.25, 5)]
+
+
+# ---- When it speculates, and what is measured for that -----------------------------------------------------------
+
+
+def test_profiles_decide(tmp_path: Path, profiles: dict[str, str]) -> None:
+    """Of imaginary machines: speculation pays on one, not on the other, nor where the margin is large."""
+    for which, margin, pays in (("pays", 0.05, True), ("does not", 0.05, False), ("pays", 1e6, False)):
+        options = dict(sd_toggle="roofline", roofline_profile=profiles[which], sd_margin=margin)
+        _, run = roll_out(tmp_path, **options)
+        assert (run.metric("eval_rollout/sd_on_fraction")[0] > 0) is pays
+        assert "eval_rollout/predicted_speedup" in run.logs[0]
+
+
+def test_a_missing_profile_is_calibrated_once(tmp_path: Path, quick_calibration: list[int]) -> None:
+    """Into the file that was named, which says so, into the run's folder, and into the user's cache."""
+    for name in ("first", "second"):
+        path = tmp_path / f"{name}.json"
+        with pytest.warns(UserWarning, match=f"roofline_profile='.*{name}.json' does not exist and is written now"):
+            roll_out(tmp_path / name, sd_toggle="roofline", roofline_profile=str(path))
+        assert Profile.load(path) == Profile.load(tmp_path / name / "roofline_profile.json")
+    roll_out(tmp_path, sd_toggle="roofline", roofline_profile=str(path))
+    roll_out(tmp_path, sd_toggle="roofline")
+    assert quick_calibration == [8]
+
+
+def test_a_profile_of_something_else(tmp_path: Path, profiles: dict[str, str], quick_calibration: list[int]) -> None:
+    other = Profile.load(profiles["pays"])
+    other = replace(other, key=replace(other.key, dtype="float16", hardware="abacus"))
+    other.save(tmp_path / "other.json")
+    given = dict(sd_toggle="roofline", roofline_profile=str(tmp_path / "other.json"))
+    with pytest.raises(ValueError, match="hardware is 'abacus' there .*dtype is 'float16' there"):
+        roll_out(tmp_path, **given, roofline_mismatch="error")
+    with pytest.warns(UserWarning, match="hardware is 'abacus' there .*Calibrating again"):
+        roll_out(tmp_path, **given)
+    assert len(quick_calibration) == 1
+    assert Profile.load(tmp_path / "other.json") == other  # the user's file is left alone
+
+
+def test_a_ladder_is_profiled_where_it_is_asked_for(
+    tmp_path: Path, level_ladder: Asked, profiles: dict[str, str]
+) -> None:
+    for options, kind, asked in (
+        ({"sd_toggle": "never"}, None, 0),
+        ({"sd_toggle": "always"}, LadderCosts, 1),
+        ({"sd_toggle": "roofline", "roofline_profile": profiles["pays"]}, Roofline, 2),
+    ):
+        call, _ = roll_out(tmp_path, "auto", **options)
+        assert {type(candidate.roofline) for candidate in call.control.candidates} == ({kind} if kind else set())
+        assert len(level_ladder) == asked
+    assert level_ladder[0] == (["self", "history"], 8, [5, 7, 9, 11])
+
+
+def test_options_of_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_level_ladder(monkeypatch)
+    asked: list[tuple[Any, ...]] = []
+    make = BestOfN.__init__
+    monkeypatch.setattr(BestOfN, "__init__", lambda self, *args: asked.append(args[3:]) or make(self, *args))
+    options = dict(sd_margin=0.1, best_of_n_tolerance=0.25, best_of_n_budget=9, best_of_n_race=False)
+    roll_out(tmp_path, "best_of_n", **options)
+    assert asked == [(0.1, None, 0.25, 9, False)]
+
+
+@pytest.mark.slow
+def test_rollouts_fill_the_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default nothing is profiled; once each drafter was tried, acceptance by prompt chooses."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was profiled before the first token")
+
+    monkeypatch.setattr(profiles_module, "calibrate", fail)
+    monkeypatch.setattr(fill_ladder, "build_ladder", fail)
+    options: dict[str, Any] = dict(max_steps=8, max_completion_length=48, trainer={"train_dataset": tiny_dataset(8)})
+    run = train(tmp_path, "auto", sd_toggle="measured", **options)
+    assert isinstance(run.calls[-1].control, BestOfN) and not isinstance(run.calls[0].control, BestOfN)
+    assert run.completions == train(tmp_path, "none", **options).completions
+
+
+# ---- TRL's other ways into a rollout ------------------------------------------------------------------------------
+
+
+def test_rollout_func_is_left_alone(tmp_path: Path) -> None:
+    def answer(prompts: list[str], trainer: SpecGRPOTrainer) -> dict[str, Any]:
+        prompt_ids = trainer.processing_class(prompts).input_ids
+        completion_ids = [[4 + row, 2] for row in range(len(prompts))]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": [[-1.0, -1.0]] * len(prompts)}
+
+    run = train(tmp_path, max_steps=1, trainer={"rollout_func": answer})
+    assert run.completions == [[[4 + row, 2] for row in range(8)]]
+    assert run.calls == []
+    assert not [name for entry in run.logs for name in entry if name.startswith("rollout/")]
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ m.content }}="
+    "{% elif m.role == 'tool' %}{{ m.content }};"
+    "{% else %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<eos>"
+    "{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.fixture
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """Every completion with a "7" or "8" in it, or with an "a", is read as a call of the tool `add`."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.response_template = {"read by": "parse_response below"}
+
+    def parse_response(ids: list[int], **_: Any) -> dict[str, Any]:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": text.count("a"), "b": 1}}}
+        return {"role": "assistant", "content": text} | ({"tool_calls": [call]} if set(text) & set("78a") else {})
+
+    tokenizer.parse_response = parse_response
+    return tokenizer
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: one number.
+        b: another.
+    """
+    return a + b
+
+
+def test_tool_loop(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    questions = [[{"role": "user", "content": text}] for text in ("a3+b8", "c5", "f2")]
+    prompts = Dataset.from_list([{"prompt": question} for question in questions * 8])
+    none, drafted = (
+        train(
+            tmp_path / strategy, strategy, tokenizer=chat_tokenizer, max_steps=1, max_completion_length=48,
+            max_tool_calling_iterations=3, trainer={"train_dataset": prompts, "tools": [add]},
+        )
+        for strategy in ("none", "self")
+    )  # fmt: skip
+    assert drafted.completions == none.completions and drafted.losses == none.losses
+    turns = [call.request_ids for call in drafted.calls]
+    assert turns == [call.request_ids for call in none.calls]
+    assert len(turns[0]) == 8 and len(turns) > 1 and min(map(len, turns)) < 8  # later turns, of some of the rows
+    ids = [request for turn in turns for request in turn]
+    assert len(set(ids)) == len(ids)
+    assert none.metric("tools/call_frequency")[0] > 0
+    # One record per rollout, over all of its turns, with one lane per request and turn, after the turns before it.
+    (record,) = read_run(tmp_path / "self").of("train")
+    assert len(drafted.metric("rollout/seconds")) == 1 and record.requests == len(ids)
+    lanes = sorted(record.timeline, key=lambda lane: lane.request)
+    assert [lane.request for lane in lanes] == list(range(record.requests))
+    assert max(lane.ended for lane in lanes[:8]) < min(lane.changes[0][0] for lane in lanes[8:])
+    assert lanes[-1].changes[0][1] > max(lane.changes[-1][1] for lane in lanes[:8])
+
+
+def test_images_are_refused(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    picture = Image.new("RGB", (2, 2))
+    prompt = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "a3"}]}]
+    trainer, _ = make_trainer(tmp_path, tokenizer=chat_tokenizer)
+    with pytest.raises(ValueError, match="the prompts carry images; SpecGRPOTrainer generates from text"):
+        trainer._generate([prompt] * 4)  # TRL's own name, by which its training calls
+
+
+# ---- A vision-language model that is given text ------------------------------------------------------------------
+
+
+class Processor(ProcessorMixin):
+    """Tokenizes text, and marks each token with `mark` in a field called `field`, as processors of images do."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, field: str = "token_type_ids", mark: int = 0) -> None:
+        super().__init__(tokenizer)
+        self.field, self.mark = field, mark
+
+    def apply_chat_template(self, conversation: list[Any], **_: Any) -> dict[str, Any]:
+        ids = [self.tokenizer(messages[-1]["content"][0]["text"])["input_ids"] for messages in conversation]
+        return {"input_ids": ids, self.field: [[self.mark] * len(row) for row in ids]}
+
+
+def train_on_text(folder: Path, strategy: str, **processor: Any) -> Run:
+    """Trains a tiny Gemma 3 with a vision tower on conversations without images."""
+    torch.manual_seed(0)
+    text = dict(
+        vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.1, sliding_window=8,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    vision = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, intermediate_size=32)
+    tokens = dict(mm_tokens_per_image=4, boi_token_index=45, eoi_token_index=46, image_token_index=47)
+    policy = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **tokens)).double()
+    conversations = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS]
+    return train(
+        folder, strategy, policy=policy, max_steps=1, tokenizer=Processor(build_tokenizer(), **processor),
+        trainer={"train_dataset": Dataset.from_list(conversations)},
+    )  # fmt: skip
+
+
+def test_text_for_a_vision_language_model(tmp_path: Path) -> None:
+    none = train_on_text(tmp_path, "none")
+    drafted = train_on_text(tmp_path, "self", field="mm_token_type_ids")
+    assert_same_training(drafted, none)
+    assert len({str(ids) for ids in none.completions[0]}) > 4
+    for field in ("token_type_ids", "pixel_values"):
+        with pytest.raises(ValueError, match=f"the prompts carry .'{field}'.*Use trl.GRPOTrainer"):
+            train_on_text(tmp_path, "self", field=field, mark=1)
