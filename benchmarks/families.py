@@ -177,16 +177,14 @@ Made with transformers {transformers.__version__}; a test marked `slow` checks i
 mapping for causal language models, and the common vision-language models: a tiny random model in float64, three prompts
 of unequal length, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`.
 
-* **served**: each row's tokens are those that `generate` gives for the row by itself. Vision-language models are served
-  for prompts of text alone; inputs that carry images, sound or video are refused.
-* **refused**: a `ValueError` says why before any work.
-* **not tried**: transformers cannot make or run a tiny one.
+* **served**: each row's tokens are those that `generate` gives for the row by itself; vision-language models for text alone.
+* **refused**: a `ValueError` says why before any work. **not tried**: transformers cannot make or run a tiny one.
 
 {len(outcomes)} families: {said}, {len(counts[REFUSED])} refused, {len(counts[UNTRIED])} not tried.
 
 {PLAIN}
 
-{textwrap.fill(plain, 119, break_long_words=False, break_on_hyphens=False)}
+{textwrap.fill(plain, 130, break_long_words=False, break_on_hyphens=False)}
 
 ## What else to know
 
