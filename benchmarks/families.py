@@ -151,7 +151,7 @@ def families() -> list[str]:
 
 def documented(text: str) -> dict[str, str]:
     """Family → verdict as the document has them."""
-    found = {name: SERVED for name in re.findall(r"`(\S+)`", text.partition(PLAIN)[2].partition("##")[0])}
+    found = dict.fromkeys(re.findall(r"`(\S+)`", text.partition(PLAIN)[2].partition("##")[0]), SERVED)
     rows = re.findall(rf"^\| (.+) \| ({SERVED}|{REFUSED}|{UNTRIED}|{WRONG}|{CRASH}) \|", text, re.MULTILINE)
     return found | {name: verdict for names, verdict in rows for name in names.split(", ")}
 
@@ -174,10 +174,10 @@ python -m benchmarks.families --families llama qwen2_vl     # tries some; withou
 ```
 
 Made with transformers {transformers.__version__}; a test marked `slow` checks it. Tried was every entry of transformers'
-mapping for causal language models, and the common vision-language models: a tiny random model in float64, three prompts
-of unequal length, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`.
+mapping for causal language models, and common vision-language models: a tiny random model in float64, three unequal
+prompts, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`.
 
-* **served**: each row's tokens are those that `generate` gives for the row by itself; vision-language models for text alone.
+* **served**: each row's tokens are those of `generate` for the row by itself; vision-language models for text alone.
 * **refused**: a `ValueError` says why before any work. **not tried**: transformers cannot make or run a tiny one.
 
 {len(outcomes)} families: {said}, {len(counts[REFUSED])} refused, {len(counts[UNTRIED])} not tried.

@@ -211,6 +211,7 @@ def run(
     return read_result(output / f"tts_{part}.json")
 
 
+@pytest.mark.slow
 def test_drafters_end_to_end_and_again_from_what_is_kept(monkeypatch, folder: Path, tmp_path: Path) -> None:
     result = run(monkeypatch, folder, tmp_path, "drafters --kinds model", requests=2)
     details = result.details
@@ -249,7 +250,7 @@ def test_drafters_end_to_end_and_again_from_what_is_kept(monkeypatch, folder: Pa
         pytest.param("anchors --anchor-weights 0.5 --temperatures 0", "K=2, λ=0.5, q_t", marks=pytest.mark.slow),
         pytest.param("distributions --temperatures 1", "cross-entropy", marks=pytest.mark.slow),
         ("run --updates 9 --run-stride 2 --run-asynchronous --temperatures 1", "last 1 of"),
-        ("batch --batch 2 --temperatures 1", "TTS, per rollout"),
+        pytest.param("batch --batch 2 --temperatures 1", "TTS, per rollout", marks=pytest.mark.slow),
     ],
     ids=lambda value: value.split()[0],
 )
