@@ -5,15 +5,13 @@ import time
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks import best_of_n, never_slower, rollout
 from benchmarks.bookkeeping import Bookkeeping
 from benchmarks.calls import Call, Way, identical_rows, in_turns
-from benchmarks.calls import way as make_way
 from benchmarks.measure import peak_memory
 from benchmarks.never_slower import ALWAYS, NONE, TOGGLE
-from benchmarks.rollout import CONTINUOUS, GENERATE, PLAIN, Method, Run
+from benchmarks.rollout import PLAIN, Run
 from benchmarks.workload import Workload
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
@@ -53,15 +51,6 @@ def test_each_turn_starts_with_the_next_way() -> None:
 
     in_turns({name: way(name) for name in "abc"}, [WORK] * 4, 7)
     assert ["".join(name for name, seed in order if seed == s) for s in (7, 8, 9, 10)] == ["abc", "bca", "cab", "abc"]
-
-
-def test_a_failed_drafter_ends_the_measurement(shape: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Output:
-        statistics = SpeculationStatistics("self", drafter_failure="out of memory")
-
-    monkeypatch.setattr(shape, "generate", lambda **_: Output())
-    with pytest.raises(RuntimeError, match="drafter of 'self' failed: out of memory"):
-        make_way(shape, "self", CONFIG)(WORK, 0)
 
 
 def test_share_of_rounds_that_speculated() -> None:
@@ -156,43 +145,6 @@ def test_rollouts_are_compared_pass_by_pass_and_identity_counts_up_to_the_first_
     assert (summary.identical_tokens, summary.compared_tokens) == (6, 8)
     assert math.isnan(summary.block_efficiency)
     assert rollout.summarise(PLAIN, runs, 0.0).identical_rows is None
-
-
-def test_every_method_generates_what_it_was_asked_for(shape: PreTrainedModel, works: list[Workload]) -> None:
-    methods: dict[str, Method] = {
-        GENERATE: rollout.transformers_generate(shape),
-        CONTINUOUS: rollout.transformers_continuous(shape),
-        PLAIN: rollout.ours(shape, "none", None, CONFIG),
-        "ours self": rollout.ours(shape, "self", None, CONFIG),
-    }
-    calls: list[None] = []
-    found = rollout.compare(methods, works, shape.device, 0, lambda: calls.append(None))
-    summaries = {summary.method: summary for summary in found}
-    assert len(calls) == len(methods) * (len(works) + 1)
-    for summary in summaries.values():
-        assert (summary.tokens, summary.rows) == (ROWS * NEW, 2 * ROWS)
-        assert len(summary.tokens_per_second_by_pass) == 2
-        assert summary.method not in summary.ratio_to
-    assert summaries[GENERATE].target_forwards_per_token == pytest.approx(1 / ROWS)
-    speculative = summaries["ours self"]
-    assert speculative.identical_rows == 2 * ROWS
-    assert speculative.identical_tokens == speculative.compared_tokens == 2 * ROWS * NEW
-    assert speculative.block_efficiency > 1
-    assert speculative.target_forwards_per_token < summaries[PLAIN].target_forwards_per_token
-    assert {"draft", "verify"} <= set(speculative.phase_seconds)
-    assert set(speculative.ratio_to) == {GENERATE, CONTINUOUS, PLAIN}
-
-
-def test_transformers_ways_keep_the_order_of_prompts_and_the_seed(
-    shape: PreTrainedModel, works: list[Workload]
-) -> None:
-    greedy = Workload(works[0].prompts, NEW, 1e-4, (), 0)  # so cold that sampling is greedy
-    continuous = rollout.transformers_continuous(shape)(greedy, 0).completions
-    assert continuous == rollout.transformers_generate(shape)(greedy, 0).completions
-    assert len({tuple(row) for row in continuous}) == ROWS
-    for method in (rollout.transformers_generate(shape), rollout.ours(shape, "none", None, CONFIG)):
-        once, again, other = (method(works[0], seed).completions for seed in (1, 1, 2))
-        assert once == again != other
 
 
 def test_peak_memory_sees_a_large_allocation() -> None:

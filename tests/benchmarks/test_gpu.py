@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from benchmarks.gpu import (
     attention,
@@ -21,13 +20,11 @@ from benchmarks.gpu import (
     machine,
     part,
     profiling,
-    refresh,
     rounds,
     sampler,
     shapes,
     speculation,
     summary,
-    timing,
 )
 from spec_trl.quantization.kernels import KERNELS
 
@@ -81,36 +78,6 @@ def test_attention(tmp_path: Path) -> None:
     expected = {"sdpa, additive mask", "flex_attention"} | ({"ours"} - found["skipped"].keys())
     assert set(ragged["methods"]) == expected, found["errors"]
     assert all(method["relative_error"] < 0.01 for method in ragged["methods"].values())
-
-
-def test_attention_that_is_wrong_is_named_and_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_mask(case: attention.Case) -> attention.Method:
-        case.last = torch.full_like(case.last, case.columns)
-        return attention.sdpa(case)
-
-    monkeypatch.setattr(attention, "METHODS", {"sloppy": without_mask})
-    monkeypatch.setattr(attention.Case, "expected", _expected_by_lengths)
-    found = run(attention, tmp_path)
-    assert "relative error" in found["errors"]["B 2, q 1, ragged | sloppy"]
-    assert not found["measured"]["B 2, q 1, ragged"]["methods"]
-
-
-def _expected_by_lengths(case: attention.Case) -> torch.Tensor:
-    rows = []
-    for b, length in enumerate(case.lengths):
-        key, value = (cache[0][b, :, :length].float() for cache in (case.keys, case.values))  # [kv, length, d]
-        query = case.query[b].float().view(case.kv_heads, -1, case.head_dim)  # [kv, groups * q, d]
-        mask = torch.ones(case.queries, length).tril(length - case.queries).repeat(case.groups, 1).bool()
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)  # [kv, groups * q, d]
-        rows.append(out.view(case.heads, case.queries, -1).transpose(0, 1))
-    return torch.stack(rows)
-
-
-def test_the_expected_attention_is_sdpas() -> None:
-    torch.manual_seed(0)
-    query, cache = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 2, 12, 16)
-    case = attention.Case(query, [cache[0]], [cache[1]], [5, 12])
-    assert torch.allclose(case.expected(), _expected_by_lengths(case), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -170,51 +137,6 @@ def test_speculation(tmp_path: Path) -> None:
     assert "self, roofline, B 2" in found
 
 
-def test_the_best_policy_there_is_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    efficiencies = dict(zip(speculation.NOISES, (3.0, 4.5, 4.0), strict=True))
-    made: list[float] = []
-
-    def make(config: Any, noise: float, *_: Any) -> float:
-        made.append(noise)
-        return noise
-
-    monkeypatch.setattr(speculation, "grid_model", make)
-    monkeypatch.setattr(speculation, "release", lambda model: None)
-    monkeypatch.setattr(
-        speculation, "efficiency", lambda part, model, vocabulary: {"block_efficiency": efficiencies[model]}
-    )
-    here = part.Part("speculation", None, ["--output", str(tmp_path), "--device", "cpu"])
-    assert speculation.find_policy(here, shapes.config_of("tiny")) == speculation.NOISES[1]
-    assert made == [*speculation.NOISES, speculation.NOISES[1]]
-    assert here.found["policy"]["chosen"]["block_efficiency"] == 4.5
-
-
-def test_no_pass_starts_that_would_not_end(tmp_path: Path) -> None:
-    here = part.Part("decode", None, ["--output", str(tmp_path), "--device", "cpu", "--seconds", "3000"])
-    calls = {"short": 1.0, "long": 1e6}
-
-    def method(name: str) -> decode.Method:
-        return lambda prompts, seed: decode.Call(calls[name], 1.0, 1.0, [[0]])
-
-    methods = {name: method(name) for name in calls}
-    found = decode.alternate(here, "here", methods, lambda index: torch.zeros(1, 1), 2)
-    assert {name: len(done) for name, done in found.items()} == {"short": 2}
-    assert set(here.skipped) == {"here | long | pass 0", "here | long | pass 1"}
-
-
-def test_refresh_sees_a_stale_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(refresh, tmp_path)["measured"]
-    assert found["head packed"]["layers"] == found["head dense"]["layers"] + 1 == 15
-    monkeypatch.setattr(refresh.QuantizedNetwork, "refresh", lambda self: None)
-    network = refresh.quantize_projections(
-        refresh.make_shadow(
-            model := shapes.random_model(shapes.config_of("tiny"), torch.device("cpu"), torch.bfloat16)
-        )
-    )
-    with pytest.raises(ArithmeticError, match="relative error"):
-        refresh.check(network, model)
-
-
 @pytest.mark.slow
 def test_grpo(tmp_path: Path) -> None:
     found = run(grpo, tmp_path)
@@ -246,14 +168,6 @@ def test_kernels_of_a_profile_are_told_apart() -> None:
     assert found["busy_seconds"] == pytest.approx(16e-6 / 2)
     per_kind = {"weights": 5e-6, "attention": 2e-6, "sampling": 0.5e-6, "other": 1.5e-6}
     assert found["seconds"] == pytest.approx(per_kind)
-
-
-def test_turns_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    works = {name: [lambda name=name: order.append(name)] for name in "ab"}
-    found = timing.compare(works, torch.device("cpu"), repeats=3)
-    assert order == ["a"] * timing.WARM_UPS + ["b"] * timing.WARM_UPS + ["a", "b"] * 3
-    assert found["a"].repeats == 3 and not found["a"].captured
 
 
 def test_a_failure_is_kept_with_its_error_and_the_part_goes_on(tmp_path: Path) -> None:
@@ -292,20 +206,6 @@ def test_shapes() -> None:
         assert model.config.eos_token_id is None
     with pytest.raises(ValueError, match="shape='qwen' is unknown"):
         shapes.config_of("qwen")
-
-
-def test_the_language_is_what_it_says() -> None:
-    language = grpo.Language.draw(0, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    texts = language.texts(64, 200, True, generator)
-    follows = language.successors[(texts[:, :-1] - grpo.FIRST).clamp(min=0)] == texts[:, 1:, None]  # [64, 199, 8]
-    inside = (texts[:, :-1] >= grpo.FIRST) & (texts[:, 1:] >= grpo.FIRST)  # [64, 199]
-    assert bool(follows.any(-1)[inside].all())
-    assert abs(follows[..., 0][inside].float().mean().item() - 0.5) < 0.05
-    ended = texts == grpo.END
-    assert int(ended.sum(1).max()) == 1 and 0.5 < ended.any(1).float().mean().item() < 0.9
-    assert bool((texts[:, 1:][(ended.cumsum(1) > 0)[:, :-1]] == grpo.PAD).all())
-    assert language.entropy == pytest.approx(1.36, abs=0.01)
 
 
 # ---- the summary ----------------------------------------------------------------------------------------------------

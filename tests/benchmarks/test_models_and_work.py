@@ -18,15 +18,12 @@ from benchmarks.models import (
     shape_config,
     shape_model,
 )
-from benchmarks.training_task import demo_task, model_task, odd_share
 from benchmarks.workload import (
     LONGEST_PROMPT,
     SHORTEST_PROMPT,
     STORIES,
     STORY_MODEL,
     Workload,
-    common_prefix,
-    end_tokens,
     prompt_source,
 )
 
@@ -54,16 +51,6 @@ def test_the_small_shape_has_the_agreement_and_entropy_it_claims(agreement: floa
     assert measured.overlap_packed_head == pytest.approx(agreement, abs=0.03)
     assert 0.7 < measured.entropy < 2.0
     assert measured.distinct_tokens > 0.2  # no loop
-
-
-def test_the_copy_leaves_the_model_and_the_tied_embedding_alone() -> None:
-    model = build(shape_config("tiny"), 0.3, 0, torch.float32, "cpu")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    twin = quantized_copy(model)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    embedding = twin.get_input_embeddings().weight
-    assert torch.equal(embedding, model.get_input_embeddings().weight)
-    assert not torch.equal(embedding, twin.get_output_embeddings().weight)
 
 
 def test_round_trip_stays_within_half_a_step() -> None:
@@ -121,12 +108,6 @@ def test_padding_is_on_the_left_and_does_not_count() -> None:
     assert Workload([[1]], 8, 1.0, (), pad_token_id=0).trimmed([4, 0, 0]) == [4, 0, 0]
 
 
-def test_common_prefix() -> None:
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert common_prefix([1, 2], [1, 2, 4]) == 2
-    assert common_prefix([], [1]) == 0
-
-
 def test_prompts_are_unequal_and_repeatable(shape: PreTrainedModel) -> None:
     loaded = LoadedModel(shape, None, {})
     prompts = prompt_source(loaded, None, 14, seed=1)
@@ -150,32 +131,4 @@ def test_prompts_from_a_file_are_beginnings_of_texts(shape: PreTrainedModel, sto
         prompt_source(loaded, tmp_path / "absent.json", 3, seed=0)
 
 
-def test_ignoring_the_end_of_sequence_reaches_the_generation_config() -> None:
-    loaded = LoadedModel(build(shape_config("tiny"), 0.0, 0, torch.float32, "cpu"), None, {})
-    config = loaded.model.generation_config
-    config.eos_token_id = [3, 4]
-    assert end_tokens(loaded, ignore_eos=False) == (3, 4)
-    assert end_tokens(loaded, ignore_eos=True) == ()
-    assert config.eos_token_id is None
-
-
 # ---- training tasks ------------------------------------------------------------------------------------------------
-
-
-def test_a_shape_model_gets_prompts_and_completions_that_end() -> None:
-    task = model_task("shape:tiny", torch.float32, 64, 6, 0, 0.93, None)
-    policy = task.make_policy()
-    ids = task.tokenizer(task.dataset["prompt"][:])["input_ids"]
-    assert max(map(len, ids)) == task.longest_prompt == 64 and len(ids) == 6
-    assert task.tokenizer.decode(ids[0]).split() == task.dataset["prompt"][0].split()
-    ends = policy.generation_config.eos_token_id
-    assert len(ends) == 512 // 32 and task.tokenizer.eos_token_id in ends and 0 not in ends
-    assert policy is not task.make_policy()
-    assert task.reward(completion_ids=[[1, 2], [3, 5]]) == odd_share([[1, 2], [3, 5]]) == [0.5, 1.0]
-
-
-def test_the_demo_task_starts_from_the_same_weights() -> None:
-    task = demo_task(torch.float32, 4, 0)
-    first, second = task.make_policy(), task.make_policy()
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert len(task.dataset) == 4 and task.longest_prompt > 4

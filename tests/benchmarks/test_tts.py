@@ -2,9 +2,7 @@
 
 import json
 import math
-from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,26 +12,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from benchmarks import tts
 from benchmarks.measure import Result, read_result
 from benchmarks.tts_distributions import observe_position
-from benchmarks.tts_drafters import FROZEN, NONE, TTS, make_kind
+from benchmarks.tts_drafters import FROZEN, NONE, TTS
 from benchmarks.tts_numbers import (
     BINS,
     Record,
     acceptance_length,
     by_depth,
     gain_interval,
-    paper_stride_gain,
     speed_ratio,
     third,
 )
-from benchmarks.tts_parts import anchors_ways, last_quarter, summarise
-from benchmarks.tts_report import drafter_line
-from benchmarks.tts_runs import Bench, Generated, in_turns
+from benchmarks.tts_parts import last_quarter, summarise
+from benchmarks.tts_runs import Bench
 from benchmarks.tts_store import Store
-from examples import train_drafter
-from spec_trl.drafter_training.offline import STATE_FILE
 from spec_trl.drafter_training.untrained import write_eagle3
-from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.engine.statistics import SpeculationStatistics
 from tests.benchmarks.conftest import set_arguments
 from tests.conftest import STORY_MODEL
 
@@ -82,12 +74,6 @@ def test_speed_is_compared_within_requests() -> None:
     frozen = [record(1, 1, seconds) for seconds in (1.0, 10.0, 4.0)]
     assert speed_ratio(frozen, [record(1, 1, seconds) for seconds in (2.0, 5.0, 4.0)]) == 1.0
     assert speed_ratio(frozen, [record(1, 1, seconds) for seconds in (0.5, 5.0, 4.0)]) == 2.0
-
-
-def test_means_of_the_papers_strides() -> None:
-    assert paper_stride_gain(1) == pytest.approx(0.392, abs=5e-4)
-    assert paper_stride_gain(50) == pytest.approx(0.109, abs=5e-4)
-    assert paper_stride_gain(2) is None
 
 
 # ---- store ---------------------------------------------------------------------------------------------------------
@@ -153,38 +139,6 @@ def test_requests_of_a_batch_are_resampled_one_by_one() -> None:
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
-
-
-def test_each_request_starts_with_the_next_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[object] = []
-    monkeypatch.setattr(Bench, "generate", lambda self, drafter, *_: order.append(drafter))
-    monkeypatch.setattr(Bench, "record", lambda self, made: {})
-    monkeypatch.setattr(Bench, "compared", lambda self, record, *_: record)
-    bench = object.__new__(Bench)
-    for shift in range(4):
-        found = in_turns(bench, {NONE: 0, "a": 1, "b": 2}, 7, [0], 1.0, shift, lambda: None)  # type: ignore[dict-item]
-        assert list(found) == [NONE, "a", "b"]
-    assert order == [0, 1, 2, 1, 2, 0, 2, 0, 1, 0, 1, 2]
-
-
-def test_the_frozen_drafter_runs_next_to_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[object] = []
-
-    def generate(_: Bench, drafter: object, *__: object) -> Generated:
-        order.append(drafter)
-        return Generated([], [], SpeculationStatistics("tts"), float(len(order)))
-
-    monkeypatch.setattr(Bench, "generate", generate)
-    monkeypatch.setattr(Bench, "record", lambda self, made: {"seconds": made.seconds})
-    monkeypatch.setattr(Bench, "compared", lambda self, record, *_: record)
-    bench, ways = object.__new__(Bench), {NONE: 0, FROZEN: 1, "a": 2, "b": 3}
-    found = in_turns(bench, ways, 7, [0], 1.0, 0, lambda: None, True)  # type: ignore[arg-type]
-    assert order == [0, 1, 1, 2, 1, 3]
-    assert found[FROZEN]["seconds"] == 2 and found["b"] == {"seconds": 6, "frozen_seconds": 5}
-    assert speed_ratio([found[FROZEN]], [found["b"]]) == 5 / 6
-    order.clear()
-    in_turns(bench, ways, 7, [0], 1.0, 3, lambda: None, True)  # type: ignore[arg-type]
-    assert order == [3, 1, 0, 1, 2, 1]
 
 
 @pytest.fixture(scope="module")
@@ -272,49 +226,3 @@ def test_each_part_is_lossless_and_reports(arguments, expected, monkeypatch, fol
     if part == "batch":
         (cell,) = json.loads((tmp_path / "cells/tts_batch.json").read_text())["cells"].values()
         assert all(len(cell["data"][way]["blocks"]) == 2 for way in cell["data"] if way != NONE)
-
-
-def test_ways_of_the_anchors(folder: Path) -> None:
-    kind = make_kind("model", folder, "", folder, 16, 1e-3, "")
-    ways = anchors_ways(kind, Namespace(anchor_weights=[0.5]))
-    how = Distillation(1e-3)
-    assert ways == {
-        FROZEN: None,
-        "K=1, λ=0": how,
-        "K=2, λ=0": replace(how, steps=2),
-        "K=2, λ=0.5, q_t": replace(how, steps=2, anchor_weight=0.5),
-        "K=1, λ=0.5, q_0": replace(how, anchor_weight=0.5, anchor="initial"),
-    }
-
-
-def test_a_missing_drafter_is_trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[list[str]] = []
-
-    def train(arguments: list[str]) -> None:
-        calls.append(arguments)
-        place = Path(arguments[arguments.index("--output") + 1])
-        (place / STATE_FILE).touch()
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        (place / "model.safetensors").write_bytes(b"weights")
-        (place / "config.json").write_text('{"hidden_size": 500}')
-
-    monkeypatch.setattr(train_drafter, "main", train)
-    with pytest.raises(KeyboardInterrupt):
-        make_kind("dflash", tmp_path, "target", Path("stories.json"), 8, None, "")
-    for _ in range(2):
-        kind = make_kind("dflash", tmp_path, "target", Path("stories.json"), 8, None, "")
-    assert len(calls) == 2 and "--resume" not in calls[0] and calls[1] == [*calls[0], "--resume"]
-    assert (kind.draft_length, kind.folder) == (7, tmp_path / "dflash8")
-    training = kind.facts()["training"]
-    assert isinstance(training, dict) and training["seconds"] >= 0 and "64" in training["options"]
-    line = drafter_line(kind.name, kind.facts())
-    assert "η = 0.0005" in line and "since it was resumed: --drafter dflash" in line
-    train_drafter.parse_arguments(calls[1])  # options that it knows
-    (tmp_path / "eagle3").mkdir()
-    (tmp_path / "eagle3/config.json").write_text('{"hidden_size": 64}')
-    (tmp_path / "eagle3/model.safetensors").touch()
-    other = make_kind("eagle3", tmp_path, "target", Path("stories.json"), 8, 0.25, "")
-    assert len(calls) == 2 and "η = 0.25, weights e3b0c44298fc1c14, trained elsewhere" in drafter_line(
-        other.name, other.facts()
-    )
