@@ -174,8 +174,8 @@ python -m benchmarks.families --families llama qwen2_vl     # tries some; withou
 ```
 
 Made with transformers {transformers.__version__}; a test marked `slow` checks it. Tried was every entry of
-transformers' mapping for causal language models, and common vision-language models: a tiny random model in float64, three unequal
-prompts, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`.
+transformers' mapping for causal language models, and common vision-language models: a tiny random model in float64,
+three unequal prompts, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`.
 
 * **served**: each row's tokens are those of `generate` for the row by itself; vision-language models for text alone.
 * **refused**: a `ValueError` says why before any work. **not tried**: transformers cannot make or run a tiny one.
