@@ -20,7 +20,6 @@ import argparse
 import statistics
 import tempfile
 import time
-import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,27 +35,15 @@ from spec_trl.generation.engine.rows import prompt_key
 from spec_trl.scheduling.ladder import Choice
 from spec_trl.scheduling.selection import OPTIMISTIC, AcceptanceHistory
 
-from .best_of_n_subject import (
-    BEST_OF_N,
-    COPY,
-    NONE,
-    SELF,
-    STORY,
-    Subject,
-    add_arguments,
-    identical_rows,
-    in_turns,
-    make_subject,
-    shown,
-)
-from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
-from .never_slower import Call, Way, ratios
+from .best_of_n_subject import BEST_OF_N, COPY, NONE, SELF, STORY, Subject, add_arguments, make_subject
+from .calls import Call, Way, identical_rows, in_turns, ratios
+from .measure import Finding, begin, shown, write_result
+from .models import model_line, synthetic_line
 from .workload import prompt_source
 
 
 TOGGLED = "self, toggled"
 WATCHED = "watched "  # and the member's name
-METHODS = (SELF, "history", "ngram", "model")
 BEGINNING = 5  # rounds in which a rollout's first choice shows: the first ones may measure the baseline
 TOGETHER = 0.97  # a method this close to the best one is as good: repeats of one method differ as much
 
@@ -231,7 +218,6 @@ def measure(target: str, options: argparse.Namespace, folder: Path) -> dict[str,
                 bar.update()
     return subject.loaded.facts | {
         "ladder_seconds": subject.ladder_seconds,
-        "rungs": [asdict(rung) for rung in subject.ladder.rungs],
         "cells": [
             asdict(cell) | {"chosen": cell.chosen, "is_best": cell.is_best, "is_best_watched": cell.is_best_watched}
             for cell in cells
@@ -241,113 +227,61 @@ def measure(target: str, options: argparse.Namespace, folder: Path) -> dict[str,
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, ["copier,float32"])
+    add_arguments(parser, ["copier,float32"], "best_of_n")
     add = parser.add_argument
     add("--batch", type=int, nargs="+", default=[1, 4, 16], help="rows (default: %(default)s)")
     add("--new-tokens", type=int, nargs="+", default=[256, 256, 256], help="per row, by batch (%(default)s)")
     add("--kinds", nargs="+", choices=[STORY, COPY], default=[STORY, COPY], help="of prompts (default: both)")
     add("--rollouts", type=int, default=8, help="that fill the history (default: %(default)s)")
     add("--repeats", type=int, default=5, help="of each cell (default: %(default)s)")
-    add("--output", type=Path, default=RESULTS / "best_of_n.json", help="the .md goes beside it (%(default)s)")
     options = parser.parse_args()
     if len(options.batch) != len(options.new_tokens):
         parser.error(f"--new-tokens {options.new_tokens} must be as many as --batch {options.batch}")
     return options
 
 
-def main() -> None:
-    options = parse_arguments()
-    torch.set_num_threads(options.threads)
-    warnings.filterwarnings("ignore", message=".*max_new_tokens.*")
-    started, machine = time.perf_counter(), describe_machine(torch.device(options.device))
-    with tempfile.TemporaryDirectory() as folder:
-        models = [measure(target, options, Path(folder)) for target in options.models]
-    result: dict[str, Any] = {
-        "machine": machine, "options": shown(options), "models": models, "seconds": time.perf_counter() - started,
-    }  # fmt: skip
-    write_result(options.output, result, report(result))
-
-
-def report(result: dict[str, Any]) -> str:
-    """`result` as Markdown."""
-    options, models = result["options"], result["models"]
-    cells = [cell for model in models for cell in model["cells"]]
-    methods = [name for name in METHODS if any(name in cell["draft_lengths"] for cell in cells)]
-    count = len(cells)
-    header = ["model", "prompts", "batch", "new tokens", "chosen", "best", "chosen/best", "best watched"]
-    header += [
-        "chosen/best watched",
-        "best_of_n/none",
-        "of all repeats",
-        "best_of_n/self",
-        "self/none",
-        "control",
-        "rounds speculating",
-        "rows as none",
-    ]
-    rows, members = [], []
-    for model in models:
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """The first choice over the best method, and whole rollouts over `none` and `self`."""
+    found = []
+    for model in result["models"]:
         for cell in model["cells"]:
-            where = [f"{model['model']}, {model['dtype']}", cell["kind"], str(cell["batch"])]
-            by_repeat = cell["to_none_by_repeat"]
-            chosen = f"{cell['chosen']} ({cell['choices'][cell['chosen']]} of {options['repeats']})"
-            rows.append(
-                [*where, str(cell["new_tokens"]), chosen, cell["best"], f"{cell['chosen_to_best']:.3f}"]
-                + [cell["best_watched"], f"{cell['chosen_to_best_watched']:.3f}"]
-                + [f"{cell['to_none']:.3f}", f"{min(by_repeat):.2f}–{max(by_repeat):.2f}", f"{cell['to_self']:.3f}"]
-                + [f"{cell['self_to_none']:.3f}", f"{cell['control_share']:.2%}", f"{cell['speculative_share']:.0%}"]
-                + [f"{cell['identical_rows']}/{cell['rows']}"]
-            )
-            none = cell["tokens_per_second"][NONE]
-            members.append([*where, f"{none:.1f}", *(_member(cell, name, none) for name in methods)])
-    share = max(cell["control_share"] for cell in cells)
-    lines = [
-        "# Best-of-N: the first choice, and whole rollouts", "", machine_line(result["machine"]), "",
-        f"γ = {options['draft_length']}, half and twice it in the ladder; temperature 1; {options['rollouts']} "
-        f"rollouts fill the history; {options['repeats']} repeats in turns. Ratios are medians of tokens/s of whole "
-        f"`generate` calls within a repeat. The choice is what drafted at the start of most rollouts; one within "
-        f"{1 - TOGETHER:.0%} of the best counts as the best. Watched is a method by itself under the control of "
-        "`best_of_n`, which turns it off where it stops paying. `self` runs under its toggle "
-        "(`sd_toggle=\"roofline\"`). "
-        f"The whole benchmark took {result['seconds']:.0f} s.",
-        "",
-        markdown_table(header, rows), "",
-        f"Among methods that are always on, {_judged(cells, 'best')}; among watched ones, "
-        f"{_judged(cells, 'best_watched')}. "
-        f"`best_of_n` reached 1.0 of `none` in {sum(cell['to_none'] >= 1 for cell in cells)} of {count} cells and "
-        f"1.0 of `self` in {sum(cell['to_self'] >= 1 for cell in cells)}. Decisions took at most {share:.2%} of "
-        "a rollout.",
-        "", "## The methods by themselves", "",
-        "Tokens/s over those of `none`, always on, at the ladder's γ; behind it those of the watched one, τ, and the "
-        "ladder's own speedup at the τ that history expects. –: more rows than its kernels serve.",
-        "",
-        markdown_table(["model", "prompts", "batch", "none tok/s", *methods], members), "",
-    ]  # fmt: skip
-    for model in models:
-        line = f"{model['model']}: ladder profiled in {model['ladder_seconds']:.1f} s."
-        if model["synthetic_weights"]:
-            overlap = model["agreement"]["overlap_packed_head"]
-            line += f" Synthetic weights, overlap with the 4-bit copy {overlap:.3f}; copying is a logits processor."
-        lines.append(line)
-    return "\n".join(lines)
+            what = f"{model_line(model)}, {cell['kind']}, batch {cell['batch']}, {cell['new_tokens']} new tokens"
+            repeats = cell["to_none_by_repeat"]
+            chosen = f"{what}: first choice {cell['chosen']}"
+            found += [
+                Finding(f"{what}: best_of_n", cell["to_none"], "×", "none", (min(repeats), max(repeats))),
+                Finding(f"{what}: best_of_n", cell["to_self"], "×", "self, toggled"),
+                Finding(chosen, cell["chosen_to_best"], "×", f"the best one, always on: {cell['best']}"),
+                Finding(chosen, cell["chosen_to_best_watched"], "×", f"the best one, watched: {cell['best_watched']}"),
+            ]
+    return found
 
 
-def _judged(cells: list[dict[str, Any]], best: str) -> str:
-    """How often the choice was `best`, and how far it was off at worst."""
+def setup(result: dict[str, Any]) -> str:
+    """How it was measured, and how often the choice was right."""
+    options = result["options"]
+    cells = [cell for model in result["models"] for cell in model["cells"]]
+    count, share = len(cells), max(cell["control_share"] for cell in cells)
     return (
-        f"the choice measured best in {sum(cell[f'is_{best}'] for cell in cells)} of {len(cells)} cells, and in "
-        f"{sum(cell['chosen'] == cell[best] for cell in cells)} without that allowance; at worst it reached "
-        f"{min(cell[f'chosen_to_{best}'] for cell in cells):.3f} of the best"
+        f"γ = {options['draft_length']}, half and twice it in the ladder; temperature 1; {options['rollouts']} "
+        f"rollouts fill the history. Tokens/s of whole `generate` calls within a repeat: median of "
+        f"{options['repeats']} repeats in turns, lowest and highest. Watched: a method by itself under the control of "
+        f"`best_of_n`, which turns it off where it stops paying. The first choice is the best method, or within "
+        f"{1 - TOGETHER:.0%} of it, in {sum(cell['is_best'] for cell in cells)} of {count} cells; `best_of_n` is at "
+        f"least as fast as `none` in {sum(cell['to_none'] >= 1 for cell in cells)} and as `self` in "
+        f"{sum(cell['to_self'] >= 1 for cell in cells)}. Decisions took at most {share:.2%} of a rollout."
+        + "".join(synthetic_line(model) for model in result["models"])
     )
 
 
-def _member(cell: dict[str, Any], name: str, none: float) -> str:
-    if name not in cell["draft_lengths"]:
-        return "–"
-    ratio, efficiency = cell["tokens_per_second"][name] / none, cell["block_efficiency"][name]
-    ladder, length = cell["expected_speedup"][name], cell["draft_lengths"][name]
-    watched = cell["tokens_per_second"][WATCHED + name] / none
-    return f"{ratio:.2f} (watched {watched:.2f}, γ {length}, τ {efficiency:.2f}, ladder {ladder:.2f})"
+def main() -> None:
+    options = parse_arguments()
+    machine, started = begin(options), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        models = [measure(target, options, Path(folder)) for target in options.models]
+    result = {"options": shown(options), "models": models, "seconds": time.perf_counter() - started}
+    title = "Best-of-N: the first choice, and whole rollouts"
+    write_result(options.output, "best_of_n", title, setup(result), machine, findings(result), result)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ for each prompt, the one of which prompt lookup would have predicted more.
 
 import argparse
 import json
+import statistics
 import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,18 +26,20 @@ from scipy.stats import ks_2samp
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spec_trl import SpeculativeConfig
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
 
 from .best_of_n_subject import BEGUN, PASSAGE
 from .best_of_n_tail import control_on_a100
+from .calls import way
 from .copying import copy_heavy
-from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
+from .measure import Finding, add_machine_arguments, begin, shown, write_result
 from .workload import STORIES, Workload
 
 
 POOL = ("ngram", "model")
-BEFORE_END = 120  # tokens that a story still has behind its prompt
+BEFORE_END = 120  # tokens that a story still has after its prompt
 SIGNIFICANT = 0.05
 WAYS = {"best_of_n": "best_of_n", "none": "none", "none, other seeds": "none"}
 
@@ -117,7 +119,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch", type=int, default=16, help="rows (default: %(default)s)")
     add("--new-tokens", type=int, default=200, help="at most, per row (default: %(default)s)")
     add("--workers", type=int, default=2, help="processes of one thread each (default: %(default)s)")
-    add("--output", type=Path, default=RESULTS / "best_of_n_bias.json", help="the .md goes beside it (%(default)s)")
+    add_machine_arguments(parser, "best_of_n_bias")
+    parser.set_defaults(device="cpu")
     return parser.parse_args()
 
 
@@ -128,35 +131,64 @@ def roll_out(name: str, strategy: str, seed: int, options: argparse.Namespace) -
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts, end = prompts_of(tokenizer, options.rollouts), model.generation_config.eos_token_id
-    given: dict[str, Any] = {}
+    call = way(model, strategy, SpeculativeConfig(sd_toggle="always"))
     if strategy != "none":
-        given["drafter"] = [NgramDrafter(3), SmallModelDrafter(load_assistant(options.assistant, model), model)]
-        given["control"] = control_on_a100(POOL, (5, 10), options.batch, race=True)
+        members = [NgramDrafter(3), SmallModelDrafter(load_assistant(options.assistant, model), model)]
+        control = control_on_a100(POOL, (5, 10), options.batch, race=True)
+        call = way(model, strategy, SpeculativeConfig(sd_toggle="always"), lambda: members, control=control)
     sample = Sample()
-    for begin in trange(0, options.rollouts, options.batch, desc=name):
-        own = prompts[begin : begin + options.batch]
-        inputs = Workload(own, options.new_tokens, 1.0, (end,), tokenizer.pad_token_id).padded(model.device)
-        output = model.generate(
-            **inputs, **given, do_sample=True, top_k=0, max_new_tokens=options.new_tokens,
-            assistant_strategy=strategy, return_dict_in_generate=True,
-            speculative_config={"seed": seed + begin, "sd_toggle": "always"},
-        )  # fmt: skip
-        new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        rows = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]
+    for first in trange(0, options.rollouts, options.batch, desc=name):
+        own = prompts[first : first + options.batch]
+        made = call(Workload(own, options.new_tokens, 1.0, (end,), tokenizer.pad_token_id), seed + first)
+        rows, facts = made.completions, made.statistics
         sample.lengths += map(len, rows)
         sample.rewards += map(first_words, tokenizer.batch_decode(rows, skip_special_tokens=True))
         sample.predictable += map(predictable, own, rows)
-        sample.rounds += output.statistics.rounds
-        if (racing := output.statistics.racing) is not None:
+        sample.rounds += facts.rounds
+        if (racing := facts.racing) is not None:
             sample.raced += racing.rounds
             for drafter, count in racing.wins.items():
                 sample.wins[drafter] = sample.wins.get(drafter, 0) + count
     return sample
 
 
+def facts_of(sample: Sample, new_tokens: int) -> dict[str, Any]:
+    """What a result keeps of a sample: no row by row values."""
+    return {
+        "mean_length": statistics.fmean(sample.lengths),
+        "at_the_limit": sum(length == new_tokens for length in sample.lengths) / len(sample.lengths),
+        "mean_reward": statistics.fmean(sample.rewards),
+        "rounds": sample.rounds,
+        "raced": sample.raced,
+        "wins": sample.wins,
+    }
+
+
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """p-values of the test."""
+    return [
+        Finding(f"{name}: p-value of the {what}", value, "", "none")
+        for name, values in result["p_values"].items()
+        for what, value in values.items()
+    ]
+
+
+def setup(result: dict[str, Any]) -> str:
+    """How it was measured."""
+    options, raced = result["options"], result["samples"]["best_of_n"]
+    wins = ", ".join(f"{name} {count}" for name, count in raced["wins"].items())
+    return (
+        f"{options['rollouts']} rollouts of each way in batches of {options['batch']}, other seeds in each, at most "
+        f"{options['new_tokens']} tokens, temperature 1. {raced['raced']} of {raced['rounds']} rounds of `best_of_n` "
+        f"had races; won by {wins}. p-values of two-sample Kolmogorov-Smirnov tests against `none`; a difference is "
+        f"seen below {SIGNIFICANT}. Biased: of each prompt's two rollouts of `none` the one that prompt lookup would "
+        "have predicted better."
+    )
+
+
 def main() -> None:
     options = parse_arguments()
-    started, machine = time.perf_counter(), describe_machine(torch.device("cpu"))
+    machine, started = begin(options), time.perf_counter()
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
         jobs = {
             name: pool.submit(roll_out, name, strategy, seed * 10**6, options)
@@ -164,37 +196,18 @@ def main() -> None:
         }
         samples = {name: job.result() for name, job in jobs.items()}
     ours, none, again = samples.values()
-    result: dict[str, Any] = {
-        "machine": machine,
-        "options": {name: vars(options)[name] for name in ("rollouts", "batch", "new_tokens", "workers")},
+    result = {
+        "options": shown(options),
         "p_values": {
             "best_of_n": compare(ours, none),
             "none, other seeds": compare(again, none),
             "biased": compare(more_predictable(none, again), none),
         },
-        "samples": {name: asdict(sample) for name, sample in samples.items()},
+        "samples": {name: facts_of(sample, options.new_tokens) for name, sample in samples.items()},
         "seconds": time.perf_counter() - started,
     }
-    write_result(options.output, result, report(result))
-
-
-def report(result: dict[str, Any]) -> str:
-    """`result` as Markdown."""
-    options, raced = result["options"], result["samples"]["best_of_n"]
-    rows = [[name, *(f"{p:.2g}" for p in values.values())] for name, values in result["p_values"].items()]
-    wins = ", ".join(f"{name} {count}" for name, count in raced["wins"].items())
-    ours = result["p_values"]["best_of_n"]
-    verdict = "no difference" if min(ours.values()) > SIGNIFICANT else "a difference"
-    return "\n".join([
-        "# Best-of-N does not change what is sampled", "", machine_line(result["machine"]), "",
-        f"{options['rollouts']} rollouts of each way in batches of {options['batch']}, other seeds in each, at most "
-        f"{options['new_tokens']} tokens, temperature 1. {raced['raced']} of {raced['rounds']} rounds of `best_of_n` "
-        f"had races; won by {wins}. p-values of two-sample Kolmogorov-Smirnov tests against `none`; \"biased\" takes "
-        "of each prompt's two rollouts of `none` the one that prompt lookup would have predicted better.",
-        "",
-        markdown_table(["way", "lengths", "rewards"], rows), "",
-        f"At {SIGNIFICANT} the test sees {verdict} between `best_of_n` and `none`.",
-    ])  # fmt: skip
+    title = "Best-of-N does not change what is sampled"
+    write_result(options.output, "best_of_n", title, setup(result), machine, findings(result), result)
 
 
 if __name__ == "__main__":

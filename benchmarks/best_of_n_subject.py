@@ -1,11 +1,10 @@
 """A model with drafters, prompts and profiles, as the best-of-N benchmarks need it."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from transformers import LogitsProcessorList
 
 from spec_trl import SpeculativeConfig
@@ -20,11 +19,10 @@ from spec_trl.scheduling.control import Control
 from spec_trl.scheduling.ladder import Ladder
 from spec_trl.scheduling.profile import Profile
 
+from .calls import Way, way
 from .copying import Copying, copy_heavy
-from .measure import stopwatch
+from .measure import add_machine_arguments, stopwatch
 from .models import DTYPES, LoadedModel, load_model
-from .never_slower import Call, Way
-from .rollout import sampling
 from .workload import Workload, end_tokens
 
 
@@ -72,48 +70,12 @@ class Subject:
         control: Control | None = None,
     ) -> Way:
         """A way to generate with the drafters called `names`; without a config, as the toggle decides."""
-        model = self.loaded.model
-
-        def call(work: Workload, seed: int) -> Call:
-            inputs = work.padded(model.device)
+        def drafters() -> list[Drafter]:
             # A history would know the completions that the way before has just made of these prompts.
-            drafters = [empty_history() if name == "history" else self.drafters[name] for name in names]
-            with stopwatch(model.device) as watch:
-                output = model.generate(
-                    **inputs,
-                    **sampling(work),
-                    logits_processor=self.processors,
-                    assistant_strategy=strategy,
-                    drafter=drafters,
-                    control=control,
-                    speculative_config=replace(config or self.config, seed=seed),
-                    return_dict_in_generate=True,
-                )
-            if output.statistics.drafter_failure is not None:
-                raise RuntimeError(f"a drafter failed: {output.statistics.drafter_failure}")
-            new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-            return Call(watch.value, new, output.statistics)
+            return [empty_history() if name == "history" else self.drafters[name] for name in names]
 
-        return call
-
-
-def in_turns(ways: Mapping[str, Way], works: Sequence[Workload], seed: int) -> dict[str, list[Call]]:
-    """Each way once for each workload, of which a way is the first of another turn; seed + i in turn i."""
-    names = list(ways)
-    calls: dict[str, list[Call]] = {name: [] for name in names}
-    for turn, work in enumerate(works):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            calls[name].append(ways[name](work, seed + turn))
-    return calls
-
-
-def identical_rows(ours: Sequence[Call], theirs: Sequence[Call]) -> tuple[int, int]:
-    """Completions that are equal, and all, of calls of two ways in the same turns."""
-    pairs = [
-        pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a.completions, b.completions, strict=True)
-    ]
-    return sum(mine == other for mine, other in pairs), len(pairs)
+        given = {"logits_processor": self.processors, "control": control}
+        return way(self.loaded.model, strategy, config or self.config, drafters, **given)
 
 
 def empty_history() -> HistoryDrafter:
@@ -148,8 +110,8 @@ def make_subject(target: str, options: argparse.Namespace, folder: Path) -> Subj
     return Subject(loaded, drafters, LogitsProcessorList(copying), config, profile, ladder, watch.value)
 
 
-def add_arguments(parser: argparse.ArgumentParser, targets: Sequence[str]) -> None:
-    """Those of :func:`make_subject`, and the machine's."""
+def add_arguments(parser: argparse.ArgumentParser, targets: Sequence[str], result: str) -> None:
+    """Those of :func:`make_subject`, and those of every benchmark."""
     add = parser.add_argument
     add("--models", nargs="+", default=targets, metavar="MODEL,DTYPE", help="folder or shape:NAME, and a dtype")
     add("--assistant", type=Path, help="folder of a small LM, for models with a tokenizer")
@@ -157,12 +119,4 @@ def add_arguments(parser: argparse.ArgumentParser, targets: Sequence[str]) -> No
     add("--copied", type=float, default=0.95, help="shape models: probability of a copied token (%(default)s)")
     add("--draft-length", type=int, default=5, help="γ; the ladder has half and twice it, too (default: %(default)s)")
     add("--calibration-seconds", type=float, default=60.0, help="at most, for the roofline (default: %(default)s)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights, prompts and sampling (default: %(default)s)")
-
-
-def shown(options: argparse.Namespace) -> dict[str, object]:
-    """What a result says of the options: no paths of one machine."""
-    hidden = ("output", "models", "assistant", "articles")
-    return {name: value for name, value in vars(options).items() if name not in hidden}
+    add_machine_arguments(parser, result)

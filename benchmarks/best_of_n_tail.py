@@ -16,19 +16,16 @@ the target's. Forwards and tokens are real, and so are the seconds of this machi
 import argparse
 import itertools
 import json
-import math
 import random
 import statistics
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from spec_trl import SpeculativeConfig
@@ -38,20 +35,10 @@ from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.selection import AcceptanceHistory
 
-from .best_of_n_subject import (
-    COPY,
-    NONE,
-    PASSAGE,
-    STORY,
-    Subject,
-    add_arguments,
-    identical_rows,
-    in_turns,
-    make_subject,
-    shown,
-)
-from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
-from .never_slower import Call, Way, ratios
+from .best_of_n_subject import COPY, NONE, PASSAGE, STORY, Subject, add_arguments, make_subject
+from .calls import Call, Way, identical_rows, in_turns, ratios
+from .measure import Finding, begin, shown, write_result
+from .models import model_line
 from .workload import Workload, prompt_source
 
 
@@ -249,43 +236,40 @@ def summarise(
     )
 
 
-def report(result: dict[str, Any]) -> str:
-    """`result` as Markdown."""
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """Forwards and time of the races, over the best single method and over no drafter."""
+    found = []
+    for pool in result["pools"]:
+        by_name = {each["name"]: each for each in pool["results"]}
+        best, none = by_name[pool["best_single"]], by_name[NONE]
+        fastest = min((by_name[name] for name in by_name if name not in RACES), key=lambda own: own["a100_seconds"])
+        for name in RACES:
+            own = by_name[name]
+            what = f"{model_line(pool)}, {pool['rows']} rows, {', '.join(pool['pool'])}: {name}"
+            found += [
+                Finding(f"{what}, fewer target forwards", own["fewer"], "×", f"best single method: {best['name']}"),
+                Finding(f"{what}, modelled A100 seconds", own["a100_seconds"] / none["a100_seconds"], "×", NONE),
+                Finding(f"{what}, modelled A100 seconds", own["a100_seconds"] / fastest["a100_seconds"], "×",
+                        f"fastest single method: {fastest['name']}"),
+                Finding(f"{what}, seconds here", own["seconds"] / none["seconds"], "×", NONE),
+            ]  # fmt: skip
+    return found
+
+
+def setup(result: dict[str, Any]) -> str:
+    """How it was measured."""
     options = result["options"]
-    lines = [
-        "# Best-of-N in the tail", "", machine_line(result["machine"]), "",
+    return (
         f"Half stories, half {options['copied_texts']} to copy, {options['new_tokens'][0]} new tokens each, "
         f"temperature 1; {options['rollouts']} rollouts fill the history; {options['repeats']} repeats in turns, "
-        "medians. Forwards are decoding rounds until the last row had finished; the tail begins when half of them "
-        "had. Fewer: forwards of the best single method over these, within a repeat. The control of `best_of_n` "
-        "decides as on an A100 with a 7B target, whose seconds are modelled by a roofline; all others were measured. "
-        "The whole benchmark took "
-        f"{result['seconds']:.0f} s.",
-        "",
-    ]  # fmt: skip
-    for pool in result["pools"]:
-        lines += [f"## {pool['model']}, {pool['rows']} rows: {', '.join(pool['pool'])}", ""]
-        header = ["way", "forwards", "fewer", "in the tail", "s", "tail s", "A100 s (modelled)", "τ", "raced rounds"]
-        rows = [
-            [each["name"], f"{each['forwards']:.0f}", f"{each['fewer']:.2f}×", f"{each['tail_forwards']:.0f}"]
-            + [f"{each['seconds']:.2f}", f"{each['tail_seconds']:.2f}", f"{each['a100_seconds']:.2f}"]
-            + ["–" if math.isnan(each["block_efficiency"]) else f"{each['block_efficiency']:.2f}", str(each["raced"])]
-            + [_listed(each["wins"]), _listed(each["wasted"]), f"{each['control_share']:.2%}"]
-            + [f"{each['identical_rows']}/{each['rows']}"]
-            for each in pool["results"]
-        ]
-        table = markdown_table([*header, "wins", "wasted tokens", "control", "rows as none"], rows)
-        lines += [table, "", f"Best single method by forwards: {pool['best_single']}.", ""]
-    return "\n".join(lines)
-
-
-def _listed(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "–"
+        "medians. Forwards are decoding rounds until the last row had finished. The control of `best_of_n` decides as "
+        "on an A100 with a 7B target, whose seconds are modelled by a roofline; all others were measured."
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, ["copier,float32"])
+    add_arguments(parser, ["copier,float32"], "best_of_n_tail")
     add = parser.add_argument
     add("--pools", nargs="+", default=["ngram,model", "self,ngram,model"], metavar="NAME,NAME",
         help="drafters that race (default: %(default)s)")  # fmt: skip
@@ -296,7 +280,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--new-tokens", type=int, nargs=1, default=[256], help="per row (default: %(default)s)")
     add("--rollouts", type=int, default=4, help="that fill the history (default: %(default)s)")
     add("--repeats", type=int, default=5, help="of each way (default: %(default)s)")
-    add("--output", type=Path, default=RESULTS / "best_of_n_tail.json", help="the .md goes beside it (%(default)s)")
     options = parser.parse_args()
     options.copied_texts = "stories" if options.articles is None else "articles"
     return options
@@ -304,9 +287,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
-    torch.set_num_threads(options.threads)
-    warnings.filterwarnings("ignore", message=".*max_new_tokens.*")
-    started, machine = time.perf_counter(), describe_machine(torch.device(options.device))
+    machine, started = begin(options), time.perf_counter()
     pools = []
     with tempfile.TemporaryDirectory() as folder:
         for target in options.models:
@@ -314,10 +295,9 @@ def main() -> None:
             for rows in options.batch:
                 for pool in tqdm(options.pools, desc=f"{subject.loaded.facts['model']}, {rows} rows"):
                     pools.append(subject.loaded.facts | measure_pool(subject, pool.split(","), rows, options))
-    result: dict[str, Any] = {
-        "machine": machine, "options": shown(options), "pools": pools, "seconds": time.perf_counter() - started,
-    }  # fmt: skip
-    write_result(options.output, result, report(result))
+    result = {"options": shown(options), "pools": pools, "seconds": time.perf_counter() - started}
+    title = "Best-of-N: the tail of a mixed batch"
+    write_result(options.output, "best_of_n", title, setup(result), machine, findings(result), result)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,16 @@ round. Sign accuracy counts the (B, S, γ) where prediction and measurement agre
 """
 
 import argparse
-import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from spec_trl.measuring.fill_profile import calibrate
 from spec_trl.scheduling.fit import Diagnostics, evaluate, fit
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.sweep import Sample
 
-from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
-from .models import DTYPES, load_model
+from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
+from .models import DTYPES, load_model, model_line
 
 
 def halves(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
@@ -45,68 +41,57 @@ def held_out(profile: Profile) -> list[Diagnostics]:
     return found
 
 
-def report(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
-    names = ["all times, fitted and tested", "half A, fitted on half B", "half B, fitted on half A"]
-    rows = []
-    for name, found in zip(names, [result["fit"], *result["held_out"]], strict=True):
-        signs = [f"{100 * sign['accuracy']:.1f} ({100 * sign['majority']:.1f})" for sign in found["signs"]]
-        errors = [f"{100 * found[f'{part}_mape']:.1f}" for part in ("target", "draft", "verify", "cycle")]
-        rows.append([name, *errors, *signs, str(found["points"])])
-    header = ["", "T_T", "T_D", "T_V", "round", "sign at 1 (majority)", "sign at 1.05 (majority)", "points"]
-    return "\n".join(
-        [
-            f"# Calibration: {result['model']['model']}, {result['model']['dtype']}",
-            "",
-            machine_line(result["machine"]),
-            "",
-            f"Calibrated in {result['seconds']:.0f} s ({result['times']} times); the drafter's kernels serve up to "
-            f"{result['draft_max_rows']} rows. Mean absolute errors and agreement in percent.",
-            "",
-            markdown_table(header, rows),
-        ]
-    )
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """Errors of the times and agreement of the signs, in and out of sample."""
+    found = [Finding("time that calibrating takes", result["seconds"], "s")]
+    names = ("fitted and tested on all times", "tested on half A, fitted on B", "tested on half B, fitted on A")
+    for name, of in zip(names, [result["fit"], *result["held_out"]], strict=True):
+        for part in ("target", "draft", "verify", "cycle"):
+            found.append(Finding(f"{name}: mean error of the {part} time", of[f"{part}_mape"], "%", "measured"))
+        for sign in of["signs"]:
+            what = f"{name}: does speculation pay, at {sign['threshold']:g}"
+            found.append(Finding(what, sign["accuracy"], "%", f"majority {100 * sign['majority']:.1f} %"))
+    return found
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="shape:qwen2.5-0.5b", help="as in benchmarks.models (%(default)s)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--max-batch-size", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=2100)
     parser.add_argument("--budget", type=float, default=90.0, help="seconds for the sweep (%(default)g)")
-    parser.add_argument("--threads", type=int, help="torch threads")
-    parser.add_argument("--output", type=Path, default=RESULTS / "calibration.json")
+    add_machine_arguments(parser, "calibration")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_arguments()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    machine = describe_machine(torch.device(options.device))
+    machine = begin(options)
     loaded = load_model(options.model, DTYPES[options.dtype], options.device, measured=False)
-    started = time.perf_counter()
-    profile = calibrate(
-        loaded.model,
-        max_batch_size=options.max_batch_size,
-        max_length=options.max_length,
-        budget_seconds=options.budget,
-    )
-    seconds = time.perf_counter() - started
+    with stopwatch(loaded.model.device) as watch:
+        profile = calibrate(
+            loaded.model,
+            max_batch_size=options.max_batch_size,
+            max_length=options.max_length,
+            budget_seconds=options.budget,
+        )
     result = {
-        "machine": machine,
+        "options": shown(options),
         "model": loaded.facts,
-        "seconds": seconds,
+        "seconds": watch.value,
         "times": len(profile.samples),
         "draft_max_rows": profile.draft_max_rows,
         "coefficients": asdict(profile.roofline.coefficients),
         "fit": profile.diagnostics,
         "held_out": [asdict(found) for found in held_out(profile)],
-        "samples": [asdict(sample) for sample in profile.samples],
     }
-    write_result(options.output, result, report(result))
+    setup = (
+        f"{len(profile.samples)} times; the drafter's kernels serve up to {profile.draft_max_rows} rows. Signs: how "
+        "often prediction and measurement agree, with τ = γ and the same threshold on both sides."
+    )
+    title = f"Calibration: {model_line(loaded.facts)}"
+    write_result(options.output, "calibration", title, setup, machine, findings(result), result)
 
 
 if __name__ == "__main__":

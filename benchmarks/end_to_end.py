@@ -41,9 +41,9 @@ from .configurations import (
     learned,
     uses_profile,
 )
-from .end_to_end_report import report
-from .measure import RESULTS, describe_machine, write_result
-from .models import DTYPES, SHAPE_PREFIX
+from .end_to_end_report import findings, idealized, setup
+from .measure import add_machine_arguments, begin, write_result
+from .models import DTYPES, SHAPE_PREFIX, model_line
 from .timed_training import Training, settings_of, train
 from .training_task import DEMO, DEMO_SIZE, OTHER_SIZE, Size, TrainingTask, demo_task, model_task
 
@@ -152,7 +152,7 @@ def over_steps(by_repeat: Sequence[Sequence[float]]) -> float:
 
 
 def last_third(steps: int) -> int:
-    """How many steps the final reward is averaged over."""
+    """Number of steps that the final reward is a mean of."""
     return max(1, steps // 3)
 
 
@@ -163,7 +163,7 @@ def mean_known(values: Sequence[float | None]) -> float | None:
 
 
 def identical_until(ours: list[list[list[int]]], theirs: list[list[list[int]]]) -> int:
-    """Steps before the first one in which completions differ. Behind it policies differ, and so may all the rest."""
+    """Steps before the first one in which completions differ. After it policies differ, and so may all the rest."""
     for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if one != other:
             return step
@@ -213,11 +213,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
     add("--prompts", type=Path, help="JSON list of strings (default: examples/data/stories.json); not for the demo")
     add("--calibration-seconds", type=float, default=120.0, help="at most, for the sweep (default: %(default)s)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of questions, weights and sampling (default: %(default)s)")
     add("--runs", type=Path, help="folder that keeps the runs' logs for spec-trl report (default: none)")
-    add("--output", type=Path, default=RESULTS / "end_to_end.json", help="the .md goes beside it (%(default)s)")
+    add_machine_arguments(parser, "end_to_end")
     options = parser.parse_args()
     size = DEMO_SIZE if options.model == DEMO else OTHER_SIZE
     given = {name: getattr(options, name) for name in asdict(size) if getattr(options, name) is not None}
@@ -258,13 +255,12 @@ def make_task(options: argparse.Namespace) -> TrainingTask:
 
 def main() -> None:
     options = parse_arguments()
-    torch.set_num_threads(options.threads)
+    machine = begin(options)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)  # transformers renames options that TRL still sets
     started = time.perf_counter()
     device = torch.device(options.device)
-    machine = describe_machine(device)
     task, size = make_task(options), options.size
     auxiliary = None if options.learned is None else (*options.learned, options.drafter_learning_rate)
     configurations = expand(options.methods, options.ablations, auxiliary)
@@ -288,20 +284,11 @@ def main() -> None:
         name: summarise(name, trainings, None if name == TRL else runs[AUTOREGRESSIVE])
         for name, trainings in runs.items()
     }
-    shown = {name: getattr(options, name) for name in ("epochs", "repeats", "dtype", "agreement", "threads", "seed")}
+    own = {name: getattr(options, name) for name in ("epochs", "repeats", "dtype", "agreement", "threads", "seed")}
+    lengths = {"longest_prompt": task.longest_prompt, "questions": len(task.dataset)}
     result: dict[str, Any] = {
-        "machine": machine,
         "target": task.facts,
-        "options": shown
-        | asdict(size)
-        | task.settings
-        | rate
-        | {"longest_prompt": task.longest_prompt, "questions": len(task.dataset)},
-        "shape": {
-            name: value
-            for name, value in task.make_policy().config.get_text_config(decoder=True).to_dict().items()
-            if name != "_name_or_path"
-        },
+        "options": own | asdict(size) | task.settings | rate | lengths,
         "calibration": calibration,
         "configurations": {  # a path would be of this machine
             name: {key: Path(value).name if key == "assistant_model" else value for key, value in fields.items()}
@@ -309,10 +296,13 @@ def main() -> None:
         },
         "best_fixed": best_fixed(summaries),
         "methods": {name: asdict(summary) for name, summary in summaries.items()},
-        "ablations": options.ablations,
         "seconds": time.perf_counter() - started,
     }
-    write_result(options.output, result, report(result))
+    result["idealized_draft_ratio"] = idealized(
+        result, task.make_policy().config.get_text_config(decoder=True).to_dict()
+    )
+    title = f"End to end: {model_line(task.facts)}"
+    write_result(options.output, "rollouts", title, setup(result), machine, findings(result), result)
 
 
 def make_profile(

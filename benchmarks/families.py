@@ -9,6 +9,7 @@ transformers' own greedy `generate` of each prompt by itself.
 
 import argparse
 import re
+import textwrap
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from .tiny_families import VISION, make
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "families.md"
 STRATEGIES = ("none", "ngram", "self")
+PLAIN = "## Served, with nothing to know"
 NEW_TOKENS = 24
 PROMPTS = ((9, 41, 23, 8, 17), (33, 5, 60, 12, 51, 28, 37, 14, 22, 45, 3), (7, 19, 4))
 # Different tokens in an output that says something, and the weights (std, seed) that are tried until one comes.
@@ -53,8 +55,8 @@ class Outcome:
 
     @property
     def row(self) -> str:
-        """Its line in the table."""
-        return f"| {self.family} | {self.verdict} | {self.why} |"
+        """A line for the terminal."""
+        return f"{self.family}: {self.verdict}{self.why and f', {self.why}'}"
 
 
 def left_padded() -> dict[str, Tensor]:
@@ -149,7 +151,9 @@ def families() -> list[str]:
 
 def documented(text: str) -> dict[str, str]:
     """Family → verdict as the document has them."""
-    return dict(re.findall(rf"^\| (\S+) \| ({SERVED}|{REFUSED}|{UNTRIED}|{WRONG}|{CRASH}) \|", text, re.MULTILINE))
+    found = dict.fromkeys(re.findall(r"`(\S+)`", text.partition(PLAIN)[2].partition("##")[0]), SERVED)
+    rows = re.findall(rf"^\| (.+) \| ({SERVED}|{REFUSED}|{UNTRIED}|{WRONG}|{CRASH}) \|", text, re.MULTILINE)
+    return found | {name: verdict for names, verdict in rows for name in names.split(", ")}
 
 
 def document(outcomes: Sequence[Outcome]) -> str:
@@ -157,22 +161,36 @@ def document(outcomes: Sequence[Outcome]) -> str:
     counts = {verdict: [o for o in outcomes if o.verdict == verdict] for verdict in (SERVED, REFUSED, UNTRIED)}
     constant = sum("nearly constant" in o.why for o in counts[SERVED])
     said = f"{len(counts[SERVED])} served" + (f" ({constant} of them with nearly constant output)" if constant else "")
+    plain = ", ".join(f"`{o.family}`" for o in counts[SERVED] if not o.why)
+    remarks: dict[tuple[str, str], list[str]] = {}
+    for o in outcomes:
+        if o.why or o.verdict != SERVED:
+            remarks.setdefault((o.verdict, o.why), []).append(o.family)
+    rows = [f"| {', '.join(names)} | {verdict} | {why} |" for (verdict, why), names in remarks.items()]
     return f"""# Model families
 
-Made by `python -m benchmarks.families` with transformers {transformers.__version__}; a test marked `slow` checks it.
+```
+python -m benchmarks.families --families llama qwen2_vl     # tries some; without names all, and writes this page
+```
 
-Every entry of transformers' mapping for causal language models, and the common vision-language models, was tried: a
-tiny random model in float64, three prompts of unequal length, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"`
-and `"self"`. **served**: each row's tokens are those that `generate` gives for the row by itself. **refused**: a
-`ValueError` says why before any work. **not tried**: transformers cannot make or run a tiny one.
+Made with transformers {transformers.__version__}; a test marked `slow` checks it. Tried was every entry of
+transformers' mapping for causal language models, and common vision-language models: a tiny random model in float64,
+three unequal prompts, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`.
+
+* **served**: each row's tokens are those of `generate` for the row by itself; vision-language models for text alone.
+* **refused**: a `ValueError` says why before any work. **not tried**: transformers cannot make or run a tiny one.
 
 {len(outcomes)} families: {said}, {len(counts[REFUSED])} refused, {len(counts[UNTRIED])} not tried.
 
-Vision-language models are served for prompts of text alone; inputs that carry images, sound or video are refused.
+{PLAIN}
 
-| family | | why, or what to know |
+{textwrap.fill(plain, 130, break_long_words=False, break_on_hyphens=False)}
+
+## What else to know
+
+| families | | why, or what to know |
 |---|---|---|
-""" + "\n".join(outcome.row for outcome in outcomes) + "\n"
+""" + "\n".join(rows) + "\n"
 
 
 def run(names: Iterable[str]) -> list[Outcome]:

@@ -10,28 +10,24 @@ on the same prompts, in turns; ratios are medians over repeats of tokens/s withi
 
 import argparse
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import spec_trl
 from spec_trl.generation.configuration import STRATEGIES
 
-from .measure import RESULTS, describe_machine, machine_line, markdown_table, stopwatch, write_result
-from .models import DTYPES, load_model
+from .calls import ratios, rotated, sampling
+from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
+from .models import DTYPES, load_model, model_line
 from .never_slower import TARGETS
-from .rollout import sampling
 from .workload import Workload, end_tokens, prompt_source
 
 
@@ -55,17 +51,16 @@ def measure(target: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             ways[way](0)  # what the process prepares once
         rates: dict[str, list[float]] = {}
         for repeat in tqdm(range(options.repeats), f"{Path(spec).name}, batch {batch}"):
-            for name in list(ways)[repeat % len(ways) :] + list(ways)[: repeat % len(ways)]:
+            for name in rotated(list(ways), repeat):
                 spec_trl.release(model)
                 rates.setdefault(name, []).append(ways[name](options.seed + repeat))
                 if name in options.strategies:
                     rates.setdefault(f"{name}, second call", []).append(ways[name](options.seed + repeat))
-        ratios = {
-            name: {against: statistics.median(a / b for a, b in zip(found, rates[against], strict=True))
-                   for against in (PLAIN, NONE)}
+        medians = {
+            name: {against: statistics.median(ratios(found, rates[against])) for against in (PLAIN, NONE)}
             for name, found in rates.items() if name not in (PLAIN, NONE)
         }  # fmt: skip
-        cells.append({"model": Path(spec).name, "dtype": dtype, "batch": batch, "rates": rates, "ratios": ratios})
+        cells.append({"model": Path(spec).name, "dtype": dtype, "batch": batch, "rates": rates, "ratios": medians})
     return cells
 
 
@@ -80,23 +75,25 @@ def rate(model: PreTrainedModel, work: Workload, strategy: str, seed: int) -> fl
     return len(work.prompts) * work.max_new_tokens / watch.value
 
 
-def report(result: dict[str, Any]) -> str:
-    """Markdown."""
-    rows = [
-        [f"{cell['model']}, {cell['dtype']}", str(cell["batch"]), name, f"{of[NONE]:.2f}×", f"{of[PLAIN]:.2f}×"]
-        for cell in result["cells"]
-        for name, of in cell["ratios"].items()
-    ]
-    machine = result["machine"]
-    return "\n".join(
-        [
-            "# The first call with the defaults",
-            "",
-            f"{machine_line(machine)}. {result['options']['new_tokens']} new tokens per row, "
-            f"{result['options']['repeats']} repeats. Command: `{result['command']}`.",
-            "",
-            markdown_table(["model", "batch", "call", 'over "none"', "over `generate`"], rows),
-        ]
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """Each call over `none` and over `generate`."""
+    found = []
+    for cell in result["cells"]:
+        for name, own in cell["ratios"].items():
+            for against, ratio in own.items():
+                passes = ratios(cell["rates"][name], cell["rates"][against])
+                what = f"{model_line(cell)}, batch {cell['batch']}: {name}"
+                found.append(Finding(what, ratio, "×", against, (min(passes), max(passes))))
+    return found
+
+
+def setup(result: dict[str, Any]) -> str:
+    """How it was measured."""
+    options = result["options"]
+    return (
+        f"Defaults of every option, {options['new_tokens']} new tokens per row; everything kept for the model is "
+        f"released before each first call. Tokens/s of whole calls within a repeat: median of {options['repeats']} "
+        "repeats in turns, lowest and highest."
     )
 
 
@@ -110,10 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--new-tokens", type=int, default=96, help="per row (default: %(default)s)")
     add("--repeats", type=int, default=5, help="of each cell (default: %(default)s)")
     add("--prompts", type=Path, help="JSON list of strings")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights, prompts and sampling (default: %(default)s)")
-    add("--output", type=Path, default=RESULTS / "first_call.json", help="the .md goes next to it (%(default)s)")
+    add_machine_arguments(parser, "first_call")
     options = parser.parse_args()
     if min(*options.batch, options.repeats, options.new_tokens) < 1:
         parser.error(f"--batch {options.batch}, --repeats and --new-tokens must be 1 or more")
@@ -122,19 +116,13 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
-    torch.set_num_threads(options.threads)
-    warnings.filterwarnings("ignore", message=".*max_new_tokens.*")
-    started, machine = time.perf_counter(), describe_machine(torch.device(options.device))
+    machine, started = begin(options), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SPEC_TRL_CACHE"] = folder  # no profile of an earlier run
         cells = [cell for target in options.models for cell in measure(target, options)]
-    shown = {name: value for name, value in vars(options).items() if name not in ("output", "prompts", "models")}
-    command = shlex.join(["python", "-m", "benchmarks.first_call", *sys.argv[1:]])
-    result: dict[str, Any] = {
-        "machine": machine, "options": shown, "command": command, "cells": cells,
-        "seconds": time.perf_counter() - started,
-    }  # fmt: skip
-    write_result(options.output, result, report(result))
+    result = {"options": shown(options), "cells": cells, "seconds": time.perf_counter() - started}
+    title = "The first call with the defaults"
+    write_result(options.output, "never_slower", title, setup(result), machine, findings(result), result)
 
 
 if __name__ == "__main__":

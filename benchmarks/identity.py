@@ -3,7 +3,7 @@
 The logits of one position differ in their last bits between forward shapes, so a near-tie of perturbed logits may fall
 either way. At the first mismatch of a row the reference scores are recomputed (one unbatched forward of the row's
 prefix, same dtype): it is a near-tie when both tokens' scores lie closer to the best than the logit noise between
-forward shapes, which is measured first. Any other mismatch is an error, and the exit status says so. Behind a
+forward shapes, which is measured first. Any other mismatch is an error, and the exit status says so. After a
 mismatch a row is another text, so its remaining tokens are not counted.
 
 Also: block efficiency of exact against rejection verification with the same drafter.
@@ -24,12 +24,13 @@ import spec_trl
 from spec_trl.cli.near_ties import LogitNoise, distance, measure_logit_noise, reference_scores
 from spec_trl.generation.engine.statistics import DraftCounts
 
-from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
-from .models import DTYPES, LoadedModel, load_model
-from .rollout import max_packed_rows, number, ours, packed_rows_line
+from .measure import Finding, add_machine_arguments, begin, shown, write_result
+from .models import DTYPES, LoadedModel, load_model, model_line
+from .rollout import max_packed_rows, ours, packed_rows_line
 from .workload import Workload, common_prefix, end_tokens, prompt_source
 
 
+NONE = '"none" with the same seed'
 NOISE_LENGTH = 64  # tokens of the texts on which the logit noise is measured
 PROMPT_BATCHES = 16  # then the same prompts come again, with other seeds
 
@@ -139,41 +140,36 @@ def verification_facts(exact: DraftCounts, rejection: DraftCounts) -> dict[str, 
     }
 
 
-def report(result: dict[str, Any]) -> str:
-    """`result` as Markdown."""
-    options = result["options"]
-    lines = [
-        f'# Identity with "none": {result["studies"][0]["target"]["model"]}',
-        "",
-        machine_line(result["machine"]),
-        "",
-        f"Batch {options['batch']}, max_new_tokens {options['max_new_tokens']}, temperature {options['temperature']}, "
-        f"draft length {options['draft_length']}. A flip is a near-tie that fell the other way; every other mismatch "
-        "is unexplained and an error.",
-    ]
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """Tokens compared and how they differ; exact over rejection verification."""
+    found = []
     for entry in result["studies"]:
-        noise = entry["logit_noise"]
-        header = ["strategy", "rows", "tokens compared", "flips", "flips per token", "widest flip", "unexplained"]
-        header += ["τ exact", "τ rejection", "exact / rejection"]
-        rows = [
-            [name, str(s["rows"]), str(s["tokens_compared"]), str(s["near_ties"]), f"{s['flips_per_token']:.1e}"]
-            + [f"{s['widest_near_tie']:.2g}", str(s["unexplained"])]
-            + [
-                number(s.get(key, math.nan), 3)
-                for key in ("block_efficiency_exact", "block_efficiency_rejection", "exact_over_rejection")
+        for name, own in entry["strategies"].items():
+            what = f'{model_line(entry["target"])}: "{name}"'
+            found += [
+                Finding(f"{what}, tokens compared", own["tokens_compared"], "tokens", NONE),
+                Finding(f"{what}, near-ties that fell the other way", own["near_ties"], "tokens", NONE),
+                Finding(f"{what}, other mismatches", own["unexplained"], "tokens", NONE),
             ]
-            for name, s in entry["strategies"].items()
-        ]
-        lines += [
-            "",
-            f"## {entry['target']['dtype']}",
-            "",
-            f"Logit noise between forward shapes: largest {noise['largest']:.2g}, rms {noise['rms']:.2g}."
-            + packed_rows_line(entry["self_drafter_max_rows"]),
-            "",
-            markdown_table(header, rows),
-        ]
-    return "\n".join(lines)
+            ratio = own.get("exact_over_rejection")
+            if ratio is not None and not math.isnan(ratio):
+                found.append(Finding(f"{what}, block efficiency of exact verification", ratio, "×", "rejection"))
+    return found
+
+
+def setup(result: dict[str, Any]) -> str:
+    """How it was measured."""
+    options = result["options"]
+    noise = "".join(
+        f" {entry['target']['dtype']}: logit noise between forward shapes at most "
+        f"{entry['logit_noise']['largest']:.2g}.{packed_rows_line(entry['self_drafter_max_rows'])}"
+        for entry in result["studies"]
+    )
+    return (
+        f"Batch {options['batch']}, up to {options['max_new_tokens']} new tokens, temperature "
+        f"{options['temperature']:g}, draft length {options['draft_length']}; tokens of a row up to its first "
+        f'difference from "none".{noise}'
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -192,10 +188,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rejection-batches", type=int, default=4, help="batches run with rejection too")
     parser.add_argument("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
     parser.add_argument("--prompts", type=Path, help="JSON list of strings; default: examples/data/stories.json")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch on the CPU")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling")
-    parser.add_argument("--output", type=Path, default=RESULTS / "identity.json", help="the .md goes beside it")
+    add_machine_arguments(parser, "identity")
     options = parser.parse_args()
     if "model" in options.strategies and options.assistant is None:
         parser.error("strategy model needs --assistant: pass the folder of a small model")
@@ -204,19 +197,16 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
-    torch.set_num_threads(options.threads)
-    machine = describe_machine(torch.device(options.device))
+    machine = begin(options)
     studies = []
     for name in options.dtypes:
         dtype = DTYPES[name]
         loaded = load_model(options.model, dtype, options.device, options.agreement, options.seed)
         assistant = load_model(options.assistant, dtype, options.device).model if options.assistant else None
         studies.append(study(loaded, assistant, options))
-    shown = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
-    shown["model"] = studies[0]["target"]["model"]
-    shown["assistant"] = Path(options.assistant).name if options.assistant else None
-    result: dict[str, object] = {"machine": machine, "options": shown, "studies": studies}
-    write_result(options.output, result, report(result))
+    result = {"options": shown(options), "studies": studies}
+    title = f'Identity with "none": {studies[0]["target"]["model"]}'
+    write_result(options.output, "lossless", title, setup(result), machine, findings(result), result)
     unexplained = sum(s["unexplained"] for entry in studies for s in entry["strategies"].values())
     if unexplained:
         sys.exit(f"{unexplained} mismatches are no near-ties")

@@ -9,7 +9,6 @@ Any mismatch is a failure (design: exact verification is token-identical), so th
 import argparse
 import functools
 import itertools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import spec_trl  # noqa: F401
 
-from .measure import describe_machine, machine_line, markdown_table, write_result
+from .measure import Finding, add_machine_arguments, begin, shown, write_result
 from .models import load_model
 from .workload import Workload, prompt_source
 
 
-RESULTS = Path(__file__).parent / "results"
+NONE = '"none" with the same seed'
 STRATEGIES = ("self", "model", "ngram")
 DRAFT_LENGTHS = (1, 3, 5, 8)
 BATCHES = (1, 7, 32)
@@ -57,15 +56,23 @@ def generate(
     )
 
 
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """Rows that are those of "none"."""
+    return [
+        Finding(f"{name}: identical rows of {cell['rows']}, {cell['tokens']} tokens", cell["identical"], "rows", NONE)
+        for name, cell in result["cells"].items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", required=True, help="folders, or shape:NAME")
     parser.add_argument("--assistant", required=True, help='folder of the small model for strategy "model"')
     parser.add_argument("--max-new-tokens", type=int, default=64, help="per row (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "identity_grid.json", help="(default: %(default)s)")
+    add_machine_arguments(parser, "identity_grid")
+    parser.set_defaults(threads=1, device="cpu")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    machine = begin(arguments)
     cells: dict[str, dict[str, int]] = {}
     grid = list(itertools.product(arguments.models, BATCHES, SAMPLINGS))
     with tqdm(total=len(grid) * len(STRATEGIES) * len(DRAFT_LENGTHS)) as bar:
@@ -88,14 +95,11 @@ def main() -> None:
                 cell["tokens"] += output.statistics.tokens
                 cell["accepted"] = cell.get("accepted", 0) + output.statistics.total.accepted
                 bar.update()
-    machine = describe_machine(torch.device("cpu"))
-    table = markdown_table(
-        ["model, strategy", "rows", "identical", "tokens compared", "of them drafted and accepted"],
-        [[name, *map(str, cell.values())] for name, cell in cells.items()],
-    )
     axes = f"draft length {DRAFT_LENGTHS} x batch {BATCHES} x {list(SAMPLINGS)}, {arguments.max_new_tokens} new tokens"
-    report = f"# Identity grid, float64, exact verification\n\n{machine_line(machine)}\n\n{axes}\n\n{table}\n"
-    write_result(arguments.output, {"machine": machine, "axes": axes, "cells": cells}, report)
+    result = {"options": shown(arguments), "axes": axes, "cells": cells}
+    title = "Identity in float64: the whole grid"
+    setup = f"Exact verification, {axes}."
+    write_result(arguments.output, "lossless", title, setup, machine, findings(result), result)
     raise SystemExit(any(cell["rows"] != cell["identical"] for cell in cells.values()))
 
 

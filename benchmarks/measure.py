@@ -1,28 +1,42 @@
-"""What every benchmark needs: time, peak memory, forward counts, and a description of the machine."""
+"""What every benchmark needs: options, clock, peak memory, forward counts, the machine, and the file of the result."""
 
+import argparse
 import ctypes
 import datetime
 import gc
-import json
 import os
 import platform
+import shlex
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 import transformers
 from torch import nn
 
+from spec_trl.json_files import read_json, write_json
 from spec_trl.measuring.fill_profile import processor_name
 
 
 RESULTS = Path(__file__).parent / "results"
+THEMES = {
+    "rollouts": "Speed of rollouts",
+    "never_slower": "Never slower",
+    "lossless": "Losslessness",
+    "tts": "Drafters that learn while they draft (TTS)",
+    "best_of_n": "Best-of-N",
+    "quantization": "Quantization",
+    "calibration": "Calibration",
+}
 
 
 @dataclass
@@ -109,26 +123,155 @@ def describe_machine(device: torch.device) -> dict[str, object]:
     }
 
 
-def machine_line(machine: dict[str, object]) -> str:
-    """One line of `describe_machine` for a Markdown report."""
+def machine_line(machine: Mapping[str, object]) -> str:
+    """`describe_machine` in one line."""
     where = machine["accelerator"] or f"{machine['cpu']} ({machine['cores']} cores)"
+    capability = f", {machine['cpu_capability']}" if "cpu_capability" in machine else ""
     return (
-        f"{where}, {machine['cpu_capability']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"{where}{capability}, {machine['threads']} threads, torch {machine['torch']}, "
         f"transformers {machine['transformers']}, load average at start {machine['load_average_1min']:.1f}, "
-        f"{machine['date']}"
+        f"{str(machine['date'])[:10]}"
     )
 
 
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser, result: str) -> None:
+    """The options of every benchmark: device, threads, seed, and the file of the result."""
+    add = parser.add_argument
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, choices=["cpu", "cuda"], help="(default: %(default)s)")
+    add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of weights, prompts and sampling (default: %(default)s)")
+    add("--output", type=Path, default=RESULTS / f"{result}.json", help="file of the result (default: %(default)s)")
+
+
+def begin(options: argparse.Namespace) -> dict[str, object]:
+    """Sets the threads, quiets a warning that says nothing here, and describes the machine."""
+    torch.set_num_threads(options.threads)
+    # transformers warns that a story model's own limit on the length yields to max_new_tokens.
+    warnings.filterwarnings("ignore", message=".*max_new_tokens.*")
+    return describe_machine(torch.device(options.device))
+
+
+def shown(options: argparse.Namespace, *hidden: str) -> dict[str, object]:
+    """What a result says of the options: of paths the last part alone, and nothing of `hidden`."""
+    return {name: _without_folder(value) for name, value in vars(options).items() if name not in ("output", *hidden)}
+
+
+def _without_folder(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_folder(each) for each in value]
+    is_path = isinstance(value, Path) or (isinstance(value, str) and os.path.isabs(value))
+    return Path(value).name if is_path else value
+
+
+# ---- the file of the result ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One number that a benchmark found.
+
+    Args:
+        what: what was measured, with model, batch and whatever else decides it.
+        value: None where it does not apply.
+        unit: "×" of a ratio, "%" of a share, "±%" of a change, else a word or a symbol.
+        baseline: what a ratio or a change is to; empty for all else.
+        interval: the lowest and the highest repeat, or 95 %: the result's `setup` says which.
+    """
+
+    what: str
+    value: float | None
+    unit: str
+    baseline: str = ""
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One result file.
+
+    Args:
+        theme: one of `THEMES`.
+        title: what the result is about.
+        setup: how it was measured.
+        command: that made it; absolute paths without their folders.
+        commit: of the code; None: not recorded.
+        machine: as of :func:`describe_machine`.
+        findings: the numbers that count.
+        details: options, and everything else that was measured and is not bulk.
+    """
+
+    theme: str
+    title: str
+    setup: str
+    command: str
+    commit: str | None
+    machine: dict[str, Any]
+    findings: list[Finding]
+    details: dict[str, Any]
+
+
+def read_result(path: Path) -> Result:
+    """The result in `path`.
+
+    Raises:
+        ValueError: the file is no result.
+    """
+    return read_json(path, Result, "result of a benchmark", "run its command again")
+
+
+def write_result(
+    output: Path, theme: str, title: str, setup: str, machine: Mapping[str, Any], findings: Sequence[Finding],
+    details: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Writes a result, with the command of this process and the commit, and prints its findings."""
+    result = Result(theme, title, setup, command_line(), commit(), dict(machine), list(findings), dict(details))
+    write_json(output, result)
+    print(f"{title}\n{machine_line(machine)}\n{setup}\n\n{findings_table(findings)}\n\nwritten: {output}")
+
+
+def command_line() -> str:
+    """The command of this process; absolute paths, which are one machine's own, without their folders."""
+    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *map(_without_folder, sys.argv[1:])])
+
+
+def commit() -> str | None:
+    """The commit that is checked out, with "+" where files differ from it; None outside of a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], check=False)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() + "+" * (changed.returncode != 0)
+
+
+def findings_table(findings: Sequence[Finding]) -> str:
+    """Findings as a Markdown table, without the columns that are empty."""
+    header = ["what", "value", "interval", "baseline"]
+    rows = [[each.what, number(each.value, each.unit), _interval(each), each.baseline] for each in findings]
+    kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    lines = [[row[i] for i in kept] for row in (header, ["---"] * len(header), *rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def write_result(output: Path, result: Mapping[str, object], report: str) -> None:
-    """Write `result` to `output` as JSON, `report` beside it as Markdown, and print the report."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    output.with_suffix(".md").write_text(report + "\n")
-    print(report)
-    print(f"\nwritten: {output} and {output.with_suffix('.md')}")
+def number(value: float | None, unit: str = "") -> str:
+    """A number for a reader: 1.74×, +3.1 %, 0.0042 s; a dash for None."""
+    if value is None:
+        return "–"
+    if unit == "×":
+        return f"{value:.3f}×" if 0.9 < value < 1.1 else f"{value:.2f}×"
+    if unit in ("%", "±%"):
+        return f"{100 * value:.1f} %" if unit == "%" else f"{100 * value:+.1f} %"
+    digits = f"{value:.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
+    return f"{digits} {unit}".strip()
+
+
+def _interval(finding: Finding) -> str:
+    if finding.interval is None:
+        return ""
+    low, high = (number(value, finding.unit) for value in finding.interval)
+    return f"{low} to {high}"

@@ -10,8 +10,10 @@ built model really does (entropy, overlap) is measured on its own samples and be
 import argparse
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +134,22 @@ def load_model(
         "dtype": str(dtype).removeprefix("torch."),
     }
     return LoadedModel(model, tokenizer, facts)
+
+
+def model_line(facts: Mapping[str, Any]) -> str:
+    """A loaded model's name and dtype."""
+    return f"{facts['model']}, {facts['dtype']}"
+
+
+def synthetic_line(facts: Mapping[str, Any]) -> str:
+    """A sentence about synthetic weights; empty for a checkpoint."""
+    if not facts["synthetic_weights"] or "agreement" not in facts:
+        return ""
+    measured = facts["agreement"]
+    return (
+        f" Synthetic weights; on the model's own samples the overlap with the 4-bit copy is "
+        f"{measured['overlap_packed_head']:.3f} and the entropy {measured['entropy']:.2f} nats."
+    )
 
 
 def shape_model(name: str, agreement: float, seed: int, dtype: torch.dtype, device: str) -> PreTrainedModel:

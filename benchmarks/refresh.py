@@ -2,7 +2,6 @@
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from tqdm import tqdm
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.quantization import QuantizedLinear, quantize_projections
 
-from .measure import RESULTS, describe_machine, machine_line, markdown_table, stopwatch, write_result
-from .models import DTYPES, load_model
+from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
+from .models import DTYPES, load_model, model_line
 
 
 def measure(spec: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, object]:
@@ -44,26 +43,26 @@ def measure(spec: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[
     }
 
 
-def report(result: dict[str, Any]) -> str:
-    """`result` as Markdown."""
-    header = ["model", "dtype", "quantized weights", "head", "kernel", "refresh ms", "ms per million", "packed MB"]
-    rows = [
-        [m["model"], m["dtype"], f"{m['quantized_weights'] / 1e6:.1f} M", "packed" if m["head_packed"] else "dense"]
-        + [", ".join(m["kernels"]), f"{m['refresh_seconds'] * 1e3:.1f}", f"{m['refresh_ms_per_million']:.2f}"]
-        + [f"{m['packed_bytes'] / 1e6:.1f}", f"{m['memory_ratio']:.3f}"]
-        for m in result["models"]
-    ]
-    return "\n".join(
-        [
-            f"# Refresh of the self-drafter ({result['options']['scheme']})",
-            "",
-            machine_line(result["machine"]),
-            "",
-            f"Medians of {result['options']['repeats']} refreshes; memory is of the quantized layers alone: all "
-            "else is the policy's own.",
-            "",
-            markdown_table([*header, "packed / bf16 bytes"], rows),
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """Time and memory of each drafter."""
+    found = []
+    for model in result["models"]:
+        head = "packed" if model["head_packed"] else "dense"
+        what = f"{model_line(model)}, {model['quantized_weights'] / 1e6:.1f} M quantized weights, {head} head"
+        found += [
+            Finding(f"{what}: one refresh", 1e3 * model["refresh_seconds"], "ms"),
+            Finding(f"{what}: per million weights", model["refresh_ms_per_million"], "ms"),
+            Finding(f"{what}: packed bytes", model["memory_ratio"], "×", "the same layers in bfloat16"),
         ]
+    return found
+
+
+def setup(result: dict[str, Any]) -> str:
+    """How it was measured."""
+    options = result["options"]
+    return (
+        f"Scheme {options['scheme']}, medians of {options['repeats']} refreshes. Memory is of the quantized layers "
+        "alone; all else is the policy's own."
     )
 
 
@@ -78,22 +77,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kernel", default="auto", help="draft_kernel")
     parser.add_argument("--lm-head", default="auto", choices=["auto", "dense", "packed"], help="draft_lm_head")
     parser.add_argument("--repeats", type=int, default=5, help="refreshes; the median counts")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch on the CPU")
-    parser.add_argument("--seed", type=int, default=0, help="of synthetic weights")
-    parser.add_argument("--output", type=Path, default=RESULTS / "refresh.json", help="the .md goes beside it")
+    add_machine_arguments(parser, "refresh")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_arguments()
-    torch.set_num_threads(options.threads)
-    machine = describe_machine(torch.device(options.device))
+    machine = begin(options)
     models = [measure(spec, DTYPES[dtype], options) for spec in options.models for dtype in options.dtypes]
-    shown = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
-    shown["models"] = [m["model"] for m in models]
-    result = {"machine": machine, "options": shown, "models": models}
-    write_result(options.output, result, report(result))
+    result = {"options": shown(options), "models": models}
+    title = "Refresh of the self-drafter"
+    write_result(options.output, "quantization", title, setup(result), machine, findings(result), result)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,18 @@ from spec_trl.generation.drafters.self_copy import self_drafter_of
 from spec_trl.generation.engine.drafter import keep_drafters
 from spec_trl.generation.engine.statistics import DraftCounts
 
+from .calls import ratios, sampling, way
 from .measure import (
-    RESULTS,
+    Finding,
+    add_machine_arguments,
+    begin,
     count_forwards,
-    describe_machine,
-    machine_line,
-    markdown_table,
     peak_memory,
+    shown,
     stopwatch,
     write_result,
 )
-from .models import DTYPES, load_model
+from .models import DTYPES, load_model, model_line, synthetic_line
 from .workload import Workload, common_prefix, end_tokens, prompt_source
 
 
@@ -138,23 +139,13 @@ def ours(
     model: PreTrainedModel, strategy: str, assistant: PreTrainedModel | None, config: spec_trl.SpeculativeConfig
 ) -> Method:
     """Our engine with one strategy; the run's seed replaces the config's."""
+    call = way(model, strategy, config, assistant_model=assistant if strategy == "model" else None)
 
     def run(work: Workload, seed: int) -> Run:
-        inputs = work.padded(model.device)
-        output = model.generate(
-            **inputs,
-            **sampling(work),
-            assistant_strategy=strategy,
-            assistant_model=assistant if strategy == "model" else None,
-            speculative_config=replace(config, seed=seed),
-            return_dict_in_generate=True,
-        )
-        facts = output.statistics
-        if facts.drafter_failure is not None:  # the rest ran as "none"
-            raise RuntimeError(f"the drafter of {strategy!r} failed: {facts.drafter_failure}")
-        new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        made = call(work, seed)
+        facts = made.statistics
         return Run(
-            [work.trimmed(row) for row in new],
+            made.completions,
             facts.target_forwards,
             facts.block_efficiency,
             facts.acceptance_rate,
@@ -173,24 +164,10 @@ def max_packed_rows(model: PreTrainedModel, config: spec_trl.SpeculativeConfig) 
 
 
 def packed_rows_line(rows: int | None) -> str:
-    """A sentence for the report on `max_packed_rows`; empty without a self-drafter."""
+    """A sentence about `max_packed_rows`; empty without a self-drafter or a limit."""
     if rows is None or rows >= 1 << 31:
         return ""
-    return (
-        f" The self-drafter's kernel serves up to {rows} rows here; with more in flight, rounds decode "
-        "autoregressively."
-    )
-
-
-def sampling(work: Workload) -> dict[str, object]:
-    """Keywords of plain temperature sampling; transformers' default would add top_k=50."""
-    return {
-        "do_sample": True,
-        "temperature": work.temperature,
-        "top_k": 0,
-        "max_new_tokens": work.max_new_tokens,
-        "pad_token_id": work.pad_token_id,
-    }
+    return f" The self-drafter's kernel serves up to {rows} rows; with more in flight, rounds decode autoregressively."
 
 
 @dataclass
@@ -281,60 +258,32 @@ def median(values: list[float]) -> float:
     return statistics.median(known) if known else math.nan
 
 
-def report(result: dict[str, Any]) -> str:
-    """`result` as Markdown."""
-    options, target = result["options"], result["target"]
-    lines = [
-        f"# Rollout: {target['model']}, {target['dtype']}",
-        "",
-        machine_line(result["machine"]),
-        "",
-        f"max_new_tokens {options['max_new_tokens']}, temperature {options['temperature']}, draft length "
-        f"{options['draft_length']}, {options['verification']} verification, {options['repeats']} timed passes "
-        f"after one warm-up, prompts of {result['prompt_tokens'][0]} to {result['prompt_tokens'][1]} tokens"
-        + (", end of sequence ignored" if options["ignore_eos"] else "")
-        + ".",
-    ]
-    if target["synthetic_weights"]:
-        agreement = target["agreement"]
-        lines.append(
-            f"Synthetic weights (agreement asked for: {options['agreement']}); measured on own samples: overlap with "
-            f"the 4-bit copy {agreement['overlap_packed_head']:.3f} (with a dense head "
-            f"{agreement['overlap_dense_head']:.3f}), entropy {agreement['entropy']:.2f} nats."
-        )
-    lines.append(
-        "Ratios are medians of tokens/s over the baseline's in the same pass. Memory is the peak above the warm-up's "
-        "start; the self-drafter's packed weights are built in it and stay."
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """Our ways over every other way."""
+    name = model_line(result["target"])
+    found = []
+    for batch, summaries in result["batches"].items():
+        by_pass = {each["method"]: each["tokens_per_second_by_pass"] for each in summaries}
+        for each in summaries:
+            for other, ratio in each["ratio_to"].items() if each["method"].startswith("ours") else ():
+                passes = ratios(by_pass[each["method"]], by_pass[other])
+                what = f"{name}, batch {batch}: {each['method']}"
+                found.append(Finding(what, ratio, "×", other, (min(passes), max(passes))))
+    return found
+
+
+def setup(result: dict[str, Any]) -> str:
+    """How it was measured."""
+    options, (shortest, longest) = result["options"], result["prompt_tokens"]
+    ignored = ", end of sequence ignored" if options["ignore_eos"] else ""
+    return (
+        f"Up to {options['max_new_tokens']} new tokens, temperature {options['temperature']:g}, draft length "
+        f"{options['draft_length']}, {options['verification']} verification, prompts of {shortest} to {longest} "
+        f"tokens{ignored}. Tokens/s over the baseline's in the same pass: median of {options['repeats']} passes after "
+        "a warm-up, lowest and highest."
+        + synthetic_line(result["target"])
         + packed_rows_line(result["self_drafter_max_rows"])
     )
-    for batch, summaries in result["batches"].items():
-        shown = [other for other in BASELINES if other in {s["method"] for s in summaries}]
-        header = ["method", "tokens/s", "s", "forwards/token", "τ", "acceptance", "peak MB", "rows (tokens) as none"]
-        rows = []
-        for s in summaries:
-            identical = (
-                ""
-                if s["identical_rows"] is None
-                else (f"{s['identical_rows']}/{s['rows']} ({s['identical_tokens']}/{s['compared_tokens']})")
-            )
-            ratios = [f"{s['ratio_to'][other]:.2f}×" if other in s["ratio_to"] else "" for other in shown]
-            rows.append(
-                [s["method"], f"{s['tokens_per_second']:.1f}", f"{s['seconds']:.2f}"]
-                + [number(s["target_forwards_per_token"], 4), number(s["block_efficiency"], 2)]
-                + [number(s["acceptance_rate"], 3), f"{s['peak_memory_mb']:.0f}", identical, *ratios]
-            )
-        lines += ["", f"## Batch {batch}", "", markdown_table(header + [f"vs {other}" for other in shown], rows)]
-        phases = [s for s in summaries if s["phase_seconds"]]
-        names = list(dict.fromkeys(name for s in phases for name in s["phase_seconds"]))
-        table = [[s["method"], *(f"{s['phase_seconds'].get(name, 0.0):.3f}" for name in names)] for s in phases]
-        if table:
-            lines += ["", "Seconds per phase (medians):", "", markdown_table(["method", *names], table)]
-    return "\n".join(lines)
-
-
-def number(value: float, digits: int) -> str:
-    """`value` with `digits` decimals, or nothing for NaN."""
-    return "" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -360,11 +309,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
     parser.add_argument("--prompts", type=Path, help="JSON list of strings; default: examples/data/stories.json")
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch on the CPU")
     parser.add_argument("--repeats", type=int, default=3, help="timed passes; each has its own prompts and seed")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling")
-    parser.add_argument("--output", type=Path, default=RESULTS / "rollout.json", help="the .md goes beside it")
+    add_machine_arguments(parser, "rollout")
     options = parser.parse_args()
     if "model" in options.strategies and options.assistant is None:
         parser.error("strategy model needs --assistant: pass the folder of a small model")
@@ -375,9 +321,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
-    torch.set_num_threads(options.threads)
+    machine = begin(options)
     dtype = DTYPES[options.dtype]
-    machine = describe_machine(torch.device(options.device))
     loaded = load_model(options.model, dtype, options.device, options.agreement, options.seed)
     model = loaded.model
     assistant = load_model(options.assistant, dtype, options.device).model if options.assistant else None
@@ -412,18 +357,15 @@ def main() -> None:
             ]
             summaries = compare(methods, works, model.device, options.seed, bar.update)
             batches[str(batch)] = [asdict(summary) for summary in summaries]
-    shown = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
-    shown["model"] = loaded.facts["model"]  # without the folder it came from
-    shown["assistant"] = Path(options.assistant).name if options.assistant else None
-    result: dict[str, object] = {
-        "machine": machine,
-        "options": shown,
+    result: dict[str, Any] = {
+        "options": shown(options),
         "target": loaded.facts,
         "prompt_tokens": [min(map(len, prompts)), max(map(len, prompts))],
         "self_drafter_max_rows": max_packed_rows(model, config) if "self" in options.strategies else None,
         "batches": batches,
     }
-    write_result(options.output, result, report(result))
+    title = f"Rollout: {model_line(loaded.facts)}"
+    write_result(options.output, "rollouts", title, setup(result), machine, findings(result), result)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from spec_trl.scheduling.fit import BANDWIDTH_SHARE, THRESHOLDS, Diagnostics, Form, evaluate, fit
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.sweep import Sample, read_sweep
 
-from .measure import RESULTS, describe_machine, machine_line, markdown_table, write_result
+from .measure import Finding, add_machine_arguments, begin, shown, write_result
 
 
 FORMS: tuple[Form, ...] = ("paper", "improved")
@@ -111,49 +110,21 @@ def average(found: list[Diagnostics]) -> dict[str, Any]:
     }
 
 
-def report(result: dict[str, Any]) -> str:
-    """`result` as Markdown."""
-    signs = [f"sign at {threshold:g}" for threshold in THRESHOLDS]
-    header = ["model", "form", "T_T", "T_D", "T_V", "round", *signs, "majority", "fit s"]
-    held = ["model", "form", "held out", "T_T", "T_V", "round", *signs]
-    rows, held_rows = [], []
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """Errors of the times and agreement of the signs, in and out of sample."""
+    found = []
     for model in result["models"]:
-        for form, found in model["fits"].items():
-            inside = found["in_sample"]
-            rows.append(
-                [model["model"], form]
-                + [percent(inside[f"{name}_mape"]) for name in ("target", "draft", "verify", "cycle")]
-                + [percent(sign) for sign in inside["signs"]]
-                + [" / ".join(percent(m) for m in found["majority"])]
-                + [f"{found['fit_seconds']:.1f}" if "fit_seconds" in found else ""]
-            )
-            for split, outside in found.get("held_out", {}).items():
-                held_rows.append(
-                    [model["model"], form, f"half of {split}"]
-                    + [percent(outside[f"{name}_mape"]) for name in ("target", "verify", "cycle")]
-                    + [percent(sign) for sign in outside["signs"]]
-                )
-    return "\n".join(
-        [
-            "# The roofline against measured sweeps",
-            "",
-            machine_line(result["machine"]),
-            "",
-            "Mean absolute errors of T_T, T_D, T_V and of the round γ T_D + T_V, and how often prediction and "
-            "measurement agree on whether speculation pays (τ = γ, the same threshold on both sides; ER App. E.4), in "
-            "percent. `majority` always guesses the more frequent answer.",
-            "",
-            markdown_table(header, rows),
-            "",
-            "Fitted on every second γ, length S or batch size B, tested on the others, both ways round:",
-            "",
-            markdown_table(held, held_rows),
-        ]
-    )
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f}"
+        for form, fitted in model["fits"].items():
+            what = f"{model['model']}, {form} form"
+            for name, of in {"fitted and tested on all": fitted["in_sample"], **fitted.get("held_out", {})}.items():
+                where = name if of is fitted["in_sample"] else f"fitted on every second {name}, tested on the others"
+                for part in ("target", "verify", "cycle"):
+                    each = f"{what}, {where}: mean error of the {part} time"
+                    found.append(Finding(each, of[f"{part}_mape"], "%", "measured"))
+                for threshold, sign, majority in zip(THRESHOLDS, of["signs"], fitted["majority"], strict=True):
+                    each = f"{what}, {where}: does speculation pay, at {threshold:g}"
+                    found.append(Finding(each, sign, "%", f"majority in all {100 * majority:.1f} %"))
+    return found
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -163,7 +134,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--published", nargs="*", type=Path, default=[], help="published fits, one for each sweep")
     parser.add_argument("--flops", type=float, default=233.514e12, help="F_eff, FLOP/s")
     parser.add_argument("--bandwidth", type=float, default=2.039e12, help="peak bandwidth of the memory, B/s")
-    parser.add_argument("--output", type=Path, default=RESULTS / "roofline_fit.json", help="the .md goes beside it")
+    add_machine_arguments(parser, "roofline_fit")
+    parser.set_defaults(device="cpu")
     options = parser.parse_args()
     if len(options.constants) != len(options.sweeps) or len(options.published) not in (0, len(options.sweeps)):
         parser.error(
@@ -175,14 +147,18 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
+    machine = begin(options)
     published = options.published or [None] * len(options.sweeps)
     models = [
         measure(sweep, read_constants(constants), fitted, options)
         for sweep, constants, fitted in zip(options.sweeps, options.constants, published, strict=True)
     ]
-    shown = {"flops": options.flops, "bandwidth": options.bandwidth}
-    result = {"machine": describe_machine(torch.device("cpu")), "options": shown, "models": models}
-    write_result(options.output, result, report(result))
+    result = {"options": shown(options), "models": models}
+    title, setup = "The roofline against measured sweeps", (
+        "Mean absolute errors, and how often prediction and measurement agree on whether speculation pays (τ = γ, the "
+        "same threshold on both sides; ER App. E.4). The round is γ T_D + T_V."
+    )
+    write_result(options.output, "calibration", title, setup, machine, findings(result), result)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ from spec_trl.generation.engine.statistics import DraftCounts
 from spec_trl.quantization import quantize_projections
 from spec_trl.quantization.awq import ActivationStatistics
 
-from .measure import RESULTS, describe_machine, machine_line, markdown_table, stopwatch, write_result
-from .models import DTYPES, LoadedModel, load_model
+from .calls import way
+from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
+from .models import DTYPES, LoadedModel, load_model, model_line
 from .workload import STORIES, Workload, end_tokens, prompt_source
 
 
@@ -53,22 +54,9 @@ def draft(loaded: LoadedModel, drafter: SelfDrafter, draft_length: int, options:
     for first in range(0, options.rows, options.batch):
         part = prompts[first : first + options.batch]
         work = Workload(part, options.max_new_tokens, options.temperature, end_tokens(loaded, False), 0)
-        output = loaded.model.generate(
-            **work.padded(loaded.model.device),
-            do_sample=True,
-            temperature=work.temperature,
-            top_k=0,
-            max_new_tokens=work.max_new_tokens,
-            pad_token_id=work.pad_token_id,
-            assistant_strategy="self",
-            speculative_config=config,
-            drafter=drafter,
-            request_ids=range(first, first + len(part)),
-            return_dict_in_generate=True,
-        )
-        if output.statistics.drafter_failure is not None:
-            raise RuntimeError(f"the drafter failed: {output.statistics.drafter_failure}")
-        counts += output.statistics.per_request
+        numbers = range(first, first + len(part))
+        call = way(loaded.model, "self", config, lambda: [drafter], request_ids=numbers)
+        counts += call(work, options.seed).statistics.per_request
     return torch.tensor(
         [[c.committed, c.blocks, c.accepted, c.drafted, c.first_accepted, c.first_drafted] for c in counts],
         dtype=torch.float64,
@@ -122,7 +110,7 @@ def acceptance(loaded: LoadedModel, tokens: Tensor, options: argparse.Namespace)
 
 
 def least_seconds(works: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, float]:
-    """Of each work, the least of `repeats` runs behind one that does not count. They take turns."""
+    """Of each work, the least of `repeats` runs after one that does not count. They take turns."""
     times = dict.fromkeys(works, float("inf"))
     for repeat in range(repeats + 1):
         for name, work in works.items():
@@ -159,49 +147,36 @@ def cost(loaded: LoadedModel, tokens: Tensor, options: argparse.Namespace) -> di
     return seconds | facts
 
 
-def report(result: dict[str, Any]) -> str:
-    """`result` as Markdown."""
-    options = result["options"]
-    lines = ["# Round-to-nearest against AWQ", "", machine_line(result["machine"]), ""]
-    rows = [
-        [model["model"], str(cell["draft_length"]), cell["scheme"], f"{cell['block_efficiency']:.3f}"]
-        + [f"{cell['gain']:+.3f}", "{:+.3f} to {:+.3f}".format(*cell["gain_interval"])]
-        + [f"{cell['acceptance_rate']:.3f}", f"{cell['first_token_acceptance']:.3f}"]
-        for model in result["models"]
-        for cell in model["acceptance"]
-    ]
-    if rows:
-        header = ["model", "draft length", "scheme", "block efficiency", f"gain over {options['schemes'][0]}"]
-        lines += [
-            f"{options['rows']} prompts in batches of {options['batch']}, up to {options['max_new_tokens']} new "
-            f"tokens, T = {options['temperature']:g}, exact verification, kernel {options['kernel']!r}. The "
-            f"interval is 95 %, by resampling rows. Statistics: one forward over {options['observed_texts']} other "
-            f"texts of {options['observed_length']} tokens.",
-            "",
-            markdown_table([*header, "interval", "accepted", "first token accepted"], rows),
-            "",
-        ]
-    lines += [
-        "## Cost",
-        "",
-        f"Weights in {options['dtype']}. Least of {options['repeats']} runs. The forward is without gradient; a "
-        "training step adds a backward, which runs no hooks. Load: the machine's average over the last minute; "
-        "above the threads, others were running too.",
-        "",
-    ]
-    header = ["model", "quantized weights", "refresh RTN ms", "refresh AWQ ms", "RTN ms per million"]
-    rows = []
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """Gains in block efficiency over the first scheme, and what a refresh costs."""
+    found = []
+    baseline = result["options"]["schemes"][0]
     for model in result["models"]:
-        c, million = model["cost"], model["cost"]["quantized_weights"] / 1e6
-        rtn, awq = c["rtn_refresh_seconds"] * 1e3, c["awq_refresh_seconds"] * 1e3
-        plain, hooked = c["forward_seconds"], c["hooked_forward_seconds"]
-        rows.append(
-            [model["model"], f"{million:.1f} M", f"{rtn:.1f}", f"{awq:.1f}", f"{rtn / million:.2f}"]
-            + [f"{awq / million:.2f}", str(c["forward_tokens"]), f"{plain * 1e3:.1f}", f"{(hooked / plain - 1):+.1%}"]
-            + [f"{c['load_average_1min']:.1f}"]
-        )
-    header += ["AWQ ms per million", "tokens of a forward", "forward ms", "hooks add", "load"]
-    return "\n".join([*lines, markdown_table(header, rows)])
+        for cell in model["acceptance"]:
+            what = f"{model_line(model)}, γ = {cell['draft_length']}, {cell['scheme']}: block efficiency"
+            if cell["scheme"] == baseline:
+                found.append(Finding(what, cell["block_efficiency"], "tokens per round"))
+            else:
+                low, high = cell["gain_interval"]
+                found.append(Finding(f"{what}, gain", cell["gain"], "tokens per round", baseline, (low, high)))
+        for scheme in ("rtn", "awq"):
+            seconds = model["cost"][f"{scheme}_refresh_seconds"]
+            found.append(Finding(f"{model_line(model)}: one {scheme.upper()} refresh", 1e3 * seconds, "ms"))
+        hooked = model["cost"]["hooked_forward_seconds"] / model["cost"]["forward_seconds"]
+        what = f"{model_line(model)}: forward of {model['cost']['forward_tokens']} tokens with AWQ's hooks"
+        found.append(Finding(what, hooked, "×", "without"))
+    return found
+
+
+def setup(result: dict[str, Any]) -> str:
+    """How it was measured."""
+    options = result["options"]
+    return (
+        f"{options['rows']} prompts in batches of {options['batch']}, up to {options['max_new_tokens']} new tokens, "
+        f"T = {options['temperature']:g}, exact verification, kernel {options['kernel']!r}; 95 % intervals by "
+        f"resampling rows. AWQ's statistics: one forward over {options['observed_texts']} other texts of "
+        f"{options['observed_length']} tokens. Costs: least of {options['repeats']} runs, a forward without gradient."
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -219,26 +194,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--observed-texts", type=int, default=32, help="for the statistics (default: %(default)s)")
     parser.add_argument("--observed-length", type=int, default=256, help="tokens of each (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="of each timing (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "rtn_awq.json", help="(default: %(default)s)")
+    add_machine_arguments(parser, "rtn_awq")
+    parser.set_defaults(device="cpu")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_arguments()
-    torch.set_num_threads(options.threads)
-    machine = describe_machine(torch.device("cpu"))
+    machine = begin(options)
     models = []
     for spec in options.models:
         loaded = load_model(spec, DTYPES[options.dtype], "cpu", seed=options.seed, measured=False)
         tokens = observed_tokens(loaded, options.texts, options.observed_texts, options.observed_length)
         cells = acceptance(loaded, tokens, options) if loaded.tokenizer is not None else []
         models.append(loaded.facts | {"acceptance": cells, "cost": cost(loaded, tokens, options)})
-    shown = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
-    shown["models"] = [m["model"] for m in models]
-    result = {"machine": machine, "options": shown, "models": models}
-    write_result(options.output, result, report(result))
+    result = {"options": shown(options), "models": models}
+    title = "Round-to-nearest against AWQ, 4 bits against 8"
+    write_result(options.output, "quantization", title, setup(result), machine, findings(result), result)
 
 
 if __name__ == "__main__":

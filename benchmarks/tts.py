@@ -3,7 +3,7 @@
     python -m benchmarks.tts drafters --drafters DIR
     python -m benchmarks.tts strides --kinds eagle3 dflash --requests 8
 
-Parts, each with a JSON, a Markdown file and a figure of its own:
+Parts, each with a result file of its own:
 
     drafters       acceptance length by drafter, temperature and output depth (Tab. 1, 2; Fig. 1, 2, 5)
     strides        S and adaptive, synchronous and asynchronous: acceptance length and throughput (Tab. 3, 7, 8)
@@ -21,24 +21,21 @@ trained at first use. A part that is broken off goes on where it was with the sa
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .measure import RESULTS, describe_machine
+from .measure import RESULTS, add_machine_arguments, begin, shown, write_result
 from .models import DTYPES, load_model
 from .tts_drafters import KINDS, make_kind
 from .tts_parts import PARTS, last_quarter, make_cells, summarise
-from .tts_report import report
+from .tts_report import PART_TITLES, findings, setup
 from .tts_runs import Bench, fingerprint, held_out_prompts, identity, loads
 from .tts_store import Store
 from .workload import STORIES, STORY_MODEL
 
 
 STRIDES = [1, 2, 5, 10, 15, 20, 30, 50]
-DRAFTERS = Path("bench_output/tts_drafters")
+DRAFTERS, CELLS = Path("bench_output/tts_drafters"), Path("bench_output/tts_cells")
 _RUN_PROMPTS = 1000  # requests that a part may come to at most; stories repeat, with other noise
 
 
@@ -62,17 +59,16 @@ def parse_arguments() -> argparse.Namespace:
     add("--anchor-weights", type=float, nargs="+", default=[0.1, 1.0], help="anchors: λ but 0 (default: %(default)s)")
     add("--learning-rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4, 3e-4, 1e-3], help="rates: η (default: "
         "%(default)s)")  # fmt: skip
-    add("--updates", type=int, default=2000, help="run: at least so many (default: %(default)s)")
+    add("--updates", type=int, default=2000, help="run: at least this many (default: %(default)s)")
     add("--run-stride", type=int, default=1, help="run: S (default: %(default)s)")
-    add("--run-asynchronous", action="store_true", help="run: update beside the next rounds")
+    add("--run-asynchronous", action="store_true", help="run: update during the next rounds")
     add("--batch", type=int, default=8, help="batch: requests at a time (default: %(default)s)")
     add("--adapter-rate", type=float, help="batch: η of per-request corrections (default: the drafter's)")
     add("--dtype", default="float32", choices=list(DTYPES), help="float64 must be identical (default: %(default)s)")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the noise (default: %(default)s)")
-    add("--output", type=Path, default=RESULTS, help="folder; files are tts_PART... (default: %(default)s)")
-    add("--suffix", default="", help="behind the files' names, for other settings, such as _float64")
+    add_machine_arguments(parser, "tts")
+    parser.set_defaults(output=RESULTS)  # a folder: files are tts_PART....json
+    add("--cells", type=Path, default=CELLS, help="folder of what a broken-off part has finished (%(default)s)")
+    add("--suffix", default="", help="added to the files' names, for other settings, such as _float64")
     add("--fresh", action="store_true", help="forget the cells that are there")
     options = parser.parse_args()
     _check(parser, options)
@@ -122,10 +118,7 @@ def _is_positive(text: str) -> bool:
 
 def main() -> None:
     options = parse_arguments()
-    torch.set_num_threads(options.threads)
-    # transformers says that a story model's own limit on the length yields to max_new_tokens.
-    warnings.filterwarnings("ignore", message=".*max_new_tokens.*")
-    machine = describe_machine(torch.device(options.device))
+    machine = begin(options)
     loaded = load_model(options.target, DTYPES[options.dtype], options.device)
     before = fingerprint(loaded.model)
     found = held_out_prompts(loaded, options.stories, options.prompt_tokens)
@@ -135,14 +128,14 @@ def main() -> None:
         "threads": options.threads, "new_tokens": options.new_tokens, "prompt_tokens": options.prompt_tokens,
         "batch": options.batch if options.part == "batch" else 1, "seed": options.seed,
     }  # fmt: skip
-    output = options.output / f"tts_{options.part}{options.suffix}.json"
-    store = Store(output, settings, options.fresh)
+    name = f"tts_{options.part}{options.suffix}.json"
+    store = Store(options.cells / name, settings, options.fresh)
     kinds = [
         make_kind(
-            name, options.drafters, options.target, options.stories, options.block_size, options.rates.get(name),
+            kind, options.drafters, options.target, options.stories, options.block_size, options.rates.get(kind),
             options.quantization,
         )
-        for name in options.kinds
+        for kind in options.kinds
     ]  # fmt: skip
     facts: dict[str, dict[str, Any]] = {kind.name: kind.facts() for kind in kinds}
     bench = Bench(loaded, prompts, options.new_tokens, options.seed)
@@ -155,18 +148,18 @@ def main() -> None:
         ]
     else:
         summary = summarise(cells, options.seed)
-    shown = {
-        name: value for name, value in vars(options).items() if name not in ("target", "drafters", "stories", "output")
-    }
     result: dict[str, Any] = {
-        "part": options.part, "machine": machine, "settings": settings, "options": shown, "drafters": facts,
-        "identity": identity(flat), "loads": loads(flat), "target_unchanged": fingerprint(loaded.model) == before,
+        "part": options.part,
+        "settings": settings,
+        "options": shown(options, "target", "drafters", "stories", "cells"),
+        "drafters": facts,
+        "identity": identity(flat),
+        "loads": loads(flat),
+        "target_unchanged": fingerprint(loaded.model) == before,
         "summary": summary,
-    }  # fmt: skip
-    text = report(result, output.with_suffix(""))
-    store.write(result)
-    output.with_suffix(".md").write_text(text + "\n")
-    print(f"{text}\n\nwritten: {output}, {output.with_suffix('.md')}")
+    }
+    title = PART_TITLES[options.part]
+    write_result(options.output / name, "tts", title, setup(result), machine, findings(result), result)
     if result["identity"]["unexplained"] or not result["target_unchanged"]:
         sys.exit('the output is not that of "none", or the target has changed')
 

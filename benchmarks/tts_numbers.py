@@ -1,8 +1,7 @@
-"""Arithmetic of the TTS benchmark: bins of output depth, acceptance lengths, intervals, trends, the paper's tables."""
+"""Arithmetic of the TTS benchmark: bins of output depth, acceptance lengths, intervals, the paper's tables."""
 
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -18,8 +17,6 @@ Record = dict[str, Any]
 
 # arXiv 2605.09329. Tab. 1 and 2: mean gains of the acceptance length at S = 1.
 PAPER_GAIN = {"dflash": 0.41, "eagle3": 0.34}
-# Tab. 3 (DFlash, Qwen3.5-122B), last row: acceptance length and throughput over the frozen drafter's.
-PAPER_SPEEDUPS = {20: (1.16, 1.39), 10: (1.21, 1.46), 5: (1.30, 1.54), 2: (1.41, 1.45), 1: (1.43, 1.15)}
 # Tab. 7 (DFlash, Qwen3-8B): gains in % on its eight benchmarks.
 PAPER_STRIDES = {
     1: (38.5, 33.1, 47.3, 55.2, 13.3, 50.3, 53.1, 22.8),
@@ -28,11 +25,6 @@ PAPER_STRIDES = {
     30: (12.6, 12.1, 17.8, 24.4, 3.7, 20.0, 18.2, 6.3),
     50: (10.2, 8.0, 14.7, 19.8, 2.3, 14.2, 13.3, 4.8),
 }
-# Tab. 8 (LiveCodeBench, Qwen3-8B): acceptance length and speed over those of S = 1.
-PAPER_RELATIVE = {
-    1: (1.00, 1.00), 5: (0.93, 1.77), 10: (0.88, 1.83), 15: (0.85, 1.79), 20: (0.84, 1.80), 30: (0.80, 1.65),
-    40: (0.79, 1.64), 50: (0.77, 1.56),
-}  # fmt: skip
 
 
 def paper_stride_gain(stride: int) -> float | None:
@@ -115,16 +107,3 @@ def speed_ratio(frozen: Sequence[Record], other: Sequence[Record]) -> float:
 def median_speed(records: Sequence[Record]) -> float:
     """Tokens per second, median over requests."""
     return statistics.median(record["tokens"] / record["seconds"] for record in records)
-
-
-def trend(values: Sequence[float | None]) -> str:
-    """In words, whether a sequence goes one way."""
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return "too few values to tell"
-    steps = [b - a for a, b in pairwise(known)]
-    if all(step <= 0 for step in steps):
-        return "falls monotonically"
-    if all(step >= 0 for step in steps):
-        return "rises monotonically"
-    return f"is not monotone ({sum(step > 0 for step in steps)} of {len(steps)} steps rise)"

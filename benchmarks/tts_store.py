@@ -1,15 +1,16 @@
-"""Results of the TTS benchmark on disk, cell by cell: a run that is killed keeps the cells it finished."""
+"""Cells of the TTS benchmark on disk, one by one: a run that is killed keeps the cells it finished."""
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spec_trl.json_files import write_atomically
+
 
 class Store:
-    """The cells of one result file, written after each of them, whole or not at all.
+    """The cells of one result, written after each of them, whole or not at all.
 
     Args:
         path: of the JSON file.
@@ -21,19 +22,18 @@ class Store:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], fresh: bool = False) -> None:
-        self.path, self.settings = path, dict(settings)
+        self.path, self.settings = path, json.loads(json.dumps(settings))  # tuples are lists in a file
         self.cells: dict[str, Any] = {}
         if fresh or not path.exists():
             return
         kept = json.loads(path.read_text())
-        plain = json.loads(json.dumps(self.settings))  # tuples are lists in a file
-        names = sorted({*kept["settings"], *plain})
-        changed = [name for name in names if kept["settings"].get(name) != plain.get(name)]
+        before, names = kept["settings"], {*kept["settings"], *self.settings}
+        changed = sorted(name for name in names if before.get(name) != self.settings.get(name))
         if changed:
-            then = {name: kept["settings"].get(name) for name in changed}
+            then, now = ({name: each.get(name) for name in changed} for each in (before, self.settings))
             raise ValueError(
-                f"{path.name} holds results with other settings, {then} instead of "
-                f"{ {name: plain.get(name) for name in changed} }: give the same ones, another --suffix, or --fresh."
+                f"{path.name} holds results with other settings, {then} instead of {now}: give the same ones, another "
+                "--suffix, or --fresh."
             )
         self.cells = kept["cells"]
 
@@ -48,14 +48,5 @@ class Store:
         digest = hashlib.sha256(made_with.encode()).hexdigest()[:16]
         if key not in self.cells or self.cells[key]["made_with"] != digest:
             self.cells[key] = {"made_with": digest, "data": make()}
-            self.write({})
+            write_atomically(self.path, json.dumps({"settings": self.settings, "cells": self.cells}))
         return self.cells[key]["data"]
-
-    def write(self, more: Mapping[str, Any]) -> None:
-        """Writes settings, cells and `more`."""
-        head = json.dumps({**more, "settings": self.settings}, indent=1)
-        cells = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in self.cells.items())
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_name(f".{self.path.name}.new")
-        fresh.write_text(f'{head[:-2]},\n "cells": {{\n{cells}\n }}\n}}\n')
-        os.replace(fresh, self.path)

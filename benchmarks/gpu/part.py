@@ -46,7 +46,7 @@ class Part:
     Attributes:
         device, shape, seed: what to measure on and with; `is_smoke`: the tiny shape, to try the code out.
         group: the one of `groups` that was asked for.
-        found: measured so far, by key.
+        found, skipped: what was measured so far, and why what was not, by key.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Part:
         self._limit = options.seconds
         self.found: dict[str, Any] = {}
         self._errors: dict[str, str] = {}
-        self._skipped: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
         self._facts: dict[str, Any] = {"machine": describe_machine(self.device)}
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -111,7 +111,7 @@ class Part:
 
     def skip(self, key: str, reason: str) -> None:
         """Says why `key` was not measured."""
-        self._skipped[key] = reason
+        self.skipped[key] = reason
         print(f"[{self.name}] {key}: skipped: {reason}", flush=True)
         self._write("unfinished")
 
@@ -145,7 +145,7 @@ class Part:
 
     def finish(self) -> int:
         """Writes the last state; 1 where nothing was measured and something failed."""
-        self._write("complete" if not self._errors and not self._skipped else "complete, with gaps")
+        self._write("complete" if not self._errors and not self.skipped else "complete, with gaps")
         return int(bool(self._errors) and not self.found)
 
     def _write(self, status: str) -> None:
@@ -158,7 +158,7 @@ class Part:
             **self._facts,
             "measured": self.found,
             "errors": self._errors,
-            "skipped": self._skipped,
+            "skipped": self.skipped,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{self.name}.json"

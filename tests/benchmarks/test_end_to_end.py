@@ -1,12 +1,8 @@
-"""The end-to-end benchmark: what it trains, what it counts as identical, whose numbers a row shows. No test looks at a
-time."""
+"""The end-to-end benchmark: what it counts as identical, whose numbers a row shows, which configurations it trains."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import end_to_end
 from benchmarks.configurations import (
@@ -27,13 +23,8 @@ from benchmarks.configurations import (
 )
 from benchmarks.end_to_end import best_fixed, expand, identical_until, in_turns, over_steps, summarise
 from benchmarks.timed_training import Training
-from benchmarks.training_task import demo_task, model_task, odd_share
 from spec_trl import SpecGRPOConfig
-from spec_trl.drafter_training.untrained import write_eagle3
-from spec_trl.trainers.run_log import RolloutRecord, StepRecord, read_run
-
-
-LEARNED = dict.fromkeys((LEARNED_FROZEN, LEARNED_ADAPTED, LEARNED_TTS)).keys()
+from spec_trl.trainers.run_log import RolloutRecord, StepRecord
 
 
 def record(step: int, refresh: float = 0.0, tau: float | None = None, gamma: int = 0) -> RolloutRecord:
@@ -109,95 +100,16 @@ def test_every_configuration_is_one_that_the_trainer_takes(tmp_path: Path) -> No
     assert ABLATIONS[toggled(7)]["draft_lengths"] == [7]
 
 
-def test_methods_are_expanded() -> None:
-    assert list(expand(["history"], False)) == [AUTOREGRESSIVE, "history"]
-    assert list(expand([end_to_end.ALWAYS], False)) == [AUTOREGRESSIVE, *map(always_on, FIXED)]
-    assert set(expand([TRL], True)) == {TRL, *ABLATED, *ABLATIONS}
-    assert list(expand([], False, ("dflash", "somewhere", 1e-6))) == [AUTOREGRESSIVE, *LEARNED]
-    assert set(expand(end_to_end.CHOICES, True)) == METHODS.keys() | ABLATIONS.keys()
-
-
-def test_a_shape_model_gets_prompts_and_completions_that_end() -> None:
-    task = model_task("shape:tiny", torch.float32, 64, 6, 0, 0.93, None)
-    policy = task.make_policy()
-    ids = task.tokenizer(task.dataset["prompt"][:])["input_ids"]
-    assert max(map(len, ids)) == task.longest_prompt == 64 and len(ids) == 6
-    assert task.tokenizer.decode(ids[0]).split() == task.dataset["prompt"][0].split()
-    ends = policy.generation_config.eos_token_id
-    assert len(ends) == 512 // 32 and task.tokenizer.eos_token_id in ends and 0 not in ends
-    assert policy is not task.make_policy()
-    assert task.reward(completion_ids=[[1, 2], [3, 5]]) == odd_share([[1, 2], [3, 5]]) == [0.5, 1.0]
-
-
-def test_the_demo_task_starts_from_the_same_weights() -> None:
-    task = demo_task(torch.float32, 4, 0)
-    first, second = task.make_policy(), task.make_policy()
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert len(task.dataset) == 4 and task.longest_prompt > 4
-
-
-@pytest.mark.slow
-def test_the_command_trains_and_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    output, runs = tmp_path / "end_to_end.json", tmp_path / "runs"
-    arguments = ["--steps", "2", "--rows", "4", "--group", "2", "--max-completion-length", "12", "--repeats", "1"]
-    arguments += ["--dtype", "float64", "--ablations", "--calibration-seconds", "1", "--epochs", "1.5"]
-    policy = demo_task(torch.float64, 1, 0).make_policy()
-    write_eagle3(tmp_path / "auxiliary", policy)
-    arguments += ["--learned", "eagle3", str(tmp_path / "auxiliary"), "--learning-rate", "1e-3"]
-    monkeypatch.setattr(sys, "argv", ["end_to_end", *arguments, "--runs", str(runs), "--output", str(output)])
-    end_to_end.main()
-    result = json.loads(output.read_text())
-    methods = result["methods"]
-    assert methods.keys() == METHODS.keys() | ABLATIONS.keys() | LEARNED
-    for name, method in methods.items():
-        assert method["steps"] == len(method["by_step"]["reward"]) == 2
-        assert method["step_seconds"] > method["rollout_seconds"] > 0
-        if name != TRL:  # in float64 there are no near-ties to excuse a difference
-            assert method["identical_steps"] == 2, name
-            assert method["by_step"]["reward"] == methods[AUTOREGRESSIVE]["by_step"]["reward"]
-    assert methods[AUTOREGRESSIVE]["preparation_seconds"] is methods[TRL]["preparation_seconds"] is None
-    assert methods[always_on(3)]["block_efficiency"] > 1.5
-    assert methods[always_on(7)]["draft_length"] > methods[always_on(3)]["draft_length"]
-    assert result["best_fixed"] in map(always_on, FIXED)
-    assert result["calibration"]["seconds"] > 0
-    assert result["configurations"][LEARNED_ADAPTED]["assistant_model"] == "auxiliary"
-    assert all(methods[name]["block_efficiency"] >= 1 for name in LEARNED)
-    log = read_run(runs / f"{EFFICIENT_ROLLOUT}-0")
-    assert result["options"]["learning_rate"] == 1e-3
-    assert log.header.settings["roofline_profile"] == str(runs / end_to_end.PROFILE)
-    text = output.with_suffix(".md").read_text()
-    for part in (
-        "EfficientRollout",
-        "(TTS)",
-        "The policy learns at 0.001",
-        "always on at γ* = ",
-        "(Fig. 4a)",
-        "(Fig. 5)",
-        "(Tab. 4)",
-        "(Fig. 7)",
-    ):
-        assert part in text
-    # Tab. 4's ratio, from the shape: an 8-bit copy reads more than a 4-bit one.
-    w8, w4 = (next(line for line in text.splitlines() if line.startswith(f"| RTN {bits}")) for bits in ("W8", "W4"))
-    assert float(w8.split("|")[2]) > float(w4.split("|")[2])
-    assert str(tmp_path) not in text
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("methods", "ablations", "drafter", "expected"),
     [
-        (["--steps", "1"], "the first step is not timed"),
-        (["--model", "nowhere"], "--model nowhere: no such folder"),
-        (["--rows", "6", "--group", "4"], "--rows 6 is no multiple of --group 4"),
-        (["--learned", "ngram", "."], "--learned ngram .: give eagle3 or dflash"),
-        (["--learned", "eagle3", "nowhere"], "--learned eagle3 nowhere: give eagle3 or dflash"),
-        (["--drafter-learning-rate", "0"], "--drafter-learning-rate 0.0 must be above 0"),
-        (["--repeats", "0"], "must be 1 or more"),
-        (["--runs", "."], "is not empty"),
+        (["history"], False, None, [AUTOREGRESSIVE, "history"]),
+        ([end_to_end.ALWAYS], False, None, [AUTOREGRESSIVE, *map(always_on, FIXED)]),
+        ([TRL], True, None, [TRL, *ABLATED, *ABLATIONS]),
+        ([], False, ("dflash", "somewhere", 1e-6), [AUTOREGRESSIVE, LEARNED_FROZEN, LEARNED_ADAPTED, LEARNED_TTS]),
+        (end_to_end.CHOICES, True, None, [*METHODS, *ABLATIONS]),
     ],
 )
-def test_wrong_options_are_named(arguments, message, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["end_to_end", *arguments])
-    with pytest.raises(SystemExit):
-        end_to_end.main()
-    assert message in capsys.readouterr().err
+def test_methods_are_expanded(methods, ablations, drafter, expected) -> None:
+    found = list(expand(methods, ablations, drafter))
+    assert found == sorted(expected, key=found.index) and len(found) == len(set(expected))

@@ -1,25 +1,15 @@
 """The identity study must find a wrong token, and know a near-tie from one."""
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks import identity, refresh
 from benchmarks.identity import Tally, compare
 from benchmarks.models import build, shape_config
 from benchmarks.rollout import ours
 from benchmarks.workload import Workload
 from spec_trl import SpeculativeConfig
 from spec_trl.cli.near_ties import LogitNoise, measure_logit_noise, reference_scores
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build(shape_config("tiny"), 0.04, 0, torch.float64, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -30,33 +20,33 @@ def work() -> Workload:
 
 
 @pytest.fixture(scope="module")
-def plain(model: PreTrainedModel, work: Workload) -> list[list[int]]:
-    return ours(model, "none", None, SpeculativeConfig())(work, 5).completions
+def plain(shape: PreTrainedModel, work: Workload) -> list[list[int]]:
+    return ours(shape, "none", None, SpeculativeConfig())(work, 5).completions
 
 
 def test_the_reference_scores_choose_the_tokens_that_the_engine_sampled(
-    model: PreTrainedModel, work: Workload, plain: list[list[int]]
+    shape: PreTrainedModel, work: Workload, plain: list[list[int]]
 ) -> None:
     for row, completion in enumerate(plain):
         for at, token in enumerate(completion):
             prefix = work.prompts[row] + completion[:at]
-            assert reference_scores(model, prefix, work.temperature, 5, row, at).argmax() == token
+            assert reference_scores(shape, prefix, work.temperature, 5, row, at).argmax() == token
 
 
 def test_a_wrong_token_is_unexplained_and_a_close_one_a_tie(
-    model: PreTrainedModel, work: Workload, plain: list[list[int]]
+    shape: PreTrainedModel, work: Workload, plain: list[list[int]]
 ) -> None:
     prefix = work.prompts[1] + plain[1][:4]
-    best, second = reference_scores(model, prefix, work.temperature, 5, 1, 4).topk(2)[1].tolist()
+    best, second = reference_scores(shape, prefix, work.temperature, 5, 1, 4).topk(2)[1].tolist()
     assert best == plain[1][4]
-    scores = reference_scores(model, prefix, work.temperature, 5, 1, 4)
+    scores = reference_scores(shape, prefix, work.temperature, 5, 1, 4)
     gap = (scores[best] - scores[second]).item()
     other = [list(row) for row in plain]
     other[1][4] = second
 
     strict, loose = Tally(), Tally()
-    compare(model, work, plain, other, LogitNoise(gap * work.temperature * 0.9, 0.0), 5, strict)
-    compare(model, work, plain, other, LogitNoise(gap * work.temperature * 1.1, 0.0), 5, loose)
+    compare(shape, work, plain, other, LogitNoise(gap * work.temperature * 0.9, 0.0), 5, strict)
+    compare(shape, work, plain, other, LogitNoise(gap * work.temperature * 1.1, 0.0), 5, loose)
     assert (strict.near_ties, strict.unexplained) == (0, 1)
     assert (loose.near_ties, loose.unexplained) == (1, 0)
     assert loose.widest_near_tie == pytest.approx(gap)
@@ -66,41 +56,20 @@ def test_a_wrong_token_is_unexplained_and_a_close_one_a_tie(
     worst = int(scores.argmin())
     other[1][4] = worst  # the top two may be as close as they like: this token is neither
     third = Tally()
-    compare(model, work, plain, other, LogitNoise(gap * work.temperature * 1.1, 0.0), 5, third)
+    compare(shape, work, plain, other, LogitNoise(gap * work.temperature * 1.1, 0.0), 5, third)
     assert third.unexplained == 1
 
 
-def test_a_row_that_ends_early_is_unexplained(model: PreTrainedModel, work: Workload, plain: list[list[int]]) -> None:
+def test_a_row_that_ends_early_is_unexplained(shape: PreTrainedModel, work: Workload, plain: list[list[int]]) -> None:
     tally = Tally()
-    compare(model, work, plain, [plain[0], plain[1][:7], plain[2]], LogitNoise(1e9, 0.0), 5, tally)
+    compare(shape, work, plain, [plain[0], plain[1][:7], plain[2]], LogitNoise(1e9, 0.0), 5, tally)
     assert (tally.near_ties, tally.unexplained) == (0, 1)
 
 
-def test_logit_noise_is_small_in_float64_and_larger_in_bfloat16(model: PreTrainedModel) -> None:
+def test_logit_noise_is_small_in_float64_and_larger_in_bfloat16(shape: PreTrainedModel) -> None:
     texts = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))  # [batch, n]
-    fine = measure_logit_noise(model, texts, draft_length=5)
+    fine = measure_logit_noise(shape, texts, draft_length=5)
     half = build(shape_config("tiny"), 0.04, 0, torch.bfloat16, "cpu")
     coarse = measure_logit_noise(half, texts, draft_length=5)
     assert fine.rms <= fine.largest < 1e-10
     assert 1e-3 < coarse.largest < 5
-
-
-def test_the_commands_write_their_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    output = tmp_path / "identity.json"
-    arguments = ["--dtypes", "float64", "--tokens", "300", "--batch", "4", "--max-new-tokens", "64"]
-    monkeypatch.setattr(sys, "argv", ["identity", *arguments, "--rejection-batches", "1", "--output", str(output)])
-    identity.main()
-    (entry,) = json.loads(output.read_text())["studies"]
-    for strategy in ("self", "ngram"):
-        assert entry["strategies"][strategy]["unexplained"] == 0
-        assert entry["strategies"][strategy]["near_ties"] == 0  # float64
-        assert entry["strategies"][strategy]["tokens_compared"] >= 300
-    assert entry["strategies"]["self"]["exact_over_rejection"] > 0.8
-
-    output = tmp_path / "refresh.json"
-    monkeypatch.setattr(sys, "argv", ["refresh", "--models", "shape:tiny", "--output", str(output)])
-    refresh.main()
-    (measured,) = json.loads(output.read_text())["models"]
-    assert measured["quantized_weights"] == 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128) + 512 * 128
-    assert 0.25 < measured["memory_ratio"] < 0.35
-    assert measured["dense_layers"] == []

@@ -1,11 +1,8 @@
-"""The TTS benchmark: bins, intervals, resuming, what it sees of p and q, and one tiny run. No test looks at a time."""
+"""The TTS benchmark: bins, intervals, resuming, what it sees of p and q, and tiny runs. No test looks at a time."""
 
 import json
 import math
-import sys
-from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,28 +10,23 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import tts
+from benchmarks.measure import Result, read_result
 from benchmarks.tts_distributions import observe_position
-from benchmarks.tts_drafters import FROZEN, NONE, TTS, make_kind
+from benchmarks.tts_drafters import FROZEN, NONE, TTS
 from benchmarks.tts_numbers import (
     BINS,
     Record,
     acceptance_length,
     by_depth,
     gain_interval,
-    paper_stride_gain,
     speed_ratio,
     third,
-    trend,
 )
-from benchmarks.tts_parts import anchors_ways, last_quarter, summarise
-from benchmarks.tts_report import _drafter_line
-from benchmarks.tts_runs import Bench, Generated, in_turns
+from benchmarks.tts_parts import last_quarter, summarise
+from benchmarks.tts_runs import Bench
 from benchmarks.tts_store import Store
-from examples import train_drafter
-from spec_trl.drafter_training.offline import STATE_FILE
 from spec_trl.drafter_training.untrained import write_eagle3
-from spec_trl.generation.configuration import Distillation
-from spec_trl.generation.engine.statistics import SpeculationStatistics
+from tests.benchmarks.conftest import set_arguments
 from tests.conftest import STORY_MODEL
 
 
@@ -54,7 +46,7 @@ def test_rounds_are_counted_where_they_began() -> None:
     assert {i: count for i, count in enumerate(blocks) if count} == {0: 1, 3: 1, 4: 1, 9: 1, 11: 1}
     assert {i: count for i, count in enumerate(committed) if count} == {0: 3, 3: 1, 4: 5, 9: 2, 11: 9}
     blocks, committed = by_depth(rounds, 420)
-    assert (blocks[0], committed[0], blocks[1], committed[1]) == (5, 20, 1, 1)  # bins of 20, and room behind 20
+    assert (blocks[0], committed[0], blocks[1], committed[1]) == (5, 20, 1, 1)  # bins of 20, and room after 20
     assert sum(by_depth([1] * 42, 42)[0]) == 41  # the last token alone is no block
 
 
@@ -84,19 +76,6 @@ def test_speed_is_compared_within_requests() -> None:
     assert speed_ratio(frozen, [record(1, 1, seconds) for seconds in (0.5, 5.0, 4.0)]) == 2.0
 
 
-def test_trends_in_words() -> None:
-    assert trend([3.0, 2.0, None, 2.0]) == "falls monotonically"
-    assert trend([1.0, 2.0]) == "rises monotonically"
-    assert trend([1.0, 2.0, 1.5]) == "is not monotone (1 of 2 steps rise)"
-    assert trend([None, 1.0]) == "too few values to tell"
-
-
-def test_means_of_the_papers_strides() -> None:
-    assert paper_stride_gain(1) == pytest.approx(0.392, abs=5e-4)
-    assert paper_stride_gain(50) == pytest.approx(0.109, abs=5e-4)
-    assert paper_stride_gain(2) is None
-
-
 # ---- store ---------------------------------------------------------------------------------------------------------
 
 
@@ -114,9 +93,7 @@ def test_a_killed_run_keeps_its_cells(tmp_path: Path) -> None:
     assert again.cell("a", "ways", killed) == [1, 2]
     assert again.cell("b", "ways", lambda: 3) == 3
     assert again.cell("a", "other ways", lambda: 4) == 4  # what it was made with has changed
-    again.write({"summary": "done"})
-    kept = json.loads(path.read_text())
-    assert kept["summary"] == "done" and set(kept["cells"]) == {"a", "b"}
+    assert set(json.loads(path.read_text())["cells"]) == {"a", "b"}
     assert Store(path, {"seed": 0}).cell("a", "other ways", killed) == 4
     assert Store(path, {"seed": 0}, fresh=True).cells == {}
     with pytest.raises(ValueError, match="'seed': 0.*--fresh"):
@@ -164,38 +141,6 @@ def test_requests_of_a_batch_are_resampled_one_by_one() -> None:
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_request_starts_with_the_next_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[object] = []
-    monkeypatch.setattr(Bench, "generate", lambda self, drafter, *_: order.append(drafter))
-    monkeypatch.setattr(Bench, "record", lambda self, made: {})
-    monkeypatch.setattr(Bench, "compared", lambda self, record, *_: record)
-    bench = object.__new__(Bench)
-    for shift in range(4):
-        found = in_turns(bench, {NONE: 0, "a": 1, "b": 2}, 7, [0], 1.0, shift, lambda: None)  # type: ignore[dict-item]
-        assert list(found) == [NONE, "a", "b"]
-    assert order == [0, 1, 2, 1, 2, 0, 2, 0, 1, 0, 1, 2]
-
-
-def test_the_frozen_drafter_runs_beside_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[object] = []
-
-    def generate(_: Bench, drafter: object, *__: object) -> Generated:
-        order.append(drafter)
-        return Generated([], [], SpeculationStatistics("tts"), float(len(order)))
-
-    monkeypatch.setattr(Bench, "generate", generate)
-    monkeypatch.setattr(Bench, "record", lambda self, made: {"seconds": made.seconds})
-    monkeypatch.setattr(Bench, "compared", lambda self, record, *_: record)
-    bench, ways = object.__new__(Bench), {NONE: 0, FROZEN: 1, "a": 2, "b": 3}
-    found = in_turns(bench, ways, 7, [0], 1.0, 0, lambda: None, True)  # type: ignore[arg-type]
-    assert order == [0, 1, 1, 2, 1, 3]
-    assert found[FROZEN]["seconds"] == 2 and found["b"] == {"seconds": 6, "frozen_seconds": 5}
-    assert speed_ratio([found[FROZEN]], [found["b"]]) == 5 / 6
-    order.clear()
-    in_turns(bench, ways, 7, [0], 1.0, 3, lambda: None, True)  # type: ignore[arg-type]
-    assert order == [3, 1, 0, 1, 2, 1]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Untrained drafters for stories260K."""
@@ -209,141 +154,75 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, output: Path, *arguments: str, requests: int = 1, tokens: int = 24
-) -> dict:
+    monkeypatch: pytest.MonkeyPatch, folder: Path, output: Path, arguments: str, requests: int = 1, tokens: int = 22
+) -> Result:
     """One part on stories260K in float64, with few tokens."""
-    given = ["--target", str(STORY_MODEL), "--drafters", str(folder), "--dtype", "float64"]
-    given += ["--new-tokens", str(tokens), "--requests", str(requests), "--prompt-tokens", "4"]
-    given += ["--output", str(output)]
-    given += ["--threads", str(torch.get_num_threads()), "--rates", "eagle3=1e-3", "model=1e-2"]
-    monkeypatch.setattr(sys, "argv", ["tts", *arguments, *given])
+    given = f"{arguments} --target {STORY_MODEL} --drafters {folder} --dtype float64 --new-tokens {tokens} --requests "
+    given += f"{requests} --prompt-tokens 4 --output {output} --cells {output}/cells --rates eagle3=1e-3 model=1e-2"
+    set_arguments(monkeypatch, tts, given.split())
     tts.main()
-    return json.loads((output / f"tts_{arguments[0]}.json").read_text())
+    part = arguments.split()[0]
+    return read_result(output / f"tts_{part}.json")
 
 
 @pytest.mark.slow
 def test_drafters_end_to_end_and_again_from_what_is_kept(monkeypatch, folder: Path, tmp_path: Path) -> None:
-    result = run(monkeypatch, folder, tmp_path, "drafters", "--kinds", "model", requests=2)
-    assert [(row["temperature"], row["way"]) for row in result["summary"]] == [
+    result = run(monkeypatch, folder, tmp_path, "drafters --kinds model", requests=2)
+    details = result.details
+    assert [(row["temperature"], row["way"]) for row in details["summary"]] == [
         (t, way) for t in (0.0, 1.0) for way in (NONE, FROZEN, TTS)
     ]
-    assert result["identity"] == {"calls": 8, "tokens": 192, "same": 192, "ties": 0, "unexplained": 0}
-    assert result["target_unchanged"] and len(result["cells"]) == 4
-    for row in result["summary"]:
+    assert details["identity"] == {"calls": 8, "tokens": 176, "same": 176, "ties": 0, "unexplained": 0}
+    assert details["target_unchanged"]
+    for row in details["summary"]:
         assert (row["way"] == NONE) == ("tau" not in row)
         assert (row["way"] == TTS) == ("updates_per_call" in row)
-    for cell in result["cells"].values():
+    cells = json.loads((tmp_path / "cells/tts_drafters.json").read_text())["cells"]
+    assert len(cells) == 4
+    for cell in cells.values():
         learned = cell["data"][TTS]
         assert learned["updates"] == sum(learned["blocks"])  # S = 1: after every block
         assert learned["committed"][0] >= learned["blocks"][0] > 0
-        assert sum(learned["committed"]) in (23, 24)
-    assert any(row["gain"] != 0 for row in result["summary"] if row["way"] == TTS)
-    text = (tmp_path / "tts_drafters.md").read_text()
-    assert "192 of 192 tokens" in text and (tmp_path / "tts_drafters.png").exists()
-    assert str(tmp_path) not in (tmp_path / "tts_drafters.json").read_text() + text
+        assert sum(learned["committed"]) in (21, 22)
+    assert any(row["gain"] != 0 for row in details["summary"] if row["way"] == TTS)
+    assert "176 of 176 tokens" in result.setup and str(tmp_path) not in (tmp_path / "tts_drafters.json").read_text()
 
     def generate(*_: object) -> None:
         raise AssertionError("a finished cell was made again")
 
     monkeypatch.setattr(Bench, "generate", generate)
-    assert run(monkeypatch, folder, tmp_path, "drafters", "--kinds", "model", requests=2)["cells"] == result["cells"]
+    again = run(monkeypatch, folder, tmp_path, "drafters --kinds model", requests=2)
+    assert again.details["summary"] == details["summary"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        pytest.param(
-            ("strides", "--strides", "1", "10", "--temperatures", "1"), "As in Tab. 8", marks=pytest.mark.slow
-        ),
-        (("rates", "--learning-rates", "1e-3", "--temperatures", "1"), "best η=0.001"),
-        (("steps", "--steps", "1", "2", "--temperatures", "0"), "K=1 best"),
-        pytest.param(("distributions", "--temperatures", "1"), "the target's entropy", marks=pytest.mark.slow),
-        (
-            ("run", "--updates", "13", "--run-stride", "2", "--run-asynchronous", "--temperatures", "1"),
-            'Scope "run", S = 2, asynchronous',
-        ),
-        (("batch", "--batch", "2", "--temperatures", "1"), "TTS, per rollout"),
+        pytest.param("strides --strides 1 10 --temperatures 1", "S=10 async", marks=pytest.mark.slow),
+        pytest.param("rates --learning-rates 1e-3 --temperatures 1", "η=0.001", marks=pytest.mark.slow),
+        pytest.param("steps --steps 1 2 --temperatures 0", "K=2", marks=pytest.mark.slow),
+        pytest.param("anchors --anchor-weights 0.5 --temperatures 0", "K=2, λ=0.5, q_t", marks=pytest.mark.slow),
+        pytest.param("distributions --temperatures 1", "cross-entropy", marks=pytest.mark.slow),
+        ("run --updates 9 --run-stride 2 --run-asynchronous --temperatures 1", "last 1 of"),
+        pytest.param("batch --batch 2 --temperatures 1", "TTS, per rollout", marks=pytest.mark.slow),
     ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+    ids=lambda value: value.split()[0],
 )
 def test_each_part_is_lossless_and_reports(arguments, expected, monkeypatch, folder: Path, tmp_path: Path) -> None:
-    kind = "eagle3" if arguments[0] in ("distributions", "batch") else "model"
-    tokens = 42 if arguments[0] == "distributions" else 24
-    result = run(monkeypatch, folder, tmp_path, *arguments, "--kinds", kind, tokens=tokens)
-    same = result["identity"]
+    part = arguments.split()[0]
+    kind = "eagle3" if part in ("distributions", "batch") else "model"
+    tokens = 42 if part == "distributions" else 22
+    result = run(monkeypatch, folder, tmp_path, f"{arguments} --kinds {kind}", tokens=tokens)
+    same, summary = result.details["identity"], result.details["summary"]
     assert same["same"] == same["tokens"] > 0 and same["ties"] == same["unexplained"] == 0
-    assert result["target_unchanged"]
-    assert expected in (tmp_path / f"tts_{arguments[0]}.md").read_text()
-    if arguments[0] == "distributions":
-        frozen, learned = (row["distributions"][-1] for row in result["summary"][1:])
+    assert result.details["target_unchanged"]
+    assert any(expected in finding.what for finding in result.findings)
+    if part == "distributions":
+        frozen, learned = (row["distributions"][-1] for row in summary[1:])
         assert frozen["positions"] > learned["unseen_positions"] > 0
         assert learned["cross_entropy"] < frozen["cross_entropy"] - 1  # untrained, it has much to learn
-    if arguments[0] == "run":
-        assert 13 <= result["summary"][0]["updates"] < 13 + 12
-    if arguments[0] == "batch":
-        (cell,) = result["cells"].values()
+    if part == "run":
+        assert 9 <= summary[0]["updates"] < 9 + 11
+    if part == "batch":
+        (cell,) = json.loads((tmp_path / "cells/tts_batch.json").read_text())["cells"].values()
         assert all(len(cell["data"][way]["blocks"]) == 2 for way in cell["data"] if way != NONE)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["drafters", "--rates", "eagle3=-1"], "'=' and a number above 0"),
-        (["drafters", "--rates", "medusa=1"], "'=' and a number above 0"),
-        (["strides", "--strides", "0"], "must be 1 or more"),
-        (["drafters", "--new-tokens", "5"], "--new-tokens 5 must be 21 or more"),
-        (["drafters", "--target", "nowhere"], "--target nowhere: no such folder"),
-        (["anchors", "--anchor-weights", "0"], "must be above 0"),
-    ],
-)
-def test_wrong_options_are_named(arguments, message, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["tts", *arguments])
-    with pytest.raises(SystemExit):
-        tts.main()
-    assert message in capsys.readouterr().err
-
-
-def test_ways_of_the_anchors(folder: Path) -> None:
-    kind = make_kind("model", folder, "", folder, 16, 1e-3, "")
-    ways = anchors_ways(kind, Namespace(anchor_weights=[0.5]))
-    how = Distillation(1e-3)
-    assert ways == {
-        FROZEN: None,
-        "K=1, λ=0": how,
-        "K=2, λ=0": replace(how, steps=2),
-        "K=2, λ=0.5, q_t": replace(how, steps=2, anchor_weight=0.5),
-        "K=1, λ=0.5, q_0": replace(how, anchor_weight=0.5, anchor="initial"),
-    }
-
-
-def test_a_missing_drafter_is_trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[list[str]] = []
-
-    def train(arguments: list[str]) -> None:
-        calls.append(arguments)
-        place = Path(arguments[arguments.index("--output") + 1])
-        (place / STATE_FILE).touch()
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        (place / "model.safetensors").write_bytes(b"weights")
-        (place / "config.json").write_text('{"hidden_size": 500}')
-
-    monkeypatch.setattr(train_drafter, "main", train)
-    with pytest.raises(KeyboardInterrupt):
-        make_kind("dflash", tmp_path, "target", Path("stories.json"), 8, None, "")
-    for _ in range(2):
-        kind = make_kind("dflash", tmp_path, "target", Path("stories.json"), 8, None, "")
-    assert len(calls) == 2 and "--resume" not in calls[0] and calls[1] == [*calls[0], "--resume"]
-    assert (kind.draft_length, kind.folder) == (7, tmp_path / "dflash8")
-    training = kind.facts()["training"]
-    assert isinstance(training, dict) and training["seconds"] >= 0 and "64" in training["options"]
-    line = _drafter_line(kind.name, kind.facts())
-    assert "η = 0.0005" in line and "since it was resumed: --drafter dflash" in line
-    train_drafter.parse_arguments(calls[1])  # options that it knows
-    (tmp_path / "eagle3").mkdir()
-    (tmp_path / "eagle3/config.json").write_text('{"hidden_size": 64}')
-    (tmp_path / "eagle3/model.safetensors").touch()
-    other = make_kind("eagle3", tmp_path, "target", Path("stories.json"), 8, 0.25, "")
-    assert len(calls) == 2 and "η = 0.25, weights e3b0c44298fc1c14, trained elsewhere" in _drafter_line(
-        other.name, other.facts()
-    )

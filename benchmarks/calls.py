@@ -1,0 +1,120 @@
+"""Calls of `generate` under the clock, in turns: what the benchmarks of whole calls share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from spec_trl import SpeculativeConfig
+from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.statistics import SpeculationStatistics
+
+from .measure import stopwatch
+from .workload import Workload
+
+
+@dataclass(frozen=True)
+class Call:
+    """One `generate` call: seconds on the caller's clock, new tokens of each row, and the call's statistics."""
+
+    seconds: float
+    completions: list[list[int]]
+    statistics: SpeculationStatistics
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole call."""
+        return sum(map(len, self.completions)) / self.seconds
+
+    @property
+    def decoding_tokens_per_second(self) -> float:
+        """Without reading the prompts."""
+        return sum(map(len, self.completions)) / (self.seconds - self.statistics.phase_seconds["prefill"])
+
+    @property
+    def speculative_share(self) -> float:
+        """Of the decoding rounds, those with a draft."""
+        spans, rounds = self.statistics.speculating, self.statistics.rounds
+        ends = [start for start, _ in spans[1:]] + [rounds]
+        return sum(end - start for (start, length), end in zip(spans, ends, strict=True) if length) / rounds
+
+
+Way = Callable[[Workload, int], Call]
+"""Generates for a workload with a seed."""
+
+
+def way(
+    model: PreTrainedModel, strategy: str, config: SpeculativeConfig,
+    drafters: Callable[[], Sequence[Drafter]] = tuple, **options: Any,
+) -> Way:  # fmt: skip
+    """A way to generate with our engine; the seed of a call replaces the config's.
+
+    Args:
+        model: the target.
+        strategy: its `assistant_strategy`.
+        config: for `speculative_config`.
+        drafters: makes those of a call; by default the engine does.
+        options: other arguments of `generate`.
+
+    Raises:
+        RuntimeError: at a call: the drafter failed. The engine goes on without it, a measurement must not.
+    """
+
+    def call(work: Workload, seed: int) -> Call:
+        inputs = work.padded(model.device)
+        drafter = list(drafters()) or None
+        with stopwatch(model.device) as watch:
+            output = model.generate(
+                **inputs, **sampling(work), **options, assistant_strategy=strategy, drafter=drafter,
+                speculative_config=replace(config, seed=seed), return_dict_in_generate=True,
+            )  # fmt: skip
+        if output.statistics.drafter_failure is not None:
+            raise RuntimeError(f"the drafter of {strategy!r} failed: {output.statistics.drafter_failure}")
+        new = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        rows = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]
+        return Call(watch.value, rows, output.statistics)
+
+    return call
+
+
+def sampling(work: Workload) -> dict[str, object]:
+    """Keywords of plain temperature sampling; transformers' default would add top_k=50."""
+    return {
+        "do_sample": True,
+        "temperature": work.temperature,
+        "top_k": 0,
+        "max_new_tokens": work.max_new_tokens,
+        "pad_token_id": work.pad_token_id,
+    }
+
+
+def in_turns(ways: Mapping[str, Way], works: Sequence[Workload], seed: int) -> dict[str, list[Call]]:
+    """Each way once for each workload, with another first way in each turn (A B C, B C A, ...) and seed + i in turn i.
+
+    A slow minute of the machine then hits all ways alike.
+    """
+    calls: dict[str, list[Call]] = {name: [] for name in ways}
+    for turn, work in enumerate(works):
+        for name in rotated(list(ways), turn):
+            calls[name].append(ways[name](work, seed + turn))
+    return calls
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """`names`, beginning with number `by`."""
+    shift = by % len(names)
+    return [*names[shift:], *names[:shift]]
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Within each repeat."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def identical_rows(ours: Sequence[Call], theirs: Sequence[Call]) -> tuple[int, int]:
+    """Number of equal completions, and of all, in calls of two ways in the same turns."""
+    pairs = [
+        pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a.completions, b.completions, strict=True)
+    ]
+    return sum(mine == other for mine, other in pairs), len(pairs)

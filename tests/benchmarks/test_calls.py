@@ -1,0 +1,155 @@
+"""Ratios, shares and identity of timed calls: mistakes here would falsify every figure. No test looks at a time."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from benchmarks import best_of_n, never_slower, rollout
+from benchmarks.bookkeeping import Bookkeeping
+from benchmarks.calls import Call, Way, identical_rows, in_turns
+from benchmarks.measure import peak_memory
+from benchmarks.never_slower import ALWAYS, NONE, TOGGLE
+from benchmarks.rollout import PLAIN, Run
+from benchmarks.workload import Workload
+from spec_trl import SpeculativeConfig
+from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
+from spec_trl.scheduling.ladder import Choice
+
+
+WORK = Workload([[1, 2], [3]], 10, 1.0, (), 0)
+ROWS, NEW = 3, 10
+CONFIG = SpeculativeConfig(draft_length=4)
+
+
+def call(
+    seconds: float, rows: list[list[int]], spans: list[tuple[int, int]], prefill: float = 0.0, drafts: int = 0
+) -> Call:
+    total = DraftCounts(blocks=drafts, committed=3 * drafts)
+    phases = {"prefill": prefill, "control": 0.1}
+    statistics = SpeculationStatistics("self", total, rounds=10, speculating=spans, phase_seconds=phases)
+    return Call(seconds, [list(row) for row in rows], statistics)
+
+
+@pytest.fixture(scope="module")
+def works() -> list[Workload]:
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(512, (4 + i % 3,), generator=generator).tolist() for i in range(2 * ROWS)]
+    return [Workload(prompts[i * ROWS : (i + 1) * ROWS], NEW, 1.0, (), 0) for i in range(2)]
+
+
+def test_each_turn_starts_with_the_next_way() -> None:
+    order: list[tuple[str, int]] = []
+
+    def way(name: str) -> Way:
+        def run(work: Workload, seed: int) -> Call:
+            order.append((name, seed))
+            return call(1.0, [[1]], [(0, 0)])
+
+        return run
+
+    in_turns({name: way(name) for name in "abc"}, [WORK] * 4, 7)
+    assert ["".join(name for name, seed in order if seed == s) for s in (7, 8, 9, 10)] == ["abc", "bca", "cab", "abc"]
+
+
+def test_share_of_rounds_that_speculated() -> None:
+    assert call(1.0, [], [(0, 0)]).speculative_share == 0
+    assert call(1.0, [], [(0, 0), (3, 5), (8, 0)]).speculative_share == 0.5
+    assert call(1.0, [], [(0, 0), (3, 5), (4, 7)]).speculative_share == 0.7
+
+
+def test_ratios_are_paired_within_repeats_and_taken_to_the_better() -> None:
+    texts = [[1, 2], [3, 4]]
+    calls = {
+        NONE: [call(s, texts, [(0, 0)], prefill=p) for s, p in ((1.0, 0.5), (10.0, 5.0), (4.0, 2.0))],
+        ALWAYS: [call(s, texts, [(0, 5)], drafts=4) for s in (0.5, 5.0, 4.0)],
+        TOGGLE: [call(s, texts, [(0, 0), (5, 5)], prefill=p) for s, p in ((1.0, 0.0), (5.0, 3.0), (2.0, 1.0))],
+    }
+    calls[TOGGLE][0].completions[1] = [3, 9]
+    bookkeeping = Bookkeeping(control=0.01, log=0.02, counter=0.04, clocks=0.03)
+    cell = never_slower.summarise(WORK, calls, bookkeeping)
+    assert cell.toggle_to_none_by_repeat == [1.0, 2.0, 2.0] and cell.toggle_to_none == 2.0
+    # Medians of tokens/s: none of 4, 0.4 and 1, always of 8, 0.8 and 1. Equal, so none counts as the better.
+    assert (cell.better, cell.toggle_to_better) == (NONE, 2.0)
+    assert cell.decoding_toggle_to_none == 2.0  # of 0.5, 2.5 and 2
+    assert cell.speculative_share == {NONE: 0.0, ALWAYS: 1.0, TOGGLE: 0.5}
+    assert cell.block_efficiency == 3.0
+    assert cell.control_share == pytest.approx(0.05)
+    assert cell.bookkeeping_share == pytest.approx((0.01 + 0.02 + 0.03 + 0.5 * 0.04) / 0.2)
+    assert (cell.identical_rows, cell.rows) == (5, 6) == identical_rows(calls[TOGGLE], calls[NONE])
+    assert cell.passes
+    calls[ALWAYS] = [call(s / 4, texts, [(0, 5)], drafts=4) for s in (0.5, 5.0, 4.0)]
+    cell = never_slower.summarise(WORK, calls, bookkeeping)
+    assert (cell.better, cell.toggle_to_better) == (ALWAYS, 0.25)
+    assert not cell.passes
+
+
+def test_tokens_follow_the_time_within_bounds() -> None:
+    def way(work: Workload, seed: int) -> Call:
+        return call(1.5, [[1]], [(0, 0)], prefill=0.5)  # ten rounds in a second after half a second of reading
+
+    assert never_slower.tokens_for(way, WORK, 6.5, 1000) == 60
+    assert never_slower.tokens_for(way, WORK, 6.5, 40) == 40
+    assert never_slower.tokens_for(way, WORK, 0.6, 1000) == never_slower.FEWEST_TOKENS
+
+
+def test_the_first_choice_is_judged_by_what_measured() -> None:
+    class Timeline:
+        def __init__(self, *changes: tuple[float, int, list[str]]) -> None:
+            self.changes = list(changes)
+
+    def made(seconds: float, rows: list[list[int]]) -> Call:
+        return call(seconds, rows, [(0, 0)])
+
+    def ours(*changes: tuple[float, int, list[str]]) -> Call:
+        found = made(1.0, [[1, 2]])
+        found.statistics.timeline = [Timeline(*changes)]  # type: ignore[list-item]
+        return found
+
+    calls = {
+        "none": [made(2.0, [[1, 2]]), made(2.0, [[1, 3]]), made(4.0, [[1, 2]])],
+        "self": [made(1.0, [[1, 2]]) for _ in range(3)],
+        "ngram": [made(1.02, [[1, 2]]) for _ in range(3)],
+        "watched self": [made(1.25, [[1, 2]]) for _ in range(3)],
+        "watched ngram": [made(1.0, [[1, 2]]) for _ in range(3)],
+        "self, toggled": [made(2.0, [[1, 2]]) for _ in range(3)],
+        "best_of_n": [
+            ours((0.0, 0, []), (0.1, 3, ["ngram"]), (0.2, 9, ["self"])),
+            ours((0.0, 0, ["ngram"])),
+            ours((0.0, 0, []), (0.1, 40, ["self"])),
+        ],
+    }
+    planned = {"self": Choice("self", 5, 1.4), "ngram": Choice("ngram", 10, 1.2)}
+    cell = best_of_n.summarise("story", 1, 2, planned, {"self": 3.0, "ngram": None}, calls)
+    assert cell.choices == {"ngram": 2, "none": 1} and cell.chosen == "ngram" and cell.best == "self"
+    assert cell.chosen_to_best == pytest.approx(1 / 1.02) and cell.is_best
+    assert cell.best_watched == "ngram" and cell.chosen_to_best_watched == 1 and cell.is_best_watched
+    assert cell.to_none == 2 and cell.to_none_by_repeat == [2, 2, 4] and cell.to_self == 2
+    assert (cell.identical_rows, cell.rows) == (2, 3)
+    calls["ngram"] = [made(1.2, [[1, 2]]) for _ in range(3)]
+    assert not best_of_n.summarise("story", 1, 2, planned, {"self": 3.0, "ngram": None}, calls).is_best
+
+
+def test_rollouts_are_compared_pass_by_pass_and_identity_counts_up_to_the_first_difference() -> None:
+    def run(rows: list[list[int]], seconds: float) -> Run:
+        return Run(rows, target_forwards=2, seconds=seconds)
+
+    runs = {
+        PLAIN: [run([[1, 2, 3, 4]], 4.0), run([[1, 2]], 1.0), run([[7, 8]], 1.0)],
+        "ours self": [run([[1, 2, 9, 4]], 1.0), run([[1, 2]], 1.0), run([[7, 8]], 2.0)],
+    }
+    summary = rollout.summarise("ours self", runs, 0.0)
+    assert summary.ratio_to == {PLAIN: 1.0}  # of 4, 1 and 0.5
+    assert (summary.identical_rows, summary.rows) == (2, 3)
+    assert (summary.identical_tokens, summary.compared_tokens) == (6, 8)
+    assert math.isnan(summary.block_efficiency)
+    assert rollout.summarise(PLAIN, runs, 0.0).identical_rows is None
+
+
+def test_peak_memory_sees_a_large_allocation() -> None:
+    with peak_memory(torch.device("cpu")) as peak:
+        block = torch.ones(64 << 20, dtype=torch.uint8)
+        time.sleep(0.1)  # the resident set is sampled
+        del block  # freed before the block ends
+    assert 60e6 < peak.value < 200e6

@@ -1,0 +1,134 @@
+"""What is measured: synthetic models must be what results say they are, and prompts must be counted right."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.models import (
+    SHAPES,
+    LoadedModel,
+    build,
+    load_model,
+    measure_agreement,
+    quantized_copy,
+    round_trip,
+    shape_config,
+    shape_model,
+)
+from benchmarks.workload import (
+    LONGEST_PROMPT,
+    SHORTEST_PROMPT,
+    STORIES,
+    STORY_MODEL,
+    Workload,
+    prompt_source,
+)
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+def test_without_noise_the_quantized_copy_is_exact_and_more_noise_means_less_overlap() -> None:
+    def tiny(noise: float) -> PreTrainedModel:
+        return build(shape_config("tiny"), noise, seed=0, dtype=torch.bfloat16, device="cpu")
+
+    exact = tiny(0.0)
+    for (name, original), copied in zip(
+        exact.state_dict().items(), quantized_copy(exact).state_dict().values(), strict=True
+    ):
+        assert torch.equal(original, copied), name
+    overlaps = [measure_agreement(tiny(noise), 0, 8, 16).overlap_packed_head for noise in (0.0, 0.1, 0.4)]
+    assert overlaps[0] == pytest.approx(1.0, abs=1e-5)
+    assert overlaps[0] > overlaps[1] + 0.03 > overlaps[2] + 0.06
+
+
+@pytest.mark.parametrize("agreement", [0.93, pytest.param(0.85, marks=pytest.mark.slow)])
+def test_the_small_shape_has_the_agreement_and_entropy_it_claims(agreement: float) -> None:
+    measured = measure_agreement(shape_model("tiny", agreement, 0, torch.bfloat16, "cpu"), new_tokens=64)
+    assert measured.overlap_packed_head == pytest.approx(agreement, abs=0.03)
+    assert 0.7 < measured.entropy < 2.0
+    assert measured.distinct_tokens > 0.2  # no loop
+
+
+def test_round_trip_stays_within_half_a_step() -> None:
+    weight = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))  # [out, in]
+    weight[0, :128] = weight[0, :128].abs() + 1  # one-signed group: the range still reaches to zero
+    weight[1] = 0
+    groups = weight.view(6, 2, 128)
+    step = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15  # [6, 2]
+    error = (round_trip(weight) - weight).view(6, 2, 128).abs()  # [6, 2, 128]
+    assert (error.amax(-1) <= step * (1 + 1e-4)).all()  # half a step for the weight, half for the rounded zero point
+    assert torch.equal(round_trip(weight)[1], weight[1])
+    assert (error[2:].mean(-1) < step[2:] * 0.3).all()  # uniform rounding: a quarter of a step on average
+
+
+def test_shapes_are_the_ones_asked_for(tmp_path: Path) -> None:
+    config = shape_config("qwen2.5-0.5b")
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (24, 896, 4864)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (14, 2, 151936)
+    assert config.tie_word_embeddings
+    SHAPES["tiny"].save_pretrained(tmp_path)
+    config = shape_config(str(tmp_path / "config.json"))
+    assert config.hidden_size == SHAPES["tiny"].hidden_size
+    assert config.eos_token_id is None
+    assert SHAPES["tiny"].get_text_config() is not config
+
+
+def test_wrong_shapes_are_named() -> None:
+    with pytest.raises(ValueError, match="'qwen' is neither one of"):
+        load_model("shape:qwen", torch.float32, "cpu")
+    config = shape_config("tiny")
+    config.hidden_size = 192
+    with pytest.raises(ValueError, match="192 inputs, no multiple of 128"):
+        build(config, 0.0, 0, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="agreement is 0.2"):
+        shape_model("tiny", 0.2, 0, torch.float32, "cpu")
+
+
+# ---- prompts and tokens --------------------------------------------------------------------------------------------
+
+
+def test_defaults_lie_in_the_repository(stories, story_tokenizer) -> None:
+    for path in (STORY_MODEL / "LICENSE", STORIES):
+        assert path.is_relative_to(Path(__file__).parents[2]) and path.exists()
+    prompts = prompt_source(LoadedModel(stories, story_tokenizer, {}), None, 64, seed=0)
+    assert len(set(map(tuple, prompts))) == 64  # equal ones would be read once
+
+
+def test_padding_is_on_the_left_and_does_not_count() -> None:
+    inputs = Workload([[5, 6, 7], [8]], 4, 1.0, (), pad_token_id=2).padded(torch.device("cpu"))
+    assert inputs["input_ids"].tolist() == [[5, 6, 7], [2, 2, 8]]
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    work = Workload([[1]], 8, 1.0, (3, 9), pad_token_id=3)
+    assert work.trimmed([4, 9, 3, 3]) == [4, 9]  # the end of sequence counts
+    assert work.trimmed([4, 5]) == [4, 5]
+    assert Workload([[1]], 8, 1.0, (), pad_token_id=0).trimmed([4, 0, 0]) == [4, 0, 0]
+
+
+def test_prompts_are_unequal_and_repeatable(shape: PreTrainedModel) -> None:
+    loaded = LoadedModel(shape, None, {})
+    prompts = prompt_source(loaded, None, 14, seed=1)
+    lengths = [len(p) for p in prompts]
+    assert (min(lengths), max(lengths)) == (SHORTEST_PROMPT, LONGEST_PROMPT)
+    assert lengths[:7] == lengths[7:]
+    assert prompts == prompt_source(loaded, None, 14, seed=1) != prompt_source(loaded, None, 14, seed=2)
+
+
+def test_prompts_from_a_file_are_beginnings_of_texts(shape: PreTrainedModel, story_tokenizer, tmp_path: Path) -> None:
+    texts = ["Once upon a time there was a little dog who loved to run in the park with his friends. " * 5, "One day"]
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(texts))
+    loaded = LoadedModel(shape, story_tokenizer, {})
+    prompts = prompt_source(loaded, path, 3, seed=0)
+    encoded = story_tokenizer(texts)["input_ids"]
+    assert prompts[0] == encoded[0][: len(prompts[0])]
+    assert prompts[1] == encoded[1]  # shorter than asked for: whole
+    assert prompts[2] == encoded[0][: len(prompts[2])]  # texts start again
+    with pytest.raises(ValueError, match="absent.json does not exist"):
+        prompt_source(loaded, tmp_path / "absent.json", 3, seed=0)
+
+
+# ---- training tasks ------------------------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""Result files and what is made of them: each can be read, the page is that of the files, docs name what exists."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import measure, results_page
+from benchmarks.measure import RESULTS, THEMES, Finding, Result, findings_table, number, read_result, write_result
+from spec_trl import SpecGRPOConfig
+
+
+ROOT = Path(__file__).parents[2]
+FIELDS = {field.name for field in dataclasses.fields(SpecGRPOConfig)} | {"rollout_func", "rollout_log"}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_page_is_made_of_the_files() -> None:
+    results = results_page.read_results()
+    assert {result.theme for result in results.values()} == set(THEMES)
+    assert results_page.PAGE.read_text(encoding="utf-8") == results_page.page(results)
+    for theme in THEMES:
+        assert (RESULTS / f"{theme}.png").stat().st_size > 0
+    labels = results_page.draw("tts", results).axes[0].get_yticklabels()
+    assert len(labels) == 16 and "EAGLE-3" in labels[0].get_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_docs_name_what_exists(page: Path) -> None:
+    """Links, modules, result files and commands."""
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert (page.parent / target).exists(), target
+    for module in re.findall(r"(?:spec_trl|benchmarks|examples)(?:/[a-z0-9_]+)+\.(?:py|sh)", text):
+        assert (ROOT / module).exists(), module
+    for module in re.findall(r"(?:from|python -m) ((?:spec_trl|benchmarks)(?:\.[a-z0-9_]+)+)", text):
+        place = ROOT / module.replace(".", "/")
+        assert place.is_dir() or place.with_suffix(".py").exists(), module
+    for name in re.findall(r"`((?:rollout|never_slower|tts|end_to_end|identity|rtn)_[A-Za-z0-9_]+)`", text):
+        assert name in FIELDS or (RESULTS / f"{name}.json").exists(), name
+
+
+def test_a_result_is_written_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/here/benchmarks/rollout.py", "--model", "/there/a-model", "--batch", "1"])
+    monkeypatch.setattr(measure, "commit", lambda: "abc1234")
+    machine = {"cpu": "a CPU", "cores": 2, "threads": 1, "accelerator": None, "torch": "2", "transformers": "5"}
+    machine |= {"load_average_1min": 0.5, "date": "2026-01-02T03:04:05+00:00"}
+    found = [Finding("a, batch 1", 1.5, "×", "b", (1.25, 2.0)), Finding("c", None, "s")]
+    write_result(tmp_path / "x.json", "tts", "A title", "So it was.", machine, found, {"of": {1: float("nan")}})
+    wanted = Result(
+        "tts", "A title", "So it was.", "python -m benchmarks.rollout --model a-model --batch 1", "abc1234", machine,
+        found, {"of": {"1": None}},
+    )  # fmt: skip
+    assert read_result(tmp_path / "x.json") == wanted
+    assert "| a, batch 1 | 1.50× | 1.25× to 2.00× | b |" in capsys.readouterr().out
+    (tmp_path / "y.json").write_text(json.dumps({"theme": "tts"}))
+    with pytest.raises(ValueError, match="y.json is not a valid result of a benchmark: title.*run its command again"):
+        read_result(tmp_path / "y.json")
+
+
+def test_numbers_and_tables() -> None:
+    assert [number(value, "×") for value in (0.9876, 1.736, None)] == ["0.988×", "1.74×", "–"]
+    assert [number(0.156, "%"), number(0.156, "±%"), number(-0.0004, "±%")] == ["15.6 %", "+15.6 %", "-0.0 %"]
+    assert [number(40522, "tokens"), number(0.00123, "s"), number(7.3e-08)] == ["40522 tokens", "0.00123 s", "7.3e-08"]
+    table = findings_table([Finding("a", 1.0, "s"), Finding("b", 2.0, "s")])
+    assert table.splitlines() == ["| what | value |", "| --- | --- |", "| a | 1 s |", "| b | 2 s |"]
