@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .awq import ActivationAware, ActivationStatistics
-from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrix_names
+from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrices_of, matrix_names
 from .kernels import LayerSpec, PackedWeight, check_kernel_name, make_packed
-from .linear import QuantizedLinear
+from .linear import PackedLayer, QuantizedLinear
 from .scheme import GROUP_SIZES, Scheme, find_scheme
 from .source_weight import SourceSpec, inspect_projection, is_projection, is_trained_copy, under_adapters
 
@@ -22,8 +22,6 @@ ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 LM_HEAD_SHARE = 1 / 3
 LM_HEAD_CHOICES = ("auto", "dense", "packed")
 
-QuantizedLayer = QuantizedLinear | QuantizedExperts
-
 
 class QuantizedNetwork:
     """The packed layers of one drafter.
@@ -33,7 +31,7 @@ class QuantizedNetwork:
         dense_layers: names of the layers that should be packed and are not, because nothing fits them.
     """
 
-    def __init__(self, layers: dict[str, QuantizedLayer], dense_layers: list[str]) -> None:
+    def __init__(self, layers: dict[str, PackedLayer], dense_layers: list[str]) -> None:
         self.layers = layers
         self.dense_layers = dense_layers
 
@@ -78,7 +76,7 @@ class QuantizedNetwork:
         if statistics is not None:
             activations = {name: statistics.of(name) for name in self.activation_aware_layers}
         for name, found in activations.items():
-            width = self.layers[name].in_features
+            width = self.layers[name].packed_weights[0].layer.in_features
             if found is not None and found.mean_square.numel() != width:
                 raise ValueError(
                     f"statistics: {name!r} has {found.mean_square.numel()} input channels there and {width} in the "
@@ -87,10 +85,7 @@ class QuantizedNetwork:
         quantizer = ActivationAware()
         with torch.no_grad():
             for name, layer in self.layers.items():
-                if isinstance(layer, QuantizedLinear):
-                    layer.refresh(quantizer, activations.get(name))
-                else:
-                    layer.refresh(quantizer)
+                layer.refresh(quantizer, activations.get(name))
 
     def assert_all_called(self, aside: Collection[str] = ()) -> None:
         """Check that every packed layer ran since the last refresh: a drafter that runs the policy's layers is slow.
@@ -162,7 +157,7 @@ class _Builder:
         self.kernel = kernel
         self.activation_dtype = activation_dtype
         self.names: dict[nn.Module, str] = {module: name for name, module in shadow.named_modules()}
-        self.layers: dict[str, QuantizedLayer] = {}
+        self.layers: dict[str, PackedLayer] = {}
         self.left_dense: defaultdict[str, list[str]] = defaultdict(list)  # reason → names
 
     def replace_projections(self) -> None:
@@ -208,7 +203,7 @@ class _Builder:
             return f"a {type(head).__name__} is no linear layer"
         return self._quantized_linear(head)
 
-    def _replace(self, parent: nn.Module, child_name: str, replacement: QuantizedLayer | str) -> None:
+    def _replace(self, parent: nn.Module, child_name: str, replacement: PackedLayer | str) -> None:
         child = parent.get_submodule(child_name)
         if isinstance(replacement, str):
             self._leave_dense(child, replacement)
@@ -221,23 +216,17 @@ class _Builder:
 
     def _quantized_linear(self, module: nn.Module) -> QuantizedLinear | str:
         source = inspect_projection(module)
-        if isinstance(source, str):
-            return source
-        packed = self._packed(source)
-        if isinstance(packed, str):
-            return packed
-        return QuantizedLinear(module, packed, self.scheme.activation_aware)
+        packed = source if isinstance(source, str) else self._packed(source)
+        return packed if isinstance(packed, str) else QuantizedLinear(module, packed, self.scheme.activation_aware)
 
     def _quantized_experts(self, module: nn.Module) -> QuantizedExperts | str:
         packed: list[list[PackedWeight]] = []
         for name in matrix_names(module):
-            stack = inspect_experts(module, name)
-            if isinstance(stack, str):
-                return stack
-            first = self._packed(stack.matrix)
+            source = inspect_experts(module, name)
+            first = source if isinstance(source, str) else self._packed(source)
             if isinstance(first, str):
                 return first
-            packed.append([first, *(type(first)(first.layer) for _ in range(stack.experts - 1))])
+            packed.append([first, *(type(first)(first.layer) for _ in matrices_of(module, name)[1:])])
         return QuantizedExperts(module, *packed)
 
     def _packed(self, source: SourceSpec) -> PackedWeight | str:
