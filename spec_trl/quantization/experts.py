@@ -1,7 +1,5 @@
 """The module that takes the place of a mixture's stacked experts in the drafter. The router stays dense."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
