@@ -171,7 +171,7 @@ class _Builder:
             elif is_experts(child):
                 self._replace(parent, child_name, self._quantized_experts(child))
             elif holds_stacked_weights(child):
-                self._replace(parent, child_name, "its stacked weights do not implement transformers' experts interface")
+                self._replace(parent, child_name, "its stacked weights lack transformers' experts interface")
             elif not is_trained_copy(child):
                 self.replace_projections(child)
             elif any(is_projection(module) for module in child.modules()):

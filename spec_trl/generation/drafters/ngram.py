@@ -8,14 +8,13 @@ from ..engine.verification import Proposal
 
 
 class NgramDrafter(Drafter):
-    """Proposes the tokens behind the most recent earlier occurrence of a row's last n tokens, longest n first.
+    """Proposes the tokens after the most recent earlier occurrence of a row's last n tokens, longest n first.
 
     Args:
         ngram_size: largest n.
     """
 
     strategy = "ngram"
-
     has_probabilities = False
 
     def __init__(self, ngram_size: int) -> None:

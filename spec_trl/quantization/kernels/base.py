@@ -1,4 +1,4 @@
-"""The interface between the quantizer, which makes codes, and the kernels, which store them each in their own layout."""
+"""The interface between the quantizer, which makes codes, and the kernels, which store them, each in its own layout."""
 
 import importlib.util
 from abc import ABC, abstractmethod
