@@ -5,7 +5,8 @@ import torch
 
 from spec_trl.quantization import kernels as kernel_choice
 from spec_trl.quantization.kernels import LayerSpec, find_kernel, kernel_times, make_packed
-from spec_trl.quantization.kernels.kernel_table import ROWS, KernelTable
+from spec_trl.quantization.kernels.base import Package
+from spec_trl.quantization.kernels.kernel_table import ROWS, KernelTable, TableKey
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu
 
@@ -57,16 +58,15 @@ class Timer:
         return self.microseconds[name] * 1e-6 * (1 if rows <= 8 else 4)
 
 
+def new_process(monkeypatch):
+    monkeypatch.setattr(kernel_times, "tables", {})
+    monkeypatch.setattr(kernel_times, "failed_kernels", set())
+
+
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernel_times, "_tables", {})
-    monkeypatch.setattr(kernel_times, "_struck", set())
+    new_process(monkeypatch)
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
-
-
-def new_process(monkeypatch):
-    monkeypatch.setattr(kernel_times, "_tables", {})
-    monkeypatch.setattr(kernel_times, "_struck", set())
 
 
 def test_every_kernel_and_the_dense_layer_are_timed():
@@ -90,7 +90,7 @@ def test_a_table_is_measured_once_and_kept_for_the_next_process(monkeypatch):
 
 def test_other_software_means_another_table(monkeypatch):
     kernel_times.kernel_table(LAYER, [Slow], Timer(dense=10, slow=5))
-    monkeypatch.setattr(Slow, "package", "torch")
+    monkeypatch.setattr(Slow, "package", Package("torch", "torch", "torch"))
     timer = Timer(dense=10, slow=7)
     assert kernel_times.kernel_table(LAYER, [Slow], timer).kernels["slow"][1] == pytest.approx(7e-6)
     assert timer.timed
@@ -115,7 +115,7 @@ def test_a_damaged_file_is_measured_again(monkeypatch, tmp_path):
     (path,) = (tmp_path / "spec_trl" / "kernels").iterdir()
     path.write_text("{")
     new_process(monkeypatch)
-    with pytest.warns(UserWarning, match="measured again: .* is not a table of kernels"):
+    with pytest.warns(UserWarning, match="measured again: .* is not a valid table of kernels"):
         table = kernel_times.kernel_table(LAYER, [Slow], Timer(dense=10, slow=6))
     assert table.kernels["slow"][1] == pytest.approx(6e-6)
 
@@ -163,11 +163,10 @@ def test_too_little_memory_takes_a_kernel_unmeasured(monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(kernel_times, "_time_dense", full)
+    monkeypatch.setattr(kernel_times, "measure", full)
     with pytest.warns(UserWarning, match="too little memory"):
         choice = kernel_times.choose_measured(LAYER, [Slow])
     assert choice is not None and choice.kernel == "slow"
-    assert not kernel_times._struck
 
 
 class OnGpu(ReferenceInt4):
@@ -175,6 +174,10 @@ class OnGpu(ReferenceInt4):
 
     name = "first"
     device_type = "cuda"
+
+    @classmethod
+    def unsupported(cls, layer):
+        return None
 
     def __init__(self, layer):
         super().__init__(LAYER)
@@ -186,6 +189,7 @@ class AlsoOnGpu(OnGpu):
 
 def times(first, second, dense=10.0):
     return KernelTable(
+        TableKey("GPU", "torch", "96x256", "first, second"),
         dict.fromkeys(ROWS, dense),
         {"first": dict.fromkeys(ROWS, first), "second": dict.fromkeys(ROWS, second) | {32: 11.0}},
     )
