@@ -31,7 +31,8 @@ def weights(draw: st.DrawFn, group: int | None) -> Tensor:
     rows, groups = draw(st.integers(1, 9)), draw(st.integers(1, 3))
     columns = group * groups if group is not None else 13 * groups
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * draw(st.sampled_from([1e-3, 1, 50]))
+    weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    weight *= draw(st.sampled_from([1e-3, 1, 50]))
     weight += draw(st.sampled_from([0.0, 3.0, -3.0])) * weight.abs().max()
     weight[torch.rand(rows, generator=generator) < 0.2] = 0
     weight[torch.rand(rows, columns, generator=generator) < draw(st.sampled_from([0.0, 0.3]))] = 0

@@ -241,8 +241,8 @@ class RolloutHistory:
         """
         if (damage := _damage(state)) is not None:
             raise ValueError(
-                f"state is not a whole rollout history: {damage}. Load what HistoryDrafter.state_dict() gave, or go on "
-                "without: the history only makes rollouts faster."
+                f"state is not a whole rollout history: {damage}. Load what HistoryDrafter.state_dict() gave, or go "
+                "on without: the history only makes rollouts faster."
             )
         self._clear()
         keys = [array("q", tokens).tobytes() for tokens in _split(state["prompts"], state["prompt_lengths"])]

@@ -1,4 +1,4 @@
-"""The interface between the quantizer, which makes codes, and the kernels, which store them, each in its own layout."""
+"""The interface between the quantizer, which makes codes, and the kernels, each of which stores them its own way."""
 
 import importlib.util
 from abc import ABC, abstractmethod

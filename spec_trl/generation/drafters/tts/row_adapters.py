@@ -106,8 +106,9 @@ class RowAdapters(RowTensors):
             if self.rows > 1:
                 if x.dim() != 3:
                     raise ValueError(
-                        f"the inputs of layer {name!r} have no batch dimension (shape {list(x.shape)}), so rows cannot "
-                        'learn separately; use tts_scope="rollout" or "run", or one row at a time (max_batch_size=1)'
+                        f"the inputs of layer {name!r} have no batch dimension (shape {list(x.shape)}), so rows "
+                        'cannot learn separately; use tts_scope="rollout" or "run", or one row at a time '
+                        "(max_batch_size=1)"
                     )
                 first = first_row()
                 own = up[first : first + len(x)]  # [B, out, r]
