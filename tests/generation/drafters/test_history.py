@@ -262,27 +262,6 @@ def test_rows_equal_the_plain_way(max_tokens: int, reports: float, rng: random.R
     assert plain.evicted or max_tokens > 150
 
 
-def test_oldest_texts_go_first() -> None:
-    """Not the texts of the prompt that was used least recently: in the next epoch it is the next to come."""
-    drafter = HistoryDrafter(2 * 3 + 3 * 10)  # two prompts with three texts between them
-    flight = Flight(drafter, PlainHistory(36), 1, random.Random(0))
-    answers = [[10 * i + j for j in range(10)] for i in range(1, 5)]
-    a, b = [1, 2, 3], [4, 5, 6]
-    flight.run([a, b, a, a], answers)
-    kept = drafter.state_dict()["texts"].view(3, 10)[:, 0].tolist()
-    assert kept == [20, 30, 40]
-
-
-def test_a_text_that_had_to_go_in_flight_is_not_continued() -> None:
-    """Two rows and room for one: the older one drafts no more, and its tokens are not kept."""
-    drafter, plain = HistoryDrafter(30), PlainHistory(30)
-    flight = Flight(drafter, plain, 2, random.Random(1))
-    flight.run([[1, 2], [3, 4]], [[5, 6] * 20, [7, 8] * 10])
-    assert len(drafter.history) <= 30
-    texts = drafter.state_dict()["texts"].tolist()
-    assert 5 not in texts or 7 not in texts
-
-
 # ---- Checkpoints -----------------------------------------------------------------------------------------------
 
 
@@ -331,27 +310,17 @@ def test_the_state_gives_the_same_drafts(max_tokens: int) -> None:
     assert expected != drafts_of(HistoryDrafter(max_tokens), prompts, answers)
 
 
-def test_a_smaller_bound_keeps_the_newest() -> None:
-    state = saved(filled())
-    restored = HistoryDrafter(200)
+@pytest.mark.parametrize("max_tokens", [200, 1])
+def test_a_smaller_bound_keeps_the_newest(max_tokens: int) -> None:
+    restored, state = HistoryDrafter(max_tokens), filled().state_dict()
+    assert state["texts"].dtype == state["prompts"].dtype == torch.int32  # four bytes per token
     restored.load_state_dict(state)
     texts = restored.state_dict()["texts"]
-    assert 0 < len(restored.history) <= 200
-    assert torch.equal(texts, state["texts"][-len(texts) :])
-
-
-def test_an_empty_state() -> None:
-    drafter = HistoryDrafter(100)
-    restored = filled()
-    restored.load_state_dict(saved(drafter))
-    assert len(restored.history) == 0
-    assert all(len(part) == 0 for part in restored.state_dict().values())
-
-
-def test_a_state_is_four_bytes_per_token() -> None:
-    state = filled().state_dict()
-    assert state["texts"].dtype == state["prompts"].dtype == torch.int32
-    assert sum(part.numel() for name, part in state.items() if "_" in name) == 2 * 12 + 3
+    assert len(restored.history) <= max_tokens
+    assert texts.tolist() == state["texts"].tolist()[len(state["texts"]) - len(texts) :]
+    assert (len(texts) > 0) == (max_tokens == 200)
+    restored.load_state_dict(saved(HistoryDrafter(100)))  # an empty one
+    assert len(restored.history) == 0 and not any(len(part) for part in restored.state_dict().values())
 
 
 BROKEN_STATES: dict[str, tuple[Any, str]] = {

@@ -1,5 +1,7 @@
 """Measuring kernels with invented times: what is timed, what is kept, and what becomes of a kernel that fails."""
 
+import sys
+
 import pytest
 import torch
 
@@ -195,30 +197,25 @@ def times(first, second, dense=10.0):
     )
 
 
-@pytest.mark.parametrize(("table", "kernel", "max_rows"), [(times(3, 2), AlsoOnGpu, 16), (times(3, 4), OnGpu, 64)])
-def test_auto_on_a_gpu_goes_by_the_table(monkeypatch, table, kernel, max_rows):
+@pytest.mark.parametrize(
+    ("name", "table", "kernel", "max_rows"),
+    [
+        ("auto", times(3, 2), AlsoOnGpu, 16),
+        ("auto", times(3, 4), OnGpu, 64),
+        ("second", None, AlsoOnGpu, sys.maxsize),  # named: no table is asked for
+        ("auto", times(10, 10), None, 0),
+    ],
+)
+def test_the_choice_on_a_gpu_goes_by_the_table(monkeypatch, name, table, kernel, max_rows):
     monkeypatch.setattr(kernel_choice, "FAST_KERNELS", (OnGpu, AlsoOnGpu))
-    monkeypatch.setattr(kernel_times, "kernel_table", lambda layer, kernels: table)
-    layer = LayerSpec(96, 256, 4, 128, torch.float32, None, torch.device("cuda"))
-    assert find_kernel("auto", layer) is kernel
-    packed = make_packed("auto", layer)
-    assert type(packed) is kernel and packed.max_rows == max_rows
-
-
-def test_auto_stays_dense_where_no_kernel_is_faster(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "FAST_KERNELS", (OnGpu,))
-    monkeypatch.setattr(kernel_times, "kernel_table", lambda layer, kernels: times(10, 10))
-    layer = LayerSpec(96, 256, 4, 128, torch.float32, None, torch.device("cuda"))
-    for find in (find_kernel, make_packed):
-        assert find("auto", layer) == "no kernel was measured to be faster than the dense layer"
-
-
-def test_a_named_kernel_needs_no_table(monkeypatch):
     monkeypatch.setattr(kernel_choice, "KERNELS", (OnGpu, AlsoOnGpu))
-    monkeypatch.setattr(kernel_times, "kernel_table", None)
+    monkeypatch.setattr(kernel_times, "kernel_table", table and (lambda layer, kernels: table))
     layer = LayerSpec(96, 256, 4, 128, torch.float32, None, torch.device("cuda"))
-    packed = make_packed("second", layer)
-    assert type(packed) is AlsoOnGpu and packed.max_rows > 1000
+    found, packed = find_kernel(name, layer), make_packed(name, layer)
+    if kernel is None:
+        assert found == packed == "no kernel was measured to be faster than the dense layer"
+    else:
+        assert found is kernel and type(packed) is kernel and packed.max_rows == max_rows
 
 
 def test_auto_on_a_cpu_measures_nothing(monkeypatch):
