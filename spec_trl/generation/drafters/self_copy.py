@@ -67,7 +67,7 @@ class SelfDrafter(NetworkDrafter):
             self._versions = present
 
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
-        """The same, but when something is drafted next: a rollout that never speculates does not pay for it."""
+        """Refreshes when something is drafted next: a rollout that never speculates does not pay for it."""
         self._is_stale, self._statistics = True, statistics
 
     def trained(self, network: PreTrainedModel) -> list[nn.Parameter]:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, distillat
 from spec_trl.generation.engine import captured
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.generation.drafters.test_feature_drafter import make_checkpoint
 from tests.generation.engine.tape import Tape
 
 
@@ -429,7 +429,7 @@ def test_what_is_kept_follows_what_it_was_made_of(fresh) -> None:
 def test_two_folders_of_one_model_are_kept_apart(tiny, checkpoints, tmp_path: Path) -> None:
     """The kept drafter is that of the same call; another checkpoint is loaded."""
     config = options(tts_drafter="eagle3", tts_scope="run")
-    other = make_checkpoint(tmp_path, "eagle3")
+    other = str(shutil.copytree(checkpoints["eagle3"], tmp_path / "other"))
     totals = [
         generate(tiny, ALONE, "tts", config, assistant_model=folder, max_new_tokens=12).statistics.total
         for folder in (checkpoints["eagle3"], other, checkpoints["eagle3"])
