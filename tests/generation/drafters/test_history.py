@@ -132,6 +132,14 @@ def test_by_hand(prompt: list[int], others: list[list[int]], own: list[int], exp
     assert index.propose(index.extend(index.root, own), 4) == expected
 
 
+@pytest.mark.parametrize(("others", "expected"), [(63, 7), (64, 6)])
+def test_a_lookup_reads_the_64_newest_places(others: int, expected: int) -> None:
+    """The longest match is the oldest one."""
+    index = SuffixIndex([1])
+    node = index.extend(index.root, [8, 9, 5, 7] + [4, 9, 5, 6] * others + [8, 9, 5])
+    assert index.propose(node, 1) == [expected]
+
+
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(st.sampled_from([1, 2, 3, 8, 50]), st.sampled_from([1, 2, 30]), st.randoms(use_true_random=True))
 def test_index_equals_a_plain_search(vocabulary: int, prompt_length: int, rng: random.Random) -> None:
