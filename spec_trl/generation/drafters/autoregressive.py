@@ -76,7 +76,7 @@ class NetworkDrafter(TrainableDrafter):
         if self._cached is not None and self._fed is not None:
             # What was fed counts as far as it was committed: drafts may be rejected, or another drafter's taken.
             rows, (columns, drafts), self._fed = self.session.rows, self._fed, None
-            same = (rows.tokens[: rows.active].gather(1, columns) == drafts) & (columns < rows.lengths[:, None])
+            same = rows.tokens[: rows.active].gather(1, columns) == drafts  # [B, γ - 1]
             cached = self._cached[: rows.active] + same.long().cumprod(1).sum(1)  # [B]
             self._cached[: rows.active] = torch.minimum(cached, rows.lengths - 1)
 
