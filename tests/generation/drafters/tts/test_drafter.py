@@ -184,11 +184,14 @@ def test_scopes(student, tiny) -> None:
 
     for scope, rows in (("run", None), ("rollout", 3), ("request", 1)):
         starts.clear()
+        ends = []
         drafter = Starting(student("model"), Distillation(1e-3, scope=scope))
         first = weights_of(drafter)
         for _ in range(2):
             generate(tiny, BATCH, "tts", {"max_batch_size": rows}, drafter=drafter, max_new_tokens=6)
+            ends.append([tensor.detach().clone() for tensor in learned_by(drafter)])
         same = [equal(first, weights) for weights in starts]
+        assert equal(*ends) is (scope != "run")  # Adam's moments start anew too
         if scope == "run":
             assert same == [True, False]
         elif scope == "request":
@@ -207,8 +210,8 @@ def test_requests_of_a_batch_learn_apart(kind: str, tiny, named) -> None:
     found = []
     for rows in (4, 2):  # one at a time all weights would learn
         result = generate(
-            tiny, prompts, "tts", options(tts_drafter=kind, max_batch_size=rows), assistant_model=named[kind],
-            max_new_tokens=12,
+            tiny, prompts, "tts", options(tts_drafter=kind, max_batch_size=rows, tts_learning_rate=2e-2),
+            assistant_model=named[kind], eos_token_id=[7, 11, 12],
         )  # fmt: skip
         found.append([(counts.drafted, counts.accepted) for counts in result.statistics.per_request])
     assert found[0] == found[1]
