@@ -64,6 +64,12 @@ def test_refreshed_when_weights_change(change: str, fresh: LlamaForCausalLM) -> 
     assert all(torch.equal(a, b) for a, b in zip(after, fresh_copy, strict=True))
     assert addresses == [buffer.data_ptr() for buffer in layer.packed.buffers()], "captured graphs read the old ones"
 
+    def forbid(*_: object) -> None:
+        raise AssertionError("one change, refreshed twice")
+
+    drafter.refresh = forbid
+    assert drafter_of(fresh, *OPTIONS) is drafter
+
 
 def test_not_refreshed_when_nothing_changed(fresh: LlamaForCausalLM, monkeypatch) -> None:
     drafter_of(fresh, *OPTIONS)
