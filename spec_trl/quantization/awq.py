@@ -5,8 +5,8 @@ s_c and the input by 1/s_c, so that rounding hurts the large channels less: s = 
 and alpha from a small grid, chosen per layer. Three things differ from the AWQ paper:
 
 - 1/s multiplies the layer's input. AWQ folds it into the norm before the layer, which here is the policy's own.
-- Of the output error E‖(Q - W) x‖² the search keeps the diagonal, sum_c E[x_c²] ‖Q_c - W_c‖²: it needs no stored
-  activations. Correlations between channels are neglected.
+- The search minimizes sum_c E[x_c²] ‖Q_c - W_c‖², the diagonal of the output error E‖(Q - W) x‖². It neglects
+  correlations between channels and needs no stored activations.
 - alpha is searched on some of the rows of the weight, which share it. AWQ's clipping of weights is left out.
 """
 
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from .kernels import PackedWeight
-from .rtn import CPU_CHUNK, GPU_CHUNK, RoundToNearest, _round_to_4_bits
+from .rtn import RoundToNearest, computing_dtype
 
 
 ALPHAS = tuple(i / 10 for i in range(11))  # 0 first: it is round-to-nearest, and wins ties
 SEARCH_ROWS = 128  # rows of a weight that the search looks at
 LARGEST_SPREAD = 1e4  # a channel this much below or above the mean counts as this far
-OBSERVED_ROWS = 256  # rows of one forward that are looked at: more would cost and add little
+OBSERVED_ROWS = 256  # rows of one forward that are looked at
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class ChannelStatistics:
 class ActivationStatistics:
     """Statistics of the inputs of a policy's projections, from forwards that happen anyway.
 
-    Hooks sit on the policy's own modules, so DDP and peft wrappers do not matter, and only inside `collect`. They look
-    at up to 256 rows of a forward, on the device, without waiting for it, and keep no part of the autograd graph. A
-    hook cannot tell padding from text: padded positions count. Under data parallelism each rank keeps its own, so
-    drafters may differ between ranks; what they are verified to cannot.
+    Inside `collect`, hooks sit on the policy's own modules, so DDP and peft wrappers do not matter. They look at up to
+    256 rows of a forward, on the device, without waiting for it, and keep no part of the autograd graph. Padded
+    positions count, because a hook cannot tell them from text. Under data parallelism each rank keeps its own
+    statistics: drafters may differ between ranks, outputs cannot.
 
     Args:
         policy: the live policy, without peft's outer wrapper: the model that its drafter was made of.
@@ -73,10 +73,10 @@ class ActivationStatistics:
 
     @contextmanager
     def collect(self, step: int) -> Iterator[None]:
-        """Observe the forwards inside the block. Those of a new `step` replace the older ones, micro-batches add up.
+        """Observe the forwards inside the block: those of one `step` add up, those of a new one replace the older.
 
         Leave it before generating: the engine's shadow of the policy inherits hooks (they would do nothing there), and
-        a packed lm_head is not made of a hooked one.
+        a hooked lm_head is not packed.
         """
         if step != self._step:
             self._step = step
@@ -117,12 +117,12 @@ class ActivationStatistics:
 
 
 class ActivationAware(RoundToNearest):
-    """Round-to-nearest behind a scaling of the input channels."""
+    """Round-to-nearest after a scaling of the input channels."""
 
     def quantize_scaled_(
         self, weight: Tensor, packed: PackedWeight, inverse_scales: Tensor, activations: ChannelStatistics | None
     ) -> None:
-        """Write the scaled `weight` into `packed` and what its input is to be multiplied with into `inverse_scales`.
+        """Write the scaled `weight` into `packed`, and the factors for its input into `inverse_scales`.
 
         Args:
             weight: [out, in], any floating dtype and any strides; only read.
@@ -133,22 +133,15 @@ class ActivationAware(RoundToNearest):
         if activations is None:
             inverse_scales.fill_(1)  # [in]
             self.quantize_(weight, packed)
-            return
-        scales = self._search(weight, packed, activations)  # [in]
-        inverse_scales.copy_(scales.reciprocal())  # [in]
-        out, columns = weight.shape
-        chunk = CPU_CHUNK if weight.device.type == "cpu" else GPU_CHUNK
-        step = max(1, chunk // (columns * packed.row_block)) * packed.row_block  # rows
-        for first in range(0, out, step):
-            source = weight[first : first + step]  # [rows, in]
-            values = self._borrow(scales.dtype, source).copy_(source).mul_(scales)  # [rows, in]
-            codes = self._borrow(torch.int32, source)  # [rows, in]
-            packed.pack_(first, _round_to_4_bits(values, codes, packed.layer.group, packed.activation_dtype))
+        else:
+            scales = self._search(weight, packed, activations)  # [in]
+            inverse_scales.copy_(scales.reciprocal())  # [in]
+            self.quantize_(weight, packed, scales)
 
     def _search(self, weight: Tensor, packed: PackedWeight, activations: ChannelStatistics) -> Tensor:
         """The best s, [in], in the dtype to compute in. The choice stays on the device."""
         candidates, importance = candidate_scales(activations)  # [alphas, in], [in]
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        dtype = computing_dtype(weight.dtype)
         candidates, importance = candidates.to(weight.device, dtype), importance.to(weight.device, dtype)
         sample = weight[:: -(-len(weight) // SEARCH_ROWS)]  # [rows, in]
         errors = torch.stack([self._error(sample, packed, scales, importance) for scales in candidates])  # [alphas]
@@ -156,11 +149,8 @@ class ActivationAware(RoundToNearest):
 
     def _error(self, sample: Tensor, packed: PackedWeight, scales: Tensor, importance: Tensor) -> Tensor:
         """sum_c importance_c ‖Q_c / s_c - W_c‖² over the rows of `sample` [rows, in] → []."""
-        values = self._borrow(scales.dtype, sample).copy_(sample).mul_(scales)  # [rows, in]
-        codes = self._borrow(torch.int32, sample)  # [rows, in]
-        rounded = _round_to_4_bits(values, codes, packed.layer.group, packed.activation_dtype)
-        assert rounded.zeros is not None
-        values.copy_(rounded.codes)  # [rows, in]
+        rounded = self._round(sample, packed, scales)
+        values = self._borrow(scales.dtype, sample).copy_(rounded.codes)  # [rows, in]
         grouped = values.view(len(sample), -1, packed.layer.group)  # [rows, groups, group]
         grouped.sub_(rounded.zeros[..., None]).mul_(rounded.scales[..., None])  # [rows, groups, group]
         return values.div_(scales).sub_(sample).square_().sum(0) @ importance  # []
@@ -169,8 +159,8 @@ class ActivationAware(RoundToNearest):
 def candidate_scales(activations: ChannelStatistics) -> tuple[Tensor, Tensor]:
     """s = a^alpha for each alpha, centred in the log so that max(s) · min(s) = 1, and the channels' importance.
 
-    Channels that carried nothing, or numbers that are none, get the scale of an average channel and no importance: so
-    all scales are finite, and without any usable channel alpha = 0 wins.
+    Channels that carried only zeros, NaN or infinity get the scale of an average channel and no importance. So all
+    scales are finite, and where no channel is usable alpha = 0 wins.
 
     Returns:
         float32 [alphas, in] and float32 [in].

@@ -1,5 +1,6 @@
-"""The layer that takes a projection's place in the drafter."""
+"""The layer that takes a projection's place in the drafter, and what it shares with that of a mixture's experts."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -7,14 +8,71 @@ from torch import Tensor, nn
 
 from .awq import ActivationAware, ChannelStatistics
 from .kernels import PackedWeight
+from .rtn import computing_dtype
 from .source_weight import is_adapter, read_projection, under_adapters
 
 
-class QuantizedLinear(nn.Module):
-    """y = (x * inverse_scales) @ packedᵀ + bias, for few rows of x; the replaced layer itself, unscaled, for many.
+class PackedLayer(nn.Module, ABC):
+    """Multiplies with packed weights where rows are few, and runs the layer that it replaces where they are many.
 
     The replaced layer is kept outside the module tree: `.to()`, `.train()` or `.requires_grad_()` on the drafter must
     not reach the policy's weights through it. It is the drafter's own module object over the policy's Parameters.
+
+    Args:
+        dense: the layer to replace.
+
+    Attributes:
+        called: whether the layer ran since the last refresh (a replayed CUDA graph does not count).
+        passes_gradient: whether the layer learns: the packed weights then serve any number of rows, or another network
+            would learn than the one that drafts.
+    """
+
+    def __init__(self, dense: nn.Module) -> None:
+        super().__init__()
+        self._dense = (dense,)  # a tuple, so that nn.Module does not register it
+        self.called = False
+        self.passes_gradient = False
+
+    @property
+    def dense(self) -> Any:
+        """The replaced layer."""
+        return self._dense[0]
+
+    @property
+    @abstractmethod
+    def packed_weights(self) -> list[PackedWeight]:
+        """At least one; their buffers keep their addresses for life."""
+
+    @property
+    def weight_count(self) -> int:
+        """How many weights are packed."""
+        return sum(packed.layer.in_features * packed.layer.out_features for packed in self.packed_weights)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows, of one weight, up to which the packed weights are used."""
+        return self.packed_weights[0].max_rows
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that the packed weights occupy, input scales included."""
+        return sum(packed.nbytes for packed in self.packed_weights)
+
+    @abstractmethod
+    def refresh(self, quantizer: ActivationAware, activations: ChannelStatistics | None = None) -> None:
+        """Quantize the present weights into the same buffers.
+
+        Args:
+            quantizer: whose scratch memory the layers of a network share.
+            activations: what an activation-aware layer chooses its scales by; None = it rounds to nearest.
+        """
+
+
+class QuantizedLinear(PackedLayer):
+    """y = (x * inverse_scales) @ packedᵀ + bias, for few rows of x; the replaced layer itself, unscaled, for many.
+
+    With `passes_gradient` gradients reach x as they would through the replaced layer: kernels have none of their own,
+    and the two weights differ by less than a quantization step.
 
     Args:
         dense: the layer to replace.
@@ -22,22 +80,14 @@ class QuantizedLinear(nn.Module):
         activation_aware: scale the input channels (AWQ).
 
     Attributes:
-        packed: the quantized weight; its buffers keep their addresses for life.
+        packed: the quantized weight.
         inverse_scales: what multiplies the input channels, [in], in place for life too; None = nothing does.
-        dense: the replaced layer.
-        passes_gradient: whether gradients reach x, as they would through the replaced layer: kernels have none of
-            their own, and the two weights differ by less than a quantization step.
-        called: whether the layer ran since the last refresh (a replayed CUDA graph does not count).
     """
 
     def __init__(self, dense: nn.Module, packed: PackedWeight, activation_aware: bool = False) -> None:
-        super().__init__()
+        super().__init__(dense)
         self.packed = packed
-        self._dense = (dense,)  # a tuple, so that nn.Module does not register it
-        self.passes_gradient = False
-        self.called = False
-        self.in_features = packed.layer.in_features
-        self.out_features = packed.layer.out_features
+        self.in_features, self.out_features = packed.layer.in_features, packed.layer.out_features
         # Adapters may train a bias of their own: then the merged bias is a copy, made with the merged weight.
         self.has_adapter = is_adapter(dense)
         bias = under_adapters(dense).bias
@@ -46,7 +96,7 @@ class QuantizedLinear(nn.Module):
         inverse_scales = None
         if activation_aware:
             # As wide as the quantizer computes: then the product with x is rounded once, to the kernel's dtype.
-            dtype = torch.float64 if packed.layer.policy_dtype == torch.float64 else torch.float32
+            dtype = computing_dtype(packed.layer.policy_dtype)
             inverse_scales = torch.ones(self.in_features, dtype=dtype, device=packed.layer.device)  # [in]
         self.register_buffer("inverse_scales", inverse_scales, persistent=False)
 
@@ -54,9 +104,8 @@ class QuantizedLinear(nn.Module):
     inverse_scales: Tensor | None
 
     @property
-    def dense(self) -> Any:
-        """The replaced layer."""
-        return self._dense[0]
+    def packed_weights(self) -> list[PackedWeight]:
+        return [self.packed]
 
     @property
     def weight(self) -> Tensor:
@@ -64,27 +113,12 @@ class QuantizedLinear(nn.Module):
         return self.dense.weight
 
     @property
-    def weight_count(self) -> int:
-        """How many weights are packed."""
-        return self.in_features * self.out_features
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of x up to which the packed weight is used."""
-        return self.packed.max_rows
-
-    @property
     def packed_bytes(self) -> int:
-        """Bytes the packed weight occupies, its input scales included."""
-        return self.packed.nbytes + (0 if self.inverse_scales is None else self.inverse_scales.nbytes)
+        """Bytes that the packed weight and its input scales occupy."""
+        return super().packed_bytes + (0 if self.inverse_scales is None else self.inverse_scales.nbytes)
 
     def refresh(self, quantizer: ActivationAware, activations: ChannelStatistics | None = None) -> None:
-        """Quantize the layer's present weight into the same buffers.
-
-        Args:
-            quantizer: whose scratch memory the layers of a network share.
-            activations: what an activation-aware layer chooses its scales by; without, it rounds to nearest.
-        """
+        """Quantize the present weight into the same buffers; see :meth:`PackedLayer.refresh`."""
         weight, bias = read_projection(self.dense)
         if self.inverse_scales is None:
             quantizer.quantize_(weight, self.packed)
@@ -95,10 +129,7 @@ class QuantizedLinear(nn.Module):
         self.called = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → y [..., out], in the dtype that the replaced layer would return.
-
-        With `passes_gradient` the packed weight is used for many rows too, or it would be another network that learns.
-        """
+        """x [..., in] → y [..., out], in the dtype that the replaced layer would return."""
         y = self._multiply(x)
         if self.passes_gradient and x.requires_grad and torch.is_grad_enabled():
             dense = self.dense(x)  # [..., out]

@@ -3,15 +3,16 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from .awq import ActivationAware, ActivationStatistics
-from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrix_names
+from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrices_of, matrix_names
 from .kernels import LayerSpec, PackedWeight, check_kernel_name, make_packed
-from .linear import QuantizedLinear
+from .linear import PackedLayer, QuantizedLinear
 from .scheme import GROUP_SIZES, Scheme, find_scheme
 from .source_weight import SourceSpec, inspect_projection, is_projection, is_trained_copy, under_adapters
 
@@ -22,9 +23,8 @@ ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 LM_HEAD_SHARE = 1 / 3
 LM_HEAD_CHOICES = ("auto", "dense", "packed")
 
-QuantizedLayer = QuantizedLinear | QuantizedExperts
 
-
+@dataclass(eq=False)
 class QuantizedNetwork:
     """The packed layers of one drafter.
 
@@ -33,9 +33,8 @@ class QuantizedNetwork:
         dense_layers: names of the layers that should be packed and are not, because nothing fits them.
     """
 
-    def __init__(self, layers: dict[str, QuantizedLayer], dense_layers: list[str]) -> None:
-        self.layers = layers
-        self.dense_layers = dense_layers
+    layers: dict[str, PackedLayer]
+    dense_layers: list[str]
 
     @property
     def packed_bytes(self) -> int:
@@ -78,7 +77,7 @@ class QuantizedNetwork:
         if statistics is not None:
             activations = {name: statistics.of(name) for name in self.activation_aware_layers}
         for name, found in activations.items():
-            width = self.layers[name].in_features
+            width = self.layers[name].packed_weights[0].layer.in_features
             if found is not None and found.mean_square.numel() != width:
                 raise ValueError(
                     f"statistics: {name!r} has {found.mean_square.numel()} input channels there and {width} in the "
@@ -87,13 +86,10 @@ class QuantizedNetwork:
         quantizer = ActivationAware()
         with torch.no_grad():
             for name, layer in self.layers.items():
-                if isinstance(layer, QuantizedLinear):
-                    layer.refresh(quantizer, activations.get(name))
-                else:
-                    layer.refresh(quantizer)
+                layer.refresh(quantizer, activations.get(name))
 
     def assert_all_called(self, aside: Collection[str] = ()) -> None:
-        """Check that every packed layer ran since the last refresh: a drafter that runs the policy's layers is slow.
+        """Check that every packed layer ran since the last refresh: a drafter over the policy's own layers is slow.
 
         Only Python calls count, not replayed CUDA graphs: check after the first eager draft.
 
@@ -143,7 +139,7 @@ def quantize_projections(
         raise ValueError(f"lm_head={lm_head!r} is not a choice; use one of {list(LM_HEAD_CHOICES)}")
     builder = _Builder(shadow, wanted, kernel, activation_dtype)
     with torch.inference_mode(False), torch.no_grad():  # buffers made in inference mode could not be refreshed outside
-        builder.replace_projections()
+        builder.replace_projections(shadow.get_decoder())
         builder.replace_lm_head(lm_head)
     builder.warn()
     network = QuantizedNetwork(builder.layers, [name for names in builder.left_dense.values() for name in names])
@@ -151,25 +147,22 @@ def quantize_projections(
     return network
 
 
+@dataclass
 class _Builder:
-    """Walks the shadow and replaces what it can."""
+    """Walks the shadow, replaces what it can, and notes what stays dense."""
 
-    def __init__(
-        self, shadow: PreTrainedModel, scheme: Scheme, kernel: str, activation_dtype: torch.dtype | None
-    ) -> None:
-        self.shadow = shadow
-        self.scheme = scheme
-        self.kernel = kernel
-        self.activation_dtype = activation_dtype
-        self.names: dict[nn.Module, str] = {module: name for name, module in shadow.named_modules()}
-        self.layers: dict[str, QuantizedLayer] = {}
-        self.left_dense: defaultdict[str, list[str]] = defaultdict(list)  # reason → names
+    shadow: PreTrainedModel
+    scheme: Scheme
+    kernel: str
+    activation_dtype: torch.dtype | None
+    layers: dict[str, PackedLayer] = field(default_factory=dict)
+    left_dense: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # reason → names
 
-    def replace_projections(self) -> None:
-        """Replace the projections of the text decoder (a vision tower would not run while drafting)."""
-        self._walk(self.shadow.get_decoder())
+    def __post_init__(self) -> None:
+        self.names: dict[nn.Module, str] = {module: name for name, module in self.shadow.named_modules()}
 
-    def _walk(self, parent: nn.Module) -> None:
+    def replace_projections(self, parent: nn.Module) -> None:
+        """Replace the projections below `parent`, but in no vision tower: it would not run while drafting."""
         for child_name, child in list(parent.named_children()):
             if child is self.shadow.get_output_embeddings() or child_name in ROUTER_NAMES or _is_tower(child):
                 continue
@@ -178,12 +171,11 @@ class _Builder:
             elif is_experts(child):
                 self._replace(parent, child_name, self._quantized_experts(child))
             elif holds_stacked_weights(child):
-                self._leave_dense(child, "its stacked weights are not behind transformers' experts interface")
-            elif is_trained_copy(child):
-                if any(is_projection(module) for module in child.modules()):
-                    self._leave_dense(child, "peft keeps a trained copy of it (modules_to_save)")
-            else:
-                self._walk(child)
+                self._replace(parent, child_name, "its stacked weights lack transformers' experts interface")
+            elif not is_trained_copy(child):
+                self.replace_projections(child)
+            elif any(is_projection(module) for module in child.modules()):
+                self._replace(parent, child_name, "peft keeps a trained copy of it (modules_to_save)")
 
     def replace_lm_head(self, choice: str) -> None:
         """Replace the output embedding if `choice` says so. A tied input embedding is another module and stays."""
@@ -208,36 +200,28 @@ class _Builder:
             return f"a {type(head).__name__} is no linear layer"
         return self._quantized_linear(head)
 
-    def _replace(self, parent: nn.Module, child_name: str, replacement: QuantizedLayer | str) -> None:
-        child = parent.get_submodule(child_name)
+    def _replace(self, parent: nn.Module, child_name: str, replacement: PackedLayer | str) -> None:
+        """Put `replacement` in a child's place, or note the reason why there is none."""
+        name = self.names[parent.get_submodule(child_name)]
         if isinstance(replacement, str):
-            self._leave_dense(child, replacement)
+            self.left_dense[replacement].append(name)
         else:
             setattr(parent, child_name, replacement)
-            self.layers[self.names[child]] = replacement
-
-    def _leave_dense(self, module: nn.Module, reason: str) -> None:
-        self.left_dense[reason].append(self.names[module])
+            self.layers[name] = replacement
 
     def _quantized_linear(self, module: nn.Module) -> QuantizedLinear | str:
         source = inspect_projection(module)
-        if isinstance(source, str):
-            return source
-        packed = self._packed(source)
-        if isinstance(packed, str):
-            return packed
-        return QuantizedLinear(module, packed, self.scheme.activation_aware)
+        packed = source if isinstance(source, str) else self._packed(source)
+        return packed if isinstance(packed, str) else QuantizedLinear(module, packed, self.scheme.activation_aware)
 
     def _quantized_experts(self, module: nn.Module) -> QuantizedExperts | str:
         packed: list[list[PackedWeight]] = []
         for name in matrix_names(module):
-            stack = inspect_experts(module, name)
-            if isinstance(stack, str):
-                return stack
-            first = self._packed(stack.matrix)
+            source = inspect_experts(module, name)
+            first = source if isinstance(source, str) else self._packed(source)
             if isinstance(first, str):
                 return first
-            packed.append([first, *(type(first)(first.layer) for _ in range(stack.experts - 1))])
+            packed.append([first, *(type(first)(first.layer) for _ in matrices_of(module, name)[1:])])
         return QuantizedExperts(module, *packed)
 
     def _packed(self, source: SourceSpec) -> PackedWeight | str:

@@ -23,18 +23,28 @@ class RoundToNearest:
     def __init__(self) -> None:
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def quantize_(self, weight: Tensor, packed: PackedWeight) -> None:
-        """Write `weight` [out, in], of any floating dtype and any strides, into `packed` in place."""
+    def quantize_(self, weight: Tensor, packed: PackedWeight, scales: Tensor | None = None) -> None:
+        """Write `weight` into `packed` in place.
+
+        Args:
+            weight: [out, in], any floating dtype and any strides; only read.
+            packed: an instance of a kernel, for a weight of this shape.
+            scales: [in], what to multiply the input channels with first; None = nothing.
+        """
         out, columns = weight.shape
         chunk = CPU_CHUNK if weight.device.type == "cpu" else GPU_CHUNK
         step = max(1, chunk // (columns * packed.row_block)) * packed.row_block  # rows
-        compute_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         for first in range(0, out, step):
-            source = weight[first : first + step]  # [rows, in]
-            values = self._borrow(compute_dtype, source).copy_(source)  # [rows, in]
-            codes = self._borrow(torch.int32, source)  # [rows, in]
-            round_rows = _round_to_4_bits if packed.bits == 4 else _round_to_8_bits
-            packed.pack_(first, round_rows(values, codes, packed.layer.group, packed.activation_dtype))
+            packed.pack_(first, self._round(weight[first : first + step], packed, scales))
+
+    def _round(self, source: Tensor, packed: PackedWeight, scales: Tensor | None) -> QuantizedRows:
+        """`source` [rows, in] times `scales` [in], rounded; the codes lie in scratch memory."""
+        values = self._borrow(computing_dtype(source.dtype), source).copy_(source)  # [rows, in]
+        if scales is not None:
+            values.mul_(scales)  # [rows, in]
+        codes = self._borrow(torch.int32, source)  # [rows, in]
+        round_rows = _round_to_4_bits if packed.bits == 4 else _round_to_8_bits
+        return round_rows(values, codes, packed.layer.group, packed.activation_dtype)
 
     def _borrow(self, dtype: torch.dtype, like: Tensor) -> Tensor:
         """Scratch memory of `like`'s shape; the next call with the same dtype hands out the same memory."""
@@ -42,6 +52,11 @@ class RoundToNearest:
         if key not in self._scratch or self._scratch[key].numel() < like.numel():
             self._scratch[key] = torch.empty(like.numel(), dtype=dtype, device=like.device)
         return self._scratch[key][: like.numel()].view(like.shape)
+
+
+def computing_dtype(weight_dtype: torch.dtype) -> torch.dtype:
+    """What weights of this dtype are quantized in."""
+    return torch.float64 if weight_dtype == torch.float64 else torch.float32
 
 
 def _round_to_4_bits(values: Tensor, codes: Tensor, group: int, scale_dtype: torch.dtype) -> QuantizedRows:
@@ -62,4 +77,4 @@ def _round_to_8_bits(values: Tensor, codes: Tensor, group: int, scale_dtype: tor
     largest = torch.maximum(grouped.amax(-1), grouped.amin(-1).neg_())  # [rows, groups]
     scales = largest.div_(127).clamp_(min=MIN_SCALE).to(scale_dtype)  # [rows, groups]
     grouped.div_(scales.to(values.dtype)[..., None]).round_().clamp_(-127, 127)  # [rows, groups, group]
-    return QuantizedRows(codes.copy_(values), scales, None)
+    return QuantizedRows(codes.copy_(values), scales, torch.zeros_like(scales))

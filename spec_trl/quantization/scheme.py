@@ -14,7 +14,7 @@ class Scheme:
         name: the name as users write it.
         bits: bits per weight, 4 or 8.
         group: the largest number of weights of a row that may share a scale; None = the whole row.
-        activation_aware: input channels are scaled by what the activations are like (AWQ, ER §C.4).
+        activation_aware: scale the input channels by the size of the activations (AWQ, ER §C.4).
     """
 
     name: str
@@ -30,13 +30,9 @@ class Scheme:
 
 
 SCHEMES = (
-    Scheme("rtn-w4-g128", bits=4, group=128),
-    Scheme("rtn-w4-g64", bits=4, group=64),
-    Scheme("rtn-w4-g32", bits=4, group=32),
-    Scheme("rtn-w8", bits=8, group=None),
-    Scheme("awq-w4-g128", bits=4, group=128, activation_aware=True),
-    Scheme("awq-w4-g64", bits=4, group=64, activation_aware=True),
-    Scheme("awq-w4-g32", bits=4, group=32, activation_aware=True),
+    *(Scheme(f"rtn-w4-g{group}", 4, group) for group in GROUP_SIZES),
+    Scheme("rtn-w8", 8, None),
+    *(Scheme(f"awq-w4-g{group}", 4, group, activation_aware=True) for group in GROUP_SIZES),
 )
 
 
@@ -46,7 +42,7 @@ def find_scheme(name: str) -> Scheme:
     Raises:
         ValueError: no scheme has this name.
     """
-    for scheme in SCHEMES:
-        if scheme.name == name:
-            return scheme
-    raise ValueError(f"scheme={name!r} is not a quantization scheme; use one of {[s.name for s in SCHEMES]}")
+    schemes = {scheme.name: scheme for scheme in SCHEMES}
+    if name not in schemes:
+        raise ValueError(f"scheme={name!r} is not a quantization scheme; use one of {list(schemes)}")
+    return schemes[name]

@@ -47,12 +47,6 @@ ADAPTERS = {
 }
 
 
-def merged_projections(peft_model):
-    """Weight and bias of each projection after peft merged and unloaded a copy of the model."""
-    merged = copy.deepcopy(peft_model).merge_and_unload()
-    return {n: (m.weight, m.bias) for n, m in merged.named_modules() if isinstance(m, torch.nn.Linear)}
-
-
 @pytest.fixture
 def untied(llama):
     """peft warns of adapters on a tied lm_head."""
@@ -63,39 +57,27 @@ def untied(llama):
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_the_drafter_is_the_merged_model_quantized(untied, make_shadow, kind):
-    untied.to(torch.float64)
-    peft_model = ADAPTERS[kind](untied)
-    merged = copy.deepcopy(peft_model).merge_and_unload()
-    quantize_projections(expected := make_shadow(merged), kernel="reference", lm_head="packed")
-    quantize_projections(shadow := make_shadow(peft_model.get_base_model()), kernel="reference", lm_head="packed")
-    plain = make_shadow(copy.deepcopy(peft_model).unload())
-    quantize_projections(plain, kernel="reference", lm_head="packed")
+    """And the policy stays unmerged."""
+    peft_model = ADAPTERS[kind](untied.to(torch.float64))
+    model, modules = peft_model.get_base_model(), [*peft_model.modules()]
+    before = copy.deepcopy(peft_model.state_dict())
+    merged, plain = copy.deepcopy(peft_model).merge_and_unload(), make_shadow(copy.deepcopy(peft_model).unload())
+    for name, module in merged.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            weight, bias = read_projection(model.get_submodule(name))
+            assert (weight - module.weight).abs().max() <= 1e-6 and (bias is None) == (module.bias is None)
+            assert bias is None or (bias - module.bias).abs().max() <= 1e-6
+    expected, shadow = make_shadow(merged), make_shadow(model)
+    for each in (expected, shadow, plain):
+        quantize_projections(each, kernel="reference", lm_head="packed").refresh()
     with torch.no_grad():
         reference, logits = expected(IDS).logits, shadow(IDS).logits
         assert (logits - reference).abs().max() <= 1e-6
         assert (plain(IDS).logits - reference).std() > 0.1 * reference.std()  # the adapters matter
-
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_what_is_read_is_the_merged_weight(untied, kind):
-    peft_model = ADAPTERS[kind](untied)
-    model = peft_model.get_base_model()
-    for name, (weight, bias) in merged_projections(peft_model).items():
-        read_weight, read_bias = read_projection(model.get_submodule(name))
-        assert (read_weight - weight).abs().max() <= 1e-6
-        assert (bias is None) == (read_bias is None)
-        assert bias is None or (read_bias - bias).abs().max() <= 1e-6
-
-
-def test_the_policy_stays_unmerged(untied, make_shadow):
-    peft_model = lora(untied)
-    before = copy.deepcopy(peft_model.state_dict())
-    modules = dict(peft_model.named_modules())
-    quantize_projections(make_shadow(peft_model.get_base_model()), lm_head="packed").refresh()
     after = peft_model.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
-    assert all(module is modules[name] for name, module in peft_model.named_modules())
-    assert not any(module.merged for module in modules.values() if "lora_A" in module._modules)
+    assert all(now is then for now, then in zip(peft_model.modules(), modules, strict=True))
+    assert not any(module.merged for module in modules if "lora_A" in module._modules)
 
 
 def test_refresh_follows_the_adapters_in_place(untied, make_shadow):

@@ -6,14 +6,15 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.shadow import make_shadow as engine_shadow
-from spec_trl.quantization import QuantizedLinear, awq, quantize_projections
+from spec_trl.quantization import QuantizedLinear, awq, quantize_projections, rtn
 from spec_trl.quantization.awq import (
     OBSERVED_ROWS,
     ActivationAware,
@@ -23,8 +24,6 @@ from spec_trl.quantization.awq import (
 )
 from spec_trl.quantization.kernels import LayerSpec
 from spec_trl.quantization.kernels.reference import ReferenceInt4
-from spec_trl.quantization.rtn import CPU_CHUNK
-from spec_trl.quantization.scheme import find_scheme
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -92,26 +91,24 @@ def test_alpha_zero_is_round_to_nearest_bit_for_bit(llama, make_shadow, never_de
         network.refresh(observed(llama, network))
     never_dense(shadow), never_dense(plain)
     assert len(network.activation_aware_layers) == len(network.layers) == 15
+    assert expected.activation_aware_layers == []
     assert buffers_of(network).keys() == buffers_of(expected).keys()
     assert all(torch.equal(value, buffers_of(expected)[name]) for name, value in buffers_of(network).items())
     with torch.no_grad():
         assert torch.equal(shadow(IDS).logits, plain(IDS).logits)
 
 
-@pytest.mark.parametrize("group", [128, 64, 32])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_outlier_channels_are_rounded_with_less_error(group, dtype):
-    torch.manual_seed(0)
-    weight, x = torch.randn(96, 256).to(dtype), with_outliers(64, 256).to(dtype)
-    error, plain = (output_error(quantized_linear(weight, group, given), x) for given in (x, None))
-    assert error < 0.5 * plain, (error, plain)  # 0.25 to 0.32 when this was written
-
-
-def test_equal_channels_gain_nothing_and_lose_nothing():
-    torch.manual_seed(0)
-    weight, x = torch.randn(96, 256), torch.randn(4096, 256)
-    error, plain = (output_error(quantized_linear(weight, 128, given), x) for given in (x, None))
-    assert error == pytest.approx(plain, rel=0.05)
+@settings(deadline=None, max_examples=12, derandomize=True)
+@given(
+    st.sampled_from([128, 64, 32]), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(0, 99)
+)
+def test_outlier_channels_are_rounded_with_less_error(group, dtype, seed):
+    """Half of it at most; and where no channel stands out nothing is lost."""
+    torch.manual_seed(seed)
+    weight = torch.randn(96, 256).to(dtype)
+    for x, share in ((with_outliers(64, 256).to(dtype), 0.5), (torch.randn(2048, 256).to(dtype), 1.1)):
+        error, plain = (output_error(quantized_linear(weight, group, given), x) for given in (x, None))
+        assert error < share * plain, (error, plain)
 
 
 def test_the_search_takes_the_smallest_weighted_error(monkeypatch):
@@ -144,53 +141,38 @@ def test_candidates_are_powers_of_the_mean_magnitude():
     assert awq.ALPHAS[0] == 0 and torch.equal(scales[0], torch.ones(4))
 
 
-BROKEN = {
-    "zero channels": lambda a: a.index_fill_(0, torch.arange(0, 128, 2), 0.0),
-    "all zero": lambda a: a.zero_(),
-    "NaN channel": lambda a: a.index_fill_(0, torch.tensor([7]), float("nan")),
-    "all NaN": lambda a: a.fill_(float("nan")),
-    "infinite channel": lambda a: a.index_fill_(0, torch.tensor([7]), float("inf")),
-    "enormous channel": lambda a: a.index_fill_(0, torch.tensor([7]), 1e18),
-    "vanishing channel": lambda a: a.index_fill_(0, torch.tensor([7]), 1e-18),
-}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_scales_stay_finite(kind):
+@pytest.mark.parametrize(
+    ("channels", "value"),
+    [
+        (range(0, 128, 2), 0.0), (range(128), 0.0), ([7], float("nan")), (range(128), float("nan")),
+        ([7], float("inf")), ([7], 1e18), ([7], 1e-18),
+    ],
+)  # fmt: skip
+def test_scales_stay_finite(channels, value):
     torch.manual_seed(0)
-    magnitude = BROKEN[kind](torch.rand(128) + 0.1)
+    magnitude = (torch.rand(128) + 0.1).index_fill_(0, torch.tensor([*channels]), value)
     weight = torch.randn(32, 128)
     packed = ReferenceInt4(LayerSpec(32, 128, 4, 128, torch.float32, None, weight.device))
     inverse = torch.full((128,), float("nan"))
     ActivationAware().quantize_scaled_(weight, packed, inverse, ChannelStatistics(magnitude, magnitude**2))
     assert torch.isfinite(inverse).all() and (inverse > 0).all()
     assert torch.isfinite(packed.dequantize()).all()
-    candidates, _ = candidate_scales(ChannelStatistics(magnitude, magnitude**2))
+    candidates, importance = candidate_scales(ChannelStatistics(magnitude, magnitude**2))
     assert candidates.amax() < 1.001 * awq.LARGEST_SPREAD  # no weight is scaled out of sight
-    if kind.startswith("all"):
+    assert torch.isfinite(importance).all()
+    if len(channels) == 128:
         assert torch.equal(inverse, torch.ones(128))
 
 
-def test_chunks_and_strides_do_not_show():
+def test_chunks_and_strides_do_not_show(monkeypatch):
     torch.manual_seed(0)
-    columns = 2048
-    weight, x = torch.randn(CPU_CHUNK // columns * 2 + 7, columns), with_outliers(8, columns)
-    whole = quantized_linear(weight, 128, x)
-    strided = quantized_linear(weight.T.contiguous().T, 128, x)
+    weight, x = torch.randn(23, 256), with_outliers(8, 256)
+    monkeypatch.setattr(rtn, "CPU_CHUNK", 8 * 256)
+    whole, strided = quantized_linear(weight, 128, x), quantized_linear(weight.T.contiguous().T, 128, x)
     assert torch.equal(whole.packed.dequantize(), strided.packed.dequantize())
-    assert not torch.equal(whole.inverse_scales, torch.ones(columns))
-    scaled = weight / whole.inverse_scales  # [out, in]
-    rows = whole.packed.dequantize()
+    assert not torch.equal(whole.inverse_scales, torch.ones(256))
     steps = whole.packed.scales.repeat_interleave(128, dim=1)  # [out, in]
-    assert ((rows - scaled).abs() <= steps * (0.5 + 1e-3)).all()
-
-
-@pytest.mark.parametrize("name", ["awq-w4-g128", "awq-w4-g64", "awq-w4-g32"])
-def test_the_scheme_is_known_everywhere(name):
-    scheme, plain = find_scheme(name), find_scheme(name.replace("awq", "rtn"))
-    assert scheme.activation_aware and not plain.activation_aware
-    assert (scheme.bits, scheme.group_for(896), scheme.group_for(160)) == (4, plain.group_for(896), 32)
-    assert SpeculativeConfig(draft_quantization=name).draft_quantization == name
+    assert ((whole.packed.dequantize() - weight / whole.inverse_scales).abs() <= steps * (0.5 + 1e-3)).all()
 
 
 # ---- the layer ------------------------------------------------------------------------------------------------------
@@ -198,29 +180,20 @@ def test_the_scheme_is_known_everywhere(name):
 
 def test_every_kernel_multiplies_like_the_reference(llama, make_shadow):
     x = with_outliers(4, 128)
-    fast = quantize_projections(make_shadow(llama), AWQ, "torch_int4")
-    reference = quantize_projections(make_shadow(llama), AWQ, "reference", activation_dtype=torch.bfloat16)
-    for network in (fast, reference):
-        for layer in network.layers.values():
-            if layer.in_features == 128:
-                layer.refresh(ActivationAware(), statistics_of(with_outliers(64, 128)))
-    for name, layer in reference.layers.items():
-        if layer.in_features == 128:
-            assert torch.equal(layer.inverse_scales, fast.layers[name].inverse_scales)
-            assert not torch.equal(layer.inverse_scales, torch.ones(128))
-            fast_y, y = fast.layers[name](x), layer(x)
-            assert (fast_y - y).std() < 0.02 * y.std()
-
-
-def test_many_rows_run_the_dense_layer_unscaled(llama, make_shadow):
-    network = quantize_projections(make_shadow(llama), AWQ)
-    layer = network.layers[Q_PROJ]
-    layer.refresh(ActivationAware(), statistics_of(with_outliers(64, 128)))
-    x = with_outliers(layer.max_rows + 1, 128)
+    fast, reference = (
+        quantize_projections(make_shadow(llama), AWQ, kernel, activation_dtype=torch.bfloat16).layers[Q_PROJ]
+        for kernel in ("torch_int4", "reference")
+    )
+    for layer in (fast, reference):
+        layer.refresh(ActivationAware(), statistics_of(with_outliers(64, 128)))
+    assert torch.equal(reference.inverse_scales, fast.inverse_scales)
+    assert not torch.equal(reference.inverse_scales, torch.ones(128))
+    y = reference(x)
+    assert (fast(x) - y).std() < 0.02 * y.std()
+    many = with_outliers(fast.max_rows + 1, 128)  # run the dense layer, unscaled
     with torch.no_grad():
-        dense = llama.get_submodule(Q_PROJ)(x)
-        assert torch.equal(layer(x), dense)
-        assert not torch.equal(layer(x[:-1]), dense[:-1])
+        dense = llama.get_submodule(Q_PROJ)(many)
+        assert torch.equal(fast(many), dense) and not torch.equal(fast(many[:-1]), dense[:-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -229,11 +202,10 @@ def test_the_result_has_the_dense_layers_dtype(llama, make_shadow, dtype, autoca
     llama.to(dtype)
     network = quantize_projections(make_shadow(llama), AWQ, "reference")
     network.refresh(observed(llama, network))
-    x = with_outliers(3, 128, dtype)
+    x, layer = with_outliers(3, 128, dtype), network.layers[Q_PROJ]
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        y, dense = network.layers[Q_PROJ](x), llama.get_submodule(Q_PROJ)(x)
+        y, dense = layer(x), llama.get_submodule(Q_PROJ)(x)
     assert y.dtype == (dense.dtype if dtype != torch.float64 else torch.float64)
-    layer = network.layers[Q_PROJ]
     weight = layer.packed.dequantize().double() * layer.inverse_scales.double()  # [out, in]
     expected = x.double() @ weight.T + layer.dense.bias.double()  # [3, out]
     assert not torch.equal(layer.inverse_scales, torch.ones_like(layer.inverse_scales))
@@ -247,7 +219,6 @@ def test_a_refresh_writes_in_place_and_never_into_the_policy(llama, make_shadow)
     pointers = [buffer.data_ptr() for layer in network.layers.values() for buffer in layer.buffers()]
     network.refresh(observed(llama, network))
     assert not all(torch.equal(value, plain[name]) for name, value in buffers_of(network).items())
-    assert pointers == [buffer.data_ptr() for layer in network.layers.values() for buffer in layer.buffers()]
     network.refresh()
     assert all(torch.equal(value, plain[name]) for name, value in buffers_of(network).items())
     assert all((layer.inverse_scales == 1).all() for layer in network.layers.values())
@@ -267,12 +238,16 @@ def captured_input(policy, name: str, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_statistics_are_means_over_all_rows(llama, make_shadow, dtype):
+def test_statistics_are_means_over_all_rows_of_the_newest_step(llama, make_shadow, dtype):
+    """In inference mode and out of it; forwards of one step add up."""
     llama.to(dtype)
     names = quantize_projections(make_shadow(llama), AWQ, lm_head="packed").activation_aware_layers
     statistics = ActivationStatistics(llama, names)
     with statistics.collect(0):
-        llama(TEXT[:4])
+        llama(TEXT)
+    with statistics.collect(1):
+        with torch.inference_mode():
+            llama(TEXT[:4])
         llama(TEXT[4:])
     for name in names:
         rows = torch.cat([captured_input(llama, name, part) for part in (TEXT[:4], TEXT[4:])])  # [n, in]
@@ -280,16 +255,6 @@ def test_statistics_are_means_over_all_rows(llama, make_shadow, dtype):
         assert found.mean_magnitude.dtype == found.mean_square.dtype == torch.float32
         torch.testing.assert_close(found.mean_magnitude, expected.mean_magnitude)
         torch.testing.assert_close(found.mean_square, expected.mean_square)
-
-
-def test_a_new_step_replaces_the_older_one(llama):
-    statistics, fresh = (ActivationStatistics(llama, [Q_PROJ]) for _ in range(2))
-    for step, ids in ((0, TEXT[:4]), (1, TEXT[4:6]), (1, TEXT[6:])):
-        with statistics.collect(step):
-            llama(ids)
-    with fresh.collect(7):
-        llama(TEXT[4:])
-    torch.testing.assert_close(statistics.of(Q_PROJ).mean_square, fresh.of(Q_PROJ).mean_square)
     with statistics.collect(2):
         pass
     assert statistics.of(Q_PROJ) is None
@@ -300,10 +265,11 @@ def test_long_batches_are_sampled_at_mixed_positions(llama, rows):
     statistics = ActivationStatistics(llama, [Q_PROJ])
     columns = torch.arange(64).repeat(rows // 64)  # position of each row
     x = torch.nn.functional.one_hot(columns, 128).float()[None]  # [1, rows, 128]: channel = position
+    x[0, 0, 100] = 1  # its mean tells the number of rows that are looked at
     with statistics.collect(0), torch.no_grad():
         llama.get_submodule(Q_PROJ)(x)
     seen = statistics.of(Q_PROJ).mean_magnitude  # [128]
-    assert OBSERVED_ROWS / 3 <= statistics._rows[Q_PROJ] <= OBSERVED_ROWS
+    assert OBSERVED_ROWS / 3 <= 1 / seen[100] <= OBSERVED_ROWS
     assert (seen[:64] > 0).all() and seen[:64].amax() < 2 / 64
 
 
@@ -325,10 +291,8 @@ def test_hooks_come_and_go(llama):
 def test_a_shadow_made_inside_the_block_is_not_observed(llama):
     statistics = ActivationStatistics(llama, [Q_PROJ])
     with statistics.collect(0), torch.no_grad():
-        shadow = engine_shadow(llama)
-        assert shadow.get_submodule(Q_PROJ)._forward_pre_hooks  # it did inherit the hook
-        shadow.get_submodule(Q_PROJ)(torch.ones(2, 128))
-        assert statistics.of(Q_PROJ) is None and not statistics._sums
+        engine_shadow(llama).get_submodule(Q_PROJ)(torch.ones(2, 128))  # it did inherit the hook
+        assert statistics.of(Q_PROJ) is None
         llama(IDS)
         assert statistics.of(Q_PROJ) is not None
 
@@ -356,23 +320,9 @@ def test_training_is_unchanged(llama, checkpointing):
     llama.zero_grad()
     statistics = ActivationStatistics(llama, [Q_PROJ])
     with statistics.collect(0):
-        loss = llama(IDS, labels=IDS).loss
-        if checkpointing:
-            loss.backward()  # runs the forwards a second time, hooks included
-    if not checkpointing:
-        loss.backward()
+        llama(IDS, labels=IDS).loss.backward()  # with checkpoints runs the forwards a second time, hooks included
     assert all(torch.equal(p.grad, expected[name]) for name, p in llama.named_parameters())
     x = captured_input(llama.eval(), Q_PROJ, IDS)
-    torch.testing.assert_close(statistics.of(Q_PROJ).mean_square, x.square().mean(0))
-
-
-def test_inference_mode_and_training_take_turns(llama):
-    statistics = ActivationStatistics(llama, [Q_PROJ])
-    with statistics.collect(0):
-        with torch.inference_mode():
-            llama(TEXT)
-        llama(TEXT)
-    x = captured_input(llama, Q_PROJ, TEXT)
     torch.testing.assert_close(statistics.of(Q_PROJ).mean_square, x.square().mean(0))
 
 
@@ -383,13 +333,6 @@ def test_names_and_widths_that_do_not_belong_to_the_policy_are_refused(llama, ma
     other = tiny_llama().float()
     with pytest.raises(ValueError, match=r"statistics: '.*q_proj' has 64 input channels there and 128 in the drafter"):
         network.refresh(observed(other, network, TEXT % 64))
-
-
-def test_plain_schemes_observe_nothing(llama, make_shadow):
-    network = quantize_projections(make_shadow(llama), "rtn-w4-g128")
-    assert network.activation_aware_layers == []
-    assert all(layer.inverse_scales is None for layer in network.layers.values())
-    network.refresh(observed(llama, network))
 
 
 # ---- whole models ---------------------------------------------------------------------------------------------------
@@ -457,8 +400,7 @@ def test_stacked_experts_round_to_nearest(make_shadow):
         network.layers[experts](*(torch.ones(2, 64).double(), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2) / 2))
 
 
-@pytest.mark.parametrize("verification", ["exact", "rejection"])
-def test_outputs_do_not_depend_on_the_scales(verification):
+def test_outputs_do_not_depend_on_the_scales():
     policy = tiny_llama()
     with torch.no_grad():  # outlier channels, so that there is something to scale
         for layer in policy.model.layers:
@@ -469,13 +411,9 @@ def test_outputs_do_not_depend_on_the_scales(verification):
     drafter.refresh(observed(policy, drafter.quantized, TEXT % 64))
     scaled = [layer for layer in drafter.quantized.layers.values() if not (layer.inverse_scales == 1).all()]
     assert len(scaled) > 7
-    config = {"verification": verification, "draft_quantization": AWQ}
-    result = generate(policy, prompts, "self", config, drafter=drafter)
+    result = generate(policy, prompts, "self", drafter=drafter)
     assert result.statistics.drafter_failure is None and result.statistics.acceptance_rate > 0.5
-    if verification == "exact":
-        assert outputs(result) == outputs(generate(policy, prompts))
-        without = generate(policy, prompts, "self", config)  # no statistics: round to nearest
-        assert outputs(without) == outputs(result)
+    assert outputs(result) == outputs(generate(policy, prompts))
 
 
 def test_a_trained_model_agrees_better(stories):

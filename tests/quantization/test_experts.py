@@ -134,6 +134,6 @@ def test_experts_of_another_kind_stay_dense_and_are_named(make_shadow):
     config = Llama4TextConfig(
         **COMMON, num_local_experts=4, intermediate_size_mlp=96, head_dim=16, interleave_moe_layer_step=1
     )
-    with pytest.warns(UserWarning, match="feed_forward.experts .*not behind transformers' experts interface"):
+    with pytest.warns(UserWarning, match="feed_forward.experts .*lack transformers' experts interface"):
         quantized = quantize_projections(make_shadow(Llama4ForCausalLM(config).eval()))
     assert quantized.dense_layers == [f"model.layers.{i}.feed_forward.experts" for i in range(2)]

@@ -42,8 +42,13 @@ def fake_quantized(model, scheme="rtn-w4-g128", lm_head=False):
     return twin
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", ["rtn-w4-g128", "rtn-w4-g32", "rtn-w8"])
+@pytest.mark.parametrize(
+    ("dtype", "scheme"),
+    [
+        (torch.float64, "rtn-w4-g128"), (torch.float32, "rtn-w4-g32"), (torch.float32, "rtn-w8"),
+        (torch.bfloat16, "rtn-w8"),
+    ],
+)  # fmt: skip
 def test_the_drafter_is_the_fake_quantized_model(llama, make_shadow, never_dense, dtype, scheme):
     llama.to(dtype)
     expected = logits(fake_quantized(llama, scheme, lm_head=True))
@@ -74,34 +79,31 @@ def test_the_policy_is_untouched(llama, make_shadow):
     parameters = dict(llama.named_parameters())
     shadow = make_shadow(llama)
     quantized = quantize_projections(shadow, lm_head="packed")
-    logits(shadow)
+    assert not shadow(IDS).logits.requires_grad
     quantized.refresh()
-    shadow.train().requires_grad_(False).to(torch.float64)
-    assert dict(llama.named_modules()).keys() == modules.keys()
-    assert all(llama.get_submodule(name) is module for name, module in modules.items())
-    assert all(dict(llama.named_parameters())[name] is p for name, p in parameters.items())
-    projections = [name for name in before if "_proj.weight" in name]
-    assert len(projections) == 14
-    for name in projections:  # embeddings and norms are shared, and `.to` reached them by our own hand
-        assert parameters[name].dtype == torch.float32 and parameters[name].requires_grad
-        assert torch.equal(parameters[name], before[name])
-
-
-def test_quantizing_changes_no_bit_of_the_policy(llama, make_shadow):
-    before = copy.deepcopy(llama.state_dict())
-    quantize_projections(make_shadow(llama), lm_head="packed").refresh()
     after = llama.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
     assert all(parameter.grad is None and parameter.requires_grad for parameter in llama.parameters())
+    assert not any(name.rpartition(".")[0] in PROJECTIONS for name in shadow.state_dict())
+    assert not any("_proj.weight" in name for name, _ in shadow.named_parameters())
+    assert not any(buffer.requires_grad for layer in quantized.layers.values() for buffer in layer.buffers())
+    shadow.train().requires_grad_(False).to(torch.float64)
+    assert dict(llama.named_modules()) == modules
+    assert all(dict(llama.named_parameters())[name] is p for name, p in parameters.items())
+    for name in PROJECTIONS:  # embeddings and norms are shared, and `.to` reached them by our own hand
+        parameter = parameters[f"{name}.weight"]
+        assert parameter.dtype == torch.float32 and parameter.requires_grad
 
 
-@pytest.mark.parametrize("scheme", ["rtn-w4-g128", "rtn-w8"])
-@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize(("scheme", "kernel"), [("rtn-w4-g128", "auto"), ("rtn-w8", "auto"), ("rtn-w8", "reference")])
 def test_refresh_follows_the_weights_in_place(llama, make_shadow, scheme, kernel):
+    """Also where the drafter is made in inference mode, and refreshed in it and outside."""
     shadow = make_shadow(llama)
-    quantized = quantize_projections(shadow, scheme=scheme, kernel=kernel, lm_head="packed")
-    pointers = [buffer.data_ptr() for layer in quantized.layers.values() for buffer in layer.buffers()]
-    stale = logits(shadow)
+    with torch.inference_mode():
+        quantized = quantize_projections(shadow, scheme=scheme, kernel=kernel, lm_head="packed")
+    buffers = [buffer for layer in quantized.layers.values() for buffer in layer.buffers()]
+    pointers, stale = [buffer.data_ptr() for buffer in buffers], logits(shadow)
+    assert not any(buffer.is_inference() for buffer in buffers)
     with torch.no_grad():
         for parameter in llama.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
@@ -109,28 +111,19 @@ def test_refresh_follows_the_weights_in_place(llama, make_shadow, scheme, kernel
     fresh = make_shadow(llama)
     quantize_projections(fresh, scheme=scheme, kernel=kernel, lm_head="packed")
     assert torch.equal(logits(shadow), logits(fresh)) and not torch.equal(logits(shadow), stale)
+    with torch.inference_mode():
+        quantized.refresh()
     assert pointers == [buffer.data_ptr() for layer in quantized.layers.values() for buffer in layer.buffers()]
 
 
-def test_a_new_parameter_object_in_the_policy_is_followed(llama, make_shadow):
-    shadow = make_shadow(llama)
-    quantized = quantize_projections(shadow)
-    q_proj = llama.model.layers[0].self_attn.q_proj
+def test_new_parameter_objects_are_followed_and_biases_are_live(llama, make_shadow):
+    quantized = quantize_projections(make_shadow(llama))
+    q_proj, packed = llama.model.layers[0].self_attn.q_proj, quantized.layers["model.layers.0.self_attn.q_proj"]
     q_proj.weight = nn.Parameter(torch.zeros_like(q_proj.weight))
     quantized.refresh()
-    packed = quantized.layers["model.layers.0.self_attn.q_proj"]
     with torch.no_grad():
+        q_proj.bias += 1
         torch.testing.assert_close(packed(torch.ones(1, 128)), q_proj.bias[None])
-
-
-def test_biases_are_live(llama, make_shadow):
-    shadow = make_shadow(llama)
-    layer = quantize_projections(shadow).layers["model.layers.0.self_attn.q_proj"]
-    x = torch.randn(2, 128)
-    before = layer(x)
-    with torch.no_grad():
-        llama.model.layers[0].self_attn.q_proj.bias += 1
-    torch.testing.assert_close(layer(x), before + 1)
 
 
 def test_many_rows_run_the_dense_layer(llama, make_shadow):
@@ -158,26 +151,6 @@ def test_passes_a_gradient_for_learning(llama, make_shadow):
     (gradient,) = torch.autograd.grad(y.sum(), many)
     torch.testing.assert_close(gradient, torch.ones_like(y) @ dense.weight.detach())
     assert not layer(few).requires_grad
-
-
-def test_no_gradient_and_no_state(llama, make_shadow):
-    shadow = make_shadow(llama)
-    quantized = quantize_projections(shadow, lm_head="packed")
-    assert not shadow(IDS).logits.requires_grad
-    assert not any(name.rpartition(".")[0] in PROJECTIONS for name in shadow.state_dict())
-    assert not any("_proj.weight" in name for name, _ in shadow.named_parameters())
-    assert not any(buffer.requires_grad for layer in quantized.layers.values() for buffer in layer.buffers())
-
-
-def test_made_in_inference_mode_refreshed_outside(llama, make_shadow):
-    shadow = make_shadow(llama)
-    with torch.inference_mode():
-        quantized = quantize_projections(shadow, lm_head="packed")
-        shadow(IDS)
-    quantized.refresh()
-    assert not any(buffer.is_inference() for layer in quantized.layers.values() for buffer in layer.buffers())
-    with torch.inference_mode():
-        quantized.refresh()
 
 
 def test_autocast_gives_the_dtype_of_a_dense_layer(llama, make_shadow):

@@ -1,106 +1,93 @@
-"""Round-to-nearest: what the codes say about the weight, seen through the reference kernel."""
+"""Round-to-nearest: the codes, scales and zero points of any weight, seen through the reference kernel."""
+
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
+from spec_trl.quantization import rtn
 from spec_trl.quantization.kernels import LayerSpec
 from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
-from spec_trl.quantization.rtn import CPU_CHUNK, MIN_SCALE, RoundToNearest
+from spec_trl.quantization.rtn import MIN_SCALE, RoundToNearest
 from spec_trl.quantization.scheme import find_scheme
 
 
-def quantize(weight, bits=4, group=32, activation_dtype=None):
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def quantize(weight: Tensor, bits: int, group: int, activation_dtype: torch.dtype | None = None):
     layer = LayerSpec(*weight.shape, bits, group, weight.dtype, activation_dtype, weight.device)
     packed = (ReferenceInt4 if bits == 4 else ReferenceInt8)(layer)
     RoundToNearest().quantize_(weight, packed)
     return packed
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shift", [0.0, 3.0, -3.0], ids=["mixed", "positive", "negative"])
-def test_four_bit_error_is_half_a_step(dtype, shift):
-    torch.manual_seed(0)
-    weight = (torch.rand(40, 96, dtype=torch.float64) - 0.5 + shift).to(dtype)
-    packed = quantize(weight)
-    codes = packed.dequantize().double()  # [40, 96]
-    steps = packed.scales.double().repeat_interleave(32, dim=1)  # [40, 96]
-    # Rounding the scale itself may move the far end of the range by 15 steps times its relative error.
-    bound = (0.5 + 15 * torch.finfo(dtype).eps) * steps + torch.finfo(dtype).eps * weight.double().abs()
-    assert ((codes - weight.double()).abs() <= bound).all()
+@st.composite
+def weights(draw: st.DrawFn, group: int | None) -> Tensor:
+    """A weight [out, in] whose rows may be shifted to one side of 0, all zero, or zero in places."""
+    rows, groups = draw(st.integers(1, 9)), draw(st.integers(1, 3))
+    columns = group * groups if group is not None else 13 * groups
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    weight *= draw(st.sampled_from([1e-3, 1, 50]))
+    weight += draw(st.sampled_from([0.0, 3.0, -3.0])) * weight.abs().max()
+    weight[torch.rand(rows, generator=generator) < 0.2] = 0
+    weight[torch.rand(rows, columns, generator=generator) < draw(st.sampled_from([0.0, 0.3]))] = 0
+    return weight.to(draw(st.sampled_from(DTYPES)))
 
 
-@pytest.mark.parametrize("shift", [0.0, 3.0, -3.0], ids=["mixed", "positive", "negative"])
-def test_range_contains_zero_and_uses_all_codes(shift):
-    torch.manual_seed(0)
-    weight = torch.rand(8, 64) - 0.5 + shift
-    packed = quantize(weight)
-    grouped = weight.view(8, 2, 32)
-    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-    torch.testing.assert_close(packed.scales, (high - low) / 15)
-    torch.testing.assert_close(packed.zeros.float(), (-low / packed.scales).round())
-    if shift:
-        assert packed.zeros.unique().tolist() == ([0] if shift > 0 else [15])
+def check_bounds(weight: Tensor, packed, group: int, far: int) -> None:
+    """No weight is off by more than half a step, and none that is 0 is off at all."""
+    eps = torch.finfo(packed.activation_dtype).eps
+    steps = packed.scales.double().view(len(weight), -1).repeat_interleave(group, dim=1)  # [out, in]
+    # Rounding the scale itself may move the far end of the range by so many steps times its relative error.
+    bound = (0.5 + far * eps) * steps + eps * weight.double().abs() + 4 * eps * far * steps  # [out, in]
+    found = packed.dequantize()  # [out, in]
+    assert ((found.double() - weight.double()).abs() <= bound).all()
+    assert (found[weight == 0] == 0).all()
 
 
-def test_weights_on_the_grid_survive_exactly():
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.data(), st.sampled_from([32, 64, 128]), st.sampled_from([None, torch.bfloat16]), st.integers(1, 9))
+def test_four_bits(data: st.DataObject, group: int, dtype: torch.dtype | None, chunk_rows: int) -> None:
+    """Range with 0 in it, divided by 15; the codes are computed with the rounded scale, however the rows are cut."""
+    weight = data.draw(weights(group))
+    before = weight.clone()
+    with patch.object(rtn, "CPU_CHUNK", chunk_rows * weight.shape[1]):
+        packed = quantize(weight, 4, group, dtype)
+        strided = quantize(weight.T.contiguous().T, 4, group, dtype)
+    assert torch.equal(weight, before)
+    grouped = weight.to(torch.promote_types(weight.dtype, torch.float32)).view(len(weight), -1, group)
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)  # [out, groups] each
+    scales = ((high - low) / 15).clamp(min=MIN_SCALE).to(dtype or weight.dtype)  # [out, groups]
+    zeros = (-low / scales.to(grouped.dtype)).round().clamp(0, 15)  # [out, groups]
+    codes = (grouped / scales.to(grouped.dtype)[..., None] + zeros[..., None]).round().clamp(0, 15)
+    assert torch.equal(packed.scales, scales) and torch.equal(packed.zeros, zeros.to(torch.uint8))
+    assert torch.equal(packed.unpack(), codes.flatten(1).to(torch.uint8))
+    assert torch.equal(packed.dequantize(), strided.dequantize())
+    check_bounds(weight, packed, group, far=15)
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(weights(None), st.sampled_from([None, torch.bfloat16]), st.integers(1, 9))
+def test_eight_bits(weight: Tensor, dtype: torch.dtype | None, chunk_rows: int) -> None:
+    columns = weight.shape[1]
+    with patch.object(rtn, "CPU_CHUNK", chunk_rows * columns):
+        packed = quantize(weight, 8, columns, dtype)
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    scales = (wide.abs().amax(-1) / 127).clamp(min=MIN_SCALE).to(dtype or weight.dtype)  # [out]
+    codes = (wide / scales.to(wide.dtype)[:, None]).round().clamp(-127, 127)  # [out, in]
+    assert torch.equal(packed.scales, scales) and torch.equal(packed.codes, codes.to(torch.int8))
+    check_bounds(weight, packed, columns, far=127)
+
+
+def test_weights_on_the_grid_survive_exactly() -> None:
     codes = torch.arange(16).repeat(3, 2)  # [3, 32], every code in every group
     weight = (codes - torch.tensor([[0], [6], [15]])) * 0.25  # [3, 32]
-    assert torch.equal(quantize(weight).dequantize(), weight)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_zero_weights_stay_zero(bits):
-    torch.manual_seed(0)
-    weight = torch.randn(4, 64)
-    weight[0] = 0
-    weight[:, ::3] = 0
-    packed = quantize(weight, bits=bits, group=32 if bits == 4 else 64)
-    assert (packed.dequantize()[weight == 0] == 0).all()
-    assert packed.scales.view(4, -1)[0].tolist() == pytest.approx([MIN_SCALE] * packed.scales.view(4, -1).shape[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_eight_bit_error_is_half_a_step(dtype):
-    torch.manual_seed(0)
-    weight = torch.randn(40, 96, dtype=torch.float64).to(dtype)
-    packed = quantize(weight, bits=8, group=96)
-    eps = torch.finfo(dtype).eps
-    bound = (0.5 + 127 * eps) * packed.scales.double()[:, None] + eps * weight.double().abs()  # [40, 96]
-    assert ((packed.dequantize().double() - weight.double()).abs() <= bound).all()
-    assert packed.codes.abs().amax() == 127
-
-
-def test_codes_are_computed_with_the_rounded_scale():
-    torch.manual_seed(0)
-    weight = torch.randn(16, 64)
-    packed = quantize(weight, activation_dtype=torch.bfloat16)
-    assert packed.scales.dtype == torch.bfloat16
-    grouped = weight.view(16, 2, 32)
-    scales = ((grouped.amax(-1) - grouped.amin(-1)) / 15).bfloat16().float()  # [16, 2]
-    zeros = (-grouped.amin(-1) / scales).round()  # [16, 2]
-    codes = (grouped / scales[..., None] + zeros[..., None]).round().clamp(0, 15)  # [16, 2, 32]
-    expected = ((codes - zeros[..., None]).bfloat16() * scales[..., None].bfloat16()).flatten(1)
-    assert torch.equal(packed.dequantize(), expected)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_chunks_and_strides_do_not_show(bits):
-    torch.manual_seed(0)
-    columns = 1024
-    weight = torch.randn(CPU_CHUNK // columns * 2 + 7, columns)  # two whole chunks and a rest
-    group = 128 if bits == 4 else columns
-    whole = quantize(weight, bits=bits, group=group)
-    transposed = quantize(weight.T.contiguous().T, bits=bits, group=group)
-    rows = [quantize(row[None], bits=bits, group=group).dequantize() for row in weight]
-    assert torch.equal(whole.dequantize(), torch.cat(rows))
-    assert torch.equal(whole.dequantize(), transposed.dequantize())
-
-
-def test_the_weight_is_only_read():
-    weight = torch.randn(8, 64)
-    before = weight.clone()
-    quantize(weight)
-    assert torch.equal(weight, before)
+    assert torch.equal(quantize(weight, 4, 32).dequantize(), weight)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +100,12 @@ def test_the_weight_is_only_read():
         ("rtn-w4-g64", 896, 64),
         ("rtn-w4-g32", 896, 32),
         ("rtn-w8", 100, 100),
+        ("awq-w4-g128", 160, 32),
+        ("awq-w4-g64", 896, 64),
+        ("awq-w4-g32", 896, 32),
     ],
 )
-def test_group_is_the_largest_that_divides_the_row(scheme, columns, group):
-    assert find_scheme(scheme).group_for(columns) == group
+def test_group_is_the_largest_that_divides_the_row(scheme: str, columns: int, group: int | None) -> None:
+    found = find_scheme(scheme)
+    assert (found.group_for(columns), found.bits) == (group, 8 if scheme == "rtn-w8" else 4)
+    assert found.activation_aware is scheme.startswith("awq")

@@ -18,7 +18,7 @@ from .canvas import Canvas, TrainableDrafter
 
 
 CATCH_UP = 16
-"""Tokens per row that one forward of a drafter's catching up may hold."""
+"""Largest number of tokens per row in one forward, where a drafter reads what was committed without it."""
 
 
 class NetworkDrafter(TrainableDrafter):
@@ -28,8 +28,8 @@ class NetworkDrafter(TrainableDrafter):
         network: the drafting network, as :func:`~spec_trl.generation.engine.shadow.make_shadow` makes it.
         shares_target_cache: the network writes provisional K/V into the target's cache, where verification overwrites
             it (ER §E.2). Else it keeps a cache of its own.
-        made_of: forwards that were captured of a network serve another one that is made of the same, over the same
-            weights; None: no other.
+        made_of: identifies what the network is made of. A captured forward serves all networks with the same mark,
+            over the same weights; None: this network alone.
     """
 
     has_probabilities = True
@@ -47,10 +47,8 @@ class NetworkDrafter(TrainableDrafter):
         super().begin(session)
         rows = session.rows
         self._fed: tuple[Tensor, Tensor] | None = None  # of this round: columns and drafts, [B, γ - 1] each
-        if self._shares_target_cache and session.target is not None:
-            self._cached: Tensor | None = None
-        else:
-            # Tokens of each row whose K/V this cache holds: [capacity]
+        self._cached: Tensor | None = None  # [capacity], tokens of each row in a cache of its own
+        if not self._shares_target_cache or session.target is None:
             self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=rows.tokens.device)
         if session.target is not None:
             self._runner = session.target.beside(self.network, self._shares_target_cache, self._made_of)
@@ -76,9 +74,9 @@ class NetworkDrafter(TrainableDrafter):
 
     def observe(self, tokens: int) -> None:
         if self._cached is not None and self._fed is not None:
-            # What was fed counts as far as it was committed: drafts may be rejected, or another drafter's be taken.
+            # What was fed counts as far as it was committed: drafts may be rejected, or another drafter's taken.
             rows, (columns, drafts), self._fed = self.session.rows, self._fed, None
-            same = (rows.tokens[: rows.active].gather(1, columns) == drafts) & (columns < rows.lengths[:, None])
+            same = rows.tokens[: rows.active].gather(1, columns) == drafts  # [B, γ - 1]
             cached = self._cached[: rows.active] + same.long().cumprod(1).sum(1)  # [B]
             self._cached[: rows.active] = torch.minimum(cached, rows.lengths - 1)
 
@@ -99,7 +97,7 @@ class NetworkDrafter(TrainableDrafter):
             self._fed = rows.columns_behind(0, draft_length - 1), rows.window(0, draft_length - 1)
         won = torch.cat(scores, dim=1)  # [B, γ]
         broken = won.isnan().any(dim=1)  # [B]
-        # -inf: the processors left no token, or refused the draft so far. A row drafts up to there.
+        # -inf: the processors left no token, or refused the draft so far. The row's draft ends there.
         lengths = (won > -torch.inf).long().cumprod(dim=1).sum(dim=1).masked_fill(broken, 0)  # [B]
         draft_logits = torch.cat(kept, dim=1) if kept else None  # [B, γ, V]
         return Proposal(rows.window(0, draft_length), lengths, draft_logits, broken.any())
@@ -136,12 +134,12 @@ class NetworkDrafter(TrainableDrafter):
         }
 
     def _logits_of_next(self) -> Tensor:
-        """Feeds what the cache misses, up to the last committed token, and returns the logits behind it."""
+        """Feeds what the cache lacks, up to the last committed token; returns the logits after it, `[B, V]`."""
         rows = self.session.rows
         missing = 1
         if self._cached is not None:
             # Usually 1, or 2 after a block that was accepted whole; more after rounds in which it did not draft. Rows
-            # that miss fewer feed some tokens again, which rewrites the same K/V.
+            # that lack fewer feed some tokens again, which writes the same K/V.
             missing = int((rows.lengths - self._cached[: rows.active]).max())
         while missing > CATCH_UP:  # in pieces, without logits: all at once would need memory for a long prompt's
             columns = rows.columns_behind(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]

@@ -16,19 +16,27 @@ from ..engine.verification import Proposal
 from .suffix_index import SuffixIndex
 
 
+_PARTS = {
+    "prompts": torch.int32,
+    "prompt_lengths": torch.int64,
+    "texts": torch.int32,
+    "text_lengths": torch.int64,
+    "text_prompts": torch.int64,
+}
+"""Tensors of a saved history."""
+
 class HistoryDrafter(Drafter):
     """Proposes what followed the longest suffix match in the texts of a row's prompt.
 
-    These are its completions of earlier generations (epochs), those of its group siblings, in flight or finished, and
-    the row's own text. Only tokens that the target has chosen enter. A policy that has moved on since accepts less of
-    them, and samples what it would have sampled anyway.
+    These are the completions of earlier generations (epochs), those of its group siblings, in flight or finished, and
+    the row's own text. Only tokens that the target has chosen enter. A policy that has moved on since accepts fewer of
+    them, and still samples what it would have sampled.
 
     Args:
         history_max_tokens: bound on the tokens kept, see :class:`RolloutHistory`.
     """
 
     strategy = "history"
-
     has_probabilities = False
 
     def __init__(self, history_max_tokens: int) -> None:
@@ -37,7 +45,7 @@ class HistoryDrafter(Drafter):
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
         self._texts: list[Text] = []  # of each row
-        self._window = 1  # tokens to read per row and round: as many as one round has ever committed
+        self._window = 1  # tokens to read per row and round: the most that one round has committed
         self.history.drop_indexes(())
 
     def admit(self, admission: Admission) -> None:
@@ -57,8 +65,8 @@ class HistoryDrafter(Drafter):
         if max(missing) > self._window:
             self._window = max(missing)
             _, tails = self._read(self._window)
-        for text, tail, new in zip(texts, tails, missing, strict=True):
-            self.history.extend(text, tail[len(tail) - new :])
+        for text, tail, count in zip(texts, tails, missing, strict=True):
+            self.history.extend(text, tail[len(tail) - count :])
         self.history.evict()
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
@@ -116,10 +124,10 @@ class _Prompt:
 class RolloutHistory:
     """Completions by prompt, the newest `max_tokens` tokens of them.
 
-    At rest a text is four bytes per token. Only the prompts in flight have a suffix index, built when they come in and
-    dropped with them. When the bound is reached the oldest texts go first, whatever their prompt: with prompts that
-    come round in epochs, going by the prompt's last use would drop just those that are due next. A text in flight that
-    has to go is not continued, and its row gets no more drafts.
+    At rest a text takes four bytes per token. Only the prompts in flight have a suffix index, built when they come in
+    and dropped with them. When the bound is reached the oldest texts go first, whatever their prompt: in epochs, the
+    prompt that was used least recently is the next to come. A text in flight that has to go is not continued, and its
+    row gets no more drafts.
 
     Args:
         max_tokens: bound on the tokens kept: texts, and prompts that have any.
@@ -137,7 +145,7 @@ class RolloutHistory:
         self._token_count = 0
 
     def __len__(self) -> int:
-        """Tokens kept, at most `max_tokens` behind :meth:`evict`."""
+        """Tokens kept, at most `max_tokens` after :meth:`evict`."""
         return self._token_count
 
     def start(self, key: bytes) -> Text:
@@ -154,7 +162,7 @@ class RolloutHistory:
         return text
 
     def extend(self, text: Text, tokens: Sequence[int]) -> None:
-        """Adds tokens behind a text."""
+        """Adds tokens at the end of a text."""
         text.length += len(tokens)
         if text.prompt is None:
             return
@@ -207,7 +215,7 @@ class RolloutHistory:
         """
         number: dict[bytes, int] = {}
         prompts, texts = array("i"), array("i")
-        prompt_lengths, text_lengths, text_prompts = [], [], []
+        prompt_lengths, text_lengths, text_prompts = array("q"), array("q"), array("q")
         for text in self._texts:
             prompt = text.prompt
             assert prompt is not None
@@ -218,21 +226,24 @@ class RolloutHistory:
             texts.extend(text.tokens)
             text_lengths.append(len(text.tokens))
             text_prompts.append(number[prompt.key])
+        parts = (prompts, prompt_lengths, texts, text_lengths, text_prompts)
         return {
-            "prompts": _to_tensor(prompts),
-            "prompt_lengths": torch.tensor(prompt_lengths, dtype=torch.int64),  # [P]
-            "texts": _to_tensor(texts),
-            "text_lengths": torch.tensor(text_lengths, dtype=torch.int64),  # [T]
-            "text_prompts": torch.tensor(text_prompts, dtype=torch.int64),  # [T]
+            # torch.frombuffer refuses an empty buffer.
+            name: torch.frombuffer(part, dtype=dtype) if part else torch.zeros(0, dtype=dtype)
+            for (name, dtype), part in zip(_PARTS.items(), parts, strict=True)
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces the history by what :meth:`state_dict` gave, cut to the own bound.
+        """Replaces the history by what :meth:`state_dict` gave, cut to its own bound.
 
         Raises:
             ValueError: `state` is something else, or damaged; the history is left as it was.
         """
-        _check_state(state)
+        if (damage := _damage(state)) is not None:
+            raise ValueError(
+                f"state is not a whole rollout history: {damage}. Load what HistoryDrafter.state_dict() gave, or go "
+                "on without: the history only makes rollouts faster."
+            )
         self._clear()
         keys = [array("q", tokens).tobytes() for tokens in _split(state["prompts"], state["prompt_lengths"])]
         texts = _split(state["texts"], state["text_lengths"])
@@ -241,51 +252,29 @@ class RolloutHistory:
         self.evict()
 
 
-def _to_tensor(tokens: "array[int]") -> Tensor:
-    # torch.frombuffer refuses an empty buffer.
-    return torch.frombuffer(tokens, dtype=torch.int32) if tokens else torch.zeros(0, dtype=torch.int32)  # [n]
-
-
 def _split(flat: Tensor, lengths: Tensor) -> "list[array[int]]":
     return [array("i", part.numpy().tobytes()) for part in flat.cpu().split(lengths.tolist())]
 
 
-def _check_state(state: object) -> None:
-    parts = dict(
-        prompts=torch.int32, prompt_lengths=torch.int64, texts=torch.int32, text_lengths=torch.int64,
-        text_prompts=torch.int64,
-    )  # fmt: skip
-    problem = None
+def _damage(state: object) -> str | None:
+    """Says what is wrong with a saved history; None: nothing."""
     if not isinstance(state, Mapping):
-        problem = f"it is a {type(state).__name__}"
-    elif set(state) != set(parts):
-        problem = f"it has the keys {sorted(map(str, state))} instead of {sorted(parts)}"
-    else:
-        for name, dtype in parts.items():
-            part = state[name]
-            if not isinstance(part, Tensor) or part.dtype != dtype or part.dim() != 1:
-                problem = f"{name} is not a one-dimensional {dtype} tensor"
-                break
-        else:
-            problem = _damage(state)
-    if problem is not None:
-        raise ValueError(
-            f"state is not a whole rollout history: {problem}. Load what HistoryDrafter.state_dict() gave, or go on "
-            "without: the history only makes rollouts faster."
-        )
-
-
-def _damage(state: Mapping[str, Tensor]) -> str | None:
-    """What is wrong with a state of the right form; None: nothing."""
-    for name in ("prompt", "text"):
+        return f"it is a {type(state).__name__}"
+    if set(state) != set(_PARTS):
+        return f"it has the keys {sorted(map(str, state))} instead of {sorted(_PARTS)}"
+    for name, dtype in _PARTS.items():
+        part = state[name]
+        if not isinstance(part, Tensor) or part.dtype != dtype or part.dim() != 1:
+            return f"{name} is not a one-dimensional {dtype} tensor"
+    for name, shortest in (("prompt", 1), ("text", 0)):
         lengths, tokens = state[f"{name}_lengths"], state[f"{name}s"]
-        if (lengths < (1 if name == "prompt" else 0)).any() or int(lengths.sum()) != len(tokens):
+        if (lengths < shortest).any() or int(lengths.sum()) != len(tokens):
             return f"{name}_lengths ask for {int(lengths.sum())} tokens, {name}s has {len(tokens)}"
         if (tokens < 0).any():
             return f"{name}s holds negative tokens"
-    owners, prompts = state["text_prompts"], len(state["prompt_lengths"])
-    if len(owners) != len(state["text_lengths"]):
-        return f"text_prompts names {len(owners)} texts, text_lengths {len(state['text_lengths'])}"
+    owners, texts, prompts = state["text_prompts"], len(state["text_lengths"]), len(state["prompt_lengths"])
+    if len(owners) != texts:
+        return f"text_prompts names {len(owners)} texts, text_lengths {texts}"
     if ((owners < 0) | (owners >= prompts)).any():
-        return f"text_prompts reaches beyond the {prompts} prompts"
+        return f"text_prompts names others than the {prompts} prompts"
     return None

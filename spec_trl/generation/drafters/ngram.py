@@ -8,14 +8,13 @@ from ..engine.verification import Proposal
 
 
 class NgramDrafter(Drafter):
-    """Proposes the tokens behind the most recent earlier occurrence of a row's last n tokens, longest n first.
+    """Proposes the tokens after the most recent earlier occurrence of a row's last n tokens, longest n first.
 
     Args:
         ngram_size: largest n.
     """
 
     strategy = "ngram"
-
     has_probabilities = False
 
     def __init__(self, ngram_size: int) -> None:
@@ -30,7 +29,7 @@ class NgramDrafter(Drafter):
         # row's last n. A match must end before the last column, so that something follows it.
         matches = columns < lengths[:, None] - 1  # [B, columns]
         start = torch.zeros_like(lengths)  # [B], first column of the continuation; 0: nothing found
-        for n in range(self._ngram_size):
+        for n in range(min(self._ngram_size, text.shape[1])):
             last = text.gather(1, (lengths - 1 - n).clamp(min=0)[:, None])  # [B, 1], n-th token from the end
             same = torch.zeros_like(matches)
             same[:, n:] = text[:, : text.shape[1] - n] == last

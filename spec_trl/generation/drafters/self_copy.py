@@ -39,7 +39,7 @@ class SelfDrafter(NetworkDrafter):
         self.max_rows = self.quantized.max_rows
         super().__init__(twin, shares_target_cache=True)
         self.refresh_seconds = 0.0
-        """Spent on refreshes that drafting waited for, in all."""
+        """Total time that drafting waited for refreshes."""
         self._is_stale = False
         self._statistics: ActivationStatistics | None = None
         self._policy = weakref.ref(policy)
@@ -58,7 +58,7 @@ class SelfDrafter(NetworkDrafter):
     def refresh_if_changed(self) -> None:
         """Requantizes if the policy's weights have changed since this was called or the drafter was made.
 
-        A change is seen by the parameters' storage and version counters. Writes through `.data` escape them: they cost
+        Storage and version counters of the parameters show a change. Writes through `.data` escape them: they cost
         acceptance until the next change that is seen, never correctness.
         """
         policy = self._policy()
@@ -67,7 +67,7 @@ class SelfDrafter(NetworkDrafter):
             self._versions = present
 
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
-        """The same, put off until something is drafted: a rollout that never speculates does not pay for it."""
+        """Refreshes when something is drafted next: a rollout that never speculates does not pay for it."""
         self._is_stale, self._statistics = True, statistics
 
     def trained(self, network: PreTrainedModel) -> list[nn.Parameter]:
@@ -96,7 +96,7 @@ class SelfDrafter(NetworkDrafter):
 
     @contextmanager
     def _watched_policy(self) -> Iterator[set[str]]:
-        """Notes the packed layers whose originals in the policy run, as they do in a twin that is none."""
+        """Collects the names of packed layers whose originals in the policy run meanwhile: they should not."""
         ran: set[str] = set()
         policy = self._policy()
         assert policy is not None
@@ -117,15 +117,15 @@ def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_
     """The self-drafter that is kept for `policy`, refreshed if its weights have changed; or a new one, where none is
     kept or another call has it. It is the caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`.
 
-    There are no activation statistics here: "awq"
-    schemes round to nearest. For scales, make a SelfDrafter, refresh it with statistics, and pass it as `drafter`.
+    Without activation statistics "awq" schemes round to nearest. For scales, make a SelfDrafter, refresh it with
+    statistics, and pass it as `drafter`.
     """
     made_for = (quantization, kernel, lm_head, *map(id, policy.parameters()))
     drafter: SelfDrafter | None = kept.take(policy, SelfDrafter.strategy)
     if drafter is not None and drafter.made_for == made_for:
         drafter.refresh_if_changed()
         return drafter
-    del drafter  # before another one takes memory
+    drafter = None  # frees its memory before another one takes some
     drafter = SelfDrafter(policy, quantization, kernel, lm_head)
     drafter.made_for = made_for
     return drafter

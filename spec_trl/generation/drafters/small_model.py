@@ -18,7 +18,7 @@ class SmallModelDrafter(NetworkDrafter):
         target: what it drafts for.
 
     Raises:
-        ValueError: the two cannot share tokens.
+        ValueError: the assistant's family, vocabulary or device does not fit.
     """
 
     strategy = "model"

@@ -1,20 +1,21 @@
 """Longest suffix matches in the texts of one prompt: what followed the same words before."""
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 
-# Matches are told apart up to this length; longer ones count as equal, and the more frequent continuation wins.
-_LONGEST_MATCH = 16
-# Lengths of the token runs that are hashed; a lookup tries the longest first. More lengths in between cost time and
-# memory per token, and accepted no more drafts.
-_ANCHORS = (_LONGEST_MATCH, 2, 1)
-# Newest occurrences of a run that a lookup reads: bounds its cost in texts that repeat themselves.
-_CANDIDATES = 64
+LONGEST_MATCH = 16
+"""Longer matches count as equal, and the more frequent continuation wins."""
+ANCHORS = (LONGEST_MATCH, 2, 1)
+"""Lengths of the token runs that are hashed; a lookup tries the longest first. More lengths in between cost time and
+memory per token, and accepted no more drafts."""
+CANDIDATES = 64
+"""Newest occurrences of a run that a lookup reads: bounds its cost in texts that repeat themselves."""
 
 
 class SuffixIndex:
-    """The texts behind one prompt, growing token by token, with a lookup of what continues a suffix.
+    """The texts of one prompt, growing token by token, with a lookup of what continues a suffix.
 
     Every token is a node that knows the one before it, so that all texts share the prompt:
 
@@ -22,8 +23,8 @@ class SuffixIndex:
         p r o m p t ──────┼ o n e ...          text 2
                           └ o n c e ...        text 3
 
-    For each anchor length k a hash table holds the newest node behind each run of k tokens, and each node the next
-    older one behind the same run (the hash chains of LZ77 compressors). Adding a token costs one table entry per
+    For each anchor length k a hash table holds the newest node after each run of k tokens, and each node knows the
+    next older one after the same run (the hash chains of LZ77 compressors). Adding a token costs one table entry per
     anchor; a lookup walks one chain, and its cost does not depend on the amount of text.
 
     Args:
@@ -33,14 +34,14 @@ class SuffixIndex:
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens = array("i")  # of each node
         self._previous = array("i")  # node before; -1: none
-        self._next = array("i")  # node behind in the same text; -1: none yet, or the prompt's end
-        self._newest: tuple[dict[int, int], ...] = tuple({} for _ in _ANCHORS)
-        self._older = tuple(array("i") for _ in _ANCHORS)  # node behind the same run before; -1: none
+        self._next = array("i")  # node after it in the same text; -1: none yet, or the prompt's end
+        self._newest: tuple[dict[int, int], ...] = tuple({} for _ in ANCHORS)
+        self._older = tuple(array("i") for _ in ANCHORS)  # the next older node after the same run; -1: none
         self._root = -1
         self._root = self.extend(-1, prompt)
 
     def __len__(self) -> int:
-        """Tokens, the prompt's included."""
+        """Number of tokens, the prompt's included."""
         return len(self._tokens)
 
     @property
@@ -49,22 +50,20 @@ class SuffixIndex:
         return self._root
 
     def extend(self, node: int, tokens: Sequence[int]) -> int:
-        """Adds `tokens` behind `node`, the newest node of its text; returns the text's newest node."""
-        context = self._suffix(node, _ANCHORS[0])
+        """Adds `tokens` after `node`, the newest node of its text; returns the text's newest node."""
+        context = self._suffix(node, LONGEST_MATCH)
         text = [*context, *tokens]
         for position in range(len(context), len(text)):
             new = len(self._tokens)
-            for k, newest, older in zip(_ANCHORS, self._newest, self._older, strict=True):
-                if position >= k:
-                    run = hash(tuple(text[position - k : position]))
-                    older.append(newest.get(run, -1))
+            for k, newest, older in zip(ANCHORS, self._newest, self._older, strict=True):
+                run = hash(tuple(text[position - k : position])) if position >= k else None
+                older.append(-1 if run is None else newest.get(run, -1))
+                if run is not None:
                     newest[run] = new
-                else:
-                    older.append(-1)
             self._tokens.append(text[position])
             self._previous.append(node)
             self._next.append(-1)
-            if node != self._root:  # behind the prompt there are many; a lookup finds them all
+            if node != self._root:  # many texts follow the prompt; a lookup finds them all
                 self._next[node] = new
             node = new
         return node
@@ -72,41 +71,37 @@ class SuffixIndex:
     def propose(self, node: int, draft_length: int) -> list[int]:
         """What may follow the text that ends in `node`: up to `draft_length` tokens.
 
-        The draft follows the longest matches of the text's end, where they part the more frequent way, and the newest
-        of equals. Where they end (a sibling in flight) it looks up its own end again.
+        The draft follows the longest matches of the text's end. Where they part, it goes the more frequent way, and
+        of equally frequent ones that of the newest. Where they end (a sibling in flight) it looks up its own end.
         """
         tokens, following = self._tokens, self._next
-        context = self._suffix(node, _LONGEST_MATCH)
+        context = self._suffix(node, LONGEST_MATCH)
         matches: list[int] = []  # nodes that may come next, newest first
         draft: list[int] = []
         while len(draft) < draft_length:
+            matches = matches or self._longest_matches((context + draft)[-LONGEST_MATCH:])
             if not matches:
-                matches = self._longest_matches((context + draft)[-_LONGEST_MATCH:])
-                if not matches:
-                    break
+                break
             token = tokens[matches[0]]
-            if len(matches) > 1:
-                counts: dict[int, int] = {}
-                for match in matches:
-                    counts[tokens[match]] = counts.get(tokens[match], 0) + 1
-                token = max(counts, key=counts.__getitem__)  # the first of equals, which is the newest
+            if len(matches) > 1:  # of equal counts the first one is taken, which is the newest
+                ((token, _),) = Counter(tokens[match] for match in matches).most_common(1)
             draft.append(token)
             matches = [following[match] for match in matches if tokens[match] == token and following[match] >= 0]
         return draft
 
     def _longest_matches(self, context: list[int]) -> list[int]:
-        """Nodes behind the longest matches of `context`'s end, newest first; none: []."""
+        """Nodes after the longest matches of `context`'s end, newest first; none: []."""
         tokens, previous, backwards = self._tokens, self._previous, context[::-1]
-        for k, newest, older in zip(_ANCHORS, self._newest, self._older, strict=True):
+        for k, newest, older in zip(ANCHORS, self._newest, self._older, strict=True):
             if len(context) < k:
                 continue
             candidate = newest.get(hash(tuple(context[-k:])), -1)
             longest, found = 0, []
-            for _ in range(_CANDIDATES):
+            for _ in range(CANDIDATES):
                 if candidate < 0:
                     break
                 length, node = 0, previous[candidate]
-                if k == _LONGEST_MATCH:  # two runs with one 64-bit hash would be no more than a bad draft
+                if k == LONGEST_MATCH:  # two runs with one 64-bit hash would be no more than a bad draft
                     length = k
                 else:
                     for token in backwards:

@@ -30,7 +30,7 @@ __all__ = [
 
 
 def check_kernel_name(name: str) -> None:
-    """Refuse a kernel name that nothing answers to.
+    """Refuses an unknown kernel name.
 
     Raises:
         ValueError: `name` is neither "auto" nor a kernel's name.
@@ -42,24 +42,19 @@ def check_kernel_name(name: str) -> None:
 
 def fitting_kernels(name: str, layer: LayerSpec) -> list[type[PackedWeight]] | str:
     """The kernels called `name` that can hold `layer`, under "auto" all fast ones; or why there is none."""
-    kernels = FAST_KERNELS if name == "auto" else tuple(kernel for kernel in KERNELS if kernel.name == name)
-    fitting, reasons = [], []
-    for kernel in kernels:
-        if kernel.bits == layer.bits and kernel.device_type in (None, layer.device.type):
-            reason = kernel.unsupported(layer)
-            if reason is None:
-                fitting.append(kernel)
-            else:
-                reasons.append(f"{kernel.name}: {reason}")
-    nothing = f"kernel {name!r} has nothing for {layer.bits}-bit weights on {layer.device.type}"
-    return fitting or "; ".join(reasons) or nothing
+    named = FAST_KERNELS if name == "auto" else [kernel for kernel in KERNELS if kernel.name == name]
+    kernels = [k for k in named if k.bits == layer.bits and k.device_type in (None, layer.device.type)]
+    reasons = {kernel: kernel.unsupported(layer) for kernel in kernels}
+    fitting = [kernel for kernel, reason in reasons.items() if reason is None]
+    why = "; ".join(f"{kernel.name}: {reason}" for kernel, reason in reasons.items())
+    return fitting or why or f"kernel {name!r} has nothing for {layer.bits}-bit weights on {layer.device.type}"
 
 
 def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:
-    """The kernel for `layer`, or, where there is none, the reason.
+    """The kernel for `layer`, or the reason why there is none.
 
-    "auto" takes the fastest one that can hold the layer: on a CPU the first of a fixed list, on a GPU the one that was
-    measured to be, unless the dense layer is faster still. It never falls back to "reference", which is slower than
+    "auto" takes the fastest kernel that can hold the layer: on a CPU the first of a fixed list, on a GPU the one that
+    measured fastest, and none where the dense layer is faster still. It never takes "reference", which is slower than
     the policy's own dense layer.
     """
     choice = _choose(name, layer)
@@ -69,15 +64,14 @@ def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:
 def make_packed(name: str, layer: LayerSpec) -> PackedWeight | str:
     """An empty packed weight of the kernel that `find_kernel` names, or the reason why there is none.
 
-    Its `max_rows` is the measured one under "auto" on a GPU, and the kernel's own otherwise.
+    Under "auto" on a GPU its `max_rows` is the measured one, otherwise the kernel's own.
     """
     choice = _choose(name, layer)
     if isinstance(choice, str):
         return choice
     kernel, max_rows = choice
     packed = kernel(layer)
-    if max_rows is not None:
-        packed.max_rows = max_rows
+    packed.max_rows = packed.max_rows if max_rows is None else max_rows
     return packed
 
 

@@ -1,12 +1,18 @@
-"""The interface between the quantizer, which makes codes, and the kernels, which each store them their own way."""
+"""The interface between the quantizer, which makes codes, and the kernels, each of which stores them its own way."""
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+NVIDIA_CAPABILITY = (8, 0)
+"""Ampere: what every kernel for GPUs needs at least."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,7 @@ class LayerSpec:
     Attributes:
         out_features, in_features: shape of the weight, [out, in].
         bits: 4 (asymmetric, integer zero points) or 8 (symmetric).
-        group: weights of a row that share a scale; divides in_features.
+        group: number of weights of a row that share a scale; divides in_features.
         policy_dtype: dtype in which the policy computes with this weight.
         activation_dtype: dtype the caller wants activations and scales in; None = the kernel's choice.
         device: where the weight lives.
@@ -43,25 +49,43 @@ class QuantizedRows:
     Attributes:
         codes: int32 [rows, in]; 0..15 for 4 bits, -127..127 for 8. Scratch memory: valid during `pack_` only.
         scales: [rows, groups] in the kernel's activation dtype.
-        zeros: [rows, groups], whole numbers 0..15 in a floating dtype; None for 8 bits.
+        zeros: [rows, groups], whole numbers 0..15 in a floating dtype; all 0 for 8 bits.
     """
 
     codes: Tensor
     scales: Tensor
-    zeros: Tensor | None
+    zeros: Tensor
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package, torch aside, that a kernel comes from.
+
+    Attributes:
+        name: of the distribution, whose version counts.
+        module: what its installation makes importable.
+        requirement: what to give to `pip install`.
+    """
+
+    name: str
+    module: str
+    requirement: str
 
 
 class PackedWeight(nn.Module, ABC):
     """One quantized weight in one kernel's layout. The subclass is the kernel; the instance is a layer's weight.
 
-    The buffers are allocated once and only ever written in place, so a captured CUDA graph that reads them survives
-    a refresh. They are non-persistent: a checkpoint never holds a copy of the policy.
+    A kernel says which layers it cannot hold (`unsupported`), allocates its buffers (`__init__`), stores rows in them
+    (`pack_`) and multiplies with them (`linear`). Buffers are only ever written in place, so a captured CUDA graph
+    that reads them survives a refresh. They are non-persistent: a checkpoint never holds a copy of the policy.
 
     Attributes:
         name: the kernel's name; kernels for different devices may share one.
         bits: the width of the codes it stores.
         device_type: the only kind of device it runs on; None = any.
-        package: the package, torch aside, that its speed comes from; None = there is none.
+        package: the package that it comes from; None = torch alone.
+        activation_dtypes: those it can compute in, its own choice first; empty = any, the policy's first.
+        multiples: numbers that must divide out_features and in_features.
         row_block: `pack_` takes rows from a multiple of this on, and (but for the last rows) a multiple of them.
         max_rows: above this many rows of x the policy's dense weight is faster.
         activation_dtype: the dtype of x, y and the scales.
@@ -69,21 +93,38 @@ class PackedWeight(nn.Module, ABC):
 
     name: ClassVar[str]
     bits: ClassVar[int]
-    device_type: ClassVar[str | None]
-    package: ClassVar[str | None] = None
-    row_block: ClassVar[int]
-    max_rows: int
+    device_type: ClassVar[str | None] = None
+    package: ClassVar[Package | None] = None
+    activation_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
+    multiples: ClassVar[tuple[int, int]] = (1, 1)
+    row_block: ClassVar[int] = 1
+    max_rows: int = 16
     activation_dtype: torch.dtype
 
     def __init__(self, layer: LayerSpec) -> None:
-        """Allocate the buffers for `layer`, which `unsupported` has let pass; their contents are undefined."""
+        """Allocate the buffers for `layer`, which `unsupported` has let pass."""
         super().__init__()
         self.layer = layer
+        self.activation_dtype = layer.activation_dtype or (*self.activation_dtypes, layer.policy_dtype)[0]
+
+    def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Zeros that become a buffer when they are assigned to an attribute of this module."""
+        return nn.Buffer(torch.zeros(shape, dtype=dtype, device=self.layer.device), persistent=False)
 
     @classmethod
-    @abstractmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
-        """Why this kernel cannot hold `layer`, of its bits and on its device; None when it can."""
+        """Why this kernel cannot hold `layer`, of its bits and on its kind of device; None when it can."""
+        if cls.activation_dtypes and layer.activation_dtype not in (None, *cls.activation_dtypes):
+            known = " or ".join(map(str, cls.activation_dtypes))
+            return f"activation_dtype={layer.activation_dtype}, and it computes in {known}"
+        for size, multiple, which in zip(
+            (layer.out_features, layer.in_features), cls.multiples, ("output", "input"), strict=True
+        ):
+            if size % multiple:
+                return f"{size} {which} features are no multiple of {multiple}"
+        if cls.package is not None and importlib.util.find_spec(cls.package.module) is None:
+            return f'{cls.package.name} is not installed; "pip install {cls.package.requirement}"'
+        return None if cls.device_type != "cuda" else gpu_unsupported(layer, NVIDIA_CAPABILITY)
 
     @abstractmethod
     def pack_(self, first_row: int, rows: QuantizedRows) -> None:
@@ -107,13 +148,12 @@ def join_nibbles(nibbles: Sequence[Tensor]) -> Tensor:
     return words
 
 
-def permute_scales(values: Tensor) -> Tensor:
-    """[rows, groups] → [groups, rows], of each 64 rows those with the same row % 8 together.
-
-    The lanes of a tensor-core fragment want it so: Marlin and Humming store scales and zero points in this order.
-    """
-    rows, groups = values.shape
-    return values.view(rows // 64, 8, 8, groups).permute(3, 0, 2, 1).reshape(groups, rows)  # [groups, rows]
+def pad_rows(rows: QuantizedRows, multiple: int) -> QuantizedRows:
+    """The same rows, and rows of zeros after them up to a multiple of `multiple`."""
+    padding = (0, 0, 0, -len(rows.codes) % multiple)
+    if not any(padding):
+        return rows
+    return QuantizedRows(*(F.pad(part, padding) for part in (rows.codes, rows.scales, rows.zeros)))
 
 
 def gpu_unsupported(layer: LayerSpec, capability: tuple[int, int]) -> str | None:

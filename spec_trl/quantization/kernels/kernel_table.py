@@ -2,17 +2,16 @@
 
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from ...json_files import write_atomically
+from ...json_files import read_json, write_json
 
 
-VERSION = 1  # raise it when a kernel of ours changes: older tables are then measured again
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of x at which kernels are timed
 SMALL_ROWS = (1, 2, 4, 8)  # those that count in the choice: drafting has few
 
@@ -42,11 +41,11 @@ class TableKey:
     kernels: str
 
     @property
-    def file_name(self) -> str:
-        """A readable file name that no other key has."""
+    def path(self) -> Path:
+        """The table's file, under a readable name that no other key has."""
         text = "_".join(dataclasses.astuple(self))
         readable = re.sub(r"[^A-Za-z0-9.+-]+", "-", f"{self.device}_{self.layer}")[:120].strip("-")
-        return f"{readable}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+        return cache_directory() / f"{readable}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
 
 
 @dataclass(frozen=True)
@@ -62,34 +61,41 @@ class KernelTable:
     """Seconds of one call.
 
     Attributes:
-        dense: of the policy's own layer.
-        kernels: of each kernel, by its name.
+        key: what the table is valid for.
+        dense: times of the policy's own layer.
+        kernels: times of each kernel, by its name.
+        version: raise it when a kernel of ours changes; older tables are then measured again.
     """
 
+    key: TableKey
     dense: Times
     kernels: dict[str, Times]
+    version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        for times in (self.dense, *self.kernels.values()):
+            if tuple(sorted(times)) != ROWS or not all(0 < seconds < math.inf for seconds in times.values()):
+                raise ValueError(f"{times} are not positive times for {list(ROWS)} rows")
 
     def max_rows(self, kernel: str) -> int:
-        """The most rows measured up to which, at each number of rows measured, `kernel` beats the dense layer."""
+        """The largest measured number of rows up to which `kernel` beats the dense layer at every number measured."""
         best = 0
-        for rows in sorted(self.dense):
+        for rows in ROWS:
             if not self.kernels[kernel][rows] < self.dense[rows]:
                 break
             best = rows
         return best
 
     def choose(self) -> KernelChoice | None:
-        """The kernel that is fastest at SMALL_ROWS, in geometric mean, where the dense layer runs beyond its max_rows.
+        """The kernel that is fastest at SMALL_ROWS, in geometric mean; None where the dense layer wins at one row.
 
-        None where each is slower than the dense layer already with one row.
+        Beyond its `max_rows` a kernel counts with the time of the dense layer, which runs there.
         """
 
         def small(kernel: str) -> float:
             limit = self.max_rows(kernel)
             return math.fsum(
-                math.log(self.kernels[kernel][rows] if rows <= limit else self.dense[rows])
-                for rows in SMALL_ROWS
-                if rows in self.dense
+                math.log(self.kernels[kernel][rows] if rows <= limit else self.dense[rows]) for rows in SMALL_ROWS
             )
 
         useful = [kernel for kernel in self.kernels if self.max_rows(kernel)]
@@ -98,34 +104,23 @@ class KernelTable:
         best = min(useful, key=lambda kernel: (small(kernel), -self.max_rows(kernel)))
         return KernelChoice(best, self.max_rows(best))
 
-    def save(self, path: Path, key: TableKey) -> None:
-        """Writes the table as JSON; a reader never sees half of it.
+    def save(self) -> None:
+        """Writes the table to its file.
 
         Raises:
             OSError: the file cannot be written.
         """
-        content = {"version": VERSION, "key": dataclasses.asdict(key)} | dataclasses.asdict(self)
-        write_atomically(path, json.dumps(content, indent=1) + "\n")
+        write_json(self.key.path, self)
 
     @classmethod
-    def load(cls, path: Path, key: TableKey) -> "KernelTable":
-        """Reads what `save` wrote.
+    def load(cls, key: TableKey) -> "KernelTable":
+        """Reads the table for `key`.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is damaged, of another version, or for another key.
+            FileNotFoundError: there is none.
+            ValueError: its file is damaged, of another version, or for another key.
         """
-        try:
-            content = json.loads(path.read_text())
-            if (content["version"], content["key"]) != (VERSION, dataclasses.asdict(key)):
-                raise ValueError("it is of another version, or for something else")
-            return cls(_times(content["dense"]), {name: _times(times) for name, times in content["kernels"].items()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is not a table of kernels: {error}") from None
-
-
-def _times(content: dict[str, float]) -> Times:
-    times = {int(rows): float(seconds) for rows, seconds in content.items()}
-    if tuple(sorted(times)) != ROWS or not all(0 < seconds < math.inf for seconds in times.values()):
-        raise ValueError(f"{content} are not positive times for {list(ROWS)} rows")
-    return times
+        table = read_json(key.path, cls, "table of kernels", "it is measured again")
+        if table.key != key:
+            raise ValueError(f"{key.path} is for something else; it is measured again.")
+        return table

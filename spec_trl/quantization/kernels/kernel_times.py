@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import LayerSpec, PackedWeight, QuantizedRows
-from .kernel_table import ROWS, KernelChoice, KernelTable, TableKey, Times, cache_directory
+from .kernel_table import ROWS, KernelChoice, KernelTable, TableKey, Times
 
 
 REPLAYS = 20  # of which the median counts
@@ -25,8 +25,32 @@ Timer = Callable[[str, int, Sequence[Callable[[], Tensor]]], float]
 """(kernel's name or "dense", rows of x, calls) → median seconds of one call, when all are run one after the other. The
 calls take turns with copies of the weight that are together too large for the L2 cache."""
 
-_tables: dict[TableKey, KernelTable] = {}  # of this process
-_struck: set[str] = set()  # names of kernels that failed in this process
+tables: dict[TableKey, KernelTable] = {}
+"""What this process has measured or read."""
+failed_kernels: set[str] = set()
+"""Names of kernels that failed in this process, which does not try them again."""
+
+
+def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) -> float:
+    """The timer for a GPU: all calls captured in one CUDA graph, which is what a drafter replays."""
+    device = calls[0]().device  # compiles what is compiled at first use
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for call in calls:
+                call()
+        graph.replay()
+        seconds = []
+        for _ in range(REPLAYS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            graph.replay()  # the device is busy until the timed one is launched
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1000 / len(calls))
+    return statistics.median(seconds)
 
 
 def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> KernelChoice | None:
@@ -45,76 +69,58 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
         return KernelChoice(kernels[0].name, UNMEASURED_ROWS)
 
 
-def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer | None = None) -> KernelTable:
+def kernel_table(
+    layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays
+) -> KernelTable:
     """Times of the dense layer and of each of `kernels`, for random weights and activations; kept as above.
 
-    A kernel that fails, or whose product differs from (code - zero) * scale by more than bfloat16 rounding, is struck:
-    it is not in the table, one warning names it, and this process does not try it again. Such a table is not saved.
+    A kernel that fails, or whose product differs from (code - zero) * scale by more than bfloat16 rounding, is not in
+    the table. One warning names it, and such a table is not saved.
 
     Args:
         layer: what to hold; its device is where it is measured.
-        kernels: that `unsupported` has let pass for `layer`.
-        timer: how calls are timed; None = by replaying them as one CUDA graph.
+        kernels: those that can hold `layer`.
+        timer: how calls are timed.
     """
     key = _key(layer, kernels)
-    if key in _tables:
-        return _tables[key]
-    path = cache_directory() / key.file_name
-    try:
-        table = KernelTable.load(path, key)
-    except FileNotFoundError:
-        table = _measure_and_save(layer, kernels, timer or time_replays, key)
-    except (ValueError, OSError) as error:  # nobody named this file: it is no reason to stop
-        warnings.warn(f"the kernels are measured again: {error}", stacklevel=2)
-        table = _measure_and_save(layer, kernels, timer or time_replays, key)
-    _tables[key] = table
-    return table
-
-
-def _measure_and_save(
-    layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer, key: TableKey
-) -> KernelTable:
-    table = measure(layer, kernels, timer)
-    path = cache_directory() / key.file_name
-    if len(table.kernels) == len(kernels):
+    if key not in tables:
         try:
-            table.save(path, key)
-        except OSError as error:  # a read-only home
-            warnings.warn(f"the times of the kernels could not be kept in {path}: {error}", stacklevel=4)
-    return table
+            tables[key] = KernelTable.load(key)
+        except (ValueError, OSError) as error:
+            if not isinstance(error, FileNotFoundError):  # nobody named this file: it is no reason to stop
+                warnings.warn(f"the kernels are measured again: {error}", stacklevel=2)
+            tables[key] = measure(layer, kernels, timer)
+            if len(tables[key].kernels) == len(kernels):
+                _save(tables[key])
+    return tables[key]
 
 
 def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer) -> KernelTable:
-    """The same, measured in any case and kept nowhere."""
-    dense_dtype = _dense_dtype(layer)
+    """The same, but measured in any case and kept nowhere."""
+    key, dense_dtype = _key(layer, kernels), _dense_dtype(layer)  # under the caller's autocast
+    times: dict[str, Times] = {}
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
-        return _measure(layer, kernels, timer, dense_dtype)
-
-
-def _measure(
-    layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer, dense_dtype: torch.dtype
-) -> KernelTable:
-    inputs = {rows: _random((rows, layer.in_features), torch.float32, layer, seed=rows) for rows in ROWS}
-    table = KernelTable(_time_dense(layer, dense_dtype, inputs, timer), {})
-    for kernel in kernels:
-        if kernel.name in _struck:
-            continue
-        try:
-            packed = kernel(layer)
-            for first, rows in random_rows(packed):
-                packed.pack_(first, rows)
-            _check(packed, inputs)
-            table.kernels[kernel.name] = _time_packed(packed, inputs, timer)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a compiler that is missing, a driver too old, a bug: others remain
-            _struck.add(kernel.name)
-            warnings.warn(
-                f"kernel {kernel.name!r} is left out of the choice, because it failed on a layer of "
-                f"{layer.out_features} x {layer.in_features}: {error}",
-                stacklevel=6,
-            )
-    return table
+        inputs = {rows: _random((rows, layer.in_features), torch.float32, layer, seed=rows) for rows in ROWS}
+        dense = _time_dense(layer, dense_dtype, inputs, timer)
+        for kernel in kernels:
+            if kernel.name in failed_kernels:
+                continue
+            try:
+                packed = kernel(layer)
+                for first, rows in random_rows(packed):
+                    packed.pack_(first, rows)
+                _check(packed, inputs)
+                times[kernel.name] = _time_packed(packed, inputs, timer)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a compiler that is missing, a driver too old, a bug: others remain
+                failed_kernels.add(kernel.name)
+                warnings.warn(
+                    f"kernel {kernel.name!r} is left out of the choice, because it failed on a layer of "
+                    f"{layer.out_features} x {layer.in_features}: {error}",
+                    stacklevel=4,
+                )
+    return KernelTable(key, dense, times)
 
 
 def random_rows(packed: PackedWeight) -> Iterator[tuple[int, QuantizedRows]]:
@@ -137,7 +143,6 @@ def _check(packed: PackedWeight, inputs: dict[int, Tensor]) -> None:
     rounded = {rows: x.to(packed.activation_dtype) for rows, x in inputs.items()}  # [m, in] each
     products = {rows: packed.linear(x) for rows, x in rounded.items()}  # [m, out] each
     for first, stored in random_rows(packed):
-        assert stored.zeros is not None
         steps = stored.codes.view(-1, layer.groups, layer.group) - stored.zeros.float()[..., None]
         weight = (steps * stored.scales.float()[..., None]).flatten(1)  # [n, in]
         for rows, x in rounded.items():
@@ -147,12 +152,6 @@ def _check(packed: PackedWeight, inputs: dict[int, Tensor]) -> None:
             error = ((y.float() - exact).abs() / spread).amax()
             if not error <= TOLERANCE:  # NaN included
                 raise ArithmeticError(f"with {rows} rows its product is off by {float(error):.3g} standard deviations")
-
-
-def _dense_dtype(layer: LayerSpec) -> torch.dtype:
-    """What the policy's own layer computes in."""
-    device = layer.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.policy_dtype
 
 
 def _time_dense(layer: LayerSpec, dtype: torch.dtype, inputs: dict[int, Tensor], timer: Timer) -> Times:
@@ -185,36 +184,27 @@ def _copies(nbytes: int, device: torch.device) -> int:
     return min(MAX_CALLS, -(-2 * torch.cuda.get_device_properties(device).L2_cache_size // nbytes))
 
 
-def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) -> float:
-    """The timer for a GPU: all calls captured in one CUDA graph, which is what a drafter replays."""
-    device = calls[0]().device  # compiles what is compiled at first use
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for call in calls:
-                call()
-        graph.replay()
-        seconds = []
-        for _ in range(REPLAYS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graph.replay()  # the device is busy until the timed one is launched
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1000 / len(calls))
-    return statistics.median(seconds)
-
-
 def _random(shape: tuple[int, int], dtype: torch.dtype, layer: LayerSpec, seed: int) -> Tensor:
     generator = torch.Generator(layer.device).manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=dtype, device=layer.device)
 
 
+def _save(table: KernelTable) -> None:
+    try:
+        table.save()
+    except OSError as error:  # a read-only home
+        warnings.warn(f"the times of the kernels could not be kept in {table.key.path}: {error}", stacklevel=3)
+
+
+def _dense_dtype(layer: LayerSpec) -> torch.dtype:
+    """What the policy's own layer computes in."""
+    device = layer.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.policy_dtype
+
+
 def _key(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> TableKey:
     on_gpu = layer.device.type == "cuda"
-    packages = dict.fromkeys(kernel.package for kernel in kernels if kernel.package is not None)
+    packages = dict.fromkeys(kernel.package.name for kernel in kernels if kernel.package is not None)
     return TableKey(
         device=torch.cuda.get_device_name(layer.device) if on_gpu else layer.device.type,
         software=", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in packages)]),

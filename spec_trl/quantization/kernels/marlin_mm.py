@@ -1,9 +1,10 @@
-"""Compiles Marlin from the source that `gptqmodel` installs, and offers it as an operator.
+"""The product of `MarlinInt4`: compiles Marlin from the source that `gptqmodel` installs, and makes it an operator.
 
-Importing gptqmodel patches safetensors, triton and transformers, so it is never imported: its CUDA files are copied to
+Importing gptqmodel patches safetensors, triton and transformers, so it is never imported. Its CUDA files are copied to
 the user's cache, completed by their own generator, and compiled with torch's extension builder (some minutes, once).
 """
 
+import functools
 import importlib.util
 import shutil
 import subprocess
@@ -19,26 +20,18 @@ from .kernel_table import cache_directory
 
 
 UINT4 = 1125899906843648  # the kernel's number for unsigned 4-bit codes with zero points
-_loaded = False
+SOURCES = ("marlin_torch_bf16.cpp", "gptq_marlin_bf16.cu", "gptq_marlin_repack.cu", "awq_marlin_repack.cu")
 
 
+@functools.cache
 def load_marlin() -> None:
-    """Make `torch.ops.gptqmodel_marlin_bf16` exist, compiling it if need be.
+    """Make `torch.ops.gptqmodel_marlin_bf16` exist; compile it first where no earlier process has.
 
     Raises:
         RuntimeError: the sources could not be completed or compiled.
     """
-    global _loaded
-    if _loaded:
+    if hasattr(torch.ops.gptqmodel_marlin_bf16, "gptq_marlin_gemm_bf16"):  # gptqmodel itself has made it
         return
-    try:
-        _ = torch.ops.gptqmodel_marlin_bf16.gptq_marlin_gemm_bf16.default  # gptqmodel itself may have made it
-    except AttributeError:
-        _compile()
-    _loaded = True
-
-
-def _compile() -> None:
     from torch.utils import cpp_extension
 
     found = importlib.util.find_spec("gptqmodel_ext")
@@ -47,7 +40,7 @@ def _compile() -> None:
     capability = "{}{}".format(*torch.cuda.get_device_capability())
     name = f"marlin-{version('gptqmodel')}-torch-{torch.__version__}-cuda-{torch.version.cuda}-sm{capability}"
     home = cache_directory() / name
-    sources = _copy_sources(Path(found.origin).parent / "marlin", home / "source")
+    sources = copy_sources(Path(found.origin).parent / "marlin", home / "source")
     objects = home / "build"
     objects.mkdir(parents=True, exist_ok=True)
     flags = ["-O3", "-DENABLE_BF16"]
@@ -56,9 +49,7 @@ def _compile() -> None:
     visible = "-static-global-template-stub"
     if visible in subprocess.run([nvcc, "--help"], capture_output=True, text=True, check=True).stdout:
         cuda_flags.append(f"{visible}=false")
-    files = [sources / name for name in ("marlin_torch_bf16.cpp", "gptq_marlin_bf16.cu")]
-    files += [sources / name for name in ("gptq_marlin_repack.cu", "awq_marlin_repack.cu")]
-    files += sorted(sources.glob("kernel_bf16_*.cu"))
+    files = [*(sources / name for name in SOURCES), *sorted(sources.glob("kernel_bf16_*.cu"))]
     cpp_extension.load(
         name="spec_trl_marlin", sources=[str(file) for file in files], extra_cflags=flags,
         extra_cuda_cflags=cuda_flags, extra_include_paths=[str(sources)], build_directory=str(objects),
@@ -66,8 +57,14 @@ def _compile() -> None:
     )  # fmt: skip
 
 
-def _copy_sources(installed: Path, to: Path) -> Path:
-    """`to`, with a completed copy of the files: made once, since newer files would be compiled again."""
+def copy_sources(installed: Path, to: Path) -> Path:
+    """Copies the folder `installed` to `to` and completes the copy there; returns `to`.
+
+    A copy that exists stays as it is, because newer files would be compiled again.
+
+    Raises:
+        RuntimeError: the generator of the missing files failed.
+    """
     if to.exists():
         return to
     to.parent.mkdir(parents=True, exist_ok=True)

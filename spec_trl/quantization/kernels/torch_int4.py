@@ -1,44 +1,31 @@
 """The 4-bit kernels of torch core: AVX-512 on a CPU, tinygemm on a GPU. Both compute in bfloat16.
 
-Both dequantize as (code - 8) * scale + offset, with scale and offset in bfloat16; our (code - zero) * scale is the
+Both dequantize as (code - 8) * scale + offset, with scale and offset in bfloat16. Our (code - zero) * scale is the
 same with offset = (8 - zero) * scale, up to the rounding of the offset.
 """
 
-from typing import ClassVar
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .base import LayerSpec, PackedWeight, QuantizedRows, gpu_unsupported
+from .base import LayerSpec, PackedWeight, QuantizedRows, pad_rows
 
 
 aten = torch.ops.aten
 
 
 class _TorchInt4(PackedWeight):
-    """What the two layouts share: bfloat16 activations, and scale and offset side by side as [groups, out, 2]."""
+    """What the two layouts share: scale and offset next to each other, as [groups, stored_rows, 2]."""
 
-    name: ClassVar[str] = "torch_int4"
-    bits: ClassVar[int] = 4
-
-    codes: Tensor
-    scales_and_offsets: Tensor
+    name = "torch_int4"
+    bits = 4
+    activation_dtypes = (torch.bfloat16,)
 
     def __init__(self, layer: LayerSpec, stored_rows: int) -> None:
         super().__init__(layer)
-        self.activation_dtype = torch.bfloat16
-        pairs = torch.zeros(layer.groups, stored_rows, 2, dtype=torch.bfloat16, device=layer.device)
-        self.register_buffer("scales_and_offsets", pairs, persistent=False)  # [groups, stored_rows, 2]
+        self.scales_and_offsets = self.allocate(layer.groups, stored_rows, 2, dtype=torch.bfloat16)
 
-    @classmethod
-    def unsupported(cls, layer: LayerSpec) -> str | None:
-        if layer.activation_dtype not in (None, torch.bfloat16):
-            return f"activation_dtype={layer.activation_dtype}, and only torch.bfloat16 is fast"
-        return None
-
-    def _store_scales_(self, to: slice, rows: QuantizedRows) -> None:
-        assert rows.zeros is not None
+    def _pack_scales_(self, first_row: int, rows: QuantizedRows) -> None:
+        to = slice(first_row, first_row + len(rows.scales))
         self.scales_and_offsets[:, to, 0] = rows.scales.T  # [groups, rows]
         self.scales_and_offsets[:, to, 1] = ((8 - rows.zeros) * rows.scales).T  # [groups, rows]
 
@@ -46,22 +33,21 @@ class _TorchInt4(PackedWeight):
 class TorchInt4Cpu(_TorchInt4):
     """`torch._weight_int4pack_mm_for_cpu`."""
 
-    device_type: ClassVar[str] = "cpu"
-    row_block: ClassVar[int] = 64  # the op packs blocks of 64 rows one after the other
+    device_type = "cpu"
+    row_block = 64  # the op packs blocks of 64 rows one after the other
 
     def __init__(self, layer: LayerSpec) -> None:
         stored_rows = -(-layer.out_features // 16) * 16  # the op wants a multiple of 16: rows of zeros follow
         super().__init__(layer, stored_rows)
         self.max_rows = _cpu_max_rows(layer.policy_dtype)
-        codes = torch.empty(stored_rows, layer.in_features // 2, dtype=torch.uint8)
-        self.register_buffer("codes", codes, persistent=False)  # [stored_rows, in/2], permuted in blocks of 64 rows
+        # [stored_rows, in/2], permuted in blocks of 64 rows
+        self.codes = self.allocate(stored_rows, layer.in_features // 2, dtype=torch.uint8)
 
     def pack_(self, first_row: int, rows: QuantizedRows) -> None:
-        last_row = first_row + rows.codes.shape[0]
-        codes = F.pad(rows.codes, (0, 0, 0, -last_row % 16)) if last_row % 16 else rows.codes  # [rows + padding, in]
-        packed = aten._convert_weight_to_int4pack_for_cpu(codes, 1)  # the op cannot write in place
-        self.codes[first_row : first_row + codes.shape[0]] = packed  # [rows + padding, in/2]
-        self._store_scales_(slice(first_row, last_row), rows)
+        rows = pad_rows(rows, 16)
+        packed = aten._convert_weight_to_int4pack_for_cpu(rows.codes, 1)  # the op cannot write in place
+        self.codes[first_row : first_row + len(packed)] = packed  # [rows, in/2]
+        self._pack_scales_(first_row, rows)
 
     def linear(self, x: Tensor) -> Tensor:
         y = aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.layer.group, self.scales_and_offsets)
@@ -82,32 +68,26 @@ def _cpu_max_rows(policy_dtype: torch.dtype) -> int:
 
 
 class TorchInt4Cuda(_TorchInt4):
-    """tinygemm, `torch._weight_int4pack_mm`, on NVIDIA GPUs from Ampere on."""
+    """tinygemm, `torch._weight_int4pack_mm`, on NVIDIA GPUs from Ampere on. Its cost grows with ceil(rows / 16)."""
 
-    device_type: ClassVar[str] = "cuda"
-    row_block: ClassVar[int] = 8
+    device_type = "cuda"
+    multiples = (8, 1)
+    row_block = 8
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer, layer.out_features)
-        self.max_rows = 16  # its cost grows with ceil(m / 16); "auto" measures
         # tinygemm loads 8, 4 or 2 tiles of 16 columns at once; every group size has at least 2
         self.inner_tiles = next(tiles for tiles in (8, 4, 2) if layer.in_features % (16 * tiles) == 0)
-        shape = (layer.out_features // 8, layer.in_features // (16 * self.inner_tiles), 32, self.inner_tiles // 2)
-        codes = torch.empty(shape, dtype=torch.int32, device=layer.device)  # [out/8, in/(16 tiles), 32, tiles/2]
-        self.register_buffer("codes", codes, persistent=False)
-
-    @classmethod
-    def unsupported(cls, layer: LayerSpec) -> str | None:
-        if layer.out_features % 8:
-            return f"{layer.out_features} output features are no multiple of 8"
-        return super().unsupported(layer) or gpu_unsupported(layer, (8, 0))
+        self.codes = self.allocate(
+            layer.out_features // 8, layer.in_features // (16 * self.inner_tiles), 32, self.inner_tiles // 2,
+            dtype=torch.int32,
+        )  # [out/8, in/(16 tiles), 32, tiles/2]  # fmt: skip
 
     def pack_(self, first_row: int, rows: QuantizedRows) -> None:
-        last_row = first_row + rows.codes.shape[0]
         pairs = rows.codes[:, 0::2] * 16 + rows.codes[:, 1::2]  # [rows, in/2], the even column in the high nibble
         packed = aten._convert_weight_to_int4pack(pairs.to(torch.uint8), self.inner_tiles)
-        self.codes[first_row // 8 : last_row // 8] = packed  # [rows/8, in/(16 tiles), 32, tiles/2]
-        self._store_scales_(slice(first_row, last_row), rows)
+        self.codes[first_row // 8 : first_row // 8 + len(packed)] = packed  # [rows/8, in/(16 tiles), 32, tiles/2]
+        self._pack_scales_(first_row, rows)
 
     def linear(self, x: Tensor) -> Tensor:
         return aten._weight_int4pack_mm(x.contiguous(), self.codes, self.layer.group, self.scales_and_offsets)

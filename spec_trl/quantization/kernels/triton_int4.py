@@ -1,4 +1,4 @@
-"""Our own 4-bit kernel for GPUs, in Triton: for the few rows of x that drafting has. This file is the layout.
+"""Our own 4-bit kernel for GPUs, in Triton, for the few rows of x that drafting has. This file is the layout.
 
 A row of the weight is cut into spans of 8 * W columns (W = 32, or 16 where 256 does not divide the row), and a span
 into W words of 8 nibbles. Nibble i of word j is column i * W + j, so the nibbles i of a row's words are W neighbouring
@@ -10,19 +10,16 @@ columns, the matching rows of xᵀ are one contiguous slice of x, and a slice li
 
     words [rows / 16, spans, 16, W]: the same span of 16 rows lies together, 2 KiB; spans follow one another
 
-Rows and columns are padded, to 16 rows and whole spans, with scale 0. Per row and group there is one more word: the
-scale in its upper half, and in the lower half -(128 + zero), both in bfloat16 (float16: -(1024 + zero)); see the
-kernel for why.
+Rows and columns are padded, to 16 rows and whole spans, with scale 0. Each row and group has one more word: the scale
+in its upper half, and -(128 + zero) in its lower half, both in bfloat16 (float16: -(1024 + zero)). `triton_int4_mm`
+says why.
 """
-
-import importlib.util
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import LayerSpec, PackedWeight, QuantizedRows, gpu_unsupported, join_nibbles
+from .base import LayerSpec, Package, PackedWeight, QuantizedRows, join_nibbles, pad_rows
 
 
 CODE_BASES = {torch.bfloat16: 128, torch.float16: 1024}  # numbers whose lowest 4 bits count in ones
@@ -31,53 +28,39 @@ CODE_BASES = {torch.bfloat16: 128, torch.float16: 1024}  # numbers whose lowest 
 class TritonInt4(PackedWeight):
     """`spec_trl::triton_int4_mm`, in bfloat16, or float16 where asked for."""
 
-    name: ClassVar[str] = "triton"
-    bits: ClassVar[int] = 4
-    device_type: ClassVar[str] = "cuda"
-    row_block: ClassVar[int] = 16
-    package: ClassVar[str] = "triton"
+    name = "triton"
+    bits = 4
+    device_type = "cuda"
+    package = Package("triton", "triton", "triton")
+    activation_dtypes = tuple(CODE_BASES)
+    row_block = 16
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer)
         from . import triton_int4_mm  # noqa: F401, registers the operator
 
-        self.max_rows = 16
-        self.activation_dtype = layer.activation_dtype or torch.bfloat16
         words = 32 if layer.in_features % 256 == 0 else 16
-        self.spans = -(-layer.in_features // (8 * words))
-        blocks = -(-layer.out_features // 16)
-        codes = torch.zeros(blocks, self.spans, 16, words, dtype=torch.int32, device=layer.device)
-        self.register_buffer("codes", codes, persistent=False)  # [rows/16, spans, 16, words]
-        groups = self.spans * 8 * words // layer.group
-        pairs = torch.zeros(groups, blocks * 16, dtype=torch.int32, device=layer.device)
-        self.register_buffer("scales_and_offsets", pairs, persistent=False)  # [groups, stored_rows]
-
-    codes: Tensor
-    scales_and_offsets: Tensor
-
-    @classmethod
-    def unsupported(cls, layer: LayerSpec) -> str | None:
-        if layer.activation_dtype not in (None, *CODE_BASES):
-            return f"activation_dtype={layer.activation_dtype}, and it computes in torch.bfloat16 or torch.float16"
-        if importlib.util.find_spec("triton") is None:
-            return 'triton is not installed; "pip install triton"'
-        return gpu_unsupported(layer, (8, 0))
+        spans, blocks = -(-layer.in_features // (8 * words)), -(-layer.out_features // 16)
+        self.codes = self.allocate(blocks, spans, 16, words, dtype=torch.int32)  # [rows/16, spans, 16, words]
+        # [groups, stored_rows]
+        self.scales_and_offsets = self.allocate(spans * 8 * words // layer.group, blocks * 16, dtype=torch.int32)
 
     def pack_(self, first_row: int, rows: QuantizedRows) -> None:
-        assert rows.zeros is not None
         _, spans, _, words = self.codes.shape
-        count, columns = rows.codes.shape
-        padding = (0, spans * 8 * words - columns, 0, -count % 16)
-        codes = F.pad(rows.codes, padding) if any(padding) else rows.codes  # [rows, columns], padded
-        nibbles = codes.view(-1, 16, spans, 8, words)  # [rows/16, 16, spans, 8, words]
-        packed = join_nibbles([nibbles[:, :, :, i] for i in range(8)])  # [rows/16, 16, spans, words]
-        first = first_row // 16
-        self.codes[first : first + packed.shape[0]] = packed.transpose(1, 2)  # [rows/16, spans, 16, words]
+        count = len(rows.scales)
         base = CODE_BASES[self.activation_dtype]
         offsets = -(base + rows.zeros.to(self.activation_dtype))  # [rows, groups], exact
         low = offsets.view(torch.int16).int() & 0xFFFF  # [rows, groups]
         high = rows.scales.view(torch.int16).int() << 16  # [rows, groups]
         self.scales_and_offsets[: self.layer.groups, first_row : first_row + count] = (high | low).T  # [groups, rows]
+        codes = pad_rows(rows, 16).codes  # [rows, in]
+        columns = spans * 8 * words
+        if columns != codes.shape[1]:
+            codes = F.pad(codes, (0, columns - codes.shape[1]))  # [rows, columns]
+        nibbles = codes.view(-1, 16, spans, 8, words)  # [rows/16, 16, spans, 8, words]
+        packed = join_nibbles([nibbles[:, :, :, i] for i in range(8)])  # [rows/16, 16, spans, words]
+        first = first_row // 16
+        self.codes[first : first + len(packed)] = packed.transpose(1, 2)  # [rows/16, spans, 16, words]
 
     def unpack(self) -> Tensor:
         """The codes as they were given, int32 [out, in]."""

@@ -1,6 +1,6 @@
-"""The Triton code behind `TritonInt4`: y = x Wᵀ for few rows of x and a 4-bit W. Importing it imports triton.
+"""The product of `TritonInt4`: y = x Wᵀ for few rows of x and a 4-bit W. Importing this file imports triton.
 
-Few rows of x make the product a question of how fast W arrives and how few instructions take it apart. A nibble
+With few rows of x, time goes into loading W and taking it apart. A nibble
 becomes a number by OR-ing it into the bits of 128 (bfloat16; float16: 1024), which makes 128 + code exactly; adding
 -(128 + zero), one instruction for two weights and exact as well, leaves code - zero for the tensor cores. The scale
 multiplies a group's product, in fp32. W is the left operand: its unpacked weights stay in registers, and x is padded
@@ -21,7 +21,7 @@ from torch import Tensor
 BLOCK_N = 128  # rows of W per program
 MAX_BLOCK_M = 32  # rows of x per program; for more, W is read again, from the L2 cache where it fits
 NUM_WARPS, NUM_STAGES = 4, 4
-STAGES_MEMORY = 128 * 1024  # bytes of shared memory per multiprocessor from which on so many stages fit
+STAGES_MEMORY = 128 * 1024  # bytes of shared memory per multiprocessor that NUM_STAGES need
 IMBALANCE = 1.35  # work of the busiest multiprocessor over the mean that is tolerated before columns are divided
 INTERPRETED_SMS = 132  # multiprocessors, where there is no device to ask
 
@@ -39,8 +39,8 @@ def _assembly(nibble: int, one: str, magic: str) -> str:
         }}"""
 
 
-_BF16_ASSEMBLY = tl.constexpr(tuple(_assembly(i, "0x3f803f80", "0x43004300") for i in range(8)))
-_FP16_ASSEMBLY = tl.constexpr(tuple(_assembly(i, "0x3c003c00", "0x64006400") for i in range(8)))
+BF16_ASSEMBLY = tl.constexpr(tuple(_assembly(i, "0x3f803f80", "0x43004300") for i in range(8)))
+FP16_ASSEMBLY = tl.constexpr(tuple(_assembly(i, "0x3c003c00", "0x64006400") for i in range(8)))
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _steps(words, parameters, NIBBLE: tl.constexpr, DTYPE: tl.constexpr, INTERPR
         offset = parameters.to(tl.int16).to(DTYPE, bitcast=True)
         steps = codes.to(tl.float32) + offset.to(tl.float32)
     else:
-        lines: tl.constexpr = _BF16_ASSEMBLY[NIBBLE] if IS_BF16 else _FP16_ASSEMBLY[NIBBLE]
+        lines: tl.constexpr = BF16_ASSEMBLY[NIBBLE] if IS_BF16 else FP16_ASSEMBLY[NIBBLE]
         pairs = tl.inline_asm_elementwise(
             lines, "=r,r,r,r,r", [words, parameters], dtype=tl.int16, is_pure=True, pack=2
         )

@@ -1,15 +1,15 @@
 """A small model as drafter: its own ragged cache stays in step with the rows."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from spec_trl.generation.drafters.autoregressive import CATCH_UP
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
-from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -18,13 +18,12 @@ from tests.generation.calls import generate, outputs, pad_left, random_rows
 EOS = dict(eos_token_id=[7, 11, 12])
 
 
-@pytest.mark.parametrize("max_batch_size", [None, 1, 2, 3])
-@pytest.mark.parametrize("draft_length", [1, 2, 5])
+@pytest.mark.parametrize(("draft_length", "max_batch_size"), [(1, None), (2, 3), (5, 2), (3, 1)])
 def test_the_target_as_its_own_assistant(draft_length: int, max_batch_size: int | None, tiny: PreTrainedModel) -> None:
-    """Everything is accepted, exactly when the drafter's cache holds what the target's does, after every compaction
+    """Everything is accepted exactly when the drafter's cache holds what the target's does, after every compaction
     and refill. One stale column would show."""
-    rows = random_rows([5, 9, 1, 3, 12, 4])
-    prompts = pad_left([*rows, rows[3], rows[1]])
+    rows = random_rows([5, 9, 1, 12])
+    prompts = pad_left([*rows, rows[1]])
     config = {"draft_length": draft_length, "max_batch_size": max_batch_size}
     result = generate(tiny, prompts, "model", config, assistant_model=tiny, **EOS)
     assert outputs(result) == outputs(generate(tiny, prompts, **EOS))
@@ -47,8 +46,7 @@ def test_the_drafter_applies_the_targets_processors(options: dict[str, Any], tin
     assert result.statistics.acceptance_rate == 1
 
 
-@pytest.mark.parametrize("max_batch_size", [None, 2])
-def test_drafts_are_those_of_a_plain_forward(max_batch_size, tiny, tiny_assistant, monkeypatch) -> None:
+def test_drafts_are_those_of_a_plain_forward(tiny, tiny_assistant, monkeypatch) -> None:
     """Greedy: each draft token is the assistant's own continuation of the row and the drafts before it."""
     seen = []
     original = SmallModelDrafter.propose
@@ -62,7 +60,7 @@ def test_drafts_are_those_of_a_plain_forward(max_batch_size, tiny, tiny_assistan
 
     monkeypatch.setattr(SmallModelDrafter, "propose", watch)
     prompts = pad_left(random_rows([5, 9, 1, 3]))
-    config = {"draft_length": 3, "max_batch_size": max_batch_size}
+    config = {"draft_length": 3, "max_batch_size": 2}
     generate(tiny, prompts, "model", config, assistant_model=tiny_assistant, do_sample=False, **EOS)
     assert len(seen) > 20
     for committed, drafts in seen:
@@ -71,34 +69,28 @@ def test_drafts_are_those_of_a_plain_forward(max_batch_size, tiny, tiny_assistan
         assert logits[len(committed) - 1 : -1].argmax(-1).tolist() == drafts.tolist()
 
 
-def test_an_assistant_with_a_shorter_context(tiny) -> None:
-    prompts = pad_left(random_rows([5, 9]))
-    for assistant in (tiny_llama(max_position_embeddings=12), learned_positions()):
-        result = generate(tiny, prompts, "model", assistant_model=assistant)
-        assert outputs(result) == outputs(generate(tiny, prompts))
-        assert result.statistics.drafter_failure is None
-
-
 def learned_positions() -> PreTrainedModel:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=12)).double().eval()
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=12)).double()
 
 
-def test_the_assistant_is_untouched(tiny) -> None:
-    assistant = tiny_llama(seed=2).train()
+@pytest.mark.parametrize(
+    ("make", "acceptance"),
+    [
+        (lambda: tiny_llama(max_position_embeddings=12), 0.0),
+        (learned_positions, 0.0),  # 12 of them: beyond, it drafts anything
+        (lambda: tiny_llama().bfloat16(), 0.5),
+    ],
+)
+def test_any_context_and_dtype_drafts_and_the_assistant_is_untouched(make, acceptance: float, tiny) -> None:
+    prompts, assistant = pad_left(random_rows([5, 9])), make().train()
     before = {name: tensor.clone() for name, tensor in assistant.state_dict().items()}
-    generate(tiny, pad_left(random_rows([3])), "model", assistant_model=assistant)
-    assert assistant.training and assistant.config._attn_implementation != "spec_trl_ragged"
-    assert all(torch.equal(tensor, before[name]) for name, tensor in assistant.state_dict().items())
-
-
-def test_another_dtype_drafts_too(tiny) -> None:
-    prompts = pad_left(random_rows([3, 6]))
-    result = generate(tiny, prompts, "model", assistant_model=tiny_llama().bfloat16())
+    attention = assistant.config._attn_implementation
+    result = generate(tiny, prompts, "model", assistant_model=assistant)
     assert outputs(result) == outputs(generate(tiny, prompts))
-    assert result.statistics.acceptance_rate > 0.5
+    assert result.statistics.drafter_failure is None and result.statistics.acceptance_rate >= acceptance
+    assert assistant.training and assistant.config._attn_implementation == attention
+    assert all(torch.equal(tensor, before[name]) for name, tensor in assistant.state_dict().items())
 
 
 def test_loading(tiny, tmp_path) -> None:
@@ -133,21 +125,10 @@ def test_catching_up_after_rounds_without_it_goes_in_pieces(tiny: PreTrainedMode
             return index, draft_length if self.rounds > 2.5 * CATCH_UP else 0
 
     drafter = SmallModelDrafter(tiny, tiny)
-    widths = []
-    begin = drafter.begin
-
-    def watched_begin(session: DraftSession) -> None:
-        begin(session)
-        for name in ("forward", "prefill"):
-            original = getattr(drafter._runner, name)
-
-            def watched(tokens: Tensor, *rest: Any, original: Any = original, **more: Any) -> Any:
-                widths.append(tokens.shape[1])
-                return original(tokens, *rest, **more)
-
-            setattr(drafter._runner, name, watched)
-
-    drafter.begin = watched_begin  # type: ignore[method-assign]
+    widths: list[int] = []
+    drafter.network.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     prompts, options = pad_left(random_rows([5, 9, 3])), dict(max_new_tokens=60)
     control = Late(Candidate("model", 3, 3.0, 100))
     result = generate(tiny, prompts, "model", drafter=drafter, control=control, **options)
@@ -159,5 +140,9 @@ def test_catching_up_after_rounds_without_it_goes_in_pieces(tiny: PreTrainedMode
 
 def test_nothing_of_a_generation_outlives_it(tiny: PreTrainedModel) -> None:
     drafter = SmallModelDrafter(tiny_llama(seed=1), tiny)
-    generate(tiny, pad_left(random_rows([5, 9])), "model", drafter=drafter)
-    assert not {"session", "_runner", "_cached"} & vars(drafter).keys()
+    caches = []
+    admit = drafter.admit
+    drafter.admit = lambda admission: caches.append(weakref.ref(drafter.cache)) or admit(admission)
+    generate(tiny, pad_left(random_rows([5, 9])), "model", drafter=drafter, max_new_tokens=4)
+    gc.collect()
+    assert caches and not any(cache() for cache in caches) and "session" not in vars(drafter)

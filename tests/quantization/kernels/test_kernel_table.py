@@ -1,6 +1,8 @@
 """The choice among kernels by invented times, and the table's file."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -10,76 +12,86 @@ from spec_trl.quantization.kernels.kernel_table import ROWS, KernelChoice, Kerne
 KEY = TableKey("GPU", "torch 2", "8x8", "a, b")
 
 
-def times(*microseconds):
+def times(*microseconds: float) -> dict[int, float]:
     return {rows: m * 1e-6 for rows, m in zip(ROWS, microseconds, strict=True)}
 
 
 DENSE = times(10, 10, 10, 10, 10, 12, 14)
 
 
-def table(**kernels):
-    return KernelTable(DENSE, kernels)
+def table(**kernels: dict[int, float]) -> KernelTable:
+    return KernelTable(KEY, DENSE, kernels)
 
 
-def test_the_fastest_with_few_rows_wins_though_it_ends_earlier():
-    chosen = table(few=times(3, 3, 3, 4, 20, 40, 80), many=times(5, 5, 5, 5, 5, 5, 5)).choose()
-    assert chosen == KernelChoice("few", 8)
-
-
-def test_one_that_ends_too_early_counts_as_dense_beyond():
-    small = times(2, 2, 2, 100, 100, 100, 100)  # beyond 4 rows it is not used, so 100 costs nothing
-    chosen = table(small=small, all=times(4, 4, 4, 4, 5, 5, 20)).choose()
-    assert chosen == KernelChoice("small", 4)
-    one = times(2, 20, 20, 20, 20, 20, 20)
-    assert table(one=one, all=times(5, 5, 5, 5, 5, 5, 20)).choose() == KernelChoice("all", 32)
-
-
-def test_a_tie_goes_to_the_one_that_lasts_longer():
-    chosen = table(short=times(3, 3, 3, 3, 20, 3, 3), long=times(3, 3, 3, 3, 9, 20, 3)).choose()
-    assert chosen == KernelChoice("long", 16)
-
-
-def test_the_limit_is_the_last_before_the_first_defeat():
-    assert table(a=times(3, 3, 11, 3, 3, 3, 3)).max_rows("a") == 2
-    assert table(a=DENSE).max_rows("a") == 0  # as fast is not faster
-    assert table(a=times(1, 1, 1, 1, 1, 1, 1)).max_rows("a") == 64
-
-
-def test_no_kernel_where_dense_is_fastest():
-    assert table(a=times(11, 1, 1, 1, 1, 1, 1)).choose() is None
-    assert table().choose() is None
-
-
-def test_what_is_saved_is_read_again(tmp_path):
-    path = tmp_path / "new" / KEY.file_name
-    saved = table(a=times(1, 2, 3, 4, 5, 6, 7))
-    saved.save(path, KEY)
-    assert KernelTable.load(path, KEY) == saved
-    assert [file.name for file in path.parent.iterdir()] == [KEY.file_name]
-
-
-@pytest.mark.parametrize("field", ["device", "software", "layer", "kernels"])
-def test_a_table_for_something_else_is_refused(tmp_path, field):
-    other = replace(KEY, **{field: "another"})
-    assert other.file_name != KEY.file_name
-    table().save(tmp_path / "t.json", KEY)
-    with pytest.raises(ValueError, match="for something else"):
-        KernelTable.load(tmp_path / "t.json", other)
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "new"))
+    return tmp_path / "new/spec_trl/kernels"
 
 
 @pytest.mark.parametrize(
-    "damage", [("1.2e-05", "0.0"), ("1.2e-05", "NaN"), ('"64"', '"65"'), ('"dense"', '"sparse"'), ("{", "")]
+    ("kernels", "choice"),
+    [
+        # The fastest with few rows wins, though it ends earlier.
+        (dict(few=times(3, 3, 3, 4, 20, 40, 80), many=times(5, 5, 5, 5, 5, 5, 5)), ("few", 8)),
+        # Beyond 4 rows it is not used, so 100 costs nothing: it counts as dense there.
+        (dict(small=times(2, 2, 2, 100, 100, 100, 100), all=times(4, 4, 4, 4, 5, 5, 20)), ("small", 4)),
+        (dict(one=times(2, 20, 20, 20, 20, 20, 20), all=times(5, 5, 5, 5, 5, 5, 20)), ("all", 32)),
+        # A tie goes to the one that lasts longer.
+        (dict(short=times(3, 3, 3, 3, 20, 3, 3), long=times(3, 3, 3, 3, 9, 20, 3)), ("long", 16)),
+        # The limit is the last before the first defeat.
+        (dict(a=times(3, 3, 11, 3, 3, 3, 3)), ("a", 2)),
+        (dict(a=times(1, 1, 1, 1, 1, 1, 1)), ("a", 64)),
+        # As fast as dense is not faster.
+        (dict(a=DENSE), None),
+        (dict(a=times(11, 1, 1, 1, 1, 1, 1)), None),
+        ({}, None),
+    ],
 )
-def test_a_damaged_table_is_refused(tmp_path, damage):
-    path = tmp_path / "t.json"
-    table().save(path, KEY)
-    text = path.read_text()
+def test_choice(kernels: dict[str, dict[int, float]], choice: tuple[str, int] | None) -> None:
+    assert table(**kernels).choose() == (None if choice is None else KernelChoice(*choice))
+
+
+def test_what_is_saved_is_read_again(cache: Path) -> None:
+    saved = table(a=times(1, 2, 3, 4, 5, 6, 7))
+    with pytest.raises(FileNotFoundError):
+        KernelTable.load(KEY)
+    saved.save()
+    assert KernelTable.load(KEY) == saved
+    assert [*cache.iterdir()] == [KEY.path]
+    # A file of the first release.
+    old = {"version": 1, "key": asdict(KEY), "dense": DENSE, "kernels": saved.kernels}
+    KEY.path.write_text(json.dumps(old, indent=1) + "\n")
+    assert KernelTable.load(KEY) == saved
+
+
+@pytest.mark.parametrize("field", ["device", "software", "layer", "kernels"])
+def test_a_table_for_something_else_is_refused(field: str) -> None:
+    other = replace(KEY, **{field: "another"})
+    table().save()
+    assert other.path != KEY.path
+    KEY.path.rename(other.path)
+    with pytest.raises(ValueError, match="is for something else"):
+        KernelTable.load(other)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ("0.000012", "0.0"), ("0.000012", "NaN"), ("0.000012", '"fast"'), ('"64"', '"65"'), ('"dense"', '"sparse"'),
+        ('"version": 1', '"version": 2'), ("{", ""),
+    ],
+)  # fmt: skip
+def test_a_damaged_table_is_refused(damage: tuple[str, str]) -> None:
+    table().save()
+    text = KEY.path.read_text()
     assert damage[0] in text
-    path.write_text(text.replace(*damage))
-    with pytest.raises(ValueError, match="t.json is not a table of kernels"):
-        KernelTable.load(path, KEY)
+    KEY.path.write_text(text.replace(*damage))
+    with pytest.raises(ValueError, match=r"json is not a valid table of kernels: .*it is measured again"):
+        KernelTable.load(KEY)
 
 
-def test_the_cache_is_where_the_user_says(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
-    assert cache_directory() == tmp_path / "spec_trl" / "kernels"
+def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("SPEC_TRL_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "xdg/spec_trl/kernels"

@@ -1,11 +1,14 @@
 """Measuring kernels with invented times: what is timed, what is kept, and what becomes of a kernel that fails."""
 
+import sys
+
 import pytest
 import torch
 
 from spec_trl.quantization import kernels as kernel_choice
 from spec_trl.quantization.kernels import LayerSpec, find_kernel, kernel_times, make_packed
-from spec_trl.quantization.kernels.kernel_table import ROWS, KernelTable
+from spec_trl.quantization.kernels.base import Package
+from spec_trl.quantization.kernels.kernel_table import ROWS, KernelTable, TableKey
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu
 
@@ -57,16 +60,15 @@ class Timer:
         return self.microseconds[name] * 1e-6 * (1 if rows <= 8 else 4)
 
 
+def new_process(monkeypatch):
+    monkeypatch.setattr(kernel_times, "tables", {})
+    monkeypatch.setattr(kernel_times, "failed_kernels", set())
+
+
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernel_times, "_tables", {})
-    monkeypatch.setattr(kernel_times, "_struck", set())
+    new_process(monkeypatch)
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
-
-
-def new_process(monkeypatch):
-    monkeypatch.setattr(kernel_times, "_tables", {})
-    monkeypatch.setattr(kernel_times, "_struck", set())
 
 
 def test_every_kernel_and_the_dense_layer_are_timed():
@@ -90,7 +92,7 @@ def test_a_table_is_measured_once_and_kept_for_the_next_process(monkeypatch):
 
 def test_other_software_means_another_table(monkeypatch):
     kernel_times.kernel_table(LAYER, [Slow], Timer(dense=10, slow=5))
-    monkeypatch.setattr(Slow, "package", "torch")
+    monkeypatch.setattr(Slow, "package", Package("torch", "torch", "torch"))
     timer = Timer(dense=10, slow=7)
     assert kernel_times.kernel_table(LAYER, [Slow], timer).kernels["slow"][1] == pytest.approx(7e-6)
     assert timer.timed
@@ -115,7 +117,7 @@ def test_a_damaged_file_is_measured_again(monkeypatch, tmp_path):
     (path,) = (tmp_path / "spec_trl" / "kernels").iterdir()
     path.write_text("{")
     new_process(monkeypatch)
-    with pytest.warns(UserWarning, match="measured again: .* is not a table of kernels"):
+    with pytest.warns(UserWarning, match="measured again: .* is not a valid table of kernels"):
         table = kernel_times.kernel_table(LAYER, [Slow], Timer(dense=10, slow=6))
     assert table.kernels["slow"][1] == pytest.approx(6e-6)
 
@@ -163,11 +165,10 @@ def test_too_little_memory_takes_a_kernel_unmeasured(monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(kernel_times, "_time_dense", full)
+    monkeypatch.setattr(kernel_times, "measure", full)
     with pytest.warns(UserWarning, match="too little memory"):
         choice = kernel_times.choose_measured(LAYER, [Slow])
     assert choice is not None and choice.kernel == "slow"
-    assert not kernel_times._struck
 
 
 class OnGpu(ReferenceInt4):
@@ -175,6 +176,10 @@ class OnGpu(ReferenceInt4):
 
     name = "first"
     device_type = "cuda"
+
+    @classmethod
+    def unsupported(cls, layer):
+        return None
 
     def __init__(self, layer):
         super().__init__(LAYER)
@@ -186,35 +191,31 @@ class AlsoOnGpu(OnGpu):
 
 def times(first, second, dense=10.0):
     return KernelTable(
+        TableKey("GPU", "torch", "96x256", "first, second"),
         dict.fromkeys(ROWS, dense),
         {"first": dict.fromkeys(ROWS, first), "second": dict.fromkeys(ROWS, second) | {32: 11.0}},
     )
 
 
-@pytest.mark.parametrize(("table", "kernel", "max_rows"), [(times(3, 2), AlsoOnGpu, 16), (times(3, 4), OnGpu, 64)])
-def test_auto_on_a_gpu_goes_by_the_table(monkeypatch, table, kernel, max_rows):
+@pytest.mark.parametrize(
+    ("name", "table", "kernel", "max_rows"),
+    [
+        ("auto", times(3, 2), AlsoOnGpu, 16),
+        ("auto", times(3, 4), OnGpu, 64),
+        ("second", None, AlsoOnGpu, sys.maxsize),  # named: no table is asked for
+        ("auto", times(10, 10), None, 0),
+    ],
+)
+def test_the_choice_on_a_gpu_goes_by_the_table(monkeypatch, name, table, kernel, max_rows):
     monkeypatch.setattr(kernel_choice, "FAST_KERNELS", (OnGpu, AlsoOnGpu))
-    monkeypatch.setattr(kernel_times, "kernel_table", lambda layer, kernels: table)
-    layer = LayerSpec(96, 256, 4, 128, torch.float32, None, torch.device("cuda"))
-    assert find_kernel("auto", layer) is kernel
-    packed = make_packed("auto", layer)
-    assert type(packed) is kernel and packed.max_rows == max_rows
-
-
-def test_auto_stays_dense_where_no_kernel_is_faster(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "FAST_KERNELS", (OnGpu,))
-    monkeypatch.setattr(kernel_times, "kernel_table", lambda layer, kernels: times(10, 10))
-    layer = LayerSpec(96, 256, 4, 128, torch.float32, None, torch.device("cuda"))
-    for find in (find_kernel, make_packed):
-        assert find("auto", layer) == "no kernel was measured to be faster than the dense layer"
-
-
-def test_a_named_kernel_needs_no_table(monkeypatch):
     monkeypatch.setattr(kernel_choice, "KERNELS", (OnGpu, AlsoOnGpu))
-    monkeypatch.setattr(kernel_times, "kernel_table", None)
+    monkeypatch.setattr(kernel_times, "kernel_table", table and (lambda layer, kernels: table))
     layer = LayerSpec(96, 256, 4, 128, torch.float32, None, torch.device("cuda"))
-    packed = make_packed("second", layer)
-    assert type(packed) is AlsoOnGpu and packed.max_rows > 1000
+    found, packed = find_kernel(name, layer), make_packed(name, layer)
+    if kernel is None:
+        assert found == packed == "no kernel was measured to be faster than the dense layer"
+    else:
+        assert found is kernel and type(packed) is kernel and packed.max_rows == max_rows
 
 
 def test_auto_on_a_cpu_measures_nothing(monkeypatch):

@@ -4,16 +4,9 @@ import pytest
 import torch
 
 from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, marlin_mm
-from spec_trl.quantization.kernels.base import join_nibbles, permute_scales
-from spec_trl.quantization.kernels.marlin import MarlinInt4, marlin_codes
+from spec_trl.quantization.kernels.base import join_nibbles
+from spec_trl.quantization.kernels.marlin import MarlinInt4
 from spec_trl.quantization.kernels.marlin_mm import marlin_int4_mm
-
-
-CPU = torch.device("cpu")
-
-
-def spec(out_features, in_features, group=128, device=CPU, dtype=None):
-    return LayerSpec(out_features, in_features, 4, group, torch.bfloat16, dtype, device)
 
 
 def repacked(codes):
@@ -32,32 +25,17 @@ def repacked(codes):
     return words
 
 
-def test_codes_are_where_the_fragments_want_them():
-    torch.manual_seed(0)
-    codes = torch.randint(0, 16, (128, 64), dtype=torch.int32)
-    assert torch.equal(marlin_codes(codes).long() & 0xFFFFFFFF, repacked(codes))
-
-
-def test_scales_are_permuted_by_runs_of_64():
-    order = [i + 8 * j for i in range(8) for j in range(8)]
-    scales = torch.randn(192, 5)
-    expected = scales.T.reshape(5, 3, 64)[:, :, order].reshape(5, 192)
-    assert torch.equal(permute_scales(scales), expected)
-
-
-@pytest.mark.parametrize("shape", [(128, 256, 128), (100, 256, 64), (200, 192, 64), (64, 1024, 32)])
+@pytest.mark.parametrize("shape", [(64, 128, 64), (100, 64, 32), (70, 128, 32)])
 def test_what_is_stored(shape):
     torch.manual_seed(0)
-    layer, out = spec(*shape), shape[0]
+    layer, out = LayerSpec(*shape[:2], 4, shape[2], torch.bfloat16, None, torch.device("cpu")), shape[0]
     packed = MarlinInt4(layer)
-    pointers = [buffer.data_ptr() for buffer in packed.buffers()]
     codes = torch.randint(0, 16, shape[:2], dtype=torch.int32)
     scales = torch.rand(out, layer.groups).bfloat16()
     zeros = torch.randint(0, 16, (out, layer.groups)).bfloat16()
     for first in range(0, out, 64):
         block = slice(first, first + 64)
         packed.pack_(first, QuantizedRows(codes[block].clone(), scales[block], zeros[block]))
-    assert [buffer.data_ptr() for buffer in packed.buffers()] == pointers
     stored = packed.scales.shape[1]
     assert (stored % 64, shape[1] % 128) == (0, 0) or (stored % 128, shape[1] % 64) == (0, 0)
     padding = stored - out
@@ -85,43 +63,17 @@ def test_the_operator_has_a_shape_without_a_gpu():
     assert y.shape == (3, 128) and y.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("layer", "reason"),
-    [
-        (spec(64, 256, device=torch.device("cuda"), dtype=torch.float16), "activation_dtype=torch.float16"),
-        (spec(64, 96, 32, device=torch.device("cuda")), "96 input features are no multiple of 64"),
-        (spec(64, 128, device=torch.device("cuda")), "a row is a single group"),
-    ],
-)
-def test_what_does_not_fit_gets_a_reason(layer, reason):
-    assert reason in MarlinInt4.unsupported(layer)
-
-
-def test_what_is_missing_is_named(monkeypatch):
-    layer = spec(64, 256, device=torch.device("cuda"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert 'pip install spec-trl[marlin]"' in MarlinInt4.unsupported(layer)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
-    assert "nvcc" in MarlinInt4.unsupported(layer)
-    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert MarlinInt4.unsupported(layer) == "the GPU is older than compute capability 8.0"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert MarlinInt4.unsupported(layer) is None
-
-
 def test_sources_are_copied_and_completed_once(tmp_path):
     installed = tmp_path / "installed"
     installed.mkdir()
     (installed / "kernel.h").write_text("// a header")
     generator = installed / "generate_kernels.py"
     generator.write_text("open('kernel_bf16_a.cu', 'w').write('made')")
-    copied = marlin_mm._copy_sources(installed, tmp_path / "cache" / "source")
+    copied = marlin_mm.copy_sources(installed, tmp_path / "cache" / "source")
     assert (copied / "kernel.h").exists() and (copied / "kernel_bf16_a.cu").read_text() == "made"
     assert sorted(file.name for file in installed.iterdir()) == ["generate_kernels.py", "kernel.h"]
     generator.write_text("raise SystemExit('broken')")
-    assert marlin_mm._copy_sources(installed, copied) == copied  # not made again
+    assert marlin_mm.copy_sources(installed, copied) == copied  # not made again
     with pytest.raises(RuntimeError, match="the generator of .* failed: broken"):
-        marlin_mm._copy_sources(installed, tmp_path / "other" / "source")
+        marlin_mm.copy_sources(installed, tmp_path / "other" / "source")
     assert not list((tmp_path / "other").iterdir())

@@ -89,7 +89,7 @@ def test_quantizing_waits_for_nothing():
 
 
 def test_kernels_are_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernel_times, "_tables", {})
+    monkeypatch.setattr(kernel_times, "tables", {})
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
     layer = LayerSpec(3584, 3584, 4, 128, torch.bfloat16, None, torch.device("cuda"))
     fitting = fitting_kernels("auto", layer)

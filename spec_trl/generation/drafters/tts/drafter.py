@@ -29,20 +29,20 @@ from .stride import UpdateStride
 class DistilledDrafter(Drafter):
     """Drafts with `student` and lets it learn (TTS Algorithm 1).
 
-    With scope "request" and one row at a time all weights of the student learn, as in the paper; several rows each
-    learn a low-rank correction of their own. With the wider scopes all rows teach the same weights. A student whose
-    weights are packed learns low-rank corrections in any case.
+    With scope "request" and one row at a time all weights of the student learn, as in the paper; with several rows
+    each learns a low-rank correction of its own. With the wider scopes all rows teach the same weights. A student
+    whose weights are packed always learns low-rank corrections.
 
-    Learning happens on a copy, which the drafting network takes over before it drafts the canvas of S rounds later:
+    Learning works on a copy. The drafting network takes it over S rounds later, before it drafts:
 
         round         r                  r+1       ...  r+S-1            r+S
         main thread   draft verify learn draft verify   draft verify     take over, draft verify learn
-        beside it                        └── update on round r's canvas ──┘
+        second thread                    └── update on round r's canvas ──┘
 
     Synchronous learning updates, and takes over, within round r.
 
     Args:
-        student: drafts; its weights are nobody else's.
+        student: drafts; nobody else uses its weights.
         how: scope, stride and the rest.
     """
 
@@ -58,6 +58,11 @@ class DistilledDrafter(Drafter):
         self._update: Future[float] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._saved: Mapping[str, Any] | None = None  # for the learner of the next generation
+
+    @property
+    def learner(self) -> Learner | None:
+        """What has been learned; None before the first generation."""
+        return self._learner
 
     @property
     def cost(self) -> DraftCost | None:  # type: ignore[override]
@@ -79,7 +84,7 @@ class DistilledDrafter(Drafter):
         if self._update is not None:  # of a generation that was broken off
             self._update.exception()
             self._update = None
-        learner = self._learner = self._make_learner(session)
+        learner = self._learner = self._learner_for(session)
         if self._how.scope != "run":
             learner.reset(range(learner.rows))
         self._stride.begin()
@@ -128,19 +133,20 @@ class DistilledDrafter(Drafter):
         started = time.perf_counter()
         canvas = self.student.canvas(logits.shape[1] - 1, snapshot=self._executor is not None)
         drafted = verified & (self._proposal.lengths > 0)  # [B]
-        learner = self._learner
         if self._executor is None:
-            self.learning.seconds += self._learn_from(learner, canvas, logits, drafted)
-            learner.publish()
+            self.learning.seconds += self._learn_from(self._learner, canvas, logits, drafted)
+            self._learner.publish()
         else:
             self._take_over()
             logits = logits.clone()  # a captured forward reuses them
-            dispatched = None
+            is_ready = None
             if self._stream is not None:
-                dispatched = torch.cuda.current_stream(logits.device).record_event()  # behind all that is read
-            self._update = self._executor.submit(self._learn_aside, learner, canvas, logits, drafted, dispatched)
+                is_ready = torch.cuda.current_stream(logits.device).record_event()  # after all that the update reads
+            self._update = self._executor.submit(
+                self._learn_aside, self._learner, canvas, logits, drafted, is_ready
+            )
             self._waited = 0
-        self.learning.bytes = max(self.learning.bytes, learner.bytes + canvas.bytes)
+        self.learning.bytes = max(self.learning.bytes, self._learner.bytes + canvas.bytes)
         self.learning.waited += time.perf_counter() - started
 
     def observe(self, tokens: int) -> None:
@@ -152,7 +158,7 @@ class DistilledDrafter(Drafter):
     def state_dict(self) -> dict[str, Any]:
         """What scope "run" has learned so far, for a checkpoint: the tensors themselves, not copies.
 
-        Empty in the other scopes and before the first generation; not while one runs.
+        Empty in the other scopes and before the first generation. Do not call it while a generation runs.
         """
         if self._how.scope != "run":
             return {}
@@ -163,8 +169,8 @@ class DistilledDrafter(Drafter):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` gave, from the next generation on; not while one runs.
 
-        That one warns, and learning starts anew, where the state is not that of such a drafter. The other scopes start
-        anew anyway, and take no notice.
+        Where the state is not that of such a drafter, the next generation warns and learning starts anew. The other
+        scopes ignore it.
         """
         if self._how.scope != "run":
             return
@@ -173,38 +179,35 @@ class DistilledDrafter(Drafter):
             self._learner = None
         self._saved = state
 
-    def _make_learner(self, session: DraftSession) -> Learner:
-        """The learner there is, or another one where another number of rows learn apart."""
+    def _learner_for(self, session: DraftSession) -> Learner:
+        """The present learner, or a new one where another number of rows learns separately."""
         assert session.target is not None
-        rows = 1
-        if self._how.scope == "request" and session.rows.capacity > 1:
+        rows, how = 1, self._how
+        if how.scope == "request" and session.rows.capacity > 1:
             rows = session.target.cache.rows  # forwards may run more rows than are in flight
         if self._learner is not None:
             if self._learner.rows == rows:
                 return self._learner
             self._learner.release()
-        keeps_initial = self._how.anchor == "initial" and self._how.anchor_weight > 0
-        learner = make_learner(self.student, rows, self._how.learning_rate, self._how.rank, keeps_initial)
-        if self._saved is not None:
-            saved, self._saved = self._saved, None
-            self._restore(learner, saved)
+        keeps_initial = how.anchor == "initial" and how.anchor_weight > 0
+        learner = make_learner(self.student, rows, how.learning_rate, how.rank, keeps_initial)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            kind = self.student.strategy
+            try:
+                if saved.get("student") != kind:
+                    raise ValueError(f"it is of a drafter of kind {saved['student']!r}." if saved else "it is empty.")
+                learner.load_state_dict(saved)
+            except (ValueError, KeyError) as error:
+                warnings.warn(
+                    f"the saved state of Test-Time Speculation does not fit this drafter of kind {kind!r}: {error} It "
+                    "starts to learn anew. Outputs are not affected.",
+                    stacklevel=2,
+                )
         return learner
 
-    def _restore(self, learner: Learner, saved: Mapping[str, Any]) -> None:
-        kind = self.student.strategy
-        try:
-            if saved.get("student") != kind:
-                raise ValueError(f"it is that of a drafter of kind {saved['student']!r}." if saved else "it is empty.")
-            learner.load_state_dict(saved)
-        except (ValueError, KeyError) as error:
-            warnings.warn(
-                f"the saved state of Test-Time Speculation does not fit this drafter of kind {kind!r}: {error} It "
-                "starts to learn anew. Outputs are not affected.",
-                stacklevel=2,
-            )
-
     def _take_over(self) -> None:
-        """Waits for the update under way, if any, and drafts with what it learned from here on."""
+        """Waits for the update under way, if any, and gives what it learned to the drafting network."""
         if self._update is None:
             return
         started = time.perf_counter()
@@ -216,18 +219,26 @@ class DistilledDrafter(Drafter):
         self.learning.waited += time.perf_counter() - started
 
     def _learn_aside(
-        self, learner: Learner, canvas: Canvas, logits: Tensor, drafted: Tensor, dispatched: torch.cuda.Event | None
+        self, learner: Learner, canvas: Canvas, logits: Tensor, drafted: Tensor, is_ready: torch.cuda.Event | None
     ) -> float:
-        if dispatched is None or self._stream is None:
+        """`_learn_from` in the second thread, on a GPU on a stream of its own."""
+        if is_ready is None or self._stream is None:
             return self._learn_from(learner, canvas, logits, drafted)
         with CAPTURING, torch.cuda.stream(self._stream):
-            self._stream.wait_event(dispatched)
+            self._stream.wait_event(is_ready)
             seconds = self._learn_from(learner, canvas, logits, drafted)
             self._stream.synchronize()
         return seconds
 
     def _learn_from(self, learner: Learner, canvas: Canvas, logits: Tensor, drafted: Tensor) -> float:
-        """K steps on one canvas, given the target's `logits` `[B, γ + 1, V]` and which rows `drafted`; seconds."""
+        """Takes K steps on one canvas; returns the seconds that it took.
+
+        Args:
+            learner: takes the steps.
+            canvas: the round.
+            logits: `[B, γ + 1, V]`, the target's.
+            drafted: `[B]` bool, the rows to learn from.
+        """
         started = time.perf_counter()
         student, how = self.student, self._how
         # Inference may run under autocast; learning computes in the dtype of what learns.
@@ -241,7 +252,7 @@ class DistilledDrafter(Drafter):
                 weights = student.position_weights(drafts.shape[1])
                 losses = distillation_loss(drafts, logits, student.target_ids, weights)  # [B]
                 if anchor is not None:
-                    losses = losses + how.anchor_weight * divergence(anchor, drafts, weights)
+                    losses = losses + how.anchor_weight * distillation_loss(drafts, anchor, None, weights)
                 elif how.anchor_weight > 0:
                     anchor = drafts.detach()  # q_t: at q = q_t itself the term has no gradient
                 losses = losses.where(drafted, 0)
@@ -259,32 +270,24 @@ class DistilledDrafter(Drafter):
 def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None, weights: Sequence[float]) -> Tensor:
     """Σ_k w_k KL(p_k ‖ q_k) of each row, in nats, at temperature 1 (TTS §4.1).
 
-    Over a pruned vocabulary p is renormalised on it, and positions whose likeliest token lies outside teach nothing,
-    as in EAGLE-3's own training.
+    Over a pruned vocabulary p is renormalised, and positions whose likeliest token lies outside teach nothing, as in
+    EAGLE-3's own training.
 
     Args:
         drafts: `[B, C, draft vocabulary]` raw logits of q, with gradient.
         target: `[B, >= C, V]` raw logits of p.
-        target_ids: `[draft vocabulary]` int64 in the target's vocabulary; None: it is the same.
+        target_ids: `[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same.
         weights: w_k, C of them.
 
     Returns:
         `[B]`.
     """
     scores = widen(target[:, : drafts.shape[1]])  # [B, C, V]
-    if target_ids is None:
-        return divergence(scores, drafts, weights)
-    known = torch.isin(scores.argmax(-1), target_ids)  # [B, C]
-    return divergence(scores[..., target_ids], drafts, weights, known)
-
-
-def divergence(teacher: Tensor, drafts: Tensor, weights: Sequence[float], known: Tensor | None = None) -> Tensor:
-    """Σ_k w_k KL(a_k ‖ q_k) `[B]` of the distributions with logits `teacher` and `drafts`, both `[B, C, draft V]`.
-
-    Over the positions that are `known`, `[B, C]` bool."""
-    a, q = widen(teacher).log_softmax(-1), widen(drafts).log_softmax(-1)
-    terms = a.exp() * (a - q)  # [B, C, draft V]
-    losses = terms.where(a > -torch.inf, 0).sum(-1)  # [B, C]; a token that is ruled out: 0 log 0
-    if known is not None:
-        losses = losses.where(known, 0)
+    is_known = torch.ones_like(scores[..., 0], dtype=torch.bool)  # [B, C]
+    if target_ids is not None:
+        is_known = torch.isin(scores.argmax(-1), target_ids)  # [B, C]
+        scores = scores[..., target_ids]  # [B, C, draft V]
+    log_p, log_q = scores.log_softmax(-1), widen(drafts).log_softmax(-1)  # [B, C, draft V] each
+    terms = log_p.exp() * (log_p - log_q)  # [B, C, draft V]
+    losses = terms.where(log_p > -torch.inf, 0).sum(-1).where(is_known, 0)  # [B, C]; a ruled-out token: 0 log 0
     return losses @ torch.tensor(weights, dtype=losses.dtype, device=losses.device)  # [B]

@@ -1,7 +1,7 @@
-"""What learns in a drafter, and how it takes a step: all weights of a copy, or low-rank corrections of rows.
+"""What changes in a drafter that learns, and how: all of its weights, or low-rank corrections of its layers.
 
-A learner works on a module tree of its own, at least in float32, so that drafting can go on meanwhile; what it has
-learned reaches the drafting network in `publish`, in place.
+A learner works on a copy of the drafting network, at least in float32, so that drafting can go on meanwhile. `publish`
+then copies what was learned into the drafting network, in place.
 """
 
 import copy
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....quantization.experts import QuantizedExperts
-from ....quantization.linear import QuantizedLinear
+from ....quantization.linear import PackedLayer
 from ...engine.shadow import share_weights
 from ..canvas import TrainableDrafter
 from .row_adapters import RowAdam, RowAdapters
@@ -28,25 +27,32 @@ class Learner(ABC):
 
     Attributes:
         network: the copy of the drafting network that learns.
-        tensors: that are learned, each with gradient.
-        rows: cache rows that learn each for itself; 1: all together.
+        tensors: what is learned, each with gradient.
+        rows: number of separate adapters, one per cache row; 1 = all rows share what is learned.
+        learning_rate: η of Adam.
     """
 
     network: nn.Module
     tensors: list[Tensor]
     rows: int
+    learning_rate: float
 
     @abstractmethod
     def step(self, gradients: Sequence[Tensor | None], drafted: Tensor) -> None:
-        """One step of Adam on `tensors`, learned from those of the cache's first rows that `drafted`, `[B]` bool."""
+        """One step of Adam.
+
+        Args:
+            gradients: of `tensors`.
+            drafted: `[B]` bool, which of the cache's first rows the gradients come from.
+        """
 
     @abstractmethod
     def publish(self) -> None:
-        """Gives the drafting network what has been learned."""
+        """Copies what has been learned into the drafting network."""
 
     @abstractmethod
     def reset(self, rows: Iterable[int]) -> None:
-        """Takes back what cache rows `rows` have learned, moments included."""
+        """Takes back what cache rows `rows` have learned, Adam's moments included."""
 
     @abstractmethod
     def move(self, source: list[int], destination: list[int]) -> None:
@@ -58,41 +64,31 @@ class Learner(ABC):
 
     @abstractmethod
     def initial(self) -> nn.Module:
-        """A network with the weights of the beginning, q_0."""
+        """A network with the weights before any learning, q_0."""
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What has been learned, moments included, for a checkpoint: the tensors themselves, not copies."""
-        return {"tensors": [tensor.detach() for tensor in self._kept()]}
 
-    @torch.no_grad()
+    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what :meth:`state_dict` gave, and publishes it.
 
         Raises:
-            ValueError: its tensors are not as many, or not of the shapes, of those here; nothing is changed.
+            ValueError: the number or the shapes of its tensors are not those here; nothing is changed.
         """
-        saved, own = ([tuple(tensor.shape) for tensor in tensors] for tensors in (state["tensors"], self._kept()))
-        if saved != own:
-            odd = [shape for shape in saved if shape not in own][:3]
-            raise ValueError(f"it has {len(saved)} tensors for {len(own)}, or of other shapes: {odd or saved[:3]}.")
-        for tensor, value in zip(self._kept(), state["tensors"], strict=True):
-            tensor.copy_(value)
-
-    def _kept(self) -> list[Tensor]:
-        """What a checkpoint keeps of the network that learns."""
-        return self.tensors
 
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """Bytes it takes beside the drafting network, gradients included."""
+        """Bytes that learning takes in addition to the drafting network, gradients included."""
 
 
 class WeightLearner(Learner):
     """Learns all of a drafter's own weights (TTS §4.1), for all rows together.
 
     Args:
-        drafter: whose weights are nobody else's.
+        drafter: owns the weights that it drafts with.
         learning_rate: η of Adam.
         keeps_initial: whether `initial` will be asked for.
     """
@@ -105,14 +101,14 @@ class WeightLearner(Learner):
         wide = torch.promote_types(drafting[0].dtype, torch.float32)
         self.network = copy.deepcopy(drafter.network).to(wide).requires_grad_(False)
         self.tensors = [parameter.requires_grad_() for parameter in drafter.trained(self.network)]
+        self._initial = copy.deepcopy(self.network).requires_grad_(False) if keeps_initial else None
+        self.learning_rate = learning_rate
         self._drafting = [parameter.data for parameter in drafting]
         self._first = [tensor.clone() for tensor in self._drafting]
-        self._initial = copy.deepcopy(self.network).requires_grad_(False) if keeps_initial else None
-        self._learning_rate = learning_rate
-        self._forget()
+        self._start_adam()
 
-    def _forget(self) -> None:
-        self._optimizer = torch.optim.Adam(self.tensors, self._learning_rate, fused=True)
+    def _start_adam(self) -> None:
+        self._optimizer = torch.optim.Adam(self.tensors, self.learning_rate, fused=True)
 
     def step(self, gradients: Sequence[Tensor | None], drafted: Tensor) -> None:
         for tensor, gradient in zip(self.tensors, gradients, strict=True):
@@ -126,12 +122,12 @@ class WeightLearner(Learner):
 
     @torch.no_grad()
     def reset(self, rows: Iterable[int]) -> None:
-        torch._foreach_copy_(self._drafting, self._first)
+        self.release()
         torch._foreach_copy_(self.tensors, self._first)
-        self._forget()
+        self._start_adam()
 
     def move(self, source: list[int], destination: list[int]) -> None:
-        """Nothing: all rows share what is learned."""
+        """Nothing moves: all rows share what is learned."""
 
     @torch.no_grad()
     def release(self) -> None:
@@ -142,35 +138,35 @@ class WeightLearner(Learner):
         return self._initial
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"moments": self._optimizer.state_dict()["state"]}
+        tensors = [tensor.detach() for tensor in self.tensors]
+        return {"tensors": tensors, "moments": self._optimizer.state_dict()["state"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         moments = copy.deepcopy(state["moments"])  # torch would go on in the caller's tensors
-        super().load_state_dict(state)
+        _copy_tensors(state["tensors"], self.tensors)
         groups = self._optimizer.state_dict()["param_groups"]  # the learning rate is this run's
         self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
         self.publish()
 
     @property
     def bytes(self) -> int:
-        learned = sum(tensor.nbytes for tensor in self.tensors)
-        copies = [self.network] if self._initial is None else [self.network, self._initial]
+        copies = [network for network in (self.network, self._initial) if network is not None]
         held = [*(p for network in copies for p in network.parameters()), *self._first]
-        return sum(tensor.nbytes for tensor in held) + 3 * learned  # gradients and two moments
+        return sum(tensor.nbytes for tensor in [*held, *3 * self.tensors])  # gradients and two moments
 
 
 class AdapterLearner(Learner):
-    """Learns low-rank corrections over the drafter's weights, which stay as they are.
+    """Learns low-rank corrections of the drafter's layers, whose weights stay as they are.
 
     Args:
-        drafter: whose forwards are corrected.
+        drafter: its forwards are corrected.
         learning_rate: η of Adam.
-        rows: cache rows that learn each for itself; 1: one correction for all.
+        rows: number of separate corrections, one per cache row; 1 = one for all.
         rank: of the corrections.
     """
 
     def __init__(self, drafter: TrainableDrafter, learning_rate: float, rows: int, rank: int) -> None:
-        self.rows = rows
+        self.rows, self.learning_rate = rows, learning_rate
         self.network, self._initial = (_copy_that_learns(drafter.network) for _ in range(2))
         drafting, learning = drafter.projections(drafter.network), drafter.projections(self.network)
         self._drafting, self._learning = RowAdapters(drafting, rows, rank), RowAdapters(learning, rows, rank)
@@ -178,6 +174,7 @@ class AdapterLearner(Learner):
         self._learning.attach(learning, lambda: 0)
         self.tensors = [tensor.requires_grad_() for tensor in self._learning.tensors]
         self._adam = RowAdam(self.tensors, learning_rate)
+        self._by_row = (self._drafting, self._learning, self._adam)
 
     def step(self, gradients: Sequence[Tensor | None], drafted: Tensor) -> None:
         found = [g if g is not None else torch.zeros_like(t) for g, t in zip(gradients, self.tensors, strict=True)]
@@ -185,18 +182,18 @@ class AdapterLearner(Learner):
 
     @torch.no_grad()
     def publish(self) -> None:
-        self._drafting.copy_from(self._learning)
+        torch._foreach_copy_(self._drafting.tensors, self._learning.tensors)  # captured forwards read it where it is
 
     @torch.no_grad()
     def reset(self, rows: Iterable[int]) -> None:
         which = list(rows) if self.rows > 1 else [0]
-        for part in (self._drafting, self._learning, self._adam):
+        for part in self._by_row:
             part.reset(which)
 
     @torch.no_grad()
     def move(self, source: list[int], destination: list[int]) -> None:
         if self.rows > 1 and source:
-            for part in (self._drafting, self._learning, self._adam):
+            for part in self._by_row:
                 part.move(source, destination)
 
     def release(self) -> None:
@@ -207,10 +204,11 @@ class AdapterLearner(Learner):
         return self._initial
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"moments": self._adam.state_dict()}
+        return {"tensors": [tensor.detach() for tensor in self._kept()], "moments": self._adam.state_dict()}
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
+        _copy_tensors(state["tensors"], self._kept())
         for name, down in self._drafting.down.items():
             down.copy_(self._learning.down[name])
         self._adam.load_state_dict(state["moments"])
@@ -228,19 +226,30 @@ class AdapterLearner(Learner):
 def _copy_that_learns(network: nn.Module) -> Any:
     copied = share_weights(network)
     for module in copied.modules():
-        if isinstance(module, QuantizedLinear | QuantizedExperts):
+        if isinstance(module, PackedLayer):
             module.passes_gradient = True
     return copied
+
+
+@torch.no_grad()
+def _copy_tensors(saved: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+    """Copies `saved` into `own`; raises ValueError, and changes nothing, where numbers or shapes differ."""
+    shapes, wanted = ([tuple(tensor.shape) for tensor in tensors] for tensors in (saved, own))
+    if shapes != wanted:
+        odd = [shape for shape in shapes if shape not in wanted][:3]
+        raise ValueError(f"it has {len(shapes)} tensors for {len(wanted)}, or of other shapes: {odd or shapes[:3]}.")
+    for tensor, value in zip(own, saved, strict=True):
+        tensor.copy_(value)
 
 
 def make_learner(
     drafter: TrainableDrafter, rows: int, learning_rate: float | None, rank: int, keeps_initial: bool
 ) -> Learner:
-    """All weights where the drafter has some of its own and all rows learn together; else low-rank corrections.
+    """All weights learn where the drafter owns some and all rows learn together; else low-rank corrections do.
 
     Args:
-        drafter: that learns.
-        rows: cache rows that learn each for itself; 1: all together.
+        drafter: the one that learns.
+        rows: number of cache rows that learn separately; 1: all together.
         learning_rate: η; None: the drafter's `weight_rate` over its width, or `CORRECTION_RATE`.
         rank: of corrections.
         keeps_initial: whether q_0 will be asked for.

@@ -1,7 +1,7 @@
 """Low-rank corrections of a drafter's layers, one set per cache row or one for all, and the Adam that trains them.
 
-A row's own correction lets each request of a batch learn for itself and start anew (TTS resets between requests), on
-weights that all rows share; and it lets a drafter learn whose weights are packed and cannot.
+With a correction of its own each request of a batch learns for itself and starts anew (TTS resets between requests),
+over weights that all rows share. And a drafter whose weights are packed, and so cannot change, can still learn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +18,41 @@ from ....quantization.source_weight import read_projection
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 
-class RowAdapters:
-    """y_b + (x_b @ downᵀ) @ up_bᵀ for row b of every adapted layer. `up` starts at 0: at first nothing changes.
-
-    Only `up` learns (LoRA-FA, arXiv 2308.03303): rows then share `down`, a random projection. It has the scale of the
-    layer's own weight, so that a change of η in `up` changes y by a share of about η, whatever the layer's scale.
+class RowTensors:
+    """Tensors with one entry per cache row, in their first dimension.
 
     Args:
-        layers: linear layers by name, fed with `[B, q, in]`.
-        rows: corrections of their own; 1: one for all cache rows.
+        by_row: the tensors; written in place.
+    """
+
+    def __init__(self, by_row: Sequence[Tensor]) -> None:
+        self._by_row = by_row
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """Sets the entries of `rows` to 0."""
+        for tensor in self._by_row:
+            tensor[list(rows)] = 0
+
+    def move(self, source: list[int], destination: list[int]) -> None:
+        """Copies the entries of rows `source` to rows `destination`."""
+        for tensor in self._by_row:
+            tensor[destination] = tensor[source]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that they take."""
+        return sum(tensor.nbytes for tensor in self._by_row)
+
+
+class RowAdapters(RowTensors):
+    """y_b + (x_b @ downᵀ) @ up_bᵀ for row b of every adapted layer. `up` starts at 0: at first nothing changes.
+
+    Only `up` learns (LoRA-FA, arXiv 2308.03303), so rows share `down`, a random projection. `down` has the scale of
+    the layer's own weight: then a change of η in `up` changes y by a share of about η, whatever the layer's scale.
+
+    Args:
+        layers: linear layers by name, with inputs `[B, q, in]`.
+        rows: number of cache rows with a correction of their own; 1: one correction for all.
         rank: r.
         seed: of `down`.
 
@@ -41,12 +67,14 @@ class RowAdapters:
         self.down: dict[str, Tensor] = {}
         self.up: dict[str, Tensor] = {}
         for name, layer in layers.items():
-            weight = _weight(layer)  # [out, in]
+            # Of a quantized layer, what it was made of.
+            weight, _ = read_projection(layer.dense if isinstance(layer, QuantizedLinear) else layer)  # [out, in]
             wide = torch.promote_types(weight.dtype, torch.float32)
-            scale = weight.to(wide).square().mean().sqrt()
+            scale = weight.detach().to(wide).square().mean().sqrt()
             down = torch.randn(rank, weight.shape[1], generator=generator, dtype=torch.float64)
             self.down[name] = down.to(device=weight.device, dtype=wide) * scale
             self.up[name] = torch.zeros(rows, len(weight), rank, dtype=wide, device=weight.device)
+        super().__init__(self.tensors)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -55,31 +83,19 @@ class RowAdapters:
 
     @property
     def bytes(self) -> int:
-        """Bytes that they take."""
-        return sum(tensor.nbytes for tensor in [*self.down.values(), *self.up.values()])
+        return super().bytes + sum(down.nbytes for down in self.down.values())
 
     def attach(self, layers: Mapping[str, nn.Module], first_row: Callable[[], int]) -> list[RemovableHandle]:
         """Has `layers`, of the same names and shapes, corrected in every forward until the handles are removed.
 
         Args:
             layers: of the network that drafts, or of a copy that learns.
-            first_row: the cache row of the first row that the forward under way runs.
+            first_row: returns the cache row of the first row of the forward under way.
+
+        Raises:
+            ValueError: in a forward, where rows learn separately and a layer's inputs have no batch dimension.
         """
         return [layer.register_forward_hook(self._corrects(name, first_row)) for name, layer in layers.items()]
-
-    def reset(self, rows: Sequence[int]) -> None:
-        """Takes the corrections of `rows` back."""
-        for up in self.tensors:
-            up[list(rows)] = 0
-
-    def move(self, source: list[int], destination: list[int]) -> None:
-        """Rows `source` are now rows `destination`."""
-        for up in self.tensors:
-            up[destination] = up[source]
-
-    def copy_from(self, other: "RowAdapters") -> None:
-        """Takes over what `other` learned, in place: captured forwards read it where it is."""
-        torch._foreach_copy_(self.tensors, other.tensors)
 
     def _corrects(self, name: str, first_row: Callable[[], int]) -> Callable[..., Tensor]:
         down, up = self.down[name], self.up[name]
@@ -90,8 +106,9 @@ class RowAdapters:
             if self.rows > 1:
                 if x.dim() != 3:
                     raise ValueError(
-                        f"layer {name!r} is fed with inputs of shape {list(x.shape)} that say no row, so rows cannot "
-                        'learn apart; use tts_scope="rollout" or "run", or one row at a time (max_batch_size=1)'
+                        f"the inputs of layer {name!r} have no batch dimension (shape {list(x.shape)}), so rows "
+                        'cannot learn separately; use tts_scope="rollout" or "run", or one row at a time '
+                        "(max_batch_size=1)"
                     )
                 first = first_row()
                 own = up[first : first + len(x)]  # [B, out, r]
@@ -100,24 +117,30 @@ class RowAdapters:
         return hook
 
 
-class RowAdam:
-    """Adam with a step count per row: torch's counts per tensor, and rows start anew at different times.
+class RowAdam(RowTensors):
+    """Adam with a step count per row: torch has one per tensor, and rows start anew at different times.
 
     Args:
-        tensors: of a leading dimension of rows; written in place.
+        tensors: what learns, with rows in the first dimension; written in place.
         learning_rate: η.
     """
 
     def __init__(self, tensors: list[Tensor], learning_rate: float) -> None:
-        self._tensors, self._learning_rate = tensors, learning_rate
+        self.learning_rate = learning_rate
+        self._tensors = tensors
         self._means = [torch.zeros_like(tensor) for tensor in tensors]
         self._squares = [torch.zeros_like(tensor) for tensor in tensors]
         self._steps = torch.zeros(len(tensors[0]), 1, 1, dtype=torch.float64, device=tensors[0].device)  # [rows, 1, 1]
+        super().__init__([*self._means, *self._squares, self._steps])
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], learns: Tensor) -> None:
-        """One step by the `gradients` of each tensor, of those of the first rows that learn (`[n <= rows]` bool); the
-        others keep their moments too."""
+        """One step by the gradients of each tensor.
+
+        Args:
+            gradients: of the tensors.
+            learns: `[n <= rows]` bool, which of the first rows learn; the others keep their moments too.
+        """
         (which,) = learns.nonzero(as_tuple=True)  # [m]
         self._steps[which] += 1
         counts = self._steps[which]  # [m, 1, 1]
@@ -127,18 +150,7 @@ class RowAdam:
             mean[which] = new_mean = mean[which].lerp(found, 1 - beta1)
             square[which] = new_square = square[which].lerp(found.square(), 1 - beta2)
             denominator = (new_square / (1 - beta2**counts)).sqrt().to(tensor.dtype) + _EPSILON
-            tensor[which] -= self._learning_rate * (new_mean / (1 - beta1**counts)).to(tensor.dtype) / denominator
-
-    def reset(self, rows: Sequence[int]) -> None:
-        """Forgets what `rows` have learned."""
-        where = list(rows)
-        for tensor in (*self._means, *self._squares, self._steps):
-            tensor[where] = 0
-
-    def move(self, source: list[int], destination: list[int]) -> None:
-        """Rows `source` are now rows `destination`."""
-        for tensor in (*self._means, *self._squares, self._steps):
-            tensor[destination] = tensor[source]
+            tensor[which] -= self.learning_rate * (new_mean / (1 - beta1**counts)).to(tensor.dtype) / denominator
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and counts, for a checkpoint."""
@@ -146,19 +158,7 @@ class RowAdam:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave, of tensors of the same shapes."""
-        for own, saved in zip((self._means, self._squares), (state["means"], state["squares"]), strict=True):
-            for moment, value in zip(own, saved, strict=True):
-                moment.copy_(value)
-        self._steps.copy_(state["steps"])
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of its moments."""
-        return sum(tensor.nbytes for tensor in (*self._means, *self._squares))
-
-
-def _weight(layer: nn.Module) -> Tensor:
-    """`[out, in]` of a linear layer; of a quantized one, what it was made of."""
-    weight, _ = read_projection(layer.dense if isinstance(layer, QuantizedLinear) else layer)
-    return weight.detach()
+        """Takes over what :meth:`state_dict` gave for tensors of the same shapes."""
+        saved = [*state["means"], *state["squares"], state["steps"]]
+        for own, value in zip(self._by_row, saved, strict=True):
+            own.copy_(value)

@@ -1,18 +1,18 @@
 """How often a drafter learns while it drafts: the update stride S of Test-Time Speculation (TTS App. C.1, C.2)."""
 
 STRIDES = (1, 2, 5, 10, 20, 50)
-"""The strides that an adaptive one moves among; those of TTS Tab. 7 and 8, more evenly spaced."""
+"""What an adaptive stride may be: the strides of TTS Tab. 7 and 8, more evenly spaced."""
 WINDOW = 32
-"""Rounds whose mean block efficiency is compared with that of as many before."""
+"""Number of rounds whose mean block efficiency is compared with that of the same number before."""
 CHANGE = 0.05
-"""Relative change of the block efficiency from one window to the next that counts as one."""
+"""A smaller relative change of the block efficiency from one window to the next counts as none."""
 
 
 class UpdateStride:
     """Says after which rounds the drafter learns: every S of them.
 
-    An adaptive S (TTS leaves it as future work, App. C.2) follows the block efficiency τ of a window of rounds
-    against the window before:
+    An adaptive S (future work in TTS, App. C.2) compares the block efficiency τ of each window of rounds with that of
+    the window before:
 
         τ fell     → next smaller S: the drafter loses its target
         τ is level → next larger S: updates cost time and bring nothing now
@@ -27,7 +27,7 @@ class UpdateStride:
         self.begin()
 
     def begin(self) -> None:
-        """Something new starts to be learned: the first round is learned from."""
+        """Learning starts anew, with the first round."""
         self._index = 2
         self._waited = self.rounds - 1
         self._previous: float | None = None
@@ -39,7 +39,7 @@ class UpdateStride:
         return self._fixed if self._fixed is not None else STRIDES[self._index]
 
     def is_due(self) -> bool:
-        """Called once in each round that drafted: whether it is learned from."""
+        """Whether the drafter learns from this round. Call it once in each round that drafted."""
         self._waited += 1
         if self._waited < self.rounds:
             return False
@@ -47,7 +47,7 @@ class UpdateStride:
         return True
 
     def observe(self, block_efficiency: float) -> None:
-        """The round committed `block_efficiency` tokens per row, the corrected or bonus token included."""
+        """The last round committed `block_efficiency` tokens per row, the corrected or bonus token included."""
         self._sum += block_efficiency
         self._count += 1
         if self._count < WINDOW:

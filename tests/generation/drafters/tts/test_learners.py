@@ -20,11 +20,8 @@ def test_default_learning_rate(kind: str, student, tiny) -> None:
     """Less where the drafter is wider; relative to the layer where corrections learn."""
     drafter = DistilledDrafter(student(kind), Distillation(scope="run"))
     generate(tiny, ALONE, "tts", drafter=drafter, max_new_tokens=4)
-    learner = drafter._learner
-    if kind == "self":
-        assert learner._adam._learning_rate == CORRECTION_RATE
-    else:
-        assert learner._optimizer.param_groups[0]["lr"] == drafter.student.weight_rate / 64
+    expected = CORRECTION_RATE if kind == "self" else drafter.student.weight_rate / 64
+    assert drafter.learner.learning_rate == expected
 
 
 def test_bfloat16_weights_learn_at_small_rates(tiny) -> None:
@@ -33,7 +30,7 @@ def test_bfloat16_weights_learn_at_small_rates(tiny) -> None:
     inner = SmallModelDrafter(copy.deepcopy(target), target)
     drafter = DistilledDrafter(inner, Distillation(1e-5, scope="run"))
     first = [parameter.detach().clone() for parameter in inner.network.parameters()]
-    generate(target, ALONE, "tts", {"draft_length": 2}, drafter=drafter, max_new_tokens=100)
+    generate(target, ALONE, "tts", {"draft_length": 2}, drafter=drafter, max_new_tokens=60)
     # Alone, a step of 1e-5 is less than half the spacing at weights above 0.01.
     pairs = zip(first, inner.network.parameters(), strict=True)
-    assert sum(int((before != after)[before.abs() > 0.01].sum()) for before, after in pairs) > 1000
+    assert sum(int((before != after)[before.abs() > 0.01].sum()) for before, after in pairs) > 500

@@ -16,7 +16,7 @@ def due_rounds(stride: UpdateStride, rounds: int, block_efficiency: float = 3.0)
 
 @pytest.mark.parametrize("rounds", [1, 2, 7])
 def test_fixed(rounds: int) -> None:
-    """The first round, and every S-th behind it."""
+    """The first round, and every S-th after it."""
     assert due_rounds(UpdateStride(rounds), 40) == list(range(0, 40, rounds))
 
 
