@@ -4,8 +4,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from spec_trl.scheduling.breakdown import Shape, idealized_draft_ratio
-
 from .configurations import (
     ALWAYS_ADAPTIVE,
     AUTOREGRESSIVE,
@@ -23,6 +21,7 @@ from .configurations import (
     toggled,
 )
 from .measure import machine_line, markdown_table
+from .paper.breakdown import Shape, idealized_draft_ratio
 
 
 _NAMES = {
