@@ -108,15 +108,21 @@ def test_refit_finds_the_roofline_that_made_the_times(
     assert f"written: {new} (fit, improved)" in printed
 
 
-def test_plot_writes_a_picture(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, start in (("b.png", b"\x89PNG"), ("b.svg", b"<?xml"), ("b.pdf", b"%PDF")):
-        assert main(["plot", str(profile), "-o", str(tmp_path / name)]) == 0
-        assert (tmp_path / name).read_bytes().startswith(start)
-    printed = capsys.readouterr().out
-    assert "γ = 3: " in printed and "γ = 7: " in printed
-    assert main(["plot", str(profile), "-o", str(tmp_path / "c.png"), "--draft-length", "7", "--acceptance", "0"]) == 0
+def test_plot_writes_a_picture(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plot", str(profile), "-o"]
+    assert main([*arguments, str(tmp_path / "c.png"), "--draft-length", "7", "--acceptance", "0"]) == 0
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "γ = 3: " not in printed and "γ = 7: 0 points beneficial, 14 harmful" in printed
+    saved: list[str] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **_: saved.append(Path(path).name))
+    for name in ("b.png", "b.svg", "b.pdf"):
+        assert main([*arguments, str(tmp_path / name)]) == 0
+    assert saved == ["b.png", "b.svg", "b.pdf"]
+    printed = capsys.readouterr().out
+    assert "γ = 3: " in printed and "γ = 7: " in printed
 
 
 def test_plot_refuses_what_was_not_measured(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
