@@ -93,6 +93,10 @@ class RolloutWatch:
             ahead = [self._written.get(request, done) - done for request, done in opening.written.items()]
             seconds = sum(took[opening.rounds :])
             if max(ahead) >= LEAST_TOKENS and seconds > 0:
-                length = opening.length + sum(ahead) / len(ahead) / 2
-                plain = rollout_seconds(ahead, lambda rows, length=length: plain_seconds(rows, length))
+                plain = _plainly(ahead, opening.length + sum(ahead) / len(ahead) / 2, plain_seconds)
                 yield Delivery(opening.which, list(opening.written), opening.length, plain / seconds)
+
+
+def _plainly(ahead: Sequence[int], length: float, plain_seconds: Callable[[int, float], float]) -> float:
+    """Seconds of autoregressive rounds for rows that have `ahead` tokens each to go."""
+    return rollout_seconds(ahead, lambda rows: plain_seconds(rows, length))

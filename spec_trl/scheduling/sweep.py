@@ -164,7 +164,7 @@ def _parse(row: Mapping[str, str | None], place: str) -> Sample:
         batch=int(_number(row, "batch", place, 1, integer=True)),
         length=_number(row, "length", place, 0),
         draft_length=0 if mode == "target" else draft_length,
-        mode=cast(Mode, mode),
+        mode=mode,
         seconds=_number(row, "seconds", place, None),
     )
 
