@@ -346,27 +346,19 @@ def select_per_prompt(
     until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
     shares = _shares(ladder, history, methods, prompt_keys, batch, until_last_row)
     # Relative to the common method: what it did not deliver, others may not deliver either.
-    shares = {method: min(share / shares.get(common.method, 1.0), 1.0) for method, share in shares.items()}
-    own = {key: _select_own(ladder, history, key, batch, shares, common, margin) for key in set(prompt_keys)}
+    relative = {method: min(share / shares.get(common.method, 1.0), 1.0) for method, share in shares.items()}
+
+    def select(key: str) -> Choice:
+        known = [method for method in methods if history.knows(method, key)]
+        expected = {method: history.rates(method, key).block_efficiency for method in known}
+        best = _best(ladder, expected, batch, relative)
+        speedup = 1.0
+        if common.method != NO_METHOD:
+            efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
+            speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length)
+        if best.speedup > speedup * (1 + margin):
+            return best
+        return Choice(common.method, common.draft_length, speedup)
+
+    own = {key: select(key) for key in set(prompt_keys)}
     return [own[key] for key in prompt_keys]
-
-
-def _select_own(
-    ladder: Ladder,
-    history: AcceptanceHistory,
-    key: str,
-    batch: int,
-    shares: Mapping[str, float],
-    common: Choice,
-    margin: float,
-) -> Choice:
-    """The prompt's best choice, or else `common` with the speedup that it has there."""
-    tried = {method: history.rates(method, key).block_efficiency for method in shares if history.knows(method, key)}
-    best = _best(ladder, tried, batch, shares)
-    speedup = 1.0
-    if common.method != NO_METHOD:
-        efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
-        speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length)
-    if best.speedup > speedup * (1 + margin):
-        return best
-    return Choice(common.method, common.draft_length, speedup)
