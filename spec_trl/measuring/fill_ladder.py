@@ -244,6 +244,8 @@ PLAIN = _Cell(0, 0.0)
 class _Bench(RoundBench):
     """An engine that decodes `batch` random prompts, in rounds of all cells in turn."""
 
+    _rollout: _MarkedRollout
+
     def __init__(
         self,
         model: PreTrainedModel,
