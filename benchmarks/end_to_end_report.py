@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from spec_trl.scheduling.breakdown import Shape, idealized_draft_ratio
-
 from .configurations import (
     ALWAYS_ADAPTIVE,
     AUTOREGRESSIVE,
@@ -22,6 +20,7 @@ from .configurations import (
 )
 from .measure import Finding
 from .models import model_line, synthetic_line
+from .paper.breakdown import Shape, idealized_draft_ratio
 
 
 OURS = "autoregressive (ours)"

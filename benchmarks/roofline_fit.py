@@ -13,9 +13,11 @@ from tqdm import tqdm
 
 from spec_trl.scheduling.fit import BANDWIDTH_SHARE, THRESHOLDS, Diagnostics, Form, evaluate, fit
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.sweep import Sample, read_sweep
+from spec_trl.scheduling.sweep import COLUMNS, Sample
+from spec_trl.scheduling.sweep import read_sweep as read_our_sweep
 
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
+from .paper.published import read_sweep as read_published_sweep
 
 
 FORMS: tuple[Form, ...] = ("paper", "improved")
@@ -74,7 +76,8 @@ def halves(samples: list[Sample]) -> Iterator[tuple[str, list[Sample], list[Samp
 
 def measure(sweep: Path, constants: ModelConstants, published: Path | None, options: argparse.Namespace) -> Any:
     """Fit one sweep with both forms, whole and by halves."""
-    samples = read_sweep(sweep)
+    is_ours = sweep.read_text().startswith(",".join(COLUMNS))
+    samples = read_our_sweep(sweep) if is_ours else read_published_sweep(sweep)
     bounds = tuple(share * options.bandwidth for share in BANDWIDTH_SHARE)
     fits: dict[str, Any] = {}
     if published is not None:

@@ -74,27 +74,22 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
 
 def _validate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "profile", type=Path, metavar="PROFILE", help="profile or published fit; with --refit constants or config.json"
-    )
+    add("profile", type=Path, metavar="PROFILE", help="profile; with --refit also a model's config.json")
     add("--csv", type=Path, metavar="SWEEP", help="measured times (default: those in the profile)")
     add("--refit", action="store_true", help="also fit the times, in the paper's form and in the improved one")
     add("--flops", type=positive, help="--refit: effective FLOP/s of matrix products (default: the profile's)")
-    add("--bandwidth", type=positive, help="--refit: peak bandwidth in B/s (default: a published fit's, or no bound)")
+    add("--bandwidth", type=positive, help="--refit: peak bandwidth in B/s (default: no bound)")
     add("-o", "--output", type=Path, metavar="JSON", help="write the last fit of the table as a profile")
 
 
 def _predict(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("profile", type=Path, nargs="?", metavar="PROFILE", help="JSON that `spec-trl calibrate` wrote")
+    add("profile", type=Path, metavar="PROFILE", help="JSON that `spec-trl calibrate` wrote")
     add("--batch", type=whole_numbers, default=[1, 8, 32], metavar="B,B", help="active rows (1,8,32)")
     add("--length", type=whole_numbers, default=[512, 2048], metavar="S,S", help="cached tokens per row (512,2048)")
     add("--draft-length", type=whole_numbers, default=[5], metavar="N,N", help="γ, draft tokens per round (5)")
     add_block_efficiency(parser, required=False)
     add_margin(parser)
-    add("--breakdown", type=Path, metavar="CONFIG", help="config.json whose decoding step to break down instead")
-    add("--flops", type=positive, help="--breakdown: the device's peak FLOP/s at this precision, e.g. 312e12")
-    add("--bandwidth", type=positive, help="--breakdown: the device's peak memory bandwidth in B/s, e.g. 2.039e12")
 
 
 def _plot(parser: argparse.ArgumentParser) -> None:
@@ -151,23 +146,17 @@ Compares a profile with measured times, and can fit a sweep anew (ER App. E.3, E
 
 Prints the mean absolute error of target, draft, verify and round times, and how often the predicted speedup lies on
 the measured one's side of 1 and of 1.05 when every draft is accepted (τ = γ), with the share that always guessing the
-more frequent side would reach. Times are the profile's own, or those of a CSV in our format or in that of the
-EfficientRollout authors. In place of a profile their fits are read too and, to fit a sweep, their model constants or a
-model's config.json (as a 16-bit target with a 4-bit copy of its projections).""",
+more frequent side would reach. Times are the profile's own, or those of a CSV. To fit a sweep, a model's config.json
+will do in place of a profile (as a 16-bit target with a 4-bit copy of its projections).""",
         """spec-trl validate profile.json --csv sweep.csv --refit
-  spec-trl validate model_constants.json --csv sweep.csv --refit --flops 233.5e12 --bandwidth 2.039e12 -o new.json""",
+  spec-trl validate config.json --csv sweep.csv --refit --flops 233.5e12 --bandwidth 2.039e12 -o new.json""",
         _validate,
     ),
     "predict": Command(
         "predict step times and speedups from a profile",
         """\
-Predicts step times and speedups from a profile, and says what the toggle would do (ER Eq. 1 and 3).
-
-With --breakdown no profile is needed: from a transformers config and a device's peaks it says where the time of one
-16-bit decoding step goes (ER Fig. 2b, Tab. 3), and what a memory-bound 4-bit and 8-bit copy of the projections would
-cost in comparison (ER Tab. 4, at the theoretical K/V traffic).""",
-        """spec-trl predict profile.json --batch 1,8,32 --length 512,2048 --draft-length 5,7 --acceptance 0.9
-  spec-trl predict --breakdown config.json --flops 312e12 --bandwidth 2.039e12 --batch 1,8 --length 2048""",
+Predicts step times and speedups from a profile, and says what the toggle would do (ER Eq. 1 and 3).""",
+        "spec-trl predict profile.json --batch 1,8,32 --length 512,2048 --draft-length 5,7 --acceptance 0.9",
         _predict,
     ),
     "plot": Command(

@@ -1,8 +1,8 @@
-"""``spec-trl validate``: a profile against measured times, or a sweep fitted anew (ER App. E.3, E.4)."""
+"""``spec-trl validate``: compares a profile with measured times, or fits a sweep anew (ER App. E.3, E.4)."""
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 
@@ -17,38 +17,33 @@ from ..scheduling.profile import Profile, ProfileKey
 from ..scheduling.roofline import ModelConstants
 from ..scheduling.sweep import Sample, read_sweep
 from .options import table
-from .published import is_published, read_published
 
 
 _FORMS: tuple[Form, ...] = ("paper", "improved")
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What the file given as PROFILE says; a fit and a bandwidth only where there are some."""
-
-    constants: ModelConstants
-    profile: Profile | None
-    peak_bandwidth: float | None
-
-
 def run(arguments: argparse.Namespace) -> None:
-    source = _read(arguments.profile)
-    samples = _samples(arguments, source)
+    constants = read_config(arguments.profile)
+    profile = Profile.load(arguments.profile) if constants is None else None
+    samples = _samples(arguments, profile)
     profiles: dict[str, Profile] = {}
     results: dict[str, Diagnostics] = {}
-    if source.profile is not None:
-        results[arguments.profile.name] = evaluate(source.profile.roofline, samples)
-        profiles[arguments.profile.name] = source.profile
+    if profile is not None:
+        constants = profile.roofline.constants
+        results[arguments.profile.name] = evaluate(profile.roofline, samples)
+        profiles[arguments.profile.name] = profile
     elif not arguments.refit:
-        raise ValueError(f"{arguments.profile} holds constants and no fit; give --refit to fit the sweep.")
+        raise ValueError(f"{arguments.profile} is a model's config, which has no fit; give --refit to fit the sweep.")
+    assert constants is not None
     if arguments.refit:
-        flops, bounds = _flops(arguments, source), _bandwidth_bounds(arguments, source)
+        flops, bounds = _flops(arguments, profile), _bandwidth_bounds(arguments, profile)
+        key, limit = ProfileKey("unknown", constants.name, "unknown", "unknown", "unknown"), None
+        if profile is not None:
+            key, limit = profile.key, profile.draft_max_rows
         for form in tqdm(_FORMS, desc="fitting", unit="form"):
-            roofline, results[f"fit, {form}"] = fit(samples, source.constants, flops, bounds, form)
-            key = source.profile.key if source.profile is not None else _key_of(source.constants)
-            limit = source.profile.draft_max_rows if source.profile is not None else None
-            profiles[f"fit, {form}"] = Profile(key, roofline, limit, {}, date.today().isoformat())
+            name = f"fit, {form}"
+            roofline, results[name] = fit(samples, constants, flops, bounds, form)
+            profiles[name] = Profile(key, roofline, limit, {}, date.today().isoformat())
     print(diagnostics_table(results))
     if arguments.output is not None:
         name = list(profiles)[-1]
@@ -56,21 +51,17 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"written: {arguments.output} ({name})")
 
 
-def _read(path: Path) -> _Source:
+def read_config(path: Path) -> ModelConstants | None:
+    """Constants of the 16-bit model that the `config.json` at `path` describes; None: it is no config.
+
+    W_D is as ER counts it: a quarter of the projections.
+    """
     try:
         content = json.loads(path.read_text())
     except ValueError:  # the profile's own reader says what is wrong with it
-        content = None
-    if isinstance(content, dict) and is_published(content):
-        return _Source(*read_published(content, path.name))
-    if isinstance(content, dict) and "model_type" in content:
-        return _Source(_constants_of_config(path), None, None)
-    profile = Profile.load(path)
-    return _Source(profile.roofline.constants, profile, None)
-
-
-def _constants_of_config(path: Path) -> ModelConstants:
-    """Constants of a 16-bit model that exists as a config alone; W_D as ER counts it: a quarter of the projections."""
+        return None
+    if not isinstance(content, dict) or "model_type" not in content:
+        return None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
     constants = model_constants(model)
@@ -83,45 +74,39 @@ def _constants_of_config(path: Path) -> ModelConstants:
     )
 
 
-def _samples(arguments: argparse.Namespace, source: _Source) -> list[Sample]:
+def _samples(arguments: argparse.Namespace, profile: Profile | None) -> list[Sample]:
     if arguments.csv is not None:
         return read_sweep(arguments.csv)
-    if source.profile is None or not source.profile.samples:
+    if profile is None or not profile.samples:
         raise ValueError(f"{arguments.profile} holds no measured times; give a sweep with --csv.")
-    return source.profile.samples
+    return profile.samples
 
 
-def _flops(arguments: argparse.Namespace, source: _Source) -> float:
+def _flops(arguments: argparse.Namespace, profile: Profile | None) -> float:
     if arguments.flops is not None:
         return float(arguments.flops)
-    if source.profile is None:
+    if profile is None:
         raise ValueError(f"{arguments.profile} says nothing about the hardware; give --flops and --bandwidth.")
-    return source.profile.roofline.coefficients.F_eff
+    return profile.roofline.coefficients.F_eff
 
 
-def _bandwidth_bounds(arguments: argparse.Namespace, source: _Source) -> tuple[float, float]:
-    peak = arguments.bandwidth or source.peak_bandwidth
-    if peak is not None:
-        return BANDWIDTH_SHARE[0] * peak, BANDWIDTH_SHARE[1] * peak
-    if source.profile is None:
+def _bandwidth_bounds(arguments: argparse.Namespace, profile: Profile | None) -> tuple[float, float]:
+    if arguments.bandwidth is not None:
+        return BANDWIDTH_SHARE[0] * arguments.bandwidth, BANDWIDTH_SHARE[1] * arguments.bandwidth
+    if profile is None:
         raise ValueError(f"{arguments.profile} says nothing about the hardware; give --flops and --bandwidth.")
-    fitted = source.profile.roofline.coefficients.BW_eff
+    fitted = profile.roofline.coefficients.BW_eff
     return fitted / 4, fitted * 4  # without a peak the data must decide
-
-
-def _key_of(constants: ModelConstants) -> ProfileKey:
-    return ProfileKey("unknown", constants.name, "unknown", "unknown", "unknown")
 
 
 def diagnostics_table(results: dict[str, Diagnostics]) -> str:
     """What `evaluate` found of several rooflines on the same samples, by name."""
-    thresholds = [sign.threshold for sign in next(iter(results.values())).signs]
-    header = ["", "T_T", "T_D", "T_V", "round", *(f"sign at {t:g}" for t in thresholds), "points"]
+    signs = next(iter(results.values())).signs
+    header = ["", "T_T", "T_D", "T_V", "round", *(f"sign at {sign.threshold:g}" for sign in signs), "points"]
     rows = []
     for name, found in results.items():
         errors = (found.target_mape, found.draft_mape, found.verify_mape, found.cycle_mape)
-        signs = [f"{sign.accuracy:.1%}" for sign in found.signs]
-        rows.append([name, *(f"{error:.1%}" for error in errors), *signs, str(found.points)])
-    majority = [f"{sign.majority:.1%}" for sign in next(iter(results.values())).signs]
-    rows.append(["always the majority", "", "", "", "", *majority, ""])
+        accuracies = (sign.accuracy for sign in found.signs)
+        rows.append([name, *(f"{share:.1%}" for share in (*errors, *accuracies)), str(found.points)])
+    rows.append(["always the majority", "", "", "", "", *(f"{sign.majority:.1%}" for sign in signs), ""])
     return f"mean absolute error of the times, and sign accuracy of the speedup at τ = γ:\n{table(header, rows)}"

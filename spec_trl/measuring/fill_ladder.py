@@ -1,51 +1,48 @@
 """Profiles the draft ladder with the engine itself: real rounds, whose drafts are accepted at random (SA §4.2)."""
 
-import gc
 import hashlib
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel
 
 from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
-from ..generation.engine.captured import CAPTURE_AFTER, runner_for, runner_mode
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.noise import RoundNoise
-from ..generation.engine.processors import LogitsPipeline, PrefixView
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.rollout import Rollout
-from ..generation.engine.rows import Request, Rows
-from ..generation.engine.stopping import Stopping
 from ..generation.engine.verification import Proposal, Verdict
-from ..scheduling.control import Chain, NeverSpeculate
+from ..scheduling.control import Chain
 from ..scheduling.ladder import Ladder, Rung, ladder_path
 from ..scheduling.profile import ProfileKey
 from .fill_profile import profile_key
 from .profile_cache import cache_directory
+from .round_bench import RoundBench, bar_text, warm_up_rounds
 
 
 ACCEPTANCES = (0.6,)
-"""One is enough: as many tokens are drafted and verified whatever is accepted. The speedup follows from p."""
+"""One p is enough: a round drafts and verifies the same number of tokens whatever is accepted."""
 BATCHES = (1, 4, 16, 64, 256)
 PROMPT = 32
 """Tokens of the random prompts."""
 FEWEST_ROUNDS = 3
 STABLE = 0.03
-"""Half of a cell's speedups this close to their median, as a share of it, and no more rounds are timed."""
+"""No more rounds are timed once half of a cell's slowdowns are within this share of their median."""
 LEAST_SECONDS = 0.5
-"""Of timing at one batch: where rounds are short, a moment's other work would touch all of the fewest rounds."""
+"""Least time per batch: where rounds are short, other work of a moment would touch all of the fewest rounds."""
 QUIET = 2.0
-"""Seconds of profiling from which on there is a progress bar."""
+"""Seconds of profiling after which a progress bar appears."""
 
 
 def build_ladder(
@@ -60,14 +57,13 @@ def build_ladder(
     config: SpeculativeConfig | None = None,
     kept_in: Path | None = None,
 ) -> Ladder:
-    """Times rounds of each drafter at each batch, γ and acceptance, each beside an autoregressive one; keeps medians.
+    """Times rounds of each drafter at each batch, γ and acceptance, each next to an autoregressive one; keeps medians.
 
     On a quiet machine three rounds of a cell agree, and no more are run; on a busy one, or where rounds are short, up
     to `rounds`.
 
-    The target runs, its logits are computed and sampled from, and then each draft token is marked as accepted with
-    probability p, whatever the target said: neither's weights matter. Prompts are random tokens. A drafter that learns
-    is timed without learning, and one that remembers with an empty memory: profiling teaches neither anything.
+    Rounds are real, on random prompts, but each draft token is marked as accepted with probability p, so no weights
+    matter. A drafter that learns does not learn here, and one that remembers is timed with an empty memory.
 
     Args:
         model: the target, on the device it will decode on.
@@ -76,14 +72,13 @@ def build_ladder(
         draft_lengths: γ, ascending.
         acceptances: p, 0 to 1.
         rounds: most timed rounds per cell, at least 1.
-        budget_seconds: for all of it; cells are repeated less where it is short. Each is timed once at least, after
-            rounds that do not count.
+        budget_seconds: for all cells; each is timed at least once, after its warm-up.
         progress: show a progress bar where it takes longer than two seconds.
         config: names the runner, and what the quantized copy is packed with.
-        kept_in: the folder that the caller will keep the ladder in, so that it happens once: the bar says so.
+        kept_in: folder in which the caller keeps the ladder; the progress bar says so.
 
     Returns:
-        The ladder; it is not saved.
+        The ladder, not saved.
 
     Raises:
         RuntimeError: a drafter failed.
@@ -97,23 +92,25 @@ def build_ladder(
         for batch in sorted({min(batch, drafter.max_rows) for batch in batches})
     ]
     rungs: list[Rung] = []
-    name = f"profiling the drafters of {type(model).__name__}"
-    name += "" if kept_in is None else f" (once; kept in {kept_in})"
+    name = bar_text("profiling the drafters of", model, kept_in)
     with torch.no_grad(), tqdm(cells, name, disable=not progress, delay=QUIET) as bar:
         for number, (drafter, batch) in enumerate(bar):
             share = max(deadline - time.perf_counter(), 0.0) / (len(cells) - number)
             bench = _Bench(model, drafter, batch, draft_lengths, acceptances, rounds, config)
             rungs += bench.measure(share)
-    # In a short context the longest drafts may fit into some rounds alone: a choice must not change with the batch.
-    fitting = {
-        drafter.strategy: set.intersection(
-            *({rung.draft_length for rung in rungs if (rung.method, rung.batch) == (drafter.strategy, batch)}
-              for member, batch in cells if member is drafter)
-        )
-        for drafter in drafters
-    }  # fmt: skip
+    fitting = {drafter.strategy: _common_draft_lengths(rungs, drafter.strategy) for drafter in drafters}
     kept = tuple(rung for rung in rungs if rung.draft_length in fitting[rung.method])
     return Ladder(kept, _fingerprint(profile_key(model, config), drafters, draft_lengths))
+
+
+def _common_draft_lengths(rungs: Sequence[Rung], method: str) -> set[int]:
+    """γ that were timed at every batch: in a short context some fit into few rounds, and a choice must not change with
+    the batch."""
+    by_batch: dict[int, set[int]] = {}
+    for rung in rungs:
+        if rung.method == method:
+            by_batch.setdefault(rung.batch, set()).add(rung.draft_length)
+    return set.intersection(*by_batch.values()) if by_batch else set()
 
 
 def find_ladder(
@@ -123,11 +120,11 @@ def find_ladder(
     max_batch_size: int,
     draft_lengths: Sequence[int] | None = None,
 ) -> Ladder | None:
-    """The ladder of these drafters: kept, or saved by an earlier run, or else profiled and saved; under
-    `sd_toggle="measured"` nothing is profiled, and None is returned until :func:`keep_measured` has made one.
+    """The ladder of these drafters: kept, or saved by an earlier run, or else profiled and saved. Under
+    `sd_toggle="measured"` nothing is profiled, and the ladder is None until :func:`keep_measured` has made one.
 
-    It lies beside `config.roofline_profile`, or in the user's cache, where the roofline profiles are. One that was
-    profiled for less than half the rows that are now asked for is replaced.
+    It lies next to `config.roofline_profile`, or in the user's cache. A ladder that was profiled for less than half of
+    `max_batch_size` is replaced.
 
     Args:
         model: the target.
@@ -152,9 +149,9 @@ def find_ladder(
         return found if found is not None and found.shape in (shape, shape + _MEASURED) else _load(path, shape)
     if found is None or found.shape != shape:
         found = _load(path, shape)
-    most = 2 * max(drafter.max_rows for drafter in drafters)  # with more rows nothing would be profiled
+    most = 2 * max(drafter.max_rows for drafter in drafters)  # more rows are not profiled
     if found is None or 2 * found.batches[-1] < min(max_batch_size, most):
-        # One just below the largest would say the same.
+        # A batch close to the largest would tell nothing new.
         batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
         found = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
         try:
@@ -168,9 +165,9 @@ def find_ladder(
 def keep_measured(
     model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig, rungs: Sequence[Rung]
 ) -> None:
-    """Keeps what rounds of these drafters took as their ladder, for later calls with `sd_toggle="measured"`.
+    """Keeps measured rounds of these drafters as their ladder, for later calls with `sd_toggle="measured"`.
 
-    Not saved: it has one γ per drafter and few rounds, where profiling has three and more.
+    It is not saved, having one γ per drafter and few rounds.
     """
     shape = _fingerprint(profile_key(model, config), drafters, config.ladder_draft_lengths())
     kept.keep(model, _NAME, Ladder(tuple(rungs), shape + _MEASURED))
@@ -185,7 +182,7 @@ def _load(path: Path, shape: str) -> Ladder | None:
         return None
     try:
         ladder = Ladder.load(path)
-    except ValueError as error:  # nobody named this file: it is no reason to stop
+    except ValueError as error:  # the user did not name this file, so it does not stop the run
         warnings.warn(f"{path} is left aside, and the drafters are profiled again: {error}", stacklevel=2)
         return None
     return ladder if ladder.shape == shape else None
@@ -195,12 +192,12 @@ def _path(key: ProfileKey, config: SpeculativeConfig, shape: str) -> Path:
     if config.roofline_profile is not None:
         return ladder_path(config.roofline_profile)
     name = key.file_name.removesuffix(".json")
-    # Ladders of several sets of drafters lie side by side.
+    # Each set of drafters has a ladder of its own.
     return ladder_path(cache_directory() / f"{name}_{hashlib.sha256(shape.encode()).hexdigest()[:8]}.json")
 
 
 def _fingerprint(key: ProfileKey, drafters: Sequence[Drafter], draft_lengths: Sequence[int]) -> str:
-    """What a ladder is valid for: hardware with threads, shapes, dtype and kernels, but no weights."""
+    """What a ladder is valid for: hardware, shapes, dtype and kernels, but no weights."""
     target = f"{key.hardware}; {key.shape}; {key.dtype}; {key.runner}"
     packing = f"{key.quantization}, {key.kernel}"
     members = [f"{drafter.strategy} ({type(_stand_in(drafter)).__name__}, {drafter.cost})" for drafter in drafters]
@@ -208,7 +205,7 @@ def _fingerprint(key: ProfileKey, drafters: Sequence[Drafter], draft_lengths: Se
 
 
 def _stand_in(drafter: Drafter) -> Drafter:
-    """What is timed in the place of `drafter`, which must not learn anything from random tokens."""
+    """What is timed in place of `drafter`, which must not learn from random tokens."""
     if isinstance(drafter, DistilledDrafter):
         return drafter.student
     if isinstance(drafter, HistoryDrafter):
@@ -224,25 +221,30 @@ class _MarkedRollout(Rollout):
 
     def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
         verdict = super()._verdict(proposal, logits, noise)
-        # Of a generator of its own: what is sampled after profiling must not depend on whether it was needed.
+        # A generator of its own, so that later samples do not depend on whether a ladder was profiled.
         coins = torch.rand(proposal.tokens.shape, generator=self.generator, device=logits.device)  # [B, γ]
         accepted = (coins < self.acceptance).long().cumprod(1).sum(1)  # [B]
         step = torch.arange(proposal.tokens.shape[1], device=logits.device)  # [γ]
-        # The drafts themselves are committed: a network goes on from its own K/V of them.
+        # The drafts themselves are committed, since a network continues from its own K/V of them.
         drafted = step < torch.minimum(accepted, proposal.lengths)[:, None]  # [B, γ]
         tokens = verdict.tokens.clone()  # [B, γ + 1]
         tokens[:, :-1] = proposal.tokens.where(drafted, tokens[:, :-1])
         return replace(verdict, tokens=tokens, accepted=accepted)
 
 
-@dataclass(frozen=True)
-class _Cell:
+class _Cell(NamedTuple):
     draft_length: int
     acceptance: float
 
 
-class _Bench:
-    """An engine that decodes `batch` random prompts for as long as it is asked to."""
+PLAIN = _Cell(0, 0.0)
+"""Autoregressive decoding."""
+
+
+class _Bench(RoundBench):
+    """An engine that decodes `batch` random prompts, in rounds of all cells in turn."""
+
+    _rollout: _MarkedRollout
 
     def __init__(
         self,
@@ -254,86 +256,58 @@ class _Bench:
         rounds: int,
         config: SpeculativeConfig,
     ) -> None:
-        self._drafter, self._batch, self._rounds = drafter, batch, rounds
-        self._cells = [_Cell(gamma, p) for gamma in draft_lengths for p in acceptances]
-        self._captures = runner_mode(config, model.device) != "eager"
-        self._warm_ups = CAPTURE_AFTER if self._captures else 1
-        # Rows are never set back, for the drafter's own cache grows with them: most that a visit to all cells adds.
-        visit = 1 + sum(cell.draft_length + 1 for cell in self._cells)
+        self._drafter, self._batch, self._visits = drafter, batch, rounds
+        self._cells = [PLAIN, *(_Cell(gamma, p) for gamma in draft_lengths for p in acceptances)]
+        self._warm_ups = warm_up_rounds(model, config)
+        # Rows only grow, as the drafter's own cache does: a visit adds at most γ + 1 tokens per cell.
+        visit = sum(cell.draft_length + 1 for cell in self._cells)
         columns = PROMPT + (self._warm_ups + rounds) * visit + max(draft_lengths) + 1
         limit = position_limit(model)
         self._columns = columns if limit is None else min(columns, limit)
-        self._rows = rows = Rows(batch, self._columns, model.device)
         generator = torch.Generator().manual_seed(0)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         prompt = max(min(PROMPT, self._columns // 4), 1)
         prompts = torch.randint(vocabulary, (batch, prompt), generator=generator).to(model.device)  # [B, n]
-        view = PrefixView(rows, prompts)
-        self._rollout = _MarkedRollout(
-            [Request(i, prompts[i], 2**62, i) for i in range(batch)],
-            runner_for(model, batch, self._columns, config),
-            [_stand_in(drafter)],
-            NeverSpeculate(),
-            rows,
-            LogitsPipeline(LogitsProcessorList(), view, batch),
-            Stopping(StoppingCriteriaList(), view),
-            do_sample=True,
-            rejection=False,
-            want_logprobs=False,
-            strategy="ladder",
-        )
+        super().__init__(model, [_stand_in(drafter)], prompts, self._columns, config, _MarkedRollout)
         self._rollout.generator = torch.Generator(model.device).manual_seed(0)
 
     def measure(self, seconds: float) -> list[Rung]:
-        """Visits all cells in turn, autoregressive decoding among them, until their times agree, for about so many
-        seconds at most."""
-        times: dict[_Cell | None, list[float]] = {cell: [] for cell in (None, *self._cells)}
+        """Visits all cells in turn until their times agree, for at most about `seconds`."""
+        times: dict[_Cell, list[float]] = {cell: [] for cell in self._cells}
         started_at = time.perf_counter()
-        self._rollout.begin()
-        self._rollout.admit()
-        for visit in range(self._warm_ups + self._rounds):
+        for visit in range(self._warm_ups + self._visits):
             spent = time.perf_counter() - started_at
             if visit > self._warm_ups and spent > seconds:
                 break
             is_enough = visit >= self._warm_ups + FEWEST_ROUNDS and spent >= LEAST_SECONDS
-            if is_enough and all(_agree(_slowdowns(found, times[None])) for found in times.values() if found):
+            if is_enough and all(_agree(_slowdowns(found, times[PLAIN])) for found in times.values() if found):
                 break
             for cell, found in times.items():
-                if self._rows.longest + (0 if cell is None else cell.draft_length) + 1 > self._columns:
-                    break  # short contexts end before the visits do
-                started = time.perf_counter()
-                self._round(cell)
+                if self._rows.longest + cell.draft_length + 1 > self._columns:
+                    break  # a short context is full before the visits end
+                self._rollout.acceptance = cell.acceptance
+                took = self.round([Chain(0, cell.draft_length)] if cell.draft_length else [])
                 if visit >= self._warm_ups or not found:
-                    found.append(time.perf_counter() - started)
+                    found.append(took)
                 if visit == self._warm_ups:
-                    del found[:-1]  # what warmed up does not count any more
-        self._rollout.end()
-        if self._captures:
-            gc.collect()  # a runner and what it captured hold each other
+                    del found[:-1]  # warm-up rounds count only where nothing else fits
+        self.close()
         return [
-            self._rung(cell, median(found), median(_slowdowns(found, times[None])))
+            self._rung(cell, median(found), median(_slowdowns(found, times[PLAIN])))
             for cell, found in times.items()
-            if cell is not None and found
+            if cell is not PLAIN and found
         ]
 
     def _rung(self, cell: _Cell, seconds: float, slowdown: float) -> Rung:
-        return Rung(
-            self._drafter.strategy, self._batch, cell.draft_length, cell.acceptance, seconds, seconds / slowdown
-        )
-
-    def _round(self, cell: _Cell | None) -> None:
-        self._rollout.acceptance = 0.0 if cell is None else cell.acceptance
-        self._rollout.decode_round([] if cell is None else [Chain(0, cell.draft_length)])
-        if self._rollout.drafter_failure is not None:
-            raise RuntimeError(f"the drafter failed while it was timed: {self._rollout.drafter_failure}")
+        return Rung(self._drafter.strategy, self._batch, *cell, seconds, seconds / slowdown)
 
 
 def _slowdowns(times: list[float], plain: list[float]) -> list[float]:
-    """Of a cell's rounds, each over the autoregressive one of the same visit: other work was as much for both."""
+    """A cell's seconds over those of the autoregressive round of the same visit, which other work slowed as much."""
     return [seconds / beside for seconds, beside in zip(times, plain, strict=False)]
 
 
 def _agree(values: list[float]) -> bool:
-    """Whether half of them lie so close to their median that further ones would hardly move it."""
+    """Whether half of the values are so close to their median that further ones would hardly move it."""
     middle = median(values)
     return median(abs(value - middle) for value in values) <= STABLE * middle

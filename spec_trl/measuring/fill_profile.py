@@ -16,28 +16,25 @@ from statistics import median
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.engine.cache import free_memory
-from ..generation.engine.captured import CAPTURE_AFTER, runner_for, runner_mode
+from ..generation.engine.captured import runner_mode
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.model_costs import model_constants
 from ..generation.engine.noise import RoundNoise
-from ..generation.engine.processors import LogitsPipeline, PrefixView
 from ..generation.engine.requirements import position_limit
-from ..generation.engine.rollout import Rollout
-from ..generation.engine.rows import Request, Rows
-from ..generation.engine.stopping import Stopping
 from ..generation.engine.verification import Proposal
 from ..quantization.kernels import LayerSpec, find_kernel
 from ..quantization.scheme import find_scheme
 from ..quantization.source_weight import inspect_projection, is_projection
-from ..scheduling.control import Chain, NeverSpeculate
+from ..scheduling.control import Chain
 from ..scheduling.fit import GemmMeasurement, effective_flops, fit
 from ..scheduling.profile import Profile, ProfileKey
 from ..scheduling.sweep import Mode, Sample
+from .round_bench import RoundBench, bar_text, warm_up_rounds
 
 
 NO_KERNEL = "none"
@@ -63,22 +60,21 @@ def calibrate(
 ) -> Profile:
     """Measures and fits a roofline profile for `model` and its quantized self-drafter on this machine.
 
-    Whole decoding rounds are timed as rollouts run them, so a predicted time is a round's time: the target's share
-    includes sampling, the verify's share acceptance and bookkeeping. The K/V cache is zeros of the right shape: what
-    is in it does not change the time.
+    Whole decoding rounds are timed as rollouts run them: the target's time includes sampling, the verify time includes
+    acceptance and bookkeeping. The K/V cache holds zeros, since its content does not change the time.
 
     Args:
         model: the target, on the device it will decode on.
         config: names the drafter's quantization, kernel and head.
         max_batch_size: most rows in flight that will occur.
         max_length: longest total length that will occur.
-        budget_seconds: time for the sweep; cells are repeated less where it is short. Every cell is timed four times
-            at least, so a large model on a slow machine may exceed it.
+        budget_seconds: time for the sweep. Every cell is timed at least four times, so a large model on a slow machine
+            may exceed it.
         progress: show a progress bar.
-        kept_in: the folder that the caller will keep the profile in, so that it happens once: the bar says so.
+        kept_in: folder in which the caller keeps the profile; the progress bar says so.
 
     Returns:
-        The profile; it is not saved.
+        The profile, not saved.
 
     Raises:
         ValueError: no kernel can hold the drafter's layers, so there is nothing to calibrate.
@@ -90,15 +86,14 @@ def calibrate(
             f"draft_kernel={config.draft_kernel!r} with draft_quantization={config.draft_quantization!r} can pack no "
             f"layer on {key.hardware}; choose another of them."
         )
-    # Its own one: the strategy that will run may need none.
+    # A drafter of its own, since the strategy that will run may have none.
     drafter = SelfDrafter(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
     constants = model_constants(model, drafter.quantized, _effective_dtype(model))
-    bar = f"calibrating this machine for {type(model).__name__}"
-    bar += "" if kept_in is None else f" (once; kept in {kept_in})"
+    bar = bar_text("calibrating this machine for", model, kept_in) if progress else None
     with torch.no_grad():
         flops = effective_flops(_time_gemms(model))
         bandwidth = _copy_bandwidth(constants.weight_bytes, model.device)
-        samples = _sweep(model, drafter, max_batch_size, max_length, budget_seconds, bar if progress else None, config)
+        samples = sweep(model, drafter, max_batch_size, max_length, budget_seconds, bar, config)
     roofline, diagnostics = fit(samples, constants, flops, bandwidth_bounds=(0.4 * bandwidth, 1.5 * bandwidth))
     if (signs := diagnostics.guessing) is not None:
         warnings.warn(
@@ -112,7 +107,7 @@ def calibrate(
         key=key,
         roofline=roofline,
         draft_max_rows=drafter.max_rows,
-        # As it will be read again.
+        # Lists, not tuples: the profile equals the one that is read again.
         diagnostics=json.loads(json.dumps(asdict(diagnostics)))
         | {"max_batch_size": max_batch_size, "max_length": max_length},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -142,7 +137,7 @@ def _effective_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
-    """The kernels that the drafter's projections get, whatever they were asked for as."""
+    """Names of the kernels that the drafter's projections get."""
     scheme = find_scheme(config.draft_quantization)
     names = set()
     for module in model.get_decoder().modules():
@@ -178,7 +173,7 @@ def processor_name() -> str:
 
 
 def _time_gemms(model: PreTrainedModel) -> list[GemmMeasurement]:
-    """Times y = x Wᵀ for the decoder's heaviest matrix shapes, four at most."""
+    """Times y = x Wᵀ for the decoder's four heaviest matrix shapes."""
     weights: dict[tuple[int, int], int] = {}
     for module in model.get_decoder().modules():
         if is_projection(module) and not isinstance(source := inspect_projection(module), str):
@@ -195,14 +190,14 @@ def _time_gemms(model: PreTrainedModel) -> list[GemmMeasurement]:
 
 
 def _copy_bandwidth(size: float, device: torch.device) -> float:
-    """Bytes per second that a copy of `size` bytes (at most 1 GiB) reads and writes: small models live in caches."""
+    """Bytes per second that a copy of `size` bytes (at most 1 GiB) reads and writes; small models live in caches."""
     source = torch.zeros(int(min(size, 2**30)) // 8 + 1, dtype=torch.int64, device=device)
     destination = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(partial(destination.copy_, source), device)
 
 
 def _seconds(work: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
-    """Median seconds of `work()`, after two calls that do not count."""
+    """Median seconds of `work()`, after two calls as warm-up."""
     times = []
     for _ in range(rounds + 2):
         _synchronize(device)
@@ -218,7 +213,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _sweep(
+def sweep(
     model: PreTrainedModel,
     drafter: SelfDrafter,
     max_batch: int,
@@ -227,24 +222,37 @@ def _sweep(
     bar: str | None,
     config: SpeculativeConfig,
 ) -> list[Sample]:
-    """Times target, draft and verify over a grid that fits the machine, in two passes through shuffled cells."""
+    """Times target, draft and verify over a grid that fits the machine, in two passes through shuffled cells.
+
+    Args:
+        model: the target.
+        drafter: its copy.
+        max_batch: most rows.
+        max_length: longest row, a round's drafts included.
+        budget: seconds.
+        bar: text of the progress bar; None: no bar.
+        config: names the runner.
+
+    Raises:
+        RuntimeError: the drafter failed.
+    """
     limit = position_limit(model)
-    margin = max(DRAFT_LENGTHS) + 1  # what a round may write
+    margin = max(DRAFT_LENGTHS) + 1  # tokens that a round may write
     longest = max((max_length if limit is None else min(max_length, limit)) - margin, 1)
-    # A run is decided at its own lengths, up to the longest: those just below it would say the same.
+    # The longest length matters most; those just below it would tell nothing new.
     lengths = [length for length in LENGTHS if 1.5 * length <= longest] + [longest]
     bench = _Bench(model, drafter, max_batch, lengths, margin, config)
     lengths = [length for length in lengths if length <= bench.longest]
     batches = [batch for batch in BATCHES if batch <= bench.capacity]
     cells = [(batch, length, 0) for batch, length in itertools.product(batches, lengths)]
     for batch, length, gamma in itertools.product(batches, lengths, DRAFT_LENGTHS):
-        # Beyond what the kernels serve nothing will be drafted by network: only verification matters, and less of it.
+        # With more rows than the kernels serve no network drafts: there one γ of verification is enough.
         if batch <= drafter.max_rows or gamma == DRAFT_LENGTHS[1]:
             cells.append((batch, length, gamma))
     random.Random(0).shuffle(cells)
     times: dict[tuple[int, float, int, Mode], list[float]] = {}
     deadline = time.perf_counter() + budget
-    warm_ups = 1 if runner_mode(config, model.device) == "eager" else CAPTURE_AFTER
+    warm_ups = warm_up_rounds(model, config)
     visits = list(itertools.product(range(2), cells))
     for number, (visit, (batch, length, gamma)) in enumerate(tqdm(visits, bar, disable=bar is None)):
         share = max(deadline - time.perf_counter(), 0.0) / (len(visits) - number)
@@ -255,7 +263,7 @@ def _sweep(
 
 
 class _NoDrafter(Drafter):
-    """Proposes whatever stands behind the rows: verification alone, for rounds that no kernel would draft."""
+    """Proposes whatever tokens come after the rows: for verification alone, with more rows than kernels serve."""
 
     has_probabilities = False
 
@@ -264,7 +272,7 @@ class _NoDrafter(Drafter):
         return Proposal(rows.window(0, draft_length), torch.full_like(rows.lengths, draft_length))
 
 
-class _Bench:
+class _Bench(RoundBench):
     """An engine whose rows can be set to any number and length without reading a prompt."""
 
     def __init__(
@@ -276,34 +284,16 @@ class _Bench:
         margin: int,
         config: SpeculativeConfig,
     ) -> None:
-        device, shape = model.device, model.config.get_text_config(decoder=True)
         self.longest, self.capacity = lengths[-1], max_batch
-        fitting = MEMORY_SHARE * free_memory(device) / model_constants(model).kv_bytes  # cached tokens
+        fitting = MEMORY_SHARE * free_memory(model.device) / model_constants(model).kv_bytes  # cached tokens
         while self.capacity * (self.longest + margin) > fitting and self.longest > lengths[0]:
             self.longest = lengths[lengths.index(self.longest) - 1]
         while self.capacity * (self.longest + margin) > fitting and self.capacity > 1:
             self.capacity //= 2
-        self._rows = rows = Rows(self.capacity, self.longest + margin, device)
-        # Prompts of one token leave nothing to prefill.
-        requests = [Request(i, torch.zeros(1, dtype=torch.int64), 2**62, i) for i in range(self.capacity)]
-        view = PrefixView(rows, torch.zeros(self.capacity, 1, dtype=torch.int64))
         self._drafter = drafter
-        self._rollout = Rollout(
-            requests,
-            runner_for(model, self.capacity, rows.columns, config),
-            [drafter, _NoDrafter()],
-            NeverSpeculate(),
-            rows,
-            LogitsPipeline(LogitsProcessorList(), view, self.capacity),
-            Stopping(StoppingCriteriaList(), view),
-            do_sample=True,
-            rejection=False,
-            want_logprobs=False,
-            strategy="calibration",
-        )
-        self._rollout.begin()
-        self._rollout.admit()
-        rows.tokens.random_(shape.vocab_size)
+        prompts = torch.zeros(self.capacity, 1, dtype=torch.int64)  # [B, 1]
+        super().__init__(model, [drafter, _NoDrafter()], prompts, self.longest + margin, config)
+        self._rows.tokens.random_(model.config.get_text_config(decoder=True).vocab_size)
 
     def rounds(
         self, batch: int, length: int, gamma: int, seconds: float, warm_ups: int
@@ -320,13 +310,9 @@ class _Bench:
             self._rows.lengths.fill_(length)
             self._rollout.look()
             before = self._rollout.phase_seconds().get("draft", 0.0)
-            started = time.perf_counter()
-            self._rollout.decode_round([Chain(0 if drafts else 1, gamma)] if gamma else [])
-            whole = time.perf_counter() - started
-            if self._rollout.drafter_failure is not None:
-                raise RuntimeError(f"the drafter failed while it was timed: {self._rollout.drafter_failure}")
+            whole = self.round([Chain(0 if drafts else 1, gamma)] if gamma else [])
             draft = self._rollout.phase_seconds()["draft"] - before
-            if warm_ups:  # they prepare kernels, and captured forwards
+            if warm_ups:
                 warm_ups -= 1
             else:
                 drafting.append(draft)
@@ -337,7 +323,3 @@ class _Bench:
         if drafts:
             yield "draft", median(drafting) / gamma
         yield "verify", median(resting)
-
-    def close(self) -> None:
-        """Lets go of the cache."""
-        self._rollout.end()

@@ -18,34 +18,35 @@ def find_profile(
     max_length: int = 4096,
     extra_copy: Path | None = None,
 ) -> Profile | None:
-    """The profile of `config.roofline_profile` or of the user's cache. Where there is none, `sd_toggle="roofline"`
+    """The profile of `config.roofline_profile` or of the user's cache; if there is none, `sd_toggle="roofline"`
     calibrates this machine and saves one.
 
     Args:
         model: the target.
         config: `sd_toggle`, `roofline_profile`, `roofline_mismatch`, and the drafter's fields.
         max_batch_size: most rows in flight that will occur.
-        max_length: longest total length that will occur. `sd_toggle="roofline"` replaces a profile in the cache that
-            was calibrated for less than half of either; beyond what was calibrated, a warning says so.
+        max_length: longest total length that will occur. `sd_toggle="roofline"` replaces a cached profile that was
+            calibrated for less than half of either; a run beyond what was calibrated gets a warning.
         extra_copy: also save it here (a run's output directory).
 
     Returns:
-        None where no kernel can hold the drafter's layers, where calibrating failed, or where `sd_toggle="measured"`
-        finds none: then only measuring tells whether a draft pays.
+        None: no kernel can hold the drafter's layers, calibrating failed, or `sd_toggle="measured"` finds no profile;
+        then only measured rounds tell whether a draft pays.
 
     Raises:
         ProfileMismatch: the named profile is for something else and `roofline_mismatch` is `"error"`.
         ValueError: the named profile cannot be read.
     """
-    is_measured = config.sd_toggle == "measured"
-    if is_measured and config.roofline_profile is None and not any(cache_directory().glob("*.json")):
+    calibrates = config.sd_toggle != "measured"
+    named = None if config.roofline_profile is None else Path(config.roofline_profile)
+    if not calibrates and named is None and not any(cache_directory().glob("*.json")):
         return None  # before the key, which takes milliseconds of every call
     key = profile_key(model, config)
-    profile = None if config.roofline_profile is None else _named_profile(Path(config.roofline_profile), key, config)
+    is_missing = named is not None and not named.exists()
+    profile = None if named is None or is_missing else _load_named(named, key, config)
     if key.kernel == NO_KERNEL:
         return None
-    if profile is None and not is_measured:
-        is_missing = config.roofline_profile is not None and not Path(config.roofline_profile).exists()
+    if profile is None and calibrates:
         if is_missing:
             warnings.warn(
                 f"roofline_profile={config.roofline_profile!r} does not exist and is written now, from "
@@ -54,32 +55,27 @@ def find_profile(
             )
         profile = _cached_or_new(model, config, key, max_batch_size, max_length)
         if profile is not None and is_missing:
-            profile.save(str(config.roofline_profile))
-    elif profile is None and config.roofline_profile is None:
-        profile = _cached(key)
-    if profile is not None:
-        if reaches := _beyond(profile, max_batch_size, max_length):
-            warnings.warn(
-                f"the roofline profile was calibrated for less than this run: {reaches}. Its predictions extrapolate "
-                "until measured rounds correct them; `spec-trl calibrate` measures a larger range.",
-                stacklevel=2,
-            )
-        if extra_copy is not None:
-            profile.save(extra_copy)
+            profile.save(str(named))
+    elif profile is None and named is None:
+        profile = _load_cached(key)
+    if profile is None:
+        return None
+    asked = {"max_batch_size": max_batch_size, "max_length": max_length}
+    calibrated = {name: profile.diagnostics.get(name, value) for name, value in asked.items()}
+    if larger := [name for name in asked if asked[name] > calibrated[name]]:
+        reaches = ", ".join(f"{name} {asked[name]} (calibrated: {calibrated[name]})" for name in larger)
+        warnings.warn(
+            f"the roofline profile was calibrated for less than this run: {reaches}. Its predictions extrapolate "
+            "until measured rounds correct them; `spec-trl calibrate` measures a larger range.",
+            stacklevel=2,
+        )
+    if extra_copy is not None:
+        profile.save(extra_copy)
     return profile
 
 
-def _beyond(profile: Profile, max_batch_size: int, max_length: int) -> str:
-    """What of a run lies outside of the calibrated range, in words; empty where nothing does."""
-    asked = {"max_batch_size": max_batch_size, "max_length": max_length}
-    larger = {name: value for name, value in asked.items() if value > profile.diagnostics.get(name, value)}
-    return ", ".join(f"{name} {value} (calibrated: {profile.diagnostics[name]})" for name, value in larger.items())
-
-
-def _named_profile(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profile | None:
-    """The profile at `path`; None where it is of something else, or is yet to be made."""
-    if not path.exists():
-        return None
+def _load_named(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profile | None:
+    """The profile at `path`; None where it is of something else, and `roofline_mismatch` allows that."""
     profile = Profile.load(path)
     try:
         profile.require(key, path)
@@ -87,13 +83,13 @@ def _named_profile(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Pr
         if config.roofline_mismatch == "error":
             raise
         then = f"Calibrating again, into {cache_directory()}."
-        warnings.warn(f"{error} {then if config.sd_toggle == 'roofline' else 'Rounds are measured instead.'}",
-                      stacklevel=2)
+        then = then if config.sd_toggle == "roofline" else "Rounds are measured instead."
+        warnings.warn(f"{error} {then}", stacklevel=2)
         return None
     return profile
 
 
-def _cached(key: ProfileKey) -> Profile | None:
+def _load_cached(key: ProfileKey) -> Profile | None:
     """The profile in the user's cache, if there is one."""
     cached = cache_directory() / key.file_name
     if not cached.exists():
@@ -102,7 +98,7 @@ def _cached(key: ProfileKey) -> Profile | None:
         profile = Profile.load(cached)
         profile.require(key, cached)
         return profile
-    except ValueError as error:  # nobody named this file: it is no reason to stop
+    except ValueError as error:  # the user did not name this file, so it does not stop the run
         warnings.warn(f"{cached} is left aside: {error}", stacklevel=2)
         return None
 
@@ -110,16 +106,16 @@ def _cached(key: ProfileKey) -> Profile | None:
 def _cached_or_new(
     model: PreTrainedModel, config: SpeculativeConfig, key: ProfileKey, max_batch_size: int, max_length: int
 ) -> Profile | None:
-    cached = cache_directory() / key.file_name
-    if (profile := _cached(key)) is not None:
-        covered = (profile.diagnostics.get(name, 0) for name in ("max_batch_size", "max_length"))
-        most_rows, longest = covered
+    """The cached profile if it covers half of both sizes, else a new one for the larger of what each asks for."""
+    if (profile := _load_cached(key)) is not None:
+        most_rows, longest = (profile.diagnostics.get(name, 0) for name in ("max_batch_size", "max_length"))
         if 2 * most_rows >= max_batch_size and 2 * longest >= max_length:
             return profile
         max_batch_size, max_length = max(max_batch_size, most_rows), max(max_length, longest)
+    cached = cache_directory() / key.file_name
     try:
         profile = calibrate(model, config, max_batch_size, max_length, kept_in=cached.parent)
-    except RuntimeError as error:  # the drafter's fault or too little memory: neither may end a run
+    except RuntimeError as error:  # a failing drafter or too little memory must not end a run
         warnings.warn(
             f"the machine could not be calibrated, so measured rounds alone decide when to speculate: {error}",
             stacklevel=2,
@@ -133,5 +129,6 @@ def _cached_or_new(
 
 
 def cache_directory() -> Path:
+    """The folder of profiles and ladders in the user's cache."""
     home = os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "spec_trl" / "profiles"

@@ -1,8 +1,8 @@
-"""How far drafts get: the first token of a chain, and the further ones, each have a rate of their own.
+"""Acceptance as two rates: one of a chain's first token, one of its further tokens.
 
-One rate p for all positions, as in SA's ladder, serves networks. Lookups it overrates: they find the right passage or
-a wrong one, so that 10 of 10 accepted in one round and none in the next are 6 tokens per round, where 10 of 11 judged
-positions would say 7.1 at γ = 10. With two rates it is 1/2 for the first token and 1 for the others: τ = 6.
+One rate p for all positions, as in SA's ladder, is right for networks and overrates lookups, which find the right
+passage or a wrong one: 10 of 10 accepted in one round and none in the next are 6 tokens per round, but 10 of 11 judged
+positions would say 7.1 at γ = 10. Two rates, 1/2 for the first token and 1 for the others, give τ = 6.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from .draft_length import expected_block_efficiency
 
 
 class Acceptance(NamedTuple):
-    """Probabilities that a chain's first draft token is accepted, and that each `further` one is, when those before it
-    were; 0 to 1."""
+    """Probability, 0 to 1, that a chain's `first` draft token is accepted, and that each `further` one is if those
+    before it were."""
 
     first: float
     further: float
@@ -30,7 +30,7 @@ class Acceptance(NamedTuple):
 
 @dataclass
 class AcceptanceCounts:
-    """Draft positions that had a verdict, of which so many were accepted; fractions where rounds fade."""
+    """Number of draft positions that had a verdict, and of those accepted; fractions, since old rounds fade."""
 
     first_accepted: float = 0.0
     first: float = 0.0
@@ -39,13 +39,17 @@ class AcceptanceCounts:
 
     @classmethod
     def expecting(cls, acceptance: Acceptance, weight: float) -> "AcceptanceCounts":
-        """As if `weight` positions of each kind had come out as `acceptance` says."""
+        """Counts of `weight` positions of each kind at the rates of `acceptance`."""
         return cls(acceptance.first * weight, weight, acceptance.further * weight, weight)
 
     @classmethod
     def of_round(cls, accepted: int, attempted: int) -> "AcceptanceCounts":
-        """A round in which `accepted` draft tokens were, of `attempted` that had a verdict: those accepted and, where
-        one was refused or left out by a drafter that had nothing to propose there, that one.
+        """Counts of one round.
+
+        Args:
+            accepted: draft tokens accepted.
+            attempted: positions that had a verdict: the accepted ones and, where there was one, the position at which
+                a token was refused or the drafter had nothing to propose.
 
         Raises:
             ValueError: the counts are not 0 ≤ accepted ≤ attempted.
@@ -55,18 +59,18 @@ class AcceptanceCounts:
         return cls(min(accepted, 1), min(attempted, 1), max(accepted - 1, 0), max(attempted - 1, 0))
 
     def add(self, other: "AcceptanceCounts", decay: float = 1.0) -> None:
-        """Adds `other`; what was counted before then weighs `decay`."""
+        """Multiplies the counts by `decay` and adds `other`."""
         self.first_accepted = decay * self.first_accepted + other.first_accepted
         self.first = decay * self.first + other.first
         self.further_accepted = decay * self.further_accepted + other.further_accepted
         self.further = decay * self.further + other.further
 
     def fade(self, decay: float) -> None:
-        """All counts weigh `decay` of what they did."""
+        """Multiplies the counts by `decay`."""
         self.add(AcceptanceCounts(), decay)
 
     def rates(self, prior: Acceptance, weight: float) -> Acceptance:
-        """The rates, each drawn towards that of `prior` as if by `weight` positions, above 0."""
+        """The rates, each drawn towards that of `prior` as if by `weight` > 0 positions."""
         return Acceptance(
             (self.first_accepted + weight * prior.first) / (self.first + weight),
             (self.further_accepted + weight * prior.further) / (self.further + weight),

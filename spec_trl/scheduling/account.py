@@ -1,4 +1,4 @@
-"""What a control says of a rollout: its prediction, and why rows drafted or did not."""
+"""What a control says about a rollout: its prediction, and why rows drafted or did not."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ class Account:
     """Of one rollout.
 
     Args:
-        predicted_speedup: over plain decoding: the mean over the rounds that drafted, or, where none did, the largest
-            that was predicted. None: nothing predicts (no profile, no ladder).
+        predicted_speedup: over plain decoding: the mean over the rounds that drafted or, where none did, the largest
+            prediction. None: there is no profile and no ladder.
         reason: one sentence.
     """
 
@@ -18,7 +18,7 @@ class Account:
 
 
 FAILED = "the drafter failed"
-"""The engine has warned of its error by then."""
+"""The engine has already warned of the error."""
 
 
 def too_many_rows(batch: int, max_rows: int) -> str:
@@ -27,12 +27,12 @@ def too_many_rows(batch: int, max_rows: int) -> str:
 
 
 def promise(name: str, speedup: float, batch: int, length: float, by: str = "predicted") -> str:
-    """What speculation called `name` promises for a round of `batch` rows of mean length `length`."""
+    """Says what `name` promises for a round of `batch` rows of mean length `length`."""
     return f"{name} {by} {speedup:.2f}× at {batch} {'row' if batch == 1 else 'rows'} × {length:.0f} tokens"
 
 
 def decision(speedup: float, margin: float) -> str:
-    """What follows from a promise."""
+    """Says what follows from a promise."""
     if speedup >= 1 + margin:
         return "speculating"
     asked = f", since sd_margin asks for {1 + margin:.2f}×" if speedup >= 1 else ""

@@ -1,7 +1,7 @@
 """Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments").
 
-`greedy_assignments` is Algorithm 3: free workers take slow requests with another method. `Racing` is its form within
-one process, where a row's candidates are chains side by side in one target forward.
+`greedy_assignments` is Algorithm 3: free workers take slow requests with another method. `Racing` does the same within
+one process: a row's methods are several chains in one target forward.
 """
 
 from collections import Counter
@@ -19,18 +19,18 @@ Request = TypeVar("Request", bound=Hashable)
 Worker = TypeVar("Worker", bound=Hashable)
 
 PATIENCE = 16
-"""Rounds in a row that a further chain may lose before it is dropped."""
+"""A further chain is dropped after it has lost this number of rounds in a row."""
 PROMOTION = 8
-"""Rounds by which a further chain's wins must exceed the primary's, counted from the last tie, to take its place."""
+"""A further chain becomes the primary when it has won this many more rounds, counted from the last tie."""
 RECENT = 0.95
-"""What a round's counts weigh one round later: acceptance is that of about the last 20 rounds."""
+"""Weight of a round's counts one round later: acceptance is that of about the last 20 rounds."""
 FALL = 0.15
-"""By so much the accepted share of a row's drafts must fall until dropped chains have another chance: about twice the
-spread that chance alone gives to a rate over some 40 positions."""
+"""Dropped chains have another chance when the accepted share of the row's drafts has fallen by this much: about twice
+the spread of a rate over 40 positions by chance alone."""
 YARDSTICK = 5
-"""γ at which accepted shares are compared: at different ones the same rates come to different shares."""
+"""γ at which accepted shares are compared, since shares at different γ cannot be."""
 GROWTH = 2.0
-"""By this factor a row's room must grow until dropped chains have another chance."""
+"""Dropped chains have another chance when the row's room has grown by this factor."""
 
 
 def greedy_assignments(
@@ -43,11 +43,11 @@ def greedy_assignments(
     ladder_order: Sequence[str],
     assigned: Mapping[tuple[Request, str], Worker],
 ) -> dict[tuple[Request, str], Worker]:
-    """SA Algorithm 3, read as design §9 says: gives freed workers to methods, then the slowest requests to workers.
+    """SA Algorithm 3: gives freed workers to methods, then the slowest requests to workers.
 
-    Each freed worker goes to the method with the fewest workers, the better one on the ladder where several have as
-    few; it leaves its old method, its load is 0, and what it was assigned is void. Each method then offers its places
-    to the requests in ascending acceptance, so that the slowest gets all drafters before the next one (depth first).
+    Each freed worker goes to the method with the fewest workers, among equals to the better one on the ladder; it
+    leaves its old method and its old requests. Each method then takes requests in ascending acceptance, so that the
+    slowest gets all drafters before the next one does (depth first).
 
     Args:
         requests: the active ones (R) with their acceptance; of equals the first comes first.
@@ -57,10 +57,10 @@ def greedy_assignments(
         load: requests of each worker of `workers_of`.
         max_batch: b_max, requests that one worker verifies at a time.
         ladder_order: all of `methods`, best first.
-        assigned: who drafts what now, the initial method included; such pairs are not assigned again.
+        assigned: the worker of each present (request, method), initial methods included; none is assigned again.
 
     Returns:
-        M, the added (request, method) with their workers.
+        M, the worker of each added (request, method).
 
     Raises:
         ValueError: `methods` is empty, `ladder_order` lacks one of them, or `max_batch` is less than 1.
@@ -97,7 +97,7 @@ class RowView:
         request: whose row it is.
         method: the primary that the control gives it; "none" where it has none.
         draft_length: the primary's γ, 0 without one.
-        acceptance: to expect of it, until the row's own rounds have told.
+        acceptance: the primary's, as expected before the row's own rounds.
     """
 
     request: int
@@ -113,8 +113,8 @@ class MethodView:
     Args:
         name: its strategy, one of the ladder's methods.
         draft_length: γ, at least 1.
-        acceptance: to expect of it on rows where it has not drafted.
-        max_rows: rows that it drafts for at a time, b_max of Algorithm 3: with more its kernels are not worth it.
+        acceptance: expected on rows where it has not drafted.
+        max_rows: most rows that it drafts for at a time, b_max of Algorithm 3.
     """
 
     name: str
@@ -124,7 +124,7 @@ class MethodView:
 
 
 class _Drop(NamedTuple):
-    """The accepted share of the row's drafts, and the room of a row, when a chain was dropped."""
+    """The accepted share of the row's drafts, and the row's room, when a chain was dropped."""
 
     accepted_share: float
     room: int
@@ -132,13 +132,18 @@ class _Drop(NamedTuple):
 
 @dataclass
 class Standing:
-    """One method on one row: in-race `rounds` (those with at least two chains), how many it won, `lost` ones since it
-    last won, and its `lead` in wins over the primary. `counts` of draft positions begin as `expected` and fade."""
+    """One method on one row.
+
+    Args:
+        expected: acceptance before the row's own rounds.
+        counts: of draft positions; they begin as `expected` says and fade.
+        lost: raced rounds since it last won.
+        lead: wins over the primary's.
+        dropped: None: it may race.
+    """
 
     expected: Acceptance
     counts: AcceptanceCounts
-    rounds: int = 0
-    wins: int = 0
     lost: int = 0
     lead: int = 0
     dropped: _Drop | None = None
@@ -149,7 +154,7 @@ class Standing:
         return self.counts.rates(self.expected, 1.0)
 
     def add(self, accepted: int, draft_length: int) -> None:
-        """A round of γ = `draft_length` accepted so many."""
+        """Counts a round of γ = `draft_length` that accepted `accepted` draft tokens."""
         self.counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, draft_length)), RECENT)
 
     def reinstate(self) -> None:
@@ -165,36 +170,35 @@ class _Row:
     standings: dict[str, Standing] = field(default_factory=dict)
 
     def lead_with(self, method: str, draft_length: int, acceptance: Acceptance) -> None:
-        """Begins the layout with a primary; γ = 0: it drafts nothing."""
+        """Makes `method` the primary and its chain the only one; γ = 0: no chain."""
         self.primary = method
         self.chains = [(method, draft_length)] if draft_length else []
         self.standing(method, acceptance).reinstate()
 
     @property
     def accepted_share(self) -> float:
-        """Of its primary's drafts."""
+        """Accepted share of the primary's drafts."""
         return _share(self.standings[self.primary].acceptance)
 
     def standing(self, method: str, acceptance: Acceptance) -> Standing:
-        """`method`'s, begun at what to expect of it."""
+        """The standing of `method`, which begins at the expected `acceptance`."""
         if method not in self.standings:
             self.standings[method] = Standing(acceptance, AcceptanceCounts.expecting(acceptance, PROMPT_PRIOR))
         return self.standings[method]
 
 
 class Racing:
-    """Which chains each row has verified beside its primary's, for one rollout.
+    """Chooses, over one rollout, which further chains each row has verified next to its primary's.
 
-    A row wins as many tokens in a round as its longest accepted chain has. All rows of a forward are as wide as the
-    widest: B · (1 + max_r Σγ) tokens are verified, so room is a width, the same for every row, and a narrow row saves
-    nothing. What is scarce beside it are places at a method (`max_rows`), as at the workers of Algorithm 3. Both go to
-    the row of lowest acceptance first, all methods to one row before the next (SA: depth first).
+    A row commits the longest accepted one of its chains. All rows of a forward are as wide as the widest, so that
+    B · (1 + max_r Σγ) tokens are verified: room is a width, the same for every row. Room and the places at a method
+    (`max_rows`) go to the row of lowest acceptance first, all methods to one row before the next (SA: depth first).
 
-    A chain that keeps losing is dropped for its row, until the row's acceptance falls or its room grows, and one that
-    keeps winning becomes the row's primary. Nothing here is random, and nothing here changes a token.
+    A chain that keeps losing is dropped for its row until the row's acceptance falls or its room grows; one that keeps
+    winning becomes the row's primary. Nothing here is random, and nothing here changes a token.
 
     Args:
-        ladder: ranks the methods at the row's own acceptance where they have drafted for it.
+        ladder: ranks the methods, at the row's own acceptance where they have drafted for it.
     """
 
     def __init__(self, ladder: Ladder) -> None:
@@ -203,24 +207,22 @@ class Racing:
         self._failed: set[str] = set()
         self._room = 0
         self.changed = True
-        """Whether `assign` would have something to decide anew; rows that were admitted and a control that chose
-        another primary are the caller's to notice."""
+        """Whether `assign` would decide differently. It does not notice new rows or another primary of the control."""
 
     def assign(
         self, rows: Sequence[RowView], methods: Sequence[MethodView], budget: int
     ) -> dict[int, list[tuple[str, int]]]:
-        """Chains (method, γ) of each row, in the order in which they are laid out: its primary, then further methods,
-        best on the ladder first. The last one that has room is cut short, but not below half of its γ. What the
-        primaries need is granted even beyond the budget.
+        """Lays out the chains of all rows: each row's primary, then further methods, best on the ladder first.
+
+        The last chain that has room is cut, but not below half of its γ. Primaries may exceed the budget.
 
         Args:
             rows: those in flight; of equal acceptance the first comes first.
-            methods: those that may draft further chains; the control's own among them, for rows that have another
-                primary by now.
-            budget: tokens that a verification may have, all rows together.
+            methods: those that may draft further chains; also the control's primary, for rows that have another one.
+            budget: most tokens of a verification, all rows together.
 
         Returns:
-            chains by request; none for a row that decodes autoregressively.
+            (method, γ) of each chain, in their order, by request; an empty list where a row decodes autoregressively.
 
         Raises:
             ValueError: a method is not in the ladder.
@@ -249,7 +251,7 @@ class Racing:
         return {row.request: list(self._rows[row.request].chains) for row in rows}
 
     def _accepted_share(self, row: RowView) -> float:
-        """Of the row's primary, as GetAcceptRate of Algorithm 3."""
+        """Accepted share of the row's primary: GetAcceptRate of Algorithm 3."""
         acceptance, state = row.acceptance, self._rows.get(row.request)
         if state is not None:
             standing = state.standings.get(state.promoted or row.method)
@@ -264,7 +266,7 @@ class Racing:
             if state.promoted == row.method:
                 state.promoted = None
             view = views.get(state.promoted) if state.promoted else None
-            # Room may have shrunk since. A promoted method may take all of it, or as much as the control's would.
+            # Room may have shrunk since. A promoted method may take all of it, or what the control's primary would.
             length = _cut(view.draft_length, max(self._room, row.draft_length)) if view else 0
             if view and length and load[view.name] < view.max_rows:
                 load[row.method] -= 1
@@ -282,7 +284,7 @@ class Racing:
     def _ranked(
         self, state: _Row, views: Iterable[MethodView], batch: int, speedups: dict[tuple[str, Acceptance], float]
     ) -> list[MethodView]:
-        """The methods that may race the row's primary, best first; `speedups` are those already looked up."""
+        """The methods that may race the row's primary, best first; `speedups` caches the ladder's."""
         keyed = []
         for view in views:
             standing = state.standings.get(view.name)
@@ -300,15 +302,15 @@ class Racing:
         accepted_by_method: Mapping[str, int],
         draft_lengths: Mapping[str, int] = MappingProxyType({}),
     ) -> str:
-        """The row's chains had so many tokens accepted in a round; one that was not laid out is left out.
+        """Takes a row's round.
 
         Args:
             request: whose row it is.
-            accepted_by_method: draft tokens accepted.
+            accepted_by_method: draft tokens accepted of each chain; methods without a laid-out chain are ignored.
             draft_lengths: γ of chains that were drafted otherwise than laid out, as in a round without a race.
 
         Returns:
-            the winner: the chain with most, of equals the earliest.
+            The winner: the chain with most accepted tokens, of equals the earliest.
         """
         row = self._rows[request]
         raced = [(method, length) for method, length in row.chains if method in accepted_by_method]
@@ -325,15 +327,10 @@ class Racing:
         return winner
 
     def _count(self, row: _Row, raced: Sequence[str], winner: str) -> None:
-        """Wins and losses of one round, and what follows from them."""
+        """Counts one round's wins and losses; drops a chain, or promotes it."""
         for method in raced:
             standing = row.standings[method]
-            standing.rounds += 1
-            if method == winner:
-                standing.wins += 1
-                standing.lost = 0
-            else:
-                standing.lost += 1
+            standing.lost = 0 if method == winner else standing.lost + 1
             if method == row.primary:
                 continue
             if method == winner:
@@ -362,13 +359,12 @@ class Racing:
         return self._rows[request].primary
 
     def remove(self, request: int) -> dict[str, Standing]:
-        """The request finished: its room is free. Returns how its methods did."""
+        """Frees the row of a request that has finished; returns how its methods did."""
         self.changed = True
         return self._rows.pop(request).standings
 
     def drop(self, method: str) -> None:
-        """The drafter failed: it has no chain from now on. A row whose primary the control gave it must be given
-        another."""
+        """The drafter failed: it gets no chain from now on. The control must give another primary to its rows."""
         self._failed.add(method)
         self.changed = True
         for row in self._rows.values():
@@ -378,7 +374,7 @@ class Racing:
 
 
 def _share(acceptance: Acceptance) -> float:
-    """Accepted over drafted tokens."""
+    """Expected accepted over drafted tokens, at γ = `YARDSTICK`."""
     return (acceptance.block_efficiency(YARDSTICK) - 1) / YARDSTICK
 
 

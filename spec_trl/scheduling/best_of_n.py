@@ -1,15 +1,14 @@
-"""Best-of-N speculation: the method that history and ladder promise most of drafts, and tail rows race (SA §4.2).
+"""Best-of-N speculation (SA §4.2): history and ladder choose the method that drafts first, and tail rows race.
 
-Rounds measured by the toggle have the last word on the method, and those measured by the race's judge on the race.
+Measured rounds have the last word: the toggle's on the method, the race judge's on the race.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from functools import partial
 
 from .acceptance import Acceptance, AcceptanceCounts
 from .account import Account, decision, promise, too_many_rows
 from .assignment import MethodView, Racing, RowView
-from .control import Candidate, Chain, Costs
+from .control import Candidate, Chain, Control, Costs
 from .delivery import RolloutWatch
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .plain_decoding import PlainRounds
@@ -19,28 +18,27 @@ from .selection import OPTIMISTIC, AcceptanceHistory, counts_last_row, expectati
 from .toggle import HOPELESS, WINDOW, Gain, SpeculationToggle
 
 
-class BestOfN:
-    """A primary for all rows, methods of their own for prompts that are known to want them, and races in the tail.
+class BestOfN(Control):
+    """One primary drafter for all rows, other methods for prompts that do better with them, and races in the tail.
 
     * The primary is a toggle's choice. At the start of a rollout each candidate gets the γ of largest speedup and the
-      τ that its acceptance so far lets expect, so that the first choice is SA's: history (①), then ladder (②). A
-      method that never drafted is taken at `OPTIMISTIC` and so has its trial.
+      τ that its acceptance so far lets expect, so the first choice is SA's: history (①), then ladder (②). A method
+      that never drafted is taken at `OPTIMISTIC`, and so it is tried.
     * A prompt whose own acceptance favours another method by more than `margin` drafts with that one.
-    * When no request waits and verification has room, rows get further chains: :class:`~.assignment.Racing`. Of the
-      methods that draft with a network only those race whose most could pay for their time.
+    * When no request waits and verification has room, rows get further chains: :class:`~.assignment.Racing`. A network
+      races only where the most that it could gain pays for its time.
 
-    Methods of their own and races begin when the primary has been measured by itself: a few rounds, a whole window
-    where it is on trial.
+    The second and third begin after the primary was measured alone: for a few rounds, or a whole window on trial.
 
     Args:
-        candidates: the drafters, at least one, of different names. Their γ, τ_prev and, where they have no roofline,
-            the ladder's times are set here.
+        candidates: the drafters, at least one, of different names. Their γ, τ_prev and, without a roofline, their
+            costs are set here.
         ladder: has all of them.
         history: acceptance so far; it is written to, and outlives the control.
         margin: ε of the toggle, and by how much a prompt's own method must be faster; at least 0.
-        roofline: says how many verified tokens are free; None: those that the rollout verified at first are.
-        tolerance: by this share a verification may be slower than the primary's own, at least 0.
-        budget: tokens that a verification may have, all rows together, instead of those.
+        roofline: tells how many verified tokens are free; None: as many as the rollout's first verification had.
+        tolerance: share by which a verification may be slower than the primary's own, at least 0.
+        budget: most tokens of a verification, all rows together; None: the free ones.
         race: whether rows race at all.
 
     Raises:
@@ -71,7 +69,7 @@ class BestOfN:
         self._by_ladder = [candidate.roofline is None for candidate in self.candidates]
         self._toggle = SpeculationToggle(self.candidates, margin)
         self.tallies = self._toggle.tallies
-        """Of the rounds in which a candidate drafted for all rows by itself."""
+        """Of the rounds in which a candidate drafted alone for all rows."""
 
     @property
     def most_drafted(self) -> int:
@@ -114,7 +112,7 @@ class BestOfN:
         self._opened: set[tuple[int, int]] = set()
 
     def _choose_per_prompt(self, batch: int) -> list[Choice | None]:
-        """For each request the method of its prompt, where that is another than the batch's."""
+        """For each request the method of its prompt, if that differs from the batch's."""
         methods = [candidate.name for candidate in self.candidates if candidate.max_rows >= batch]
         if len(methods) < 2:
             return [None] * len(self._prompts)
@@ -127,12 +125,11 @@ class BestOfN:
         self._settle(set())
         self._write_history()
         self.history.end_rollout()
-        self._record_deliveries()  # behind it: the next rollout sees the newest one undiminished
+        self._record_deliveries()  # after `end_rollout`, which fades older ones
 
     def _record_deliveries(self) -> None:
-        """What became of each first use of a method at a batch, beside what its rows' acceptance would promise."""
-        plain_seconds = partial(self._toggle.autoregressive_seconds, self._target_costs)
-        for which, requests, length, speedup in self._watch.deliveries(plain_seconds):
+        """Records the speedup after each method's first use at a batch, and what its rows' acceptance promised."""
+        for which, requests, length, speedup in self._watch.deliveries(self._toggle.autoregressive_seconds):
             candidate, batch = self.candidates[which], len(requests)
             keys = [self._prompts[request] for request in requests]
             tau = expectation(self.ladder, self.history, candidate.name, keys, self._until_last_row)
@@ -144,7 +141,7 @@ class BestOfN:
 
     @property
     def _target_costs(self) -> Costs:
-        costs = self.candidates[0].roofline  # the target part is the same in all of them
+        costs = self.candidates[0].roofline  # autoregressive rounds cost the same in all of them
         assert costs is not None
         return costs
 
@@ -159,7 +156,7 @@ class BestOfN:
         return self._toggle.account()
 
     def forecast(self, batch: int, length: float) -> Account:
-        """By the ladder, which knows nothing of lengths."""
+        """By the ladder, whose times do not depend on lengths."""
         able = [candidate for candidate in self.candidates if batch <= candidate.max_rows]
         if not able:
             return Account(None, too_many_rows(batch, max(candidate.max_rows for candidate in self.candidates)))
@@ -190,7 +187,7 @@ class BestOfN:
             return self._plan
         opening = which, self.ladder.profiled_batch(batch)
         if which in self._on_trial and which not in {opener for opener, _ in self._opened}:
-            # What opened before is not to blame for what a trial makes of the rest.
+            # A trial may slow the rest of the rollout, which says nothing about the methods before it.
             self._opened.clear()
             self._watch.forget()
         if not waiting and opening not in self._opened:
@@ -212,10 +209,9 @@ class BestOfN:
         return self._plan
 
     def _weigh(self, requests: Sequence[int], waiting: int) -> None:
-        """Tells the toggle what drafters do for the rows in flight: if none waits, the last one ends the rollout."""
+        """Tells the toggle what drafters do for the rows in flight, if none waits: the last one ends the rollout."""
         if waiting:
-            unknown = [None] * len(self.candidates)
-            self._toggle.weigh(unknown, False, [1.0] * len(self.candidates))  # rounds count as they are
+            self._toggle.weigh([None] * len(self.candidates), False, [1.0] * len(self.candidates))
             return
         if not self._toggle.judgement_due and self._weighed == len(requests):
             return
@@ -236,7 +232,7 @@ class BestOfN:
         return Gain(sum(rows) / len(rows), self.ladder.until_last_row(candidate.name, rows, length))
 
     def _others_can_help(self, requests: Sequence[int]) -> bool:
-        """Whether some drafter could join the primary: in a race, or as a prompt's own."""
+        """Whether another drafter could join the primary: in a race, or as a prompt's own."""
         verdict, primary = self._judge.verdict, self._primary
         allowed = {
             index
@@ -249,7 +245,7 @@ class BestOfN:
         )
 
     def _may_compose(self, which: int, waiting: int) -> bool:
-        """Whether anything but the primary could draft, and the primary has been measured by itself."""
+        """Whether another method could draft, and the primary has been measured alone."""
         if len(self.candidates) == 1 or ((waiting or not self._race) and not any(self._own)):
             return False
         return self._toggle.tallies[which].rounds >= (WINDOW if which in self._on_trial else min(HOPELESS))
@@ -257,7 +253,7 @@ class BestOfN:
     def _compose(
         self, requests: Sequence[int], primary: Chain, length: float, judged: Field, field: Field
     ) -> tuple[Chain, ...]:
-        """The chains of all rows, as a plan."""
+        """The plan: chains of the primary, of prompts' own methods and of racers."""
         self._write_history()
         rows = [self._view(request, primary, judged) for request in requests]
         chains = {row.request: [(row.method, row.draft_length)] if row.draft_length else [] for row in rows}
@@ -287,7 +283,7 @@ class BestOfN:
         return RowView(request, method, draft_length, self._expected(method, request))
 
     def _racers(self, primary: int, batch: int, field: Field) -> list[MethodView]:
-        """Methods that may race; the primary too, for rows that have another by now."""
+        """Methods that may race, the primary among them, for rows that another method leads by now."""
         return [
             MethodView(candidate.name, candidate.draft_length, self._expected(candidate.name), candidate.max_rows)
             for index, candidate in enumerate(self.candidates)
@@ -301,8 +297,8 @@ class BestOfN:
         return index not in self._dropped and self._batch <= self.candidates[index].max_rows
 
     def _may_race(self, index: int, primary: int, batch: int, field: Field) -> bool:
-        """Verified tokens may be free; a network's drafts are not. It races where the most that its chains could add
-        to the primary's, all their accepted tokens, would pay for its forwards."""
+        """Verified tokens may be free, a network's drafts are not: it races where its accepted tokens would pay for
+        its forwards if they all came on top of the primary's."""
         if not self.candidates[index].is_network:
             return True
         plain = self.ladder.plain_seconds(batch)
@@ -310,19 +306,24 @@ class BestOfN:
         return field is Field.EVERYBODY and (alone + gain - 1) * seconds >= alone * (seconds + drafting - plain)
 
     def _by_itself(self, index: int, batch: int) -> tuple[float, float]:
-        """τ and a round's seconds of a candidate that drafts for all rows, by the ladder."""
+        """τ and a round's seconds of a candidate that drafts alone for all rows, by the ladder."""
         candidate = self.candidates[index]
         efficiency = self._expected(candidate.name).block_efficiency(candidate.draft_length)
         costs = LadderCosts(self.ladder, candidate.name, efficiency)
         return efficiency, costs.cycle_seconds(batch, 0, candidate.draft_length)
 
     def _expected(self, method: str, request: int | None = None) -> Acceptance:
-        """Of a method, for a request's prompt or on average."""
+        """Acceptance of a method on a request's prompt, or on average."""
         return self.history.rates(method, None if request is None else self._prompts[request])
 
     def free_tokens(self, batch: int, length: float, draft_length: int) -> int:
-        """Tokens that a verification of `batch` rows may have, all together, when the primary's γ is `draft_length`:
-        what the roofline says takes no longer than the primary's own, up to the tolerance, or the given budget."""
+        """Most tokens, all rows together, of a verification that takes no longer than the primary's own.
+
+        Args:
+            batch: rows.
+            length: mean length of the rows.
+            draft_length: the primary's γ.
+        """
         if self._budget is not None:
             return self._budget
         if self._roofline is None:
@@ -349,19 +350,19 @@ class BestOfN:
         if not is_typical or not self._plan or draft_length < self._width():
             return  # a rollout's last rounds are too short to judge by
         assert self._primary is not None
-        # As predicted, not as measured: a baseline measured in between must not move what is compared.
+        # By the predicted plain time: one measured in between would shift the rounds that are compared.
         cost = seconds / plain_seconds
         if self._is_composed:
             others = {chain.which for chain in self._plan} - {self._primary}
             networks = any(self.candidates[which].is_network for which in others)
-            plain = self._toggle.autoregressive_seconds(self._target_costs, self._batch, self._length)
+            plain = self._toggle.autoregressive_seconds(self._batch, self._length)
             alone = self._alone(self._primary)
             self._judge.record_raced(cost, tokens, alone, networks, tokens / self._batch, seconds / plain)
         else:
             self._judge.record_unraced(self._batch, cost)
 
     def _width(self) -> int:
-        """Σγ of the row with most, as planned."""
+        """Largest Σγ of any row, as planned."""
         widths = [0] * self._batch
         for chain in self._plan:
             for row in range(self._batch) if chain.rows is None else chain.rows:
@@ -369,8 +370,8 @@ class BestOfN:
         return max(widths)
 
     def _alone(self, primary: int) -> float:
-        """Tokens that the primary would have brought by itself: where it had a chain, that one's, elsewhere what to
-        expect of it."""
+        """Tokens that the primary would have committed alone: those of its chains, or the expected ones where a row
+        had none."""
         assert self._outcome is not None
         requests, accepted, _ = self._outcome
         candidate = self.candidates[primary]
@@ -383,7 +384,7 @@ class BestOfN:
         )
 
     def _settle(self, alive: Set[int]) -> None:
-        """Passes the round before on to history and race, now that it is known which rows it ended."""
+        """Passes the last round on to history and race, now that the requests still `alive` are known."""
         if self._outcome is not None:
             (requests, accepted, drafted), self._outcome = self._outcome, None
             for chain in self._plan:
@@ -393,7 +394,7 @@ class BestOfN:
                 for row in range(len(requests)) if chain.rows is None else chain.rows:
                     if own[0][row] >= 0:
                         self._remember(chain, requests[row], own[0][row], own[1][row], requests[row] in alive)
-            # Without a race the primary's γ is the control's, which the race may have cut.
+            # In a round without a race chains have the toggle's γ, which may be longer than laid out.
             alone = {} if self._is_composed else {self.candidates[c.which].name: c.draft_length for c in self._plan}
             for row, request in enumerate(requests) if self._raced else ():
                 if request in alive and request in self._raced:
@@ -406,13 +407,13 @@ class BestOfN:
     def _remember(self, chain: Chain, request: int, accepted: int, drafted: int, alive: bool) -> None:
         attempted = min(accepted + 1, drafted)
         if alive and accepted == drafted and not self.candidates[chain.which].is_network:
-            # It had nothing to propose there, which is as bad as a wrong token; a row's end is no such verdict.
+            # A lookup that found no more tokens is as bad as a wrong token; a row's end is not.
             attempted = min(accepted + 1, chain.draft_length)
         counts = self._unrecorded.setdefault((chain.which, request), AcceptanceCounts())
         counts.add(AcceptanceCounts.of_round(accepted, attempted))
 
     def _write_history(self) -> None:
-        """Of each row at once: a round is over in less time than the history takes for many rows."""
+        """Writes what was counted since the last time: writing in each round would take longer than a round."""
         for (which, request), counts in self._unrecorded.items():
             self.history.record(self.candidates[which].name, self._prompts[request], counts)
         self._unrecorded.clear()

@@ -1,8 +1,7 @@
-"""What a control of rounds is: told of each round, it plans the next one.
+"""A control decides when drafters draft: it plans each decoding round, and is told what the round did.
 
-A control is asked for a `plan` before each decoding round, and told what became of it after. Of those here, which have
-one drafter draft for all rows, `NeverSpeculate` and `AlwaysSpeculate` (the paper's always-on baseline) do not look at
-what they are told; `toggle.py` and `best_of_n.py` do.
+`NeverSpeculate` and `AlwaysSpeculate` (the paper's always-on baseline) do not look at what they are told;
+`toggle.py` and `best_of_n.py` do.
 """
 
 import operator
@@ -39,8 +38,8 @@ class Candidate:
     Args:
         name: its strategy.
         draft_length: γ.
-        block_efficiency: τ_prev, of the last rollout that it drafted for, or what to expect of it.
-        max_rows: with more rows a draft costs what the target costs.
+        block_efficiency: τ_prev, measured in the last rollout that it drafted for; at first, what is expected.
+        max_rows: most rows that its kernels serve.
         roofline: predicts its rounds; None: only measuring tells.
         is_network: False: drafts are looked up, and cost no forward.
     """
@@ -54,15 +53,22 @@ class Candidate:
 
     def cycle_seconds(self, roofline: Costs, batch: int, length: float) -> float:
         """γ T̂_q + T̂_V, without T̂_q where no network drafts."""
-        if self.is_network:
-            return roofline.cycle_seconds(batch, length, self.draft_length)
-        return roofline.verify_seconds(batch, length, self.draft_length)
+        predict = roofline.cycle_seconds if self.is_network else roofline.verify_seconds
+        return predict(batch, length, self.draft_length)
 
 
 @dataclass
 class Tally:
-    """What one candidate did in one rollout: `rounds`, verified `blocks` and the `tokens` they committed, `seconds`,
-    the same work's autoregressive seconds by the corrected profile, and the sum of predicted speedups."""
+    """What one candidate did in one rollout.
+
+    Args:
+        rounds: in which it drafted.
+        blocks: rows verified, summed over the rounds.
+        tokens: committed.
+        seconds: of the rounds.
+        baseline_seconds: what autoregressive rounds would have taken for the same tokens, by the corrected profile.
+        predicted_sum, predicted_rounds: sum of the predicted speedups, over the rounds that had one.
+    """
 
     rounds: int = 0
     blocks: int = 0
@@ -71,6 +77,13 @@ class Tally:
     baseline_seconds: float = 0.0
     predicted_sum: float = 0.0
     predicted_rounds: int = 0
+
+    def add_round(self, rows: int, tokens: int, seconds: float) -> None:
+        """Counts a round of `rows` rows."""
+        self.rounds += 1
+        self.blocks += rows
+        self.tokens += tokens
+        self.seconds += seconds
 
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(*map(operator.add, astuple(self), astuple(other)))
@@ -106,55 +119,63 @@ class Chain:
     rows: tuple[int, ...] | None = None
 
 
-class Control(Protocol):
-    """Decides in each round which candidates draft for which rows, and how far."""
+class Control(ABC):
+    """Decides in each round which candidates draft for which rows, and how far.
+
+    A rollout is `begin`, then for each round `plan`, `record_rows` (after rounds that drafted) and `record`, and in
+    the end `finish`, unless it ended in an error.
+    """
 
     candidates: Sequence[Candidate]
     tallies: list[Tally]
-    races: bool
+    races = False
     """Whether a row may get chains of several candidates in one round."""
 
     @property
     def most_drafted(self) -> int:
-        """Draft tokens that a row may get in one round, its chains together: cache columns are allotted for them."""
-        ...
+        """Most draft tokens of a row in one round, over all its chains: cache columns are allotted for them."""
+        return max((candidate.draft_length for candidate in self.candidates), default=0)
 
+    @abstractmethod
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
-        """A rollout starts, of one request per entry of `prompts`, `capacity` of them at a time.
+        """A rollout starts.
 
         Args:
-            capacity: rows.
+            capacity: most rows at a time.
             prompts: a key of each request's prompt, in the caller's order; equal prompts have equal keys.
         """
-        ...
 
+    @abstractmethod
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
         """The chains of a round; none: decode autoregressively.
 
-        Rows that several candidates draft for are raced: all their chains are verified, and the one of which most is
-        accepted counts, the first in the plan among equals. Of chains of one candidate for the same row the longest
-        counts; rows that no chain names decode autoregressively beside the others.
+        A row that several candidates draft for is raced: all its chains are verified, and the one with most accepted
+        tokens counts, the first in the plan among equals. Of several chains of one candidate for a row the longest
+        counts. A row without a chain decodes autoregressively next to the others.
 
         Args:
             requests: index, in the caller's batch, of the request in each row.
             length: mean length of the rows.
             waiting: requests that have no row yet.
         """
-        ...
 
+    @abstractmethod
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-        """The round just planned verified `draft_length` draft tokens of the row with most (less than planned where no
-        row had room for more), took `seconds` and committed `tokens`.
+        """Takes what the planned round did.
 
-        `is_typical`: False where forwards were captured in it, or ran eagerly on their way there: its seconds say
-        nothing of later rounds.
+        Args:
+            draft_length: largest number of draft tokens verified in any row; less than planned where no row had room
+                for more.
+            seconds: of the round.
+            tokens: committed, all rows together.
+            is_typical: False where forwards were captured in the round, or ran eagerly before they are: its seconds
+                say nothing of later rounds.
         """
-        ...
 
     def record_rows(
         self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
     ) -> None:
-        """What became of the round's chains, before `record`; not called after autoregressive rounds.
+        """Takes what became of the round's chains, before `record`; not called after autoregressive rounds.
 
         Args:
             requests: as the plan was asked for.
@@ -162,39 +183,31 @@ class Control(Protocol):
                 -1 where the row had none of it.
             drafted: likewise how many it had drafted, up to the row's end; fewer than γ, or 0, where it found no more.
         """
-        ...
+        return
 
+    @abstractmethod
     def drop(self, index: int) -> None:
         """Candidate `index` failed and must not be chosen again in this rollout."""
-        ...
 
     def finish(self) -> None:
-        """The rollout is over; not called where it ended in an error."""
-        ...
+        """The rollout is over."""
+        return
 
     def account(self) -> Account:
-        """What it predicted for the rollout that began last, and why it drafted or did not."""
-        ...
+        """What was predicted for the newest rollout, and why it drafted or did not."""
+        return Account(sum(self.tallies, Tally()).predicted_speedup, f"decided by {type(self).__name__}")
 
     def forecast(self, batch: int, length: float) -> Account:
         """The same before any rollout, for one of `batch` rows of mean length `length`."""
-        ...
+        return self.account()
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
-        """What these rounds would take, by what the control knows by now of autoregressive ones; None: too little."""
-        ...
+        """What these autoregressive rounds would take, by what is known of them so far; None: too little is."""
+        return None
 
 
-class OneDrafter(ABC):
+class OneDrafter(Control):
     """A control under which one drafter at a time drafts for all rows."""
-
-    candidates: Sequence[Candidate]
-    tallies: list[Tally]
-    races = False
-
-    @property
-    def most_drafted(self) -> int:
-        return max((candidate.draft_length for candidate in self.candidates), default=0)
 
     @abstractmethod
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
@@ -204,24 +217,6 @@ class OneDrafter(ABC):
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
         which, draft_length = self.decide(len(requests), length, waiting)
         return (Chain(which, draft_length),) if draft_length else ()
-
-    def record_rows(
-        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
-    ) -> None:
-        return  # nothing here decides row by row
-
-    def finish(self) -> None:
-        return
-
-    def account(self) -> Account:
-        predicted = sum(self.tallies, Tally()).predicted_speedup
-        return Account(predicted, f"decided by {type(self).__name__}")
-
-    def forecast(self, batch: int, length: float) -> Account:
-        return self.account()
-
-    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
-        return None
 
 
 class NeverSpeculate(OneDrafter):
@@ -271,20 +266,15 @@ class AlwaysSpeculate(OneDrafter):
         self._failed = False
 
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-        candidate = self.candidates[0]
         self._batch = batch
-        self._draft_length = 0 if self._failed or batch > candidate.max_rows else candidate.draft_length
-        return 0, self._draft_length
+        candidate = self.candidates[0]
+        return 0, 0 if self._failed or batch > candidate.max_rows else candidate.draft_length
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         if draft_length == 0 and is_typical:
             self._baseline.record(self._batch, 0.0, seconds)
         if draft_length == self.candidates[0].draft_length:  # less: a rollout's last rounds
-            tally = self.tallies[0]
-            tally.rounds += 1
-            tally.blocks += self._batch
-            tally.tokens += tokens
-            tally.seconds += seconds
+            self.tallies[0].add_round(self._batch, tokens, seconds)
 
     def drop(self, index: int) -> None:
         self._failed = True

@@ -9,10 +9,10 @@ MEMORY = 16
 
 
 class OverheadCorrection:
-    """How much longer rounds of one kind take than predicted: a correction of the overhead per round, in seconds.
+    """How many seconds longer than predicted rounds of one kind take.
 
-    Kept apart for batches of like size (up to a factor of 2), because a profile errs differently for few rows and for
-    many; where a size was never measured, the nearest one speaks for it. Each is the median over the newest rounds:
+    Batches within a factor of 2 share one correction, since a profile errs differently for few rows and for many; for
+    a size that was never measured the nearest one counts. A correction is the median over the newest rounds, so that
     one round that the machine spent elsewhere changes nothing.
     """
 
@@ -31,16 +31,17 @@ class OverheadCorrection:
         """Whether nothing was measured yet."""
         return not self._residuals
 
-    def knows(self, batch: int, rounds: int) -> bool:
-        """Whether so many rounds of about `batch` rows were measured."""
-        return len(self._residuals.get(batch.bit_length(), ())) >= rounds
+    def knows(self, batch: int, rounds: int, reach: int = 0) -> bool:
+        """Whether at least `rounds` rounds were measured of the size of `batch`, or up to `reach` sizes away."""
+        size = batch.bit_length()
+        return any(abs(other - size) <= reach and len(found) >= rounds for other, found in self._residuals.items())
 
     def batches(self, rounds: int) -> list[int]:
-        """The smallest batch of each size of which so many rounds were measured."""
+        """The smallest batch of each size of which at least `rounds` rounds were measured."""
         return [1 << size - 1 for size, found in sorted(self._residuals.items()) if len(found) >= rounds]
 
     def apply(self, batch: int, predicted: float) -> float:
-        """Corrected seconds; never less than a tenth of the prediction, which a residual of other shapes could ask."""
+        """Corrected seconds; at least a tenth of the prediction, since a residual of another size may be too large."""
         if self.is_empty:
             return predicted
         size = batch.bit_length()
@@ -48,9 +49,3 @@ class OverheadCorrection:
         if nearest not in self._overheads:
             self._overheads[nearest] = median(self._residuals[nearest])
         return max(predicted + self._overheads[nearest], 0.1 * predicted)
-
-    def is_near(self, batch: int, rounds: int) -> bool:
-        """Whether so many rounds were measured of a size next to that of `batch` or the same."""
-        return any(
-            abs(size - batch.bit_length()) <= 1 and len(found) >= rounds for size, found in self._residuals.items()
-        )

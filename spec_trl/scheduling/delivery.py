@@ -1,4 +1,4 @@
-"""Whether a rollout became as much faster as was expected of the method that began to draft for it."""
+"""Whether a rollout reached the speedup that was expected of the method that began to draft for it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,14 @@ from .last_row import rollout_seconds
 
 
 LEAST_TOKENS = 16
-"""Of the row with most ahead, for a rollout to tell: fewer are over in a few rounds."""
+"""Least number of tokens of the longest row after an opening: fewer are over in a few rounds, which tell nothing."""
 OUTLIER = 3.0
-"""A round that took so many times what is usual beside an autoregressive one counts as so much: the machine was
-busy."""
+"""A round's cost counts at most this many times the usual one: in a longer round the machine was busy."""
 
 
 class Delivery(NamedTuple):
-    """What became of one opening: `which` candidate began to draft for `requests` of mean length `length`, and the end
-    of the last of them came `speedup` times as soon as by autoregressive decoding."""
+    """Rollout speedup over plain decoding since candidate `which` began to draft for `requests` of mean length
+    `length`."""
 
     which: int
     requests: list[int]
@@ -40,8 +39,7 @@ class _Round(NamedTuple):
 
 
 class RolloutWatch:
-    """Told of every round of a rollout, it compares the rest of it, from each opening on, with the autoregressive
-    decoding of as many tokens."""
+    """Compares the rounds after each opening with autoregressive decoding of the same tokens."""
 
     def __init__(self) -> None:
         self._written: dict[int, int] = {}  # since the first opening
@@ -49,12 +47,12 @@ class RolloutWatch:
         self._openings: list[_Opening] = []
 
     def open(self, which: int, requests: Sequence[int], length: float) -> None:
-        """From now on `which` drafts, for `requests`; none of them waits for a row."""
+        """From now on `which` drafts for `requests`, all of which have a row."""
         written = {request: self._written.get(request, 0) for request in requests}
         self._openings.append(_Opening(which, length, len(self._rounds), written))
 
     def forget(self) -> None:
-        """Openings so far are not compared."""
+        """Drops the openings so far."""
         self._openings.clear()
 
     def record(
@@ -64,9 +62,14 @@ class RolloutWatch:
         seconds: float | None,
         plain_seconds: float,
     ) -> None:
-        """A round: draft tokens accepted of each candidate's chains, per row (-1: it had none), its time (None: no
-        typical one, so that what is usual for rounds that drafted, or for the others, counts), and what an
-        autoregressive round is predicted to take."""
+        """Takes a round.
+
+        Args:
+            requests: of its rows.
+            accepted: by candidate, accepted draft tokens per row; -1: it had no chain there.
+            seconds: of the round; None: not typical, so the usual time of rounds with drafts, or without, counts.
+            plain_seconds: predicted time of an autoregressive round.
+        """
         if not self._openings:
             return
         cost = None if seconds is None else seconds / plain_seconds
@@ -76,7 +79,7 @@ class RolloutWatch:
             written[request] = written.get(request, 0) + (1 + count if count > 0 else 1)
 
     def deliveries(self, plain_seconds: Callable[[int, float], float]) -> Iterator[Delivery]:
-        """What became of the openings. `plain_seconds` says those of an autoregressive round, by rows and length."""
+        """Compares each opening; `plain_seconds` gives an autoregressive round's time by rows and mean length."""
         costs = [(cost, drafted) for cost, _, drafted in self._rounds if cost is not None]
         if not costs:
             return
@@ -95,4 +98,5 @@ class RolloutWatch:
 
 
 def _plainly(ahead: Sequence[int], length: float, plain_seconds: Callable[[int, float], float]) -> float:
+    """Seconds of autoregressive rounds for rows that have `ahead` tokens each to go."""
     return rollout_seconds(ahead, lambda rows: plain_seconds(rows, length))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy import optimize
 
 from .roofline import SMALLEST_TILE, Coefficients, ModelConstants, Roofline
-from .sweep import Mode, Sample, check_samples, points
+from .sweep import MODES, Mode, Sample, check_samples, points
 
 
 Form = Literal["paper", "improved"]
@@ -118,11 +118,12 @@ def evaluate(roofline: Roofline, samples: Sequence[Sample], thresholds: Sequence
         raise ValueError("samples hold no (batch, length, draft_length) with target, draft and verify times.")
     errors: dict[str, list[float]] = {"target": [], "draft": [], "verify": [], "cycle": []}
     for s in samples:
-        predicted = {
-            "target": lambda s: roofline.target_seconds(s.batch, s.length),
-            "draft": lambda s: roofline.draft_seconds(s.batch, s.length),
-            "verify": lambda s: roofline.verify_seconds(s.batch, s.length, s.draft_length),
-        }[s.mode](s)
+        if s.mode == "target":
+            predicted = roofline.target_seconds(s.batch, s.length)
+        elif s.mode == "draft":
+            predicted = roofline.draft_seconds(s.batch, s.length)
+        else:
+            predicted = roofline.verify_seconds(s.batch, s.length, s.draft_length)
         errors[s.mode].append(abs(predicted / s.seconds - 1.0))
     measured, expected = [], []
     for p in grid:
@@ -249,36 +250,39 @@ def _better(*found: tuple[float, Coefficients]) -> tuple[float, Coefficients]:
     return min(found, key=lambda entry: entry[0])
 
 
-class _Grid:
+class Grid:
     """Where forwards were timed: `batch`, `length`, `positions` (tokens per row) and `seconds`, each `[N]`."""
 
     def __init__(self, entries: Sequence[tuple[int, float, int, float]]) -> None:
-        columns = np.array(entries, dtype=np.float64).reshape(-1, 4).T
+        columns = np.array(entries, dtype=np.float64).reshape(-1, 4).T  # [4, N]
         self.batch, self.length, self.positions, self.seconds = columns
+
+
+def sweep_grids(samples: Sequence[Sample]) -> dict[Mode, Grid]:
+    """The samples of each mode, in their order."""
+    return {
+        mode: Grid(
+            [(s.batch, s.length, s.draft_length + 1 if mode == "verify" else 1, s.seconds) for s in samples
+             if s.mode == mode]
+        )
+        for mode in MODES
+    }
 
 
 class _Data:
     """A sweep as arrays."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        def grid(mode: Mode) -> _Grid:
-            return _Grid(
-                [
-                    (s.batch, s.length, 1 + (mode == "verify") * s.draft_length, s.seconds)
-                    for s in samples
-                    if s.mode == mode
-                ]
-            )
-
-        self.target, self.draft, self.verify = grid("target"), grid("draft"), grid("verify")
+        grids = sweep_grids(samples)
+        self.target, self.draft, self.verify = grids["target"], grids["draft"], grids["verify"]
         found = points(samples)
         self.draft_length = np.array([p.draft_length for p in found], dtype=np.float64)  # [N]
-        self.paired = _Grid([(p.batch, p.length, 1, p.target) for p in found])
-        self.paired_verify = _Grid([(p.batch, p.length, 1 + p.draft_length, p.verify) for p in found])
+        self.paired = Grid([(p.batch, p.length, 1, p.target) for p in found])
+        self.paired_verify = Grid([(p.batch, p.length, 1 + p.draft_length, p.verify) for p in found])
         self.cycle = np.array([p.cycle for p in found])  # [N]
 
 
-def forward_seconds(constants: ModelConstants, values: Values, mode: Mode, grid: _Grid) -> Array:
+def forward_seconds(constants: ModelConstants, values: Values, mode: Mode, grid: Grid) -> Array:
     """`Roofline`'s formulas for many coefficients (`values`, `[P, 1]` each) and many points at once: `[P, N]`."""
     k, drafting = constants, mode == "draft"
     tokens = grid.batch * grid.positions  # [N]

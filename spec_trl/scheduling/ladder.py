@@ -6,23 +6,21 @@ tokens: those behind a rejection were never judged, so that rate falls as γ gro
 :class:`~.acceptance.Acceptance` knows more of it than one p would say.
 """
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-from ..json_files import write_atomically
+from ..json_files import read_json, write_json
 from .acceptance import Acceptance
 from .draft_length import MAX_DRAFT_LENGTH
 from .last_row import until_last_row
 from .roofline import Roofline, require_number
 
 
-VERSION = 1
 NO_METHOD = "none"
 """Plain decoding, γ = 0: in each ranking, at a speedup of 1."""
 BlockEfficiency: TypeAlias = Callable[[int], float]
@@ -228,26 +226,31 @@ class Ladder:
         return batches[_nearest_batch(batches, batch)]
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON to `path` in one step: a reader sees the old file or the new one, never half of it."""
-        content = {"version": VERSION, "shape": self.shape, "rungs": [asdict(rung) for rung in self.rungs]}
-        write_atomically(Path(path), json.dumps(content, indent=1, allow_nan=False) + "\n")
+        """Writes JSON to `path`, whole or not at all."""
+        write_json(path, _File(1, self.shape, self.rungs))
 
     @classmethod
     def load(cls, path: str | Path) -> "Ladder":
-        """Reads what `save` wrote.
+        """Reads what `save` wrote; the file may have been edited by hand.
 
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: it is no ladder of this version; the message names file, field and value.
         """
-        try:
-            content = json.loads(Path(path).read_text())
-            return _ladder(content)
-        except ValueError as error:  # JSONDecodeError is one
-            reason = str(error).rstrip(".")
-            raise ValueError(
-                f"{path} is not a valid draft ladder: {reason}; correct it, or delete the file and profile again."
-            ) from None
+        file = read_json(path, _File, "draft ladder", "correct it, or delete the file and profile again")
+        return cls(file.rungs, file.shape)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A ladder as it is written."""
+
+    version: Literal[1]
+    shape: str
+    rungs: tuple[Rung, ...]
+
+    def __post_init__(self) -> None:
+        Ladder(self.rungs, self.shape)  # refuses what no ladder can be
 
 
 @dataclass(frozen=True)
@@ -302,32 +305,3 @@ def _interpolate(rounds: list[_Round], block_efficiency: float) -> tuple[float, 
     share = (block_efficiency - low.block_efficiency) / gap if gap else 0.0
     seconds = low.seconds + share * (high.seconds - low.seconds)
     return seconds, low.plain_seconds + share * (high.plain_seconds - low.plain_seconds)
-
-
-def _ladder(content: object) -> Ladder:
-    top = _fields(content, "the file", {"version", "shape", "rungs"})
-    if top["version"] != VERSION:
-        raise ValueError(f"version={top['version']!r} where this release reads {VERSION}")
-    shape, rungs = top["shape"], top["rungs"]
-    if not isinstance(shape, str):
-        raise ValueError(f"shape={shape!r} is a {type(shape).__name__} where a text belongs")
-    if not isinstance(rungs, list):
-        raise ValueError(f"rungs is a {type(rungs).__name__} where a list belongs")
-    return Ladder(tuple(_rung(entry, f"rungs[{index}]") for index, entry in enumerate(rungs)), shape)
-
-
-def _rung(entry: object, where: str) -> Rung:
-    content = _fields(entry, where, {field.name for field in fields(Rung)})
-    try:
-        return Rung(**content)
-    except ValueError as error:
-        raise ValueError(f"{where}.{error}") from None
-
-
-def _fields(content: object, where: str, expected: set[str]) -> dict:
-    """The JSON object `content`, which has exactly the fields `expected`."""
-    if not isinstance(content, dict):
-        raise ValueError(f"{where} is a {type(content).__name__} where an object belongs")
-    if set(content) != expected:
-        raise ValueError(f"{where} has the fields {sorted(content)} where {sorted(expected)} belong")
-    return content

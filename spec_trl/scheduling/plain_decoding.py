@@ -1,5 +1,7 @@
-"""What plain decoding would have taken. It makes the same tokens, so its rounds are known, and only their times are
-asked for: by a corrected profile, or as plain rounds were measured."""
+"""What plain decoding would have taken.
+
+Its tokens are the same, so its rounds are known; their times come from a corrected profile or from measured rounds.
+"""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -52,19 +54,18 @@ def seconds_of(
     measured: OverheadCorrection,
     predicted: Callable[[int, float], float] | None = None,
 ) -> float | None:
-    """What those rounds take.
+    """Seconds that `rounds` take.
 
     Args:
         rounds: of plain decoding.
         measured: of autoregressive rounds, how far they are from what was predicted.
-        predicted: seconds of a round by batch and mean length; None: nothing predicts, and `measured` has the times
-            themselves.
+        predicted: seconds of a round by batch and mean length; None: `measured` has the times themselves.
 
     Returns:
-        None: nothing predicts, and most of these rounds have more or fewer rows than any that were measured.
+        None: nothing predicts, and most of these rounds have a size that was not measured, nor one next to it.
     """
     if predicted is None:
-        near = sum(each.rounds for each in rounds if measured.is_near(each.batch, LEAST_ROUNDS))
+        near = sum(each.rounds for each in rounds if measured.knows(each.batch, LEAST_ROUNDS, reach=1))
         if 2 * near < sum(each.rounds for each in rounds):
             return None
     return sum(

@@ -2,19 +2,14 @@
 
 import dataclasses
 import hashlib
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
-from ..json_files import write_atomically
+from ..json_files import read_json, write_json
 from .roofline import Coefficients, ModelConstants, Roofline
 from .sweep import Sample
-
-
-VERSION = 1
-T = TypeVar("T")
 
 
 class ProfileMismatch(ValueError):
@@ -56,10 +51,10 @@ class Profile:
     Args:
         key: what it is valid for.
         roofline: constants and fitted coefficients.
-        draft_max_rows: beyond so many rows the drafter's kernel does not run; None: no limit.
+        draft_max_rows: most rows that the drafter's kernel serves; None: no limit.
         diagnostics: errors of the fit, as plain data.
-        samples: the times it was fitted to, so that it can be plotted and refitted.
         created: ISO date.
+        samples: the times it was fitted to, so that it can be plotted and refitted.
     """
 
     key: ProfileKey
@@ -68,38 +63,26 @@ class Profile:
     diagnostics: dict[str, Any]
     created: str
     samples: list[Sample] = field(default_factory=list)
-    version: int = VERSION
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON to `path` in one step: a reader sees the old file or the new one, never half of it."""
-        path = Path(path)
-        content = {
-            "version": self.version,
-            "created": self.created,
-            "key": dataclasses.asdict(self.key),
-            "constants": dataclasses.asdict(self.roofline.constants),
-            "coefficients": dataclasses.asdict(self.roofline.coefficients),
-            "draft_max_rows": self.draft_max_rows,
-            "diagnostics": self.diagnostics,
-            "samples": [dataclasses.asdict(sample) for sample in self.samples],
-        }
-        write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        """Writes JSON to `path`, whole or not at all."""
+        constants, coefficients = self.roofline.constants, self.roofline.coefficients
+        file = _File(
+            1, self.created, self.key, constants, coefficients, self.draft_max_rows, self.diagnostics, self.samples
+        )
+        write_json(path, file)
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
-        """Reads what `save` wrote; the values may have been edited by hand and are checked.
+        """Reads what `save` wrote; the file may have been edited by hand.
 
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: it is truncated, a field is missing, unknown, of the wrong type or out of range, or the version
                 is another; the message names file, field and value.
         """
-        remedy = "correct it, or delete the file and calibrate again"
-        try:
-            content = json.loads(Path(path).read_text(), parse_constant=_refuse_constant)
-            return _profile(content)
-        except ValueError as error:  # JSONDecodeError is one
-            raise ValueError(f"{path} is not a valid roofline profile: {error}; {remedy}.") from None
+        f = read_json(path, _File, "roofline profile", "correct it, or delete the file and calibrate again")
+        return cls(f.key, Roofline(f.constants, f.coefficients), f.draft_max_rows, f.diagnostics, f.created, f.samples)
 
     def require(self, key: ProfileKey, path: str | Path) -> None:
         """Raises ProfileMismatch, naming each differing field and both values, unless this profile is for `key`."""
@@ -115,65 +98,19 @@ class Profile:
             )
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} stands in it, which is no number")
+@dataclass(frozen=True)
+class _File:
+    """A profile as it is written."""
 
+    version: Literal[1]
+    created: str
+    key: ProfileKey
+    constants: ModelConstants
+    coefficients: Coefficients
+    draft_max_rows: int | None
+    diagnostics: dict[str, Any]
+    samples: list[Sample]
 
-def _profile(content: object) -> Profile:
-    top = _mapping(content, "the file")
-    _expect_fields(
-        top, "the file",
-        {"version", "created", "key", "constants", "coefficients", "draft_max_rows", "diagnostics", "samples"},
-    )  # fmt: skip
-    if top["version"] != VERSION:
-        raise ValueError(f"version={top['version']!r} where this release reads {VERSION}")
-    limit = top["draft_max_rows"]
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"draft_max_rows={limit!r} must be null or an integer of at least 1")
-    if not isinstance(top["samples"], list):
-        raise ValueError(f"samples is a {type(top['samples']).__name__} where a list belongs")
-    samples = [_build(Sample, value, f"samples[{i}]") for i, value in enumerate(top["samples"])]
-    return Profile(
-        key=_build(ProfileKey, top["key"], "key"),
-        roofline=Roofline(
-            _build(ModelConstants, top["constants"], "constants"),
-            _build(Coefficients, top["coefficients"], "coefficients"),
-        ),
-        draft_max_rows=limit,
-        diagnostics=dict(_mapping(top["diagnostics"], "diagnostics")),
-        created=_text(top["created"], "created"),
-        samples=samples,
-    )
-
-
-def _build(kind: type[T], value: object, where: str) -> T:
-    """A `kind` from the JSON object at `where`: its fields exactly, texts where it has texts, numbers elsewhere."""
-    content = _mapping(value, where)
-    declared = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    _expect_fields(content, where, set(declared))
-    for name, entry in content.items():
-        if declared[name].type is str:
-            _text(entry, f"{where}.{name}")
-    try:
-        return kind(**content)
-    except ValueError as error:
-        raise ValueError(f"{where}.{str(error).rstrip('.')}") from None
-
-
-def _expect_fields(content: dict[str, Any], where: str, expected: set[str]) -> None:
-    if missing := sorted(expected - set(content)):
-        raise ValueError(f"{where} lacks {missing}")
-    if unknown := sorted(set(content) - expected):
-        raise ValueError(f"{where} has the unknown {unknown}")
-
-
-def _mapping(value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is a {type(value).__name__} where an object belongs")
-    return value
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{where}={value!r} is a {type(value).__name__} where a text belongs")
-    return value
+    def __post_init__(self) -> None:
+        if self.draft_max_rows is not None and self.draft_max_rows < 1:
+            raise ValueError(f"draft_max_rows={self.draft_max_rows} must be null or an integer of at least 1.")

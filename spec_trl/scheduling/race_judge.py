@@ -1,4 +1,4 @@
-"""Whether racing pays, by what rounds really take and commit: a prediction of free tokens may be wrong."""
+"""Whether racing pays, by what rounds really take and commit: predicted free tokens may not be free."""
 
 from collections import deque
 from enum import IntEnum
@@ -9,8 +9,7 @@ from .toggle import HOPELESS, PROBE_ROUNDS, WINDOW
 
 
 NEAR = 4 / 3
-"""Rounds of batches up to so much larger or smaller are compared: what their costs are taken in proportion to is only
-predicted."""
+"""Rounds are compared if their batches differ by at most this factor: their costs are relative to predicted times."""
 
 
 class Field(IntEnum):
@@ -34,17 +33,17 @@ class _Raced(NamedTuple):
 class RaceJudge:
     """Compares raced rounds with the unraced ones around them, over windows of 16.
 
-    What a raced round would have brought without the race is known from the round itself: its primary's own chains.
-    Only the time is not, and that is taken from unraced rounds at about this batch; where there are too few, from some
-    in between. A race pays where the tokens gained outweigh the time lost, time in medians, as the toggle judges. One
-    that does not pay goes on among lookups alone if networks drafted in it, else it is off; in both cases until the
-    batch has halved. It is off, too, where its rounds are slower than autoregressive decoding: then the primary is
-    judged by itself.
+    * The tokens that a raced round would have had without the race are those of its primary's own chains. The time is
+      taken from unraced rounds at about this batch; if there are too few, some are run in between.
+    * A race pays where the share of tokens gained is larger than that of time lost, in medians.
+    * One that does not pay goes on among lookups alone if networks drafted in it, else it is off, until the batch has
+      halved. It is also off where its rounds are slower than autoregressive decoding: then the primary is judged
+      alone.
+
+    A round's cost is its seconds over the predicted seconds of an autoregressive round of the same batch.
 
     Args:
-        race: False: rows have one chain each, of methods of their own, and a verdict against them is one against all.
-
-    A round's cost is its seconds over those that an autoregressive round of the same batch is predicted to take.
+        race: False: rows have one chain each, prompts' own methods among them; a verdict then ends all of those.
     """
 
     def __init__(self, race: bool = True) -> None:
@@ -55,7 +54,7 @@ class RaceJudge:
         self.forget()
 
     def forget(self) -> None:
-        """Another primary drafts from now on: the rounds so far are no comparison. Verdicts hold."""
+        """Drops the rounds so far, since another primary drafts from now on. Verdicts hold."""
         self._unraced.clear()
         self._begin_window()
 
@@ -65,7 +64,7 @@ class RaceJudge:
         self._probing, self._judgement_due = 0, False
 
     def field(self, batch: int) -> Field:
-        """Who may race in the next round, one of `batch` rows; `NOBODY` in a round that is to be compared with."""
+        """Who may race in the next round, of `batch` rows; `NOBODY` where the round serves as comparison."""
         if self._field is not Field.EVERYBODY and 2 * batch <= self._judged_at:
             self._field = Field.EVERYBODY
             self._begin_window()
@@ -78,19 +77,26 @@ class RaceJudge:
 
     @property
     def verdict(self) -> Field:
-        """Who may race as far as is known."""
+        """Who may race, by the last verdict."""
         return self._field
 
     def record_unraced(self, batch: int, cost: float) -> None:
-        """A round of the primary alone."""
+        """Takes a round in which the primary drafted alone."""
         self._unraced.append((batch, cost))
 
     def record_raced(
         self, cost: float, tokens: int, alone: float, networks: bool, gain: float, plain_cost: float
     ) -> None:
-        """A round that committed `tokens`, `alone` of which the primary would have brought by itself; `networks`: some
-        further chain was not looked up. `gain` are its tokens per row, `plain_cost` its seconds over those that an
-        autoregressive round was measured to take."""
+        """Takes a raced round.
+
+        Args:
+            cost: of the round.
+            tokens: committed.
+            alone: tokens that the primary would have committed alone.
+            networks: whether a further chain was drafted by a network.
+            gain: tokens per row.
+            plain_cost: seconds over the measured seconds of an autoregressive round.
+        """
         self._raced.append(_Raced(cost, tokens, alone, networks, gain, plain_cost))
         self._rounds += 1
         self._judgement_due |= self._rounds % WINDOW == 0 or self._rounds in HOPELESS

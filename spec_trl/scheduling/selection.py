@@ -15,21 +15,20 @@ from .ladder import NO_METHOD, BlockEfficiency, Choice, Ladder
 VERSION = 2
 """Of what a checkpoint keeps."""
 OPTIMISTIC = Acceptance.geometric(0.9)
-"""Assumed of a method that never drafted: one that would not win with it is not worth a trial. A method's average
-counts it as one more draft position. As a method that is not chosen loses its old evidence to decay, its average
-climbs back to it, and so the method has another trial some day: drafters improve with training (ER App. D)."""
+"""Acceptance assumed of a method that never drafted: one that would not win with it is not worth a trial.
+
+A method's average counts it as one more draft position. The counts of a method that is not chosen fade, so its average
+rises back to this, and it is tried again: drafters improve with training (ER App. D)."""
 PROMPT_PRIOR = 20.0
-"""Draft positions that the method's average counts for beside a prompt's own. A few dozen positions are what one short
-completion brings, and a rate of so few is mostly chance. As the strength of a Beta prior, 20 says that prompts' rates
-spread by about 0.1 around their method's: √(p (1 - p) / 21), an assumption."""
-
-
+"""Draft positions that the method's average counts for, next to a prompt's own. One short completion has a few dozen
+positions, whose rate is mostly chance. As the strength of a Beta prior, 20 assumes that prompts' rates spread by about
+0.1 around their method's: √(p (1 - p) / 21)."""
 RECENT_PROMPTS = 64
-"""Prompts from which to learn how much rows differ."""
+"""Number of newest prompts that tell how much rows differ."""
 MOST_ALIKE = 200.0
-"""Draft positions that the average counts for at most beside a row's own: where rows seem to differ by chance."""
+"""Most draft positions that the average counts for, where rows seem to differ by chance alone."""
 MOST_DELIVERED = 1.2
-"""A rollout says at most so much in favour of the method that opened it: others may have come to help."""
+"""Cap on a rollout's credit to its first drafter: other drafters may have helped."""
 
 
 @dataclass
@@ -52,16 +51,16 @@ class _Delivered:
 
 @dataclass
 class AcceptanceHistory:
-    """Acceptance of each method, over rollouts, and of each method on each prompt that it drafted for; and how much of
-    the speedup that follows from it was delivered.
+    """Acceptance of each method over rollouts, on average and on each prompt, and what share of the speedup that it
+    predicts was delivered.
 
-    Counts are summed, so that completions of one prompt weigh by their draft positions. Older rollouts fade: a
-    method's counts with every rollout, a prompt's with every rollout that has the prompt again, since a prompt comes
-    back once per epoch and acceptance hardly moves over a hundred steps (SA §6).
+    Counts are summed, so completions of one prompt weigh by their draft positions. Older rollouts fade: a method's
+    counts with every rollout, a prompt's with every rollout that has the prompt again, since a prompt comes back once
+    per epoch and acceptance hardly moves over a hundred steps (SA §6).
 
     Args:
-        decay: what a rollout's counts weigh one rollout later, above 0, at most 1.
-        prompts: how many prompts are kept; those not recorded for longest go first.
+        decay: weight of a rollout's counts one rollout later, above 0, at most 1.
+        prompts: number of prompts kept; those that were not recorded for longest are forgotten first.
 
     Raises:
         ValueError: an argument is out of range.
@@ -81,7 +80,7 @@ class AcceptanceHistory:
             raise ValueError(f"prompts={self.prompts} is out of range; it must be at least 1.")
 
     def record(self, method: str, prompt_key: str, counts: AcceptanceCounts) -> None:
-        """`method` drafted for a row of the prompt called `prompt_key`, in one or several rounds."""
+        """Adds what `method` drafted for a row of the prompt `prompt_key`, in one or several rounds."""
         if not counts.first:
             return
         self._methods.setdefault(method, AcceptanceCounts()).add(counts)
@@ -93,7 +92,7 @@ class AcceptanceHistory:
         self._forget()
 
     def end_rollout(self) -> None:
-        """What was recorded so far belongs to the past."""
+        """Begins a new rollout: what was recorded so far fades."""
         self._rollout += 1
         for counts in self._methods.values():
             counts.fade(self.decay)
@@ -102,27 +101,36 @@ class AcceptanceHistory:
             delivered.log_ratios *= self.decay
 
     def record_delivery(self, method: str, batch: int, until_last_row: bool, measured: float, expected: float) -> None:
-        """From when `method` began to draft for `batch` rows, none of them waiting, to the end of the rollout, it was
-        `measured` times as fast as autoregressive decoding; its acceptance there let expect `expected`, over all
-        rounds or until the last row."""
+        """Adds the speedup over plain decoding from when `method` began to draft to the rollout's end.
+
+        Args:
+            method: that began to draft.
+            batch: rows then; none waited.
+            until_last_row: whether `expected` is until the last row ended, not over all rounds.
+            measured: speedup.
+            expected: speedup, by the acceptance there.
+        """
         delivered = self._delivered.setdefault(_Opened(method, batch, until_last_row), _Delivered())
         delivered.rollouts += 1
-        # From a method that is expected to lose others take over, which is no credit to it.
+        # Other methods take over from one that is expected to lose, which is no credit to it.
         delivered.log_ratios += math.log(min(measured / max(expected, 1.0), MOST_DELIVERED))
 
     def delivered(self, method: str, batch: int, until_last_row: bool) -> float:
-        """Share of an expected speedup that rollouts delivered, at most 1: their geometric mean, which goes back to 1
-        where all of them are long past.
+        """Share of the expected speedup that rollouts delivered, at most 1: their geometric mean, which returns to 1
+        as they fade.
 
-        It has what no mean acceptance tells: rows that the method leaves behind and nobody helps in time, rows whose
-        acceptance ends half way, rounds of other sizes than those profiled."""
+        It tells what mean acceptance cannot: rows that the method leaves behind and nobody helps in time, acceptance
+        that ends half way, rounds of other sizes than those profiled.
+        """
         found = self._delivered.get(_Opened(method, batch, until_last_row), _Delivered())
         return min(math.exp(found.log_ratios / max(found.rollouts, 1.0)), 1.0)
 
     def expected(self, method: str, prompt_keys: Sequence[str]) -> BlockEfficiency | None:
-        """τ, by γ, to expect of `method` over all rounds of these prompts: the harmonic mean of theirs, since a row of
-        little acceptance has more rounds. An empty batch, and a prompt that is new to the method, has the method's
-        average. None: the method never drafted."""
+        """τ by γ that `method` lets expect over all rounds of these prompts; None: it never drafted.
+
+        It is the harmonic mean of the prompts' τ, since a row of little acceptance has more rounds. A prompt that is
+        new to the method has its average, and so has an empty batch.
+        """
         if method not in self._methods:
             return None
         rows = Counter(self.rates(method, key) for key in prompt_keys) or Counter([self.rates(method)])
@@ -135,8 +143,10 @@ class AcceptanceHistory:
         return method in self._prompts.get(prompt_key, ())
 
     def rates_of_rows(self, method: str, prompt_keys: Sequence[str]) -> list[Acceptance]:
-        """Each prompt's own rates, drawn towards the average as far as recent prompts were alike. Prompts that are new
-        to the method are taken to differ as recent ones did; a single one has the average."""
+        """Each prompt's own rates, drawn towards the average as far as recent prompts were alike.
+
+        Prompts that are new to the method are taken to differ as recent ones did; a single one has the average.
+        """
         likeness = self._likeness(method)
         new = sum(not self.knows(method, key) for key in prompt_keys)
         recent = sorted(self.rates(method, key, likeness) for key in self._recent(method)) if new > 1 else []
@@ -145,9 +155,11 @@ class AcceptanceHistory:
         return [self.rates(method, key, likeness) if self.knows(method, key) else next(spread) for key in prompt_keys]
 
     def _likeness(self, method: str) -> float:
-        """The strength, in draft positions, of the Beta prior that explains how much recent prompts differ: by chance
-        alone, or in kind (the intraclass correlation, by a one-way analysis of variance). First positions tell it:
-        those of one chain depend on each other."""
+        """Strength, in draft positions, of the Beta prior that explains how much recent prompts differ.
+
+        It follows from the intraclass correlation, by a one-way analysis of variance over first positions: the further
+        ones of a chain depend on each other.
+        """
         counts = [self._prompts[key][method].counts for key in self._recent(method)]
         sizes = [own.first for own in counts]
         number, size = len(sizes), sum(sizes)
@@ -163,13 +175,13 @@ class AcceptanceHistory:
         return 1 / min(max(correlation, 1 / (1 + MOST_ALIKE)), 0.5) - 1
 
     def _recent(self, method: str) -> Iterator[str]:
-        """Keys of those of the newest `RECENT_PROMPTS` prompts that the method drafted for."""
+        """Of the newest `RECENT_PROMPTS` prompts, the keys of those that the method drafted for."""
         newest = islice(reversed(self._prompts.items()), RECENT_PROMPTS)
         return (key for key, own in newest if method in own)
 
     def rates(self, method: str, prompt_key: str | None = None, prior: float = PROMPT_PRIOR) -> Acceptance:
-        """A prompt's own rates, drawn towards the method's average as if by `prior` positions; without a prompt, that
-        average. `OPTIMISTIC` where the method never drafted."""
+        """A prompt's own rates, drawn towards the method's average as if by `prior` positions; without a prompt the
+        average; `OPTIMISTIC` where the method never drafted."""
         if method not in self._methods:
             return OPTIMISTIC
         average = self._methods[method].rates(OPTIMISTIC, 1.0)
@@ -194,8 +206,8 @@ class AcceptanceHistory:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up where a checkpoint stopped, with as many of its newest prompts as are kept here; of another
-        version it takes nothing, and warns."""
+        """Continues from a checkpoint, with as many of its newest prompts as are kept here; one of another version is
+        left aside with a warning."""
         if (version := state.get("version")) != VERSION:
             warnings.warn(
                 f"the checkpoint's acceptance history has version={version} where this release reads {VERSION}; "
@@ -222,11 +234,11 @@ class AcceptanceHistory:
 def counts_last_row(
     history: AcceptanceHistory, methods: Sequence[str], prompt_keys: Sequence[str], batch: int, races: bool
 ) -> bool:
-    """Whether a rollout of these prompts, `batch` of them at a time, is judged by when its last row ends
-    (`last_row.py`), and not by all its rounds.
+    """Whether a rollout of these prompts, `batch` of them at a time, is judged by the end of its last row
+    (`last_row.py`) and not by all its rounds.
 
-    It is where all rows are in flight at once, unless others may help the rows that a method leaves behind: in
-    `races`, or as the methods of prompts that several of them know.
+    That is so where all rows are in flight at once, unless other methods may help the rows that one leaves behind: in
+    `races`, or where several methods know a prompt.
     """
     may_choose = any(sum(history.knows(method, key) for method in methods) > 1 for key in set(prompt_keys))
     return len(prompt_keys) <= batch and not may_choose and not (races and len(methods) > 1)
@@ -235,8 +247,8 @@ def counts_last_row(
 def expectation(
     ladder: Ladder, history: AcceptanceHistory, method: str, prompt_keys: Sequence[str], until_last_row: bool
 ) -> BlockEfficiency | None:
-    """τ, by γ, to expect of a method over all rounds of these prompts, or until the last row of them ends; None: it
-    never drafted."""
+    """τ by γ that a method lets expect over all rounds of these prompts, or until the last row ends; None: it never
+    drafted."""
     average = history.expected(method, prompt_keys)
     if average is None or not until_last_row:
         return average
@@ -256,17 +268,19 @@ def select_method(
 ) -> Choice:
     """The method for a whole batch: acceptance from `history`, speedup from `ladder` (①), the largest wins (②).
 
-    A method that never drafted is ranked at `OPTIMISTIC` and, if it would win so, is returned for a trial. Each call
-    does so until `record` has heard of the method, so there are at most as many trials as methods.
+    A method that never drafted is ranked at `OPTIMISTIC` and, if it wins so, returned for a trial. There are at most
+    as many trials as methods, since `history` knows a method after its trial.
 
     Args:
+        ladder: has all of `methods`.
+        history: acceptance so far.
         prompt_keys: of the batch's prompts, one per row.
-        batch: rows to be decoded at a time.
-        methods: those that can draft at this batch, all of them in `ladder`: one that could not would stay untried.
+        batch: rows decoded at a time.
+        methods: those that can draft at this batch.
         races: whether rows may get chains of further methods.
 
     Returns:
-        a method with its best γ; "none" where nothing promises more.
+        A method with its best γ; "none" where no method promises more.
 
     Raises:
         ValueError: a method is not in `ladder`.
@@ -288,7 +302,7 @@ def _shares(
     batch: int,
     until_last_row: bool,
 ) -> dict[str, float]:
-    """Of each method's speedup what to expect, if none of the batch waits; else rounds count as they are."""
+    """Share of its speedup that each method lets expect; 1 where requests wait, and rounds count as they are."""
     if len(prompt_keys) > batch:
         return dict.fromkeys(methods, 1.0)
     profiled = ladder.profiled_batch(batch)
@@ -296,7 +310,7 @@ def _shares(
 
 
 def _best(ladder: Ladder, expected: Mapping[str, BlockEfficiency], batch: int, shares: Mapping[str, float]) -> Choice:
-    """The largest of the ladder's speedups after each method's share; of equals "none"."""
+    """The choice of largest speedup times the method's share; of equals "none"."""
     choices = [
         replace(choice, speedup=choice.speedup * shares.get(choice.method, 1.0))
         for choice in ladder.rank(expected, batch)
@@ -315,45 +329,36 @@ def select_per_prompt(
 ) -> list[Choice]:
     """A method for each prompt, for rows of different methods in one batch.
 
-    A prompt keeps the batch's choice unless its own best one is faster there by more than `margin`: each further
-    method in use drafts in rounds of its own, and rows of different γ are all verified at the width of the widest.
-    Only methods that have drafted for the prompt can be its own. Both speedups are the ladder's for the whole batch,
-    at the prompt's own acceptance. During a trial every prompt takes part in it.
+    A prompt keeps the batch's choice unless another method, one that has drafted for the prompt, is faster on it by
+    more than `margin`: each further method costs drafting time, and all rows are verified at the width of the widest.
+    Both speedups are the ladder's for the whole batch at the prompt's own acceptance. During a trial all prompts take
+    part in it.
 
     Args:
         margin: at least 0.
-        races: as of `select_method`.
 
     Returns:
-        a choice per entry of `prompt_keys`, the speedup the prompt's own. Otherwise as `select_method`.
+        A choice per entry of `prompt_keys`, with the prompt's own speedup. Arguments and errors as of `select_method`.
     """
     common = select_method(ladder, history, prompt_keys, batch, methods, races)
     if common.method != NO_METHOD and history.expected(common.method, ()) is None:
         return [common] * len(prompt_keys)
     until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
     shares = _shares(ladder, history, methods, prompt_keys, batch, until_last_row)
-    # Beside the common method's: what it lacks, rows with methods of their own may lack as well.
-    shares = {method: min(share / shares.get(common.method, 1.0), 1.0) for method, share in shares.items()}
-    own = {key: _select_own(ladder, history, key, batch, shares, common, margin) for key in set(prompt_keys)}
+    # Relative to the common method: what it did not deliver, others may not deliver either.
+    relative = {method: min(share / shares.get(common.method, 1.0), 1.0) for method, share in shares.items()}
+
+    def select(key: str) -> Choice:
+        known = [method for method in methods if history.knows(method, key)]
+        expected = {method: history.rates(method, key).block_efficiency for method in known}
+        best = _best(ladder, expected, batch, relative)
+        speedup = 1.0
+        if common.method != NO_METHOD:
+            efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
+            speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length)
+        if best.speedup > speedup * (1 + margin):
+            return best
+        return Choice(common.method, common.draft_length, speedup)
+
+    own = {key: select(key) for key in set(prompt_keys)}
     return [own[key] for key in prompt_keys]
-
-
-def _select_own(
-    ladder: Ladder,
-    history: AcceptanceHistory,
-    key: str,
-    batch: int,
-    shares: Mapping[str, float],
-    common: Choice,
-    margin: float,
-) -> Choice:
-    """The prompt's best choice, or else `common` with the speedup that it has there."""
-    tried = {method: history.rates(method, key).block_efficiency for method in shares if history.knows(method, key)}
-    best = _best(ladder, tried, batch, shares)
-    speedup = 1.0
-    if common.method != NO_METHOD:
-        efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
-        speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length)
-    if best.speedup > speedup * (1 + margin):
-        return best
-    return Choice(common.method, common.draft_length, speedup)

@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from .account import FAILED, Account, decision, promise, too_many_rows
-from .control import Candidate, Costs, OneDrafter, Tally
+from .control import Candidate, OneDrafter, Tally
 from .correction import OverheadCorrection
 from .draft_length import acceptance_of
 from .ladder import Rung
@@ -16,33 +16,33 @@ from .plain_decoding import PlainRounds, seconds_of
 
 
 PROBE_ROUNDS = 3
-"""Autoregressive rounds that anchor the baseline before speculation is judged by it; none that captured forwards."""
+"""Autoregressive rounds that measure the baseline before speculation is judged by it."""
 CONFIDENT = 1.25
-"""A predicted speedup from which on a toggle speculates before it has measured any baseline: a profile that is so far
-off will show in the first window."""
+"""With at least this predicted speedup a toggle speculates before it has measured any baseline: if the profile is that
+wrong, the first window shows it."""
 WINDOW = 16
-"""Speculative rounds over which a measured speedup is taken."""
+"""Speculative rounds over which a speedup is measured."""
 HOPELESS = {4: 0.6, 8: 0.8}
-"""Rounds of the first window after which a measured speedup below this is enough to give up."""
+"""After this number of rounds of the first window a measured speedup below this is enough to give up."""
 FEWEST = min(HOPELESS)
-"""Rounds of a drafter that say something of it in later rollouts."""
+"""Rounds that later rollouts can go by."""
 DOUBT = 1.1
-"""Below this measured speedup the baseline is measured again nearby before it decides."""
+"""Below this measured speedup the baseline is measured again at about this batch before it decides."""
 SURE = 1.5
-"""Below this it is so where the rollout has had no autoregressive round at all: a machine that was busy while an
-earlier rollout measured the baseline would let speculation look faster for ever."""
+"""The same in a rollout without any autoregressive round: if the machine was busy when an earlier rollout measured the
+baseline, speculation would look faster for ever."""
 EVEN = 0.9
-"""Evenness of a drafter that serves all rows alike."""
+"""Least evenness of a drafter that serves all rows alike."""
 DWELL = 8
-"""With refill: rounds between two changes of mind, so that throughput does not fall off at the threshold."""
+"""With refill: rounds between two changes, so that throughput does not fall off at the threshold."""
 RETRY_AFTER = 20
-"""Generations in which a candidate never drafted, after which old evidence against it is put aside once: drafters
-improve with training (ER App. D), which nobody could see without drafting."""
+"""After this number of rollouts without drafting, old measurements of a drafter are ignored once: it may have improved
+with training (ER App. D)."""
 
 
 class Gain(NamedTuple):
-    """τ of a candidate on the rows in flight: their mean, and that at which rows that are all alike would end as soon
-    as the last of them (`last_row.py`)."""
+    """τ of a candidate on the rows in flight: the mean of a round, and the one until the last row ends
+    (:func:`~.last_row.until_last_row`)."""
 
     of_a_round: float
     until_last_row: float
@@ -50,16 +50,16 @@ class Gain(NamedTuple):
 
 @dataclass
 class _State:
-    """Of one candidate: corrections live as long as the toggle, the rest for one rollout."""
+    """What the toggle knows of one candidate; all but `corrections` and `idle` is of one rollout."""
 
-    # By γ: seconds by which rounds of long drafts differ from the profile say nothing of rounds of short ones.
+    # By γ, since long drafts may differ from the profile where short ones do not.
     corrections: dict[int, OverheadCorrection] = field(default_factory=lambda: defaultdict(OverheadCorrection))
     window: deque["_Round"] = field(default_factory=lambda: deque(maxlen=WINDOW))
     failed_at: int | None = None  # batch at which it measured slower than autoregressive decoding
     dropped: bool = False
     drafted: bool = False
-    idle: int = 0  # generations since it drafted
-    forgiven: bool = False  # in this generation old evidence does not count
+    idle: int = 0  # rollouts since it drafted
+    forgiven: bool = False  # old measurements do not count in this rollout
 
 
 class _Round(NamedTuple):
@@ -70,7 +70,7 @@ class _Round(NamedTuple):
 
 
 class _Refusal(NamedTuple):
-    """A promise that did not reach 1 + ε."""
+    """A predicted speedup below 1 + ε."""
 
     which: int
     speedup: float
@@ -79,17 +79,17 @@ class _Refusal(NamedTuple):
 
 
 class SpeculationToggle(OneDrafter):
-    """π_SD over one or several candidates: the one with the largest predicted speedup, if that reaches 1 + ε.
+    """π_SD over one or several candidates: speculates with the largest predicted speedup if that reaches 1 + ε.
 
-    Without refill the batch only shrinks, so speculation stays on once it is on (ER App. E.4). With refill it does
-    not: then speculation goes off again below a predicted speedup of 1 (hysteresis). In both cases measured rounds
-    have the last word: they correct the profile's overhead terms, and a candidate that measures slower than
-    autoregressive decoding is off for the rest of the rollout; in doubt a few autoregressive rounds in between
-    measure the baseline anew. A candidate without a profile is tried, and tried again once the batch has halved; later
-    rollouts go by the times that were measured at such a batch.
-
-    Requests that still wait for a row count as part of the batch: a small batch is a tail only when nobody waits. (The
-    authors' released code guards the ramp with a fixed 32 requests, so it never speculates with fewer.)
+    * Without refill the batch only shrinks, so speculation stays on once it is on (ER App. E.4). With refill it goes
+      off again below a predicted speedup of 1 (hysteresis).
+    * Measured rounds have the last word: they correct the profile's overhead terms, and a candidate that measures
+      slower than autoregressive decoding is off for the rest of the rollout. In doubt a few autoregressive rounds
+      measure the baseline anew.
+    * A candidate without a profile is tried, and tried again once the batch has halved; later rollouts go by the times
+      that were measured at such a batch.
+    * Requests that wait for a row count as part of the batch: a small batch is a tail only when nobody waits. (The
+      authors' code guards the ramp with a fixed 32 requests instead, so it never speculates with fewer.)
 
     Args:
         candidates: the drafters to choose among, at least one.
@@ -106,7 +106,7 @@ class SpeculationToggle(OneDrafter):
         self._others_can_help = False
         self._delivered: Sequence[float] = [1.0 for _ in candidates]
         self.judgement_due = False
-        """Whether the next round is decided by what was measured."""
+        """Whether the next `decide` judges the measured rounds."""
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         for state in self._states:
@@ -131,27 +131,26 @@ class SpeculationToggle(OneDrafter):
         self._turned_off: str | None = None  # why, the last time
 
     def finish(self) -> None:
-        """τ_prev of the next rollout follows what this one saw, in the measure in which it saw a whole window."""
+        """Moves each τ_prev towards this rollout's τ, in proportion to the rounds up to a whole window."""
         for candidate, tally in zip(self.candidates, self.tallies, strict=True):
             if tally.block_efficiency is not None:
                 share = min(tally.rounds / WINDOW, 1.0)
                 candidate.block_efficiency += share * (tally.block_efficiency - candidate.block_efficiency)
 
     def rungs(self) -> tuple[Rung, ...]:
-        """The rounds measured so far, in any rollout, as a ladder has them, of the γ in force; none unless there are
-        some of each candidate."""
+        """The rounds measured so far, in any rollout, as cells of a ladder at the present γ; empty unless each
+        candidate has some."""
         found: list[Rung] = []
         for candidate, state in zip(self.candidates, self._states, strict=True):
-            gamma, times = candidate.draft_length, state.corrections[candidate.draft_length]
+            times = state.corrections[candidate.draft_length]
             batches = times.batches(FEWEST)
             if not batches:
                 return ()
-            acceptance = acceptance_of(candidate.block_efficiency, gamma)
+            acceptance = acceptance_of(candidate.block_efficiency, candidate.draft_length)
             for batch in batches:
-                roofline = candidate.roofline
-                cycle = 0.0 if roofline is None else candidate.cycle_seconds(roofline, batch, self._length)
-                plain = self.autoregressive_seconds(roofline, batch, self._length)
-                found.append(Rung(candidate.name, batch, gamma, acceptance, times.apply(batch, cycle), plain))
+                seconds = times.apply(batch, _predicted_cycle(candidate, batch, self._length))
+                plain = self.autoregressive_seconds(batch, self._length)
+                found.append(Rung(candidate.name, batch, candidate.draft_length, acceptance, seconds, plain))
         return tuple(found)
 
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
@@ -173,11 +172,11 @@ class SpeculationToggle(OneDrafter):
         return 0, 0
 
     def _update(self, batch_ahead: int, batch: int, length: float) -> None:
-        """Turns speculation on or off; `batch_ahead` counts the rows that waiting requests are about to fill."""
+        """Turns speculation on or off; `batch_ahead` includes the rows that waiting requests are about to fill."""
         if self.judgement_due:
             self._judge()
         if self._active is None:
-            # Lengths grow by a token per round: what did not pay a moment ago at this batch still does not.
+            # Lengths grow by a token per round: what did not pay at this batch a few rounds ago still does not.
             looked_at, self._looked_at = self._looked_at, batch_ahead
             due = batch_ahead != looked_at or self._since_change % DWELL == 0
             if due and (not self._refills or self._since_change >= DWELL):
@@ -191,12 +190,12 @@ class SpeculationToggle(OneDrafter):
                 self._turn_off(f"{self._promise(self._active, speedup, batch, length)}: switched off")
 
     def weigh(self, gains: Sequence[Gain | None], others_can_help: bool, delivered: Sequence[float]) -> None:
-        """Tells what candidates do for the rows that are in flight now.
+        """Sets what the candidates do for the rows in flight.
 
         Args:
             gains: of each candidate; None: nothing is known of these rows, and they are taken to be alike.
-            others_can_help: other drafters may join in on rows that one leaves behind. Then unevenness is a reason to
-                prefer a drafter of all rows alike, but not to stop.
+            others_can_help: other drafters may draft for rows that one leaves behind. Then unevenness is a reason to
+                prefer another drafter, but not to stop.
             delivered: share of each candidate's predicted speedup that earlier rollouts delivered at this batch.
         """
         self._gains, self._others_can_help, self._delivered = gains, others_can_help, delivered
@@ -206,8 +205,8 @@ class SpeculationToggle(OneDrafter):
         return 1.0 if gain is None else gain.until_last_row / gain.of_a_round
 
     def _best(self, batch: int, length: float) -> tuple[int | None, float]:
-        """The candidate with the largest predicted speedup, and that: until the last row, or of a round where others
-        may help out."""
+        """The candidate of largest predicted speedup, with that: of a round where others can help, else until the last
+        row ends."""
         speedups = {
             index: self._promised_speedup(index, batch, length)
             * (1.0 if self._others_can_help else self._evenness(index))
@@ -232,7 +231,7 @@ class SpeculationToggle(OneDrafter):
         return state.failed_at is None or (candidate.roofline is None and 2 * batch <= state.failed_at)
 
     def _promised_speedup(self, index: int, batch: int, length: float) -> float:
-        """What to expect: until rounds of this rollout have told, as large a share as earlier ones delivered."""
+        """The predicted speedup; until this rollout has measured its rows, the share that earlier ones delivered."""
         share = self._delivered[index] if self._gains[index] is None else 1.0
         return self.predicted_speedup(index, batch, length) * share
 
@@ -246,23 +245,21 @@ class SpeculationToggle(OneDrafter):
         times = state.corrections[candidate.draft_length]
         if not times.knows(batch, FEWEST):
             return math.inf
-        return self._block_efficiency(index) * self.autoregressive_seconds(None, batch, length) / times.apply(batch, 0)
+        return self._block_efficiency(index) * self.autoregressive_seconds(batch, length) / times.apply(batch, 0)
 
     def speedup_at(self, block_efficiency: float, index: int, batch: int, length: float) -> float:
         """The same of a candidate that has a roofline, at a given τ."""
         candidate = self.candidates[index]
-        roofline, correction = candidate.roofline, self._states[index].corrections[candidate.draft_length]
-        assert roofline is not None
-        plain = self.autoregressive_seconds(roofline, batch, length)
-        cycle = candidate.cycle_seconds(roofline, batch, length)
+        correction = self._states[index].corrections[candidate.draft_length]
+        plain, cycle = self.autoregressive_seconds(batch, length), _predicted_cycle(candidate, batch, length)
         if not correction.is_empty:
             cycle = correction.apply(batch, cycle)
-        else:  # until it is measured: off by the same factor, as on a machine that is slower all in all
-            cycle *= plain / roofline.target_seconds(batch, length)
+        else:  # until it is measured: off by the same factor as autoregressive rounds
+            cycle *= plain / self._predicted_plain(batch, length)
         return block_efficiency * plain / cycle
 
     def _block_efficiency(self, index: int) -> float:
-        """τ_prev until this rollout has its own, or these rows have."""
+        """τ of the rows in flight, else of this rollout, else τ_prev."""
         if (gain := self._gains[index]) is not None:
             return gain.of_a_round
         if self.tallies[index].rounds >= WINDOW:
@@ -270,48 +267,48 @@ class SpeculationToggle(OneDrafter):
         candidate = self.candidates[index]
         return candidate.draft_length + 1.0 if self._states[index].forgiven else candidate.block_efficiency
 
-    def autoregressive_seconds(self, roofline: Costs | None, batch: int, length: float) -> float:
+    def autoregressive_seconds(self, batch: int, length: float) -> float:
         """T_p: by the corrected profile, or else as last measured at about this batch."""
-        return self._baseline.apply(batch, 0.0 if roofline is None else roofline.target_seconds(batch, length))
+        return self._baseline.apply(batch, self._predicted_plain(batch, length))
+
+    def _predicted_plain(self, batch: int, length: float) -> float:
+        """T̂_p, which is the same for all candidates; 0 without a profile, whose corrections are whole times."""
+        roofline = self.candidates[0].roofline
+        return 0.0 if roofline is None else roofline.target_seconds(batch, length)
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         if not is_typical:
-            self._probing += self._is_probe  # it has to be made up for
+            self._probing += self._is_probe  # this probe is repeated
             return
         batch, length = self._batch, self._length
         if draft_length == 0:
             self._anchor = batch
-            roofline = self.candidates[0].roofline  # the target part is the same in all of them
-            self._baseline.record(batch, 0.0 if roofline is None else roofline.target_seconds(batch, length), seconds)
+            self._baseline.record(batch, self._predicted_plain(batch, length), seconds)
             return
         if self._chosen is None or draft_length < self.candidates[self._chosen].draft_length:
             return  # a rollout's last rounds, too short to judge by
         index = self._chosen
         candidate, state, tally = self.candidates[index], self._states[index], self.tallies[index]
-        baseline = self.autoregressive_seconds(candidate.roofline, batch, length)
-        cycle = 0.0
+        baseline = self.autoregressive_seconds(batch, length)
         if candidate.roofline is not None:
-            cycle = candidate.cycle_seconds(candidate.roofline, batch, length)
             tally.predicted_sum += self.predicted_speedup(index, batch, length)
             tally.predicted_rounds += 1
+        cycle = _predicted_cycle(candidate, batch, length)
         state.corrections[candidate.draft_length].record(batch, cycle, seconds)
-        tally.rounds += 1
-        tally.blocks += batch
-        tally.tokens += tokens
-        tally.seconds += seconds
+        tally.add_round(batch, tokens, seconds)
         tally.baseline_seconds += baseline * tokens / batch
         state.window.append(_Round(batch, length, seconds, tokens))
         self.judgement_due |= tally.rounds % WINDOW == 0 or tally.rounds in HOPELESS
 
     def _measured_speedup(self, index: int) -> float:
         """τ T_p / T_cycle over the candidate's newest rounds, in medians of the times."""
-        candidate, window = self.candidates[index], self._states[index].window
-        costs = [r.seconds / self.autoregressive_seconds(candidate.roofline, r.batch, r.length) for r in window]
+        window = self._states[index].window
+        costs = [r.seconds / self.autoregressive_seconds(r.batch, r.length) for r in window]
         return sum(r.tokens / r.batch for r in window) / len(window) / median(costs)
 
     def _judge(self) -> None:
-        """Keeps the active candidate only while it measures faster than autoregressive decoding and than what the
-        others promise."""
+        """Turns the active candidate off where it measures slower than autoregressive decoding, and to another one
+        that promises more."""
         self.judgement_due = False
         index = self._active
         if index is None or not self._states[index].window:
@@ -320,7 +317,7 @@ class SpeculationToggle(OneDrafter):
         enough = 1.0 if rounds >= WINDOW else HOPELESS[max(n for n in HOPELESS if n <= rounds)]
         until_last_row = measured * self._evenness(index)
         worth = measured if self._others_can_help else until_last_row
-        # Without a profile nothing is known of this batch before it was measured here.
+        # Without a profile nothing is known of this batch until it is measured.
         unknown = self.candidates[index].roofline is None
         doubtful = (SURE if self._anchor is None else DOUBT) if rounds >= WINDOW else enough
         if (unknown or worth < doubtful) and not self._is_anchored():
@@ -330,14 +327,14 @@ class SpeculationToggle(OneDrafter):
         found = f"{self._who(index)} measured {measured:.2f}× of plain decoding after {rounds} rounds"
         if measured < enough:
             self._fail(index, f"{found}: switched off")
-        elif worth < enough:  # these rows are why, and others may be left
+        elif worth < enough:  # of these rows; other rows may do better
             self._turn_off(f"{found}, {worth:.2f}× until the last row ends: switched off")
         if better is not None:
             self._turn(better)
 
     def _better(self, active: int, worth: float, until_last_row: float) -> int | None:
-        """The candidate that promises most of those that promise more by the margin than the active one is worth: by
-        its rounds, without holding up the last row any more; or, if it serves all rows alike, by the last row."""
+        """The most promising of the candidates that beat the active one by the margin: in their rounds, if the last
+        row ends no later; or, if they serve all rows alike, until the last row ends."""
         more = 1 + self.margin
         promises: dict[int, float] = {}
         for index in range(len(self.candidates)):
@@ -357,7 +354,7 @@ class SpeculationToggle(OneDrafter):
         self._turn_off(why)
 
     def _is_anchored(self) -> bool:
-        """Whether the newest autoregressive rounds of this rollout had about as many rows as there are now."""
+        """Whether the newest autoregressive round of this rollout had within a factor of 2 of the present rows."""
         return self._anchor is not None and 2 * min(self._anchor, self._batch) >= max(self._anchor, self._batch)
 
     def drop(self, index: int) -> None:
@@ -406,8 +403,8 @@ class SpeculationToggle(OneDrafter):
         return Account(self._prediction(best, speedups[best]), reason)
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
-        roofline = self.candidates[0].roofline  # the target part is the same in all of them
-        return seconds_of(rounds, self._baseline, None if roofline is None else roofline.target_seconds)
+        is_profiled = self.candidates[0].roofline is not None
+        return seconds_of(rounds, self._baseline, self._predicted_plain if is_profiled else None)
 
     def _prediction(self, index: int, speedup: float) -> float | None:
         """`speedup` where a profile predicts it, not where rounds were measured."""
@@ -419,3 +416,8 @@ class SpeculationToggle(OneDrafter):
 
     def _who(self, index: int) -> str:
         return "speculation" if len(self.candidates) == 1 else f'speculation with "{self.candidates[index].name}"'
+
+
+def _predicted_cycle(candidate: Candidate, batch: int, length: float) -> float:
+    """Seconds of a round of `candidate`; 0 without a profile, whose corrections are whole times."""
+    return 0.0 if candidate.roofline is None else candidate.cycle_seconds(candidate.roofline, batch, length)

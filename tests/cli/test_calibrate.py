@@ -75,6 +75,7 @@ def test_bad_input_is_named_before_anything_is_loaded(
     assert asked == []
 
 
+@pytest.mark.slow
 def test_a_real_sweep_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_llama(max_position_embeddings=128).config.save_pretrained(tmp_path)
     output, sweep = tmp_path / "profile.json", tmp_path / "sweep.csv"

@@ -1,13 +1,10 @@
 """``spec-trl predict``, ``validate`` and ``plot`` on a profile, on sweeps and on what the authors published."""
 
-import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from spec_trl.cli import validate
 from spec_trl.cli.ladder_figure import draft_ladder
 from spec_trl.cli.main import main
 from spec_trl.scheduling.draft_length import expected_block_efficiency
@@ -106,99 +103,15 @@ def test_plot_draws_a_ladder(
     assert Path("l.svg").read_bytes().startswith(b"<?xml")
 
 
-# ---- what the papers published ------------------------------------------------------------------------------------
-
-
-def test_breakdown_is_the_papers_table(shared: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    config = shared("configs/target/Qwen2.5-7B-Instruct/config.json")
-    arguments = ["--flops", "312e12", "--bandwidth", "2.039e12", "--batch", "8", "--length", "2048"]
-    assert main(["predict", "--breakdown", str(config), *arguments]) == 0
-    header, row = (columns(line) for line in capsys.readouterr().out.splitlines())
-    found = {name: float(cell.rstrip("%")) for name, cell in zip(header, row, strict=True)}
-    paper = {"FFN": 75.2, "QKVO": 10.9, "attention": 6.2, "LM head": 7.2, "nonlinear": 0.5}  # ER Tab. 3, first row
-    assert {name: found[name] for name in paper} == pytest.approx(paper, abs=0.35)
-    assert found["T_p ms"] > 14.1e9 / 2.039e12 * 1e3  # it reads all weights but the embedding
-
-
-def test_breakdown_refuses(tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, broken = tmp_path / "config.json", tmp_path / "broken.json"
-    config.write_text('{"hidden_size": 64}')
-    broken.write_text("{")
-    peaks = ["--flops", "1e12", "--bandwidth", "1e11"]
+def test_a_config_alone_cannot_be_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, sweep = tmp_path / "config.json", tmp_path / "sweep.csv"
+    LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
+    write_sweep(sweep, "shape", make_profile().samples)
     for arguments, message in (
-        (["--breakdown", str(config)], "give --flops and --bandwidth"),
-        (["--breakdown", str(config), *peaks], "config lacks ['intermediate_size'"),
-        (["--breakdown", str(broken), *peaks], "broken.json is not JSON"),
-        ([str(profile), "--breakdown", str(config), *peaks], "--breakdown needs no profile"),
+        ([], "holds no measured times; give a sweep with --csv"),
+        (["--csv", str(sweep)], "which has no fit; give --refit"),
+        (["--csv", str(sweep), "--refit"], "says nothing about the hardware; give --flops and --bandwidth"),
+        (["--csv", str(sweep), "--refit", "--flops", "2e14"], "give --flops and --bandwidth"),
     ):
-        assert main(["predict", *arguments]) == 2
-        assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "expected"),
-    [("qwen257b", "Qwen2.5-7B", [93.8, 93.8]), ("llama318binstruct", "Llama-3.1-8B-Instruct", [95.0, 90.5])],
-)
-def test_published_fit_on_the_published_sweep(
-    shared: Callable[[str], Path],
-    name: str, model: str, expected: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit = shared(f"{PUBLISHED}/published_fit_{name}.json")
-    sweep = shared(f"{PUBLISHED}/sweep_a100_tp1_{name}.csv")
-    saved = tmp_path / "saved.json"
-    assert main(["validate", str(fit), "--csv", str(sweep), "-o", str(saved)]) == 0
-    captured = capsys.readouterr()
-    assert signs(captured.out, fit.name) == expected
-    assert "they are left out" in captured.err
-    profile = Profile.load(saved)
-    assert (profile.key.hardware, profile.roofline.constants.name) == ("A100", model)
-    constants = shared(f"{PUBLISHED}/model_constants_{name}.json")
-    assert profile.roofline.constants.weight_bytes == json.loads(constants.read_text())["W_t"]
-    assert main(["validate", str(saved)]) == 0
-    assert signs(capsys.readouterr().out, "saved.json") == expected
-
-
-def test_constants_alone_cannot_be_validated(
-    shared: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    constants = str(shared(f"{PUBLISHED}/model_constants_qwen257b.json"))
-    sweep = str(shared(f"{PUBLISHED}/sweep_a100_tp1_qwen257b.csv"))
-    for arguments, message in (
-        ([constants], "holds no measured times; give a sweep with --csv"),
-        ([constants, "--csv", sweep], "holds constants and no fit; give --refit"),
-        ([constants, "--csv", sweep, "--refit"], "says nothing about the hardware; give --flops and --bandwidth"),
-        ([constants, "--csv", sweep, "--refit", "--flops", "2e14"], "give --flops and --bandwidth"),
-    ):
-        assert main(["validate", *arguments]) == 2
-        assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "folder"),
-    [("qwen257b", "Qwen2.5-7B-Instruct"), ("llama318binstruct", "Llama-3.1-8B-Instruct")],
-)
-def test_constants_of_a_config_are_the_published_ones(shared: Callable[[str], Path], name: str, folder: str) -> None:
-    published = json.loads(shared(f"{PUBLISHED}/model_constants_{name}.json").read_text())
-    found = validate._read(shared(f"configs/target/{folder}/config.json")).constants
-    assert found.weight_bytes == pytest.approx(published["W_t"], rel=1e-4)  # theirs leaves out biases
-    assert found.draft_weight_bytes == pytest.approx(published["W_d"], rel=1e-4)
-    assert (found.dense_flops, found.attention_flops) == (published["C_dense"], published["C_attn"])
-    assert found.kv_bytes == published["kappa_theoretical"]
-
-
-def test_an_edited_published_fit_is_named(
-    shared: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = json.loads(shared(f"{PUBLISHED}/published_fit_qwen257b.json").read_text())
-    sweep = str(shared(f"{PUBLISHED}/sweep_a100_tp1_qwen257b.csv"))
-    path = tmp_path / "fit.json"
-    for change, message in (
-        (lambda c: c["calibration"].pop("c_V"), "fit.json lacks 'c_V'"),
-        (lambda c: c["calibration"].update(eta_d="much"), "fit.json has eta_d='much'"),
-        (lambda c: c["model"].update(W_t=-1.0), "weight_bytes=-1.0 is out of range"),
-    ):
-        edited = json.loads(json.dumps(content))
-        change(edited)
-        path.write_text(json.dumps(edited))
-        assert main(["validate", str(path), "--csv", sweep]) == 2
+        assert main(["validate", str(config), *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from spec_trl import SpeculativeConfig
-from spec_trl.generation import kept
+from spec_trl import SpeculativeConfig, release
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
@@ -21,20 +20,17 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.rows import Rows
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.measuring import fill_ladder
 from spec_trl.measuring.fill_ladder import build_ladder, find_ladder
-from spec_trl.scheduling.ladder import Ladder, Rung
+from spec_trl.measuring.round_bench import RoundBench
+from spec_trl.scheduling.control import Chain
+from spec_trl.scheduling.ladder import Ladder
 from tests.conftest import tiny_llama
 
 
 CONFIG = SpeculativeConfig(sd_toggle="always", draft_kernel="reference", draft_length=4)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "spec_trl" / "profiles"
 
 
 def quick(model: LlamaForCausalLM, drafters: Sequence[Drafter], **changes: Any) -> Ladder:
@@ -73,16 +69,18 @@ def test_a_slow_drafter_shows_and_the_plain_rounds_beside_it_do_not(
         assert rung.seconds >= 0.2 > rung.plain_seconds
 
 
-def clock(monkeypatch: pytest.MonkeyPatch, steps: Iterable[float]) -> list[object]:
-    """Rounds do nothing but move the clock on, by a step each; returns the cells of all rounds, as they come."""
-    now, steps, done = [0.0], iter(steps), []
+def clock(monkeypatch: pytest.MonkeyPatch, steps: Iterable[float]) -> list[int]:
+    """Rounds do nothing but move the clock on, by a step each; returns the γ of all rounds, as they come."""
+    now, steps, done = [0.0], iter(steps), list[int]()
 
-    def round_(bench: fill_ladder._Bench, cell: object) -> None:
-        now[0] += next(steps)
-        done.append(cell)
+    def round_(bench: RoundBench, plan: Sequence[Chain]) -> float:
+        step = next(steps)
+        now[0] += step
+        done.append(plan[0].draft_length if plan else 0)
+        return step
 
     monkeypatch.setattr(fill_ladder.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(fill_ladder._Bench, "_round", round_)
+    monkeypatch.setattr(RoundBench, "round", round_)
     return done
 
 
@@ -99,7 +97,7 @@ def test_times_that_agree_end_it(
 ) -> None:
     done = clock(monkeypatch, steps)
     quick(tiny, [NgramDrafter(2)], batches=(1,), rounds=7, budget_seconds=1e300)
-    assert done.count(None) == 1 + rounds  # and a first one, which does not count
+    assert done.count(0) == 1 + rounds  # and a first one, which does not count
 
 
 def test_other_work_that_begins_meanwhile_leaves_the_speedups_alone(
@@ -116,15 +114,19 @@ def test_tokens_are_marked_with_the_given_probability(
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, acceptance: float, tokens: float
 ) -> None:
     """Whatever the target and the drafter say: the drafter is another model."""
-    committed, commit = [], fill_ladder._MarkedRollout._commit
+    committed, drafting, commit, round_ = list[float](), [False], Rows.commit, RoundBench.round
 
-    def watch(self: Any, outcome: Any, lanes: Any) -> Any:
-        finished, count = commit(self, outcome, lanes)
-        if lanes.width:
-            committed.append(count / 32)
-        return finished, count
+    def watched_round(bench: RoundBench, plan: Sequence[Chain]) -> float:
+        drafting[0] = bool(plan)
+        return round_(bench, plan)
 
-    monkeypatch.setattr(fill_ladder._MarkedRollout, "_commit", watch)
+    def watched_commit(rows: Rows, counts: torch.Tensor, logprobs: Any) -> None:
+        if drafting[0]:
+            committed.append(counts.sum().item() / 32)
+        commit(rows, counts, logprobs)
+
+    monkeypatch.setattr(RoundBench, "round", watched_round)
+    monkeypatch.setattr(Rows, "commit", watched_commit)
     drafter = SmallModelDrafter(tiny_llama(seed=5), tiny)
     quick(tiny, [drafter], batches=(32,), draft_lengths=(4,), acceptances=(acceptance,), rounds=5)
     assert sum(committed) / len(committed) == pytest.approx(tokens, abs=0.4 * acceptance * (1 - acceptance) * 4)
@@ -160,23 +162,17 @@ def test_a_drafter_that_fails_is_named(tiny: LlamaForCausalLM, monkeypatch: pyte
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
-    """Nothing is timed; the list has batches and γ of what was to be."""
+    """Rounds take no time; the list has batches and γ of the ladders that were built."""
     asked: list[tuple[list[int], list[int]]] = []
+    build = fill_ladder.build_ladder
 
-    def build(
-        model: Any, drafters: Any, batches: Any, draft_lengths: Any, config: SpeculativeConfig, **_: Any
-    ) -> Ladder:
+    def watch(model: Any, drafters: Any, batches: list[int], draft_lengths: Sequence[int], **options: Any) -> Ladder:
         asked.append((list(batches), list(draft_lengths)))
-        rungs = [Rung(d.strategy, b, g, 0.5, 1.0, 1.0) for d in drafters for b in batches for g in draft_lengths]
-        key = fill_ladder.profile_key(model, config)
-        return Ladder(tuple(rungs), fill_ladder._fingerprint(key, drafters, draft_lengths))
+        return build(model, drafters, batches, draft_lengths, rounds=1, **options)
 
-    monkeypatch.setattr(fill_ladder, "build_ladder", build)
+    monkeypatch.setattr(fill_ladder, "build_ladder", watch)
+    clock(monkeypatch, itertools.repeat(1.0))
     return asked
-
-
-def forget() -> None:
-    kept._kept.clear()  # as a new process would
 
 
 def test_a_ladder_is_found_again(tiny: LlamaForCausalLM, built: list[Any], cache: Path) -> None:
@@ -184,7 +180,7 @@ def test_a_ladder_is_found_again(tiny: LlamaForCausalLM, built: list[Any], cache
     first = find_ladder(tiny, drafters, CONFIG, 16)
     assert built == [([1, 4, 16], [2, 4, 8])]
     assert find_ladder(tiny, drafters, CONFIG, 7) is first
-    forget()
+    release(tiny)  # as a new process would
     (path,) = cache.glob("*.ladder.json")
     assert find_ladder(tiny, drafters, CONFIG, 32) == first == Ladder.load(path)
     assert len(built) == 1
@@ -194,27 +190,23 @@ def test_a_ladder_is_found_again(tiny: LlamaForCausalLM, built: list[Any], cache
     assert len(built) == 3 and len(list(cache.glob("*.ladder.json"))) == 2
     find_ladder(tiny, drafters, CONFIG, 33, [5, 7])
     assert built[3][1] == [5, 7]
-    forget()
+    release(tiny)  # as a new process would
     find_ladder(tiny_llama(seed=9), drafters, CONFIG, 33)  # other weights are no matter
     assert len(built) == 4
     find_ladder(tiny_llama(hidden_size=32), drafters, CONFIG, 33)
     assert len(built) == 5
 
 
-def test_a_batch_close_to_the_largest_is_left_out(tiny: LlamaForCausalLM, built: list[Any]) -> None:
-    find_ladder(tiny, [NgramDrafter(2)], CONFIG, 31)
-    assert built == [([1, 4, 31], [2, 4, 8])]
-
-
-def test_a_ladder_lies_beside_a_named_profile(tiny: LlamaForCausalLM, built: list[Any], tmp_path: Path) -> None:
+def test_a_ladder_lies_next_to_a_named_profile(tiny: LlamaForCausalLM, built: list[Any], tmp_path: Path) -> None:
     config = SpeculativeConfig(sd_toggle="roofline", roofline_profile=str(tmp_path / "mine.json"))
-    find_ladder(tiny, [NgramDrafter(2)], config, 1)
+    find_ladder(tiny, [NgramDrafter(2)], config, 31)
+    assert built == [([1, 4, 31], [2, 5, 10])]  # a batch close to the largest is left out
     assert Ladder.load(tmp_path / "mine.ladder.json").methods == ("ngram",)
 
 
 def test_a_broken_file_is_left_aside(tiny: LlamaForCausalLM, built: list[Any], cache: Path) -> None:
     find_ladder(tiny, [NgramDrafter(2)], CONFIG, 1)
-    forget()
+    release(tiny)  # as a new process would
     (path,) = cache.glob("*.ladder.json")
     path.write_text("{")
     with pytest.warns(UserWarning, match="is left aside, and the drafters are profiled again"):
@@ -239,8 +231,6 @@ def test_the_bar_says_why_and_that_it_happens_once(
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
 ) -> None:
     monkeypatch.setattr(fill_ladder, "QUIET", 0.0)
-    monkeypatch.setattr(fill_ladder._Bench, "measure", lambda self, seconds: [])
-    with pytest.raises(ValueError, match="rung"):  # nothing was measured
-        fill_ladder.find_ladder(tiny, [NgramDrafter(2)], SpeculativeConfig(sd_toggle="always"), 1)
-    folder = fill_ladder.cache_directory()
-    assert f"profiling the drafters of LlamaForCausalLM (once; kept in {folder})" in capsys.readouterr().err
+    clock(monkeypatch, QUIET)
+    fill_ladder.find_ladder(tiny, [NgramDrafter(2)], SpeculativeConfig(sd_toggle="always"), 1)
+    assert f"profiling the drafters of LlamaForCausalLM (once; kept in {cache})" in capsys.readouterr().err

@@ -13,24 +13,7 @@ from spec_trl.measuring import fill_profile, profile_cache
 from spec_trl.measuring.fill_profile import calibrate
 from spec_trl.measuring.profile_cache import find_profile
 from spec_trl.scheduling.profile import Profile, ProfileMismatch
-from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def policy() -> LlamaForCausalLM:
-    return tiny_llama().float()
-
-
-@pytest.fixture(scope="module")
-def profile(policy: LlamaForCausalLM) -> Profile:
-    """A real one, of the tiny policy."""
-    return calibrate(policy, max_batch_size=4, max_length=600, budget_seconds=0.1, progress=False)
 
 
 @pytest.fixture
@@ -63,10 +46,10 @@ def test_profile_for_less_is_measured_again_for_both(
 
 def test_cache_that_cannot_be_written_or_read_is_no_reason_to_stop(
     policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cache: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     find_profile(policy, toggled(), 4, 600)
-    (file,) = (tmp_path / "cache" / "spec_trl" / "profiles").iterdir()
+    (file,) = cache.iterdir()
     file.write_text("{")
     with pytest.warns(UserWarning, match="is left aside"):
         assert find_profile(policy, toggled(), 4, 600) == profile
@@ -98,29 +81,22 @@ def test_without_a_kernel_only_measuring_tells(
     monkeypatch.setattr(fill_profile, "find_kernel", lambda name, layer: "nothing for this machine")
     assert find_profile(policy, toggled(), 4, 600) is None
     assert calibrations == []
-    monkeypatch.undo()
-    monkeypatch.setattr(fill_profile, "find_kernel", lambda name, layer: "nothing for this machine")
     with pytest.raises(ValueError, match="draft_kernel='auto' with .* can pack no layer"):
         calibrate(policy)
 
 
-def test_found_again_in_the_cache(
+def test_found_again_in_the_cache_and_where_it_was_written(
     policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     assert find_profile(policy, toggled(), 8, 100) == profile
     assert find_profile(policy, toggled(), 8, 100, extra_copy=tmp_path / "copy.json") == profile
     assert calibrations == [(8, 100)]
     assert Profile.load(tmp_path / "copy.json") == profile
-    assert list((tmp_path / "cache" / "spec_trl" / "profiles").iterdir())
-
-
-def test_missing_file_is_calibrated_and_written(
-    policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path
-) -> None:
     path = tmp_path / "profile.json"
-    for _ in range(2):
+    with pytest.warns(UserWarning, match="does not exist and is written now"):
         assert find_profile(policy, toggled(roofline_profile=str(path))) == profile
-    assert len(calibrations) == 1 and path.exists()
+    assert find_profile(policy, toggled(roofline_profile=str(path))) == profile
+    assert len(calibrations) == 2 and Profile.load(path) == profile
 
 
 def test_broken_file_is_an_error_before_any_work(

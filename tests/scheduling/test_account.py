@@ -2,7 +2,6 @@
 
 import pytest
 
-from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import AlwaysSpeculate, Control, NeverSpeculate
 from spec_trl.scheduling.plain_decoding import PlainRounds
 from spec_trl.scheduling.selection import AcceptanceHistory
@@ -13,25 +12,24 @@ from tests.scheduling.test_toggle import A100, candidate, faithful
 
 
 def test_a_profile_predicts_also_where_nothing_is_drafted() -> None:
-    machine = faithful(SpeculationToggle([candidate()]))
+    machine = faithful()
     machine.run([64] * 30)
     assert not any(machine.spoke)
     account, predicted = machine.control.account(), A100.speedup(64, 512.0, 5.0, 5)
     assert account.predicted_speedup == pytest.approx(predicted) and predicted < 1
     assert account.reason == f"speculation predicted {predicted:.2f}× at 64 rows × 512 tokens: decoding plainly"
-
-
-def test_the_best_prediction_of_a_rollout_is_the_reason() -> None:
-    """As rows end speculation promises more: that it does not pay even then says more than how it began."""
     machine = faithful(SpeculationToggle([candidate()], margin=5.0))
-    machine.run([64] * 20 + [1] * 20)
+    machine.run([64] * 20 + [1] * 20)  # the largest prediction of the rollout is the reason
     account = machine.control.account()
     assert account.predicted_speedup == pytest.approx(A100.speedup(1, 512.0, 5.0, 5))
     assert "at 1 row × 512 tokens: decoding plainly, since sd_margin asks for 6.00×" in account.reason
+    machine = faithful(SpeculationToggle([candidate(), candidate(name="ngram", block_efficiency=1.1)]))
+    machine.run([64] * 10)  # several drafters are named
+    assert machine.control.account().reason.startswith('speculation with "self" predicted ')
 
 
 def test_a_gain_is_predicted_and_measured() -> None:
-    machine = faithful(SpeculationToggle([candidate()]))
+    machine = faithful()
     machine.run([8] * 40)
     account, (tally,) = machine.control.account(), machine.control.tallies
     assert account.predicted_speedup == tally.predicted_speedup
@@ -39,16 +37,24 @@ def test_a_gain_is_predicted_and_measured() -> None:
     assert account.reason == f"{promised} in {tally.rounds} rounds"
 
 
-def test_what_measures_slower_says_when_it_was_switched_off() -> None:
+def test_when_it_was_switched_off() -> None:
     measured = A100.speedup(8, 512.0, 5.0, 5) / 1.5
-    machine = faithful(SpeculationToggle([candidate()]), slower=1.5)
+    machine = faithful(slower=1.5)
     machine.run([8] * 60)
     assert 0.8 < measured < 1 and not machine.spoke[-1]
     expected = f"speculation measured {measured:.2f}× of plain decoding after {WINDOW} rounds: switched off"
     assert machine.control.account().reason == expected
+    machine = faithful()
+    machine.run([8] * 20 + [64] * 20, waiting=lambda number: 0 if number else 1)  # by a fallen prediction, with refill
+    assert machine.spoke[0] and not machine.spoke[-1]
+    assert machine.control.account().reason.startswith("speculation predicted 0.")
+    assert machine.control.account().reason.endswith(" at 64 rows × 512 tokens: switched off")
 
 
 def test_without_a_profile_there_is_no_prediction() -> None:
+    machine = faithful(SpeculationToggle([candidate(roofline=None)]))
+    machine.run([8] * PROBE_ROUNDS)
+    assert machine.control.account().reason == "the rollout ended before a drafter was measured"
     machine = faithful(SpeculationToggle([candidate(roofline=None)]))
     machine.run([8] * (PROBE_ROUNDS + 16))
     account, (tally,) = machine.control.account(), machine.control.tallies
@@ -56,20 +62,6 @@ def test_without_a_profile_there_is_no_prediction() -> None:
     assert account.reason == f"no profile: 16 rounds tried, measured {tally.measured_speedup:.2f}×"
     machine.run([8] * 2)  # of another rollout, whose baseline is known; two rounds are tried
     assert machine.control.account().reason.startswith("no profile: 2 rounds tried, measured ")
-
-
-def test_several_drafters_are_named() -> None:
-    machine = faithful(SpeculationToggle([candidate(), candidate(name="ngram", block_efficiency=1.1)]))
-    machine.run([64] * 10)
-    assert machine.control.account().reason.startswith('speculation with "self" predicted ')
-
-
-def test_with_refill_a_fallen_prediction_switches_off() -> None:
-    machine = faithful(SpeculationToggle([candidate()]))
-    machine.run([8] * 20 + [64] * 20, waiting=lambda number: 0 if number else 1)
-    assert machine.spoke[0] and not machine.spoke[-1]
-    assert machine.control.account().reason.startswith("speculation predicted 0.")
-    assert machine.control.account().reason.endswith(" at 64 rows × 512 tokens: switched off")
 
 
 @pytest.mark.parametrize("kind", [AlwaysSpeculate, lambda one: SpeculationToggle([one])])
@@ -87,12 +79,6 @@ def test_too_many_rows_and_failures(kind) -> None:  # type: ignore[no-untyped-de
     control.drop(0)  # before the first round
     control.decide(8, 512.0, 0)
     assert control.account().reason == "the drafter failed"
-
-
-def test_a_rollout_of_a_few_rounds_measures_nothing() -> None:
-    machine = faithful(SpeculationToggle([candidate(roofline=None)]))
-    machine.run([8] * PROBE_ROUNDS)
-    assert machine.control.account().reason == "the rollout ended before a drafter was measured"
 
 
 def test_always_and_never() -> None:
@@ -117,9 +103,9 @@ def test_forecast_before_any_rollout() -> None:
 
 def test_best_of_n_goes_by_its_ladder() -> None:
     machine = RacingMachine({"self": 2.0, "ngram": 0.0}, by_method(self=0.9, ngram=0.3))
-    control: BestOfN = machine.control(AcceptanceHistory(), race=False)
+    control = machine.control(AcceptanceHistory(), race=False)
     forecast = control.forecast(4, 100.0)
-    # No draft costs anything to look up, and of what never drafted 0.9 is expected: by hand (1 - 0.9⁹) / 0.1.
+    # Looking drafts up costs nothing, and of what never drafted 0.9 is expected: by hand (1 - 0.9⁹) / 0.1.
     assert forecast.predicted_speedup == pytest.approx(6.13, abs=0.01)
     assert forecast.reason == 'speculation with "ngram" predicted 6.13× at 4 rows × 100 tokens: speculating'
     machine.run(control, [120] * 4)
@@ -130,11 +116,9 @@ def test_best_of_n_goes_by_its_ladder() -> None:
 
 def test_plain_seconds_of_each_control() -> None:
     rounds = [PlainRounds(100, 8, 512.0)]
-    plain = 100 * A100.target_seconds(8, 512.0)
-    for control in (SpeculationToggle([candidate()]), SpeculationToggle([candidate(roofline=None)])):
-        machine = faithful(control)
-        machine.run([8] * 40)
-        assert control.plain_seconds(rounds) == pytest.approx(plain)
+    for toggle in (SpeculationToggle([candidate()]), SpeculationToggle([candidate(roofline=None)])):
+        faithful(toggle).run([8] * 40)
+        assert toggle.plain_seconds(rounds) == pytest.approx(100 * A100.target_seconds(8, 512.0))
     always = AlwaysSpeculate(candidate(max_rows=8))
     machine = faithful(always)
     machine.run([8] * 10)
@@ -143,3 +127,4 @@ def test_plain_seconds_of_each_control() -> None:
     assert always.plain_seconds(rounds) is None  # nor at such a batch
     machine.run([9] * 10 + [8] * 10)
     assert always.plain_seconds(rounds) == pytest.approx(100 * A100.target_seconds(9, 512.0))
+    assert NeverSpeculate().plain_seconds(rounds) is None

@@ -1,17 +1,18 @@
 """SA Algorithm 3: which requests the workers that were freed draft for."""
 
-import random
 from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spec_trl.scheduling.assignment import greedy_assignments
 
 
-# Methods x and y, b_max = 2. Worker 0 has the initial method x for all of p, q, r; worker 1 was freed earlier and has
-# y for r, with one place left; 2 and 3 are freed now, 2 from method y, where it had p.
 def test_algorithm_3_by_hand() -> None:
+    """Methods x and y, b_max = 2. Worker 0 has the initial method x for all of p, q, r; worker 1 was freed earlier and
+    has y for r, with one place left; 2 and 3 are freed now, 2 from method y, where it had p."""
     added = greedy_assignments(
         requests={"p": 0.5, "q": 0.2, "r": 0.3},
         methods=["x", "y"],
@@ -30,44 +31,48 @@ def test_algorithm_3_by_hand() -> None:
 def test_algorithm_3_gives_all_methods_to_the_slowest_first() -> None:
     acceptance = {"p": 0.9, "q": 0.1, "r": 0.5, "s": 0.1}
     added = greedy_assignments(acceptance, ["x", "y"], [1, 2, 3], {}, {}, 1, ["x", "y"], {})
-    # 1 → x, 2 → y, 3 → x: two places at x, one at y; q stands before s.
+    # 1 → x, 2 → y, 3 → x: two places at x, one at y; q comes before s.
     assert added == {("q", "x"): 1, ("s", "x"): 3, ("q", "y"): 2}
 
 
-def random_cluster(seed: int) -> dict[str, Any]:
+def test_algorithm_3_spreads_workers_evenly() -> None:
+    requests = {n: n / 100 for n in range(50)}
+    added = greedy_assignments(requests, ["x", "y", "z"], range(8), {"z": ["w"]}, {"w": 0}, 5, ["z", "y", "x"], {})
+    workers = {m: {w for (_, method), w in added.items() if method == m} for m in "xyz"}
+    assert {m: len(found) for m, found in workers.items()} == {"x": 3, "y": 3, "z": 3}
+    assert workers["y"] == {0, 3, 6}  # y and x have fewer than z, and y is the better one
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> dict[str, Any]:
     """Arguments of `greedy_assignments` whose loads are those of its assignments."""
-    rng = random.Random(seed)
-    methods = [f"m{n}" for n in range(rng.randint(1, 4))]
-    workers = list(range(rng.randint(1, 9)))
-    requests = {f"r{n}": rng.choice([0.1, 0.4, 0.7, rng.random()]) for n in range(rng.randint(0, 12))}
-    max_batch = rng.randint(1, 4)
-    method_of = {worker: rng.choice([None, *methods]) for worker in workers}
-    load, assigned = Counter[int](), {}
+    methods = [f"m{n}" for n in range(draw(st.integers(1, 4)))]
+    method_of = dict(enumerate(draw(st.lists(st.sampled_from([None, *methods]), min_size=1, max_size=8))))
+    acceptances = draw(st.lists(st.sampled_from([0.1, 0.4, 0.7]) | st.floats(0, 1), max_size=10))
+    requests = {f"r{n}": acceptance for n, acceptance in enumerate(acceptances)}
+    max_batch, load, assigned = draw(st.integers(1, 4)), Counter[int](), dict[tuple[str, str], int]()
     for worker, method in method_of.items():
-        for request in requests:
-            if method and rng.random() < 0.3 and (request, method) not in assigned and load[worker] < max_batch:
+        for request in draw(st.lists(st.sampled_from(sorted(requests)), max_size=max_batch)) if requests else ():
+            if method and (request, method) not in assigned:
                 assigned[request, method] = worker
                 load[worker] += 1
-    order = list(methods)
-    rng.shuffle(order)
     return {
         "requests": requests,
         "methods": methods,
-        "freed": [worker for worker in workers if method_of[worker] is None or rng.random() < 0.2],
-        "workers_of": {m: [w for w in workers if method_of[w] == m] for m in methods},
+        "freed": [worker for worker, method in method_of.items() if method is None or draw(st.booleans())],
+        "workers_of": {m: [w for w, method in method_of.items() if method == m] for m in methods},
         "load": load,
         "max_batch": max_batch,
-        "ladder_order": order,
+        "ladder_order": draw(st.permutations(methods)),
         "assigned": assigned,
     }
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_algorithm_3_properties(seed: int) -> None:
-    cluster = random_cluster(seed)
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(clusters())
+def test_algorithm_3_properties(cluster: dict[str, Any]) -> None:
     requests, freed, assigned = cluster["requests"], set(cluster["freed"]), cluster["assigned"]
     added = greedy_assignments(**cluster)
-    assert added == greedy_assignments(**cluster)
     standing = {pair for pair, worker in assigned.items() if worker not in freed}
     assert not standing & set(added)
     load = Counter({w: n for w, n in cluster["load"].items() if w not in freed}) + Counter(added.values())
@@ -83,14 +88,6 @@ def test_algorithm_3_properties(seed: int) -> None:
         assert not served or not left or max(served) <= min(left)
 
 
-def test_algorithm_3_spreads_workers_evenly() -> None:
-    requests = {n: n / 100 for n in range(50)}
-    added = greedy_assignments(requests, ["x", "y", "z"], range(8), {"z": ["w"]}, {"w": 0}, 5, ["z", "y", "x"], {})
-    workers = {m: {w for (_, method), w in added.items() if method == m} for m in "xyz"}
-    assert {m: len(found) for m, found in workers.items()} == {"x": 3, "y": 3, "z": 3}
-    assert workers["y"] == {0, 3, 6}  # y and x have fewer than z, and y is the better one
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -99,7 +96,7 @@ def test_algorithm_3_spreads_workers_evenly() -> None:
         ({"max_batch": 0}, "max_batch=0 is out of range"),
     ],
 )
-def test_algorithm_3_bad_arguments(change: dict[str, Any], message: str) -> None:
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = dict(
         requests={}, methods=["x", "y"], freed=[], workers_of={}, load={}, max_batch=1, ladder_order=["x", "y"],
         assigned={},

@@ -38,3 +38,14 @@ def test_never_below_a_tenth() -> None:
     correction.record(8, 10.0, 1.0)
     assert correction.apply(8, 10.0) == 1.0
     assert correction.apply(8, 2.0) == pytest.approx(0.2)
+
+
+def test_what_is_known() -> None:
+    correction = OverheadCorrection()
+    for batch in (8, 12, 15, 64):  # the first three are of one size
+        correction.record(batch, 0.0, 1.0)
+    assert [correction.knows(batch, 3) for batch in (7, 8, 11, 15, 16)] == [False, True, True, True, False]
+    assert [correction.knows(batch, 3, reach=1) for batch in (3, 4, 16, 31, 32, 64)] == [
+        False, True, True, True, False, False
+    ]  # fmt: skip
+    assert correction.batches(3) == [8] and correction.batches(1) == [8, 64] and not correction.is_empty

@@ -50,9 +50,14 @@ def test_a_round_that_took_far_longer_is_no_verdict() -> None:
     assert delivery.speedup == pytest.approx(40 / (3 * 4.5 + 17 * 1.5))
 
 
-def test_nothing_opened_nothing_delivered() -> None:
+@pytest.mark.parametrize("opened", [False, True])
+def test_nothing_opened_or_forgotten_nothing_delivered(opened: bool) -> None:
     watch = RolloutWatch()
-    watch.record([0], {}, 1.0, 1.0)
+    if opened:
+        watch.open(0, [0], 10.0)
+    for _ in range(2 * LEAST_TOKENS):
+        watch.record([0], {}, 1.0, 1.0)
+    watch.forget()
     assert not list(watch.deliveries(plain_seconds))
 
 

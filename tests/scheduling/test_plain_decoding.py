@@ -1,8 +1,8 @@
 """What plain decoding would have taken: its rounds, counted by hand and against a simple loop, and their times."""
 
-import random
-
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spec_trl.scheduling.correction import OverheadCorrection
 from spec_trl.scheduling.plain_decoding import LEAST_ROUNDS, PlainRounds, plain_rounds, seconds_of
@@ -18,13 +18,17 @@ def test_rounds_by_hand() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_rounds_are_those_of_decoding_round_by_round(seed: int) -> None:
-    chance = random.Random(seed)
-    count, capacity, done = chance.randint(1, 12), chance.randint(1, 6), chance.randint(0, 12)
-    prompts = [chance.randint(1, 20) for _ in range(count)]
-    tokens = [chance.randint(1, 15) for _ in range(count)]
-    waiting, rows, rounds = list(range(count)), dict[int, int](), list[tuple[int, float]]()
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 15)), min_size=1, max_size=12),
+    st.integers(1, 6),
+    st.integers(0, 12),
+)
+def test_rounds_are_those_of_decoding_round_by_round(
+    requests: list[tuple[int, int]], capacity: int, done: int
+) -> None:
+    prompts, tokens = ([request[n] for request in requests] for n in (0, 1))
+    waiting, rows, rounds = list(range(len(requests))), dict[int, int](), list[tuple[int, float]]()
     while waiting or rows:
         while waiting and len(rows) < capacity:
             rows[waiting.pop(0)] = 0
@@ -56,6 +60,7 @@ def test_not_known_where_nothing_alike_was_measured() -> None:
     rounds = [PlainRounds(10, 8, 100.0), PlainRounds(20, 1, 110.0)]
     assert seconds_of(rounds, OverheadCorrection()) is None
     assert seconds_of(rounds, measured((8, 3.0))) is None  # says nothing of single rows, which most rounds are of
+    assert seconds_of(rounds, measured((2, 1.0))) == 30 * 1.0  # two thirds of the rounds are near it
     once = OverheadCorrection()
     once.record(1, 0.0, 1.0)
     assert seconds_of(rounds, once) is None

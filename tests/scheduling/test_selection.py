@@ -1,10 +1,12 @@
 """Acceptance over rollouts, and the method that it selects."""
 
 import json
-import random
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
 from spec_trl.scheduling.ladder import Choice, Ladder, Rung
@@ -31,8 +33,6 @@ LADDER = Ladder(
     "",
 )
 METHODS = tuple(SECONDS)
-
-
 GAMMAS = (0, 1, 4, 10)
 
 
@@ -94,13 +94,6 @@ def test_own_rates_where_there_are_some_and_else_the_average() -> None:
             assert efficiency(history, "self", *keys, draft_length=gamma) == pytest.approx(expected)
 
 
-def test_a_method_is_as_good_as_its_own_counts_alone() -> None:
-    """Further tokens are not heard of, so they stay at what is assumed of a method that never drafted."""
-    history = AcceptanceHistory()
-    history.record("self", "a", AcceptanceCounts(0, 1000, 0, 0))
-    assert history.rates("self") == pytest.approx((0.9 / 1001, 0.9))
-
-
 def test_prompts_that_are_copied_or_not_at_all() -> None:
     """Whole drafts are right on one prompt and nothing on the other. As many rounds of both bring the mean of their
     own τ, which one pooled p of 10/11 would overrate; as much text of both, the harmonic mean."""
@@ -119,14 +112,6 @@ def test_prompts_that_are_copied_or_not_at_all() -> None:
         assert both == pytest.approx(2 / (1 + 1 / (gamma + 1)), rel=0.02)
 
 
-def test_rounds_of_short_drafts_tell_of_long_ones() -> None:
-    """γ = 3, of which the first token is right in half of the rounds and then all are."""
-    history = AcceptanceHistory()
-    for accepted in (3, 0) * 10**4:
-        history.record("ngram", "a", AcceptanceCounts.of_round(accepted, min(accepted + 1, 3)))
-    assert efficiency(history, "ngram", "a", draft_length=10) == pytest.approx(6.0, rel=0.01)
-
-
 def test_a_prompt_leaves_the_average_as_its_evidence_grows() -> None:
     rates = []
     for positions in (1, 10, 100, 1000):
@@ -138,15 +123,15 @@ def test_a_prompt_leaves_the_average_as_its_evidence_grows() -> None:
         assert 0.3 < own[0] < 0.35 and own[-1] > 0.97
 
 
-def random_rounds(rng: random.Random, count: int) -> list[AcceptanceCounts]:
-    lengths = [rng.randint(1, 9) for _ in range(count)]
-    accepted = [rng.randint(0, length) for length in lengths]
-    return [AcceptanceCounts.of_round(a, min(a + 1, n)) for a, n in zip(accepted, lengths, strict=True)]
+ROUNDS = st.lists(
+    st.integers(1, 9).flatmap(lambda gamma: st.tuples(st.integers(0, gamma), st.just(gamma))), max_size=12
+).map(lambda rounds: [AcceptanceCounts.of_round(a, min(a + 1, n)) for a, n in rounds])
 
 
-def test_completions_of_one_prompt_weigh_by_their_positions() -> None:
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(ROUNDS)
+def test_completions_of_one_prompt_weigh_by_their_positions(records: list[AcceptanceCounts]) -> None:
     """G copies in one rollout are as one record of their sums, in any order."""
-    records = random_rounds(random.Random(0), 60)
     whole, parts, total = AcceptanceHistory(), AcceptanceHistory(), AcceptanceCounts()
     for counts in records:
         total.add(counts)
@@ -203,64 +188,51 @@ def test_oldest_prompts_are_forgotten() -> None:
     assert history.rates("self", "a") != mean != history.rates("self", "c")
 
 
-def random_history(seed: int, prompts: int = 4096) -> AcceptanceHistory:
-    rng = random.Random(seed)
+def random_history(random: Random, prompts: int = 4096) -> AcceptanceHistory:
     history = AcceptanceHistory(prompts=prompts)
-    for _ in range(200):
-        for counts in random_rounds(rng, rng.randint(0, 4)) or [AcceptanceCounts()]:
-            history.record(rng.choice(METHODS), f"p{rng.randint(0, 30)}", counts)
-        if rng.random() < 0.1:
+    for _ in range(random.randint(0, 100)):
+        length = random.randint(1, 9)
+        accepted = random.randint(0, length)
+        counts = AcceptanceCounts.of_round(accepted, min(accepted + 1, length))
+        history.record(random.choice(METHODS), f"p{random.randint(0, 20)}", counts)
+        if random.random() < 0.1:
             history.end_rollout()
-            history.record_delivery(
-                rng.choice(METHODS), 16, rng.random() < 0.8, rng.uniform(0.5, 2), rng.uniform(1, 3)
-            )
+            measured, expected = random.uniform(0.5, 2), random.uniform(1, 3)
+            history.record_delivery(random.choice(METHODS), 16, random.random() < 0.8, measured, expected)
     return history
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_state_goes_through_json(seed: int) -> None:
-    first, second = random_history(seed), AcceptanceHistory()
+@settings(deadline=None, max_examples=15, derandomize=True)
+@given(st.integers(0, 10**6))
+def test_any_history(seed: int) -> None:
+    """Rates are probabilities, the state goes through JSON, and fewer prompts are kept where fewer fit."""
+    first, second = random_history(Random(seed)), AcceptanceHistory()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for history in (first, second):  # and they go on alike
         history.record("self", "p3", at(0.3, 20))
         history.end_rollout()
         history.record("self", "p3", at(0.3, 20))
     assert second.state_dict() == first.state_dict()
-    keys = [f"p{n}" for n in range(31)]
+    keys = [f"p{n}" for n in range(25)]
     for method in METHODS:
         assert second.delivered(method, 16, True) == first.delivered(method, 16, True)
-        assert [second.rates(method, key) for key in keys] == [first.rates(method, key) for key in keys]
-        for gamma in GAMMAS:
-            both = (efficiency(history, method, *keys, draft_length=gamma) for history in (first, second))
-            assert next(both) == next(both) > (1.0 if gamma else 0.0)
-
-
-def test_state_loads_into_fewer_prompts() -> None:
-    whole, small = random_history(0), random_history(0, prompts=5)
-    fewer = AcceptanceHistory(prompts=5)
-    fewer.load_state_dict(whole.state_dict())
+        rates = [first.rates(method, key) for key in keys]
+        assert [second.rates(method, key) for key in keys] == rates
+        assert all(0 <= rate <= 1 for both in rates for rate in both)
+        for gamma in GAMMAS if first.expected(method, keys) else ():
+            tau = efficiency(first, method, *keys, draft_length=gamma)
+            assert tau == efficiency(second, method, *keys, draft_length=gamma) and 1 <= tau <= gamma + 1
+    small, fewer = random_history(Random(seed), prompts=5), AcceptanceHistory(prompts=5)
+    fewer.load_state_dict(random_history(Random(seed)).state_dict())
     assert [key for key, _ in fewer.state_dict()["prompts"]] == [key for key, _ in small.state_dict()["prompts"]]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_rates_stay_probabilities(seed: int) -> None:
-    history = random_history(seed)
-    for key in [f"p{n}" for n in range(40)]:
-        for method in METHODS:
-            rates = history.rates(method, key)
-            assert all(0 <= rate <= 1 for rate in rates)
-            for gamma in GAMMAS:
-                tau = efficiency(history, method, key, "new", draft_length=gamma)
-                assert 1 <= tau <= gamma + 1
 
 
 def test_certain_drafts_are_within_what_the_ladder_takes() -> None:
     """Sums of many prompts' τ, each as large as it can be."""
-    history = AcceptanceHistory()
-    rng, keys = random.Random(0), [f"p{n}" for n in range(50)]
+    history, random, keys = AcceptanceHistory(), Random(0), [f"p{n}" for n in range(50)]
     for key in keys * 20:
-        history.record("ngram", key, at(1.0, rng.random() * 10**9))
-        if rng.random() < 0.05:
+        history.record("ngram", key, at(1.0, random.random() * 10**9))
+        if random.random() < 0.05:
             history.end_rollout()
     expected = history.expected("ngram", keys)
     assert expected is not None and expected(4) > 4.999
@@ -297,20 +269,20 @@ def test_select_asks_for_the_prompts_of_the_batch() -> None:
     assert select_method(LADDER, history, ["copy"] * 3 + ["story"], 1, METHODS).method == "ngram"
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_each_method_has_at_most_one_trial_and_then_the_best_one_wins(seed: int) -> None:
-    rng = random.Random(seed)
-    truth = {method: rng.random() for method in METHODS}
-    history, batch, chosen = AcceptanceHistory(), rng.choice([1, 16]), []
+@settings(deadline=None, max_examples=10, derandomize=True)
+@given(st.tuples(*(st.floats(0, 1) for _ in METHODS)), st.sampled_from([1, 16]))
+def test_each_method_has_at_most_one_trial_and_then_the_best_one_wins(rates: tuple[float, ...], batch: int) -> None:
+    truth, history, chosen = dict(zip(METHODS, rates, strict=True)), AcceptanceHistory(), []
     for _ in range(12):
         choice = select_method(LADDER, history, ["a", "b"], batch, METHODS)
         chosen.append(choice.method)
         if choice.method != "none":
             history.record(choice.method, "a", at(truth[choice.method], 10**4))
         history.end_rollout()
-    final = LADDER.rank({m: Acceptance.geometric(p).block_efficiency for m, p in truth.items()}, batch)[0].method
-    assert set(chosen[len(METHODS) :]) == {final}
-    assert all(chosen.count(method) <= 1 for method in METHODS if method != final)
+    speedups = LADDER.rank({m: Acceptance.geometric(p).block_efficiency for m, p in truth.items()}, batch)
+    best = {choice.method for choice in speedups if choice.speedup > 0.99 * speedups[0].speedup}
+    assert set(chosen[len(METHODS) :]) <= best
+    assert all(chosen.count(method) <= 1 for method in METHODS if method not in best)
 
 
 def test_trials_go_in_the_ladders_order_and_only_where_they_could_win() -> None:
@@ -356,14 +328,9 @@ def test_per_prompt_none() -> None:
     history.record("self", "fine", at(0.8, 10**4))
     history.record("self", "odd", at(0.0, 10**4))
     choices = select_per_prompt(LADDER, history, ["fine", "fine", "odd"], 1, METHODS)
-    assert [choice.method for choice in choices] == ["self", "self", "none"]
-    assert choices[2] == Choice("none", 0, 1.0)
-
-
-def test_a_prompt_that_is_new_to_a_method_has_it_only_with_the_batch() -> None:
-    history = history_of(ngram=0.05, self=0.9, model=0.05)
+    assert [choice.method for choice in choices] == ["self", "self", "none"] and choices[2] == Choice("none", 0, 1.0)
+    # A prompt that is new to a method has it only with the batch.
     keys = [*["odd"] * 9, "new"]
-    history.record("self", "odd", at(0.0, 10**4))
     assert [choice.method for choice in select_per_prompt(LADDER, history, keys, 1, METHODS)] == ["none"] * 10
     history.record("self", "new", at(0.9, 100))
     assert select_per_prompt(LADDER, history, keys, 1, METHODS)[9].method == "self"
@@ -392,10 +359,10 @@ def test_a_checkpoint_of_another_version_is_left_aside() -> None:
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_rows_few_rounds_say_as_much_as_rows_have_differed(alike: bool) -> None:
     """Chance makes rates of eight positions differ by 0.16; prompts that are copied or not differ in kind."""
-    rng, history = random.Random(0), AcceptanceHistory()
+    random, history = Random(0), AcceptanceHistory()
     for number in range(40):
         rate = 0.7 if alike else number % 2
-        right = sum(rng.random() < rate for _ in range(8))
+        right = sum(random.random() < rate for _ in range(8))
         history.record("ngram", f"{number}", AcceptanceCounts(right, 8, right, 8))
     history.record("ngram", "bad", AcceptanceCounts(0, 4, 0, 4))
     (bad,) = history.rates_of_rows("ngram", ["bad"])

@@ -1,6 +1,5 @@
 """Sweep files: both formats, and every way in which one can be broken."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,19 +7,11 @@ import pytest
 from spec_trl.scheduling.sweep import Sample, check_samples, points, read_sweep, write_sweep
 
 
-PUBLISHED_HEADER = "model,batch,seq,gamma,mode,mean_ms,median_ms"
-
-
 def grid(batches: tuple[int, ...] = (1, 2, 4, 8), gammas: tuple[int, ...] = (3, 7, 11)) -> list[Sample]:
     samples = [Sample(b, 128.0, 0, "target", 0.01 * b) for b in batches]
     samples += [Sample(b, 128.0, g, "draft", 0.004 * b) for b in batches for g in gammas]
     samples += [Sample(b, 128.0, g, "verify", 0.011 * b + 1e-5 * g) for b in batches for g in gammas]
     return samples
-
-
-def write_published(path: Path, rows: list[str]) -> Path:
-    path.write_text("\n".join([PUBLISHED_HEADER, *rows]) + "\n")
-    return path
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -38,33 +29,6 @@ def test_points_pair_the_times() -> None:
     once = [s for s in samples if s.mode != "draft"] + [Sample(2, 128.0, 0, "draft", 0.008)]
     assert points(once) == points(samples)
     assert check_samples(once, "samples") is None
-
-
-@pytest.mark.parametrize(("model", "count"), [("qwen257b", 178), ("llama318binstruct", 179)])
-def test_published_sweeps_load_with_one_warning(shared: Callable[[str], Path], model: str, count: int) -> None:
-    path = shared(f"data/efficientrollout/sweep_a100_tp1_{model}.csv")
-    with pytest.warns(UserWarning, match="of 180 grid points lack a draft or verify row") as caught:
-        samples = read_sweep(path)
-    assert len(caught) == 1
-    assert len(points(samples)) == count
-    assert min(s.batch for s in samples) == 1
-    # Their timers excluded the draft: verification at batch 1 costs about one target forward.
-    first = points(samples)[0]
-    assert first.verify == pytest.approx(first.target, rel=0.1)
-
-
-def test_included_draft_is_taken_off(tmp_path: Path) -> None:
-    rows = []
-    for batch in (1, 2):
-        rows.append(f"m,{batch},256,0,target_decode,0,10")
-        rows.append(f"m,{batch},256,0,target_decode_sd,0,99")
-        for gamma in (3, 7):
-            rows.append(f"m,{batch},256,{gamma},drafter_decode,0,4")
-            rows.append(f"m,{batch},256,{gamma},target_verify,0,{11 + 4 * gamma}")
-    rows.append("m,0,0,0,target_decode,0,5")
-    samples = read_sweep(write_published(tmp_path / "sweep.csv", rows))
-    assert len(samples) == 10
-    assert [p.verify for p in points(samples)] == pytest.approx([0.011] * 4)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "", "fast"])
@@ -99,13 +63,6 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
         file.write(line + "\n")
     with pytest.raises(ValueError, match=message):
         read_sweep(path)
-
-
-def test_bad_published_rows(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="line 2, column median_ms: 0 must be finite and positive"):
-        read_sweep(write_published(tmp_path / "a.csv", ["m,1,256,0,target_decode,9.5,0"]))
-    with pytest.raises(ValueError, match="line 2, column mode: 'prefill' is unknown"):
-        read_sweep(write_published(tmp_path / "b.csv", ["m,1,256,0,prefill,9.5,9.5"]))
 
 
 def test_missing_columns(tmp_path: Path) -> None:

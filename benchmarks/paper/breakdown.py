@@ -1,10 +1,21 @@
-"""Where the time of one decoded token goes, by simulation (ER App. C.1: Tab. 3, Fig. 2b; App. C.3: Tab. 4)."""
+"""Where the time of one decoding step goes, by simulation (EfficientRollout, ER: App. C.1, Tab. 3, Fig. 2b).
 
-from collections.abc import Mapping
+From the config of a dense model and a device's peaks: the shares of FFN, QKVO, attention, LM head and the rest of a
+16-bit step, and T̂_q/T̂_p of a memory-bound 4-bit and 8-bit copy (App. C.3, Tab. 4, at the theoretical K/V traffic).
+
+    python -m benchmarks.paper.breakdown config.json --flops 312e12 --bandwidth 2.039e12 --batch 1,8 --length 2048
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from .roofline import require_number
+from spec_trl.cli.options import positive, table, whole_numbers
+from spec_trl.scheduling.roofline import require_number
 
 
 BYTES = 2  # of a 16-bit weight or activation
@@ -129,14 +140,58 @@ def component_seconds(shape: Shape, hardware: Hardware, batch: int, length: floa
     }
 
 
-def component_shares(shape: Shape, hardware: Hardware, batch: int, length: float) -> dict[str, float]:
-    """`component_seconds` as shares of their sum: a row of ER Tab. 3."""
-    seconds = component_seconds(shape, hardware, batch, length)
-    total = sum(seconds.values())
-    return {name: value / total for name, value in seconds.items()}
-
-
 def idealized_draft_ratio(shape: Shape, bits: int, batch: int, length: float, rho_kappa: float = 1.0) -> float:
     """T̂_q/T̂_p where memory alone counts and nothing has overhead (ER Tab. 4), `rho_kappa` κ_eff over κ_theoretical."""
     cached = rho_kappa * shape.kv_bytes * batch * length
     return (shape.weight_bytes(bits) + cached) / (shape.weight_bytes() + cached)
+
+
+PARTS = {"ffn": "FFN", "qkvo": "QKVO", "attention": "attention", "lm_head": "LM head", "nonlinear": "nonlinear"}
+
+
+def breakdown_table(shape: Shape, hardware: Hardware, batches: Sequence[int], lengths: Sequence[int]) -> str:
+    """Shares of a decoding step's parts for each (B, S): rows of ER Tab. 3."""
+    header = ["B", "S", *PARTS.values(), "T_p ms", "W4 T_q/T_p", "W8 T_q/T_p"]
+    rows = []
+    for batch, length in itertools.product(batches, lengths):
+        seconds = component_seconds(shape, hardware, batch, length)
+        total = sum(seconds.values())
+        shares = [f"{seconds[part] / total:.1%}" for part in PARTS]
+        ratios = [f"{idealized_draft_ratio(shape, bits, batch, length):.3f}" for bits in (4, 8)]
+        rows.append([str(batch), str(length), *shares, f"{1e3 * total:.3f}", *ratios])
+    return table(header, rows)
+
+
+def read_shape(path: Path) -> Shape:
+    """The shape that a `config.json` says.
+
+    Raises:
+        ValueError: it is no JSON object, or a size is missing.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); give a model's config.json.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; give a model's config.json.")
+    return Shape.from_config(content)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("config", type=Path, help="config.json of a dense model")
+    add("--flops", type=positive, required=True, help="the device's peak FLOP/s at 16 bit, e.g. 312e12")
+    add("--bandwidth", type=positive, required=True, help="its peak memory bandwidth in B/s, e.g. 2.039e12")
+    add("--batch", type=whole_numbers, default=[1, 8, 32], metavar="B,B", help="active rows (1,8,32)")
+    add("--length", type=whole_numbers, default=[512, 2048], metavar="S,S", help="cached tokens per row (512,2048)")
+    options = parser.parse_args(arguments)
+    try:
+        shape = read_shape(options.config)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(breakdown_table(shape, Hardware(options.flops, options.bandwidth), options.batch, options.length))
+
+
+if __name__ == "__main__":
+    main()

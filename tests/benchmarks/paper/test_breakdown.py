@@ -1,19 +1,13 @@
 """ER's simulated tables from the models' configs alone."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from spec_trl.scheduling.breakdown import (
-    A100_80GB,
-    Hardware,
-    Shape,
-    component_seconds,
-    component_shares,
-    idealized_draft_ratio,
-)
+from benchmarks.paper.breakdown import A100_80GB, Hardware, Shape, component_seconds, idealized_draft_ratio, main
 
 
 # (length, batch) -> FFN, QKVO, attention, LM head, nonlinear in percent: ER Tab. 3
@@ -48,8 +42,8 @@ def shape_of(shared: Callable[[str], Path], model: str) -> Shape:
 def test_table_3_within_a_tenth_of_a_percentage_point(shared: Callable[[str], Path], model: str) -> None:
     shape = shape_of(shared, model)
     for (length, batch), printed in TABLE_3[model].items():
-        shares = component_shares(shape, A100_80GB, batch, length)
-        found = [100 * shares[name] for name in ("ffn", "qkvo", "attention", "lm_head", "nonlinear")]
+        seconds = component_seconds(shape, A100_80GB, batch, length)
+        found = [100 * part / sum(seconds.values()) for part in seconds.values()]
         # The paper prints one decimal, so half of it is rounding.
         assert found == pytest.approx(printed, abs=0.1 + 0.05), (length, batch)
 
@@ -97,3 +91,24 @@ def test_config_defaults_and_errors() -> None:
         Shape(**(vars(SMALL) | {"hidden": 0}))
     with pytest.raises(ValueError, match="bytes_per_second=0 is out of range"):
         Hardware(1e12, 0)
+
+
+def test_the_command(shared: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(shared("configs/target/Qwen2.5-7B-Instruct/config.json"))
+    main([config, "--flops", "312e12", "--bandwidth", "2.039e12", "--batch", "8", "--length", "2048"])
+    header, row = (re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines())
+    found = {name: float(cell.rstrip("%")) for name, cell in zip(header, row, strict=True)}
+    paper = {"FFN": 75.2, "QKVO": 10.9, "attention": 6.2, "LM head": 7.2, "nonlinear": 0.5}  # ER Tab. 3, first row
+    assert {name: found[name] for name in paper} == pytest.approx(paper, abs=0.35)
+    assert found["T_p ms"] > 14.1e9 / 2.039e12 * 1e3  # it reads all weights but the embedding
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "config.json is not JSON"), ("[]", "holds no JSON object"), ('{"hidden_size": 64}', "config lacks")],
+)
+def test_the_command_refuses(tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "config.json"), "--flops", "1e12", "--bandwidth", "1e11"])
+    assert message in capsys.readouterr().err
