@@ -14,7 +14,7 @@ from spec_trl.generation.engine.timeline import RequestTimeline
 from spec_trl.trainers.run_log import TIMELINES
 from tests.cli.sample_run import make_rollout
 from tests.generation.calls import generate, outputs
-from tests.generation.engine.test_chains import PROMPTS, Knowing, RandomPlans
+from tests.generation.races import PROMPTS, Knowing, RandomPlans
 
 
 RACED = [

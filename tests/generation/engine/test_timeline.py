@@ -7,7 +7,7 @@ import pytest
 from spec_trl.generation.engine.timeline import MOST_CHANGES, RequestTimeline, TimelineLog, slowest
 from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs
-from tests.generation.engine.test_chains import EOS, PROMPTS, Knowing, RandomPlans
+from tests.generation.races import EOS, PROMPTS, Knowing, RandomPlans
 
 
 NAMES = ["self", "ngram", "history"]
