@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
+from spec_trl.generation.engine import rollout
 from spec_trl.generation.engine.drafter import Drafter
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
@@ -58,6 +60,33 @@ def drafters(tiny, tiny_assistant, checkpoints) -> Make:
 
 
 KINDS = ("self", "dflash", "ngram", "model", "history", "eagle3", "tts model rollout")
+
+
+class Clock:
+    """A second passes between any two looks of the rollout at it; a lookup takes `draft_seconds` more."""
+
+    def __init__(self) -> None:
+        self.now = self.draft_seconds = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """In the place of the machine's."""
+    clock = Clock()
+    monkeypatch.setattr(rollout, "time", clock)
+    for kind in (NgramDrafter, HistoryDrafter):
+        propose = kind.propose
+
+        def slow(drafter: Any, *arguments: Any, propose: Any = propose) -> Any:
+            clock.now += clock.draft_seconds
+            return propose(drafter, *arguments)
+
+        monkeypatch.setattr(kind, "propose", slow)
+    return clock
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 
 from spec_trl import release
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import prefill
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.verification import Proposal
@@ -97,6 +98,10 @@ FATAL: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# What may come of its network, which can leave half-written or broken K/V behind.
+OF_NETWORK = ("breaks off", "weights of NaN")
+
+
 @dataclass(frozen=True)
 class Fault:
     """What comes of the `nth` call of a drafter's `method`: `trouble`."""
@@ -106,16 +111,29 @@ class Fault:
     nth: int
     trouble: str
 
+    @property
+    def is_fatal(self) -> bool:
+        return self.trouble not in HARMLESS
+
     def put_into(self, drafter: Drafter) -> list[int]:
         """Returns a list that has an entry once it has happened."""
         happened: list[int] = []
+        if self.trouble in OF_NETWORK and not isinstance(drafter, SelfDrafter):
+            return happened
         right, calls = getattr(drafter, self.method), itertools.count(1)
 
         def method(*arguments: Any) -> Any:
             if next(calls) != self.nth:
                 return right(*arguments)
             happened.append(1)
-            return (FATAL | HARMLESS)[self.trouble](right(*arguments))
+            if self.trouble == "weights of NaN":
+                next(iter(drafter.quantized.layers.values())).packed.scales.fill_(torch.nan)
+            elif self.trouble == "breaks off":  # after two draft tokens
+                forwards = itertools.count()
+                drafter.network.register_forward_pre_hook(lambda *_: next(forwards) == 2 and throw(drafter) or None)
+                if arguments[0] < 3:
+                    throw(drafter)
+            return (FATAL | HARMLESS).get(self.trouble, lambda made: made)(right(*arguments))
 
         setattr(drafter, self.method, method)
         return happened
@@ -167,8 +185,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     fault = None
     if draw(st.sampled_from([False, False, True])):
         method = draw(st.sampled_from(["propose"] * 4 + ["begin", "admit", "move", "observe", "end"]))
-        trouble = draw(st.sampled_from([*FATAL, *HARMLESS])) if method == "propose" else "throws"
+        trouble = draw(st.sampled_from([*FATAL, *HARMLESS, *OF_NETWORK * 2])) if method == "propose" else "throws"
         fault = Fault(draw(st.integers(0, len(names) - 1)), method, draw(st.integers(1, 3)), trouble)
+    is_capturable = fault is None or fault.trouble not in OF_NETWORK  # what is not says so in a warning of its own
     return Scenario(
         rows=tuple(rows),
         split=draw(st.sampled_from([0, 0, len(rows) // 2])),
@@ -179,7 +198,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         drafters=tuple(names),
         rounds=tuple(map(tuple, draw(st.lists(st.lists(chain, max_size=4), min_size=1, max_size=4)))),
         prefill=draw(st.sampled_from([(1024, 8192), (1024, 8192), (4, 8), (5, 1000), (1, 1)])),
-        captured=draw(st.sampled_from([False, False, False, True])),
+        captured=is_capturable and draw(st.sampled_from([False, False, False, True])),
         fault=fault,
     )
 
@@ -257,5 +276,6 @@ def check(
     assert len(control.rounds) == statistics.rounds == max(statistics.ended_in)
     assert all(0 <= counts.accepted <= counts.drafted for counts in statistics.per_request)
     failures = [str(warning.message) for warning in warned if "failed" in str(warning.message)]
-    is_fatal = bool(happened) and scenario.fault is not None and scenario.fault.trouble in FATAL
-    assert len(failures) == bool(statistics.drafter_failure) == is_fatal, failures
+    lost = {scenario.fault.which} if happened and scenario.fault and scenario.fault.is_fatal else set()
+    assert len(failures) == bool(statistics.drafter_failure) == len(lost), failures
+    assert control.alive == set(range(len(members))) - lost

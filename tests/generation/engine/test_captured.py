@@ -21,7 +21,7 @@ from tests.generation.races import Fixed, RandomPlans
 
 
 PROMPTS = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3]))
-LONG = dict(max_new_tokens=40)
+LONG = dict(max_new_tokens=28)
 
 
 def eager(model: nn.Module, strategy: str = "none", config: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -30,6 +30,12 @@ def eager(model: nn.Module, strategy: str = "none", config: dict[str, Any] | Non
 
 def graph(model: nn.Module, strategy: str = "none", config: dict[str, Any] | None = None, **options: Any) -> Any:
     return generate(model, PROMPTS, strategy, {"runner": "graph"} | (config or {}), **(LONG | options))
+
+
+@pytest.fixture
+def fresh() -> nn.Module:
+    """A target of the test's own, of one layer: a tape is slow."""
+    return tiny_llama(num_hidden_layers=1)
 
 
 # ---- what they compute ----------------------------------------------------------------------------------------------
@@ -50,12 +56,13 @@ def test_drafts_are_those_of_eager_forwards(tiny, drafters, tape) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "config"), [("graph", {"verification": "rejection"}), ("compiled", {}), ("graph", {"max_batch_size": 3})]
+    ("mode", "config"), [("graph", {"verification": "rejection"}), ("compiled", {"max_batch_size": 3})]
 )
 def test_by_name(fresh, tape, mode: str, config: dict[str, Any]) -> None:
     config = config | {"draft_length": 3}
     options = dict(eos_token_id=[1, 2])
-    expected, result = eager(fresh, "self", config, **options), graph(fresh, "self", config | {"runner": mode}, **options)
+    expected = eager(fresh, "self", config, **options)
+    result = graph(fresh, "self", config | {"runner": mode}, **options)
     assert outputs(result) == outputs(expected) and tape.replayed > 20
     assert result.statistics.total.accepted == expected.statistics.total.accepted > 0
     assert result.statistics.graphs == tape.recorded and result.statistics.graph_bytes == tape.bytes()
@@ -63,7 +70,7 @@ def test_by_name(fresh, tape, mode: str, config: dict[str, Any]) -> None:
 
 def test_output_longer_than_a_column_bucket(tape) -> None:
     model = tiny_llama(max_position_embeddings=600, num_hidden_layers=1)
-    options = dict(max_new_tokens=260)
+    options = dict(max_new_tokens=258)
     assert outputs(graph(model, **options)) == outputs(eager(model, **options))
     assert tape.recorded == 2  # up to 256 columns and up to 512
 
@@ -111,7 +118,7 @@ def _hook_the_head(model: nn.Module) -> None:
 
 
 def _replace_a_module(model: nn.Module) -> None:
-    model.model.layers[1].mlp.act_fn = nn.ReLU()
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
 
 
 def _set_an_attribute(model: nn.Module) -> None:
@@ -149,7 +156,7 @@ def runners() -> int:
     return sum(isinstance(thing, captured.GraphRunner) for thing in gc.get_objects())
 
 
-def test_memory_is_given_back(fresh, tiny_assistant, tape) -> None:
+def test_memory_is_given_back(fresh, tape) -> None:
     graph(fresh, "self", {"keep_graphs": False})
     assert runners() == 0
     graph(fresh, "self")
@@ -165,12 +172,11 @@ def test_memory_is_given_back(fresh, tiny_assistant, tape) -> None:
 
 def test_an_assistants_forwards_serve_the_next_call(fresh, tiny_assistant, tape) -> None:
     """Drafters that come and go do not pile up, nor does what was captured for them."""
-    results = [graph(fresh, "model", assistant_model=tiny_assistant) for _ in range(3)]
-    assert tape.recorded == results[0].statistics.graphs == results[2].statistics.graphs
-    assert outputs(results[0]) == outputs(results[2])
-    assert runners() == 2
-    others = {graph(fresh, "model", assistant_model=tiny_llama(seed)).statistics.graphs for seed in (1, 2)}
-    assert max(others) <= 1.5 * results[0].statistics.graphs and runners() == 2
+    first, _, third = (graph(fresh, "model", assistant_model=tiny_assistant) for _ in range(3))
+    assert first.statistics.graphs <= tape.recorded < 2 * first.statistics.graphs
+    assert outputs(first) == outputs(third) and runners() == 2
+    graphs = [graph(fresh, "model", assistant_model=tiny_llama(seed)).statistics.graphs for seed in (1, 2, 3)]
+    assert tape.recorded > graphs[2] + 4 and graphs[2] <= graphs[0] + 2 and runners() == 2
 
 
 def test_adapters_that_are_scaled_or_trained(tape) -> None:
@@ -222,7 +228,7 @@ def test_a_call_that_fails_leaves_nothing_behind(fresh, tape) -> None:
 
 
 def test_an_assistant_whose_weights_move(fresh, tape) -> None:
-    assistant = tiny_llama()
+    assistant = tiny_llama(num_hidden_layers=1)  # the target's twin
     drafter = SmallModelDrafter(assistant, fresh)
     assert graph(fresh, drafter=drafter).statistics.total.acceptance_rate == 1
     for parameter in assistant.parameters():  # as `.to()` does it
@@ -232,7 +238,7 @@ def test_an_assistant_whose_weights_move(fresh, tape) -> None:
     assert bad.acceptance_rate < 1
 
 
-def test_rounds_that_prepare_are_not_typical(fresh, drafters, tape) -> None:
+def test_rounds_that_prepare_are_not_typical(fresh, tape) -> None:
     """Those in which modules ran: on the way to a capture, or for one."""
     for config, is_typical in (({"runner": "graph"}, [False] * 3), ({"runner": "eager"}, [True] * 3)):
         control = Fixed(Chain(0, 3))
@@ -256,11 +262,12 @@ def test_training_goes_on_as_before(fresh, tape) -> None:
 
     fresh.train()
     before = gradient()
-    for mode in ("graph", "compiled"):
-        graph(fresh, "self", {"runner": mode}, max_new_tokens=16)
+    for strategy, mode in (("self", "graph"), ("none", "compiled")):
+        graph(fresh, strategy, {"runner": mode}, max_new_tokens=16)
     assert torch.equal(gradient(), before) and fresh.training
 
 
+@pytest.mark.slow
 def test_through_the_kernels(tape, monkeypatch) -> None:
     """What a GPU runs, as far as a CPU can: captured forwards with span attention, and drawing in one pass.
 

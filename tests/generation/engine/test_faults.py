@@ -1,4 +1,4 @@
-"""Faults beyond those that `test_token_identity.py` draws: what is said of them, and a target that is broken itself."""
+"""Faults beyond those that `test_token_identity.py` draws: what is said of them, and a broken target."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_a_failure_is_said_once_and_ends_with_the_generation(tiny, prompts, expe
     drafter = Failing(expected, None)
     control = SpeculationToggle([Candidate("custom", 2, 2.0, 100)])
     for _ in range(2):  # a control that has been in use, too
-        with pytest.warns(UserWarning, match="drafter Failing failed.*same tokens.*KeyError: .the drafter's") as caught:
+        with pytest.warns(UserWarning, match="Failing failed.*same tokens.*KeyError: .the drafter") as caught:
             result = generate(tiny, prompts, drafter=drafter, config=CONFIG, control=control, **EOS)
         assert len(caught) == 1 and outputs(result) == expected
         assert "KeyError" in result.statistics.drafter_failure
@@ -56,6 +56,20 @@ def test_a_failure_is_said_once_and_ends_with_the_generation(tiny, prompts, expe
     result = generate(tiny, prompts, drafter=drafter, config=CONFIG, **EOS)
     assert result.statistics.acceptance_rate > 0.8 and result.statistics.drafter_failure is None
     assert outputs(result) == expected
+
+
+@pytest.mark.parametrize("tokens", [64, -1, 2**62, None])
+@pytest.mark.filterwarnings("ignore:the drafter Other")
+def test_what_was_not_proposed_does_not_count(tokens: int | None, tiny, prompts, expected) -> None:
+    class Other(Knowing):
+        def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+            proposal = super().propose(draft_length, noise)
+            if tokens is None:
+                raise KeyError("the drafter's own trouble")
+            return Proposal(torch.full_like(proposal.tokens, tokens), proposal.lengths)
+
+    result = generate(tiny, prompts, drafter=Other(expected, None), config=CONFIG, **EOS)
+    assert outputs(result) == expected and result.statistics.total.drafted == result.statistics.total.accepted == 0
 
 
 def test_ctrl_c_is_not_a_drafter_failure(tiny, prompts, expected, monkeypatch) -> None:

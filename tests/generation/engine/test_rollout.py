@@ -1,4 +1,4 @@
-"""What a row samples depends on its seed and request; and what `test_token_identity.py` cannot say with a tiny model."""
+"""What a row samples depends on its seed and request; and what `test_token_identity.py` cannot say."""
 
 import json
 
