@@ -90,7 +90,7 @@ def test_assistants(tiny, tiny_assistant, prompts, tmp_path) -> None:
         tiny, prompts, assistant_strategy="model", assistant_model=tiny_assistant, return_dict_in_generate=True
     )
     assert outputs(found) == outputs(result) == outputs(generate(tiny, prompts, max_new_tokens=12))
-    assert found.statistics.acceptance_rate == result.statistics.acceptance_rate > 0.3
+    assert found.statistics.acceptance_rate > 0.3 < result.statistics.acceptance_rate
     result = generate(tiny, prompts, "model", num_return_sequences=2, assistant_model=tiny_assistant)
     assert result.sequences.shape[0] == 6
 

@@ -15,7 +15,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation import EosTokenCriteria, TopKLogitsWarper
 
@@ -64,14 +63,6 @@ class Grammar(LogitsProcessor):
         return scores + only
 
 
-class Silent(LogitsProcessor):
-    """Each row has tokens of its own, and a row that has ended none at all."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        ended = torch.isin(input_ids[:, 12:], torch.tensor(EOS["eos_token_id"])).any(1)  # [B], 12: the prompts' width
-        return Row()(input_ids, scores).masked_fill(ended[:, None], -torch.inf)
-
-
 class Mean(LogitsProcessor):
     """Couples all rows, those that have ended too."""
 
@@ -90,7 +81,9 @@ class Seldom(TopKLogitsWarper):
 
 
 def by_function(input_ids: Tensor, scores: Tensor) -> Tensor:
-    return Row()(input_ids, scores)
+    """Each row has tokens of its own, and a row that has ended none at all."""
+    ended = torch.isin(input_ids[:, 12:], torch.tensor(EOS["eos_token_id"])).any(1)  # [B], 12: the prompts' width
+    return Row()(input_ids, scores).masked_fill(ended[:, None], -torch.inf)
 
 
 class Patience(StoppingCriteria):
@@ -124,7 +117,6 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "by row": lambda: EOS | dict(logits_processor=LogitsProcessorList([Row()])),
     "counting": lambda: EOS | dict(logits_processor=LogitsProcessorList([Counter()])),
     "grammar": lambda: EOS | dict(logits_processor=LogitsProcessorList([Grammar()])),
-    "nothing for ended rows": lambda: EOS | dict(logits_processor=LogitsProcessorList([Silent()])),
     "coupling rows": lambda: EOS | dict(logits_processor=LogitsProcessorList([Mean()])),
     "subclass": lambda: EOS | dict(logits_processor=LogitsProcessorList([Seldom(9)])),
     "function": lambda: EOS | dict(logits_processor=LogitsProcessorList([by_function])),
@@ -225,19 +217,6 @@ def test_statistics_know_when_each_row_ended(tiny: PreTrainedModel, prompts: Pro
     assert point.length == prompts["attention_mask"].sum() / 5 + (max(ended) - 1) / 2, "ended rows are rows"
 
 
-def test_classifier_free_guidance(tiny: PreTrainedModel, prompts: Prompts) -> None:
-    """Passed as a processor, it runs the model itself once per step."""
-
-    def options() -> dict[str, Any]:
-        guide = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, tiny, prompts["input_ids"][:, -3:])
-        return EOS | dict(
-            logits_processor=LogitsProcessorList([guide]), do_sample=False, max_new_tokens=8, pad_token_id=0
-        )
-
-    expected = tiny.generate(**prompts, **options())
-    assert generate(tiny, prompts, **options()).sequences.tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize("option", ["logits_processor", "stopping_criteria"])
 def test_all_rows_must_run_at_once(option: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
     own = Counter() if option == "logits_processor" else Patience()
@@ -253,25 +232,3 @@ def test_one_warning_says_why_nothing_is_drafted(tiny: PreTrainedModel, prompts:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(tiny, prompts, "none", **KINDS["counting"]())
-
-
-@pytest.mark.parametrize("strategy", ["ngram", "self"])
-def test_a_class_that_declares_itself_is_drafted_for(strategy: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
-    class ByPrefix(LogitsProcessor):
-        prefix_only = True
-
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            return scores + (torch.arange(scores.shape[1]) == 20 + (input_ids[:, -1:] + 1) % 3) * 20.0
-
-    class EndByPrefix(StoppingCriteria):
-        prefix_only = True
-
-        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            return (input_ids[:, -1] + input_ids.shape[1]) % 37 == 0
-
-    options = EOS | dict(do_sample=False, max_new_tokens=20, pad_token_id=0)
-    options |= dict(logits_processor=[ByPrefix()], stopping_criteria=[EndByPrefix()])
-    expected = tiny.generate(**prompts, **options)
-    result = generate(tiny, prompts, strategy, {"max_batch_size": 2, "draft_length": 3}, **options)
-    assert result.sequences.tolist() == expected.tolist()
-    assert result.statistics.total.accepted > 0
