@@ -59,7 +59,7 @@ def known(tiny: LlamaForCausalLM) -> AcceptanceHistory:
 
 
 def ladder_of(drafters: list[Drafter], seconds: dict[tuple[str, int], float] | None = None) -> Ladder:
-    """Rounds of 1 second, but for those of `seconds` by drafter and γ, beside plain ones of 1 second."""
+    """Rounds of 1 second, but for those of `seconds` by drafter and γ, next to plain ones of 1 second."""
     cells = [(drafter.strategy, gamma) for drafter in drafters for gamma in LENGTHS]
     return Ladder(tuple(Rung(*cell[:1], 1, cell[1], 0.6, (seconds or {}).get(cell, 1.0), 1.0) for cell in cells), "")
 

@@ -69,7 +69,7 @@ class Tape:
 
 def install_tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     """A tape for all forwards that are captured from now on. What torch.compile traces runs as it was traced: the
-    compiler behind it is not ours to test, and takes half a minute."""
+    compiler itself is not ours to test, and takes half a minute."""
     tape, compile_ = Tape(), torch.compile
     monkeypatch.setattr(captured, "recorder_for", lambda device: tape)
     monkeypatch.setattr(compiled.torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))

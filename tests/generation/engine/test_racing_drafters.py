@@ -84,7 +84,7 @@ def test_drafts_depend_on_the_committed_text_alone(kind: str, tiny, drafters: Ca
     members = [watched(*drafters(kind), among, True), Knowing(expected, 0), Knowing(expected, 1)]
     result = generate(tiny, PROMPTS, config={"max_batch_size": 3}, drafter=members, control=RandomPlans(3, 1))
     assert outputs(result) == expected and result.statistics.drafter_failure is None
-    shared = among.keys() & alone.keys()  # nobody drafts where one token is left, but beside rows with more
+    shared = among.keys() & alone.keys()  # nobody drafts where one token is left unless other rows have more
     assert len(shared) > 15 and len(shared) > 0.8 * len(among)
     for text in shared:
         count = min(len(among[text]), len(alone[text]))
