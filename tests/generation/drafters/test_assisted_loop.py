@@ -18,7 +18,7 @@ from tests.generation.calls import random_rows
 
 
 DRAFT_LENGTH = 4
-MAX_LENGTH = 60
+MAX_LENGTH = 40
 
 
 @pytest.fixture(params=["self", "model", "ngram", "history"])
@@ -74,7 +74,7 @@ def alone(model: PreTrainedModel, row: torch.Tensor, **options: Any) -> torch.Te
 def test_greedy(make: Callable[[PreTrainedModel], Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     drafter = make(model)
-    for row in random_rows([6, 1, 11]):  # one drafter, several generations
+    for row in random_rows([1, 6]):  # one drafter, several generations
         plain = alone(model, row, do_sample=False)
         sequences, counting = assisted(model, drafter, row, monkeypatch, do_sample=False)
         assert sequences.tolist() == plain.tolist()

@@ -55,17 +55,17 @@ def test_drafts_are_those_of_eager_forwards(tiny, drafters, tape) -> None:
     spec_trl.release(tiny)
 
 
-@pytest.mark.parametrize(
-    ("mode", "config"), [("graph", {"verification": "rejection"}), ("compiled", {"max_batch_size": 3})]
-)
-def test_by_name(fresh, tape, mode: str, config: dict[str, Any]) -> None:
-    config = config | {"draft_length": 3}
-    options = dict(eos_token_id=[1, 2])
-    expected = eager(fresh, "self", config, **options)
-    result = graph(fresh, "self", config | {"runner": mode}, **options)
+def test_by_name(fresh, tape) -> None:
+    config, options = {"verification": "rejection", "draft_length": 3}, dict(eos_token_id=[1, 2])
+    expected, result = (run(fresh, "self", config, **options) for run in (eager, graph))
     assert outputs(result) == outputs(expected) and tape.replayed > 20
     assert result.statistics.total.accepted == expected.statistics.total.accepted > 0
     assert result.statistics.graphs == tape.recorded and result.statistics.graph_bytes == tape.bytes()
+
+
+def test_compiled_forwards_change_no_token(fresh, tape) -> None:
+    result = graph(fresh, config={"runner": "compiled", "max_batch_size": 3}, eos_token_id=[1, 2], max_new_tokens=12)
+    assert outputs(result) == outputs(eager(fresh, eos_token_id=[1, 2], max_new_tokens=12)) and tape.replayed > 8
 
 
 def test_output_longer_than_a_column_bucket(tape) -> None:
