@@ -225,7 +225,7 @@ def plain(tiny: LlamaForCausalLM) -> Callable[[str, tuple[tuple[int, int], ...]]
 
 
 @settings(
-    deadline=None, max_examples=90, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    deadline=None, max_examples=120, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.generate], report_multiple_bugs=False,  # a scenario is short enough without minutes of shrinking
 )  # fmt: skip
 @given(scenario=scenarios())
