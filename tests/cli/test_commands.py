@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from spec_trl.cli.ladder_figure import draft_ladder
 from spec_trl.cli.main import main

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from spec_trl import SpeculativeOutput
+from spec_trl.generation.engine.noise import gumbel_noise, position_keys, stream_keys
 
 
 Prompts = dict[str, Tensor]
@@ -65,3 +66,39 @@ def reference_outputs(model: PreTrainedModel, prompts: Prompts, **options: Any) 
             model.generate(row, attention_mask=torch.ones_like(row), **(defaults | options))[0, row.shape[1] :]
         )
     return [tokens.tolist() for tokens in found]
+
+
+def plain_decoding(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> tuple[list[list[int]], list[list[float]]]:
+    """What the engine must reproduce: `generate`'s loop over padded rows, one token at a time and without any cache,
+    with the noise of seed 0; for `custom_generate`.
+
+    Returns:
+        Tokens and logprobs of each row, up to its end.
+    """
+    mask = model_kwargs["attention_mask"]  # [B, width]
+    batch, width = input_ids.shape
+    streams = stream_keys(0, torch.arange(batch))  # [B]
+    tokens: list[list[int]] = [[] for _ in range(batch)]
+    logprobs: list[list[float]] = [[] for _ in range(batch)]
+    running = torch.ones(batch, dtype=torch.bool)
+    while running.any():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]  # [B, V]
+        scores = logits_processor(input_ids, logits.clone())  # [B, V]
+        step = torch.full((batch, 1), input_ids.shape[1] - width)
+        noise = gumbel_noise(position_keys(streams, step).flatten(), scores.shape[1])  # [B, V]
+        chosen = (scores + noise if generation_config.do_sample else scores).argmax(1)  # [B]
+        for row in running.nonzero().flatten().tolist():
+            tokens[row].append(int(chosen[row]))
+            logprobs[row].append(float(scores[row].log_softmax(0)[chosen[row]]))
+        input_ids = torch.cat([input_ids, torch.where(running, chosen, 0)[:, None]], dim=1)
+        mask = torch.cat([mask, running.long()[:, None]], dim=1)
+        running &= ~stopping_criteria(input_ids, None)
+    return tokens, logprobs

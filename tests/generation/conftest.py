@@ -2,9 +2,9 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-import torch
 
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
@@ -14,46 +14,81 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
-from spec_trl.generation.engine import captured, compiled
+from spec_trl.generation.engine import rollout
 from spec_trl.generation.engine.drafter import Drafter
-from tests.generation.drafters.dflash import test_drafter
-from tests.generation.drafters.eagle3 import reference
-from tests.generation.engine.tape import Tape
+from tests.generation.drafters.dflash import reference as dflash
+from tests.generation.drafters.eagle3 import reference as eagle3
+from tests.generation.engine.tape import Tape, install_tape
 
 
-@pytest.fixture(scope="module")
+Make = Callable[..., list[Drafter]]
+
+
+@pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of random drafters for the tiny target, by kind."""
     folder = tmp_path_factory.mktemp("drafters")
-    reference.make_folder(folder / "eagle3", reference.safeai(vocab_size=64, draft_vocab_size=64))
-    test_drafter.make_checkpoint(folder / "dflash", test_drafter.zlab(vocab_size=64))
+    eagle3.make_folder(folder / "eagle3", eagle3.safeai(vocab_size=64, draft_vocab_size=64))
+    dflash.make_checkpoint(folder / "dflash", dflash.zlab(vocab_size=64))
     return {kind: str(folder / kind) for kind in ("eagle3", "dflash")}
 
 
-@pytest.fixture
-def drafters(tiny, tiny_assistant, checkpoints) -> Callable[..., list[Drafter]]:
-    """Makes drafters by name; all there are, in an order of their own."""
+@pytest.fixture(scope="session")
+def drafters(tiny, tiny_assistant, checkpoints) -> Make:
+    """Makes drafters by name; all of `KINDS` by default. "tts" learns, with the drafter named after it and how."""
 
-    def make(*names: str) -> list[Drafter]:
-        how = Distillation(1e-3, scope="rollout")
-        known: dict[str, Callable[[], Drafter]] = {
-            "self": lambda: SelfDrafter(tiny, kernel="reference"),
-            "dflash": lambda: DFlashDrafter(checkpoints["dflash"], tiny),
-            "ngram": lambda: NgramDrafter(2),
-            "model": lambda: SmallModelDrafter(tiny_assistant, tiny),
-            "history": lambda: HistoryDrafter(10_000),
-            "eagle3": lambda: Eagle3Drafter(checkpoints["eagle3"], tiny),
-            "tts": lambda: DistilledDrafter(SmallModelDrafter(copy.deepcopy(tiny_assistant), tiny), how),
+    def one(name: str) -> Drafter:
+        if name == "self":
+            return SelfDrafter(tiny, kernel="reference")
+        if name == "model":
+            return SmallModelDrafter(tiny_assistant, tiny)
+        if name == "ngram":
+            return NgramDrafter(2)
+        if name == "history":
+            return HistoryDrafter(10_000)
+        if name in checkpoints:
+            return (Eagle3Drafter if name == "eagle3" else DFlashDrafter)(checkpoints[name], tiny)
+        _, kind, scope, *together = name.split()
+        students: dict[str, Callable[[], Drafter]] = {
+            "self": lambda: SelfDrafter(tiny, "rtn-w4-g32", "reference", "packed"),
+            "model": lambda: SmallModelDrafter(copy.deepcopy(tiny_assistant), tiny),
         }
-        return [known[name]() for name in names or known]
+        student = students.get(kind, lambda: one(kind))()
+        return DistilledDrafter(student, Distillation(1e-3, scope, asynchronous=bool(together)))
 
-    return make
+    return lambda *names: [one(name) for name in names or KINDS]
+
+
+KINDS = ("self", "dflash", "ngram", "model", "history", "eagle3", "tts model rollout")
+
+
+class Clock:
+    """A second passes between any two looks of the rollout at it; a lookup takes `draft_seconds` more."""
+
+    def __init__(self) -> None:
+        self.now = self.draft_seconds = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """In the place of the machine's."""
+    clock = Clock()
+    monkeypatch.setattr(rollout, "time", clock)
+    for kind in (NgramDrafter, HistoryDrafter):
+        propose = kind.propose
+
+        def slow(drafter: Any, *arguments: Any, propose: Any = propose) -> Any:
+            clock.now += clock.draft_seconds
+            return propose(drafter, *arguments)
+
+        monkeypatch.setattr(kind, "propose", slow)
+    return clock
 
 
 @pytest.fixture
 def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
-    tape = Tape()
-    monkeypatch.setattr(captured, "recorder_for", lambda device: tape)
-    # The backend is not ours to test, and the C++ one takes half a minute: what matters is what torch.compile traces.
-    compile_ = torch.compile
-    monkeypatch.setattr(compiled.torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
-    return tape
+    return install_tape(monkeypatch)

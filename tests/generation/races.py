@@ -1,7 +1,9 @@
-"""Controls and drafters with which the tests let chains race."""
+"""Controls and drafters that follow a plan of the test's, so that it knows what should happen in each round."""
 
+import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,41 +19,36 @@ from tests.generation.calls import pad_left, random_rows
 
 ROWS = random_rows([5, 9, 1, 12, 7, 3])
 PROMPTS = pad_left([*ROWS, ROWS[3]])
+EOS = dict(eos_token_id=[7, 11])
 
 
-class RandomPlans:
-    """Up to `chains` chains of random drafters, γ and rows in each round; now and then none.
+class Plans:
+    """Plans the same rounds over and over, and writes down what became of them. Failed drafters plan nothing.
 
     Args:
-        count: of drafters.
-        seed: of the plans.
-        chains: at most, in one round.
-        longest: γ.
+        count: number of drafters.
+        rounds: chains of each round.
     """
 
     races = True
 
-    def __init__(self, count: int, seed: int = 0, chains: int = 4, longest: int = 4) -> None:
-        self.candidates = [Candidate(f"c{i}", longest, 1.0, 1 << 30) for i in range(count)]
+    def __init__(self, count: int, rounds: Iterable[Sequence[Chain]]) -> None:
+        self.planned = [tuple(plan) for plan in rounds]
+        self.most_drafted = max(sum(chain.draft_length for chain in plan) for plan in self.planned)
+        self.candidates = [Candidate(f"c{i}", self.most_drafted, 1.0, 1 << 30) for i in range(count)]
         self.tallies = [Tally() for _ in self.candidates]
-        self._chains, self._longest, self._seed = chains, longest, seed
-
-    @property
-    def most_drafted(self) -> int:
-        return self._chains * self._longest
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
-        self._random = random.Random(self._seed)
-        self._alive = set(range(len(self.candidates)))
+        self.begun = capacity, list(prompts)
+        self.alive = set(range(len(self.candidates)))
         self.rounds: list[dict[str, Any]] = []
+        self._next = itertools.cycle(self.planned)
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
-        count = self._random.randint(0, min(self._chains, len(self._alive)))
-        plan = []
-        for which in self._random.sample(sorted(self._alive), count):
-            some = self._random.sample(range(len(requests)), self._random.randint(1, len(requests)))
-            plan.append(Chain(which, self._random.randint(1, self._longest), self._random.choice([None, tuple(some)])))
-        self.rounds.append({"requests": list(requests), "plan": plan, "accepted": {}, "drafted": {}})
+        plan = [_among(chain, len(requests)) for chain in next(self._next) if chain.which in self.alive]
+        self.rounds.append(
+            dict(requests=list(requests), length=length, waiting=waiting, plan=plan, accepted={}, drafted={})
+        )
         return plan
 
     def record_rows(
@@ -61,15 +58,15 @@ class RandomPlans:
         self.rounds[-1] |= {"accepted": dict(accepted), "drafted": dict(drafted)}
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-        self.rounds[-1] |= {"width": draft_length, "tokens": tokens}
+        self.rounds[-1] |= {"width": draft_length, "seconds": seconds, "tokens": tokens, "is_typical": is_typical}
 
     def drop(self, index: int) -> None:
-        self._alive.discard(index)
+        self.alive.discard(index)
 
     def finish(self) -> None: ...
 
     def account(self) -> Account:
-        return Account(None, "at random")
+        return Account(None, "as planned")
 
     def forecast(self, batch: int, length: float) -> Account:
         return self.account()
@@ -78,28 +75,61 @@ class RandomPlans:
         return None
 
 
-class Fixed(RandomPlans):
+def _among(chain: Chain, count: int) -> Chain:
+    """`chain` for those of its rows that are in flight."""
+    return chain if chain.rows is None else replace(chain, rows=tuple(row for row in chain.rows if row < count))
+
+
+class Fixed(Plans):
     """The same chains in every round."""
 
     def __init__(self, *plan: Chain) -> None:
-        super().__init__(
-            1 + max(chain.which for chain in plan), chains=len(plan), longest=max(c.draft_length for c in plan)
-        )
-        self._plan = plan
+        super().__init__(1 + max(chain.which for chain in plan), [plan])
+
+
+class RandomPlans(Plans):
+    """Up to `chains` chains of random drafters, γ and rows in each round; now and then none.
+
+    Args:
+        count: number of drafters.
+        seed: of the plans.
+        chains: at most, in one round.
+        longest: γ.
+    """
+
+    def __init__(self, count: int, seed: int = 0, chains: int = 4, longest: int = 4) -> None:
+        super().__init__(count, [[Chain(0, longest)] * chains])
+        self._chains, self._longest, self._seed = chains, longest, seed
+
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        super().begin(capacity, prompts)
+        self._random = random.Random(self._seed)
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
         super().plan(requests, length, waiting)
-        self.rounds[-1]["plan"] = list(self._plan)
-        return self._plan
+        count = self._random.randint(0, min(self._chains, len(self.alive)))
+        plan = []
+        for which in self._random.sample(sorted(self.alive), count):
+            some = self._random.sample(range(len(requests)), self._random.randint(1, len(requests)))
+            plan.append(Chain(which, self._random.randint(1, self._longest), self._random.choice([None, tuple(some)])))
+        self.rounds[-1]["plan"] = plan
+        return plan
 
 
 class Knowing(Drafter):
-    """Knows what will be sampled, and says it right for a random number of tokens."""
+    """Knows what will be sampled, and says it right for a random number of tokens, or for all.
+
+    Args:
+        answers: of each request.
+        seed: of these numbers; None: all tokens are right.
+        name: in the statistics.
+    """
 
     has_probabilities = False
 
-    def __init__(self, answers: list[list[int]], seed: int, name: str = "custom") -> None:
-        self.answers, self.random, self.strategy = answers, random.Random(seed), name
+    def __init__(self, answers: list[list[int]], seed: int | None, name: str = "custom") -> None:
+        self.answers, self.strategy = answers, name
+        self.random = None if seed is None else random.Random(seed)
         self.right: list[dict[int, int]] = []  # by round and request
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
@@ -108,14 +138,14 @@ class Knowing(Drafter):
         drafts = []
         for request, done in zip(rows.indices, rows.generated.tolist(), strict=True):
             answer = (self.answers[request][done : done + draft_length] + [0] * draft_length)[:draft_length]
-            right = self.random.randint(0, draft_length)
+            right = self.random.randint(0, draft_length) if self.random else draft_length
             drafts.append(answer[:right] + [(token + 1) % 64 for token in answer[right:]])
             self.right[-1][request] = right
         return Proposal(torch.tensor(drafts), torch.full_like(rows.lengths, draft_length))
 
 
-def raced(control: RandomPlans) -> int:
-    """Rounds in which some row had several chains."""
+def raced(control: Plans) -> int:
+    """Number of rounds in which some row had several chains."""
     return sum(
         any(sum(own[row] >= 0 for own in each["accepted"].values()) > 1 for row in range(len(each["requests"])))
         for each in control.rounds

@@ -1,4 +1,4 @@
-"""Calls within calls, calls beside calls, and what is left when they have ended."""
+"""Calls within calls, calls at the same time, and what is left when they have ended."""
 
 import gc
 import threading
@@ -21,11 +21,11 @@ from transformers import (
 )
 
 import spec_trl
-from spec_trl.generation import kept
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.engine.captured import GraphRunner
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.kept import look
 from spec_trl.measuring import fill_ladder
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.ladder import Ladder, Rung
@@ -67,12 +67,11 @@ def arguments(strategy: str, assistant: LlamaForCausalLM) -> tuple[dict[str, Any
     return config, SHORT | ({"assistant_model": assistant} if strategy in ("model", "tts") else {})
 
 
-# ---- inside one another, and beside one another ---------------------------------------------------------------------
+# ---- inside one another, and at the same time -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("strategy", "runner"),
-    [("none", "graph"), ("self", "graph"), ("model", "graph"), ("self", "eager"), ("tts", "eager")],
+    ("strategy", "runner"), [("self", "graph"), ("model", "graph"), ("self", "eager"), ("tts", "eager")]
 )
 def test_a_generation_inside_a_generation(fresh, tiny_assistant, tape, strategy, runner) -> None:
     """With the same model and options, as a judge does: what it keeps and drafts with is not the outer one's."""
@@ -141,12 +140,12 @@ def test_a_call_that_fails_puts_its_drafter_back(fresh, tiny_assistant, strategy
     """Packing the copy takes seconds, and what was learned in a run cannot be had again."""
     config, options = arguments(strategy, tiny_assistant)
     generate(fresh, PROMPTS, strategy, config, **options)
-    drafter = kept.look(fresh, strategy)
+    drafter = look(fresh, strategy)
     with pytest.raises(RuntimeError, match="of the processor"):
         generate(fresh, PROMPTS, strategy, config, logits_processor=LogitsProcessorList([Fails()]), **options)
     with pytest.raises(ValueError, match="would not fit in memory"):
         generate(fresh, PROMPTS, strategy, config, **(options | {"max_new_tokens": 10**12}))
-    assert drafter is not None and kept.look(fresh, strategy) is drafter
+    assert drafter is not None and look(fresh, strategy) is drafter
     assert outputs(generate(fresh, PROMPTS, strategy, config, **options)) == outputs(generate(fresh, PROMPTS, **SHORT))
 
 
@@ -164,7 +163,7 @@ def test_release_frees_all_that_is_kept(fresh, tape, tmp_path: Path, monkeypatch
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
     assistant = tiny_llama(seed=1)
     before = alive()
-    for strategy in ("none", "self", "model", "tts", "auto"):
+    for strategy in ("self", "model", "tts", "auto"):
         config, options = arguments(strategy, assistant)
         generate(fresh, PROMPTS, strategy, config | {"runner": "graph"}, **options)
     new = alive() - before

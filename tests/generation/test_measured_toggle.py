@@ -1,7 +1,6 @@
 """The default toggle: no calibration before the first token; rounds tell what pays, and later calls remember."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,27 +10,16 @@ import spec_trl
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.engine import rollout
 from spec_trl.measuring import fill_ladder, profile_cache
 from spec_trl.measuring.fill_ladder import find_ladder
 from spec_trl.scheduling.toggle import FEWEST
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.conftest import Clock
 
 
 PROMPTS = pad_left(random_rows([9, 5]))
 MEASURED: dict[str, Any] = {"sd_toggle": SpeculativeConfig.sd_toggle}
-
-
-class Clock:
-    """A second passes between any two looks at it; a draft takes `draft_seconds` more."""
-
-    def __init__(self) -> None:
-        self.now = self.draft_seconds = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 1.0
-        return self.now
 
 
 @pytest.fixture
@@ -40,21 +28,6 @@ def model() -> Iterator[LlamaForCausalLM]:
     model = tiny_llama()
     yield model
     spec_trl.release(model)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(rollout, "time", SimpleNamespace(perf_counter=clock.perf_counter))
-    for kind in (NgramDrafter, HistoryDrafter):
-        propose = kind.propose
-
-        def slow(drafter: Any, *arguments: Any, propose: Any = propose) -> Any:
-            clock.now += clock.draft_seconds
-            return propose(drafter, *arguments)
-
-        monkeypatch.setattr(kind, "propose", slow)
-    return clock
 
 
 @pytest.fixture

@@ -12,13 +12,6 @@ from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from tests.generation.drafters.test_feature_drafter import make_checkpoint
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of random drafters for the tiny target, by kind."""
-    return {kind: make_checkpoint(tmp_path_factory.mktemp(kind), kind) for kind in ("eagle3", "dflash")}
 
 
 @pytest.fixture

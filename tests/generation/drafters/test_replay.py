@@ -10,12 +10,14 @@ from torch import Tensor
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, distillation_loss
+from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.engine.verification import Proposal
 from tests.generation.calls import generate, pad_left, random_rows
 from tests.generation.drafters.eagle3 import reference
 
 
 KINDS = ["self", "model", "eagle3", "dflash"]
-BATCH = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3]))
+BATCH = pad_left(random_rows([5, 9, 1, 12, 7]))
 ALONE = pad_left(random_rows([9]))
 
 
@@ -24,8 +26,12 @@ class Comparing(DistilledDrafter):
 
     rounds = 0
 
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        self.proposal = super().propose(draft_length, noise)
+        return self.proposal
+
     def learn(self, logits: Tensor, verified: Tensor) -> None:
-        proposal, student = self._proposal, self.student
+        proposal, student = self.proposal, self.student
         canvas = student.canvas(logits.shape[1] - 1, snapshot=False)
         replayed = student.replay(student.network, canvas)  # [B, C, draft V]
         drafted = proposal.logits[:, : replayed.shape[1]]  # [B, C, V]
@@ -41,7 +47,7 @@ def test_a_replay_gives_what_was_drafted(kind: str, student, tiny) -> None:
     """Over rounds with rejections, rows that end and rows that come in."""
     drafter = Comparing(student(kind), Distillation(1e-3, scope="run"))
     result = generate(
-        tiny, BATCH, "tts", {"verification": "rejection", "max_batch_size": 4, "draft_length": 4}, drafter=drafter,
+        tiny, BATCH, "tts", {"verification": "rejection", "max_batch_size": 3, "draft_length": 4}, drafter=drafter,
         max_new_tokens=30,
     )  # fmt: skip
     assert result.statistics.drafter_failure is None and drafter.rounds > 12
@@ -51,13 +57,13 @@ def test_a_replay_gives_what_was_drafted(kind: str, student, tiny) -> None:
 def test_a_replay_of_rows_that_share_a_prompt(kind: str, student, tiny) -> None:
     """A row that comes in late shares its prompt with one that has long forgotten the prompt's features."""
     drafter = Comparing(student(kind), Distillation(1e-3, scope="run"))
-    prompts = pad_left(random_rows([20]) * 6)
+    prompts = pad_left(random_rows([20]) * 4)
     result = generate(
         tiny, prompts, "tts", {"verification": "rejection", "max_batch_size": 2, "draft_length": 3}, drafter=drafter,
-        max_new_tokens=110, eos_token_id=[60],
+        max_new_tokens=100, eos_token_id=[60],
     )  # fmt: skip
-    assert result.statistics.drafter_failure is None and drafter.rounds > 40
-    assert sorted(result.lengths.tolist())[-1] > 90 and len(set(result.lengths.tolist())) > 2
+    assert result.statistics.drafter_failure is None and drafter.rounds > 30
+    assert max(result.lengths.tolist()) > 80 and len(set(result.lengths.tolist())) > 1
 
 
 def test_a_replay_over_a_pruned_vocabulary(tiny, tmp_path) -> None:
@@ -67,8 +73,8 @@ def test_a_replay_over_a_pruned_vocabulary(tiny, tmp_path) -> None:
     assert result.statistics.drafter_failure is None and drafter.rounds > 5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_update_beside_later_rounds_sees_its_own_round(kind: str, student, tiny) -> None:
+@pytest.mark.parametrize("kind", ["self", "eagle3"])
+def test_an_update_during_later_rounds_sees_its_own_round(kind: str, student, tiny) -> None:
     """Later rounds write to the cache and to the target's logits; the update, held back until they have, is of the
     round that it was begun in."""
     expected: list[tuple[Tensor, Tensor]] = []

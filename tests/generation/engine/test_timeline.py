@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from spec_trl.generation.engine.timeline import MOST_CHANGES, RequestTimeline, TimelineLog, slowest
 from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs
-from tests.generation.engine.test_chains import EOS, PROMPTS, Knowing, RandomPlans
+from tests.generation.races import EOS, PROMPTS, Knowing, RandomPlans
 
 
 NAMES = ["self", "ngram", "history"]

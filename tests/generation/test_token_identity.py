@@ -1,0 +1,281 @@
+"""The lossless contract: whatever drafts, however rounds are planned and whatever fails, tokens, lengths and logprobs
+are those of plain decoding with the same seed."""
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
+
+from spec_trl import release
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine import prefill
+from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.verification import Proposal
+from spec_trl.scheduling.control import Chain
+from tests.generation.calls import generate, outputs, pad_left, plain_decoding, random_rows
+from tests.generation.conftest import Make
+from tests.generation.engine.tape import install_tape
+from tests.generation.races import Knowing, Plans
+
+
+WIDTH, NEW = 14, 24
+ROWS = random_rows((5, 1, 9, 12, 3, 9))
+ROWS += [ROWS[2]] * 2  # three copies of one prompt
+Answers = list[tuple[list[int], list[float]]]
+
+
+class Alternate(LogitsProcessor):
+    """Looks at the whole prefix and its length."""
+
+    prefix_only = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        parity = input_ids.sum(1, keepdim=True) % 2  # [n, 1]
+        token = torch.arange(scores.shape[1])  # [V]
+        return torch.where(token % 2 == parity, scores, scores - 2.0) + (token == input_ids.shape[1] % 64) * 3.0
+
+
+class EndByPrefix(StoppingCriteria):
+    """Ends a row where its newest token and its length say so."""
+
+    prefix_only = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **_: Any) -> Tensor:
+        return (input_ids[:, -1] + input_ids.shape[1]) % 17 == 0
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "greedy": dict(do_sample=False),
+    "filters": dict(temperature=0.7, top_k=20, top_p=0.9),
+    "penalty": dict(repetition_penalty=1.3, temperature=0.8),
+    "greedy n-grams": dict(do_sample=False, no_repeat_ngram_size=2),
+    "least tokens": dict(min_new_tokens=7),
+    "bad words": dict(bad_words_ids=[[44], [6, 56], [38, 45]]),
+    "own processor": dict(logits_processor=[Alternate()]),
+    "own criterion": dict(stopping_criteria=[EndByPrefix()]),
+}
+
+
+def spoiled(**parts: Callable[[Tensor], Any]) -> Callable[[Proposal], Any]:
+    """What makes other tensors of a proposal's."""
+    return lambda proposal: replace(proposal, **{name: part(getattr(proposal, name)) for name, part in parts.items()})
+
+
+def throw(_: Any) -> Any:
+    raise KeyError("the drafter's own trouble")
+
+
+# What may come of a drafter's method in place of what should.
+HARMLESS: dict[str, Callable[[Proposal], Any]] = {
+    "ids out of range": spoiled(tokens=lambda tokens: tokens + 64),
+    "huge ids": spoiled(tokens=lambda tokens: tokens * 0 + 2**62),
+    "negative ids": spoiled(tokens=lambda tokens: -1 - tokens),
+    "an id out of range at the end": spoiled(tokens=lambda tokens: torch.cat([tokens[:, :-1], tokens[:, :1] + 64], 1)),
+    "huge lengths": spoiled(lengths=lambda lengths: lengths + 1000),
+    "negative lengths": spoiled(lengths=lambda lengths: -1 - lengths),
+    "ragged lengths": spoiled(lengths=lambda lengths: torch.arange(len(lengths)) % (lengths + 1)),
+}
+FATAL: dict[str, Callable[[Any], Any]] = {
+    "throws": throw,
+    "too few tokens": spoiled(tokens=lambda tokens: tokens[:, 1:]),
+    "too many rows": spoiled(tokens=lambda tokens: torch.cat([tokens, tokens])),
+    "too few lengths": spoiled(lengths=lambda lengths: lengths[1:]),
+    "NaN": spoiled(tokens=lambda tokens: tokens * torch.nan),
+    "NaN lengths": spoiled(lengths=lambda lengths: lengths * torch.nan),
+    "int32": spoiled(tokens=lambda tokens: tokens.int()),
+    "a list": spoiled(tokens=lambda tokens: tokens.tolist()),
+    "None": lambda _: None,
+    "logits of NaN": spoiled(broken=lambda _: torch.tensor(True)),
+}
+
+
+# What may come of its network, which may then have written K/V in part, or broken ones.
+OF_NETWORK = ("breaks off", "weights of NaN")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What comes of the `nth` call of a drafter's `method`: `trouble`."""
+
+    which: int
+    method: str
+    nth: int
+    trouble: str
+
+    @property
+    def is_fatal(self) -> bool:
+        return self.trouble not in HARMLESS
+
+    def put_into(self, drafter: Drafter) -> list[int]:
+        """Returns a list that has an entry once it has happened."""
+        happened: list[int] = []
+        if self.trouble in OF_NETWORK and not isinstance(drafter, SelfDrafter):
+            return happened
+        right, calls = getattr(drafter, self.method), itertools.count(1)
+
+        def method(*arguments: Any) -> Any:
+            if next(calls) != self.nth:
+                return right(*arguments)
+            happened.append(1)
+            if self.trouble == "weights of NaN":
+                next(iter(drafter.quantized.layers.values())).packed.scales.fill_(torch.nan)
+            elif self.trouble == "breaks off":  # after two draft tokens
+                forwards = itertools.count()
+                drafter.network.register_forward_pre_hook(lambda *_: next(forwards) == 2 and throw(drafter) or None)
+                if arguments[0] < 3:
+                    throw(drafter)
+            return (FATAL | HARMLESS).get(self.trouble, lambda made: made)(right(*arguments))
+
+        setattr(drafter, self.method, method)
+        return happened
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One generation.
+
+    Args:
+        rows: of `ROWS`, in the order of the batch; their places there are their request ids.
+        split: the rows before it are one call, the others another.
+        capacity: rows in flight at most.
+        new_tokens: at most.
+        sampling: of `SAMPLING`.
+        eos: places (row, position) whose tokens, in a text without EOS, are the EOS ids.
+        drafters: names; "right": knows what will be sampled, "half right": for a random number of tokens.
+        rounds: the chains of each round, over and over; a chain's rows are every n-th one.
+        prefill: (queries, tokens) of one prefill forward at most.
+        captured: forwards are captured and replayed, in a second call too.
+        fault: of one drafter.
+    """
+
+    rows: tuple[int, ...]
+    split: int
+    capacity: int
+    new_tokens: int
+    sampling: str
+    eos: tuple[tuple[int, int], ...]
+    drafters: tuple[str, ...]
+    rounds: tuple[tuple[Chain, ...], ...]
+    prefill: tuple[int, int]
+    captured: bool
+    fault: Fault | None
+
+
+LEARNING = [f"tts {kind} {how}" for kind in ("self", "model", "eagle3", "dflash")
+            for how in ("request", "rollout", "rollout together", "request together")]  # fmt: skip
+NAMES = ["right", "half right", "self", "model", "ngram", "history", "eagle3", "dflash", "tts"]
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    rows = draw(st.permutations(range(len(ROWS))))[: draw(st.integers(1, len(ROWS)))]
+    names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=4))
+    names = [draw(st.sampled_from(LEARNING)) if name == "tts" else name for name in names]
+    subsets = [None, None, *(tuple(range(first, len(rows), step)) for first, step in ((0, 2), (1, 2), (1, 3)))]
+    chain = st.builds(Chain, st.integers(0, len(names) - 1), st.integers(1, 6), st.sampled_from(subsets))
+    fault = None
+    if draw(st.sampled_from([False, False, True])):
+        method = draw(st.sampled_from(["propose"] * 4 + ["begin", "admit", "move", "observe", "end"]))
+        trouble = draw(st.sampled_from([*FATAL, *HARMLESS, *OF_NETWORK * 2])) if method == "propose" else "throws"
+        fault = Fault(draw(st.integers(0, len(names) - 1)), method, draw(st.integers(1, 3)), trouble)
+    is_capturable = fault is None or fault.trouble not in OF_NETWORK  # what is not says so in a warning of its own
+    return Scenario(
+        rows=tuple(rows),
+        split=draw(st.sampled_from([0, 0, len(rows) // 2])),
+        capacity=draw(st.integers(1, len(ROWS))),
+        new_tokens=draw(st.sampled_from([NEW, NEW, NEW, 1, 2, 3, 6, 7])),
+        sampling=draw(st.sampled_from([*SAMPLING])),
+        eos=tuple(draw(st.lists(st.tuples(st.integers(0, len(ROWS) - 1), st.integers(0, NEW - 1)), max_size=3))),
+        drafters=tuple(names),
+        rounds=tuple(map(tuple, draw(st.lists(st.lists(chain, max_size=4), min_size=1, max_size=4)))),
+        prefill=draw(st.sampled_from([(1024, 8192), (1024, 8192), (4, 8), (5, 1000), (1, 1)])),
+        captured=is_capturable and draw(st.sampled_from([False, False, False, True])),
+        fault=fault,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: LlamaForCausalLM) -> Callable[[str, tuple[tuple[int, int], ...]], tuple[Answers, list[int]]]:
+    """Tokens and logprobs of all `ROWS` by :func:`plain_decoding`, and the EOS ids that end them."""
+    known: dict[tuple[str, tuple[int, ...]], Answers] = {}
+
+    def decode(sampling: str, eos: tuple[int, ...]) -> Answers:
+        if (sampling, eos) not in known:
+            options = dict(do_sample=True, top_k=0, max_new_tokens=NEW, pad_token_id=0, eos_token_id=list(eos) or None)
+            prompts = pad_left(ROWS, WIDTH)
+            found = tiny.generate(**prompts, custom_generate=plain_decoding, **(options | SAMPLING[sampling]))
+            known[sampling, eos] = list(zip(*found, strict=True))
+        return known[sampling, eos]
+
+    def find(sampling: str, places: tuple[tuple[int, int], ...]) -> tuple[Answers, list[int]]:
+        texts = [tokens for tokens, _ in decode(sampling, ())]
+        eos = sorted({texts[row][min(position, len(texts[row]) - 1)] for row, position in places})
+        return decode(sampling, tuple(eos)), eos
+
+    return find
+
+
+@settings(
+    deadline=None, max_examples=120, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate], report_multiple_bugs=False,  # a scenario is short enough without minutes of shrinking
+)  # fmt: skip
+@given(scenario=scenarios())
+def test_tokens_are_those_of_plain_decoding(scenario: Scenario, tiny, drafters: Make, plain) -> None:
+    answers, eos = plain(scenario.sampling, scenario.eos)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "_QUERIES_PER_FORWARD", scenario.prefill[0])
+        patch.setattr(prefill, "_TOKENS_PER_FORWARD", scenario.prefill[1])
+        if scenario.captured:
+            release(tiny)
+            install_tape(patch)
+        for part in (scenario.rows[: scenario.split], scenario.rows[scenario.split :]):
+            for _ in range(1 + scenario.captured if part else 0):
+                check(scenario, part, [answers[row] for row in part], eos, tiny, drafters)
+
+
+def check(
+    scenario: Scenario, rows: Sequence[int], expected: Answers, eos: list[int], tiny: LlamaForCausalLM, make: Make
+) -> None:
+    """Generates `rows` and compares."""
+    texts = [tokens for tokens, _ in expected]
+    members = [
+        Knowing(texts, None if name == "right" else seed) if name.endswith("right") else make(name)[0]
+        for seed, name in enumerate(scenario.drafters)
+    ]
+    happened = scenario.fault.put_into(members[scenario.fault.which]) if scenario.fault else []
+    control = Plans(len(members), scenario.rounds)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = generate(
+            tiny,
+            pad_left([ROWS[row] for row in rows], WIDTH),
+            config={"max_batch_size": scenario.capacity, "runner": "graph" if scenario.captured else "eager"},
+            drafter=members,
+            control=control,
+            request_ids=rows,
+            max_new_tokens=scenario.new_tokens,
+            eos_token_id=eos or None,
+            **SAMPLING[scenario.sampling],
+        )
+    assert outputs(result) == [tokens[: scenario.new_tokens] for tokens in texts]
+    for row, (_, logprobs) in enumerate(expected):
+        own = torch.tensor(logprobs[: scenario.new_tokens])
+        torch.testing.assert_close(result.logprobs[row, : len(own)], own, rtol=0, atol=1e-5)
+        assert not result.logprobs[row, len(own) :].any()
+    statistics = result.statistics
+    assert sum(each["tokens"] for each in control.rounds) == statistics.tokens == int(result.lengths.sum())
+    assert len(control.rounds) == statistics.rounds == max(statistics.ended_in)
+    assert all(0 <= counts.accepted <= counts.drafted for counts in statistics.per_request)
+    failures = [str(warning.message) for warning in warned if "failed" in str(warning.message)]
+    lost = {scenario.fault.which} if happened and scenario.fault and scenario.fault.is_fatal else set()
+    assert len(failures) == bool(statistics.drafter_failure) == len(lost), failures
+    assert control.alive == set(range(len(members))) - lost
