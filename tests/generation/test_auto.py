@@ -7,12 +7,12 @@ import torch
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.generation import generate as entry
-from spec_trl.generation.control import acceptance_history_of, make_control
+from spec_trl.generation import decoding as entry
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.rows import prompt_key
+from spec_trl.generation.strategies import acceptance_history_of, make_control
 from spec_trl.scheduling.acceptance import AcceptanceCounts
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.ladder import Ladder, LadderCosts, Rung

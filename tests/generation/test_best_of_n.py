@@ -9,13 +9,13 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.generation import generate as entry
-from spec_trl.generation.control import acceptance_history_of, make_control
+from spec_trl.generation import decoding as entry
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.strategies import acceptance_history_of, make_control
 from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import NeverSpeculate

@@ -11,12 +11,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.generation.control import acceptance_history_of, keep_control, make_control, take_control
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine.model_costs import model_constants
+from spec_trl.generation.strategies import acceptance_history_of, keep_control, make_control, take_control
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, NeverSpeculate, OneDrafter, Tally
 from spec_trl.scheduling.ladder import Ladder, LadderCosts, Rung

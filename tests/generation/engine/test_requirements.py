@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from spec_trl import SpeculativeConfig, speculative_decoding
-from spec_trl.generation import generate as entry
+from spec_trl.generation import decoding as entry
 from spec_trl.generation.engine import runner
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, pad_left, random_rows
