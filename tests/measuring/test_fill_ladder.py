@@ -118,9 +118,9 @@ def test_tokens_are_marked_with_the_given_probability(
     """Whatever the target and the drafter say: the drafter is another model."""
     committed, commit = [], fill_ladder._MarkedRollout._commit
 
-    def watch(self: Any, outcome: Any, lanes: Any) -> Any:
-        finished, count = commit(self, outcome, lanes)
-        if lanes.width:
+    def watch(self: Any, outcome: Any) -> Any:
+        finished, count = commit(self, outcome)
+        if outcome.width:
             committed.append(count / 32)
         return finished, count
 

@@ -108,7 +108,7 @@ class GraphRunner(EagerRunner):
             for idle in [each for each in same_kind if not each.in_use]:  # drafters come and go
                 idle.runner._drop_graphs()
                 self._beside.remove(idle)
-            cache = self._cache_beside(network, shares_cache)
+            cache = self._cache_for(network, shares_cache)
             found = _Beside(shares_cache, GraphRunner(network, cache, self.budget, self._mode, made_for))
             self._beside.append(found)
         found.in_use = True

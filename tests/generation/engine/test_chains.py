@@ -14,7 +14,7 @@ from spec_trl.generation.engine.attention import MaskPlan
 from spec_trl.generation.engine.chains import Lanes, draft_lengths
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.rows import Request, Rows
-from spec_trl.generation.engine.verification import Proposal
+from spec_trl.generation.engine.verification import Proposal, Verdict
 from spec_trl.scheduling.control import Candidate, Chain, OneDrafter, Tally
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.engine.tape import Tape
@@ -265,7 +265,9 @@ def test_layout_by_hand() -> None:
     assert layout.columns.tolist() == [list(range(n - 1, n + 6)) for n in (3, 4, 5)]
     assert layout.positions.tolist() == [[2, 3, 4, 3, 4, 5, 6], [3, 4, 5, 4, 5, 6, 4], [4, 5, 6, 5, 6, 7, 5]]
     assert layout.slots[:, 1].tolist() == [[0, 1, 2, 3], [0, 3, 4, 5], [0, 6, 6, 6]]
-    assert lanes.by_drafter([[0, 1, 2], [5, 3, 4], [5, 6, 5]]) == {4: [0, 1, 2], 7: [-1, 3, 4], 9: [-1, 6, -1]}
+    verdicts = [Verdict(torch.zeros(3, 4).long(), torch.tensor([1, 2, 0]), torch.zeros(3, 4), None)] * 3
+    outcome = lanes.outcome(verdicts)
+    assert outcome.of_each_drafter([[0, 1, 2], [5, 3, 4], [5, 6, 5]]) == {4: [0, 1, 2], 7: [-1, 3, 4], 9: [-1, 6, -1]}
 
 
 @pytest.mark.parametrize(

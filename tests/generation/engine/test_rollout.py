@@ -215,13 +215,13 @@ def test_copies_admitted_later_share_too(tiny, rows, monkeypatch) -> None:
 
 def test_long_prompts_are_prefilled_in_pieces(tiny, rows, monkeypatch) -> None:
     """The limits of one prefill forward are lowered, so that small prompts meet all of its borders."""
-    from spec_trl.generation.engine import prefill
+    from spec_trl.generation.engine import runner
 
     prompts = pad_left(rows[:6])
     whole = outputs(generate(tiny, prompts, "self"))
     for queries, tokens in ((1, 1), (4, 8), (4, 16), (5, 1000), (1000, 9)):
-        monkeypatch.setattr(prefill, "_QUERIES_PER_FORWARD", queries)
-        monkeypatch.setattr(prefill, "_TOKENS_PER_FORWARD", tokens)
+        monkeypatch.setattr(runner, "_QUERIES_PER_FORWARD", queries)
+        monkeypatch.setattr(runner, "_TOKENS_PER_FORWARD", tokens)
         assert outputs(generate(tiny, prompts, "self")) == whole, (queries, tokens)
 
 
