@@ -12,26 +12,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 @dataclass
 class _Window:
-    """What a cache and its layers know in common; a layer that held its cache would keep its memory in a cycle.
-
-    Args:
-        layers: of the cache.
-        rows: largest number of rows.
-        columns: largest number of tokens of a row.
-        first_row: first row of the present forward.
-        row_index: `[B, 1]` int64, 0 to B - 1.
-        positions: `[B, q]` int64, columns that the forward writes.
-        visible: columns that it reads.
-        is_allocated: whether any layer is.
-    """
+    """The size of a cache, and what the present forward reads and writes. Layers hold this: if they held their cache,
+    its memory would stay until the garbage collector finds the cycle."""
 
     layers: int
     rows: int
     columns: int
     first_row: int = 0
-    row_index: Tensor | None = None
-    positions: Tensor | None = None
-    visible: int = 0
+    row_index: Tensor | None = None  # [B, 1] int64
+    positions: Tensor | None = None  # [B, q] int64, columns that are written
+    visible: int = 0  # columns that are read
     is_allocated: bool = False
 
 

@@ -374,7 +374,7 @@ def _draw_fused(
 
 
 def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> LogitsProcessor:
-    """The processor as it acts on one row of the caller's batch, whatever row of ours that request sits in."""
+    """The processor as it acts on one row of the caller's batch."""
     bound = copy.copy(processor)
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn

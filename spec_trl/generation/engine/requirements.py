@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 # Attention that is not a function of (query, key, position mask), or positions that no hook can reach.
 _REFUSED_TYPES = {
     "roformer": "its rotary positions are one table for all rows",
-    "kosmos-2": "its positions begin behind the padding token's id",
-    "kosmos-2.5": "its positions begin behind the padding token's id",
+    "kosmos-2": "its positions begin after the padding token's id",
+    "kosmos-2.5": "its positions begin after the padding token's id",
     "paligemma": "tokens of its prompts attend in both directions",
     "doge": "its masks depend on what the tokens say",
     "bloom": "its ALiBi positions need a two-dimensional mask",
     "mpt": "its ALiBi positions are counted back from the last cache column",
 }
-# What generate passes to a decoding method besides input_ids, that the engine reads or may ignore.
+# Keywords that generate passes to a decoding method, and that the engine reads or may ignore.
 _KNOWN_KEYWORDS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
 
 
