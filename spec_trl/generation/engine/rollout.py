@@ -159,10 +159,8 @@ class Rollout:
             proposal = self._nothing(0) if which is None else self._propose(which, draft_length, noise)
         with self._timer.phase("verify"):
             logits = self._verify(proposal)
-        if which is None:
-            with self._timer.phase("accept"):
-                return Outcome.without_drafts(proposal, self._verdict(proposal, logits, noise))
-        self._teach(which, proposal, lambda: (logits, torch.ones_like(proposal.lengths, dtype=torch.bool)))
+        if which is not None:
+            self._teach(which, proposal, lambda: (logits, torch.ones_like(proposal.lengths, dtype=torch.bool)))
         with self._timer.phase("accept"):
             return Outcome.of_one_chain(which, proposal, self._verdict(proposal, logits, noise))
 

@@ -72,18 +72,15 @@ class Outcome:
     accepted: Sequence[Tensor]
 
     @classmethod
-    def of_one_chain(cls, which: int, proposal: Proposal, verdict: Verdict) -> "Outcome":
-        """The outcome where drafter `which` alone drafted, for all rows."""
-        lengths, width = proposal.lengths, proposal.tokens.shape[1]
+    def of_one_chain(cls, which: int | None, proposal: Proposal, verdict: Verdict) -> "Outcome":
+        """The outcome where drafter `which` alone drafted, for all rows; None: nobody did."""
+        lengths = proposal.lengths
+        if which is None:
+            return cls(verdict, proposal, lengths, 0, {}, [], lengths[:0], [], [])
         return cls(
-            verdict, proposal, torch.zeros_like(lengths), width, {which: proposal}, [[which] * len(lengths)],
-            torch.full_like(lengths, which)[None], [lengths], [verdict.accepted],
+            verdict, proposal, torch.zeros_like(lengths), proposal.tokens.shape[1], {which: proposal},
+            [[which] * len(lengths)], torch.full_like(lengths, which)[None], [lengths], [verdict.accepted],
         )  # fmt: skip
-
-    @classmethod
-    def without_drafts(cls, proposal: Proposal, verdict: Verdict) -> "Outcome":
-        """The outcome of an autoregressive round, whose `proposal` is empty."""
-        return cls(verdict, proposal, proposal.lengths, 0, {}, [], proposal.lengths[None], [], [])
 
     def of_each_drafter(self, values: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """`values` of each lane and row, sorted by drafter: B values each, -1 where the row has no chain of it."""
