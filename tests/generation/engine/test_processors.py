@@ -188,14 +188,13 @@ def test_sampling_equals_a_plain_loop(name: str, tiny, assistant, prompts: Promp
         assert (tokens, logprobs) != without((ids,) if isinstance(ids, int) else tuple(ids))
 
 
-@pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize(
     "name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "prefix_allowed_tokens_fn"]
 )
-def test_row_bound_processors_with_several_sequences(name: str, copies: int, tiny, prompts: Prompts) -> None:
-    if name == "encoder_repetition_penalty" and copies > 1 and OLDER_THAN_5_23:
+def test_row_bound_processors_with_several_sequences(name: str, tiny, prompts: Prompts) -> None:
+    if name == "encoder_repetition_penalty" and OLDER_THAN_5_23:
         pytest.skip("transformers 5.17 itself penalises a copy by another row's prompt")
-    options = dict(max_new_tokens=12, num_return_sequences=copies) | BOTH[name]
+    options = dict(max_new_tokens=12, num_return_sequences=3) | BOTH[name]
     tokens, _ = plainly(tiny, prompts, **options)
     assert outputs(generate(tiny, prompts, "ngram", {"max_batch_size": 4}, **options)) == tokens
 
@@ -205,10 +204,9 @@ def test_stop_strings(stories: PreTrainedModel, story_tokenizer) -> None:
     inputs = story_tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     options = dict(stop_strings=["was", ". The"], max_new_tokens=40, do_sample=False, pad_token_id=2)
     expected = stories.generate(**inputs, tokenizer=story_tokenizer, **options)
-    for strategy in ("none", "ngram"):
-        result = generate(stories, inputs, strategy, tokenizer=story_tokenizer, **options)
-        assert result.sequences.tolist() == expected.tolist()
-        assert len(set(result.lengths.tolist())) > 1 and min(result.lengths) < 60
+    result = generate(stories, inputs, "ngram", tokenizer=story_tokenizer, **options)
+    assert result.sequences.tolist() == expected.tolist()
+    assert len(set(result.lengths.tolist())) > 1 and min(result.lengths) < 40
 
 
 def test_stop_strings_in_a_generation_config(stories: PreTrainedModel, story_tokenizer) -> None:
