@@ -180,7 +180,7 @@ class EndsAtEos(LogitsProcessor):
 
 def test_rejection_keeps_the_targets_distribution(tiny: PreTrainedModel, tiny_assistant: PreTrainedModel) -> None:
     """Where a draft ends a text, nothing may be drawn behind it; that must not make ends rarer."""
-    prompt, count = random_rows([4])[0], 400
+    prompt, count = random_rows([4])[0], 300
     options = dict(logits_processor=[EndsAtEos()], max_new_tokens=3, eos_token_id=EOS)
     config = {"verification": "rejection", "draft_length": 2}
     result = generate(tiny, pad_left([prompt] * count), "model", config, assistant_model=tiny_assistant, **options)

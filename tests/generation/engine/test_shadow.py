@@ -57,7 +57,7 @@ def test_tied_and_repeated_modules_stay_one(fresh: LlamaForCausalLM) -> None:
 def test_patched_forwards_do_not_reach_generation(fresh: LlamaForCausalLM) -> None:
     """accelerate and TRL replace the root's forward: by a function, or by a method bound to the policy."""
     prompts = pad_left(random_rows([4, 2]))
-    expected = outputs(generate(fresh, prompts))
+    expected = outputs(generate(fresh, prompts, max_new_tokens=6))
 
     def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the policy's patched forward ran")
@@ -65,8 +65,8 @@ def test_patched_forwards_do_not_reach_generation(fresh: LlamaForCausalLM) -> No
     for patch in (MethodType(broken, fresh), broken):
         fresh.forward = patch
         fresh._original_forward = patch
-        assert outputs(generate(fresh, prompts)) == expected
-        assert outputs(generate(fresh, prompts, "self")) == expected
+        assert outputs(generate(fresh, prompts, max_new_tokens=6)) == expected
+        assert outputs(generate(fresh, prompts, "self", max_new_tokens=6)) == expected
         assert fresh.forward is patch
 
 
@@ -86,11 +86,11 @@ def test_methods_bound_below_the_root_are_bound_to_the_clone(fresh: LlamaForCaus
 def test_hooks_are_kept(fresh: LlamaForCausalLM) -> None:
     """TRL's cast_lm_head_to_fp32 lives in one; the policy's output includes what its hooks do."""
     prompts = pad_left(random_rows([4]))
-    plain = outputs(generate(fresh, prompts))
+    plain = outputs(generate(fresh, prompts, max_new_tokens=8))
     fresh.lm_head.register_forward_hook(lambda module, args, output: -output)
-    hooked = outputs(generate(fresh, prompts))
+    hooked = outputs(generate(fresh, prompts, max_new_tokens=8))
     assert hooked != plain
-    assert outputs(generate(fresh, prompts, "self")) == hooked
+    assert outputs(generate(fresh, prompts, "self", max_new_tokens=8)) == hooked
 
 
 def test_autocast_runs(fresh: LlamaForCausalLM) -> None:

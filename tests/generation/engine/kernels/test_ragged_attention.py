@@ -93,10 +93,9 @@ def compare(query, keys, values, spans, scale=None, softcap=None, sinks=None, to
     torch.testing.assert_close(output.double().cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, True), (None, False)])
-def test_all_at_once(monkeypatch: pytest.MonkeyPatch, softcap: float | None, has_sinks: bool) -> None:
-    """Grouped heads, a window, softcap and sinks, V narrower than K, several splits of which some have no columns,
-    NaN where no query looks, bounds past the cache, a query that sees nothing, and a broken one."""
+def test_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped heads, a window, sinks, V narrower than K, several splits of which some have no columns, NaN where no
+    query looks, bounds past the cache, a query that sees nothing, and a broken one. test_attention.py has softcap."""
     monkeypatch.setattr(ragged_attention, "_multiprocessors", lambda device: 3)
     torch.manual_seed(0)
     columns, query = 50, queries(3, 4, 2, 24)
@@ -109,7 +108,7 @@ def test_all_at_once(monkeypatch: pytest.MonkeyPatch, softcap: float | None, has
             states[row, :, last + 1 :] = torch.nan
     keys[3], values[3] = torch.nan, torch.nan  # a row of the cache that is not in the batch
     spans[0, 1] = torch.tensor([9, 8])
-    compare(query, keys, values, spans, 0.5, softcap, random(4) + 2 if has_sinks else None)
+    compare(query, keys, values, spans, 0.5, sinks=random(4) + 2)
     query[1, 1, 1] = torch.nan  # a broken query must not pass for one that sees nothing
     broken = attend(query, keys, values, spans, 0.1).isnan()  # [B, q, heads, d_v]
     assert broken[1, 1, 1].all() and int(broken.sum()) == 8
