@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 import spec_trl
 from spec_trl import SpeculativeConfig
-from spec_trl.generation.control import acceptance_history_of, make_control
 from spec_trl.generation.engine.rows import prompt_key
+from spec_trl.generation.strategies import acceptance_history_of, make_control
 from spec_trl.scheduling.ladder import Choice
 from spec_trl.scheduling.selection import OPTIMISTIC, AcceptanceHistory
 

@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .generation.configuration import SpeculativeConfig
-from .generation.generate import SpeculativeOutput, install, speculative_decoding, uninstall
+from .generation.decoding import SpeculativeOutput, speculative_decoding
+from .generation.generate import install, uninstall
 from .generation.kept import release
 
 

@@ -11,10 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
-from ..generation.control import make_control
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.statistics import SpeculationStatistics
-from ..generation.strategies import make_drafters
+from ..generation.strategies import make_control, make_drafters
 from ..scheduling.profile import Profile
 from .near_ties import NOISE_PROMPT, distance, measure_logit_noise, reference_scores
 from .options import MARGIN

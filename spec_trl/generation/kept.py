@@ -1,23 +1,25 @@
 """All that is kept for a model between calls: one registry, one release.
 
-What a call uses belongs to the call. It takes a thing out, and puts it back when it ends. A call that runs at the same
-time on the same model, in a stopping criterion or in another thread, does not find it and makes its own; of two that
-come back the last one is kept.
+A call takes a thing out, has it for itself, and puts it back when it ends. A call that runs at the same time on the
+same model, in a stopping criterion or in another thread, does not find it and makes its own; of two that come back the
+last one is kept.
 """
 
 import gc
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
 
+T = TypeVar("T")
 _kept: "WeakKeyDictionary[nn.Module, dict[str, Any]]" = WeakKeyDictionary()
 
 
 def take(model: nn.Module, name: str) -> Any | None:
-    """What is kept for `model` as `name`, which is kept no more; None: nothing."""
-    return _kept.get(model, {}).pop(name, None)  # at once: two threads never get the same
+    """What is kept for `model` as `name`, and is kept no more; None: nothing."""
+    return _kept.get(model, {}).pop(name, None)  # in one step: two threads never get the same
 
 
 def look(model: nn.Module, name: str) -> Any | None:
@@ -30,11 +32,16 @@ def keep(model: nn.Module, name: str, value: Any) -> None:
     _kept.setdefault(model, {})[name] = value
 
 
+def weak(model: T) -> Callable[[], T | None]:
+    """Gives `model` back while it lives. What is kept for a model must hold it only so, or it would never die."""
+    return ref(model)
+
+
 def release(model: nn.Module) -> None:
-    """Frees all that is kept for `model`, a wrapped one included: the K/V cache and captured forwards, the quantized
+    """Frees all that is kept for `model`, also if it is wrapped: the K/V cache and captured forwards, the quantized
     copy, a drafter of `"tts"` with what it has learned, and what `"auto"` and `"best_of_n"` know of their drafters.
 
-    What a call has taken that still runs comes back when it ends.
+    What a running call has taken comes back when that call ends.
     """
     found = [_kept.pop(module, None) for module in model.modules()]
     if any(found):

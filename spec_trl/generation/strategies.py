@@ -1,7 +1,8 @@
-"""Which drafters an `assistant_strategy` means."""
+"""What an `assistant_strategy` means: which drafters draft, and the control that decides when they do."""
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -9,6 +10,13 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ..quantization.kernels import PackedWeight
+from ..scheduling.best_of_n import BestOfN
+from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
+from ..scheduling.ladder import Ladder
+from ..scheduling.profile import Profile
+from ..scheduling.roofline import Roofline
+from ..scheduling.selection import AcceptanceHistory
+from ..scheduling.toggle import SpeculationToggle
 from . import kept
 from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy, require_folder_or_id
 from .drafters.canvas import TrainableDrafter
@@ -25,9 +33,12 @@ from .engine.shadow import uncompiled
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"
+_LEARNED = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
 # Kernels whose layers keep locks or partial sums between thread blocks: drafting and learning would share them.
 _ONE_STREAM = {"humming", "marlin"}
-_LEARNED = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
+
+
+# ---- drafters -----------------------------------------------------------------------------------------------------
 
 
 def make_drafters(
@@ -36,56 +47,49 @@ def make_drafters(
     """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, those that
     `best_of_n_drafters` names for `"best_of_n"`, else one.
 
-    The self-drafter of a model is kept between calls and refreshed when the weights have changed, and so is a
-    drafter that learns: they are the caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`, and who
-    asks meanwhile gets others. A history is not kept, and a learned drafter is loaded in each call: to go on with one,
-    pass the drafter to the next call.
+    The self-drafter of a model and a drafter that learns are kept between calls: they are the caller's until
+    :func:`~spec_trl.generation.engine.drafter.keep_drafters`, and who asks meanwhile gets others. A history is not
+    kept, and a checkpoint is loaded in each call: to go on with such a drafter, pass it to the next call.
+
+    Raises:
+        ValueError: the strategy is unknown, or does not go with the assistant.
     """
     check_strategy(strategy)
     if assistant is not None and strategy not in TAKE_ASSISTANT:
         raise ValueError(f"assistant_model is given, but assistant_strategy={strategy!r} uses none; drop one of them.")
     check_assistants(strategy, assistant, config, model)
-    return _make_drafters(strategy, model, assistant, config)
+    members: dict[str, Assistant] = {strategy: assistant}
+    if strategy == "none":
+        members = {}
+    elif strategy == "auto":  # a history looks in the row's own text too: prompt lookup has nothing to add to it
+        members = {"self": None, "history": None} | ({} if assistant is None else {"model": assistant})
+    elif strategy == "best_of_n":
+        assistants = config.assistants_of_best_of_n(assistant)
+        members = {member: assistants.get(member) for member in config.best_of_n_drafters}
+    return [_make_drafter(kind, model, given, config) for kind, given in members.items()]
 
 
-def _make_drafters(
-    strategy: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig
-) -> list[Drafter]:
+def _make_drafter(kind: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> Drafter:
     if isinstance(assistant, nn.Module):
         assistant = uncompiled(assistant)
-    if strategy == "none":
-        return []
-    if strategy == "self":
-        return [self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)]
-    if strategy == "model":
-        return [SmallModelDrafter(load_assistant(assistant, model), model)]
-    if strategy in _LEARNED:
-        return [_load_learned(strategy, model, assistant)]
-    if strategy == "history":
-        return [HistoryDrafter(config.history_max_tokens)]
-    if strategy == "ngram":
-        return [NgramDrafter(config.ngram_size)]
-    if strategy == "tts":
-        return [_distilled_drafter_of(model, assistant, config)]
-    if strategy == "best_of_n":
-        assistants = config.assistants_of_best_of_n(assistant)
-        return [
-            drafter
-            for member in config.best_of_n_drafters
-            for drafter in _make_drafters(member, model, assistants.get(member), config)
-        ]
-    # A history looks in the row's own text too, so prompt lookup has nothing to add to it.
-    members = ["self", "history"] + ["model"] * (assistant is not None)
-    return [
-        drafter
-        for member in members
-        for drafter in _make_drafters(member, model, assistant if member == "model" else None, config)
-    ]
+    match kind:
+        case "self":
+            return self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+        case "model":
+            return SmallModelDrafter(load_assistant(assistant, model), model)
+        case "history":
+            return HistoryDrafter(config.history_max_tokens)
+        case "ngram":
+            return NgramDrafter(config.ngram_size)
+        case "tts":
+            return _distilled_drafter_of(model, assistant, config)
+        case _:
+            return _load_learned(kind, model, assistant)
 
 
 def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeConfig, target: PreTrainedModel) -> None:
-    """Raises ValueError, naming the argument it came by, where an assistant that is named by a path or hub id is not
-    there or has another vocabulary than the target. Reads nothing of it but its config."""
+    """Raises ValueError, naming the argument, where an assistant that is given by a path or hub id is not there or has
+    another vocabulary than the target. Reads its config alone."""
     named = {"assistant_model": (strategy, assistant)}
     if strategy == "best_of_n":
         own = config.best_of_n_assistants or {}
@@ -138,7 +142,7 @@ def _load_learned(strategy: str, model: PreTrainedModel, assistant: Assistant) -
 
 
 def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> DistilledDrafter:
-    """The learning drafter of `model`, kept for the next call with the same options: scope "run" spans calls."""
+    """The learning drafter of `model`, which is kept for the next call with the same options."""
     options = (config.tts_drafter, config.distillation(), config.packing())
     options = (*options, model.dtype, model.device, *map(id, model.parameters()), *_identity(assistant))
     drafter: DistilledDrafter | None = kept.take(model, DistilledDrafter.strategy)
@@ -153,7 +157,7 @@ def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: 
 
 
 def _identity(assistant: Assistant) -> Iterator[object]:
-    """What changes where the assistant does: its weights' storage and versions, or its files' times."""
+    """Differs when the assistant has changed: its weights' storage and versions, or its files' times."""
     if isinstance(assistant, PreTrainedModel):
         yield from versions(assistant)
     elif isinstance(assistant, str):
@@ -163,17 +167,19 @@ def _identity(assistant: Assistant) -> Iterator[object]:
 
 
 def _student(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> TrainableDrafter:
-    """A drafter whose weights are nobody else's."""
+    """A drafter with weights of its own, which may learn."""
     kind = config.tts_drafter
     if kind == "self":
         if assistant is not None:
+            name = assistant if isinstance(assistant, str) else type(assistant).__name__
             raise ValueError(
-                f"assistant_model={_name(assistant)!r} is given, and tts_drafter='self' learns corrections of the "
+                f"assistant_model={name!r} is given, and tts_drafter='self' learns corrections of the "
                 "model's own quantized copy. Say what the assistant is: tts_drafter='eagle3', 'dflash' or 'model'; or "
                 "drop it."
             )
         student = SelfDrafter(model, *config.packing())
-        names = {name for layer in student.quantized.layers.values() for name in _kernels_of(layer)}
+        modules = (module for layer in student.quantized.layers.values() for module in layer.modules())
+        names = {module.name for module in modules if isinstance(module, PackedWeight)}
         if config.tts_asynchronous and (alone := sorted(names & _ONE_STREAM)):
             raise ValueError(
                 f"tts_asynchronous=True with layers of the kernels {alone}, whose scratch memory serves one stream. "
@@ -186,9 +192,131 @@ def _student(model: PreTrainedModel, assistant: Assistant, config: SpeculativeCo
     return _load_learned(kind, model, assistant)
 
 
-def _kernels_of(layer: nn.Module) -> set[str]:
-    return {module.name for module in layer.modules() if isinstance(module, PackedWeight)}
+# ---- control ------------------------------------------------------------------------------------------------------
 
 
-def _name(assistant: Assistant) -> str:
-    return assistant if isinstance(assistant, str) else type(assistant).__name__
+def make_control(
+    drafters: Sequence[Drafter],
+    config: SpeculativeConfig,
+    profile: Profile | None = None,
+    ladder: Ladder | None = None,
+    history: AcceptanceHistory | None = None,
+) -> Control:
+    """The control that `config.sd_toggle` asks for, over `drafters` in their order; with a ladder, that of
+    `"best_of_n"` and `"auto"`.
+
+    Args:
+        drafters: none: autoregressive decoding.
+        config: `sd_toggle`, `sd_margin`, `draft_length`; τ_prev is γ at first (ER Algorithm 1 line 1).
+        profile: predicts their rounds; None: only measuring tells.
+        ladder: of these drafters.
+        history: their acceptance so far; with `ladder`, None: nothing is known.
+
+    Raises:
+        ValueError: with `ladder`, two drafters have the same strategy name.
+    """
+    if config.sd_toggle == "never":
+        return NeverSpeculate("sd_toggle=never")
+    if not drafters:
+        return NeverSpeculate()
+    candidates = [
+        Candidate(
+            name=drafter.strategy,
+            draft_length=config.draft_length,
+            block_efficiency=float(config.draft_length),
+            max_rows=drafter.max_rows,
+            roofline=_roofline_of(drafter, profile, ladder, config.draft_length),
+            is_network=drafter.has_probabilities,
+        )
+        for drafter in drafters
+    ]
+    if ladder is not None:
+        return BestOfN(
+            candidates, ladder, AcceptanceHistory() if history is None else history, config.sd_margin,
+            None if profile is None else profile.roofline, config.best_of_n_tolerance, config.best_of_n_budget,
+            config.best_of_n_race,
+        )  # fmt: skip
+    if config.sd_toggle == "always" and len(candidates) == 1:
+        return AlwaysSpeculate(candidates[0])
+    return SpeculationToggle(candidates, config.sd_margin)
+
+
+@dataclass(frozen=True)
+class KeptControl:
+    """A control that is kept between calls.
+
+    Args:
+        name: in the registry: the drafters and options it serves.
+        sources: the profile and the ladder that it was made of.
+        control: learns from rounds what they take.
+        history: how drafters of `"auto"` and `"best_of_n"` fared with the model.
+    """
+
+    name: str
+    sources: tuple[Profile | None, Ladder | None]
+    control: Control
+    history: AcceptanceHistory
+
+
+_HISTORY = "acceptance"
+
+
+def acceptance_history_of(model: PreTrainedModel) -> AcceptanceHistory:
+    """How drafters of `"auto"` and `"best_of_n"` fared with `model` so far, kept from call to call."""
+    found: AcceptanceHistory | None = kept.look(model, _HISTORY)
+    if found is None:
+        found = AcceptanceHistory()
+        kept.keep(model, _HISTORY, found)
+    return found
+
+
+def take_control(
+    model: PreTrainedModel,
+    drafters: Sequence[Drafter],
+    config: SpeculativeConfig,
+    profile: Profile | None,
+    ladder: Ladder | None,
+) -> KeptControl:
+    """The control that the last call with the same options left, which has measured rounds by now; else a new one.
+
+    It and the history of acceptance are the caller's alone until :func:`keep_control`.
+    """
+    # Assistants go by their costs: a name that held them would keep them alive.
+    members = [(drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters]
+    name = f"control of {members}, {replace(config, seed=None, best_of_n_assistants=None)}"
+    found: KeptControl | None = kept.take(model, name)
+    history: AcceptanceHistory | None = kept.take(model, _HISTORY)
+    history = AcceptanceHistory() if history is None else history
+    if found is None or found.sources != (profile, ladder):
+        control = make_control(drafters, config, profile, ladder, history)
+    else:
+        control = found.control
+        if isinstance(control, BestOfN):
+            control.history = history  # another call may have put back its own
+    return KeptControl(name, (profile, ladder), control, history)
+
+
+def keep_control(model: PreTrainedModel, taken: KeptControl) -> None:
+    """Keeps it for the next call, until `spec_trl.release(model)`."""
+    kept.keep(model, taken.name, taken)
+    kept.keep(model, _HISTORY, taken.history)
+
+
+def _roofline_of(drafter: Drafter, profile: Profile | None, ladder: Ladder | None, gamma: int) -> Roofline | None:
+    """Predicts rounds of `drafter` with γ = `gamma`; None where only measuring tells, or the ladder has measured.
+
+    For another network than the policy's copy its own forwards stand in place of the self-drafter's. Their kernels are
+    dense like the target's, so the target's coefficients serve until measured rounds correct them. A forward that
+    drafts many tokens is shared among them.
+    """
+    cost = drafter.cost
+    if profile is None or (ladder is not None and cost is not None):
+        return None
+    if cost is None:
+        return profile.roofline
+    k, c = profile.roofline.constants, profile.roofline.coefficients
+    share = 1 / min(cost.tokens, gamma)
+    return Roofline(
+        replace(k, draft_weight_bytes=cost.weight_bytes * share, draft_expert_bytes=0.0),
+        replace(c, eta_D=1.0, c_D=c.c_T * share, t_D=c.t_T * share, phi_D=cost.dense_flops * share / k.dense_flops),
+    )

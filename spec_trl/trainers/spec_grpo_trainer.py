@@ -17,14 +17,13 @@ from trl.trainer.utils import pad
 
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..generation.configuration import CHOOSE_BY_LADDER
-from ..generation.control import make_control
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.captured import runner_mode
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.requirements import check_generation_config, check_model, policy_in
-from ..generation.strategies import check_assistants, make_drafters
+from ..generation.strategies import check_assistants, make_control, make_drafters
 from ..measuring.fill_profile import hardware_name
 from ..quantization.awq import ActivationStatistics
 from ..scheduling.best_of_n import BestOfN

@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.generation.control import acceptance_history_of, make_control
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.rows import prompt_key
+from spec_trl.generation.strategies import acceptance_history_of, make_control
 from spec_trl.measuring import fill_ladder
 from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
 from spec_trl.scheduling.best_of_n import BestOfN

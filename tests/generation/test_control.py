@@ -8,10 +8,10 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.generation.control import acceptance_history_of, keep_control, make_control, take_control
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.model_costs import model_constants
+from spec_trl.generation.strategies import acceptance_history_of, keep_control, make_control, take_control
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import AlwaysSpeculate, Chain, NeverSpeculate
 from spec_trl.scheduling.ladder import Ladder, LadderCosts, Rung

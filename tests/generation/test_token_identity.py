@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 
 from spec_trl import release
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import prefill
+from spec_trl.generation.engine import runner
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
@@ -232,8 +232,8 @@ def plain(tiny: LlamaForCausalLM) -> Callable[[str, tuple[tuple[int, int], ...]]
 def test_tokens_are_those_of_plain_decoding(scenario: Scenario, tiny, drafters: Make, plain) -> None:
     answers, eos = plain(scenario.sampling, scenario.eos)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "_QUERIES_PER_FORWARD", scenario.prefill[0])
-        patch.setattr(prefill, "_TOKENS_PER_FORWARD", scenario.prefill[1])
+        patch.setattr(runner, "_QUERIES_PER_FORWARD", scenario.prefill[0])
+        patch.setattr(runner, "_TOKENS_PER_FORWARD", scenario.prefill[1])
         if scenario.captured:
             release(tiny)
             install_tape(patch)

@@ -9,7 +9,6 @@ from ...quantization.linear import QuantizedLinear
 from ..engine.cache import RaggedCache
 from ..engine.drafter import DraftSession
 from ..engine.noise import RoundNoise
-from ..engine.prefill import prefill
 from ..engine.rows import Admission
 from ..engine.runner import EagerRunner
 from ..engine.shadow import decoder_layers
@@ -63,7 +62,7 @@ class NetworkDrafter(TrainableDrafter):
 
     def admit(self, admission: Admission) -> None:
         if self._cached is not None:
-            prefill(self._runner, self.session.rows, admission)
+            self._runner.read_prompts(self.session.rows, admission)
             rows = self.session.rows
             self._cached[admission.first : rows.active] = rows.lengths[admission.first :] - 1
 

@@ -1,7 +1,6 @@
 """The policy's own quantized copy as drafter (ER §3.1): it cannot go stale, and it needs no cache of its own."""
 
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,7 +41,7 @@ class SelfDrafter(NetworkDrafter):
         """Total time that drafting waited for refreshes."""
         self._is_stale = False
         self._statistics: ActivationStatistics | None = None
-        self._policy = weakref.ref(policy)
+        self._policy = kept.weak(policy)
         self._versions = versions(policy)
 
     def refresh(self, statistics: ActivationStatistics | None = None) -> None:

@@ -26,7 +26,7 @@ GPT_NEO_LAYERS = {"global": FULL, "local": SLIDING}
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """Which masks a family's forward expects: one tensor, or a dict with one tensor per layer type."""
+    """The masks that a family's forward expects: one tensor, or a dict with one tensor per layer type."""
 
     layer_types: tuple[str, ...]
     per_type: bool
@@ -60,7 +60,7 @@ class MaskPlan:
 
     @classmethod
     def for_network(cls, network: PreTrainedModel) -> "MaskPlan":
-        """The same, but that a window counts only where a mask of the network's has it (Moshi's masks are full).
+        """The same for a network. A window counts only where one of its masks has it (Moshi's masks are full).
 
         Raises:
             ValueError: as :meth:`from_config`.
@@ -74,7 +74,7 @@ class MaskPlan:
 
     @property
     def unmasked_window(self) -> int | None:
-        """A window that no mask has. transformers' cache keeps to it all the same, and forgets what lies before."""
+        """A window that no mask has, though transformers' cache keeps to it, and forgets what lies before."""
         return self.sliding_window or None if self.layer_types == (FULL,) and not self.per_type else None
 
     def spans(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
@@ -106,9 +106,8 @@ class MaskPlan:
             positions: `[B, q]` int64, of every query.
             columns: number of cache columns that are attended over.
             dtype: floating dtype of the queries.
-            places: `[B, q]` int64, the cache column of every query where several chains lie side by side behind a
-                row's last committed token, the first query (`ChainLayout`); None:
-                its position.
+            places: `[B, q]` int64, the cache column of every query where several chains of a row follow its last
+                committed token, the first query (`ChainLayout`); None: its position.
 
         Returns:
             `[B, 1, q, columns]` of 0 and the dtype's minimum, or one such tensor per layer type.
@@ -173,7 +172,7 @@ class _WithoutCudnn:
                 torch.backends.cuda.enable_cudnn_sdp(self._was_enabled)
 
 
-_WITHOUT_CUDNN = _WithoutCudnn()
+WITHOUT_CUDNN = _WithoutCudnn()
 
 
 def ragged_attention(
@@ -210,7 +209,7 @@ def ragged_attention(
     if groups > 1 and length > 1:
         attention_mask = attention_mask.repeat(1, 1, groups, 1)  # [B, 1, groups * q, columns]
     if softcap is None and s_aux is None:
-        with _WITHOUT_CUDNN if query.is_cuda and not torch.compiler.is_compiling() else nullcontext():
+        with WITHOUT_CUDNN if query.is_cuda and not torch.compiler.is_compiling() else nullcontext():
             output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5

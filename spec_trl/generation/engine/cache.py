@@ -1,6 +1,6 @@
 """The ragged K/V cache: every row owns its own columns, nothing is ever shifted or padded."""
 
-import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -8,6 +8,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass
+class _Window:
+    """The size of a cache, and what the present forward reads and writes. Layers hold this: if they held their cache,
+    its memory would stay until the garbage collector finds the cycle."""
+
+    layers: int
+    rows: int
+    columns: int
+    first_row: int = 0
+    row_index: Tensor | None = None  # [B, 1] int64
+    positions: Tensor | None = None  # [B, q] int64, columns that are written
+    visible: int = 0  # columns that are read
+    is_allocated: bool = False
 
 
 class RaggedCache(Cache):
@@ -29,13 +44,10 @@ class RaggedCache(Cache):
     """
 
     def __init__(self, layers: int, rows: int, columns: int) -> None:
-        super().__init__(layers=[_RaggedLayer(self) for _ in range(layers)])
+        self._window = _Window(layers, rows, columns)
+        super().__init__(layers=[_RaggedLayer(self._window) for _ in range(layers)])
         self.rows = rows
         self.columns = columns
-        self.first_row = 0
-        self._row_index = torch.empty(0)
-        self._positions = torch.empty(0)
-        self._visible = 0
 
     @classmethod
     def for_network(cls, network: PreTrainedModel, rows: int, columns: int) -> "RaggedCache":
@@ -45,67 +57,64 @@ class RaggedCache(Cache):
     def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
         """Says where the next forward writes: row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and that
         it reads columns `0..columns`."""
-        self.first_row = first_row
-        self._row_index = torch.arange(positions.shape[0], device=positions.device)[:, None]  # [B, 1]
-        self._positions = positions
-        self._visible = columns
+        window = self._window
+        window.first_row, window.positions, window.visible = first_row, positions, columns
+        window.row_index = torch.arange(positions.shape[0], device=positions.device)[:, None]  # [B, 1]
+
+    @property
+    def first_row(self) -> int:
+        """First row of the last forward."""
+        return self._window.first_row
 
     def copy_rows(self, source: list[int], destination: list[int], columns: int) -> None:
         """Copies columns `0..columns` of rows `source` to rows `destination`, which do not overlap."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys[destination, :, :columns] = layer.keys[source, :, :columns]
-                layer.values[destination, :, :columns] = layer.values[source, :, :columns]
+        for layer in self._allocated:
+            layer.keys[destination, :, :columns] = layer.keys[source, :, :columns]
+            layer.values[destination, :, :columns] = layer.values[source, :, :columns]
 
     def move_columns(self, source: Tensor, destination: Tensor) -> None:
         """Copies columns `source[b]` of row b to its columns `destination[b]` (`[B, n]` int64 each), which may overlap
         but name no column twice."""
         row = torch.arange(len(source), device=source.device)[:, None]  # [B, 1]
-        for layer in self.layers:
-            if layer.is_initialized:  # what is read is gathered before anything is written
-                layer.keys[row, :, destination] = layer.keys[row, :, source]  # [B, n, kv, d]
-                layer.values[row, :, destination] = layer.values[row, :, source]
+        for layer in self._allocated:  # what is read is gathered before anything is written
+            layer.keys[row, :, destination] = layer.keys[row, :, source]  # [B, n, kv, d]
+            layer.values[row, :, destination] = layer.values[row, :, source]
 
     @property
     def bytes(self) -> int:
         """Bytes allocated so far."""
-        return sum(
-            tensor.nbytes for layer in self.layers if layer.is_initialized for tensor in (layer.keys, layer.values)
-        )
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._allocated)
+
+    @property
+    def _allocated(self) -> list[Any]:
+        return [layer for layer in self.layers if layer.is_initialized]
 
 
 class _RaggedLayer(CacheLayerMixin):
     is_sliding = False
 
-    def __init__(self, cache: "RaggedCache | ReplayCache") -> None:
+    def __init__(self, window: _Window) -> None:
         super().__init__()
-        self._cache = weakref.ref(cache)  # without a cycle, a cache's memory goes with its last user
-
-    @property
-    def cache(self) -> Any:
-        """The cache it is a layer of."""
-        cache = self._cache()
-        assert cache is not None
-        return cache
+        self._window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        cache = self.cache
+        window = self._window
         shapes = [
-            (cache.rows, states.shape[1], cache.columns, states.shape[3]) for states in (key_states, value_states)
+            (window.rows, states.shape[1], window.columns, states.shape[3]) for states in (key_states, value_states)
         ]
-        if not any(layer.is_initialized for layer in cache.layers):
+        if not window.is_allocated:
             per_layer = sum(
                 torch.Size(shape).numel() * states.element_size()
                 for shape, states in zip(shapes, (key_states, value_states), strict=True)
             )
-            what = f"the K/V cache of {cache.rows} rows x {cache.columns} columns x {len(cache.layers)} layers"
-            check_memory(what, per_layer * len(cache.layers), key_states.device)
+            what = f"the K/V cache of {window.rows} rows x {window.columns} columns x {window.layers} layers"
+            check_memory(what, per_layer * window.layers, key_states.device)
         # Zeros, not empty: a masked column still meets a weight of 0, and 0 * NaN is NaN.
         self.keys, self.values = (
             torch.zeros(shape, dtype=states.dtype, device=states.device)
             for shape, states in zip(shapes, (key_states, value_states), strict=True)
         )
-        self.is_initialized = True
+        self.is_initialized = window.is_allocated = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         # Under autocast RoPE leaves K in float32 and attention casts it down anyway: stored in the cast dtype, the
@@ -116,25 +125,25 @@ class _RaggedLayer(CacheLayerMixin):
             key_states, value_states = key_states.to(low_precision), value_states.to(low_precision)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        cache = self.cache
-        rows = slice(cache.first_row, cache.first_row + key_states.shape[0])
+        window = self._window
+        rows = slice(window.first_row, window.first_row + key_states.shape[0])
         keys, values = self.keys[rows], self.values[rows]  # [B, kv, columns, d], views
-        keys[cache._row_index, :, cache._positions] = key_states.transpose(1, 2)  # [B, q, kv, d]
-        values[cache._row_index, :, cache._positions] = value_states.transpose(1, 2)
-        return keys[:, :, : cache._visible], values[:, :, : cache._visible]
+        keys[window.row_index, :, window.positions] = key_states.transpose(1, 2)  # [B, q, kv, d]
+        values[window.row_index, :, window.positions] = value_states.transpose(1, 2)
+        return keys[:, :, : window.visible], values[:, :, : window.visible]
 
     # Masks and positions are always passed explicitly, so no model code has to ask the cache for lengths.
     def get_seq_length(self) -> int:
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache._visible, 0
+        return self._window.visible, 0
 
     def get_max_length(self) -> int:  # transformers >= 5.23
-        return self.cache.columns
+        return self._window.columns
 
     def get_max_cache_shape(self) -> int:  # transformers < 5.23
-        return self.cache.columns
+        return self._window.columns
 
 
 class ReplayCache(Cache):
@@ -146,22 +155,24 @@ class ReplayCache(Cache):
     """
 
     def __init__(self, keys_values: list[tuple[Tensor, Tensor]], columns: int) -> None:
-        super().__init__(layers=[_ReplayLayer(self, keys, values) for keys, values in keys_values])
-        self.columns = self._visible = columns
+        self._window = _Window(len(keys_values), 0, columns, visible=columns)
+        super().__init__(layers=[_ReplayLayer(self._window, keys, values) for keys, values in keys_values])
+        self.columns = columns
 
     def point_at(self, positions: Tensor) -> None:
         """Says where the next forward writes: columns `[B, q]` int64 of each row."""
-        self.positions = positions
+        self._window.positions = positions
 
 
 class _ReplayLayer(_RaggedLayer):
-    def __init__(self, cache: ReplayCache, keys: Tensor, values: Tensor) -> None:
-        super().__init__(cache)
+    def __init__(self, window: _Window, keys: Tensor, values: Tensor) -> None:
+        super().__init__(window)
         self.keys, self.values = keys, values
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        positions = self.cache.positions  # [B, q]
+        positions = self._window.positions  # [B, q]
+        assert positions is not None
         where = torch.arange(len(positions), device=positions.device)[:, None], slice(None), positions
         keys, values = self.keys.to(key_states.dtype, copy=True), self.values.to(value_states.dtype, copy=True)
         keys[where], values[where] = key_states.transpose(1, 2), value_states.transpose(1, 2)  # [B, q, kv, d]

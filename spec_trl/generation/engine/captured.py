@@ -10,7 +10,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,16 +51,16 @@ class _Graph:
     positions: Tensor  # [rows, q], static
     recording: Recording
     bytes: int  # that it took
-    filled: int  # rows of the buffers that hold what the caller gave; the others stand at position 0
+    filled: int  # rows of the buffers that a call has filled; the others stand at position 0
     replays: int = 0
 
     def fill(self, tokens: Tensor, positions: Tensor) -> None:
-        """What runs on the buffers from now on writes the K/V of this call, and no other."""
+        """Puts this call into the buffers: a replay writes its K/V, and no other."""
         rows = len(tokens)
         self.tokens[:rows] = tokens
         self.positions[:rows] = positions
         if self.filled > rows:
-            self.positions[rows:] = 0  # free rows, whatever they write: they shall read one column, not many
+            self.positions[rows:] = 0  # so that free rows read one column, not many
         self.filled = rows
 
 
@@ -108,7 +108,7 @@ class GraphRunner(EagerRunner):
             for idle in [each for each in same_kind if not each.in_use]:  # drafters come and go
                 idle.runner._drop_graphs()
                 self._beside.remove(idle)
-            cache = self._cache_beside(network, shares_cache)
+            cache = self._cache_for(network, shares_cache)
             found = _Beside(shares_cache, GraphRunner(network, cache, self.budget, self._mode, made_for))
             self._beside.append(found)
         found.in_use = True
@@ -148,8 +148,8 @@ class GraphRunner(EagerRunner):
         return recording.logits[:rows]
 
     def _forward_padded(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
-        """Eagerly what a captured forward of `key` computes: a seed samples the same tokens however often a shape was
-        asked for, although attention under spans, or over other rows, rounds otherwise."""
+        """Computes eagerly what a captured forward of `key` would. Attention under spans, or over more rows, rounds
+        differently; so a seed samples the same tokens whether or not a shape is captured yet."""
         rows = len(tokens)
         padded, places = _pad(tokens, key.rows), _pad(positions, key.rows)  # [key.rows, q] each
         try:
@@ -183,7 +183,7 @@ class GraphRunner(EagerRunner):
     # ---- which graph ----------------------------------------------------------------------------------------------
 
     def _key(self, tokens: Tensor, columns: int) -> _Key | None:
-        """What a forward of this shape is captured as; None: such are not captured."""
+        """The key under which a forward of this shape is captured; None: such forwards are not captured."""
         autocast = _autocast_dtype(tokens.device.type)
         if autocast is not None and self.network.dtype != autocast:
             # Autocast casts wide weights once per rollout and keeps the copies; a graph would cast in each replay.
@@ -192,7 +192,7 @@ class GraphRunner(EagerRunner):
         return _Key(row_bucket(len(tokens)), tokens.shape[1], visible, autocast)
 
     def _graph_for(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
-        """The captured forward of `key`, captured now if it is worth it; None: run eagerly."""
+        """The captured forward of `key`, which may be captured now; None: run eagerly."""
         graph = self._graphs.get(key)
         if graph is None and key not in self._failed:
             self._asked[key] += 1
@@ -216,26 +216,22 @@ class GraphRunner(EagerRunner):
         return self._graphs[min(fitting)] if fitting else None
 
     def _capture(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
-        """Captures the forward of `key`, checked against an eager one; None, with a warning, where that fails."""
+        """Captures the forward of `key`; None, with a warning, where that fails."""
         # Buffers filled with this very call: warming up writes the K/V that the call writes anyway.
-        graph_tokens, graph_positions = _pad(tokens, key.rows), _pad(positions, key.rows)  # [rows, q] each
+        buffers = _pad(tokens, key.rows), _pad(positions, key.rows)  # [rows, q] each
         try:
             expected, _ = self._run(tokens, positions, columns, 0, logits_to_keep=0)
             runner = self._compiled_runner() if self._mode == "compiled" else self
-            recording, taken = self._record(runner, graph_tokens, graph_positions, key)
-            recording.logits.fill_(float("nan"))  # a replay that does nothing must not pass
-            recording.replay()
-            if not self._agree(recording.logits[: len(tokens)], expected):
-                self.budget.give_back(taken)
-                raise RuntimeError("its logits differ from an eager forward's")
+            recording, taken = self._record(runner, *buffers, key, expected, "an eager forward's")
         except Exception as error:
             self._note_failure(key, error)
             return None
-        graph = self._graphs[key] = _Graph(key, graph_tokens, graph_positions, recording, taken, len(tokens))
+        graph = self._graphs[key] = _Graph(key, *buffers, recording, taken, len(tokens))
         return graph
 
     def _note_failure(self, key: _Key, error: Exception) -> None:
-        """A compiled network goes on uncompiled; a shape that failed runs eagerly, and all do if it was the first."""
+        """After a failure a compiled network goes on uncompiled; else its shape runs eagerly, or all if it was the
+        first."""
         if self._mode == "compiled":
             self._mode, then = "graph", "goes on without being compiled"
         else:
@@ -248,18 +244,32 @@ class GraphRunner(EagerRunner):
             stacklevel=2,
         )
 
-    def _record(self, runner: EagerRunner, tokens: Tensor, positions: Tensor, key: _Key) -> tuple[Recording, int]:
+    def _record(
+        self, runner: EagerRunner, tokens: Tensor, positions: Tensor, key: _Key, expected: Tensor, whose: str
+    ) -> tuple[Recording, int]:
+        """Captures a forward of `runner` on these buffers, and returns also the bytes that it took.
+
+        Raises:
+            RuntimeError: a replay's logits of the first rows are not about `expected`, which are `whose`.
+        """
+
         def forward() -> Outputs:
             logits, features = runner._run(tokens, positions, key.columns, 0, logits_to_keep=0, spans=self._uses_spans)
             # The hooks came along with a compiled twin, and keep its states here.
             return logits, features if runner is self else self._features()
 
         # Autocast keeps the casts of fp32 weights (adapters, say) until it ends; a graph must not read those.
-        uncached = nullcontext() if key.autocast is None else _autocast_without_cache(tokens.device.type, key.autocast)
-        with uncached:
+        device, dtype = tokens.device.type, key.autocast
+        with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=False):
             for _ in range(WARM_UPS):  # kernels are compiled, and libraries make their workspaces, before the capture
                 forward()
-            return self.budget.record(forward)
+            recording, taken = self.budget.record(forward)
+        recording.logits.fill_(float("nan"))  # a replay that does nothing must not pass
+        recording.replay()
+        if not self._agree(recording.logits[: len(expected)], expected):
+            self.budget.give_back(taken)
+            raise RuntimeError(f"its logits differ from {whose}")
+        return recording, taken
 
     def _agree(self, logits: Tensor, expected: Tensor) -> bool:
         """Whether two forwards are the same up to rounding, for at least half of the tokens.
@@ -286,21 +296,18 @@ class GraphRunner(EagerRunner):
         if not self.budget.has_room():
             return
         self.budget.preparations += 1
+        before, seconds = graph.recording, self.budget.recorder.seconds
         try:
-            recording, taken = self._record(self._compiled_runner(), graph.tokens, graph.positions, graph.key)
-            graph.recording.replay()
-            expected = graph.recording.logits.clone()  # the next replay may overwrite them
-            recording.logits.fill_(float("nan"))
-            recording.replay()
-            agree = self._agree(recording.logits, expected)
-            seconds = self.budget.recorder.seconds
-            if agree and seconds(recording.replay) < seconds(graph.recording.replay):
-                self.budget.give_back(graph.bytes)
+            before.replay()
+            expected = before.logits.clone()  # the next replay may overwrite them
+            compiled = self._compiled_runner()
+            recording, taken = self._record(
+                compiled, graph.tokens, graph.positions, graph.key, expected, "the uncompiled forward's"
+            )
+            is_faster = seconds(recording.replay) < seconds(before.replay)
+            self.budget.give_back(graph.bytes if is_faster else taken)
+            if is_faster:
                 graph.recording, graph.bytes = recording, taken
-            else:
-                self.budget.give_back(taken)
-            if not agree:
-                raise RuntimeError("its logits differ from the uncompiled forward's")
         except Exception as error:
             self._mode = "graph"
             warnings.warn(
@@ -312,7 +319,7 @@ class GraphRunner(EagerRunner):
 
 @dataclass(eq=False)
 class _Beside:
-    """The runner of a drafter, which lasts until another takes its place in a later generation."""
+    """The runner of a drafter. It is kept until another drafter takes its place in a later generation."""
 
     shares_cache: bool
     runner: GraphRunner
@@ -333,7 +340,7 @@ def column_bucket(columns: int, limit: int) -> int:
 
 
 def _pad(values: Tensor, rows: int) -> Tensor:
-    """A copy `[rows, q]` of `values` `[B, q]`, with zeros behind them: free rows shall read one column, not many."""
+    """A copy `[rows, q]` of `values` `[B, q]`, with zeros after them: free rows then read one column, not many."""
     padded = values.new_zeros(rows, values.shape[1])
     padded[: len(values)] = values
     return padded
@@ -341,11 +348,6 @@ def _pad(values: Tensor, rows: int) -> Tensor:
 
 def _autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _autocast_without_cache(device: str, dtype: torch.dtype) -> AbstractContextManager[None]:
-    context: AbstractContextManager[None] = torch.autocast(device, dtype=dtype, cache_enabled=False)
-    return context
 
 
 # ---- kept between calls ---------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class CudaRecorder:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = work()
         except BaseException:
-            torch.cuda.set_stream(stream)  # a capture that fails to end leaves its own behind
+            torch.cuda.set_stream(stream)  # a capture that fails to end leaves its own stream set
             raise
         finally:
             if collects:
@@ -148,6 +148,6 @@ class GraphBudget:
         return recording, taken
 
     def give_back(self, taken: int) -> None:
-        """One captured forward, which took so many bytes, is gone."""
+        """One captured forward is gone, which took `taken` bytes."""
         self.bytes -= taken
         self.graphs -= 1

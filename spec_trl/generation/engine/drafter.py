@@ -1,4 +1,4 @@
-"""What a drafter is: something that proposes tokens, and whose proposals can never change an output."""
+"""A drafter proposes tokens; its proposals can never change an output."""
 
 import sys
 from abc import abstractmethod
@@ -43,7 +43,7 @@ class DraftSession:
     def draw(
         self, logits: Tensor, noise: RoundNoise | None, step: int, previous: Draw | None = None
     ) -> tuple[Draw, Tensor | None]:
-        """Draws each row's draft token at `step` from raw logits `[B, 1, V]`, as the target would from the same.
+        """Draws each row's draft token at `step` as the target would from the same logits.
 
         A row that processors leave no token, or whose prefix they refuse, has a score of -inf: it drafts up to there.
 
@@ -104,7 +104,7 @@ class Drafter(CandidateGenerator):
     max_rows: int = sys.maxsize
     """With more rows in flight a draft costs what the target costs; such rounds decode autoregressively."""
     cost: DraftCost | None = None
-    """Of a network that is not the policy's packed copy, which a profile knows."""
+    """Of a network other than the policy's packed copy, whose cost a profile knows."""
     learns: bool = False
     """Whether it wants to see the target's logits (`learn`)."""
     learning: LearningStatistics
@@ -112,14 +112,14 @@ class Drafter(CandidateGenerator):
     forwards: int = 0
     """Draft network forwards since `begin`."""
     made_for: tuple[object, ...] | None = None
-    """Calls with the same are served by it again (:func:`keep_drafters`); None: it is kept for none."""
+    """Later calls with the same get this drafter again (:func:`keep_drafters`); None: it is not kept."""
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Has the drafter for one generation.
+        """Reserves the drafter for one generation.
 
         Raises:
-            ValueError: another generation has it, of whose rows it knows.
+            ValueError: another generation has it.
         """
         own = object()
         if self.__dict__.setdefault("_claim", own) is not own:  # at once: of two threads one gets it
@@ -145,8 +145,8 @@ class Drafter(CandidateGenerator):
         """Rows came in."""
 
     def move(self, source: list[int], destination: list[int], columns: int) -> None:
-        """Rows have ended, and rows `source` are now rows `destination`, so that the active ones come first: state per
-        row moves along, `columns` of a cache. Both are empty where the last rows ended."""
+        """Rows have ended. Rows `source` are now rows `destination`, so that the active ones come first: state per row
+        moves along, and so do `columns` of a cache. Both are empty where the last rows ended."""
 
     @abstractmethod
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
@@ -158,24 +158,24 @@ class Drafter(CandidateGenerator):
         """
 
     def learn(self, logits: Tensor, verified: Tensor) -> None:
-        """What the target said to the proposal, before anything is committed; called where it `learns`.
+        """Learns from the target's logits on the proposal, before anything is committed; called where it `learns`.
 
         Args:
             logits: `[B, γ + 1, V]`, raw; γ as in the proposal, or less. Valid until the target's next forward.
-            verified: `[B]` bool, the rows whose proposal was verified; the logits of the others say nothing.
+            verified: `[B]` bool, the rows whose proposal was verified; the logits of the others mean nothing.
         """
 
     def observe(self, tokens: int) -> None:
-        """A round's verified tokens are committed, `tokens` in all rows together: `session.rows` tells which drafts
-        survived. It need not have drafted in it, nor its drafts have been taken."""
+        """A round has committed `tokens` tokens in all rows together: `session.rows` tells which drafts survived. Also
+        called where the drafter did not draft, or the drafts of another were taken."""
 
     def end(self) -> None:
-        """The generation is over: lets go of its session."""
+        """Lets go of the session: the generation is over."""
         del self.session
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of K/V cache that the drafter holds beside the target's."""
+        """Bytes of the drafter's own K/V cache."""
         return 0
 
     # ---- transformers' assisted loop, batch 1 ---------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Drafter(CandidateGenerator):
             do_sample: whether the target samples.
             processors: the target's processors.
             seed: of the drafter's own noise.
-            eos_token_ids: of the target: drafts end with one, behind which that loop goes on in transformers 5.17.
+            eos_token_ids: of the target: drafts end with one, since that loop goes on after it in transformers 5.17.
         """
         self._solo_arguments = (draft_length, max_length, do_sample, processors, seed, eos_token_ids)
         self._solo_prompt_length = 0

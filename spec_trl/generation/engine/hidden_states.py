@@ -1,4 +1,4 @@
-"""What a target thinks: its hidden states, kept as its forwards go by."""
+"""Captures hidden states of a target."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from .shadow import decoder_layers
 
 
 def keep_states(network: PreTrainedModel, layers: Iterable[int], states: dict[int, Tensor]) -> list[RemovableHandle]:
-    """Has every forward of `network` leave its hidden states `[B, q, hidden]` in `states`, until the handles go.
+    """Has every forward of `network` leave its hidden states `[B, q, hidden]` in `states` until its hooks go.
 
     Args:
         network: a causal language model.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from .chains import Lanes, Outcome
 from .processors import needs_batch
 from .rollout import Rollout
+from .verification import Outcome
 
 
 class RolloutInStep(Rollout):
@@ -28,13 +28,13 @@ class RolloutInStep(Rollout):
         super().__init__(*options, **more)
         self._padding = padding
 
-    def _commit(self, outcome: Outcome, lanes: Lanes) -> tuple[list[int], int]:
+    def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
         rows, verdict = self._rows, outcome.verdict
         ended = [self._completions[index] is not None for index in rows.indices]
         gone = torch.tensor(ended, device=rows.tokens.device)[:, None]  # [B, 1]
         tokens = verdict.tokens if self._padding is None else verdict.tokens.masked_fill(gone, self._padding)
         verdict = replace(verdict, tokens=tokens, scores=verdict.scores.masked_fill(gone, 0))  # broken or not
-        finished, _ = super()._commit(replace(outcome, verdict=verdict), lanes)
+        finished, _ = super()._commit(replace(outcome, verdict=verdict))
         self.look()  # at ended rows too
         return [row for row in finished if not ended[row]], ended.count(False)
 

@@ -3,13 +3,13 @@
 transformers applies them to a rectangular batch, one step at a time. Here a step verifies several positions of rows
 that have generated different numbers of tokens:
 
-* Processors that look at the scores alone run once over all of them.
-* Processors whose result for a row depends on that row's prefix and scores alone run on the prefixes that `generate`
-  would have shown them, grouped by length. Most of transformers' own are such, and any class that says so of itself
-  by the attribute `prefix_only = True`.
-* Of these, the ones that users wrote may refuse a prefix that they forbid: they are shown a row's drafts step by step,
-  and only as far as the target takes them.
-* All others may look at other rows or keep state: they need rows that run in step (`in_step.py`), and are called once
+* Processors that look at the scores alone run once over all positions.
+* Those whose result for a row depends on that row's prefix and scores alone run on the prefixes that `generate` would
+  have shown them, grouped by length. Most of transformers' own are such, and any class that says so by the attribute
+  `prefix_only = True`.
+* Users' own of this kind may refuse a prefix that they forbid: they are shown a row's drafts step by step, only as far
+  as the target takes them.
+* All others may look at other rows or keep state. They need rows that run in step (`in_step.py`), and are called once
   per step with all rows in the caller's order, as in `generate`.
 """
 
@@ -19,20 +19,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxTimeCriteria,
-    StoppingCriteria,
-    StopStringCriteria,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteria, StopStringCriteria
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .kernels import run_on
 from .noise import Draw, RoundNoise, draw, widen
 from .rows import Rows
+from .verification import Proposal
 
 
 _SCORES_ONLY = (
@@ -48,13 +44,13 @@ _SCORES_ONLY = (
     hf.InfNanRemoveLogitsProcessor,
     hf.LogitNormalization,
 )
-# They keep something for each row of the caller's batch, by its index there.
+# They keep something for each row of the caller's batch.
 _ROW_BOUND = (
     hf.PrefixConstrainedLogitsProcessor,
     hf.EncoderRepetitionPenaltyLogitsProcessor,
     hf.EncoderNoRepeatNGramLogitsProcessor,
 )
-# Theirs that look at a row's prefix and scores, and never refuse a prefix.
+# They look at a row's prefix and scores, and never refuse a prefix.
 _BY_PREFIX = (
     hf.RepetitionPenaltyLogitsProcessor,
     hf.NoRepeatNGramLogitsProcessor,
@@ -99,7 +95,7 @@ class PrefixView:
 
         Args:
             row: `[n]` int64.
-            step: `[n]` int64, how many tokens behind the row's committed ones.
+            step: `[n]` int64, number of tokens after the row's committed ones.
 
         Yields:
             Members of a group `[m]` int64, as indices into `row`, and their prefixes `[m, width]`.
@@ -126,12 +122,15 @@ class PrefixView:
 
 
 class LogitsPipeline:
-    """`generate`'s processors over `[B, n, vocabulary]` logits of ragged rows.
+    """`generate`'s processors over `[B, n, vocabulary]` logits of rows of different lengths.
 
     Args:
         processors: in the order in which `generate` applies them.
         prefixes: the rows they belong to.
         batch_size: rows of the caller's batch.
+
+    Attributes:
+        may_refuse: whether one of them may raise on a prefix that it forbids.
     """
 
     def __init__(self, processors: LogitsProcessorList, prefixes: PrefixView, batch_size: int) -> None:
@@ -139,14 +138,14 @@ class LogitsPipeline:
         self._filters = Filters.of(processors)
         self._prefixes = prefixes
         self._batch_size = batch_size
+        self._looks_at_prefixes = any(type(processor) not in _SCORES_ONLY for processor in processors)
         self.may_refuse = any(
             type(processor) is hf.PrefixConstrainedLogitsProcessor or not is_known(processor)
             for processor in processors
         )
-        """Whether one of them may raise on a prefix that it forbids."""
 
     def __call__(self, logits: Tensor, offset: int = 0) -> Tensor:
-        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` behind the committed tokens."""
+        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens."""
         batch, count, _ = logits.shape
         row = torch.arange(batch, device=logits.device).repeat_interleave(count)  # [B * n]
         step = torch.arange(offset, offset + count, device=logits.device).repeat(batch)  # [B * n]
@@ -164,66 +163,72 @@ class LogitsPipeline:
         return _draw_fused(logits, noise, offset, want_logprobs, self._filters.temperature, floors)
 
     def draw_verified(
-        self, logits: Tensor, noise: RoundNoise | None, lengths: Tensor, want_logprobs: bool
+        self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool
     ) -> tuple[Draw, Tensor]:
-        """As :meth:`draw`, at all positions of a round, of which a row takes those up to its first draft that is not
-        the token drawn; the others need not be processed.
+        """As :meth:`draw`, at all positions of a round. A row takes them up to its first draft that is not the token
+        drawn; the others need not be processed.
 
         Args:
             logits: `[B, γ + 1, vocabulary]`.
             noise: of the round; None: greedy.
-            lengths: `[B]` int64, drafts of each row.
+            proposal: the drafts.
             want_logprobs: whether to compute logprobs.
 
         Returns:
-            The draws, and how many drafts each row may take at most: `[B]` int64, see :meth:`_walk`.
+            The draws, and the most drafts that each row may take: `[B]` int64, see :meth:`_walk`.
         """
+        self._show(proposal)
         if not self.may_refuse:
-            return self.draw(logits, noise, want_logprobs=want_logprobs), lengths
+            return self.draw(logits, noise, want_logprobs=want_logprobs), proposal.lengths
         draws: list[Draw] = []
-        drafts = self._prefixes.rows.window(0, logits.shape[1])  # [B, γ + 1], the last one is nobody's
 
-        def takes(step: int, scores: Tensor) -> Tensor:
+        def drawn(step: int, scores: Tensor) -> Tensor:
             draws.append(draw_processed(scores[:, None], noise, step, want_logprobs))
-            return draws[-1].tokens[:, 0] == drafts[:, step]
+            return draws[-1].tokens[:, 0]
 
-        most = self._walk(logits, lengths, takes)
+        most = self._walk(logits, proposal, lambda step, scores, draft: drawn(step, scores) == draft)
         tokens, scores = torch.cat([d.tokens for d in draws], dim=1), torch.cat([d.scores for d in draws], dim=1)
         logprobs = [d.logprobs for d in draws if d.logprobs is not None]
         return Draw(tokens, scores, torch.cat(logprobs, dim=1) if logprobs else None), most
 
-    def process_verified(self, logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Processes logits of a round's positions, which need not be done behind a row's first draft that has no
+    def process_verified(self, logits: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
+        """Processes logits of a round's positions, which need not be done after a row's first draft that has no
         probability; arguments and second result as those of :meth:`draw_verified`."""
+        self._show(proposal)
         if not self.may_refuse:
-            return self(widen(logits)), lengths
+            return self(widen(logits)), proposal.lengths
         processed: list[Tensor] = []
-        drafts = self._prefixes.rows.window(0, logits.shape[1])  # [B, γ + 1], the last one is nobody's
 
-        def takes(step: int, scores: Tensor) -> Tensor:
+        def has_probability(step: int, scores: Tensor, draft: Tensor) -> Tensor:
             processed.append(scores)
-            return scores.gather(1, drafts[:, step, None])[:, 0] > -torch.inf
+            return scores.gather(1, draft[:, None])[:, 0] > -torch.inf
 
-        most = self._walk(logits, lengths, takes)
+        most = self._walk(logits, proposal, has_probability)
         return torch.stack(processed, dim=1), most
 
-    def _walk(self, logits: Tensor, lengths: Tensor, takes: Callable[[int, Tensor], Tensor]) -> Tensor:
+    def _show(self, proposal: Proposal) -> None:
+        """Writes the drafts after the committed tokens, where processors look for them."""
+        if self._looks_at_prefixes:
+            self._prefixes.rows.write(0, proposal.tokens)
+
+    def _walk(self, logits: Tensor, proposal: Proposal, takes: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
         """Processes the positions of a round one after the other, those of a row as far as it takes its drafts.
 
-        What raises on a row's own text raises here as in `generate`. Where a prefix that ends with drafts is refused,
-        as one that goes on behind EOS may be, no token can be drawn behind these: the last of them is the row's last
-        token of this round.
+        What raises on a row's own text raises here as in `generate`. A prefix that ends with drafts may be refused, as
+        one that goes on after EOS may be: then no token can be drawn after these drafts, and the last of them is the
+        row's last token of this round.
 
         Args:
             logits: `[B, γ + 1, vocabulary]`.
-            lengths: `[B]` int64, drafts of each row.
-            takes: called with each step and its processed scores `[B, vocabulary]`; says `[B]` bool which rows take
-                their draft.
+            proposal: the drafts.
+            takes: called with each step, its processed scores `[B, vocabulary]` and the drafts there `[B]`; says `[B]`
+                bool which rows take their draft.
 
         Returns:
-            `[B]` int64: how many drafts each row may take and still draw a token behind them.
+            `[B]` int64: how many drafts each row may take and still draw a token after them.
         """
-        most, going = lengths, torch.ones_like(lengths, dtype=torch.bool)
+        drafts = F.pad(proposal.tokens, (0, 1))  # [B, γ + 1], the last one is no draft
+        most, going = proposal.lengths, torch.ones_like(proposal.lengths, dtype=torch.bool)
         for step in range(logits.shape[1]):
             scores = widen(logits[:, step])  # [B, V]
             if step == 0:
@@ -232,7 +237,7 @@ class LogitsPipeline:
                 scores, passed = self.attempt(scores, step, going)
                 most = most.where(passed | ~going, step - 1)
                 going = passed
-            going = going & takes(step, scores) & (lengths > step)
+            going = going & takes(step, scores, drafts[:, step]) & (proposal.lengths > step)
         return most
 
     def attempt(self, scores: Tensor, step: int, shown: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +245,7 @@ class LogitsPipeline:
 
         Args:
             scores: of all rows.
-            step: how many tokens behind the committed ones.
+            step: number of tokens after the committed ones.
             shown: `[B]` bool, rows whose prefixes the processors may see.
 
         Returns:
@@ -261,7 +266,7 @@ class LogitsPipeline:
         return processed, passed
 
     def _process(self, scores: Tensor, row: Tensor, step: Tensor) -> Tensor:
-        """Processes scores `[n, vocabulary]` of positions in `row` (`[n]` int64), `step` (`[n]` int64) tokens behind
+        """Processes scores `[n, vocabulary]` of positions in `row` (`[n]` int64), `step` (`[n]` int64) tokens after
         the committed ones."""
         for processor in self._processors:
             if type(processor) in _SCORES_ONLY:
@@ -281,17 +286,16 @@ class LogitsPipeline:
                 for i, request in enumerate(requests.tolist()):
                     bound = _bind_to_row(processor, request, self._batch_size)
                     processed[member[i]] = bound(prefix[i : i + 1], scores[member[i]][None])[0]
-            elif isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
-                bound = _bind_padding(processor, requests, self._batch_size)
-                processed[member] = bound(prefix, scores[member])
             else:
-                processed[member] = processor(prefix, scores[member])
+                is_padded = isinstance(processor, hf.RepetitionPenaltyLogitsProcessor)
+                bound = _bind_padding(processor, requests, self._batch_size) if is_padded else processor
+                processed[member] = bound(prefix, scores[member])
         return processed
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Temperature, top-k and min-p, of which the last two only say from which logit on a token may be drawn.
+    """Temperature, top-k and min-p. The last two only set the smallest logit that may be drawn.
 
     Attributes:
         temperature: divides the logits.
@@ -305,7 +309,7 @@ class Filters:
 
     @classmethod
     def of(cls, processors: LogitsProcessorList) -> "Filters | None":
-        """What `processors` amount to, or None where there are others, or these in another order."""
+        """The filters that `processors` are; None where there are others, or these in another order."""
         filters = cls()
         for processor in processors:
             if type(processor) is hf.TemperatureLogitsWarper and filters == cls():
@@ -319,11 +323,6 @@ class Filters:
             else:
                 return None
         return filters
-
-    @property
-    def cuts_nothing(self) -> bool:
-        """Whether every token may be drawn."""
-        return self.top_k is None and self.min_p is None
 
     def floors(self, logits: Tensor) -> Tensor | None:
         """Smallest logits `[n]` float32, divided by the temperature, that may be drawn from `logits` `[n, V]`."""
@@ -375,7 +374,7 @@ def _draw_fused(
 
 
 def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> LogitsProcessor:
-    """The processor as it acts on one row of the caller's batch, whatever row of ours that request sits in."""
+    """The processor as it acts on one row of the caller's batch."""
     bound = copy.copy(processor)
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn

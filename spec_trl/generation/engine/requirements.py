@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 # Attention that is not a function of (query, key, position mask), or positions that no hook can reach.
 _REFUSED_TYPES = {
     "roformer": "its rotary positions are one table for all rows",
-    "kosmos-2": "its positions begin behind the padding token's id",
-    "kosmos-2.5": "its positions begin behind the padding token's id",
+    "kosmos-2": "its positions begin after the padding token's id",
+    "kosmos-2.5": "its positions begin after the padding token's id",
     "paligemma": "tokens of its prompts attend in both directions",
     "doge": "its masks depend on what the tokens say",
     "bloom": "its ALiBi positions need a two-dimensional mask",
     "mpt": "its ALiBi positions are counted back from the last cache column",
 }
-# What generate passes to a decoding method besides input_ids, that the engine reads or may ignore.
+# Keywords that generate passes to a decoding method, and that the engine reads or may ignore.
 _KNOWN_KEYWORDS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
 
 
@@ -173,34 +173,31 @@ def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> 
 
     Args:
         config: as `generate` has completed it.
-        own: the model's, whose number of assistant tokens is no wish of the caller's.
+        own: the model's, whose number of assistant tokens the caller has not asked for.
     """
-    drafted = config.num_assistant_tokens
-    unasked = (own.num_assistant_tokens, own._get_default_generation_params()["num_assistant_tokens"])
-    refused: dict[str, tuple[Any, bool]] = {
-        "num_beams": (config.num_beams, (config.num_beams or 1) > 1),
-        "num_beam_groups": (config.num_beam_groups, (config.num_beam_groups or 1) > 1),
-        "penalty_alpha": (config.penalty_alpha, bool(config.penalty_alpha)),
-        "dola_layers": (config.dola_layers, config.dola_layers is not None),
-        "constraints": (config.constraints, config.constraints is not None),
-        "force_words_ids": (config.force_words_ids, config.force_words_ids is not None),
-        "use_mtp": (config.use_mtp, bool(config.use_mtp)),
-        "assistant_early_exit": (config.assistant_early_exit, config.assistant_early_exit is not None),
-        "num_assistant_tokens": (drafted, drafted not in unasked),
-        "prompt_lookup_num_tokens": (config.prompt_lookup_num_tokens, config.prompt_lookup_num_tokens is not None),
-        "guidance_scale": (config.guidance_scale, config.guidance_scale not in (None, 1, 1.0)),
-        "use_cache": (config.use_cache, config.use_cache is False),
-        "cache_implementation": (
-            config.cache_implementation,
-            config.cache_implementation not in (None, "dynamic", "dynamic_full"),
-        ),
-        "output_scores": (config.output_scores, bool(config.output_scores)),
-        "output_logits": (config.output_logits, bool(config.output_logits)),
-        "output_attentions": (config.output_attentions, bool(config.output_attentions)),
-        "output_hidden_states": (config.output_hidden_states, bool(config.output_hidden_states)),
+    assistant_tokens = (own.num_assistant_tokens, own._get_default_generation_params()["num_assistant_tokens"])
+    served: dict[str, tuple[object, ...]] = {
+        "num_beams": (None, 0, 1),
+        "num_beam_groups": (None, 0, 1),
+        "penalty_alpha": (None, 0),
+        "dola_layers": (None,),
+        "constraints": (None,),
+        "force_words_ids": (None,),
+        "use_mtp": (None, False),
+        "assistant_early_exit": (None,),
+        "num_assistant_tokens": assistant_tokens,
+        "prompt_lookup_num_tokens": (None,),
+        "guidance_scale": (None, 1),
+        "use_cache": (None, True),
+        "cache_implementation": (None, "dynamic", "dynamic_full"),
+        "output_scores": (None, False),
+        "output_logits": (None, False),
+        "output_attentions": (None, False),
+        "output_hidden_states": (None, False),
     }
-    for name, (value, is_refused) in refused.items():
-        if is_refused:
+    for name, values in served.items():
+        value = vars(config).get(name)
+        if value not in values:
             raise _refusal(name, value)
 
 

@@ -1,10 +1,11 @@
-"""The decoding loop: draft, verify, commit, for rows of different lengths."""
+"""The decoding loop: draft, verify, accept, commit, for rows of different lengths."""
 
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import methodcaller
 from typing import TypeVar
 
@@ -13,19 +14,17 @@ from torch import Tensor
 
 from ...scheduling.control import Chain, Control, Tally
 from ...scheduling.plain_decoding import plain_rounds
-from .broken_module import first_broken_module
-from .chains import Lanes, Outcome, draft_lengths
+from .chains import Lanes, draft_lengths, is_one_chain
 from .counters import DraftCounter, PhaseTimer, RoundLog
 from .drafter import Drafter, DraftSession
 from .noise import RoundNoise, derive, position_keys
-from .prefill import prefill
 from .processors import LogitsPipeline
 from .rows import Request, Rows, prompt_key
 from .runner import EagerRunner
 from .statistics import SpeculationStatistics
 from .stopping import Stopping
 from .timeline import TimelineLog
-from .verification import Proposal, Verdict, verify_exact, verify_rejection
+from .verification import Outcome, Proposal, Verdict, verify_exact, verify_rejection
 
 
 T = TypeVar("T")
@@ -114,28 +113,6 @@ class Rollout:
         """Lets drafters go of the rows and caches, which would outlive the generation with them."""
         self._for_each_drafter(lambda drafter: drafter.end())
 
-    def decode_round(self, plan: Sequence[Chain]) -> None:
-        """One round: drafters draft the chains of `plan`, one target forward verifies them, and each row goes on with
-        the chain of which most was accepted; without chains the target decodes."""
-        started, prepared = time.perf_counter(), self._target.preparations
-        batch, length = self._rows.active, self._total_length / self._rows.active
-        with self._timer.phase("noise"):
-            noise = self._noise(max((chain.draft_length for chain in plan), default=0))
-        with self._timer.phase("draft"):
-            lanes = self._draft(plan, noise)
-        with self._timer.phase("verify"):
-            logits = self._verify(lanes)
-        self._teach(lanes, logits)
-        with self._timer.phase("accept"):
-            finished, tokens = self._commit(self._accept(lanes, logits, noise), lanes)
-        with self._timer.phase("compact"):
-            self._retire(finished)
-        seconds = time.perf_counter() - started  # of the device too: the commit waited for it
-        names = dict.fromkeys(self._names[which] for which in lanes.drafted)
-        self._log.add(batch, length, lanes.width, "+".join(names) or None, seconds, tokens)
-        with self._timer.phase("control"):
-            self._control.record(lanes.width, seconds, tokens, self._target.preparations == prepared)
-
     def admit(self) -> None:
         """Gives free rows to waiting requests and reads their prompts."""
         rows = self._rows
@@ -143,7 +120,7 @@ class Rollout:
         if free:
             with self._timer.phase("prefill"):
                 admission = rows.admit([self._waiting.pop() for _ in range(free)])
-                prefill(self._target, rows, admission)
+                self._target.read_prompts(rows, admission)
             with self._timer.phase("draft"):
                 self._for_each_drafter(lambda drafter: drafter.admit(admission))
             self.look()
@@ -153,6 +130,61 @@ class Rollout:
         rows = self._rows
         self._total_length = int(rows.lengths.sum())
         self._room = int((rows.limits - rows.lengths).max())
+
+    # ---- a round --------------------------------------------------------------------------------------------------
+
+    def decode_round(self, plan: Sequence[Chain]) -> None:
+        """One round: drafters draft the chains of `plan`, one target forward verifies them, and each row goes on with
+        the chain of which most was accepted; without chains the target decodes."""
+        started, prepared = time.perf_counter(), self._target.preparations
+        batch, length = self._rows.active, self._total_length / self._rows.active
+        lengths = draft_lengths(plan, batch)
+        with self._timer.phase("noise"):
+            noise = self._noise(max((max(own) for own in lengths.values()), default=0))
+        outcome = self._one_chain(lengths, noise) if is_one_chain(lengths) else self._several_chains(lengths, noise)
+        with self._timer.phase("accept"):
+            finished, tokens = self._commit(outcome)
+        with self._timer.phase("compact"):
+            self._retire(finished)
+        seconds = time.perf_counter() - started  # of the device too: the commit waited for it
+        names = dict.fromkeys(self._names[which] for which in outcome.by_drafter)
+        self._log.add(batch, length, outcome.width, "+".join(names) or None, seconds, tokens)
+        with self._timer.phase("control"):
+            self._control.record(outcome.width, seconds, tokens, self._target.preparations == prepared)
+
+    def _one_chain(self, lengths: dict[int, list[int]], noise: RoundNoise | None) -> Outcome:
+        """Drafts, verifies and accepts where one drafter drafts the same γ for all rows, or none drafts."""
+        which, draft_length = next(((which, own[0]) for which, own in lengths.items()), (None, 0))
+        with self._timer.phase("draft"):
+            proposal = self._nothing(0) if which is None else self._propose(which, draft_length, noise)
+        with self._timer.phase("verify"):
+            logits = self._verify(proposal)
+        if which is not None:
+            self._teach(which, proposal, lambda: (logits, torch.ones_like(proposal.lengths, dtype=torch.bool)))
+        with self._timer.phase("accept"):
+            return Outcome.of_one_chain(which, proposal, self._verdict(proposal, logits, noise))
+
+    def _several_chains(self, lengths: dict[int, list[int]], noise: RoundNoise | None) -> Outcome:
+        """The same where rows have different chains. Of a race, keeps the K/V and hidden states of the winners."""
+        with self._timer.phase("draft"):
+            drafted = {which: self._propose(which, max(own), noise) for which, own in lengths.items()}
+            lanes = Lanes.of(self._rows, lengths, drafted)
+        with self._timer.phase("verify"):
+            if lanes.layout is None:
+                logits = self._verify(lanes.proposals[0])
+            else:
+                logits = self._target.forward_chains(lanes.layout, self._rows.longest + lanes.width)
+        for which, proposal in drafted.items():
+            self._teach(which, proposal, partial(lanes.verified, which, logits))
+        with self._timer.phase("accept"):
+            verdicts = [
+                self._verdict(proposal, lanes.logits(lane, logits), noise)
+                for lane, proposal in enumerate(lanes.proposals)
+            ]
+            outcome = lanes.outcome(verdicts)
+            if lanes.layout is not None:
+                self._target.keep_chains(lanes.layout.slots_of(outcome.winner))
+        return outcome
 
     def _plan(self) -> Sequence[Chain]:
         """The chains that the control wants, no longer than the row with most room could use."""
@@ -170,11 +202,6 @@ class Rollout:
             return None
         return RoundNoise(rows.streams, rows.generated, draft_length + 1, self._vocabulary)
 
-    def _draft(self, plan: Sequence[Chain], noise: RoundNoise | None) -> Lanes:
-        lengths = draft_lengths(plan, self._rows.active)
-        drafted = {which: self._propose(which, max(own), noise) for which, own in lengths.items()}
-        return Lanes.of(self._rows, lengths, drafted)
-
     def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
         """What drafter `which` drafts, as far as rows have room for it and tokens exist; nothing where it fails."""
         rows = self._rows
@@ -183,94 +210,85 @@ class Rollout:
         if proposal is None:
             # A drafter that failed half-way may have left broken K/V in the columns it drafted: they are verified all
             # the same, as tokens nobody proposed, and so overwritten.
-            return Proposal(rows.window(-1, 1).expand(-1, draft_length), torch.zeros_like(rows.lengths))
+            return self._nothing(draft_length)
         legal = (proposal.tokens >= 0) & (proposal.tokens < self._vocabulary)  # [B, γ]
         room = rows.limits - rows.lengths - 1  # [B], the bonus token needs one
         lengths = torch.minimum(proposal.lengths, room).minimum(legal.long().cumprod(1).sum(1)).clamp(min=0)
         return replace(proposal, tokens=proposal.tokens.clamp(0, self._vocabulary - 1), lengths=lengths)
 
-    def _verify(self, lanes: Lanes) -> Tensor:
-        """Feeds each row's last committed token and its chains; returns logits `[B, 1 + Σγ, vocabulary]`."""
-        rows, width = self._rows, lanes.width
-        if lanes.layout is not None:
-            return self._target.forward_chains(lanes.layout, rows.longest + width)
-        rows.write(0, lanes.proposals[0].tokens)
-        tokens, columns = rows.window(-1, width + 1), rows.columns_behind(-1, width + 1)  # [B, 1 + γ] each
-        return self._target.forward(tokens, columns, rows.longest + width)
+    def _nothing(self, draft_length: int) -> Proposal:
+        """Tokens `[B, draft_length]` of which none is a draft."""
+        rows = self._rows
+        return Proposal(rows.window(-1, 1).expand(-1, draft_length), torch.zeros_like(rows.lengths))
 
-    def _teach(self, lanes: Lanes, logits: Tensor) -> None:
-        """Shows drafters that learn what the target said to their own chains."""
-        for which, proposal in lanes.drafted.items():
-            drafter = self._drafters[which]
-            if drafter is not None and drafter.learns:
-                with self._timer.phase("learn"):
-                    if lanes.layout is not None:
-                        self._rows.write(0, proposal.tokens)
-                    self._guard(which, methodcaller("learn", *lanes.verified(which, logits)))
+    def _verify(self, proposal: Proposal) -> Tensor:
+        """Feeds each row's last committed token and its drafts to the target; returns logits `[B, γ + 1, V]`."""
+        rows, width = self._rows, proposal.tokens.shape[1]
+        tokens = torch.cat([rows.window(-1, 1), proposal.tokens], dim=1)  # [B, γ + 1]
+        return self._target.forward(tokens, rows.columns_behind(-1, width + 1), rows.longest + width)
 
-    def _accept(self, lanes: Lanes, logits: Tensor, noise: RoundNoise | None) -> Outcome:
-        """Verifies each lane's chains; of a race, keeps the K/V and hidden states of the winners."""
-        if lanes.layout is None:
-            return Outcome.of(lanes, [self._verdict(lanes.proposals[0], logits, noise)])
-        verdicts = []
-        for lane, proposal in enumerate(lanes.proposals):
-            self._rows.write(0, proposal.tokens)  # for processors that look at them
-            verdicts.append(self._verdict(proposal, lanes.logits(lane, logits), noise))
-        outcome = Outcome.of(lanes, verdicts)
-        self._target.keep_chains(lanes.layout.slots_of(outcome.winner))
-        return outcome
+    def _teach(self, which: int, proposal: Proposal, verified: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Shows a drafter that learns the target's logits on its drafts, and which rows they were verified for."""
+        drafter = self._drafters[which]
+        if drafter is not None and drafter.learns:
+            with self._timer.phase("learn"):
+                self._rows.write(0, proposal.tokens)  # where the drafter looks for them
+                self._guard(which, methodcaller("learn", *verified()))
 
     def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
         if self._rejection and proposal.logits is not None:
             rows = self._rows
-            logits, most = self._pipeline.process_verified(logits, proposal.lengths)  # [B, γ + 1, V], [B]
+            logits, most = self._pipeline.process_verified(logits, proposal)  # [B, γ + 1, V], [B]
             steps = rows.generated[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, γ + 1]
             coins, residual = (position_keys(derive(rows.streams, purpose), steps) for purpose in (1, 2))
-            # A draft behind which no token can be drawn must pass its own test all the same, else what ends a text
+            # A draft after which no token can be drawn must pass its own test all the same, else what ends a text
             # would come too seldom: once accepted it stands in the place of that token.
             tested = replace(proposal, lengths=torch.minimum(proposal.lengths, most + 1))
             verdict = verify_rejection(logits, tested, coins, residual, self._want_logprobs)
             return replace(verdict, accepted=torch.minimum(verdict.accepted, most))
-        drawn, most = self._pipeline.draw_verified(logits, noise, proposal.lengths, self._want_logprobs)
+        drawn, most = self._pipeline.draw_verified(logits, noise, proposal, self._want_logprobs)
         return verify_exact(drawn, replace(proposal, lengths=most))
 
-    def _commit(self, outcome: Outcome, lanes: Lanes) -> tuple[list[int], int]:
+    def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
         """Takes the verified tokens into the output; returns the rows that ended, and how many tokens there were."""
         rows, verdict = self._rows, outcome.verdict
-        counts = verdict.accepted + 1  # [B]
         rows.write(0, verdict.tokens)
-        kept, ends = self._stopping.first_stop(verdict.tokens, counts)
+        kept, ends = self._stopping.first_stop(verdict.tokens, verdict.accepted + 1)  # [B] each
         sound = verdict.scores > -torch.inf  # [B, γ + 1]; else NaN, or no token has any probability
         broken = sound.long().cumprod(1).sum(1) < kept  # [B]
-        drafted, accepted = outcome.up_to_end(kept, ends)  # [N, B] each
-        if lanes.width:
-            self._counter.add(rows.requests, rows.generated, lanes.drafters, drafted, accepted, kept, outcome.winner)
+        # Without what lies after a row's end: [B] for each lane.
+        drafted = [torch.minimum(own, kept).where(ends, own) for own in outcome.drafted]
+        accepted = [torch.minimum(own, kept) for own in outcome.accepted]
+        if outcome.width:
+            chains = outcome.drafters, torch.stack(drafted), torch.stack(accepted)  # [N, B] each
+            self._counter.add(rows.requests, rows.generated, *chains, kept, outcome.winner)
         if self._on_tokens is not None:
             self._on_tokens(verdict.tokens[0, : int(kept[0])])
         lengths = rows.lengths + kept  # [B]
-        room = rows.limits - lengths  # [B]
-        suspects = {which: own.broken.long() for which, own in lanes.drafted.items() if own.broken is not None}
-        flags = [flag.expand_as(kept) for flag in suspects.values()]  # [B] each
-        state = torch.stack([lengths, ends.long(), broken.long(), room, *drafted, *accepted, *flags]).tolist()
-        # That was the round's one sync.
-        if any(state[2]):
-            row = state[2].index(1)
-            self._raise_broken(row, int(rows.generated[row] + sound[row].long().cumprod(0).sum()), lanes.width)
+        suspects = {which: own.broken for which, own in outcome.by_drafter.items() if own.broken is not None}
+        flags = [flag.long().expand_as(kept) for flag in suspects.values()]  # [B] each
+        # The round waits for the device here, and nowhere else.
+        after, ended, is_broken, room, *more = torch.stack(
+            [lengths, ends.long(), broken.long(), rows.limits - lengths, *drafted, *accepted, *flags]
+        ).tolist()
+        if any(is_broken):
+            row = is_broken.index(1)
+            self._raise_broken(row, int(rows.generated[row] + sound[row].long().cumprod(0).sum()), outcome.width)
         rows.commit(kept, verdict.logprobs)
-        tokens = sum(state[0]) - self._total_length
-        finished = [row for row, ended in enumerate(state[1]) if ended]
-        rows.longest = max(state[0])
-        self._total_length = sum(length for length, ended in zip(state[0], state[1], strict=True) if not ended)
-        self._room = max((room for room, ended in zip(state[3], state[1], strict=True) if not ended), default=0)
-        count = len(lanes.proposals)
-        if lanes.width:
-            by_lane = state[4 : 4 + count], state[4 + count : 4 + 2 * count]
-            self._control.record_rows(list(rows.indices), *(lanes.by_drafter(values) for values in reversed(by_lane)))
-        for which, flag in zip(suspects, state[4 + 2 * count :], strict=True):
+        tokens = sum(after) - self._total_length
+        rows.longest = max(after)
+        going = [row for row, has_ended in enumerate(ended) if not has_ended]
+        self._total_length = sum(after[row] for row in going)
+        self._room = max((room[row] for row in going), default=0)
+        if outcome.width:
+            lanes = len(drafted)
+            by_drafter = (outcome.of_each_drafter(more[at : at + lanes]) for at in (lanes, 0))
+            self._control.record_rows(list(rows.indices), *by_drafter)
+        for which, flag in zip(suspects, more[2 * len(drafted) :], strict=True):
             if any(flag):
                 self._guard(which, _report_broken)
         self._for_each_drafter(lambda drafter: drafter.observe(tokens))
-        return finished, tokens
+        return [row for row, has_ended in enumerate(ended) if has_ended], tokens
 
     def _retire(self, finished: list[int]) -> None:
         if finished:
@@ -300,14 +318,12 @@ class Rollout:
         self._for_each_drafter(lambda drafter: drafter.move(source, destination, rows.longest))
         rows.longest = max(rows.lengths.tolist(), default=0)
 
+    # ---- faults ---------------------------------------------------------------------------------------------------
+
     @property
     def drafter_failure(self) -> str | None:
         """Why a drafter was dropped, or None."""
         return self._statistics.drafter_failure
-
-    def phase_seconds(self) -> dict[str, float]:
-        """Seconds per phase so far."""
-        return self._timer.seconds()
 
     def _for_each_drafter(self, action: Callable[[Drafter], None]) -> None:
         for which in range(len(self._drafters)):
@@ -335,15 +351,21 @@ class Rollout:
 
     def _raise_broken(self, row: int, position: int, draft_length: int) -> None:
         rows, count = self._rows, draft_length + 1
-        # The verified tokens, which the row's drafts were up to the position.
+        # The verified tokens are the row's drafts up to the position.
         tokens, columns = rows.window(-1, count), rows.columns_behind(-1, count)  # [B, γ + 1] each
-        where = first_broken_module(self._target, tokens, columns, rows.longest + draft_length)
+        where = self._target.first_broken_module(tokens, columns, rows.longest + draft_length)
         raise FloatingPointError(
             f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
             f"{int(rows.requests[row])} at generated position {position}, decoding round "
             f"{self._log.rounds + 1}; {where}. Check the weights of the last optimizer step and the logits "
             "processors, or run this model in a wider dtype."
         )
+
+    # ---- statistics -----------------------------------------------------------------------------------------------
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds per phase so far."""
+        return self._timer.seconds()
 
     def _finish_statistics(self) -> None:
         statistics = self._statistics
@@ -373,7 +395,8 @@ class Rollout:
         statistics.plain_seconds = self._plain_seconds([len(completion.tokens) for completion in completions])
 
     def _plain_seconds(self, tokens: list[int]) -> float | None:
-        """What plain decoding would have taken: it reads the same prompts, and up to the first draft it was this."""
+        """What plain decoding would have taken; it reads the same prompts, and the rounds before the first draft were
+        plain decoding."""
         plain, seconds = self._log.plain_rounds, self._log.plain_seconds
         if plain == self._log.rounds:
             return self._statistics.seconds

@@ -48,13 +48,13 @@ class Admission:
 class Rows:
     """Fixed buffers for `capacity` rows of `columns` tokens; rows `0..active` are in flight.
 
-    `lengths[b]` counts the committed tokens of row b; everything behind them in `tokens[b]` is scratch, where drafts
-    are written before they are verified:
+    `lengths[b]` counts the committed tokens of row b; everything after them in `tokens[b]` is scratch, for drafts
+    that are not yet verified:
 
         tokens[b]    prompt . . . output . . . | d1 d2 ... dγ | free
                                                ^ lengths[b]
 
-    The last committed token is not in the K/V cache yet: the next forward feeds it, with the drafts behind it.
+    The last committed token is not in the K/V cache yet: the next forward feeds it, and the drafts after it.
     """
 
     def __init__(self, capacity: int, columns: int, device: torch.device) -> None:
@@ -106,7 +106,7 @@ class Rows:
         return self._all_streams[: self.active]
 
     def admit(self, requests: list[Request]) -> Admission:
-        """Puts `requests` into the free rows behind the active ones."""
+        """Puts `requests` into the free rows after the active ones."""
         first = self.active
         row_of_prompt = {prompt: row for row, prompt in enumerate(self.prompts)}
         leaders: list[tuple[bytes, Request]] = []
@@ -131,7 +131,7 @@ class Rows:
         return Admission(first, len(leaders), follower_rows, [row_of_prompt[key] for key, _ in followers])
 
     def write(self, offset: int, tokens: Tensor) -> None:
-        """Writes `[active, n]` tokens of each row behind its committed ones, from `offset` on."""
+        """Writes `[active, n]` tokens of each row after its committed ones, from `offset` on."""
         self.tokens[self._index[: self.active], self.columns_behind(offset, tokens.shape[1])] = tokens
 
     def columns_behind(self, offset: int, count: int) -> Tensor:

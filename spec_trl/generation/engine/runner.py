@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .attention import MaskPlan, reads_spans
@@ -11,11 +12,15 @@ from .cache import RaggedCache, ReplayCache
 from .chains import ChainLayout
 from .hidden_states import keep_states
 from .requirements import position_limit
+from .rows import Admission, Rows
 
 
 # Attention reads columns up to the longest row, rounded up: few distinct shapes, so that kernels that are prepared
 # per shape (oneDNN on CPU, captured graphs on CUDA) are prepared rarely.
 COLUMN_BUCKET = 32
+# Tokens and columns of one prefill forward, padding included: they bound the memory of activations and masks.
+_TOKENS_PER_FORWARD = 8192
+_QUERIES_PER_FORWARD = 2048
 
 Heard = Callable[[Tensor, Tensor, int], None]
 
@@ -44,7 +49,7 @@ class EagerRunner:
         self._states: dict[int, Tensor] = {}
         self._kept: tuple[int, ...] = ()  # hidden states that hooks keep
         self._listeners: list[tuple[tuple[int, ...], Heard]] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
 
     def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
         """Runs `tokens` (`[B, q]` int64) of cache rows `first_row..first_row + B` at `positions` (`[B, q]` int64).
@@ -57,10 +62,11 @@ class EagerRunner:
         return logits
 
     def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:
-        """Runs a row's chains side by side and returns logits `[B, W, vocab]`; attends over columns `0..columns`.
+        """Runs several chains of each row at once and returns logits `[B, W, vocab]`; attends over columns
+        `0..columns`.
 
-        Nobody is told hidden states until :meth:`keep_chains` says which chains they are to be of. Runs eagerly in
-        any runner: races are a rollout's last rounds, and of many shapes.
+        Listeners hear nothing until :meth:`keep_chains` says which chains are kept. It runs eagerly in any runner:
+        races are a rollout's last rounds, and have many shapes.
         """
         self.forwards += 1
         logits, features = self._run(
@@ -70,7 +76,7 @@ class EagerRunner:
         return logits
 
     def keep_chains(self, slots: Tensor) -> None:
-        """Makes of the chains that just ran what an ordinary forward of one chain per row would have left.
+        """Leaves of the chains that just ran what a forward of one chain per row would have left.
 
         Args:
             slots: `[B, n]` int64 of the layout, those of the chain to keep: its K/V moves to the columns of its
@@ -86,32 +92,54 @@ class EagerRunner:
         self._tell(features, positions, 0)
 
     def prefill(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> None:
-        """The same forward for its K/V alone."""
+        """The same as :meth:`forward`, for its K/V alone."""
         self.forwards += 1
         # 1: the fewest a head can be asked for.
         _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)
         self._tell(features, positions, first_row)
 
+    def read_prompts(self, rows: Rows, admission: Admission) -> None:
+        """Writes the K/V of newly admitted prompts, each distinct one once, all but their last tokens.
+
+        The first decoding round feeds the last prompt token, like any other last committed token. So no logits are
+        needed here, and a row that shares its prompt with another only copies K/V.
+        """
+        device = rows.tokens.device
+        lengths = (rows.lengths[admission.first :] - 1).tolist()  # ascending over the leaders
+        start = 0
+        while start < admission.leaders:
+            end = start + 1
+            while end < admission.leaders and lengths[end] * (end + 1 - start) <= _TOKENS_PER_FORWARD:
+                end += 1
+            first, last = admission.first + start, admission.first + end
+            for column in range(0, lengths[end - 1], _QUERIES_PER_FORWARD):
+                stop = min(column + _QUERIES_PER_FORWARD, lengths[end - 1])
+                positions = torch.arange(column, stop, device=device).expand(end - start, -1)  # [n, q]
+                # Shorter rows feed scratch tokens after their prompt: masked now, overwritten later.
+                self.prefill(rows.tokens[first:last, column:stop], positions, stop, first_row=first)
+            start = end
+        if admission.followers:
+            self.cache.copy_rows(admission.sources, admission.followers, max(lengths[admission.leaders :]))
+
     def beside(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
-        """A runner of this kind for another network, over this cache or one of its own of the same size.
+        """A runner of this kind for a drafter's network, over this cache or one of its own of the same size.
 
         Args:
             network: which one.
             shares_cache: over this cache.
             made_of: as of :class:`~spec_trl.generation.drafters.autoregressive.NetworkDrafter`.
         """
-        return EagerRunner(network, self._cache_beside(network, shares_cache))
+        return EagerRunner(network, self._cache_for(network, shares_cache))
 
-    def listen(self, layers: Sequence[int], heard: "Heard") -> None:
-        """Has every further forward tell its hidden states too, for a drafter that is fed with them.
+    def listen(self, layers: Sequence[int], heard: Heard) -> None:
+        """Has every further forward tell its hidden states too, for a drafter that reads them.
 
         Args:
             layers: which ones, as :func:`~spec_trl.generation.engine.hidden_states.keep_states` counts them.
-            heard: called after each forward with features `[B, q, len(layers) * hidden]`, the states side by side in
+            heard: called after each forward with features `[B, q, len(layers) * hidden]`, the states concatenated in
                 the order of `layers`, the positions `[B, q]` they belong to, and the first cache row. The features are
-                valid until the next forward.
-
-        `heard` must not raise: it runs within the target's forward, and would end the generation.
+                valid until the next forward. It must not raise: it runs within the target's forward, and would end the
+                generation.
 
         Raises:
             ValueError: the network has no such layer.
@@ -124,40 +152,66 @@ class EagerRunner:
             self._hooks, self._kept = hooks, tuple(wanted)
         self._listeners.append((tuple(layers), heard))
 
-    def stop_listening(self, heard: "Heard") -> None:
+    def stop_listening(self, heard: Heard) -> None:
         """Tells `heard` no more. The states are kept all the same, so that captured forwards stay as they are."""
         self._listeners = [listener for listener in self._listeners if listener[1] != heard]
 
-    def _features(self) -> Tensor | None:
-        """`[B, q, len(kept) * hidden]` of the forward that just ran."""
-        if not self._kept:
-            return None
-        features = torch.cat([self._states[index] for index in self._kept], dim=-1)
-        self._states.clear()
-        return features
-
-    def _tell(self, features: Tensor | None, positions: Tensor, first_row: int) -> None:
-        if features is None:
-            return
-        states = features.chunk(len(self._kept), dim=-1)  # [B, q, hidden] each
-        for layers, heard in self._listeners:
-            is_all = layers == self._kept
-            own = features if is_all else torch.cat([states[self._kept.index(layer)] for layer in layers], dim=-1)
-            heard(own, positions, first_row)
-
     @property
     def captured(self) -> tuple[int, int]:
-        """Captured forwards of this network and those beside it, and the bytes they take."""
+        """Captured forwards of this network and its drafters' networks, and the bytes they take."""
         return 0, 0
 
     @property
     def preparations(self) -> int:
-        """How often since it was made this runner or one beside it did not do what it will do later on: it ran a shape
-        eagerly that it is about to capture, or captured one."""
+        """Number of warm-up and capture forwards so far, those of the drafters' networks included."""
         return 0
 
-    def _cache_beside(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
+    def replay(self, network: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: ReplayCache) -> Tensor:
+        """Logits `[B, q, vocab]` of `tokens` at `positions` (`[B, q]` int64) by a copy of the network, with gradient.
+
+        Args:
+            network: whose forward is as this runner's.
+            tokens: `[B, q]` int64.
+            positions: `[B, q]` int64.
+            cache: K/V that it continues.
+        """
+        cache.point_at(positions)
+        return network(
+            input_ids=tokens,
+            position_ids=self._position_ids(positions),
+            attention_mask=self._masks.build(positions, cache.columns, network.dtype),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+
+    def first_broken_module(self, tokens: Tensor, positions: Tensor, columns: int) -> str:
+        """Repeats a forward, and says in words which module first returned a NaN or infinity."""
+        found: list[str] = []
+
+        def watch(name: str, module: nn.Module) -> RemovableHandle:
+            def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+                if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
+                    found.append(f"the first non-finite values come out of '{name}' ({output.dtype})")
+
+            return module.register_forward_hook(hook)
+
+        leaves = [(name, module) for name, module in self.network.named_modules() if not module._modules]
+        handles = [watch(name, module) for name, module in leaves]
+        try:
+            EagerRunner(self.network, self.cache).forward(tokens, positions, columns)  # a replay calls no hooks
+        finally:
+            for handle in handles:
+                handle.remove()
+        sound = f"every module's output is finite ({self.network.dtype}): the logits processors did it"
+        return found[0] if found else sound
+
+    def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
         return self.cache if shares_cache else RaggedCache.for_network(network, self.cache.rows, self.cache.columns)
+
+    def _position_ids(self, positions: Tensor) -> Tensor:
+        # Drafts of a row about to end may lie past the last position; their outputs are discarded, but a learned
+        # position table must not be read out of range. RoPE goes on, as it does in `generate`.
+        return positions if self._position_limit is None else positions.clamp(max=self._position_limit - 1)  # [B, q]
 
     def _run(
         self,
@@ -175,37 +229,31 @@ class EagerRunner:
         device = tokens.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else self.network.dtype
-        # Drafts of a row about to end may lie past the last position; their outputs are discarded, but a learned
-        # position table must not be read out of range. RoPE goes on, as it does in `generate`.
-        limit = self._position_limit
-        position_ids = positions if limit is None else positions.clamp(max=limit - 1)  # [B, q]
-        keep = {"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}
-        masks = self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype, places)
         logits = self.network(
             input_ids=tokens,
-            position_ids=position_ids,
-            attention_mask=masks,
+            position_ids=self._position_ids(positions),
+            attention_mask=(
+                self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype, places)
+            ),
             past_key_values=self.cache,
             use_cache=True,
-            **keep,
+            **({"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}),
         ).logits
         return logits, self._features()
 
-    def replay(self, network: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: ReplayCache) -> Tensor:
-        """Logits `[B, q, vocab]` of `tokens` at `positions` (`[B, q]` int64) by a copy of the network, with gradient.
+    def _features(self) -> Tensor | None:
+        """`[B, q, len(kept) * hidden]` of the forward that just ran."""
+        if not self._kept:
+            return None
+        features = torch.cat([self._states[index] for index in self._kept], dim=-1)
+        self._states.clear()
+        return features
 
-        Args:
-            network: whose forward is as this runner's.
-            tokens: `[B, q]` int64.
-            positions: `[B, q]` int64.
-            cache: K/V that it continues.
-        """
-        cache.point_at(positions)
-        limit = self._position_limit
-        return network(
-            input_ids=tokens,
-            position_ids=positions if limit is None else positions.clamp(max=limit - 1),
-            attention_mask=self._masks.build(positions, cache.columns, network.dtype),
-            past_key_values=cache,
-            use_cache=True,
-        ).logits
+    def _tell(self, features: Tensor | None, positions: Tensor, first_row: int) -> None:
+        if features is None:
+            return
+        states = features.chunk(len(self._kept), dim=-1)  # [B, q, hidden] each
+        for layers, heard in self._listeners:
+            is_all = layers == self._kept
+            own = features if is_all else torch.cat([states[self._kept.index(layer)] for layer in layers], dim=-1)
+            heard(own, positions, first_row)

@@ -19,8 +19,7 @@ from .family_hooks import adapt
 
 # What accelerate and TRL leave on the root of a prepared policy; generation runs the class's own forward.
 _ROOT_PATCHES = ("forward", "_original_forward")
-# Where transformers' hooks come from that a forward with `output_hidden_states` leaves behind: nobody collects here,
-# and torch.compile cannot trace them.
+# A forward with `output_hidden_states` leaves hooks of this module, which torch.compile cannot trace.
 _CAPTURING = "transformers.utils.output_capturing"
 _PLAIN = (bool, int, float, str)
 _HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))

@@ -30,8 +30,8 @@ class Stopping:
         """How many of the next tokens each row keeps.
 
         Args:
-            tokens: `[B, n]` next tokens, already written behind the committed ones.
-            counts: `[B]` how many of them were verified.
+            tokens: `[B, n]` next tokens, already written after the committed ones.
+            counts: `[B]` int64, how many of them were verified.
 
         Returns:
             Tokens kept `[B]` int64 (at least one) and whether the row ends there `[B]` bool.
@@ -46,7 +46,7 @@ class Stopping:
             ends = torch.where(first <= keep, True, ends)
             keep = torch.minimum(keep, first)
         if self._by_prefix:
-            # A criterion of the user's may refuse a text that goes on behind its end.
+            # A criterion of the user's may refuse a text that goes on after its end.
             longest = int(keep.max())
             for start, count in [(n, 1) for n in range(longest)] if self._may_refuse else [(0, longest)]:
                 keep, ends = self._stop_by_prefix(keep, ends, start, count)
@@ -55,7 +55,7 @@ class Stopping:
         return keep, ends
 
     def _stop_by_prefix(self, keep: Tensor, ends: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """What is left of tokens `keep` where a row may also stop at one of `start..start + count`."""
+        """`keep` and `ends`, where a row may also stop at one of its tokens `start..start + count`."""
         step = torch.arange(start, start + count, device=keep.device)  # [n]
         row, place = (step < keep[:, None]).nonzero(as_tuple=True)
         stopped = torch.zeros(len(keep), count, dtype=torch.bool, device=keep.device)  # [B, n]

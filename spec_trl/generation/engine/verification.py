@@ -1,5 +1,6 @@
 """Accepting drafts: exact verification (the default) and rejection sampling."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,10 @@ class Proposal:
 
     Args:
         tokens: `[B, γ]` int64.
-        lengths: `[B]` int64, how many of them a row really has.
+        lengths: `[B]` int64, how many of them are drafts of the row; the others are padding.
         logits: `[B, γ, vocabulary]` processed draft logits; rejection verification needs them.
-        broken: bool scalar, whether the drafter found NaN in its logits; read with the round's one sync.
+        broken: bool scalar, whether the drafter found NaN in its logits; it is read when the round waits for the
+            device anyway.
     """
 
     tokens: Tensor
@@ -42,6 +44,52 @@ class Verdict:
     logprobs: Tensor | None
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a round came to. In most rounds each row has one chain of draft tokens or none; the n-th chains of all rows
+    are lane n.
+
+    Args:
+        verdict: on the chain that each row goes on with.
+        winner: `[B]` int64, that chain's lane.
+        width: draft tokens that were verified in the row with most.
+        by_drafter: what each drafter proposed, by its number.
+        owners: N lists of B numbers, the drafter of each row's chain in each lane; -1: the row has none there.
+        drafters: `[N, B]` int64, the same on the device.
+        drafted: N tensors `[B]` int64, draft tokens of each chain; 0 where the row has none.
+        accepted: N tensors `[B]` int64, how many of them were accepted.
+    """
+
+    verdict: Verdict
+    winner: Tensor
+    width: int
+    by_drafter: Mapping[int, Proposal]
+    owners: Sequence[Sequence[int]]
+    drafters: Tensor
+    drafted: Sequence[Tensor]
+    accepted: Sequence[Tensor]
+
+    @classmethod
+    def of_one_chain(cls, which: int | None, proposal: Proposal, verdict: Verdict) -> "Outcome":
+        """The outcome where drafter `which` alone drafted, for all rows; None: nobody did."""
+        lengths = proposal.lengths
+        if which is None:
+            return cls(verdict, lengths, 0, {}, [], lengths[:0], [], [])
+        return cls(
+            verdict, torch.zeros_like(lengths), proposal.tokens.shape[1], {which: proposal},
+            [[which] * len(lengths)], torch.full_like(lengths, which)[None], [lengths], [verdict.accepted],
+        )  # fmt: skip
+
+    def of_each_drafter(self, values: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """`values` of each lane and row, sorted by drafter: B values each, -1 where the row has no chain of it."""
+        found = {which: [-1] * len(self.verdict.accepted) for which in self.by_drafter}
+        for own, of_lane in zip(self.owners, values, strict=True):
+            for row, which in enumerate(own):
+                if which >= 0:
+                    found[which][row] = of_lane[row]
+        return found
+
+
 def verify_exact(draw: Draw, proposal: Proposal) -> Verdict:
     """Accepts the drafts that equal the target's own tokens, sampled at every position (design §3).
 
@@ -49,7 +97,7 @@ def verify_exact(draw: Draw, proposal: Proposal) -> Verdict:
 
         fed            x_t   d1   d2   d3        (x_t: last committed token)
         target token    y1   y2   y3   y4        accept d1 = y1, d2 = y2, ... up to the first difference;
-        output          y1   y2   y3   y4        the y behind the last accepted draft is corrected or bonus
+        output          y1   y2   y3   y4        the y after the last accepted draft is corrected or bonus
 
     Args:
         draw: the target's tokens at the γ + 1 positions.
@@ -83,7 +131,7 @@ def verify_rejection(
     q_draft = q.gather(2, drafts[..., None]).squeeze(2)  # [B, γ]
     accepted = _leading(uniform_coins(keys[:, :-1]) * q_draft < p_draft, lengths)  # [B]
 
-    p_last = p[batch, accepted]  # [B, V]: the distribution behind the last accepted draft
+    p_last = p[batch, accepted]  # [B, V]: the distribution after the last accepted draft
     if drafts.shape[1]:
         rejected = (accepted < lengths)[:, None]  # [B, 1]; else: bonus token, drawn from p itself
         q_last = q[batch, accepted.clamp(max=drafts.shape[1] - 1)]  # [B, V]

@@ -1,11 +1,15 @@
 """Masks by position, and attention with folded heads, against the textbook."""
 
+import itertools
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from spec_trl.generation.engine import attention
@@ -13,38 +17,40 @@ from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
 
 
 POSITIONS = torch.tensor([[3, 4], [7, 8]])
+RULES: dict[str, Callable[[int, int], bool]] = {
+    "full_attention": lambda column, position: column <= position,
+    "sliding_attention": lambda column, position: position - 3 < column <= position,
+    "chunked_attention": lambda column, position: column <= position and column // 4 == position // 4,
+}
 
 
-def visible(plan: MaskPlan, columns: int = 10) -> torch.Tensor:
+def seen(mask: torch.Tensor) -> torch.Tensor:
     """`[B, q, columns]` bool."""
-    mask = plan.build(POSITIONS, columns, torch.float32)
-    assert isinstance(mask, torch.Tensor) and mask.shape == (2, 1, 2, columns)
-    assert set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}
+    assert set(mask.unique().tolist()) <= {0.0, torch.finfo(mask.dtype).min}
     return mask[:, 0] == 0
 
 
-@pytest.mark.parametrize(
-    "kind, window, chunk, rule",
-    [
-        ("full_attention", 0, 0, lambda column, position: column <= position),
-        ("sliding_attention", 3, 0, lambda column, position: position - 3 < column <= position),
-        ("chunked_attention", 0, 4, lambda column, position: column <= position and column // 4 == position // 4),
-    ],
-)
-def test_masks(kind, window, chunk, rule) -> None:
-    found = visible(MaskPlan((kind,), False, window, chunk))
-    for row in range(2):
-        for query in range(2):
-            position = int(POSITIONS[row, query])
-            assert found[row, query].tolist() == [rule(column, position) for column in range(10)]
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(st.sampled_from(list(RULES)), st.lists(st.integers(0, 12), min_size=1, max_size=3), st.integers(1, 4))
+def test_masks_and_spans_follow_the_rule(kind: str, starts: list[int], count: int) -> None:
+    plan = MaskPlan((kind,), False, sliding_window=3, chunk_size=4)
+    positions = torch.tensor(starts)[:, None] + torch.arange(count)  # [B, q]
+    mask, spans = plan.build(positions, 16, torch.float64), plan.spans(positions)
+    assert isinstance(mask, torch.Tensor) and isinstance(spans, torch.Tensor)
+    expected = [[[RULES[kind](column, at) for column in range(16)] for at in row] for row in positions.tolist()]
+    assert seen(mask).tolist() == expected
+    column = torch.arange(16)
+    inside = (column >= spans[..., :1]) & (column <= spans[..., 1:])  # [B, 1, q, columns]
+    assert inside[:, 0].tolist() == expected
 
 
 def test_one_mask_for_each_layer_type() -> None:
     plan = MaskPlan.from_config(AutoConfig.for_model("gemma3_text", sliding_window=3, num_hidden_layers=7))
     masks = plan.build(POSITIONS, 10, torch.float64)
     assert set(masks) == {"full_attention", "sliding_attention"}
-    assert torch.equal(masks["sliding_attention"][:, 0] == 0, visible(MaskPlan(("sliding_attention",), False, 3, 0)))
-    assert torch.equal(masks["full_attention"][:, 0] == 0, visible(MaskPlan(("full_attention",), False, 0, 0)))
+    for kind, mask in masks.items():
+        alone = MaskPlan((kind,), False, 3, 0).build(POSITIONS, 10, torch.float64)
+        assert torch.equal(seen(mask), seen(alone))
 
 
 @pytest.mark.parametrize(
@@ -68,17 +74,13 @@ def test_layers_with_a_recurrent_state_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("extra", ["plain", "softcap", "sinks", "scaled"])
-def test_attention(extra: str, length: int, groups: int) -> None:
+def test_attention(extra: str, groups: int) -> None:
     torch.manual_seed(0)
-    batch, kv_heads, columns, size = 2, 3, 10, 8
+    batch, kv_heads, columns, size, length = 2, 2, 10, 8, 3 if extra != "scaled" else 1
     heads = kv_heads * groups
     query = torch.randn(batch, heads, length, size).double()
-    key, value = (
-        torch.randn(batch, kv_heads, columns, size).double(),
-        torch.randn(batch, kv_heads, columns, 5).double(),
-    )
+    key, value = (torch.randn(batch, kv_heads, columns, n).double() for n in (size, 5))
     positions = torch.tensor([[3], [7]]) + torch.arange(length)
     mask = MaskPlan(("full_attention",), False, 0, 0).build(positions, columns, torch.float64)
     options = {
@@ -87,43 +89,29 @@ def test_attention(extra: str, length: int, groups: int) -> None:
     }[extra]  # fmt: skip
     output, _ = ragged_attention(torch.nn.Identity(), query, key, value, mask, dropout=0.5, **options)
     assert output.shape == (batch, length, heads, 5)
-    for row in range(batch):
-        for head in range(heads):
-            for step in range(length):
-                seen = int(positions[row, step]) + 1
-                scores = key[row, head // groups, :seen] @ query[row, head, step] * options.get("scaling", size**-0.5)
-                if extra == "softcap":
-                    scores = torch.tanh(scores / 2) * 2
-                if extra == "sinks":
-                    scores = torch.cat([scores, options["s_aux"][head : head + 1]])
-                expected = scores.softmax(0)[:seen] @ value[row, head // groups, :seen]
-                torch.testing.assert_close(output[row, step, head], expected)
-
-
-@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "chunked_attention"])
-def test_spans_say_what_masks_say(kind: str) -> None:
-    plan = MaskPlan((kind,), False, sliding_window=3, chunk_size=4)
-    positions = torch.tensor([[0, 1, 2], [2, 3, 4], [9, 10, 11]])
-    spans, mask = plan.spans(positions), plan.build(positions, 16, torch.float64)
-    assert isinstance(spans, torch.Tensor) and isinstance(mask, torch.Tensor)
-    column = torch.arange(16)
-    inside = (column >= spans[..., :1]) & (column <= spans[..., 1:])  # [B, 1, q, columns]
-    assert torch.equal(inside, mask == 0)
+    for row, head, step in itertools.product(range(batch), range(heads), range(length)):
+        visible = int(positions[row, step]) + 1
+        scores = key[row, head // groups, :visible] @ query[row, head, step] * options.get("scaling", size**-0.5)
+        if extra == "softcap":
+            scores = torch.tanh(scores / 2) * 2
+        if extra == "sinks":
+            scores = torch.cat([scores, options["s_aux"][head : head + 1]])
+        expected = scores.softmax(0)[:visible] @ value[row, head // groups, :visible]
+        torch.testing.assert_close(output[row, step, head], expected)
 
 
 def test_spans_go_to_the_kernel() -> None:
     """`ragged_attention` under spans is what it is under the mask they stand for (fp32, interpreted on a CPU)."""
     pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(3, heads, n, 16, generator=generator) for heads, n in ((4, 3), (2, 40), (2, 40)))
+    query, key, value = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in ((2, 2), (1, 20), (1, 20)))
     plan = MaskPlan(("sliding_attention",), False, sliding_window=7, chunk_size=0)
-    positions = torch.tensor([[0, 1, 2], [12, 13, 14], [37, 38, 39]])
-    for options in ({}, {"softcap": 5.0}, {"s_aux": torch.randn(4, generator=generator)}):
-        masked, _ = ragged_attention(
-            torch.nn.Module(), query, key, value, plan.build(positions, 40, torch.float32), 0.3, **options
-        )
-        spanned, _ = ragged_attention(torch.nn.Module(), query, key, value, plan.spans(positions), 0.3, **options)
-        torch.testing.assert_close(spanned, masked, rtol=1e-5, atol=1e-5)
+    positions = torch.tensor([[0, 1], [17, 18]])
+    options: dict[str, Any] = dict(scaling=0.3, softcap=5.0, s_aux=torch.randn(2, generator=generator))
+    masks = plan.build(positions, 20, torch.float32)
+    masked, _ = ragged_attention(torch.nn.Module(), query, key, value, masks, **options)
+    spanned, _ = ragged_attention(torch.nn.Module(), query, key, value, plan.spans(positions), **options)
+    torch.testing.assert_close(spanned, masked, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -135,12 +123,12 @@ def test_torchs_own_kernels_inside_and_the_users_choice_after(wanted: bool) -> N
             leave, entered = threading.Event(), threading.Event()
 
             def beside() -> bool:
-                with attention._WITHOUT_CUDNN:
+                with attention.WITHOUT_CUDNN:
                     entered.set()
                     assert leave.wait(10)
                     return torch.backends.cuda.cudnn_sdp_enabled()
 
-            with attention._WITHOUT_CUDNN:
+            with attention.WITHOUT_CUDNN:
                 assert not torch.backends.cuda.cudnn_sdp_enabled()
                 found = pool.submit(beside)
                 assert entered.wait(10)

@@ -62,13 +62,28 @@ def test_under_autocast_the_cache_is_stored_as_it_is_read() -> None:
 def test_copying_rows() -> None:
     cache = RaggedCache(layers=2, rows=4, columns=6)
     cache.point_at(torch.arange(6).expand(4, 6), 6, first_row=0)
-    cache.update(states(4, 1, 6, 2), states(4, 1, 6, 2), 0)
-    before = cache.layers[0].keys.clone()
+    cache.update(states(4, 1, 6, 2), states(4, 1, 6, 3), 0)
+    layer = cache.layers[0]
+    before = layer.keys.clone(), layer.values.clone()
     cache.copy_rows([3, 2], [0, 1], 4)
-    after = cache.layers[0].keys
-    assert torch.equal(after[0, :, :4], before[3, :, :4]) and torch.equal(after[1, :, :4], before[2, :, :4])
-    assert torch.equal(after[:2, :, 4:], before[:2, :, 4:]), "columns beyond those asked for stay"
-    assert torch.equal(after[2:], before[2:])
+    for old, new in zip(before, (layer.keys, layer.values), strict=True):
+        assert torch.equal(new[0, :, :4], old[3, :, :4]) and torch.equal(new[1, :, :4], old[2, :, :4])
+        assert torch.equal(new[:2, :, 4:], old[:2, :, 4:]), "columns beyond those asked for stay"
+        assert torch.equal(new[2:], old[2:])
+
+
+def test_moving_columns() -> None:
+    """Source and destination overlap."""
+    cache = RaggedCache(layers=2, rows=3, columns=6)
+    cache.point_at(torch.arange(6).expand(3, 6), 6, first_row=0)
+    cache.update(states(3, 1, 6, 2), states(3, 1, 6, 3), 1)
+    layer = cache.layers[1]
+    before = layer.keys.clone(), layer.values.clone()
+    cache.move_columns(torch.tensor([[1, 4], [3, 0]]), torch.tensor([[0, 1], [2, 3]]))
+    for old, new in zip(before, (layer.keys, layer.values), strict=True):
+        assert torch.equal(new[0], old[0][:, [1, 4, 2, 3, 4, 5]])
+        assert torch.equal(new[1], old[1][:, [0, 1, 3, 0, 4, 5]])
+        assert torch.equal(new[2], old[2])
 
 
 def test_memory() -> None:

@@ -1,5 +1,6 @@
 """Every processor and criterion acts as in `generate`: against transformers itself, and against a plain loop."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +19,12 @@ from transformers import (
 )
 from transformers.generation import logits_process as hf
 
+from spec_trl.generation.engine import processors
 from spec_trl.generation.engine.noise import RoundNoise, draw, gumbel_noise, position_keys, stream_keys
 from spec_trl.generation.engine.processors import Filters, LogitsPipeline, PrefixView
 from spec_trl.generation.engine.rows import Request, Rows
 from spec_trl.generation.engine.stopping import Stopping
+from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 
 
@@ -57,13 +60,13 @@ EOS = dict(eos_token_id=[7, 11, 12])
 BOTH: dict[str, dict[str, Any]] = {
     "nothing": EOS,
     "one eos": dict(eos_token_id=7),
-    "max_length": dict(max_new_tokens=None, max_length=29),
+    "max_length": dict(max_new_tokens=None, max_length=22),
     "max_time": EOS | dict(max_time=1e-9),
     "repetition_penalty": EOS | dict(repetition_penalty=1.4),
     "no_repeat_ngram_size": EOS | dict(no_repeat_ngram_size=2),
     "bad_words_ids": EOS | dict(bad_words_ids=[[44], [6, 56], [38, 45, 22]]),
-    "min_new_tokens": EOS | dict(min_new_tokens=15),
-    "min_length": EOS | dict(min_length=26),
+    "min_new_tokens": EOS | dict(min_new_tokens=12),
+    "min_length": EOS | dict(min_length=21),
     "sequence_bias": dict(eos_token_id=7, sequence_bias=[[[8], 2.0], [[9, 10], -3.0], [[4], -1.0]]),
     "exponential_decay_length_penalty": EOS | dict(exponential_decay_length_penalty=(4, 1.3)),
     "forced_eos_token_id": dict(forced_eos_token_id=11, eos_token_id=11),
@@ -124,74 +127,86 @@ def plain_decoding(
 
 
 @pytest.fixture(scope="module")
+def tiny() -> PreTrainedModel:
+    return tiny_llama(num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def assistant() -> PreTrainedModel:
+    """Agrees often with the target, not always."""
+    found = tiny_llama(num_hidden_layers=1)
+    with torch.no_grad():
+        found.lm_head.weight += 0.01 * torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    return found
+
+
+@pytest.fixture(scope="module")
 def prompts() -> Prompts:
-    return pad_left(random_rows([6, 1, 9, 4, 12]))
+    return pad_left(random_rows([6, 1, 9, 4]))
 
 
-@pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("strategy", ["none", "self"])
-def test_greedy_equals_transformers(strategy: str, name: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
-    options = dict(do_sample=False, max_new_tokens=20, pad_token_id=0) | BOTH[name]
+def plainly(model: PreTrainedModel, prompts: Prompts, **options: Any) -> tuple[list[list[int]], list[list[float]]]:
+    sampled = dict(do_sample=True, top_k=0, max_new_tokens=16, pad_token_id=0)
+    return model.generate(**prompts, custom_generate=plain_decoding, **(sampled | options))
+
+
+@pytest.fixture(scope="module")
+def without(tiny: PreTrainedModel, prompts: Prompts) -> Callable[[Any], Any]:
+    """What the plain loop gives with nothing but these EOS ids."""
+    return functools.cache(lambda ids: plainly(tiny, prompts, **({"eos_token_id": list(ids)} if ids else {})))
+
+
+ROWS_CHANGE_PLACES = {"draft_length": 2, "max_batch_size": 3}  # row-bound processors must follow
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nothing", "one eos", "max_length", "max_time", "no_repeat_ngram_size", "forced_eos_token_id",
+     "prefix_allowed_tokens_fn", "own criterion", "several"],
+)  # fmt: skip
+def test_greedy_equals_transformers(name: str, tiny, assistant, prompts: Prompts) -> None:
+    options = dict(do_sample=False, max_new_tokens=16, pad_token_id=0) | BOTH[name]
     expected = tiny.generate(**prompts, **options)
-    config = {"draft_length": 3, "max_batch_size": 2}  # rows change places, so that row-bound processors must follow
-    result = generate(tiny, prompts, strategy, config, **options)
+    result = generate(tiny, prompts, "model", ROWS_CHANGE_PLACES, assistant_model=assistant, **options)
     assert result.sequences.tolist() == expected.tolist()
     assert result.statistics.drafter_failure is None
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-@pytest.mark.parametrize("strategy", ["none", "self"])
-def test_sampling_equals_a_plain_loop(strategy: str, name: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
-    options = dict(do_sample=True, top_k=0, max_new_tokens=20, pad_token_id=0) | SAMPLED[name]
-    tokens, logprobs = tiny.generate(**prompts, custom_generate=plain_decoding, **options)
-    config = {"draft_length": 3, "max_batch_size": 2}
-    result = generate(tiny, prompts, strategy, config, **options)
+def test_sampling_equals_a_plain_loop(name: str, tiny, assistant, prompts: Prompts, without) -> None:
+    options = SAMPLED[name]
+    tokens, logprobs = plainly(tiny, prompts, **options)
+    more = {"max_new_tokens": 16, "assistant_model": assistant} | options
+    result = generate(tiny, prompts, "model", ROWS_CHANGE_PLACES, **more)
     assert outputs(result) == tokens
     for row, expected in enumerate(logprobs):
         torch.testing.assert_close(result.logprobs[row, : len(expected)], torch.tensor(expected), rtol=1e-5, atol=1e-6)
-    if strategy == "self":
-        assert result.statistics.drafter_failure is None
-        if name != "max_time":
-            assert result.statistics.total.accepted > 0
+    assert result.statistics.drafter_failure is None
+    assert name == "max_time" or result.statistics.total.accepted > 0
+    if name not in ("nothing", "one eos", "renormalize_logits"):  # else the test would pass without the option
+        ids = options.get("eos_token_id", ())
+        assert (tokens, logprobs) != without((ids,) if isinstance(ids, int) else tuple(ids))
 
 
-@pytest.mark.parametrize("name", [name for name in BOTH if name not in ("nothing", "one eos", "renormalize_logits")])
-def test_each_option_makes_a_difference(name: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
-    """Else the tests above would pass without it."""
-    options = BOTH[name]
-    without = {key: value for key, value in options.items() if key == "eos_token_id"}
-    assert outputs(generate(tiny, prompts, **options)) != outputs(generate(tiny, prompts, **without))
-
-
-@pytest.mark.parametrize("name", [name for name in SAMPLED if name not in BOTH])
-def test_each_warper_makes_a_difference(name: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
-    changed, plain = (generate(tiny, prompts, **options).logprobs for options in (SAMPLED[name], EOS))
-    assert changed.shape != plain.shape or not torch.allclose(changed, plain)
-
-
-@pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize(
     "name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "prefix_allowed_tokens_fn"]
 )
-def test_row_bound_processors_with_several_sequences(name: str, copies: int, tiny, prompts: Prompts) -> None:
-    if name == "encoder_repetition_penalty" and copies > 1 and OLDER_THAN_5_23:
+def test_row_bound_processors_with_several_sequences(name: str, tiny, prompts: Prompts) -> None:
+    if name == "encoder_repetition_penalty" and OLDER_THAN_5_23:
         pytest.skip("transformers 5.17 itself penalises a copy by another row's prompt")
-    options = (
-        dict(do_sample=True, top_k=0, max_new_tokens=12, pad_token_id=0, num_return_sequences=copies) | BOTH[name]
-    )
-    tokens, _ = tiny.generate(**prompts, custom_generate=plain_decoding, **options)
-    assert outputs(generate(tiny, prompts, "self", {"max_batch_size": 4}, **options)) == tokens
+    options = dict(max_new_tokens=12, num_return_sequences=3) | BOTH[name]
+    tokens, _ = plainly(tiny, prompts, **options)
+    assert outputs(generate(tiny, prompts, "ngram", {"max_batch_size": 4}, **options)) == tokens
 
 
 def test_stop_strings(stories: PreTrainedModel, story_tokenizer) -> None:
     texts = ["Once upon a time, there was", "Lily and", "The big dog ran to the"]
     inputs = story_tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    options = dict(stop_strings=["was", ". The"], max_new_tokens=60, do_sample=False, pad_token_id=2)
+    options = dict(stop_strings=["was", ". The"], max_new_tokens=40, do_sample=False, pad_token_id=2)
     expected = stories.generate(**inputs, tokenizer=story_tokenizer, **options)
-    for strategy in ("none", "ngram"):
-        result = generate(stories, inputs, strategy, tokenizer=story_tokenizer, **options)
-        assert result.sequences.tolist() == expected.tolist()
-        assert len(set(result.lengths.tolist())) > 1 and min(result.lengths) < 60
+    result = generate(stories, inputs, "ngram", tokenizer=story_tokenizer, **options)
+    assert result.sequences.tolist() == expected.tolist()
+    assert len(set(result.lengths.tolist())) > 1 and min(result.lengths) < 40
 
 
 def test_stop_strings_in_a_generation_config(stories: PreTrainedModel, story_tokenizer) -> None:
@@ -203,11 +218,6 @@ def test_stop_strings_in_a_generation_config(stories: PreTrainedModel, story_tok
     for sequences in (named, positional):
         assert story_tokenizer.decode(sequences[0]).rstrip().endswith("was")
     assert config.stop_strings == "was", "the caller's config is the caller's"
-
-
-def test_stop_strings_without_a_tokenizer(tiny: PreTrainedModel, prompts: Prompts) -> None:
-    with pytest.raises(ValueError, match="stop_strings.*tokenizer"):
-        generate(tiny, prompts, stop_strings="x")
 
 
 # ---- Stopping, by hand -----------------------------------------------------------------------------------------
@@ -267,7 +277,7 @@ TEMPERATURE, TOP_K, MIN_P, TOP_P = (
 
 
 @pytest.mark.parametrize(
-    ("processors", "filters"),
+    ("members", "filters"),
     [
         ([], Filters()),
         ([TEMPERATURE], Filters(0.6)),
@@ -284,12 +294,12 @@ TEMPERATURE, TOP_K, MIN_P, TOP_P = (
         ([hf.InfNanRemoveLogitsProcessor()], None),
     ],
 )
-def test_filters(processors: list[Any], filters: Filters | None) -> None:
-    assert Filters.of(LogitsProcessorList(processors)) == filters
+def test_filters(members: list[Any], filters: Filters | None) -> None:
+    assert Filters.of(LogitsProcessorList(members)) == filters
     if filters is None:
         return
     logits = 3 * torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
-    processed = LogitsProcessorList(processors)(None, logits.clone())
+    processed = LogitsProcessorList(members)(None, logits.clone())
     floors = filters.floors(logits)
     kept = torch.ones_like(logits, dtype=torch.bool)
     if floors is not None:
@@ -297,19 +307,20 @@ def test_filters(processors: list[Any], filters: Filters | None) -> None:
     assert torch.equal(kept, processed > -torch.inf)
 
 
-@pytest.mark.parametrize("processors", [[], [TEMPERATURE, TOP_K, MIN_P], [TEMPERATURE, TOP_P]])
-@pytest.mark.parametrize("sampled", [True, False])
-def test_drawing_in_one_pass(processors: list[Any], sampled: bool, view: PrefixView, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("members", "sampled"), [([], False), ([TEMPERATURE, TOP_K, MIN_P], True), ([TEMPERATURE, TOP_P], True)]
+)
+def test_drawing_in_one_pass(members: list[Any], sampled: bool, view: PrefixView, monkeypatch) -> None:
+    """On CUDA a kernel draws, here in Triton's interpreter; temperature, top-k and min-p act in it."""
     pytest.importorskip("triton")
-    pipeline = LogitsPipeline(LogitsProcessorList(processors), view, 1)
-    logits = 3 * torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(1))
-    noise = RoundNoise(stream_keys(0, torch.arange(3)), torch.tensor([0, 5, 2]), 5, 64) if sampled else None
+    pipeline = LogitsPipeline(LogitsProcessorList(members), view, 1)
+    logits = 3 * torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
+    noise = RoundNoise(stream_keys(0, torch.arange(2)), torch.tensor([0, 5]), 4, 64) if sampled else None
     expected = pipeline.draw(logits, noise, offset=1, want_logprobs=True)
-    reference = draw(pipeline(logits, offset=1), noise, 1, want_logprobs=True)
-    assert torch.equal(expected.tokens, reference.tokens)
-    monkeypatch.setattr(processors, "_is_fused", lambda logits: True)
+    assert torch.equal(expected.tokens, draw(pipeline(logits, offset=1), noise, 1).tokens)
+    monkeypatch.setattr(processors, "run_on", lambda device: True)
     drawn = pipeline.draw(logits, noise, offset=1, want_logprobs=True)
     assert torch.equal(drawn.tokens, expected.tokens)
     torch.testing.assert_close(drawn.scores, expected.scores, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(drawn.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
-    assert pipeline.draw(logits, noise, offset=1).logprobs is None
+    assert pipeline.draw(logits[:1, :1], None).logprobs is None

@@ -1,0 +1,302 @@
+"""One call of speculative decoding: validate, prepare, roll out, assemble."""
+
+import gc
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
+
+from ..measuring.fill_ladder import find_ladder, keep_measured
+from ..measuring.profile_cache import find_profile
+from ..scheduling.control import Control, NeverSpeculate
+from ..scheduling.toggle import SpeculationToggle
+from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_strategy, check_verification
+from .engine.captured import GraphRunner, keep_runner, runner_for, runner_mode
+from .engine.drafter import Drafter, keep_drafters
+from .engine.in_step import RolloutInStep, must_run_in_step
+from .engine.noise import stream_keys
+from .engine.processors import LogitsPipeline, PrefixView
+from .engine.requirements import (
+    check_generation_config,
+    check_keywords,
+    check_lengths,
+    check_model,
+    check_positions,
+    split_prompts,
+    without_modalities,
+)
+from .engine.rollout import Completion, Rollout
+from .engine.rows import Request, Rows
+from .engine.runner import EagerRunner
+from .engine.statistics import SpeculationStatistics
+from .engine.stopping import Stopping, length_limit
+from .strategies import as_drafters, keep_control, make_control, make_drafters, take_control
+
+
+@dataclass
+class SpeculativeOutput(ModelOutput):
+    """What `generate(assistant_strategy=..., return_dict_in_generate=True)` returns.
+
+    Args:
+        sequences: `[B, prompt width + new]` int64, prompts as given, outputs right-padded.
+        logprobs: `[B, new]` float32, log-probability (nats) of each sampled token under the processed target
+            distribution; 0 after a row's end.
+        lengths: `[B]` int64, generated tokens of each row, EOS included.
+        statistics: what the generation did.
+    """
+
+    sequences: Tensor | None = None
+    logprobs: Tensor | None = None
+    lengths: Tensor | None = None
+    statistics: SpeculationStatistics | None = None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of :func:`speculative_decoding`."""
+
+    model: PreTrainedModel
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    strategy: str
+    config: SpeculativeConfig
+    drafter: Drafter | Sequence[Drafter] | None
+    request_ids: Sequence[int] | None
+    control: Control | None
+    assistant: PreTrainedModel | str | None
+    streamer: BaseStreamer | None
+
+    @property
+    def capacity(self) -> int:
+        """Rows in flight."""
+        batch = len(self.input_ids)
+        return min(batch, self.config.max_batch_size or batch)
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens that a row may generate."""
+        return length_limit(self.criteria) - self.input_ids.shape[1]
+
+    @property
+    def rejects(self) -> bool:
+        """Whether rejection sampling verifies."""
+        return self.config.verification == "rejection" and bool(self.generation_config.do_sample)
+
+    @property
+    def pad_token_id(self) -> int:
+        """Fills rows up after their ends."""
+        pad = self.generation_config._pad_token_tensor
+        return int(pad) if pad is not None else 0
+
+
+@torch.inference_mode(False)  # what is kept for the next call must not be bound to this one's inference mode
+@torch.no_grad()
+def speculative_decoding(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_strategy: str = "self",
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+    drafter: Drafter | Sequence[Drafter] | None = None,
+    request_ids: Sequence[int] | None = None,
+    control: Control | None = None,
+    **model_kwargs: Any,
+) -> SpeculativeOutput | Tensor:
+    """Batched, lossless speculative decoding, as `generate(custom_generate=speculative_decoding)` calls it.
+
+    Args:
+        model: the target.
+        input_ids: `[B, width]` int64, left-padded.
+        logits_processor: prepared by `generate`; acts as there.
+        stopping_criteria: prepared by `generate`; acts as there.
+        generation_config: prepared by `generate`.
+        assistant_strategy: see :func:`~spec_trl.generation.configuration.check_strategy`.
+        speculative_config: options, a :class:`SpeculativeConfig` or a dict of its fields.
+        drafter: a drafter made before, or several, in place of the strategy's own.
+        request_ids: B ints that key the noise with the seed; by default 0..B. Two calls with the same seed and the
+            same ids sample the same tokens, whatever else differs.
+        control: decides in each round which of the drafters given with it draft; by default one made from the config.
+        model_kwargs: `attention_mask` and what else `generate` prepares.
+
+    Returns:
+        `[B, width + new]` int64, or a :class:`SpeculativeOutput` with `return_dict_in_generate=True`.
+
+    Raises:
+        ValueError: the call asks for something that cannot be served; raised before any work.
+        FloatingPointError: the target's logits are NaN.
+    """
+    # `generate` gives a custom method no assistant and no streamer; the keyword's wrapper hands them over by these.
+    assistant, streamer = model_kwargs.pop("_assistant", None), model_kwargs.pop("_streamer", None)
+    call = _Call(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, assistant_strategy,
+        SpeculativeConfig.coerce(speculative_config), drafter, request_ids, control, assistant, streamer,
+    )  # fmt: skip
+    prompts, in_step = _validate(call, model_kwargs)
+    with ExitStack() as at_end:  # puts back what the call takes of what is kept for the model
+        completions, statistics = _roll_out(call, *_prepare(call, prompts, in_step, at_end))
+    if not call.config.keep_graphs and runner_mode(call.config, model.device) != "eager":
+        gc.collect()  # a runner and what it captured hold each other
+    return _assemble(call, completions, statistics)
+
+
+def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
+    """Refuses what cannot be served.
+
+    Returns:
+        The prompts `[prompt length]` int64 without padding, and whether rows must run in step.
+    """
+    model, batch = call.model, len(call.input_ids)
+    check_strategy(call.strategy)
+    check_verification(call.strategy, call.config.verification)
+    check_model(model)
+    runner_mode(call.config, model.device)
+    check_generation_config(call.generation_config, model.generation_config)
+    model_kwargs = without_modalities(model, model_kwargs)
+    check_keywords(model_kwargs)
+    mask = model_kwargs.get("attention_mask")
+    prompts = split_prompts(call.input_ids, mask)
+    check_positions(model_kwargs.get("position_ids"), call.input_ids, mask)
+    if call.request_ids is not None and len(call.request_ids) != batch:
+        raise ValueError(f"request_ids has {len(call.request_ids)} entries for {batch} rows; give one int per row.")
+    if call.streamer is not None and batch > 1:
+        raise ValueError(f"streamer is given with {batch} rows; a streamer prints one row.")
+    longest = max(map(len, prompts))
+    check_lengths(model, longest, longest + call.new_tokens)
+    drafts = bool(call.drafter) or call.strategy != "none"
+    return prompts, must_run_in_step([*call.processors, *call.criteria], batch, call.capacity, drafts)
+
+
+def _prepare(
+    call: _Call, prompts: list[Tensor], in_step: bool, at_end: ExitStack
+) -> tuple[Rollout, EagerRunner, list[Drafter], Control]:
+    """Makes, or takes of what is kept, all that the rollout needs; `at_end` puts it back."""
+    model, config, device = call.model, call.config, call.model.device
+    if in_step:
+        reason = "a processor or criterion is shown one step at a time"
+        call = replace(call, drafter=[], control=NeverSpeculate(reason))
+    longest = max(map(len, prompts)) + call.new_tokens
+    drafters = _drafters_of(call, at_end)
+    control = _control_of(call, drafters, longest, at_end) if call.control is None else call.control
+    if call.rejects and control.races:
+        raise ValueError(
+            'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking the '
+            'longest would favour what is easy to draft. Use verification="exact", or one drafter per row.'
+        )
+    # "none" gets the same columns: attention over other widths would differ in the last bits.
+    columns = longest + max(config.draft_length, control.most_drafted)
+    for drafter in drafters:
+        drafter.check_length(columns)
+    rows = Rows(call.capacity, columns, device)
+    prefixes = PrefixView(rows, call.input_ids)
+    runner = runner_for(model, call.capacity, columns, config)
+    streamer = call.streamer
+    options: dict[str, Any] = dict(
+        pipeline=LogitsPipeline(call.processors, prefixes, len(prompts)),
+        stopping=Stopping(call.criteria, prefixes),
+        do_sample=bool(call.generation_config.do_sample),
+        rejection=call.rejects,
+        want_logprobs=bool(call.generation_config.return_dict_in_generate),
+        strategy=call.strategy,
+        on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
+    )
+    parts = _requests(call, prompts), runner, drafters, control, rows
+    if not in_step:
+        return Rollout(*parts, **options), runner, drafters, control
+    ends_by_token = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)  # as generate asks
+    padding = call.pad_token_id if ends_by_token else None
+    return RolloutInStep(*parts, padding=padding, **options), runner, drafters, control
+
+
+def _requests(call: _Call, prompts: list[Tensor]) -> list[Request]:
+    seed = call.config.seed if call.config.seed is not None else int(torch.randint(2**62, ()))
+    ids = torch.tensor(list(range(len(prompts)) if call.request_ids is None else call.request_ids), dtype=torch.int64)
+    return [
+        Request(index, prompt.to(call.model.device), len(prompt) + call.new_tokens, stream)
+        for index, (prompt, stream) in enumerate(zip(prompts, stream_keys(seed, ids).tolist(), strict=True))
+    ]
+
+
+def _drafters_of(call: _Call, at_end: ExitStack) -> list[Drafter]:
+    """The drafters, for this call alone until `at_end`."""
+    if call.drafter is not None:
+        drafters = as_drafters(call.drafter)
+    elif call.config.sd_toggle == "never":
+        drafters = []
+    else:
+        drafters = make_drafters(call.strategy, call.model, call.assistant, call.config)
+        at_end.callback(keep_drafters, call.model, drafters)
+    for drafter in drafters:
+        at_end.enter_context(drafter.claim())
+        if call.rejects and not drafter.has_probabilities:
+            raise ValueError(
+                f'verification="rejection" needs draft probabilities, which {type(drafter).__name__} has none of. '
+                'Use verification="exact".'
+            )
+    return drafters
+
+
+def _control_of(call: _Call, drafters: list[Drafter], longest: int, at_end: ExitStack) -> Control:
+    """The control of these drafters: one that is kept, or a new one, which may calibrate the machine first."""
+    model, config = call.model, call.config
+    looks_at_times = config.sd_toggle in ("measured", "roofline") and bool(drafters)
+    profile = find_profile(model, config, call.capacity, longest) if looks_at_times else None
+    chooses = _chooses_drafters(call, drafters)
+    if not (chooses or looks_at_times):
+        return make_control(drafters, config, profile)
+    ladder = find_ladder(model, drafters, config, call.capacity) if chooses else None
+    own = config if call.strategy == "best_of_n" else replace(config, best_of_n_race=False)
+    taken = take_control(model, drafters, own, profile, ladder)
+    at_end.callback(keep_control, model, taken)
+    return taken.control
+
+
+def _chooses_drafters(call: _Call, drafters: list[Drafter]) -> bool:
+    """Whether a ladder says which drafter drafts."""
+    return call.strategy in CHOOSE_BY_LADDER and bool(drafters) and call.config.sd_toggle != "never"
+
+
+def _roll_out(
+    call: _Call, rollout: Rollout, runner: EagerRunner, drafters: list[Drafter], control: Control
+) -> tuple[list[Completion], SpeculationStatistics]:
+    """Generates, and keeps for later calls what this one captured and measured."""
+    try:
+        completions, statistics = rollout.run()
+    except BaseException:
+        with suppress(Exception):
+            rollout.end()
+        raise  # the runner is not kept: its cache may hold broken or half-written K/V
+    if call.config.keep_graphs and isinstance(runner, GraphRunner):
+        keep_runner(call.model, runner)
+    if _chooses_drafters(call, drafters) and isinstance(control, SpeculationToggle) and (rungs := control.rungs()):
+        keep_measured(call.model, drafters, call.config, rungs)
+    if call.streamer is not None:
+        call.streamer.end()
+    return completions, statistics
+
+
+def _assemble(
+    call: _Call, completions: list[Completion], statistics: SpeculationStatistics
+) -> SpeculativeOutput | Tensor:
+    """Puts prompts and completions into rectangles."""
+    lengths = torch.tensor([len(completion.tokens) for completion in completions])  # [B]
+    new = torch.full((len(completions), int(lengths.max())), call.pad_token_id, dtype=call.input_ids.dtype)  # [B, new]
+    logprobs = torch.zeros(new.shape)  # [B, new]
+    for row, completion in enumerate(completions):
+        new[row, : lengths[row]] = completion.tokens
+        if completion.logprobs is not None:
+            logprobs[row, : lengths[row]] = completion.logprobs
+    device = call.input_ids.device
+    sequences = torch.cat([call.input_ids, new.to(device)], dim=1)
+    if not call.generation_config.return_dict_in_generate:
+        return sequences
+    return SpeculativeOutput(sequences, logprobs.to(device), lengths.to(device), statistics)
