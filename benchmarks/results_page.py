@@ -65,6 +65,7 @@ def draw(theme: str, results: dict[str, Result]) -> Figure:
     figure = Figure(figsize=(8, 0.8 + 0.17 * len(found)), layout="constrained")
     axes = figure.subplots()
     for place, each in enumerate(found):
+        assert each.value is not None
         low, high = each.interval or (each.value, each.value)
         axes.plot((low, high), (place, place), color=GREY, linewidth=2)
         axes.plot(each.value, place, "o", color=BLUE, markersize=4)

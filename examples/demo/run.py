@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 
@@ -36,6 +36,7 @@ from examples.demo.pretrain import POLICY
 from examples.demo.task import MAX_COMPLETION_LENGTH, build_dataset, exact_match
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
 from spec_trl.cli.main import main as spec_trl_command
+from spec_trl.generation.configuration import Strategy
 from spec_trl.trainers.run_log import LOG_FILE
 
 
@@ -150,7 +151,8 @@ def train(method: str, output: Path, bar: tqdm) -> Training:
     if method == TRL:
         trainer = TimedGRPOTrainer(args=GRPOConfig(**settings), **arguments)
     else:
-        trainer = TimedSpecGRPOTrainer(args=SpecGRPOConfig(assistant_strategy=method, **settings), **arguments)
+        config = SpecGRPOConfig(**settings, assistant_strategy=cast(Strategy, method))
+        trainer = TimedSpecGRPOTrainer(args=config, **arguments)
     trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm
     started = time.perf_counter()
     trainer.train()
