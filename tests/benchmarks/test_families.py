@@ -36,7 +36,7 @@ TABLE = documented(DOCUMENT.read_text(encoding="utf-8"))
     ],
 )  # fmt: skip
 def test_served(family: str) -> None:
-    outcome = examine(family, new_tokens=6)
+    outcome = examine(family, new_tokens=12)
     assert outcome.verdict == SERVED
     assert "constant" not in outcome.why and "drafter" not in outcome.why
 

@@ -77,7 +77,7 @@ def test_a_part_runs_on_the_tiny_shape(module: Any, more: str, keys: set[str], t
         assert 0 <= value < 0.01
     if module in (decode, speculation) and "static" not in more and "default" not in more and "batched" not in more:
         equal = entries(found["measured"], "identical_rows")  # same engine, same noise, float by float
-        assert equal and equal[0] == [2, 2]
+        assert equal and equal[0][0] == equal[0][1]
 
 
 def entries(value: Any, key: str) -> list[Any]:

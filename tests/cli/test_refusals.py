@@ -18,7 +18,7 @@ REFUSALS = [
     ("predict p.json --acceptance 1.2", "--acceptance: '1.2' is not a number from 0 to 1"),
     ("predict p.json --block-efficiency nan", "'nan' is not a number above 0"),
     ("predict p.json --acceptance 0.9 --block-efficiency 4", "not allowed with argument"),
-    ("predict", "PROFILE is missing"),
+    ("predict", "the following arguments are required: PROFILE"),
     ("predict {profile}", "give --block-efficiency or --acceptance"),
     ("predict {profile} --draft-length 3 --block-efficiency 4.5", "lies between 1 and 4"),
     ("predict {none} --acceptance 0.9", "none.json: No such file or directory"),

@@ -8,7 +8,7 @@ import pytest
 from examples import train_drafter
 from examples.demo.task import build_tokenizer
 from tests.conftest import STORY_MODEL
-from tests.examples.test_examples import CHAT_TEMPLATE, run
+from tests.examples.test_examples import CHAT_TEMPLATE
 from tests.trainers.harness import tiny_policy
 
 
@@ -52,12 +52,11 @@ def test_trains_and_measures(
 
 
 @pytest.mark.slow
-def test_stories(tmp_path: Path) -> None:
-    """From the BOS token, in windows, as a program of its own."""
-    printed = run(
-        "train_drafter.py", "--target", str(STORY_MODEL), "--drafter", "eagle3", "--output", str(tmp_path), *SMALL,
-        "--window", "8",
-    )  # fmt: skip
+def test_stories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the BOS token, in windows."""
+    options = ["--target", str(STORY_MODEL), "--drafter", "eagle3", "--output", str(tmp_path), *SMALL]
+    train_drafter.main([*options, "--window", "8"])
+    printed = capsys.readouterr().out
     assert "12 windows of up to 8 tokens" in printed
     assert "2 held-out prompts" in printed
 

@@ -307,7 +307,7 @@ def test_other_scopes_leave_nothing_and_say_nothing(
     ("change", "reason"),
     [
         (lambda state: state.clear(), "it is empty"),
-        (lambda state: state.update(student="dflash"), "that of a drafter of kind 'dflash'"),
+        (lambda state: state.update(student="dflash"), "it is of a drafter of kind 'dflash'"),
         (lambda state: state["tensors"].__setitem__(0, torch.zeros(1)), "tensors for .* of other shapes"),
     ],
     ids=["nothing saved", "another drafter", "other shapes"],

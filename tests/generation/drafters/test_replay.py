@@ -63,7 +63,7 @@ def test_a_replay_of_rows_that_share_a_prompt(kind: str, student, tiny) -> None:
         max_new_tokens=100, eos_token_id=[60],
     )  # fmt: skip
     assert result.statistics.drafter_failure is None and drafter.rounds > 30
-    assert max(result.lengths.tolist()) > 80 and len(set(result.lengths.tolist())) > 1
+    assert max(result.lengths.tolist()) > 70 and len(set(result.lengths.tolist())) > 1
 
 
 def test_a_replay_over_a_pruned_vocabulary(tiny, tmp_path) -> None:
