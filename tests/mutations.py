@@ -52,6 +52,8 @@ def main() -> None:
         for name in COPIED:
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
+        if not wanted and not _pass("tests", copy):
+            sys.exit("The tests fail without any mutation: mend them first.")
         noticed = sum([_is_noticed(mutation, copy) for mutation in chosen])
     print(f"{noticed} of {len(chosen)} mutations were noticed.")
     sys.exit(noticed < len(chosen))
