@@ -1,8 +1,7 @@
 """A learned drafter that follows the policy while it learns (ER App. F.5, the learned-auxiliary row of its Table 2).
 
 The forward that the policy's loss runs anyway shows the hidden states, and after each micro-batch the drafter takes
-one optimizer step on them: no second forward of the policy, nothing kept from step to step. ER does so in the forward
-of the old log-probabilities, which TRL leaves out where samples are on-policy; the loss's is always there.
+one optimizer step on them: no second forward of the policy, nothing kept from step to step.
 """
 
 import time
@@ -59,13 +58,9 @@ class DrafterAdaptation:
     """Trains a drafter inline, with an optimizer of its own.
 
     The loss is `hidden_weight` · hidden regression + `token_weight` · soft cross-entropy, over completion tokens
-    (:func:`~spec_trl.drafter_training.sequence_loss.sequence_loss`). The policy gets no gradient from it, and the
-    trainer's random numbers are not drawn from: a run with adaptation trains the same policy, bit for bit, as without.
-
-    The gradient is the mean over the ranks that had something to learn from, and every rank takes part in the same
-    collectives for each micro-batch, whatever happens on it. When one fails, all stop.
-
-    A failure never ends the training: one warning, no further updates, and the drafter goes on with its last weights.
+    (:func:`~spec_trl.drafter_training.sequence_loss.sequence_loss`). A run with adaptation trains the same policy, bit
+    for bit, as one without. The gradient is the mean over the ranks that had something to learn from. A failure on one
+    rank never ends the training: all ranks stop adapting with a warning, and the drafter keeps its last weights.
 
     Args:
         drafter: learns in place. In a dtype narrower than float32 its weights are copies of float32 ones, which the
@@ -111,8 +106,7 @@ class DrafterAdaptation:
     def watch(self, inputs: Mapping[str, Any]) -> Iterator[None]:
         """Keeps the hidden states of the forward inside the block, which must be the policy's on `inputs`.
 
-        The hooks are gone before the backward pass, in which gradient checkpointing runs the forward again, and before
-        the engine makes a shadow of the policy, which would inherit them.
+        Leave it before the backward pass, in which gradient checkpointing runs the forward again, and before rollouts.
 
         Args:
             inputs: TRL's: left-padded `prompt_ids` and `prompt_mask` `[B, P]`, right-padded `completion_ids` and
@@ -155,8 +149,12 @@ class DrafterAdaptation:
             return
         if learned:
             gradients = [self._accelerator.reduce(gradient, "sum").div_(learned) for gradient in gradients]
+            for master, gradient in zip(self._masters, gradients, strict=True):
+                master.grad = gradient
             try:
-                self._step(gradients)
+                self._optimizer.step()
+                self._optimizer.zero_grad(set_to_none=True)
+                self._copy_masters()
             except Exception as error:  # this rank's alone: the others learn of it at the next micro-batch
                 self._problem = f"{type(error).__name__}: {error}"
         self._wait_for_device()
@@ -164,8 +162,8 @@ class DrafterAdaptation:
             self._sums[name] += value
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the updates since the last call: "loss" and "agreement", means over micro-batches and ranks, and
-        "update_seconds", the sum over micro-batches on this rank (ER's method-specific preparation time)."""
+        """Metrics since the last call: "loss" and "agreement", means over micro-batches and ranks, and
+        "update_seconds", the sum over micro-batches on this rank."""
         sums, self._sums = self._sums, dict.fromkeys(self._sums, 0.0)
         if not sums["seconds"]:
             return {}
@@ -204,13 +202,6 @@ class DrafterAdaptation:
             loss = loss + self._hidden_weight * found.regression
         return loss, found.agreement
 
-    def _step(self, gradients: list[Tensor]) -> None:
-        for master, gradient in zip(self._masters, gradients, strict=True):
-            master.grad = gradient
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._copy_masters()
-
     @torch.no_grad()
     def _copy_masters(self) -> None:
         for parameter, master in zip(self._parameters, self._masters, strict=True):
@@ -226,7 +217,7 @@ class DrafterAdaptation:
         )
 
     def _rehearse(self) -> None:
-        """Computes the loss once, so that what it refuses is refused now and not after the first rollout."""
+        """Computes the loss once: what it refuses is refused now and not after the first rollout."""
         width = self._policy.config.get_text_config(decoder=True).hidden_size
         like = {"dtype": self._policy.dtype, "device": self._policy.device}
         tokens = torch.zeros(1, _REHEARSED, dtype=torch.int64, device=self._policy.device)  # [1, T]

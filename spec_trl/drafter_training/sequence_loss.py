@@ -11,7 +11,6 @@ come out there. The drafter is run as it drafts, fed with the true tokens:
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -104,10 +103,10 @@ def sequence_loss(
     # As it drafts: in its own dtype, whatever autocast the policy trains under.
     with torch.autocast(view.tokens.device.type, enabled=False):
         if isinstance(drafter, Eagle3Drafter):
-            pieces = _eagle3_pieces(drafter, target, told, depth, with_regression)
+            sums = _eagle3_sums(drafter, target, told, depth, with_regression)
         else:
-            pieces = _dflash_pieces(drafter, target, told, anchors, generator, with_regression)
-        return pieces.total().means()
+            sums = _dflash_sums(drafter, target, told, anchors, generator, with_regression)
+        return sums.means()
 
 
 def causal_lm_loss(model: PreTrainedModel, target: PreTrainedModel, view: TargetView) -> SequenceLoss:
@@ -153,30 +152,24 @@ class _Told:
 
     def __init__(self, head: TargetHead, view: TargetView, target_ids: Tensor | None) -> None:
         self.head, self.view, self._target_ids = head, view, target_ids
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of the target's tokens."""
-        return self.head.scores.get_parameter("weight").shape[0]
+        self.vocabulary = head.scores.get_parameter("weight").shape[0]
+        self._rows = torch.arange(len(view.tokens), device=view.tokens.device)[:, None]  # [B, 1]
 
     def hidden(self, positions: Tensor) -> Tensor:
         """`[B, n, H_t]` at `positions`, `[n]` or `[B, n]`."""
         positions = positions.expand(len(self.view.tokens), -1).clamp(max=self.view.tokens.shape[1] - 1)  # [B, n]
-        return self.view.hidden[self._rows(), positions]
+        return self.view.hidden[self._rows, positions]
 
     def logits(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Logits `[B, n, drafts]` of the token after `positions`, and whether it counts, `[B, n]` bool."""
         view, width = self.view, self.view.tokens.shape[1]
         after = positions.expand(len(view.tokens), -1) + 1  # [B, n]
-        counts = view.is_real[self._rows(), after.clamp(max=width - 1)] & (after < width)  # [B, n]
+        counts = view.is_real[self._rows, after.clamp(max=width - 1)] & (after < width)  # [B, n]
         counts &= after >= view.first[:, None]
         logits = self.head(self.hidden(positions))  # [B, n, V]
         if self._target_ids is None:
             return logits, counts
         return logits[..., self._target_ids], counts & torch.isin(logits.argmax(dim=-1), self._target_ids)
-
-    def _rows(self) -> Tensor:
-        return torch.arange(len(self.view.tokens), device=self.view.tokens.device)[:, None]  # [B, 1]
 
 
 def _compare(drafted: Tensor, told: Tensor, counts: Tensor, weights: Tensor) -> _Sums:
@@ -197,21 +190,16 @@ def _regress(sums: _Sums, states: Tensor, hidden: Tensor, weights: Tensor) -> _S
     return sums._replace(regression=(weights * distances).sum(), compared=weights.sum())
 
 
-class _Pieces(NamedTuple):
-    """The loss in pieces. With `recompute` a piece keeps nothing for the backward pass, where it is run again."""
-
-    pieces: list[Callable[[], _Sums]]
-    recompute: bool
-
-    def total(self) -> _Sums:
-        if not self.recompute:
-            return _added(piece() for piece in self.pieces)
-        return _added(checkpoint(piece, use_reentrant=False, preserve_rng_state=False) for piece in self.pieces)
+def _total(piece: Callable[[slice], _Sums], pieces: list[slice], recompute: bool) -> _Sums:
+    """The sum over all pieces. With `recompute` each keeps nothing for the backward pass, where it is run again."""
+    if recompute:
+        return _added(checkpoint(piece, some, use_reentrant=False, preserve_rng_state=False) for some in pieces)
+    return _added(map(piece, pieces))
 
 
-def _eagle3_pieces(
+def _eagle3_sums(
     drafter: Eagle3Drafter, target: PreTrainedModel, told: _Told, depth: int, with_regression: bool
-) -> _Pieces:
+) -> _Sums:
     view, network = told.view, drafter.network
     batch, pairs = view.tokens.shape[0], view.tokens.shape[1] - 1
     with torch.no_grad():
@@ -236,17 +224,17 @@ def _eagle3_pieces(
         return sums
 
     starts = [slice(start, min(start + width, pairs)) for start in range(0, pairs, width)]
-    return _Pieces([partial(piece, some) for some in starts], recompute=per_start * pairs > LOGITS_ALIVE)
+    return _total(piece, starts, recompute=per_start * pairs > LOGITS_ALIVE)
 
 
-def _dflash_pieces(
+def _dflash_sums(
     drafter: DFlashDrafter,
     target: PreTrainedModel,
     told: _Told,
     anchors: int | None,
     generator: torch.Generator | None,
     with_regression: bool,
-) -> _Pieces:
+) -> _Sums:
     view, network, config = told.view, drafter.network, drafter.config
     batch, width = view.tokens.shape
     wanted = anchors if anchors is not None else -(-2 * width // config.drafts)
@@ -268,7 +256,7 @@ def _dflash_pieces(
         return sums
 
     pieces = [slice(start, start + size) for start in range(0, chosen.shape[1], size)]
-    return _Pieces([partial(piece, some) for some in pieces], recompute=len(pieces) > 1)
+    return _total(piece, pieces, recompute=len(pieces) > 1)
 
 
 def _weights(drafter: FeatureDrafter, count: int, device: torch.device) -> Tensor:
@@ -290,9 +278,7 @@ def draw_anchors(view: TargetView, count: int, generator: torch.Generator | None
     return found.indices, found.values >= 0
 
 
-def _check(
-    drafter: FeatureDrafter, view: TargetView, depth: int, anchors: int | None, with_regression: bool
-) -> None:
+def _check(drafter: FeatureDrafter, view: TargetView, depth: int, anchors: int | None, with_regression: bool) -> None:
     if not isinstance(drafter, Eagle3Drafter | DFlashDrafter):
         raise ValueError(f"a {type(drafter).__name__} has no loss over sequences; EAGLE-3 and DFlash drafters do.")
     if depth < 1:

@@ -18,12 +18,8 @@ _LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
 
 
 class FrozenHead(nn.Module):
-    """A target's output embedding as it is now, which passes gradients on and takes none: a loss that runs through a
-    borrowed head must not leave gradients in the policy it was borrowed from.
-
-    Args:
-        head: called with its parameters detached; not a part of this module's own parameters or state.
-    """
+    """A target's output embedding as it is now, which passes gradients on and takes none; it is no part of this
+    module's parameters or state."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()

@@ -1,10 +1,9 @@
 """Untrained checkpoints of the public formats, as a start for training a drafter.
 
 A checkpoint does not hold what it borrows from the target: embeddings, and DFlash's head. A head of its own starts as
-the target's rows. The final norm starts at the root mean square of the target's last hidden states, which is far from
-one in some models (7 in a BitNet of 3 M parameters), further than its weights would move in a short training. All
-other matrices are random with standard deviation 1 / sqrt(inputs), other norms are one. RoPE is not scaled and has the
-target's theta, so that positions have no end.
+the target's rows, the final norm at the root mean square of the target's last hidden states, from which one is too far
+for a short training. All other matrices are random with standard deviation 1 / sqrt(inputs), other norms are one. RoPE
+is not scaled and has the target's theta, so that positions have no end.
 """
 
 from dataclasses import dataclass
@@ -33,8 +32,7 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a drafter's layers, by their names in a config; None: as the target's. The hidden size is always the
-    target's, whose embedding it reads."""
+    """Sizes of a drafter's layers, by their names in a config; None: as the target's, like the hidden size."""
 
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
@@ -63,7 +61,7 @@ def write_eagle3(
         sizes: of its layer.
         layer_ids: the target's hidden states that it reads, in transformers' count. None: 2, L // 2 and L - 3 of L
             layers where these ascend, else three evenly from the first layer's output to the last's.
-        draft_vocab_size: of a pruned vocabulary: its most frequent tokens; None: the whole one.
+        draft_vocab_size: size of a pruned vocabulary, of the most frequent tokens; None: the whole one.
         token_counts: `[V]` int64, how often each token occurs, for a pruned vocabulary.
         dtype: of its tensors; None: the target's.
         seed: of its weights.
@@ -80,10 +78,8 @@ def write_eagle3(
     layer = _layer_settings(target, sizes or LayerSizes()) | {"model_type": "llama", "num_hidden_layers": 1}
     config: dict[str, Any] = {"draft_vocab_size": vocabulary if kept is None else len(kept)}
     if format == "speculators":
-        config |= {
+        config |= _speculators_config("eagle3", target, 5) | {
             "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "speculators_config": _speculators_config("eagle3", target, 5),
             "norm_before_residual": True,  # their training default; the class default is another
             "target_hidden_size": own.hidden_size,
             "transformer_layer_config": layer,
@@ -168,9 +164,7 @@ def write_dflash(
                 f"{type(target).__name__} caps its logits at {head.softcap}, which the speculators format cannot say; "
                 'choose format="z-lab".'
             )
-        config |= {
-            "speculators_model_type": "dflash",
-            "speculators_config": _speculators_config("dflash", target, block_size - 1),
+        config |= _speculators_config("dflash", target, block_size - 1) | {
             "mask_token_id": mask,
             "draft_vocab_size": own.vocab_size,
             "aux_hidden_state_layer_ids": ids,
@@ -232,12 +226,13 @@ def _layer_settings(target: PreTrainedModel, sizes: LayerSizes) -> dict[str, Any
 
 
 def _speculators_config(algorithm: str, target: PreTrainedModel, tokens: int) -> dict[str, Any]:
-    return {
+    config = {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
         "verifier": {"name_or_path": target.name_or_path, "architectures": [type(target).__name__]},
     }
+    return {"speculators_model_type": algorithm, "speculators_config": config}
 
 
 def _kept_tokens(vocabulary: int, size: int | None, counts: Tensor | None) -> Tensor | None:

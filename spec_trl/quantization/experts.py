@@ -55,8 +55,7 @@ class QuantizedExperts(PackedLayer):
 
     Args:
         dense: the module to replace.
-        first: packed gate_up_proj (or up_proj) of each expert.
-        second: packed down_proj of each expert.
+        first, second: packed gate_up_proj (or up_proj) and down_proj of each expert.
     """
 
     def __init__(self, dense: nn.Module, first: list[PackedWeight], second: list[PackedWeight]) -> None:
@@ -69,7 +68,7 @@ class QuantizedExperts(PackedLayer):
         return [*self.first, *self.second]
 
     def refresh(self, quantizer: ActivationAware, activations: ChannelStatistics | None = None) -> None:
-        """Quantize the present weights into the same buffers, rounded to nearest: nobody sees one expert's input."""
+        """Quantizes the present weights into the same buffers, rounded to nearest: nobody sees one expert's input."""
         source = merge_copy(self.dense) if is_adapter(self.dense) else self.dense
         for name, packed_matrices in zip(matrix_names(source), (self.first, self.second), strict=True):
             for weight, packed in zip(matrices_of(source, name), packed_matrices, strict=True):

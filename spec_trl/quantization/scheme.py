@@ -11,7 +11,7 @@ class Scheme:
     """What a scheme name means.
 
     Attributes:
-        name: the name as users write it.
+        name: as users write it.
         bits: bits per weight, 4 or 8.
         group: the largest number of weights of a row that may share a scale; None = the whole row.
         activation_aware: scale the input channels by the size of the activations (AWQ, ER §C.4).

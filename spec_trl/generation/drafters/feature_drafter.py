@@ -3,6 +3,7 @@
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +23,6 @@ from .feature_config import FeatureConfig
 from .feature_network import FeatureNetwork
 
 
-# Rotary tables and training-time copies of the target's weights that some files hold; drafting does not need them.
 _SPARE_TENSORS = (
     "rotary_emb.inv_freq",
     "midlayer.self_attn.rotary_emb.inv_freq",
@@ -30,6 +30,7 @@ _SPARE_TENSORS = (
     "verifier_norm.weight",
     "verifier_lm_head.weight",
 )
+"""Some files hold them; drafting does not need them."""
 
 
 class FeatureDrafter(TrainableDrafter):
@@ -42,8 +43,8 @@ class FeatureDrafter(TrainableDrafter):
         dtype: in which the network runs; None: the target's.
 
     Attributes:
-        feature_layers: which hidden states of the target it reads, next to each other, in transformers' count.
-        position_limit: number of tokens that its scaled positions reach; None: RoPE is not scaled and has no end.
+        feature_layers: which hidden states of the target it reads, in transformers' count.
+        position_limit: as in :class:`FeatureConfig`.
 
     Raises:
         ValueError: the checkpoint is broken, or was made for another target.
@@ -81,15 +82,10 @@ class FeatureDrafter(TrainableDrafter):
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> FeatureConfig:
         """Reads a checkpoint's config.json for a target, given by its text config."""
 
-    @property
-    def forward_size(self) -> tuple[int, int]:
-        """Number of a row's positions that one forward runs over, and of draft tokens that come out of it."""
-        return 1, 1
-
-    @property
-    def most_drafts(self) -> int:
-        """Number of tokens that it can draft in one round."""
-        return sys.maxsize
+    forward_size: tuple[int, int] = (1, 1)
+    """Number of a row's positions that one forward runs over, and of draft tokens that come out of it."""
+    most_drafts: int = sys.maxsize
+    """Number of tokens that it can draft in one round."""
 
     @abstractmethod
     def draft_logits(self, count: int) -> Iterator[Tensor]:
@@ -107,10 +103,7 @@ class FeatureDrafter(TrainableDrafter):
         """
 
     def save(self, folder: str | Path) -> None:
-        """Writes the checkpoint in the format it came in: names, dtypes and config; what did not change, bit for bit.
-
-        Weights that came from a `.bin` file are written as safetensors.
-        """
+        """Writes the checkpoint in the format it came in: what did not change bit for bit, tensors as safetensors."""
         write_checkpoint(folder, self._settings, tensors_to_store(self.network, self._stored, self.renames))
 
     def check_length(self, columns: int) -> None:
@@ -122,11 +115,7 @@ class FeatureDrafter(TrainableDrafter):
             )
 
     def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: transformers' own loop does not show the target's hidden states.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raises ValueError: transformers' own loop does not show the target's hidden states."""
         raise ValueError(
             f"a {type(self).__name__} needs the target's hidden states, which transformers' assisted loop does not "
             f'hand over. Generate with assistant_strategy="{self.strategy}".'
@@ -174,24 +163,14 @@ class FeatureDrafter(TrainableDrafter):
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         if self._failure is not None:
             raise self._failure
-        session, rows = self.session, self.session.rows
         steps = min(draft_length, self.most_drafts)
-        kept, scores, drawn = [], [], None
-        for step, logits in enumerate(self.draft_logits(steps)):
-            drawn, processed = session.draw(self._over_target(logits), noise, step, drawn)
-            rows.write(step, drawn.tokens)
-            scores.append(drawn.scores)
-            if processed is not None:
-                kept.append(processed)
-        won = torch.cat(scores, dim=1)  # [B, steps]
-        broken = won.isnan().any(dim=1)  # [B]
-        # -inf: the processors left no token of the draft vocabulary, or refused the draft. A row drafts up to there.
-        lengths = (won > -torch.inf).long().cumprod(dim=1).sum(dim=1)  # [B]
-        lengths = lengths.masked_fill(broken | (rows.lengths < self.least_tokens), 0)
-        missing = draft_length - steps
-        tokens = nn.functional.pad(rows.window(0, steps), (0, missing))  # [B, γ]
-        draft_logits = nn.functional.pad(torch.cat(kept, dim=1), (0, 0, 0, missing)) if kept else None  # [B, γ, V]
-        return Proposal(tokens, lengths, draft_logits, broken.any())
+        drafted = self.draft(map(self._over_target, self.draft_logits(steps)), noise)
+        lengths = drafted.lengths.masked_fill(self.session.rows.lengths < self.least_tokens, 0)  # [B]
+        if missing := draft_length - steps:
+            tokens = nn.functional.pad(drafted.tokens, (0, missing))  # [B, γ]
+            logits = None if drafted.logits is None else nn.functional.pad(drafted.logits, (0, 0, 0, missing))
+            return replace(drafted, tokens=tokens, lengths=lengths, logits=logits)
+        return replace(drafted, lengths=lengths)
 
     @property
     def cache(self) -> RaggedCache:

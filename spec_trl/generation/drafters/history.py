@@ -25,6 +25,7 @@ _PARTS = {
 }
 """Tensors of a saved history."""
 
+
 class HistoryDrafter(Drafter):
     """Proposes what followed the longest suffix match in the texts of a row's prompt.
 

@@ -39,11 +39,11 @@ class DFlashDrafter(FeatureDrafter):
         return DFlashConfig.parse(settings)
 
     @property
-    def forward_size(self) -> tuple[int, int]:
+    def forward_size(self) -> tuple[int, int]:  # type: ignore[override]
         return self.config.block_size, self.config.drafts
 
     @property
-    def most_drafts(self) -> int:
+    def most_drafts(self) -> int:  # type: ignore[override]
         return self.config.drafts
 
     def take_features(self, features: Tensor, positions: Tensor, first_row: int) -> None:
@@ -88,8 +88,8 @@ class DFlashDrafter(FeatureDrafter):
             network: this drafter's, or a copy of it.
             newest: `[B, 1]` int64, the last committed tokens, which the target has not read yet.
             slots: `[B, n]` int64, the block's columns.
-            columns: number of columns that `store` returns.
-            store: of K/V, pointed at the slots.
+            columns: number of columns that `store`, which is pointed at the slots, returns.
+            store: of K/V.
             count: number of slots.
         """
         config = self.config

@@ -56,7 +56,7 @@ class Eagle3Drafter(FeatureDrafter):
         self._projected = torch.zeros(shape, dtype=dtype, device=device)  # [capacity, columns, H]
         # Pairs of each row whose K/V was computed from the target's features: [capacity]
         self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=device)
-        self._missing = 0  # at least as many pairs as any row lacks, known without asking the device
+        self._missing = 0  # bound on the number of pairs that any row lacks, known without asking the device
         self._heard = 0  # width of the target's last forward
         super().begin(session)
 

@@ -142,9 +142,7 @@ class DistilledDrafter(Drafter):
             is_ready = None
             if self._stream is not None:
                 is_ready = torch.cuda.current_stream(logits.device).record_event()  # after all that the update reads
-            self._update = self._executor.submit(
-                self._learn_aside, self._learner, canvas, logits, drafted, is_ready
-            )
+            self._update = self._executor.submit(self._learn_aside, self._learner, canvas, logits, drafted, is_ready)
             self._waited = 0
         self.learning.bytes = max(self.learning.bytes, self._learner.bytes + canvas.bytes)
         self.learning.waited += time.perf_counter() - started
