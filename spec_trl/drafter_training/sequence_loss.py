@@ -11,6 +11,7 @@ come out there. The drafter is run as it drafts, fed with the true tokens:
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -193,7 +194,8 @@ def _regress(sums: _Sums, states: Tensor, hidden: Tensor, weights: Tensor) -> _S
 def _total(piece: Callable[[slice], _Sums], pieces: list[slice], recompute: bool) -> _Sums:
     """The sum over all pieces. With `recompute` each keeps nothing for the backward pass, where it is run again."""
     if recompute:
-        return _added(checkpoint(piece, some, use_reentrant=False, preserve_rng_state=False) for some in pieces)
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        return _added(again(partial(piece, some)) for some in pieces)
     return _added(map(piece, pieces))
 
 

@@ -109,9 +109,8 @@ class FeatureDrafter(TrainableDrafter):
     def check_length(self, columns: int) -> None:
         if self.position_limit is not None and columns > self.position_limit:
             raise ValueError(
-                f"rows can reach {columns} tokens, drafts included, and the {self.strategy} drafter's scaled "
-                f"positions reach {self.position_limit} (max_position_embeddings). Lower max_new_tokens, or use a "
-                "drafter with a longer context."
+                f"rows can reach {columns} tokens, drafts included, and the {self.strategy} drafter's positions reach "
+                f"{self.position_limit} (max_position_embeddings). Lower max_new_tokens, or use another drafter."
             )
 
     def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
@@ -243,8 +242,8 @@ class FeatureDrafter(TrainableDrafter):
         self._recent[row, (positions % size).masked_fill(~is_near, size)] = features
 
     def _admit_recent(self, admission: Admission) -> None:
-        """Gives rows that share a prompt its last features. These are kept apart from the ring, since the row that
-        they are copied from may have generated since, and its ring no longer holds them."""
+        """Gives rows that share a prompt its last features, which are kept apart: the first of these rows may have
+        generated since, and its ring no longer holds them."""
         if self._recent is None:
             return
         rows, size = self.session.rows, self._recent.shape[1] - 1

@@ -27,11 +27,8 @@ _PARTS = {
 
 
 class HistoryDrafter(Drafter):
-    """Proposes what followed the longest suffix match in the texts of a row's prompt.
-
-    These are the completions of earlier generations (epochs), those of its group siblings, in flight or finished, and
-    the row's own text. Only tokens that the target has chosen enter. A policy that has moved on since accepts fewer of
-    them, and still samples what it would have sampled.
+    """Proposes what followed the longest suffix match in the texts of a row's prompt: completions of earlier
+    generations (epochs), those of its group siblings, in flight or finished, and the row's own text.
 
     Args:
         history_max_tokens: bound on the tokens kept, see :class:`RolloutHistory`.
@@ -80,10 +77,7 @@ class HistoryDrafter(Drafter):
         return Proposal(tokens, lengths)
 
     def _read(self, count: int) -> tuple[list[int], list[list[int]]]:
-        """Length and last `count` committed tokens of each row, in one transfer from the device.
-
-        What lies before a row's first token is its first token again.
-        """
+        """Length and last `count` committed tokens of each row, the first one repeated where there are fewer."""
         rows = self.session.rows
         columns = rows.columns_behind(-count, count).clamp(min=0)  # [B, count]
         tails = rows.tokens[: rows.active].gather(1, columns)  # [B, count]
@@ -101,12 +95,8 @@ class HistoryDrafter(Drafter):
 
 @dataclass(eq=False)
 class Text:
-    """One completion: its tokens so far, and where it ends in its prompt's index.
-
-    Args:
-        prompt: what it belongs to; None: evicted.
-        length: tokens, the prompt's included; counted on when the text itself has been evicted.
-    """
+    """One completion: its tokens so far, the `node` where it ends in its prompt's index, and its length with the
+    prompt's, which is counted on when the text has been evicted (`prompt` is None)."""
 
     prompt: "_Prompt | None"
     length: int
@@ -125,10 +115,9 @@ class _Prompt:
 class RolloutHistory:
     """Completions by prompt, the newest `max_tokens` tokens of them.
 
-    At rest a text takes four bytes per token. Only the prompts in flight have a suffix index, built when they come in
-    and dropped with them. When the bound is reached the oldest texts go first, whatever their prompt: in epochs, the
-    prompt that was used least recently is the next to come. A text in flight that has to go is not continued, and its
-    row gets no more drafts.
+    At rest a text takes four bytes per token. Only the prompts in flight have a suffix index. When the bound is
+    reached the oldest texts go first: in epochs, the prompt that was used least recently is the next to come. A text
+    in flight that has to go is not continued, and its row gets no more drafts.
 
     Args:
         max_tokens: bound on the tokens kept: texts, and prompts that have any.
@@ -176,9 +165,12 @@ class RolloutHistory:
         """Up to `draft_length` tokens that may follow the text."""
         if text.prompt is None:
             return []
-        index = text.prompt.index
+        prompt, index = text.prompt, text.prompt.index
         if index is None:
-            index = self._build_index(text.prompt)
+            index = prompt.index = SuffixIndex(prompt.tokens)
+            self._indexed.add(prompt)
+            for each in prompt.texts:
+                each.node = index.extend(index.root, each.tokens)
         return index.propose(text.node, draft_length)
 
     def evict(self) -> None:
@@ -200,20 +192,10 @@ class RolloutHistory:
             prompt.index = None
             self._indexed.remove(prompt)
 
-    def _build_index(self, prompt: _Prompt) -> SuffixIndex:
-        index = prompt.index = SuffixIndex(prompt.tokens)
-        self._indexed.add(prompt)
-        for text in prompt.texts:
-            text.node = index.extend(index.root, text.tokens)
-        return index
-
     def state_dict(self) -> dict[str, Tensor]:
-        """All texts, oldest first, as flat tensors: loads with `torch.load(weights_only=True)`.
-
-        Returns:
-            `prompts` int32 and `prompt_lengths` `[P]` int64: the prompts' tokens, one after the other; `texts` int32
-            and `text_lengths` `[T]` int64 likewise; `text_prompts` `[T]` int64: which prompt each text belongs to.
-        """
+        """All texts, oldest first, as flat tensors: `prompts` int32 and `prompt_lengths` `[P]` int64 hold the prompts'
+        tokens, one after the other, `texts` int32 and `text_lengths` `[T]` int64 the texts', and `text_prompts` `[T]`
+        int64 which prompt each text belongs to."""
         number: dict[bytes, int] = {}
         prompts, texts = array("i"), array("i")
         prompt_lengths, text_lengths, text_prompts = array("q"), array("q"), array("q")

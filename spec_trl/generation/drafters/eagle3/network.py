@@ -21,12 +21,8 @@ class Eagle3Network(FeatureNetwork):
 
     Where the target has not been yet, the layer's own output takes the place of r (`fed_back`).
 
-    Parameters have the names of the speculators format, in which `midlayer` is `layers.0`.
-
-    Args:
-        config: what it computes.
-        feature_width: of the target's features at one position, all its hidden states side by side.
-        tensors: names in the checkpoint; the embedding and the vocabulary maps are made where they are among them.
+    Parameters have the names of the speculators format, in which `midlayer` is `layers.0`. Arguments are those of
+    :class:`FeatureNetwork`, which takes the layers too.
     """
 
     config: Eagle3Config

@@ -1,8 +1,7 @@
 """Test-Time Speculation (arXiv 2605.09329): a drafter that learns, while it drafts, from the rounds it drafted.
 
-Verification computes the target's distribution p at every drafted position anyway. That is a distillation sample:
-the drafter is the student, the target the teacher, and one gradient step brings the drafter's q nearer to p before it
-drafts again (TTS §4.1, Algorithm 1). Nothing of it touches the target, and a draft can change no output.
+Verification computes the target's distribution p at every drafted position anyway: one gradient step brings the
+drafter's q nearer to p before it drafts again (TTS §4.1, Algorithm 1). The target stays as it is.
 """
 
 import time
@@ -33,13 +32,12 @@ class DistilledDrafter(Drafter):
     each learns a low-rank correction of its own. With the wider scopes all rows teach the same weights. A student
     whose weights are packed always learns low-rank corrections.
 
-    Learning works on a copy. The drafting network takes it over S rounds later, before it drafts:
+    Learning works on a copy. The drafting network takes it over S rounds later, before it drafts; synchronous learning
+    updates, and takes over, within round r:
 
         round         r                  r+1       ...  r+S-1            r+S
         main thread   draft verify learn draft verify   draft verify     take over, draft verify learn
         second thread                    └── update on round r's canvas ──┘
-
-    Synchronous learning updates, and takes over, within round r.
 
     Args:
         student: drafts; nobody else uses its weights.
@@ -154,10 +152,8 @@ class DistilledDrafter(Drafter):
         self.student.observe(tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """What scope "run" has learned so far, for a checkpoint: the tensors themselves, not copies.
-
-        Empty in the other scopes and before the first generation. Do not call it while a generation runs.
-        """
+        """What scope "run" has learned so far, as the tensors themselves; empty in other scopes and before the first
+        generation. Not while a generation runs."""
         if self._how.scope != "run":
             return {}
         if self._learner is None:
@@ -167,8 +163,7 @@ class DistilledDrafter(Drafter):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` gave, from the next generation on; not while one runs.
 
-        Where the state is not that of such a drafter, the next generation warns and learning starts anew. The other
-        scopes ignore it.
+        The next generation warns and starts anew if it is of another drafter. Other scopes ignore it.
         """
         if self._how.scope != "run":
             return
@@ -229,22 +224,16 @@ class DistilledDrafter(Drafter):
         return seconds
 
     def _learn_from(self, learner: Learner, canvas: Canvas, logits: Tensor, drafted: Tensor) -> float:
-        """Takes K steps on one canvas; returns the seconds that it took.
-
-        Args:
-            learner: takes the steps.
-            canvas: the round.
-            logits: `[B, γ + 1, V]`, the target's.
-            drafted: `[B]` bool, the rows to learn from.
-        """
+        """Takes K steps on one canvas and the target's logits `[B, γ + 1, V]` of the rows `drafted` (`[B]` bool);
+        returns the seconds that it took."""
         started = time.perf_counter()
         student, how = self.student, self._how
         # Inference may run under autocast; learning computes in the dtype of what learns.
         with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
-            anchor = None
+            anchor = None  # [B, C, draft V]
             if how.anchor_weight > 0 and how.anchor == "initial":
                 with torch.no_grad():
-                    anchor = student.replay(learner.initial(), canvas)  # [B, C, draft V]
+                    anchor = student.replay(learner.initial(), canvas)
             for _ in range(how.steps):
                 drafts = student.replay(learner.network, canvas)  # [B, C, draft V]
                 weights = student.position_weights(drafts.shape[1])
@@ -266,7 +255,7 @@ class DistilledDrafter(Drafter):
 
 
 def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None, weights: Sequence[float]) -> Tensor:
-    """Σ_k w_k KL(p_k ‖ q_k) of each row, in nats, at temperature 1 (TTS §4.1).
+    """Σ_k w_k KL(p_k ‖ q_k) of each row `[B]`, in nats, at temperature 1 (TTS §4.1).
 
     Over a pruned vocabulary p is renormalised, and positions whose likeliest token lies outside teach nothing, as in
     EAGLE-3's own training.
@@ -276,9 +265,6 @@ def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None,
         target: `[B, >= C, V]` raw logits of p.
         target_ids: `[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same.
         weights: w_k, C of them.
-
-    Returns:
-        `[B]`.
     """
     scores = widen(target[:, : drafts.shape[1]])  # [B, C, V]
     is_known = torch.ones_like(scores[..., 0], dtype=torch.bool)  # [B, C]

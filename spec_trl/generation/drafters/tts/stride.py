@@ -39,7 +39,7 @@ class UpdateStride:
         return self._fixed if self._fixed is not None else STRIDES[self._index]
 
     def is_due(self) -> bool:
-        """Whether the drafter learns from this round. Call it once in each round that drafted."""
+        """Whether the drafter learns from this round; asked once in each round that drafted."""
         self._waited += 1
         if self._waited < self.rounds:
             return False
