@@ -278,12 +278,11 @@ class DrafterAdaptation:
 
 
 def target_view(inputs: Mapping[str, Any], states: Mapping[int, Tensor], layers: tuple[int, ...]) -> TargetView:
-    """A batch of TRL's, prompts padded left and completions right, as whole sequences padded right.
-
-    All tokens of a completion count, also those that a tool returned.
+    """A batch of TRL's (:meth:`DrafterAdaptation.watch`) as whole sequences padded right. All tokens of a completion
+    count, also those that a tool returned.
 
     Args:
-        inputs: see :meth:`DrafterAdaptation.watch`.
+        inputs: prompts padded left and completions right.
         states: hidden states `[B, P + C, H]` by index; that of the largest index is what the output embedding takes.
         layers: indices that the drafter reads.
     """

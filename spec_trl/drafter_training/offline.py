@@ -2,8 +2,7 @@
 
     prompts ─► sample_sequences ─► Samples ─► cut ─► Windows ─► train(target, trainee, windows, options, folder)
 
-The target's hidden states are computed window by window, each from position 0: a drafter trained on windows of 64
-tokens has seen no later position, and no longer context.
+The target's hidden states are computed window by window, each from position 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -172,9 +171,8 @@ class Windows:
 
 
 def cut(samples: Samples, window: int | None = None) -> Windows:
-    """Cuts samples into windows of `window` tokens, the last of a sample shorter; None: whole samples.
-
-    Windows in which no sampled token has a token before it are left out.
+    """Cuts samples into windows of `window` tokens, the last of a sample shorter; None: whole samples. Windows without
+    a sampled token after another are left out.
 
     Raises:
         ValueError: `window` is below 2, or no window is left.
@@ -199,14 +197,8 @@ def cut(samples: Samples, window: int | None = None) -> Windows:
 
 @dataclass
 class Trainee:
-    """Something that can be trained to draft.
-
-    Args:
-        parameters: those that learn.
-        layers: indices of the target's hidden states that it reads.
-        loss: how far it is from the target over the windows of a batch.
-        save: writes a checkpoint that `generate(assistant_model=...)` takes, each file whole or not at all.
-    """
+    """Something that can be trained to draft: the parameters that learn, the indices of the hidden states that it
+    reads, its loss, and what writes a checkpoint for `generate(assistant_model=...)`."""
 
     parameters: list[nn.Parameter]
     layers: tuple[int, ...]

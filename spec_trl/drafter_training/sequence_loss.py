@@ -78,9 +78,8 @@ def sequence_loss(
     anchors: int | None = None,
     with_regression: bool = False,
 ) -> SequenceLoss:
-    """How far a drafter is from its target, over whole sequences.
+    """How far a drafter is from its target, over whole sequences. Gradients reach the drafter's network alone.
 
-    Gradients reach the drafter's network alone: the target's embedding and head are used as they are now, detached.
     A position counts where the token it predicts is real and not before `view.first`, and where the target's largest
     logit is of a token in the draft vocabulary. Weights are `drafter.position_weights`.
 
@@ -91,9 +90,8 @@ def sequence_loss(
         generator: draws DFlash's anchors; None: the global one of the CPU.
         depth: steps that EAGLE-3 is unrolled.
         anchors: number of DFlash's per sequence; None: enough to draft each token about twice.
-        with_regression: whether to compute `regression` too (ER App. F.5), which is 0 otherwise. EAGLE-3: the layer's
-            output at step 1 against `hidden` at the position it predicts from. DFlash: a slot's normed state against
-            `hidden` at the position before the slot's token.
+        with_regression: whether to compute `regression` too (ER App. F.5), which is 0 otherwise: EAGLE-3's output at
+            step 1, or DFlash's normed states, against `hidden` at the position before the predicted token.
 
     Raises:
         ValueError: `view` does not fit the drafter, widths of states and `hidden` differ where they are to be
@@ -111,13 +109,8 @@ def sequence_loss(
 
 
 def causal_lm_loss(model: PreTrainedModel, target: PreTrainedModel, view: TargetView) -> SequenceLoss:
-    """How far a small causal language model is from its target, over whole sequences; `view.features` is not read.
-
-    Args:
-        model: with the target's vocabulary; gradients reach its parameters.
-        target: gives the head.
-        view: of the target.
-    """
+    """How far a small causal language model with the target's vocabulary is from its target, over whole sequences;
+    `view.features` is not read. Gradients reach the model's parameters alone."""
     told = _Told(TargetHead(target), view, None)
     positions = torch.arange(view.tokens.shape[1] - 1, device=view.tokens.device)  # [T - 1]
     logits, counts = told.logits(positions)  # [B, T - 1, V], [B, T - 1]
@@ -206,7 +199,7 @@ def _eagle3_sums(
     batch, pairs = view.tokens.shape[0], view.tokens.shape[1] - 1
     with torch.no_grad():
         embedded = network.embed(view.tokens[:, 1:], target.get_input_embeddings())  # [B, N, H]
-    weights = _weights(drafter, depth, embedded.device)  # [depth]
+    weights = embedded.new_tensor(drafter.position_weights(depth), dtype=torch.float64)  # [depth]
     unroll = Unroll(network, embedded, network.project(view.features[:, :-1].to(network.dtype)))
     per_start = batch * (depth + 1) * told.vocabulary
     width = min(max(LOGITS_ALIVE // per_start, 16), _STARTS)
@@ -242,7 +235,7 @@ def _dflash_sums(
     wanted = anchors if anchors is not None else -(-2 * width // config.drafts)
     chosen, is_chosen = draw_anchors(view, min(wanted, width - 1), generator)  # [B, M]
     drafts = torch.arange(config.drafts, device=chosen.device)  # [drafts]
-    weights = _weights(drafter, config.drafts, chosen.device)  # [drafts]
+    weights = view.hidden.new_tensor(drafter.position_weights(config.drafts), dtype=torch.float64)  # [drafts]
     size = min(max(LOGITS_ALIVE // (batch * 2 * config.drafts * told.vocabulary), 1), chosen.shape[1])
 
     def piece(some: slice) -> _Sums:
@@ -261,17 +254,9 @@ def _dflash_sums(
     return _total(piece, pieces, recompute=len(pieces) > 1)
 
 
-def _weights(drafter: FeatureDrafter, count: int, device: torch.device) -> Tensor:
-    """w_k `[count]`."""
-    return torch.tensor(drafter.position_weights(count), device=device, dtype=torch.float64)
-
-
 def draw_anchors(view: TargetView, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Draws up to `count` different positions of each sequence, after which a token counts.
-
-    Returns:
-        The positions `[B, count]` int64, and which of them were drawn, `[B, count]` bool: a sequence may have fewer.
-    """
+    """Draws up to `count` different positions of each sequence, after which a token counts: `[B, count]` int64, and
+    which of them were drawn, `[B, count]` bool, since a sequence may have fewer."""
     where = torch.device("cpu") if generator is None else generator.device
     after = torch.arange(1, view.tokens.shape[1], device=view.tokens.device)  # [T - 1]
     eligible = view.is_real[:, 1:] & (after >= view.first[:, None])  # [B, T - 1]
@@ -295,8 +280,7 @@ def _check(drafter: FeatureDrafter, view: TargetView, depth: int, anchors: int |
         "first": (batch,),
     }
     for name, shape in expected.items():
-        found = tuple(getattr(view, name).shape)
-        if found != shape:
+        if (found := tuple(vars(view)[name].shape)) != shape:
             raise ValueError(
                 f"view.{name} has shape {list(found)} and must have {list(shape)}: tokens are {batch} x {length}, the "
                 f"drafter reads the hidden states {list(drafter.feature_layers)}, which are {wide} wide."

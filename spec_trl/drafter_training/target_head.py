@@ -38,15 +38,7 @@ class FrozenHead(nn.Module):
 
 
 class TargetHead:
-    """Logits as the target itself would give them: its head, and what its family does to the scores after it.
-
-    Args:
-        target: a causal language model.
-
-    Attributes:
-        scores: its head.
-        factor: on the scores.
-        softcap: of the scores, after the factor; None: none.
+    """Logits as the target itself would give them: its head (`scores`), then a `factor`, then a `softcap`, if any.
 
     Raises:
         ValueError: its config has a key about its logits that is not known here, or it has no head.

@@ -52,7 +52,7 @@ def write_eagle3(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> None:
-    """Writes an untrained EAGLE-3 checkpoint, which `Eagle3Drafter` loads.
+    """Writes an untrained EAGLE-3 checkpoint for `target`, which `Eagle3Drafter` loads.
 
     Args:
         folder: made where it does not exist.
@@ -187,9 +187,7 @@ def _check_format(format: str, formats: tuple[str, ...]) -> None:
 
 def _evenly(depth: int, count: int) -> list[int]:
     """Up to `count` different hidden states, from the first layer's output to the last's."""
-    if count == 1:
-        return [depth]
-    return sorted({round(1 + i * (depth - 1) / (count - 1)) for i in range(count)})
+    return sorted({round(1 + i * (depth - 1) / (count - 1)) for i in range(count)}) if count > 1 else [depth]
 
 
 def _layer_settings(target: PreTrainedModel, sizes: LayerSizes) -> dict[str, Any]:
@@ -198,7 +196,7 @@ def _layer_settings(target: PreTrainedModel, sizes: LayerSizes) -> dict[str, Any
     settings = own.to_dict()  # families leave out different keys
     heads = sizes.num_attention_heads or own.num_attention_heads
     shared = sizes.num_key_value_heads or min(settings.get("num_key_value_heads") or heads, heads)
-    own_dim = settings.get("head_dim") or own.hidden_size // own.num_attention_heads
+    dimensions = sizes.head_dim or settings.get("head_dim") or own.hidden_size // own.num_attention_heads
     rope = settings.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # some families have one per layer type
     found = {
@@ -206,7 +204,7 @@ def _layer_settings(target: PreTrainedModel, sizes: LayerSizes) -> dict[str, Any
         "intermediate_size": sizes.intermediate_size or settings.get("intermediate_size") or 4 * own.hidden_size,
         "num_attention_heads": heads,
         "num_key_value_heads": shared,
-        "head_dim": sizes.head_dim or own_dim,
+        "head_dim": dimensions,
         "hidden_act": "silu",
         "rms_norm_eps": settings.get("rms_norm_eps") or 1e-6,
         "rope_theta": float(rope.get("rope_theta") or 10000.0),
@@ -217,10 +215,10 @@ def _layer_settings(target: PreTrainedModel, sizes: LayerSizes) -> dict[str, Any
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
         if found[name] < 1:
             raise ValueError(f"sizes.{name}={found[name]}; it must be at least 1.")
-    if heads % shared or found["head_dim"] % 2:
+    if heads % shared or dimensions % 2:
         raise ValueError(
-            f"sizes give {heads} query heads of {found['head_dim']} dimensions over {shared} key heads; the first "
-            "must be a multiple of the last, and the dimensions even."
+            f"sizes give {heads} query heads of {dimensions} dimensions over {shared} key heads; the first must be a "
+            "multiple of the last, and the dimensions even."
         )
     return found
 
@@ -237,10 +235,10 @@ def _speculators_config(algorithm: str, target: PreTrainedModel, tokens: int) ->
 
 def _kept_tokens(vocabulary: int, size: int | None, counts: Tensor | None) -> Tensor | None:
     """`[size]` int64, ascending: the most frequent tokens, of equally frequent ones the lowest; None: all."""
-    if (size is None) != (counts is None):
-        raise ValueError("draft_vocab_size and token_counts belong together: give both, or neither.")
-    if size is None or counts is None:
+    if size is None and counts is None:
         return None
+    if size is None or counts is None:
+        raise ValueError("draft_vocab_size and token_counts belong together: give both, or neither.")
     if counts.shape != (vocabulary,) or not 1 <= size <= vocabulary:
         raise ValueError(
             f"draft_vocab_size={size} with token_counts of shape {list(counts.shape)}; the target has {vocabulary} "

@@ -1,10 +1,13 @@
 """Learned drafters over whole sequences, with gradients, from every position where drafting could have begun."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..generation.drafters.dflash.network import DFlashNetwork
+from ..generation.drafters.eagle3.drafter import CAUSAL
 from ..generation.drafters.eagle3.network import Eagle3Network
 
 
@@ -20,7 +23,7 @@ class Unroll:
     def __init__(self, network: Eagle3Network, embedded: Tensor, projected: Tensor) -> None:
         self._network, self._embedded = network, embedded
         pairs = torch.arange(embedded.shape[1], device=embedded.device)  # [N]
-        mask = _causal(pairs, embedded.shape[1], embedded.dtype)  # [1, 1, N, N]
+        mask = CAUSAL.build(pairs[None], embedded.shape[1], embedded.dtype)  # [1, 1, N, N]
         self._real = _Appending()
         self._first = network(embedded, projected, pairs[None], mask, self._real.update)  # [B, N, H]
 
@@ -32,7 +35,7 @@ class Unroll:
         """
         network, embedded = self._network, self._embedded
         first = torch.arange(starts.start, starts.stop, device=embedded.device)  # [n]
-        mask = _causal(first, starts.stop, embedded.dtype)  # [1, 1, n, stop]
+        mask = cast(Tensor, CAUSAL.build(first[None], starts.stop, embedded.dtype))  # [1, 1, n, stop]
         own = mask.new_full((len(first), len(first)), torch.finfo(mask.dtype).min).fill_diagonal_(0)  # [n, n]
         store = _Appending(*(states[:, :, : starts.stop] for states in self._real.states))
         found = [self._first[:, starts]]  # of [B, n, H]
@@ -55,13 +58,6 @@ class _Appending:
             keys, values = (torch.cat(pair, dim=2) for pair in zip(self.states, (keys, values), strict=True))
         self.states = (keys, values)
         return keys, values
-
-
-def _causal(queries: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-    """Additive `[1, 1, q, keys]`: queries at these positions (`[q]`) see the keys up to their own."""
-    mask = torch.zeros(len(queries), keys, dtype=dtype, device=queries.device)
-    hidden = torch.arange(keys, device=queries.device) > queries[:, None]  # [q, keys]
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[None, None]
 
 
 def block_states(

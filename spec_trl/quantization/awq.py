@@ -109,14 +109,8 @@ class ActivationAware(RoundToNearest):
     def quantize_scaled_(
         self, weight: Tensor, packed: PackedWeight, inverse_scales: Tensor, activations: ChannelStatistics | None
     ) -> None:
-        """Writes the scaled `weight` into `packed`, and the factors for its input into `inverse_scales`.
-
-        Args:
-            weight: [out, in], any floating dtype and any strides; only read.
-            packed: 4-bit, written in place.
-            inverse_scales: 1/s, [in], written in place; all 1 where alpha is 0.
-            activations: of this layer; None = round to nearest.
-        """
+        """Writes the scaled `weight` [out, in] into `packed`, 4-bit, and the factors 1/s for its input into
+        `inverse_scales` [in], in place; without `activations` of this layer all are 1: it rounds to nearest."""
         scales = None if activations is None else self._search(weight, packed, activations)  # [in]
         inverse_scales.copy_(inverse_scales.new_ones(()) if scales is None else scales.reciprocal())  # [in]
         self.quantize_(weight, packed, scales)
@@ -140,13 +134,10 @@ class ActivationAware(RoundToNearest):
 
 
 def candidate_scales(activations: ChannelStatistics) -> tuple[Tensor, Tensor]:
-    """s = a^alpha for each alpha, centred in the log so that max(s) · min(s) = 1, and the channels' importance.
+    """s = a^alpha for each alpha, centred in the log so that max(s) · min(s) = 1, float32 [alphas, in], and the
+    channels' importance, float32 [in].
 
-    Channels that carried only zeros, NaN or infinity get the scale of an average channel and no importance. So all
-    scales are finite, and where no channel is usable alpha = 0 wins.
-
-    Returns:
-        float32 [alphas, in] and float32 [in].
+    Channels that carried only zeros, NaN or infinity get the scale of an average channel and no importance.
     """
     magnitude, square = activations.mean_magnitude, activations.mean_square  # [in], [in]
     usable = torch.isfinite(magnitude) & torch.isfinite(square) & (magnitude > 0)  # [in]

@@ -49,14 +49,8 @@ def matrices_of(module: nn.Module, name: str) -> list[Tensor]:
 
 
 class QuantizedExperts(PackedLayer):
-    """Runs each expert that some token chose with its own packed weights; the replaced module where rows are many.
-
-    No gradient passes: in learning it goes past the experts, along the residual stream.
-
-    Args:
-        dense: the module to replace.
-        first, second: packed gate_up_proj (or up_proj) and down_proj of each expert.
-    """
+    """Runs each expert that some token chose with its own packed weights, `first` of gate_up_proj (or up_proj) and
+    `second` of down_proj; the replaced module where rows are many. No gradient passes."""
 
     def __init__(self, dense: nn.Module, first: list[PackedWeight], second: list[PackedWeight]) -> None:
         super().__init__(dense)

@@ -26,12 +26,8 @@ LM_HEAD_CHOICES = ("auto", "dense", "packed")
 
 @dataclass(eq=False)
 class QuantizedNetwork:
-    """The packed layers of one drafter.
-
-    Attributes:
-        layers: the packed modules by their names in the shadow.
-        dense_layers: names of the layers that should be packed and are not, because nothing fits them.
-    """
+    """The packed layers of one drafter, by their names in the shadow, and the names of those that should be packed and
+    are not, because nothing fits them."""
 
     layers: dict[str, PackedLayer]
     dense_layers: list[str]
@@ -128,8 +124,15 @@ def quantize_projections(
     with torch.inference_mode(False), torch.no_grad():  # buffers made in inference mode could not be refreshed outside
         builder.replace_projections(shadow.get_decoder())
         builder.replace_lm_head(lm_head)
-    builder.warn()
-    network = QuantizedNetwork(builder.layers, [name for names in builder.left_dense.values() for name in names])
+    layers, reasons = builder.layers, builder.left_dense
+    network = QuantizedNetwork(layers, [name for names in reasons.values() for name in names])
+    if reasons:
+        count = len(network.dense_layers)
+        warnings.warn(
+            f"{count} of {count + len(layers)} layers of the drafter stay dense under scheme {scheme!r}: "
+            + "; ".join(f"{_shorten(names)} ({reason})" for reason, names in reasons.items()),
+            stacklevel=2,
+        )
     network.refresh()
     return network
 
@@ -211,7 +214,6 @@ class _Builder:
         return QuantizedExperts(module, *packed)
 
     def _packed(self, source: SourceSpec) -> PackedWeight | str:
-        """An empty packed weight for a matrix, or why there is none."""
         group = self.scheme.group_for(source.in_features)
         if group is None:
             return f"{source.in_features} input features are no multiple of {GROUP_SIZES[-1]}"
@@ -220,17 +222,6 @@ class _Builder:
             source.dtype, self.activation_dtype, source.device,
         )  # fmt: skip
         return make_packed(self.kernel, layer)
-
-    def warn(self) -> None:
-        """One warning for all that stays dense."""
-        if self.left_dense:
-            reasons = "; ".join(f"{_shorten(names)} ({reason})" for reason, names in self.left_dense.items())
-            count = sum(len(names) for names in self.left_dense.values())
-            warnings.warn(
-                f"{count} of {count + len(self.layers)} layers of the drafter stay dense under scheme "
-                f"{self.scheme.name!r}: {reasons}",
-                stacklevel=3,
-            )
 
 
 def _is_tower(module: nn.Module) -> bool:

@@ -24,13 +24,8 @@ class RoundToNearest:
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def quantize_(self, weight: Tensor, packed: PackedWeight, scales: Tensor | None = None) -> None:
-        """Writes `weight` into `packed` in place.
-
-        Args:
-            weight: [out, in], any floating dtype and any strides; only read.
-            packed: for a weight of this shape.
-            scales: [in], factors on the input channels.
-        """
+        """Writes `weight` [out, in], of any floating dtype and strides, into `packed`, its input channels multiplied
+        with `scales` [in] first."""
         out, columns = weight.shape
         chunk = CPU_CHUNK if weight.device.type == "cpu" else GPU_CHUNK
         step = max(1, chunk // (columns * packed.row_block)) * packed.row_block  # rows

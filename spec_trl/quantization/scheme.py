@@ -37,11 +37,7 @@ SCHEMES = (
 
 
 def find_scheme(name: str) -> Scheme:
-    """The scheme called `name`.
-
-    Raises:
-        ValueError: no scheme has this name.
-    """
+    """The scheme called `name`; raises ValueError where there is none."""
     schemes = {scheme.name: scheme for scheme in SCHEMES}
     if name not in schemes:
         raise ValueError(f"scheme={name!r} is not a quantization scheme; use one of {list(schemes)}")

@@ -73,23 +73,18 @@ class Canvas:
 
 
 class TrainableDrafter(Drafter):
-    """A drafter with a network whose rounds can be replayed.
-
-    Attributes:
-        network: that drafts.
-        target_ids: `[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same.
-        learned_context: number of columns before a round whose K/V a replay computes anew, with gradient.
-        context: the same where the drafter learns, else 0: then nothing is kept for replays.
-    """
+    """A drafter with a network whose rounds can be replayed."""
 
     network: nn.Module
     target_ids: Tensor | None = None
+    """`[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same."""
     weight_rate: float = 0.08
-    """η of Adam times the width, where none is given: a step moves every weight by about η, and what a unit sums up
-    grows with its inputs. 3e-4 at width 256; at 4096 it is 2e-5, between what others have trained drafters with online
-    (1e-6 to 1e-3)."""
+    """η of Adam times the width, where none is given: 3e-4 at width 256 and 2e-5 at 4096, where a unit has more inputs,
+    between what others have trained drafters with online (1e-6 to 1e-3)."""
     learned_context: int = 0
+    """Number of columns before a round whose K/V a replay computes anew, with gradient."""
     context: int = 0
+    """The same where the drafter learns, else 0: then nothing is kept for replays."""
 
     @property
     @abstractmethod

@@ -105,14 +105,8 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """Attention with grouped heads and rotary positions, over keys and values that a :data:`Store` keeps.
-
-    Args:
-        decoder: sizes.
-        inputs: width of what the projections read.
-        layer: index of its layer.
-        has_norms: whether queries and keys are normed per head.
-    """
+    """Attention with grouped heads and rotary positions, over keys and values that a :data:`Store` keeps by `layer`.
+    Projections read `inputs` numbers; with `has_norms` queries and keys are normed per head."""
 
     def __init__(self, decoder: PreTrainedConfig, inputs: int, layer: int, has_norms: bool) -> None:
         super().__init__()

@@ -2,8 +2,9 @@
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -71,10 +72,8 @@ class HistoryDrafter(Drafter):
         rows = self.session.rows
         drafts = [self.history.propose(text, draft_length) for text in self._texts[: rows.active]]
         padded = [draft + [0] * (draft_length - len(draft)) for draft in drafts]
-        device = rows.tokens.device
-        tokens = torch.tensor(padded, dtype=torch.int64, device=device)  # [B, γ]
-        lengths = torch.tensor([len(draft) for draft in drafts], dtype=torch.int64, device=device)  # [B]
-        return Proposal(tokens, lengths)
+        tokens = torch.tensor(padded, dtype=torch.int64, device=rows.tokens.device)  # [B, γ]
+        return Proposal(tokens, torch.tensor([len(draft) for draft in drafts], device=tokens.device))  # lengths: [B]
 
     def _read(self, count: int) -> tuple[list[int], list[list[int]]]:
         """Length and last `count` committed tokens of each row, the first one repeated where there are fewer."""
@@ -85,7 +84,7 @@ class HistoryDrafter(Drafter):
         return [row[0] for row in values], [row[1:] for row in values]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The history, for a checkpoint; see :meth:`RolloutHistory.state_dict`."""
+        """See :meth:`RolloutHistory.state_dict`."""
         return self.history.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -196,20 +195,19 @@ class RolloutHistory:
         """All texts, oldest first, as flat tensors: `prompts` int32 and `prompt_lengths` `[P]` int64 hold the prompts'
         tokens, one after the other, `texts` int32 and `text_lengths` `[T]` int64 the texts', and `text_prompts` `[T]`
         int64 which prompt each text belongs to."""
-        number: dict[bytes, int] = {}
-        prompts, texts = array("i"), array("i")
-        prompt_lengths, text_lengths, text_prompts = array("q"), array("q"), array("q")
-        for text in self._texts:
-            prompt = text.prompt
-            assert prompt is not None
-            if prompt.key not in number:
-                number[prompt.key] = len(number)
-                prompts.extend(prompt.tokens)
-                prompt_lengths.append(len(prompt.tokens))
-            texts.extend(text.tokens)
-            text_lengths.append(len(text.tokens))
-            text_prompts.append(number[prompt.key])
-        parts = (prompts, prompt_lengths, texts, text_lengths, text_prompts)
+        prompts = list(dict.fromkeys(text.prompt for text in self._texts if text.prompt is not None))
+        number = {prompt: place for place, prompt in enumerate(prompts)}
+
+        def flat(held: Iterable[Text | _Prompt]) -> "array[int]":
+            return array("i", chain.from_iterable(each.tokens for each in held))
+
+        parts = (
+            flat(prompts),
+            array("q", [len(prompt.tokens) for prompt in prompts]),
+            flat(self._texts),
+            array("q", [len(text.tokens) for text in self._texts]),
+            array("q", [number[text.prompt] for text in self._texts if text.prompt is not None]),
+        )
         return {
             # torch.frombuffer refuses an empty buffer.
             name: torch.frombuffer(part, dtype=dtype) if part else torch.zeros(0, dtype=dtype)
@@ -222,7 +220,7 @@ class RolloutHistory:
         Raises:
             ValueError: `state` is something else, or damaged; the history is left as it was.
         """
-        if (damage := _damage(state)) is not None:
+        if damage := _damage(state):
             raise ValueError(
                 f"state is not a whole rollout history: {damage}. Load what HistoryDrafter.state_dict() gave, or go "
                 "on without: the history only makes rollouts faster."

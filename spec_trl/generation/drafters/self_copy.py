@@ -21,11 +21,7 @@ from .autoregressive import NetworkDrafter
 class SelfDrafter(NetworkDrafter):
     """A twin of the policy with quantized projections; everything else is the policy's own, by reference.
 
-    Args:
-        policy: the live policy; never changed.
-        quantization: scheme, see :class:`~spec_trl.generation.configuration.SpeculativeConfig`.
-        kernel: kernel name or "auto".
-        lm_head: "auto", "dense" or "packed".
+    Arguments are those of :func:`~spec_trl.quantization.quantize_projections`; the policy is never changed.
     """
 
     strategy = "self"

@@ -103,12 +103,8 @@ class KernelTable:
 
     @classmethod
     def load(cls, key: TableKey) -> "KernelTable":
-        """Reads the table for `key`.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: its file is damaged, of another version, or for another key.
-        """
+        """Reads the table for `key`; raises FileNotFoundError where there is none, and ValueError where its file is
+        damaged, of another version, or for another key."""
         table = read_json(key.path, cls, "table of kernels", "it is measured again")
         if table.key != key:
             raise ValueError(f"{key.path} is for something else; it is measured again.")

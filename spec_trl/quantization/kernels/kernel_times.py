@@ -70,15 +70,10 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
 
 
 def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays) -> KernelTable:
-    """Times of the dense layer and of each of `kernels`, for random weights and activations; kept as above.
+    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights; kept as above.
 
     A kernel that fails, or whose product differs from (code - zero) * scale by more than bfloat16 rounding, is not in
     the table. One warning names it, and such a table is not saved.
-
-    Args:
-        layer: what to hold; its device is where it is measured.
-        kernels: those that can hold `layer`.
-        timer: how calls are timed.
     """
     key = _key(layer, kernels)
     if key not in tables:
@@ -101,14 +96,16 @@ def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Time
     key, dense_dtype = _key(layer, kernels), _dense_dtype(layer)  # under the caller's autocast
     times: dict[str, Times] = {}
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
-        inputs = {rows: _random((rows, layer.in_features), torch.float32, layer, seed=rows) for rows in ROWS}
+        generator = torch.Generator(layer.device).manual_seed(0)
+        draw = partial(torch.randn, generator=generator, device=layer.device)
+        inputs = {rows: draw(rows, layer.in_features) for rows in ROWS}  # [m, in] each
 
         def clock(name: str, dtype: torch.dtype, products: list[Callable[[Tensor], Tensor]]) -> Times:
             turns = products * -(-MIN_CALLS // len(products))
             rounded = {rows: x.to(dtype) for rows, x in inputs.items()}  # [m, in] each
             return {rows: timer(name, rows, [partial(product, x) for product in turns]) for rows, x in rounded.items()}
 
-        weight = _random((layer.out_features, layer.in_features), dense_dtype, layer, seed=0)  # [out, in]
+        weight = draw(layer.out_features, layer.in_features, dtype=dense_dtype)  # [out, in]
         weights = [weight, *(weight.clone() for _ in range(_copies(weight.nbytes, layer.device) - 1))]
         dense = clock("dense", dense_dtype, [partial(F.linear, weight=weight) for weight in weights])
         del weight, weights
@@ -171,11 +168,6 @@ def _copies(nbytes: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return min(MAX_CALLS, -(-2 * torch.cuda.get_device_properties(device).L2_cache_size // nbytes))
-
-
-def _random(shape: tuple[int, int], dtype: torch.dtype, layer: LayerSpec, seed: int) -> Tensor:
-    generator = torch.Generator(layer.device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=dtype, device=layer.device)
 
 
 def _dense_dtype(layer: LayerSpec) -> torch.dtype:

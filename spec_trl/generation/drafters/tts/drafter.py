@@ -52,15 +52,11 @@ class DistilledDrafter(Drafter):
         student.context = student.learned_context
         self.has_probabilities, self.max_rows = student.has_probabilities, student.max_rows
         self._stride = UpdateStride(how.stride)
-        self._learner: Learner | None = None
+        self.learner: Learner | None = None
+        """What has been learned; None before the first generation."""
         self._update: Future[float] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._saved: Mapping[str, Any] | None = None  # for the learner of the next generation
-
-    @property
-    def learner(self) -> Learner | None:
-        """What has been learned; None before the first generation."""
-        return self._learner
 
     @property
     def cost(self) -> DraftCost | None:  # type: ignore[override]
@@ -82,7 +78,7 @@ class DistilledDrafter(Drafter):
         if self._update is not None:  # of a generation that was broken off
             self._update.exception()
             self._update = None
-        learner = self._learner = self._learner_for(session)
+        learner = self.learner = self._learner_for(session)
         if self._how.scope != "run":
             learner.reset(range(learner.rows))
         self._stride.begin()
@@ -110,9 +106,9 @@ class DistilledDrafter(Drafter):
         rows = self.session.rows
         if self._how.scope == "request":
             self._take_over()
-            assert self._learner is not None
-            self._learner.move(source, destination)
-            self._learner.reset(range(rows.active, rows.capacity))  # before the next request's prompt stands there
+            assert self.learner is not None
+            self.learner.move(source, destination)
+            self.learner.reset(range(rows.active, rows.capacity))  # before the next request's prompt stands there
             if rows.capacity == 1:
                 self._stride.begin()
         self.student.move(source, destination, columns)
@@ -125,24 +121,24 @@ class DistilledDrafter(Drafter):
         return self._proposal
 
     def learn(self, logits: Tensor, verified: Tensor) -> None:
-        assert self._proposal is not None and self._learner is not None
+        assert self._proposal is not None and self.learner is not None
         if not self._stride.is_due():
             return
         started = time.perf_counter()
         canvas = self.student.canvas(logits.shape[1] - 1, snapshot=self._executor is not None)
         drafted = verified & (self._proposal.lengths > 0)  # [B]
         if self._executor is None:
-            self.learning.seconds += self._learn_from(self._learner, canvas, logits, drafted)
-            self._learner.publish()
+            self.learning.seconds += self._learn_from(self.learner, canvas, logits, drafted)
+            self.learner.publish()
         else:
             self._take_over()
             logits = logits.clone()  # a captured forward reuses them
             is_ready = None
             if self._stream is not None:
                 is_ready = torch.cuda.current_stream(logits.device).record_event()  # after all that the update reads
-            self._update = self._executor.submit(self._learn_aside, self._learner, canvas, logits, drafted, is_ready)
+            self._update = self._executor.submit(self._learn_aside, self.learner, canvas, logits, drafted, is_ready)
             self._waited = 0
-        self.learning.bytes = max(self.learning.bytes, self._learner.bytes + canvas.bytes)
+        self.learning.bytes = max(self.learning.bytes, self.learner.bytes + canvas.bytes)
         self.learning.waited += time.perf_counter() - started
 
     def observe(self, tokens: int) -> None:
@@ -156,9 +152,9 @@ class DistilledDrafter(Drafter):
         generation. Not while a generation runs."""
         if self._how.scope != "run":
             return {}
-        if self._learner is None:
+        if self.learner is None:
             return dict(self._saved or {})
-        return {"student": self.student.strategy} | self._learner.state_dict()
+        return {"student": self.student.strategy} | self.learner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` gave, from the next generation on; not while one runs.
@@ -167,9 +163,9 @@ class DistilledDrafter(Drafter):
         """
         if self._how.scope != "run":
             return
-        if self._learner is not None:
-            self._learner.release()
-            self._learner = None
+        if self.learner is not None:
+            self.learner.release()
+            self.learner = None
         self._saved = state
 
     def _learner_for(self, session: DraftSession) -> Learner:
@@ -178,10 +174,10 @@ class DistilledDrafter(Drafter):
         rows, how = 1, self._how
         if how.scope == "request" and session.rows.capacity > 1:
             rows = session.target.cache.rows  # forwards may run more rows than are in flight
-        if self._learner is not None:
-            if self._learner.rows == rows:
-                return self._learner
-            self._learner.release()
+        if self.learner is not None:
+            if self.learner.rows == rows:
+                return self.learner
+            self.learner.release()
         keeps_initial = how.anchor == "initial" and how.anchor_weight > 0
         learner = make_learner(self.student, rows, how.learning_rate, how.rank, keeps_initial)
         saved, self._saved = self._saved, None
@@ -207,8 +203,8 @@ class DistilledDrafter(Drafter):
         update, self._update = self._update, None
         # The host waits, not a stream: replays of captured forwards take no notice of events (TTS App. C.3).
         self.learning.seconds += update.result()
-        assert self._learner is not None
-        self._learner.publish()
+        assert self.learner is not None
+        self.learner.publish()
         self.learning.waited += time.perf_counter() - started
 
     def _learn_aside(

@@ -12,11 +12,8 @@ class UpdateStride:
     """Says after which rounds the drafter learns: every S of them.
 
     An adaptive S (future work in TTS, App. C.2) compares the block efficiency τ of each window of rounds with that of
-    the window before:
-
-        τ fell     → next smaller S: the drafter loses its target
-        τ is level → next larger S: updates cost time and bring nothing now
-        τ rose     → S stays: they pay
+    the window before. Where τ fell, S becomes the next smaller one; where τ is level, the next larger one, since
+    updates bring nothing now; where τ rose, S stays.
 
     Args:
         fixed: S; None: adaptive, from the third of `STRIDES` on.
