@@ -130,8 +130,7 @@ class DrafterAdaptation:
         seen, self._seen = self._seen, None
         if self.is_stopped:
             return
-        self._wait_for_device()  # the policy's backward pass is not the drafter's time
-        started = time.perf_counter()
+        started = self._device_time()  # the policy's backward pass is not the drafter's time
         self._micro_batches += 1
         problem = self._problem
         gradients: list[Tensor] = []
@@ -145,7 +144,14 @@ class DrafterAdaptation:
         status = torch.tensor([failed, learned, loss, agreement], device=self._accelerator.device)  # [4]
         failed, learned, loss, agreement = self._accelerator.reduce(status, "sum").tolist()
         if failed:
-            self._stop(problem or "it failed on another rank")
+            self.is_stopped = True
+            self._optimizer.state.clear()
+            warnings.warn(
+                f"the {self.drafter.strategy} drafter is adapted no further (micro-batch {self._micro_batches}): "
+                f"{problem or 'it failed on another rank'}. It drafts on with the weights it has. Completions and the "
+                "policy are not affected.",
+                stacklevel=2,
+            )
             return
         if learned:
             gradients = [self._accelerator.reduce(gradient, "sum").div_(learned) for gradient in gradients]
@@ -157,8 +163,7 @@ class DrafterAdaptation:
                 self._copy_masters()
             except Exception as error:  # this rank's alone: the others learn of it at the next micro-batch
                 self._problem = f"{type(error).__name__}: {error}"
-        self._wait_for_device()
-        for name, value in zip(self._sums, (loss, agreement, learned, time.perf_counter() - started), strict=True):
+        for name, value in zip(self._sums, (loss, agreement, learned, self._device_time() - started), strict=True):
             self._sums[name] += value
 
     def take_metrics(self) -> dict[str, float]:
@@ -207,15 +212,6 @@ class DrafterAdaptation:
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             parameter.copy_(master)
 
-    def _stop(self, problem: str) -> None:
-        self.is_stopped = True
-        self._optimizer.state.clear()
-        warnings.warn(
-            f"the {self.drafter.strategy} drafter is adapted no further (micro-batch {self._micro_batches}): "
-            f"{problem}. It drafts on with the weights it has. Completions and the policy are not affected.",
-            stacklevel=2,
-        )
-
     def _rehearse(self) -> None:
         """Computes the loss once: what it refuses is refused now and not after the first rollout."""
         width = self._policy.config.get_text_config(decoder=True).hidden_size
@@ -237,9 +233,11 @@ class DrafterAdaptation:
                 "the drafter as it is, or drafter_hidden_weight=0 where hidden states cannot be compared."
             ) from error
 
-    def _wait_for_device(self) -> None:
+    def _device_time(self) -> float:
+        """Seconds on the clock, when the device has done its work."""
         if self._accelerator.device.type == "cuda":
             torch.cuda.synchronize(self._accelerator.device)
+        return time.perf_counter()
 
     def save_drafter(self, folder: str | Path) -> None:
         """Writes the drafter to `folder/drafter` in the format it came in, whose dtypes may round its weights."""

@@ -363,8 +363,5 @@ def _read_state(folder: Path, options: TrainingOptions) -> dict[str, Any]:
     changed = {name: (state["options"][name], now[name]) for name in now if state["options"][name] != now[name]}
     changed.pop("save_every", None)
     if changed:
-        raise ValueError(
-            f"{str(folder)!r} was trained with other options, {changed} (then, now); resume with the same ones, or "
-            "train in another folder."
-        )
+        raise ValueError(f"{str(folder)!r} was trained with other options, {changed} (then, now); give the same ones.")
     return state

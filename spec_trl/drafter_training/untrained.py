@@ -144,10 +144,7 @@ def write_dflash(
     fits = rule == sorted(set(rule)) and 1 <= rule[0] and rule[-1] <= depth
     ids = layer_ids if layer_ids is not None else rule if fits else _evenly(depth, min(layers, depth))
     if not ids or min(ids) < int(is_zlab) or max(ids) > depth:
-        raise ValueError(
-            f"layer_ids={ids}: {format} drafters read hidden states from {int(is_zlab)} to {depth} of a target with "
-            f"{depth} layers."
-        )
+        raise ValueError(f"layer_ids={ids}: {format} drafters read hidden states from {int(is_zlab)} to {depth} here.")
     mask = _mask_token(target, mask_token)
     layer = _layer_settings(target, sizes or LayerSizes()) | {"model_type": "qwen3", "num_hidden_layers": layers}
     layer |= {"layer_types": ["full_attention"] * layers, "use_sliding_window": False, "attention_bias": False}
@@ -160,10 +157,7 @@ def write_dflash(
         config |= layer | {"num_target_layers": depth, "dflash_config": inner}
     else:
         if head.softcap is not None:
-            raise ValueError(
-                f"{type(target).__name__} caps its logits at {head.softcap}, which the speculators format cannot say; "
-                'choose format="z-lab".'
-            )
+            raise ValueError(f'{type(target).__name__} caps its logits at {head.softcap}: choose format="z-lab".')
         config |= _speculators_config("dflash", target, block_size - 1) | {
             "mask_token_id": mask,
             "draft_vocab_size": own.vocab_size,

@@ -12,13 +12,8 @@ from ..generation.drafters.eagle3.network import Eagle3Network
 
 
 class Unroll:
-    """EAGLE-3 from every pair of whole sequences, fed with its own output and the true tokens.
-
-    Args:
-        network: EAGLE-3.
-        embedded: `[B, N, H]`, of the pairs' tokens: token i + 1 in pair i.
-        projected: `[B, N, H]`, the pairs' projected features.
-    """
+    """EAGLE-3 from every pair of whole sequences, fed with its own output and the true tokens. Given are embeddings
+    `[B, N, H]` of the pairs' tokens, token i + 1 in pair i, and projections `[B, N, H]` of their features."""
 
     def __init__(self, network: Eagle3Network, embedded: Tensor, projected: Tensor) -> None:
         self._network, self._embedded = network, embedded

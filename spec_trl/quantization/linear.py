@@ -65,8 +65,7 @@ class PackedLayer(nn.Module, ABC):
 class QuantizedLinear(PackedLayer):
     """y = (x * inverse_scales) @ packedᵀ + bias, for few rows of x; the replaced layer itself, unscaled, for many.
 
-    With `passes_gradient` gradients reach x as they would through the replaced layer: kernels have none of their own,
-    and the two weights differ by less than a quantization step.
+    With `passes_gradient` gradients reach x as they would through the replaced layer: kernels have none of their own.
 
     Args:
         dense: the layer to replace.

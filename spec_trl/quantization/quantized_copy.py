@@ -154,7 +154,8 @@ class _Builder:
     def replace_projections(self, parent: nn.Module) -> None:
         """Replaces the projections below `parent`, but in no vision tower: it would not run while drafting."""
         for child_name, child in list(parent.named_children()):
-            if child is self.shadow.get_output_embeddings() or child_name in ROUTER_NAMES or _is_tower(child):
+            is_tower = isinstance(child, PreTrainedModel) and "text" not in child.input_modalities
+            if child is self.shadow.get_output_embeddings() or child_name in ROUTER_NAMES or is_tower:
                 continue
             if is_projection(child):
                 self._replace(parent, child_name, self._quantized_linear(child))
@@ -222,10 +223,6 @@ class _Builder:
             source.dtype, self.activation_dtype, source.device,
         )  # fmt: skip
         return make_packed(self.kernel, layer)
-
-
-def _is_tower(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel) and "text" not in module.input_modalities
 
 
 def _shorten(names: list[str]) -> str:

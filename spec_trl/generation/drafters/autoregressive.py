@@ -40,7 +40,8 @@ class NetworkDrafter(TrainableDrafter):
         self.network = network
         self._made_of = made_of or (id(network),)
         self._shares_target_cache = shares_target_cache
-        self._vocabulary = network.config.get_text_config(decoder=True).vocab_size
+        config = network.config.get_text_config(decoder=True)
+        self._vocabulary, self.width = config.vocab_size, config.hidden_size
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
@@ -54,10 +55,11 @@ class NetworkDrafter(TrainableDrafter):
         else:
             cache = RaggedCache.for_network(self.network, rows.capacity, rows.columns)
             self._runner = EagerRunner(self.network, cache)
+        self.cache = self._runner.cache
 
     def end(self) -> None:
         super().end()
-        del self._runner, self._cached, self._fed
+        del self._runner, self.cache, self._cached, self._fed
 
     def admit(self, admission: Admission) -> None:
         if self._cached is not None:
@@ -67,7 +69,7 @@ class NetworkDrafter(TrainableDrafter):
 
     def move(self, source: list[int], destination: list[int], columns: int) -> None:
         if self._cached is not None:
-            self._runner.cache.copy_rows(source, destination, columns)
+            self.cache.copy_rows(source, destination, columns)
             self._cached[destination] = self._cached[source]
 
     def observe(self, tokens: int) -> None:
@@ -92,15 +94,7 @@ class NetworkDrafter(TrainableDrafter):
 
     @property
     def cache_bytes(self) -> int:
-        return 0 if self._cached is None else self._runner.cache.bytes
-
-    @property
-    def cache(self) -> RaggedCache:
-        return self._runner.cache
-
-    @property
-    def width(self) -> int:
-        return self.network.config.get_text_config(decoder=True).hidden_size
+        return 0 if self._cached is None else self.cache.bytes
 
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
         # One forward instead of γ: what was drafted is known.

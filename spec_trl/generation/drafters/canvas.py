@@ -76,34 +76,24 @@ class TrainableDrafter(Drafter):
     """A drafter with a network whose rounds can be replayed."""
 
     network: nn.Module
+    width: int
+    """Width of the network's hidden states."""
+    cache: RaggedCache
+    """K/V that it drafts from; during a generation."""
     target_ids: Tensor | None = None
     """`[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same."""
     weight_rate: float = 0.08
-    """η of Adam times the width, where none is given: 3e-4 at width 256 and 2e-5 at 4096, where a unit has more inputs,
-    between what others have trained drafters with online (1e-6 to 1e-3)."""
+    """η of Adam times the width, where none is given: 3e-4 at width 256, and 2e-5 at 4096, where a unit has more
+    inputs; others have trained drafters online with 1e-6 to 1e-3."""
     learned_context: int = 0
     """Number of columns before a round whose K/V a replay computes anew, with gradient."""
     context: int = 0
     """The same where the drafter learns, else 0: then nothing is kept for replays."""
 
-    @property
-    @abstractmethod
-    def cache(self) -> RaggedCache:
-        """K/V that it drafts from; during a generation."""
-
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Width of the network's hidden states."""
-
     @abstractmethod
     def replay(self, network: Any, canvas: Canvas) -> Tensor:
-        """Raw logits `[B, C, draft vocabulary]` of a round's first C <= γ draft tokens once more, with gradient.
-
-        Args:
-            network: this drafter's, or a copy of it.
-            canvas: the round.
-        """
+        """Raw logits `[B, C, draft vocabulary]` of a round's first C <= γ draft tokens once more, with gradient, by
+        this drafter's network or a copy of it."""
 
     @abstractmethod
     def trained(self, network: Any) -> list[nn.Parameter]:

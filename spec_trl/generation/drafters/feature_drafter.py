@@ -75,8 +75,14 @@ class FeatureDrafter(TrainableDrafter):
         except ValueError as error:
             raise ValueError(f"assistant_model={str(checkpoint)!r}: {error}") from error
         self.feature_layers, self.position_limit = config.feature_layers, config.position_limit
-        self._vocabulary = config.decoder.vocab_size
-        self.cost = self._forward_cost(target)
+        self._vocabulary, self.width = config.decoder.vocab_size, config.decoder.hidden_size
+        # What a forward reads and multiplies with: a borrowed head counts, embeddings, which are looked up, do not.
+        weights = [p for name, p in network.named_parameters() if name != "embed_tokens.weight"]
+        if network.lm_head is None:
+            weights += list(target.get_output_embeddings().parameters())
+        positions, drafts = self.forward_size
+        size = sum(weight.numel() for weight in weights)
+        self.cost = DraftCost(float(sum(weight.nbytes for weight in weights)), 2.0 * positions * size, drafts)
 
     @abstractmethod
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> FeatureConfig:
@@ -94,13 +100,8 @@ class FeatureDrafter(TrainableDrafter):
 
     @abstractmethod
     def take_features(self, features: Tensor, positions: Tensor, first_row: int) -> None:
-        """Keeps what drafting needs of the target's features, after each of its forwards.
-
-        Args:
-            features: `[B, q, feature width]` in the network's dtype.
-            positions: `[B, q]` int64, the columns they belong to; the drafter's cache points at these.
-            first_row: cache row of the first.
-        """
+        """Keeps what drafting needs of the target's features `[B, q, feature width]`, in the network's dtype, at
+        `positions` `[B, q]` of the rows from `first_row` on; the drafter's cache points at these."""
 
     def save(self, folder: str | Path) -> None:
         """Writes the checkpoint in the format it came in: what did not change bit for bit, tensors as safetensors."""
@@ -131,9 +132,9 @@ class FeatureDrafter(TrainableDrafter):
         self._prompt_ends: Tensor | None = None  # [capacity, context, F]
         # A draft starts at a row's newest token.
         columns = rows.columns + self.columns_of_replay(0)
-        self._cache = RaggedCache(decoder.num_hidden_layers, rows.capacity, columns)
+        self.cache = RaggedCache(decoder.num_hidden_layers, rows.capacity, columns)
         like = self.network.fc.weight.new_empty(1, decoder.num_key_value_heads, 0, decoder.head_dim)
-        for layer in self._cache.layers:  # now, where a lack of memory is reported
+        for layer in self.cache.layers:  # now, where a lack of memory is reported
             layer.lazy_initialization(like, like)
         assert session.target is not None
         session.target.listen(self.feature_layers, self._hear)
@@ -142,7 +143,7 @@ class FeatureDrafter(TrainableDrafter):
         assert self.session.target is not None
         self.session.target.stop_listening(self._hear)
         super().end()
-        del self._cache, self._failure, self._recent, self._prompt_ends
+        del self.cache, self._failure, self._recent, self._prompt_ends
 
     def admit(self, admission: Admission) -> None:
         if admission.followers:
@@ -157,7 +158,7 @@ class FeatureDrafter(TrainableDrafter):
 
     def copy_rows(self, source: list[int], destination: list[int], columns: int) -> None:
         """Copies what rows `source` hold for their first `columns` to rows `destination`."""
-        self._cache.copy_rows(source, destination, columns)
+        self.cache.copy_rows(source, destination, columns)
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         if self._failure is not None:
@@ -170,14 +171,6 @@ class FeatureDrafter(TrainableDrafter):
             logits = None if drafted.logits is None else nn.functional.pad(drafted.logits, (0, 0, 0, missing))
             return replace(drafted, tokens=tokens, lengths=lengths, logits=logits)
         return replace(drafted, lengths=lengths)
-
-    @property
-    def cache(self) -> RaggedCache:
-        return self._cache
-
-    @property
-    def width(self) -> int:
-        return self.network.config.decoder.hidden_size
 
     @property
     def cache_bytes(self) -> int:
@@ -201,7 +194,7 @@ class FeatureDrafter(TrainableDrafter):
             return
         try:
             self._keep_recent(features, positions, first_row)
-            self._cache.point_at(positions, 0, first_row)
+            self.cache.point_at(positions, 0, first_row)
             with self.own_dtype():
                 self.take_features(features.to(self.network.dtype), positions, first_row)
         except Exception as error:
@@ -213,15 +206,6 @@ class FeatureDrafter(TrainableDrafter):
             return logits
         whole = logits.new_full((*logits.shape[:-1], self._vocabulary), -torch.inf)  # [B, 1, V]
         return whole.index_copy_(-1, self.target_ids, logits)
-
-    def _forward_cost(self, target: PreTrainedModel) -> DraftCost:
-        """Embeddings, which are looked up and not multiplied, do not count; a borrowed head does."""
-        weights = [p for name, p in self.network.named_parameters() if name != "embed_tokens.weight"]
-        if self.network.lm_head is None:
-            weights += list(target.get_output_embeddings().parameters())
-        positions, drafts = self.forward_size
-        size = sum(weight.numel() for weight in weights)
-        return DraftCost(float(sum(weight.nbytes for weight in weights)), 2.0 * positions * size, drafts)
 
     # ---- the newest features of each row, for replays ------------------------------------------------------------
 

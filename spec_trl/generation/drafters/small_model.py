@@ -42,10 +42,7 @@ class SmallModelDrafter(NetworkDrafter):
 def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrainedModel) -> PreTrainedModel:
     """Returns the assistant module itself, or loads it from a path or hub id in the target's dtype and device."""
     if assistant is None:
-        raise ValueError(
-            'assistant_strategy="model" needs assistant_model: a smaller causal LM with the same tokenizer, or its '
-            "path or hub id."
-        )
+        raise ValueError('assistant_strategy="model" needs assistant_model: a smaller causal LM, its path or hub id.')
     if isinstance(assistant, PreTrainedModel):
         return assistant
     if not isinstance(assistant, str):

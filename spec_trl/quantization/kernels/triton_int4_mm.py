@@ -113,11 +113,8 @@ def _add_parts(parts_ptr, out_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.conste
 
 
 def splits_for(tiles: int, spans: int, multiprocessors: int) -> int:
-    """Into how many parts to divide the spans of each tile.
-
-    The fewest parts with which the busiest multiprocessor works on at most IMBALANCE times the mean number of spans,
-    or on as few as any division gives it.
-    """
+    """Into how many parts to divide the spans of each tile: the fewest with which the busiest multiprocessor works on
+    at most IMBALANCE times the mean number of spans, or on as few as any division gives it."""
 
     def busiest(splits: int) -> int:
         return -(-tiles * splits // multiprocessors) * -(-spans // splits)

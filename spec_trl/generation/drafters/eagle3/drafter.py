@@ -146,11 +146,11 @@ class Eagle3Drafter(FeatureDrafter):
         embedded = self._embed(self.session.rows.tokens[rows, columns + 1])  # [B, q, H]
         if states is None:
             states = self._projected[rows, columns]  # [B, q, H]
-        visible = min(-(-visible // COLUMN_BUCKET) * COLUMN_BUCKET, self._cache.columns)
-        self._cache.point_at(columns, visible, first_row)
+        visible = min(-(-visible // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
+        self.cache.point_at(columns, visible, first_row)
         mask = CAUSAL.build(columns, visible, self.network.dtype)  # [B, 1, q, visible]
         with self.own_dtype():
-            return self.network(embedded, states, columns, mask, self._cache.update)
+            return self.network(embedded, states, columns, mask, self.cache.update)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """`[B, q, H]` of tokens `[B, q]`."""

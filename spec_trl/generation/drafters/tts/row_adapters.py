@@ -82,15 +82,9 @@ class RowAdapters(RowTensors):
         return super().bytes + sum(down.nbytes for down in self.down.values())
 
     def attach(self, layers: Mapping[str, nn.Module], first_row: Callable[[], int]) -> list[RemovableHandle]:
-        """Has `layers`, of the same names and shapes, corrected in every forward until the handles are removed.
-
-        Args:
-            layers: of the network that drafts, or of a copy that learns.
-            first_row: returns the cache row of the first row of the forward under way.
-
-        Raises:
-            ValueError: in a forward, where rows learn separately and a layer's inputs have no batch dimension.
-        """
+        """Has every forward of `layers`, of the same names and shapes, corrected until the handles are removed;
+        `first_row` returns the first cache row of the forward under way, which raises ValueError where rows learn
+        separately and a layer's inputs have no batch dimension."""
 
         def correct(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             down, up = self.down[name], self.up[name]
