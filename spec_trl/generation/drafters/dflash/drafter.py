@@ -82,8 +82,8 @@ class DFlashDrafter(FeatureDrafter):
     def _block_logits(
         self, network: DFlashNetwork, newest: Tensor, slots: Tensor, columns: int, store: Store, count: int
     ) -> Tensor:
-        """Logits `[B, count, draft vocabulary]` of the first drafted slots of one block per row: of the `newest` tokens
-        `[B, 1]`, in the columns `slots` `[B, n]`, at which `store` points; it returns K/V of all `columns`."""
+        """Logits `[B, count, draft vocabulary]` of the first drafted slots of one block per row, which begins with the
+        `newest` token `[B, 1]`, in the columns `slots` `[B, n]`, where `store` writes; it returns all `columns`."""
         config = self.config
         assert self.session.target is not None
         target = self.session.target.network
