@@ -1,8 +1,7 @@
 """A learned drafter that follows the policy while it learns (ER App. F.5, the learned-auxiliary row of its Table 2).
 
 The forward that the policy's loss runs anyway shows the hidden states, and after each micro-batch the drafter takes
-one optimizer step on them: no second forward of the policy, nothing kept from step to step. ER does so in the forward
-of the old log-probabilities, which TRL leaves out where samples are on-policy; the loss's is always there.
+one optimizer step on them: no second forward of the policy, nothing kept from step to step.
 """
 
 import time
@@ -59,13 +58,9 @@ class DrafterAdaptation:
     """Trains a drafter inline, with an optimizer of its own.
 
     The loss is `hidden_weight` · hidden regression + `token_weight` · soft cross-entropy, over completion tokens
-    (:func:`~spec_trl.drafter_training.sequence_loss.sequence_loss`). The policy gets no gradient from it, and the
-    trainer's random numbers are not drawn from: a run with adaptation trains the same policy, bit for bit, as without.
-
-    The gradient is the mean over the ranks that had something to learn from, and every rank takes part in the same
-    collectives for each micro-batch, whatever happens on it. When one fails, all stop.
-
-    A failure never ends the training: one warning, no further updates, and the drafter goes on with its last weights.
+    (:func:`~spec_trl.drafter_training.sequence_loss.sequence_loss`). A run with adaptation trains the same policy, bit
+    for bit, as one without. The gradient is the mean over the ranks that had something to learn from. A failure on one
+    rank never ends the training: all ranks stop adapting with a warning, and the drafter keeps its last weights.
 
     Args:
         drafter: learns in place. In a dtype narrower than float32 its weights are copies of float32 ones, which the
@@ -111,8 +106,7 @@ class DrafterAdaptation:
     def watch(self, inputs: Mapping[str, Any]) -> Iterator[None]:
         """Keeps the hidden states of the forward inside the block, which must be the policy's on `inputs`.
 
-        The hooks are gone before the backward pass, in which gradient checkpointing runs the forward again, and before
-        the engine makes a shadow of the policy, which would inherit them.
+        Leave it before the backward pass, in which gradient checkpointing runs the forward again, and before rollouts.
 
         Args:
             inputs: TRL's: left-padded `prompt_ids` and `prompt_mask` `[B, P]`, right-padded `completion_ids` and
@@ -136,8 +130,7 @@ class DrafterAdaptation:
         seen, self._seen = self._seen, None
         if self.is_stopped:
             return
-        self._wait_for_device()  # the policy's backward pass is not the drafter's time
-        started = time.perf_counter()
+        started = self._device_time()  # the policy's backward pass is not the drafter's time
         self._micro_batches += 1
         problem = self._problem
         gradients: list[Tensor] = []
@@ -151,21 +144,31 @@ class DrafterAdaptation:
         status = torch.tensor([failed, learned, loss, agreement], device=self._accelerator.device)  # [4]
         failed, learned, loss, agreement = self._accelerator.reduce(status, "sum").tolist()
         if failed:
-            self._stop(problem or "it failed on another rank")
+            self.is_stopped = True
+            self._optimizer.state.clear()
+            warnings.warn(
+                f"the {self.drafter.strategy} drafter is adapted no further (micro-batch {self._micro_batches}): "
+                f"{problem or 'it failed on another rank'}. It drafts on with the weights it has. Completions and the "
+                "policy are not affected.",
+                stacklevel=2,
+            )
             return
         if learned:
             gradients = [self._accelerator.reduce(gradient, "sum").div_(learned) for gradient in gradients]
+            for master, gradient in zip(self._masters, gradients, strict=True):
+                master.grad = gradient
             try:
-                self._step(gradients)
+                self._optimizer.step()
+                self._optimizer.zero_grad(set_to_none=True)
+                self._copy_masters()
             except Exception as error:  # this rank's alone: the others learn of it at the next micro-batch
                 self._problem = f"{type(error).__name__}: {error}"
-        self._wait_for_device()
-        for name, value in zip(self._sums, (loss, agreement, learned, time.perf_counter() - started), strict=True):
+        for name, value in zip(self._sums, (loss, agreement, learned, self._device_time() - started), strict=True):
             self._sums[name] += value
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the updates since the last call: "loss" and "agreement", means over micro-batches and ranks, and
-        "update_seconds", the sum over micro-batches on this rank (ER's method-specific preparation time)."""
+        """Metrics since the last call: "loss" and "agreement", means over micro-batches and ranks, and
+        "update_seconds", the sum over micro-batches on this rank."""
         sums, self._sums = self._sums, dict.fromkeys(self._sums, 0.0)
         if not sums["seconds"]:
             return {}
@@ -204,29 +207,13 @@ class DrafterAdaptation:
             loss = loss + self._hidden_weight * found.regression
         return loss, found.agreement
 
-    def _step(self, gradients: list[Tensor]) -> None:
-        for master, gradient in zip(self._masters, gradients, strict=True):
-            master.grad = gradient
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._copy_masters()
-
     @torch.no_grad()
     def _copy_masters(self) -> None:
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             parameter.copy_(master)
 
-    def _stop(self, problem: str) -> None:
-        self.is_stopped = True
-        self._optimizer.state.clear()
-        warnings.warn(
-            f"the {self.drafter.strategy} drafter is adapted no further (micro-batch {self._micro_batches}): "
-            f"{problem}. It drafts on with the weights it has. Completions and the policy are not affected.",
-            stacklevel=2,
-        )
-
     def _rehearse(self) -> None:
-        """Computes the loss once, so that what it refuses is refused now and not after the first rollout."""
+        """Computes the loss once: what it refuses is refused now and not after the first rollout."""
         width = self._policy.config.get_text_config(decoder=True).hidden_size
         like = {"dtype": self._policy.dtype, "device": self._policy.device}
         tokens = torch.zeros(1, _REHEARSED, dtype=torch.int64, device=self._policy.device)  # [1, T]
@@ -246,9 +233,11 @@ class DrafterAdaptation:
                 "the drafter as it is, or drafter_hidden_weight=0 where hidden states cannot be compared."
             ) from error
 
-    def _wait_for_device(self) -> None:
+    def _device_time(self) -> float:
+        """Seconds on the clock, when the device has done its work."""
         if self._accelerator.device.type == "cuda":
             torch.cuda.synchronize(self._accelerator.device)
+        return time.perf_counter()
 
     def save_drafter(self, folder: str | Path) -> None:
         """Writes the drafter to `folder/drafter` in the format it came in, whose dtypes may round its weights."""
@@ -287,12 +276,11 @@ class DrafterAdaptation:
 
 
 def target_view(inputs: Mapping[str, Any], states: Mapping[int, Tensor], layers: tuple[int, ...]) -> TargetView:
-    """A batch of TRL's, prompts padded left and completions right, as whole sequences padded right.
-
-    All tokens of a completion count, also those that a tool returned.
+    """A batch of TRL's (:meth:`DrafterAdaptation.watch`) as whole sequences padded right. All tokens of a completion
+    count, also those that a tool returned.
 
     Args:
-        inputs: see :meth:`DrafterAdaptation.watch`.
+        inputs: prompts padded left and completions right.
         states: hidden states `[B, P + C, H]` by index; that of the largest index is what the output embedding takes.
         layers: indices that the drafter reads.
     """

@@ -2,8 +2,7 @@
 
     prompts ─► sample_sequences ─► Samples ─► cut ─► Windows ─► train(target, trainee, windows, options, folder)
 
-The target's hidden states are computed window by window, each from position 0: a drafter trained on windows of 64
-tokens has seen no later position, and no longer context.
+The target's hidden states are computed window by window, each from position 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,12 +61,10 @@ class TrainingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = dict(steps=self.steps, batch_size=self.batch_size, depth=self.depth, save_every=self.save_every)
-        for name, count in counts.items():
-            if count < 1:
+        for name in ("steps", "batch_size", "depth", "save_every", "anchors"):
+            count = vars(self)[name]
+            if count is not None and count < 1:
                 raise ValueError(f"{name}={count}; it must be at least 1.")
-        if self.anchors is not None and self.anchors < 1:
-            raise ValueError(f"anchors={self.anchors}; it must be at least 1, or None.")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate={self.learning_rate}; it must be above 0.")
         if not 0 <= self.warmup < 1:
@@ -98,11 +95,7 @@ class Samples:
 
     @classmethod
     def load(cls, folder: Path) -> "Samples":
-        """Reads what `save` wrote.
-
-        Raises:
-            ValueError: there is nothing.
-        """
+        """Reads what `save` wrote; raises ValueError where there is nothing."""
         return cls(**load_file(_to_resume(folder, SAMPLES_FILE)))
 
 
@@ -178,9 +171,8 @@ class Windows:
 
 
 def cut(samples: Samples, window: int | None = None) -> Windows:
-    """Cuts samples into windows of `window` tokens, the last of a sample shorter; None: whole samples.
-
-    Windows in which no sampled token has a token before it are left out.
+    """Cuts samples into windows of `window` tokens, the last of a sample shorter; None: whole samples. Windows without
+    a sampled token after another are left out.
 
     Raises:
         ValueError: `window` is below 2, or no window is left.
@@ -205,14 +197,8 @@ def cut(samples: Samples, window: int | None = None) -> Windows:
 
 @dataclass
 class Trainee:
-    """Something that can be trained to draft.
-
-    Args:
-        parameters: those that learn.
-        layers: indices of the target's hidden states that it reads.
-        loss: how far it is from the target over the windows of a batch.
-        save: writes a checkpoint that `generate(assistant_model=...)` takes, each file whole or not at all.
-    """
+    """Something that can be trained to draft: the parameters that learn, the indices of the hidden states that it
+    reads, its loss, and what writes a checkpoint for `generate(assistant_model=...)`."""
 
     parameters: list[nn.Parameter]
     layers: tuple[int, ...]
@@ -249,12 +235,7 @@ def model_trainee(model: PreTrainedModel) -> Trainee:
 
 @dataclass(frozen=True)
 class Progress:
-    """How training went, step by step.
-
-    Args:
-        cross_entropy: `[steps]` float, nats.
-        agreement: `[steps]` float in 0..1.
-    """
+    """How training went: cross-entropy in nats and agreement in 0..1 of each step, `[steps]` float."""
 
     cross_entropy: Tensor
     agreement: Tensor
@@ -272,8 +253,7 @@ def train(
 ) -> Progress:
     """Trains a drafter and saves it with its training state, every `options.save_every` steps and at the end.
 
-    The state has weights, optimizer, learning rate and the place in the data: training that was broken off and
-    resumed on the same machine ends in the same bits as training without a break.
+    Training that was broken off and resumed on the same machine ends in the same bits as training without a break.
 
     Args:
         target: in eval mode; it is not changed.
@@ -349,7 +329,11 @@ def _batch(
     """What the target shows of the windows of `step`, and the step's own random numbers."""
     count = len(windows.tokens)
     places = range(step * options.batch_size, (step + 1) * options.batch_size)
-    orders = {epoch: _shuffled(count, options.seed, epoch) for epoch in {place // count for place in places}}
+    seed = options.seed << 32
+    orders = {
+        epoch: torch.randperm(count, generator=torch.Generator().manual_seed(seed + _EPOCHS + epoch))
+        for epoch in {place // count for place in places}
+    }
     chosen = torch.stack([orders[place // count][place % count] for place in places])  # [B]
     lengths = windows.lengths[chosen]  # [B]
     width = int(lengths.max())
@@ -357,11 +341,7 @@ def _batch(
     is_real = (torch.arange(width) < lengths[:, None]).to(target.device)  # [B, T]
     features, hidden = observe(target, tokens, trainee.layers)
     view = TargetView(tokens, is_real, features, hidden, windows.first[chosen].to(target.device))
-    return view, torch.Generator().manual_seed((options.seed << 32) + step)
-
-
-def _shuffled(count: int, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed((seed << 32) + _EPOCHS + epoch))
+    return view, torch.Generator().manual_seed(seed + step)
 
 
 def _share_of_rate(step: int, options: TrainingOptions) -> float:
@@ -383,8 +363,5 @@ def _read_state(folder: Path, options: TrainingOptions) -> dict[str, Any]:
     changed = {name: (state["options"][name], now[name]) for name in now if state["options"][name] != now[name]}
     changed.pop("save_every", None)
     if changed:
-        raise ValueError(
-            f"{str(folder)!r} was trained with other options, {changed} (then, now); resume with the same ones, or "
-            "train in another folder."
-        )
+        raise ValueError(f"{str(folder)!r} was trained with other options, {changed} (then, now); give the same ones.")
     return state

@@ -78,9 +78,8 @@ def sequence_loss(
     anchors: int | None = None,
     with_regression: bool = False,
 ) -> SequenceLoss:
-    """How far a drafter is from its target, over whole sequences.
+    """How far a drafter is from its target, over whole sequences. Gradients reach the drafter's network alone.
 
-    Gradients reach the drafter's network alone: the target's embedding and head are used as they are now, detached.
     A position counts where the token it predicts is real and not before `view.first`, and where the target's largest
     logit is of a token in the draft vocabulary. Weights are `drafter.position_weights`.
 
@@ -91,9 +90,8 @@ def sequence_loss(
         generator: draws DFlash's anchors; None: the global one of the CPU.
         depth: steps that EAGLE-3 is unrolled.
         anchors: number of DFlash's per sequence; None: enough to draft each token about twice.
-        with_regression: whether to compute `regression` too (ER App. F.5), which is 0 otherwise. EAGLE-3: the layer's
-            output at step 1 against `hidden` at the position it predicts from. DFlash: a slot's normed state against
-            `hidden` at the position before the slot's token.
+        with_regression: whether to compute `regression` too (ER App. F.5), which is 0 otherwise: EAGLE-3's output at
+            step 1, or DFlash's normed states, against `hidden` at the position before the predicted token.
 
     Raises:
         ValueError: `view` does not fit the drafter, widths of states and `hidden` differ where they are to be
@@ -104,20 +102,15 @@ def sequence_loss(
     # As it drafts: in its own dtype, whatever autocast the policy trains under.
     with torch.autocast(view.tokens.device.type, enabled=False):
         if isinstance(drafter, Eagle3Drafter):
-            pieces = _eagle3_pieces(drafter, target, told, depth, with_regression)
+            sums = _eagle3_sums(drafter, target, told, depth, with_regression)
         else:
-            pieces = _dflash_pieces(drafter, target, told, anchors, generator, with_regression)
-        return pieces.total().means()
+            sums = _dflash_sums(drafter, target, told, anchors, generator, with_regression)
+        return sums.means()
 
 
 def causal_lm_loss(model: PreTrainedModel, target: PreTrainedModel, view: TargetView) -> SequenceLoss:
-    """How far a small causal language model is from its target, over whole sequences; `view.features` is not read.
-
-    Args:
-        model: with the target's vocabulary; gradients reach its parameters.
-        target: gives the head.
-        view: of the target.
-    """
+    """How far a small causal language model with the target's vocabulary is from its target, over whole sequences;
+    `view.features` is not read. Gradients reach the model's parameters alone."""
     told = _Told(TargetHead(target), view, None)
     positions = torch.arange(view.tokens.shape[1] - 1, device=view.tokens.device)  # [T - 1]
     logits, counts = told.logits(positions)  # [B, T - 1, V], [B, T - 1]
@@ -153,30 +146,24 @@ class _Told:
 
     def __init__(self, head: TargetHead, view: TargetView, target_ids: Tensor | None) -> None:
         self.head, self.view, self._target_ids = head, view, target_ids
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of the target's tokens."""
-        return self.head.scores.get_parameter("weight").shape[0]
+        self.vocabulary = head.scores.get_parameter("weight").shape[0]
+        self._rows = torch.arange(len(view.tokens), device=view.tokens.device)[:, None]  # [B, 1]
 
     def hidden(self, positions: Tensor) -> Tensor:
         """`[B, n, H_t]` at `positions`, `[n]` or `[B, n]`."""
         positions = positions.expand(len(self.view.tokens), -1).clamp(max=self.view.tokens.shape[1] - 1)  # [B, n]
-        return self.view.hidden[self._rows(), positions]
+        return self.view.hidden[self._rows, positions]
 
     def logits(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Logits `[B, n, drafts]` of the token after `positions`, and whether it counts, `[B, n]` bool."""
         view, width = self.view, self.view.tokens.shape[1]
         after = positions.expand(len(view.tokens), -1) + 1  # [B, n]
-        counts = view.is_real[self._rows(), after.clamp(max=width - 1)] & (after < width)  # [B, n]
+        counts = view.is_real[self._rows, after.clamp(max=width - 1)] & (after < width)  # [B, n]
         counts &= after >= view.first[:, None]
         logits = self.head(self.hidden(positions))  # [B, n, V]
         if self._target_ids is None:
             return logits, counts
         return logits[..., self._target_ids], counts & torch.isin(logits.argmax(dim=-1), self._target_ids)
-
-    def _rows(self) -> Tensor:
-        return torch.arange(len(self.view.tokens), device=self.view.tokens.device)[:, None]  # [B, 1]
 
 
 def _compare(drafted: Tensor, told: Tensor, counts: Tensor, weights: Tensor) -> _Sums:
@@ -197,26 +184,22 @@ def _regress(sums: _Sums, states: Tensor, hidden: Tensor, weights: Tensor) -> _S
     return sums._replace(regression=(weights * distances).sum(), compared=weights.sum())
 
 
-class _Pieces(NamedTuple):
-    """The loss in pieces. With `recompute` a piece keeps nothing for the backward pass, where it is run again."""
-
-    pieces: list[Callable[[], _Sums]]
-    recompute: bool
-
-    def total(self) -> _Sums:
-        if not self.recompute:
-            return _added(piece() for piece in self.pieces)
-        return _added(checkpoint(piece, use_reentrant=False, preserve_rng_state=False) for piece in self.pieces)
+def _total(piece: Callable[[slice], _Sums], pieces: list[slice], recompute: bool) -> _Sums:
+    """The sum over all pieces. With `recompute` each keeps nothing for the backward pass, where it is run again."""
+    if recompute:
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        return _added(again(partial(piece, some)) for some in pieces)
+    return _added(map(piece, pieces))
 
 
-def _eagle3_pieces(
+def _eagle3_sums(
     drafter: Eagle3Drafter, target: PreTrainedModel, told: _Told, depth: int, with_regression: bool
-) -> _Pieces:
+) -> _Sums:
     view, network = told.view, drafter.network
     batch, pairs = view.tokens.shape[0], view.tokens.shape[1] - 1
     with torch.no_grad():
         embedded = network.embed(view.tokens[:, 1:], target.get_input_embeddings())  # [B, N, H]
-    weights = _weights(drafter, depth, embedded.device)  # [depth]
+    weights = embedded.new_tensor(drafter.position_weights(depth), dtype=torch.float64)  # [depth]
     unroll = Unroll(network, embedded, network.project(view.features[:, :-1].to(network.dtype)))
     per_start = batch * (depth + 1) * told.vocabulary
     width = min(max(LOGITS_ALIVE // per_start, 16), _STARTS)
@@ -236,23 +219,23 @@ def _eagle3_pieces(
         return sums
 
     starts = [slice(start, min(start + width, pairs)) for start in range(0, pairs, width)]
-    return _Pieces([partial(piece, some) for some in starts], recompute=per_start * pairs > LOGITS_ALIVE)
+    return _total(piece, starts, recompute=per_start * pairs > LOGITS_ALIVE)
 
 
-def _dflash_pieces(
+def _dflash_sums(
     drafter: DFlashDrafter,
     target: PreTrainedModel,
     told: _Told,
     anchors: int | None,
     generator: torch.Generator | None,
     with_regression: bool,
-) -> _Pieces:
+) -> _Sums:
     view, network, config = told.view, drafter.network, drafter.config
     batch, width = view.tokens.shape
     wanted = anchors if anchors is not None else -(-2 * width // config.drafts)
     chosen, is_chosen = draw_anchors(view, min(wanted, width - 1), generator)  # [B, M]
     drafts = torch.arange(config.drafts, device=chosen.device)  # [drafts]
-    weights = _weights(drafter, config.drafts, chosen.device)  # [drafts]
+    weights = view.hidden.new_tensor(drafter.position_weights(config.drafts), dtype=torch.float64)  # [drafts]
     size = min(max(LOGITS_ALIVE // (batch * 2 * config.drafts * told.vocabulary), 1), chosen.shape[1])
 
     def piece(some: slice) -> _Sums:
@@ -268,20 +251,12 @@ def _dflash_pieces(
         return sums
 
     pieces = [slice(start, start + size) for start in range(0, chosen.shape[1], size)]
-    return _Pieces([partial(piece, some) for some in pieces], recompute=len(pieces) > 1)
-
-
-def _weights(drafter: FeatureDrafter, count: int, device: torch.device) -> Tensor:
-    """w_k `[count]`."""
-    return torch.tensor(drafter.position_weights(count), device=device, dtype=torch.float64)
+    return _total(piece, pieces, recompute=len(pieces) > 1)
 
 
 def draw_anchors(view: TargetView, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Draws up to `count` different positions of each sequence, after which a token counts.
-
-    Returns:
-        The positions `[B, count]` int64, and which of them were drawn, `[B, count]` bool: a sequence may have fewer.
-    """
+    """Draws up to `count` different positions of each sequence, after which a token counts: `[B, count]` int64, and
+    which of them were drawn, `[B, count]` bool, since a sequence may have fewer."""
     where = torch.device("cpu") if generator is None else generator.device
     after = torch.arange(1, view.tokens.shape[1], device=view.tokens.device)  # [T - 1]
     eligible = view.is_real[:, 1:] & (after >= view.first[:, None])  # [B, T - 1]
@@ -290,9 +265,7 @@ def draw_anchors(view: TargetView, count: int, generator: torch.Generator | None
     return found.indices, found.values >= 0
 
 
-def _check(
-    drafter: FeatureDrafter, view: TargetView, depth: int, anchors: int | None, with_regression: bool
-) -> None:
+def _check(drafter: FeatureDrafter, view: TargetView, depth: int, anchors: int | None, with_regression: bool) -> None:
     if not isinstance(drafter, Eagle3Drafter | DFlashDrafter):
         raise ValueError(f"a {type(drafter).__name__} has no loss over sequences; EAGLE-3 and DFlash drafters do.")
     if depth < 1:
@@ -307,8 +280,7 @@ def _check(
         "first": (batch,),
     }
     for name, shape in expected.items():
-        found = tuple(getattr(view, name).shape)
-        if found != shape:
+        if (found := tuple(vars(view)[name].shape)) != shape:
             raise ValueError(
                 f"view.{name} has shape {list(found)} and must have {list(shape)}: tokens are {batch} x {length}, the "
                 f"drafter reads the hidden states {list(drafter.feature_layers)}, which are {wide} wide."

@@ -18,12 +18,8 @@ _LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
 
 
 class FrozenHead(nn.Module):
-    """A target's output embedding as it is now, which passes gradients on and takes none: a loss that runs through a
-    borrowed head must not leave gradients in the policy it was borrowed from.
-
-    Args:
-        head: called with its parameters detached; not a part of this module's own parameters or state.
-    """
+    """A target's output embedding as it is now, which passes gradients on and takes none; it is no part of this
+    module's parameters or state."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -42,15 +38,7 @@ class FrozenHead(nn.Module):
 
 
 class TargetHead:
-    """Logits as the target itself would give them: its head, and what its family does to the scores after it.
-
-    Args:
-        target: a causal language model.
-
-    Attributes:
-        scores: its head.
-        factor: on the scores.
-        softcap: of the scores, after the factor; None: none.
+    """Logits as the target itself would give them: its head (`scores`), then a `factor`, then a `softcap`, if any.
 
     Raises:
         ValueError: its config has a key about its logits that is not known here, or it has no head.

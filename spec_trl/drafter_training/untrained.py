@@ -1,10 +1,9 @@
 """Untrained checkpoints of the public formats, as a start for training a drafter.
 
 A checkpoint does not hold what it borrows from the target: embeddings, and DFlash's head. A head of its own starts as
-the target's rows. The final norm starts at the root mean square of the target's last hidden states, which is far from
-one in some models (7 in a BitNet of 3 M parameters), further than its weights would move in a short training. All
-other matrices are random with standard deviation 1 / sqrt(inputs), other norms are one. RoPE is not scaled and has the
-target's theta, so that positions have no end.
+the target's rows, the final norm at the root mean square of the target's last hidden states, from which one is too far
+for a short training. All other matrices are random with standard deviation 1 / sqrt(inputs), other norms are one. RoPE
+is not scaled and has the target's theta, so that positions have no end.
 """
 
 from dataclasses import dataclass
@@ -33,8 +32,7 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a drafter's layers, by their names in a config; None: as the target's. The hidden size is always the
-    target's, whose embedding it reads."""
+    """Sizes of a drafter's layers, by their names in a config; None: as the target's, like the hidden size."""
 
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
@@ -54,7 +52,7 @@ def write_eagle3(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> None:
-    """Writes an untrained EAGLE-3 checkpoint, which `Eagle3Drafter` loads.
+    """Writes an untrained EAGLE-3 checkpoint for `target`, which `Eagle3Drafter` loads.
 
     Args:
         folder: made where it does not exist.
@@ -63,7 +61,7 @@ def write_eagle3(
         sizes: of its layer.
         layer_ids: the target's hidden states that it reads, in transformers' count. None: 2, L // 2 and L - 3 of L
             layers where these ascend, else three evenly from the first layer's output to the last's.
-        draft_vocab_size: of a pruned vocabulary: its most frequent tokens; None: the whole one.
+        draft_vocab_size: size of a pruned vocabulary, of the most frequent tokens; None: the whole one.
         token_counts: `[V]` int64, how often each token occurs, for a pruned vocabulary.
         dtype: of its tensors; None: the target's.
         seed: of its weights.
@@ -80,10 +78,8 @@ def write_eagle3(
     layer = _layer_settings(target, sizes or LayerSizes()) | {"model_type": "llama", "num_hidden_layers": 1}
     config: dict[str, Any] = {"draft_vocab_size": vocabulary if kept is None else len(kept)}
     if format == "speculators":
-        config |= {
+        config |= _speculators_config("eagle3", target, 5) | {
             "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "speculators_config": _speculators_config("eagle3", target, 5),
             "norm_before_residual": True,  # their training default; the class default is another
             "target_hidden_size": own.hidden_size,
             "transformer_layer_config": layer,
@@ -148,10 +144,7 @@ def write_dflash(
     fits = rule == sorted(set(rule)) and 1 <= rule[0] and rule[-1] <= depth
     ids = layer_ids if layer_ids is not None else rule if fits else _evenly(depth, min(layers, depth))
     if not ids or min(ids) < int(is_zlab) or max(ids) > depth:
-        raise ValueError(
-            f"layer_ids={ids}: {format} drafters read hidden states from {int(is_zlab)} to {depth} of a target with "
-            f"{depth} layers."
-        )
+        raise ValueError(f"layer_ids={ids}: {format} drafters read hidden states from {int(is_zlab)} to {depth} here.")
     mask = _mask_token(target, mask_token)
     layer = _layer_settings(target, sizes or LayerSizes()) | {"model_type": "qwen3", "num_hidden_layers": layers}
     layer |= {"layer_types": ["full_attention"] * layers, "use_sliding_window": False, "attention_bias": False}
@@ -164,13 +157,8 @@ def write_dflash(
         config |= layer | {"num_target_layers": depth, "dflash_config": inner}
     else:
         if head.softcap is not None:
-            raise ValueError(
-                f"{type(target).__name__} caps its logits at {head.softcap}, which the speculators format cannot say; "
-                'choose format="z-lab".'
-            )
-        config |= {
-            "speculators_model_type": "dflash",
-            "speculators_config": _speculators_config("dflash", target, block_size - 1),
+            raise ValueError(f'{type(target).__name__} caps its logits at {head.softcap}: choose format="z-lab".')
+        config |= _speculators_config("dflash", target, block_size - 1) | {
             "mask_token_id": mask,
             "draft_vocab_size": own.vocab_size,
             "aux_hidden_state_layer_ids": ids,
@@ -193,9 +181,7 @@ def _check_format(format: str, formats: tuple[str, ...]) -> None:
 
 def _evenly(depth: int, count: int) -> list[int]:
     """Up to `count` different hidden states, from the first layer's output to the last's."""
-    if count == 1:
-        return [depth]
-    return sorted({round(1 + i * (depth - 1) / (count - 1)) for i in range(count)})
+    return sorted({round(1 + i * (depth - 1) / (count - 1)) for i in range(count)}) if count > 1 else [depth]
 
 
 def _layer_settings(target: PreTrainedModel, sizes: LayerSizes) -> dict[str, Any]:
@@ -204,7 +190,7 @@ def _layer_settings(target: PreTrainedModel, sizes: LayerSizes) -> dict[str, Any
     settings = own.to_dict()  # families leave out different keys
     heads = sizes.num_attention_heads or own.num_attention_heads
     shared = sizes.num_key_value_heads or min(settings.get("num_key_value_heads") or heads, heads)
-    own_dim = settings.get("head_dim") or own.hidden_size // own.num_attention_heads
+    dimensions = sizes.head_dim or settings.get("head_dim") or own.hidden_size // own.num_attention_heads
     rope = settings.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # some families have one per layer type
     found = {
@@ -212,7 +198,7 @@ def _layer_settings(target: PreTrainedModel, sizes: LayerSizes) -> dict[str, Any
         "intermediate_size": sizes.intermediate_size or settings.get("intermediate_size") or 4 * own.hidden_size,
         "num_attention_heads": heads,
         "num_key_value_heads": shared,
-        "head_dim": sizes.head_dim or own_dim,
+        "head_dim": dimensions,
         "hidden_act": "silu",
         "rms_norm_eps": settings.get("rms_norm_eps") or 1e-6,
         "rope_theta": float(rope.get("rope_theta") or 10000.0),
@@ -223,29 +209,30 @@ def _layer_settings(target: PreTrainedModel, sizes: LayerSizes) -> dict[str, Any
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
         if found[name] < 1:
             raise ValueError(f"sizes.{name}={found[name]}; it must be at least 1.")
-    if heads % shared or found["head_dim"] % 2:
+    if heads % shared or dimensions % 2:
         raise ValueError(
-            f"sizes give {heads} query heads of {found['head_dim']} dimensions over {shared} key heads; the first "
-            "must be a multiple of the last, and the dimensions even."
+            f"sizes give {heads} query heads of {dimensions} dimensions over {shared} key heads; the first must be a "
+            "multiple of the last, and the dimensions even."
         )
     return found
 
 
 def _speculators_config(algorithm: str, target: PreTrainedModel, tokens: int) -> dict[str, Any]:
-    return {
+    config = {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
         "verifier": {"name_or_path": target.name_or_path, "architectures": [type(target).__name__]},
     }
+    return {"speculators_model_type": algorithm, "speculators_config": config}
 
 
 def _kept_tokens(vocabulary: int, size: int | None, counts: Tensor | None) -> Tensor | None:
     """`[size]` int64, ascending: the most frequent tokens, of equally frequent ones the lowest; None: all."""
-    if (size is None) != (counts is None):
-        raise ValueError("draft_vocab_size and token_counts belong together: give both, or neither.")
-    if size is None or counts is None:
+    if size is None and counts is None:
         return None
+    if size is None or counts is None:
+        raise ValueError("draft_vocab_size and token_counts belong together: give both, or neither.")
     if counts.shape != (vocabulary,) or not 1 <= size <= vocabulary:
         raise ValueError(
             f"draft_vocab_size={size} with token_counts of shape {list(counts.shape)}; the target has {vocabulary} "

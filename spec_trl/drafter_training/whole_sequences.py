@@ -1,26 +1,24 @@
 """Learned drafters over whole sequences, with gradients, from every position where drafting could have begun."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..generation.drafters.dflash.network import DFlashNetwork
+from ..generation.drafters.eagle3.drafter import CAUSAL
 from ..generation.drafters.eagle3.network import Eagle3Network
 
 
 class Unroll:
-    """EAGLE-3 from every pair of whole sequences, fed with its own output and the true tokens.
-
-    Args:
-        network: EAGLE-3.
-        embedded: `[B, N, H]`, of the pairs' tokens: token i + 1 in pair i.
-        projected: `[B, N, H]`, the pairs' projected features.
-    """
+    """EAGLE-3 from every pair of whole sequences, fed with its own output and the true tokens. Given are embeddings
+    `[B, N, H]` of the pairs' tokens, token i + 1 in pair i, and projections `[B, N, H]` of their features."""
 
     def __init__(self, network: Eagle3Network, embedded: Tensor, projected: Tensor) -> None:
         self._network, self._embedded = network, embedded
         pairs = torch.arange(embedded.shape[1], device=embedded.device)  # [N]
-        mask = _causal(pairs, embedded.shape[1], embedded.dtype)  # [1, 1, N, N]
+        mask = CAUSAL.build(pairs[None], embedded.shape[1], embedded.dtype)  # [1, 1, N, N]
         self._real = _Appending()
         self._first = network(embedded, projected, pairs[None], mask, self._real.update)  # [B, N, H]
 
@@ -32,9 +30,9 @@ class Unroll:
         """
         network, embedded = self._network, self._embedded
         first = torch.arange(starts.start, starts.stop, device=embedded.device)  # [n]
-        mask = _causal(first, starts.stop, embedded.dtype)  # [1, 1, n, stop]
+        mask = cast(Tensor, CAUSAL.build(first[None], starts.stop, embedded.dtype))  # [1, 1, n, stop]
         own = mask.new_full((len(first), len(first)), torch.finfo(mask.dtype).min).fill_diagonal_(0)  # [n, n]
-        store = self._real.up_to(starts.stop)
+        store = _Appending(*(states[:, :, : starts.stop] for states in self._real.states))
         found = [self._first[:, starts]]  # of [B, n, H]
         for step in range(1, depth):
             mask = torch.cat([mask, own[None, None]], dim=-1)  # [1, 1, n, stop + step * n]
@@ -47,32 +45,20 @@ class _Appending:
     """K/V of all forwards so far, in this order: `[B, kv, columns, d]`."""
 
     def __init__(self, *states: Tensor) -> None:
-        self._states = states
+        self.states = states
 
     def update(self, keys: Tensor, values: Tensor, _: int) -> tuple[Tensor, Tensor]:
         """Appends `[B, kv, q, d]` and returns all."""
-        if self._states:
-            old_keys, old_values = self._states
-            keys, values = torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
-        self._states = (keys, values)
+        if self.states:
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(self.states, (keys, values), strict=True))
+        self.states = (keys, values)
         return keys, values
-
-    def up_to(self, stop: int) -> "_Appending":
-        """Another one, with the first `stop` columns of this."""
-        return _Appending(*(states[:, :, :stop] for states in self._states))
-
-
-def _causal(queries: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-    """Additive `[1, 1, q, keys]`: queries at these positions (`[q]`) see the keys up to their own."""
-    mask = torch.zeros(len(queries), keys, dtype=dtype, device=queries.device)
-    hidden = torch.arange(keys, device=queries.device) > queries[:, None]  # [q, keys]
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[None, None]
 
 
 def block_states(
     network: DFlashNetwork, target: PreTrainedModel, tokens: Tensor, features: Tensor, anchors: Tensor
 ) -> Tensor:
-    """States of many blocks of the same sequences, whose context goes through the network once.
+    """DFlash's states `[B, M, block_size, H]` of many blocks, whose context goes through the network once.
 
     Args:
         network: DFlash.
@@ -80,9 +66,6 @@ def block_states(
         tokens: `[B, T]` int64.
         features: `[B, T, feature width]`.
         anchors: `[B, M]` int64 positions.
-
-    Returns:
-        `[B, M, block_size, H]`, as :meth:`DFlashNetwork.forward` gives for each anchor.
     """
     config = network.config
     canvas = torch.full((*anchors.shape, config.block_size), config.mask_token, device=tokens.device)  # [B, M, n]

@@ -30,12 +30,7 @@ OBSERVED_ROWS = 256  # rows of one forward that are looked at
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """What a projection's input was like.
-
-    Attributes:
-        mean_magnitude: E|x| per input channel, float32 [in].
-        mean_square: E[x²] per input channel, float32 [in].
-    """
+    """Of a projection's input, per channel: E|x| and E[x²], float32 [in]."""
 
     mean_magnitude: Tensor
     mean_square: Tensor
@@ -44,10 +39,8 @@ class ChannelStatistics:
 class ActivationStatistics:
     """Statistics of the inputs of a policy's projections, from forwards that happen anyway.
 
-    Inside `collect`, hooks sit on the policy's own modules, so DDP and peft wrappers do not matter. They look at up to
-    256 rows of a forward, on the device, without waiting for it, and keep no part of the autograd graph. Padded
-    positions count, because a hook cannot tell them from text. Under data parallelism each rank keeps its own
-    statistics: drafters may differ between ranks, outputs cannot.
+    Inside `collect`, hooks on the policy's own modules look at up to 256 rows of a forward, padding included, without
+    waiting for the device. Under data parallelism each rank keeps its own: drafters may differ, outputs cannot.
 
     Args:
         policy: the live policy, without peft's outer wrapper: the model that its drafter was made of.
@@ -58,10 +51,8 @@ class ActivationStatistics:
     """
 
     def __init__(self, policy: nn.Module, names: Iterable[str]) -> None:
-        modules = dict(policy.named_modules())
-        names = list(names)
-        unknown = [name for name in names if name not in modules]
-        if unknown:
+        modules, names = dict(policy.named_modules()), list(names)
+        if unknown := [name for name in names if name not in modules]:
             raise ValueError(
                 f"names: the policy has no module {unknown[0]!r}; pass the activation_aware_layers of a drafter of "
                 "this very policy, and the policy without peft's outer wrapper."
@@ -73,10 +64,9 @@ class ActivationStatistics:
 
     @contextmanager
     def collect(self, step: int) -> Iterator[None]:
-        """Observe the forwards inside the block: those of one `step` add up, those of a new one replace the older.
+        """Observes the forwards inside the block: those of one `step` add up, those of a new one replace the older.
 
-        Leave it before generating: the engine's shadow of the policy inherits hooks (they would do nothing there), and
-        a hooked lm_head is not packed.
+        Leave it before generating: a hooked lm_head is not packed.
         """
         if step != self._step:
             self._step = step
@@ -93,10 +83,7 @@ class ActivationStatistics:
     def of(self, name: str) -> ChannelStatistics | None:
         """Statistics of the newest step, or None if the projection called `name` did not run in it."""
         rows = self._rows.get(name)
-        if not rows:
-            return None
-        mean = self._sums[name] / rows  # [2, in]
-        return ChannelStatistics(mean[0], mean[1])
+        return ChannelStatistics(*(self._sums[name] / rows)) if rows else None  # of [2, in]
 
     def _observe(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         name = self._names.get(module)
@@ -122,21 +109,11 @@ class ActivationAware(RoundToNearest):
     def quantize_scaled_(
         self, weight: Tensor, packed: PackedWeight, inverse_scales: Tensor, activations: ChannelStatistics | None
     ) -> None:
-        """Write the scaled `weight` into `packed`, and the factors for its input into `inverse_scales`.
-
-        Args:
-            weight: [out, in], any floating dtype and any strides; only read.
-            packed: 4-bit, written in place.
-            inverse_scales: 1/s, [in], written in place; all 1 where alpha is 0.
-            activations: of this layer; None = round to nearest.
-        """
-        if activations is None:
-            inverse_scales.fill_(1)  # [in]
-            self.quantize_(weight, packed)
-        else:
-            scales = self._search(weight, packed, activations)  # [in]
-            inverse_scales.copy_(scales.reciprocal())  # [in]
-            self.quantize_(weight, packed, scales)
+        """Writes the scaled `weight` [out, in] into `packed`, 4-bit, and the factors 1/s for its input into
+        `inverse_scales` [in], in place; without `activations` of this layer all are 1: it rounds to nearest."""
+        scales = None if activations is None else self._search(weight, packed, activations)  # [in]
+        inverse_scales.copy_(inverse_scales.new_ones(()) if scales is None else scales.reciprocal())  # [in]
+        self.quantize_(weight, packed, scales)
 
     def _search(self, weight: Tensor, packed: PackedWeight, activations: ChannelStatistics) -> Tensor:
         """The best s, [in], in the dtype to compute in. The choice stays on the device."""
@@ -157,13 +134,10 @@ class ActivationAware(RoundToNearest):
 
 
 def candidate_scales(activations: ChannelStatistics) -> tuple[Tensor, Tensor]:
-    """s = a^alpha for each alpha, centred in the log so that max(s) · min(s) = 1, and the channels' importance.
+    """s = a^alpha for each alpha, centred in the log so that max(s) · min(s) = 1, float32 [alphas, in], and the
+    channels' importance, float32 [in].
 
-    Channels that carried only zeros, NaN or infinity get the scale of an average channel and no importance. So all
-    scales are finite, and where no channel is usable alpha = 0 wins.
-
-    Returns:
-        float32 [alphas, in] and float32 [in].
+    Channels that carried only zeros, NaN or infinity get the scale of an average channel and no importance.
     """
     magnitude, square = activations.mean_magnitude, activations.mean_square  # [in], [in]
     usable = torch.isfinite(magnitude) & torch.isfinite(square) & (magnitude > 0)  # [in]

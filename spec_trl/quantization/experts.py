@@ -49,15 +49,8 @@ def matrices_of(module: nn.Module, name: str) -> list[Tensor]:
 
 
 class QuantizedExperts(PackedLayer):
-    """Runs each expert that some token chose with its own packed weights; the replaced module where rows are many.
-
-    No gradient passes: in learning it goes past the experts, along the residual stream.
-
-    Args:
-        dense: the module to replace.
-        first: packed gate_up_proj (or up_proj) of each expert.
-        second: packed down_proj of each expert.
-    """
+    """Runs each expert that some token chose with its own packed weights, `first` of gate_up_proj (or up_proj) and
+    `second` of down_proj; the replaced module where rows are many. No gradient passes."""
 
     def __init__(self, dense: nn.Module, first: list[PackedWeight], second: list[PackedWeight]) -> None:
         super().__init__(dense)
@@ -69,7 +62,7 @@ class QuantizedExperts(PackedLayer):
         return [*self.first, *self.second]
 
     def refresh(self, quantizer: ActivationAware, activations: ChannelStatistics | None = None) -> None:
-        """Quantize the present weights into the same buffers, rounded to nearest: nobody sees one expert's input."""
+        """Quantizes the present weights into the same buffers, rounded to nearest: nobody sees one expert's input."""
         source = merge_copy(self.dense) if is_adapter(self.dense) else self.dense
         for name, packed_matrices in zip(matrix_names(source), (self.first, self.second), strict=True):
             for weight, packed in zip(matrices_of(source, name), packed_matrices, strict=True):

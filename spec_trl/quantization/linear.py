@@ -16,15 +16,14 @@ class PackedLayer(nn.Module, ABC):
     """Multiplies with packed weights where rows are few, and runs the layer that it replaces where they are many.
 
     The replaced layer is kept outside the module tree: `.to()`, `.train()` or `.requires_grad_()` on the drafter must
-    not reach the policy's weights through it. It is the drafter's own module object over the policy's Parameters.
+    not reach the policy's weights through it.
 
     Args:
         dense: the layer to replace.
 
     Attributes:
         called: whether the layer ran since the last refresh (a replayed CUDA graph does not count).
-        passes_gradient: whether the layer learns: the packed weights then serve any number of rows, or another network
-            would learn than the one that drafts.
+        passes_gradient: whether the layer learns, as it drafts: then packed weights serve any number of rows.
     """
 
     def __init__(self, dense: nn.Module) -> None:
@@ -41,7 +40,7 @@ class PackedLayer(nn.Module, ABC):
     @property
     @abstractmethod
     def packed_weights(self) -> list[PackedWeight]:
-        """At least one; their buffers keep their addresses for life."""
+        """At least one; their buffers never move."""
 
     @property
     def weight_count(self) -> int:
@@ -60,29 +59,22 @@ class PackedLayer(nn.Module, ABC):
 
     @abstractmethod
     def refresh(self, quantizer: ActivationAware, activations: ChannelStatistics | None = None) -> None:
-        """Quantize the present weights into the same buffers.
-
-        Args:
-            quantizer: whose scratch memory the layers of a network share.
-            activations: what an activation-aware layer chooses its scales by; None = it rounds to nearest.
-        """
+        """Quantizes the present weights into the same buffers; without `activations` rounded to nearest."""
 
 
 class QuantizedLinear(PackedLayer):
     """y = (x * inverse_scales) @ packedᵀ + bias, for few rows of x; the replaced layer itself, unscaled, for many.
 
-    With `passes_gradient` gradients reach x as they would through the replaced layer: kernels have none of their own,
-    and the two weights differ by less than a quantization step.
+    With `passes_gradient` gradients reach x as they would through the replaced layer: kernels have none of their own.
 
     Args:
         dense: the layer to replace.
         packed: an empty packed weight of its shape.
-        activation_aware: scale the input channels (AWQ).
-
-    Attributes:
-        packed: the quantized weight.
-        inverse_scales: what multiplies the input channels, [in], in place for life too; None = nothing does.
+        activation_aware: whether to scale the input channels by `inverse_scales` [in] (AWQ).
     """
+
+    merged_bias: Tensor | None
+    inverse_scales: Tensor | None
 
     def __init__(self, dense: nn.Module, packed: PackedWeight, activation_aware: bool = False) -> None:
         super().__init__(dense)
@@ -100,9 +92,6 @@ class QuantizedLinear(PackedLayer):
             inverse_scales = torch.ones(self.in_features, dtype=dtype, device=packed.layer.device)  # [in]
         self.register_buffer("inverse_scales", inverse_scales, persistent=False)
 
-    merged_bias: Tensor | None
-    inverse_scales: Tensor | None
-
     @property
     def packed_weights(self) -> list[PackedWeight]:
         return [self.packed]
@@ -114,11 +103,9 @@ class QuantizedLinear(PackedLayer):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes that the packed weight and its input scales occupy."""
         return super().packed_bytes + (0 if self.inverse_scales is None else self.inverse_scales.nbytes)
 
     def refresh(self, quantizer: ActivationAware, activations: ChannelStatistics | None = None) -> None:
-        """Quantize the present weight into the same buffers; see :meth:`PackedLayer.refresh`."""
         weight, bias = read_projection(self.dense)
         if self.inverse_scales is None:
             quantizer.quantize_(weight, self.packed)

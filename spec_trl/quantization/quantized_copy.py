@@ -26,12 +26,8 @@ LM_HEAD_CHOICES = ("auto", "dense", "packed")
 
 @dataclass(eq=False)
 class QuantizedNetwork:
-    """The packed layers of one drafter.
-
-    Attributes:
-        layers: the packed modules by their names in the shadow.
-        dense_layers: names of the layers that should be packed and are not, because nothing fits them.
-    """
+    """The packed layers of one drafter, by their names in the shadow, and the names of those that should be packed and
+    are not, because nothing fits them."""
 
     layers: dict[str, PackedLayer]
     dense_layers: list[str]
@@ -53,29 +49,22 @@ class QuantizedNetwork:
 
     @property
     def activation_aware_layers(self) -> list[str]:
-        """Names of the layers that use statistics of the projections of the same names in the policy.
-
-        Stacked experts are not among them: no module of the policy sees one expert's input. They round to nearest.
-        """
-        return [
-            name
-            for name, layer in self.layers.items()
-            if isinstance(layer, QuantizedLinear) and layer.inverse_scales is not None
-        ]
+        """Names of the layers that use statistics of the projections of the same names in the policy."""
+        linear = {name: layer for name, layer in self.layers.items() if isinstance(layer, QuantizedLinear)}
+        return [name for name, layer in linear.items() if layer.inverse_scales is not None]
 
     def refresh(self, statistics: ActivationStatistics | None = None) -> None:
-        """Quantize the live weights again, into the same buffers. Adapters are merged layer by layer on the way.
+        """Quantizes the live weights again, into the same buffers. Adapters are merged layer by layer on the way.
 
         Args:
             statistics: of the policy's newest forwards, for activation-aware schemes (AWQ, ER §C.4). Layers that they
-                do not cover are rounded to nearest; None: all of them.
+                do not cover are rounded to nearest.
 
         Raises:
             ValueError: the statistics are of projections of other widths.
         """
-        activations = {}
-        if statistics is not None:
-            activations = {name: statistics.of(name) for name in self.activation_aware_layers}
+        names = [] if statistics is None else self.activation_aware_layers
+        activations = {name: statistics.of(name) for name in names if statistics is not None}
         for name, found in activations.items():
             width = self.layers[name].packed_weights[0].layer.in_features
             if found is not None and found.mean_square.numel() != width:
@@ -89,15 +78,10 @@ class QuantizedNetwork:
                 layer.refresh(quantizer, activations.get(name))
 
     def assert_all_called(self, aside: Collection[str] = ()) -> None:
-        """Check that every packed layer ran since the last refresh: a drafter over the policy's own layers is slow.
-
-        Only Python calls count, not replayed CUDA graphs: check after the first eager draft.
-
-        Args:
-            aside: names of layers that need not have run, such as those for images.
+        """Checks that every packed layer but those `aside` ran since the last refresh, captured forwards aside.
 
         Raises:
-            RuntimeError: some did not.
+            RuntimeError: some did not: a drafter over the policy's own layers would be slow.
         """
         idle = [name for name, layer in self.layers.items() if not layer.called and name not in aside]
         if idle:
@@ -114,7 +98,7 @@ def quantize_projections(
     lm_head: str = "auto",
     activation_dtype: torch.dtype | None = None,
 ) -> QuantizedNetwork:
-    """Replace the attention and FFN projections of `shadow` by quantized ones, in place.
+    """Replaces the attention and FFN projections of `shadow` by quantized ones, in place.
 
     Embeddings, norms, biases and routers stay the policy's own. Layers that no kernel can hold stay dense; one warning
     names them.
@@ -122,12 +106,11 @@ def quantize_projections(
     Args:
         shadow: a causal LM with module objects of its own over the policy's Parameters, in eval mode.
         scheme: "rtn-w4-g128", "rtn-w4-g64", "rtn-w4-g32", "rtn-w8", "awq-w4-g128", "awq-w4-g64" or "awq-w4-g32". A
-            row that the group does not divide takes the next smaller group. The result is rounded to nearest in any
-            case: "awq" begins with the first refresh that is given statistics.
+            row that the group does not divide takes the next smaller group. "awq" rounds to nearest until the first
+            refresh with statistics.
         kernel: "auto" = the best for each layer; or a kernel's name.
         lm_head: "dense", "packed", or "auto" = packed if, left dense, it would make up at least a third of the
-            weight bytes that a draft step reads (0.5 B parameters with 152 k tokens: yes; 7 B: no, as in ER). A head
-            whose forward is patched or hooked stays dense.
+            weight bytes that a draft step reads. A head whose forward is patched or hooked stays dense.
         activation_dtype: dtype of activations and scales; None = the kernel's (the policy's own for "reference").
 
     Raises:
@@ -141,8 +124,15 @@ def quantize_projections(
     with torch.inference_mode(False), torch.no_grad():  # buffers made in inference mode could not be refreshed outside
         builder.replace_projections(shadow.get_decoder())
         builder.replace_lm_head(lm_head)
-    builder.warn()
-    network = QuantizedNetwork(builder.layers, [name for names in builder.left_dense.values() for name in names])
+    layers, reasons = builder.layers, builder.left_dense
+    network = QuantizedNetwork(layers, [name for names in reasons.values() for name in names])
+    if reasons:
+        count = len(network.dense_layers)
+        warnings.warn(
+            f"{count} of {count + len(layers)} layers of the drafter stay dense under scheme {scheme!r}: "
+            + "; ".join(f"{_shorten(names)} ({reason})" for reason, names in reasons.items()),
+            stacklevel=2,
+        )
     network.refresh()
     return network
 
@@ -162,9 +152,10 @@ class _Builder:
         self.names: dict[nn.Module, str] = {module: name for name, module in self.shadow.named_modules()}
 
     def replace_projections(self, parent: nn.Module) -> None:
-        """Replace the projections below `parent`, but in no vision tower: it would not run while drafting."""
+        """Replaces the projections below `parent`, but in no vision tower: it would not run while drafting."""
         for child_name, child in list(parent.named_children()):
-            if child is self.shadow.get_output_embeddings() or child_name in ROUTER_NAMES or _is_tower(child):
+            is_tower = isinstance(child, PreTrainedModel) and "text" not in child.input_modalities
+            if child is self.shadow.get_output_embeddings() or child_name in ROUTER_NAMES or is_tower:
                 continue
             if is_projection(child):
                 self._replace(parent, child_name, self._quantized_linear(child))
@@ -178,7 +169,7 @@ class _Builder:
                 self._replace(parent, child_name, "peft keeps a trained copy of it (modules_to_save)")
 
     def replace_lm_head(self, choice: str) -> None:
-        """Replace the output embedding if `choice` says so. A tied input embedding is another module and stays."""
+        """Replaces the output embedding if `choice` says so. A tied input embedding is another module and stays."""
         head = self.shadow.get_output_embeddings()
         if choice == "dense" or head is None:
             return
@@ -187,21 +178,20 @@ class _Builder:
             share = weight.nbytes / (weight.nbytes + sum(layer.packed_bytes for layer in self.layers.values()))
             if share < LM_HEAD_SHARE:
                 return
-        replacement = self._quantized_lm_head(head)
+        replacement: PackedLayer | str
+        if head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head):  # TRL's cast_lm_head_to_fp32
+            replacement = "its forward is patched or hooked, which a replacement would lose"
+        elif not is_projection(head):
+            replacement = f"a {type(head).__name__} is no linear layer"
+        else:
+            replacement = self._quantized_linear(head)
         if choice == "auto" and isinstance(replacement, str):
             return  # nobody asked for it
         parent_name, _, child_name = self.names[head].rpartition(".")
         self._replace(self.shadow.get_submodule(parent_name), child_name, replacement)
 
-    def _quantized_lm_head(self, head: nn.Module) -> QuantizedLinear | str:
-        if head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head):  # TRL's cast_lm_head_to_fp32
-            return "its forward is patched or hooked, which a replacement would lose"
-        if not is_projection(head):
-            return f"a {type(head).__name__} is no linear layer"
-        return self._quantized_linear(head)
-
     def _replace(self, parent: nn.Module, child_name: str, replacement: PackedLayer | str) -> None:
-        """Put `replacement` in a child's place, or note the reason why there is none."""
+        """Puts `replacement` in a child's place, or notes the reason why there is none."""
         name = self.names[parent.get_submodule(child_name)]
         if isinstance(replacement, str):
             self.left_dense[replacement].append(name)
@@ -225,7 +215,6 @@ class _Builder:
         return QuantizedExperts(module, *packed)
 
     def _packed(self, source: SourceSpec) -> PackedWeight | str:
-        """An empty packed weight for a matrix, or why there is none."""
         group = self.scheme.group_for(source.in_features)
         if group is None:
             return f"{source.in_features} input features are no multiple of {GROUP_SIZES[-1]}"
@@ -234,21 +223,6 @@ class _Builder:
             source.dtype, self.activation_dtype, source.device,
         )  # fmt: skip
         return make_packed(self.kernel, layer)
-
-    def warn(self) -> None:
-        """One warning for all that stays dense."""
-        if self.left_dense:
-            reasons = "; ".join(f"{_shorten(names)} ({reason})" for reason, names in self.left_dense.items())
-            count = sum(len(names) for names in self.left_dense.values())
-            warnings.warn(
-                f"{count} of {count + len(self.layers)} layers of the drafter stay dense under scheme "
-                f"{self.scheme.name!r}: {reasons}",
-                stacklevel=3,
-            )
-
-
-def _is_tower(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel) and "text" not in module.input_modalities
 
 
 def _shorten(names: list[str]) -> str:

@@ -18,19 +18,14 @@ CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 24
 
 
 class RoundToNearest:
-    """Quantizes weights into packed weights through scratch memory that all layers of a refresh share."""
+    """Quantizes weights into packed weights, all through the same scratch memory."""
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def quantize_(self, weight: Tensor, packed: PackedWeight, scales: Tensor | None = None) -> None:
-        """Write `weight` into `packed` in place.
-
-        Args:
-            weight: [out, in], any floating dtype and any strides; only read.
-            packed: an instance of a kernel, for a weight of this shape.
-            scales: [in], what to multiply the input channels with first; None = nothing.
-        """
+        """Writes `weight` [out, in], of any floating dtype and strides, into `packed`, its input channels multiplied
+        with `scales` [in] first."""
         out, columns = weight.shape
         chunk = CPU_CHUNK if weight.device.type == "cpu" else GPU_CHUNK
         step = max(1, chunk // (columns * packed.row_block)) * packed.row_block  # rows

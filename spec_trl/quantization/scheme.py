@@ -11,7 +11,7 @@ class Scheme:
     """What a scheme name means.
 
     Attributes:
-        name: the name as users write it.
+        name: as users write it.
         bits: bits per weight, 4 or 8.
         group: the largest number of weights of a row that may share a scale; None = the whole row.
         activation_aware: scale the input channels by the size of the activations (AWQ, ER §C.4).
@@ -37,11 +37,7 @@ SCHEMES = (
 
 
 def find_scheme(name: str) -> Scheme:
-    """The scheme called `name`.
-
-    Raises:
-        ValueError: no scheme has this name.
-    """
+    """The scheme called `name`; raises ValueError where there is none."""
     schemes = {scheme.name: scheme for scheme in SCHEMES}
     if name not in schemes:
         raise ValueError(f"scheme={name!r} is not a quantization scheme; use one of {list(schemes)}")

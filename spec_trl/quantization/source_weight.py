@@ -114,11 +114,8 @@ def _read_bitsandbytes(module: Any, base: Any) -> Tensor:
 
 
 def _unpack_four_bits_for_cpu(weight: Any) -> Tensor:
-    """Dequantized weight [out, in], float32, of a Linear4bit that ran in eval mode on a CPU.
-
-    Its first such forward permutes the codes in place, in blocks of 32 rows, and bitsandbytes' own dequantization of
-    the result is wrong (0.50).
-    """
+    """Dequantized weight [out, in], float32, of a Linear4bit whose first forward in eval mode on a CPU has permuted
+    the codes in place, in blocks of 32 rows: bitsandbytes' own dequantization of the result is wrong (0.50)."""
     state = weight.quant_state
     out_features, in_features = state.shape
     packed = weight.data.view(torch.uint8).reshape(-1, 32)  # [out * in / 64, 32]

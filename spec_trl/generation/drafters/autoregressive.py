@@ -1,5 +1,7 @@
 """Drafting token by token with a network: the loop that the self-drafter and a small model share."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -25,10 +27,8 @@ class NetworkDrafter(TrainableDrafter):
 
     Args:
         network: the drafting network, as :func:`~spec_trl.generation.engine.shadow.make_shadow` makes it.
-        shares_target_cache: the network writes provisional K/V into the target's cache, where verification overwrites
-            it (ER §E.2). Else it keeps a cache of its own.
-        made_of: identifies what the network is made of. A captured forward serves all networks with the same mark,
-            over the same weights; None: this network alone.
+        shares_target_cache: whether its K/V goes into the target's cache, where verification overwrites it (ER §E.2).
+        made_of: a captured forward serves all networks with the same mark; None: this network alone.
     """
 
     has_probabilities = True
@@ -40,7 +40,8 @@ class NetworkDrafter(TrainableDrafter):
         self.network = network
         self._made_of = made_of or (id(network),)
         self._shares_target_cache = shares_target_cache
-        self._vocabulary = network.config.get_text_config(decoder=True).vocab_size
+        config = network.config.get_text_config(decoder=True)
+        self._vocabulary, self.width = config.vocab_size, config.hidden_size
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
@@ -52,13 +53,13 @@ class NetworkDrafter(TrainableDrafter):
         if session.target is not None:
             self._runner = session.target.beside(self.network, self._shares_target_cache, self._made_of)
         else:
-            self._runner = EagerRunner(
-                self.network, RaggedCache.for_network(self.network, rows.capacity, rows.columns)
-            )
+            cache = RaggedCache.for_network(self.network, rows.capacity, rows.columns)
+            self._runner = EagerRunner(self.network, cache)
+        self.cache = self._runner.cache
 
     def end(self) -> None:
         super().end()
-        del self._runner, self._cached, self._fed
+        del self._runner, self.cache, self._cached, self._fed
 
     def admit(self, admission: Admission) -> None:
         if self._cached is not None:
@@ -68,7 +69,7 @@ class NetworkDrafter(TrainableDrafter):
 
     def move(self, source: list[int], destination: list[int], columns: int) -> None:
         if self._cached is not None:
-            self._runner.cache.copy_rows(source, destination, columns)
+            self.cache.copy_rows(source, destination, columns)
             self._cached[destination] = self._cached[source]
 
     def observe(self, tokens: int) -> None:
@@ -80,26 +81,12 @@ class NetworkDrafter(TrainableDrafter):
             self._cached[: rows.active] = torch.minimum(cached, rows.lengths - 1)
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        session, rows = self.session, self.session.rows
-        logits = self._logits_of_next()  # [B, V]
-        kept, scores, drawn = [], [], None
-        for step in range(draft_length):
-            drawn, processed = session.draw(logits[:, None], noise, step, drawn)
-            rows.write(step, drawn.tokens)
-            scores.append(drawn.scores)
-            if processed is not None:
-                kept.append(processed)
-            if step + 1 < draft_length:
-                logits = self._forward(rows.columns_behind(step, 1), rows.longest + step + 1)[:, 0]
+        rows = self.session.rows
+        proposal = self.draft(self._draft_logits(draft_length), noise)
         if self._cached is not None:  # all but the newest draft token were fed
             self._cached[: rows.active] = rows.lengths
             self._fed = rows.columns_behind(0, draft_length - 1), rows.window(0, draft_length - 1)
-        won = torch.cat(scores, dim=1)  # [B, γ]
-        broken = won.isnan().any(dim=1)  # [B]
-        # -inf: the processors left no token, or refused the draft so far. The row's draft ends there.
-        lengths = (won > -torch.inf).long().cumprod(dim=1).sum(dim=1).masked_fill(broken, 0)  # [B]
-        draft_logits = torch.cat(kept, dim=1) if kept else None  # [B, γ, V]
-        return Proposal(rows.window(0, draft_length), lengths, draft_logits, broken.any())
+        return proposal
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
@@ -107,15 +94,7 @@ class NetworkDrafter(TrainableDrafter):
 
     @property
     def cache_bytes(self) -> int:
-        return 0 if self._cached is None else self._runner.cache.bytes
-
-    @property
-    def cache(self) -> RaggedCache:
-        return self._runner.cache
-
-    @property
-    def width(self) -> int:
-        return self.network.config.get_text_config(decoder=True).hidden_size
+        return 0 if self._cached is None else self.cache.bytes
 
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
         # One forward instead of γ: what was drafted is known.
@@ -132,8 +111,8 @@ class NetworkDrafter(TrainableDrafter):
             if isinstance(module, nn.Linear | Conv1D | QuantizedLinear)
         }
 
-    def _logits_of_next(self) -> Tensor:
-        """Feeds what the cache lacks, up to the last committed token; returns the logits after it, `[B, V]`."""
+    def _draft_logits(self, count: int) -> Iterator[Tensor]:
+        """Logits `[B, 1, V]` of `count` draft tokens, after feeding what the cache lacks."""
         rows = self.session.rows
         missing = 1
         if self._cached is not None:
@@ -145,7 +124,9 @@ class NetworkDrafter(TrainableDrafter):
             self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)
             missing -= CATCH_UP
         columns = rows.columns_behind(-missing, missing).clamp(min=0)  # [B, missing]
-        return self._forward(columns, rows.longest)[:, -1]
+        yield self._forward(columns, rows.longest)[:, -1:]
+        for step in range(count - 1):
+            yield self._forward(rows.columns_behind(step, 1), rows.longest + step + 1)
 
     def _forward(self, columns: Tensor, visible: int) -> Tensor:
         tokens = self.session.rows.tokens[: len(columns)].gather(1, columns)  # [B, q]

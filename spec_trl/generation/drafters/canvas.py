@@ -5,6 +5,7 @@ update replays the round from a :class:`Canvas` on plain modules.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from ..engine.cache import RaggedCache, ReplayCache
 from ..engine.drafter import Drafter
+from ..engine.noise import RoundNoise
+from ..engine.verification import Proposal
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Canvas:
 
     @property
     def context(self) -> int:
-        """Number of columns before the newest committed token that come with tokens and features."""
+        """Number of columns before the newest committed token that come with features."""
         return 0 if self.features is None else self.features.shape[1]
 
     @property
@@ -59,7 +62,7 @@ class Canvas:
         return self.tokens[:, first : first + count]
 
     def cache(self) -> ReplayCache:
-        """Its K/V, to be written to in a replay."""
+        """Its K/V, for a replay to write to."""
         return ReplayCache(self.keys_values, self.columns)
 
     @property
@@ -70,45 +73,27 @@ class Canvas:
 
 
 class TrainableDrafter(Drafter):
-    """A drafter with a network whose rounds can be replayed.
-
-    Attributes:
-        network: that drafts.
-        target_ids: `[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same.
-        learned_context: number of columns before a round whose K/V a replay computes anew, with gradient.
-        context: the same where the drafter learns, else 0: then nothing is kept for replays.
-    """
+    """A drafter with a network whose rounds can be replayed."""
 
     network: nn.Module
+    width: int
+    """Width of the network's hidden states."""
+    cache: RaggedCache
+    """K/V that it drafts from; during a generation."""
     target_ids: Tensor | None = None
+    """`[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same."""
     weight_rate: float = 0.08
-    """η of Adam times the width, where none is given: a step moves every weight by about η, and what a unit sums up
-    grows with its inputs. 3e-4 at width 256; at 4096 it is 2e-5, between what others have trained drafters with online
-    (1e-6 to 1e-3)."""
+    """η of Adam times the width, where none is given: 3e-4 at width 256, and 2e-5 at 4096, where a unit has more
+    inputs; others have trained drafters online with 1e-6 to 1e-3."""
     learned_context: int = 0
+    """Number of columns before a round whose K/V a replay computes anew, with gradient."""
     context: int = 0
-
-    @property
-    @abstractmethod
-    def cache(self) -> RaggedCache:
-        """K/V that it drafts from; during a generation."""
-
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Width of the network's hidden states."""
+    """The same where the drafter learns, else 0: then nothing is kept for replays."""
 
     @abstractmethod
     def replay(self, network: Any, canvas: Canvas) -> Tensor:
-        """The draft logits of a round once more, with gradient.
-
-        Args:
-            network: this drafter's, or a copy of it.
-            canvas: the round.
-
-        Returns:
-            `[B, C, draft vocabulary]` raw logits of the first C <= γ draft tokens.
-        """
+        """Raw logits `[B, C, draft vocabulary]` of a round's first C <= γ draft tokens once more, with gradient, by
+        this drafter's network or a copy of it."""
 
     @abstractmethod
     def trained(self, network: Any) -> list[nn.Parameter]:
@@ -127,12 +112,7 @@ class TrainableDrafter(Drafter):
         return [0.8**k for k in range(count)]
 
     def canvas(self, draft_length: int, snapshot: bool) -> Canvas:
-        """The round that was just drafted and verified, before it is committed.
-
-        Args:
-            draft_length: γ.
-            snapshot: copy what later rounds write to.
-        """
+        """The round that was just drafted and verified, before it is committed; a `snapshot` copies its K/V."""
         rows = self.session.rows
         columns = rows.longest + self.columns_of_replay(draft_length)
         features = self.context_features()
@@ -147,6 +127,24 @@ class TrainableDrafter(Drafter):
         if snapshot:
             pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
         return Canvas(rows.lengths.clone(), rows.tokens[: rows.active].gather(1, where), features, columns, pairs)
+
+    def draft(self, logits: Iterable[Tensor], noise: RoundNoise | None) -> Proposal:
+        """Draws one token of every row from each of `logits` `[B, 1, V]`, γ of them, and writes it to the session's
+        rows before it asks for the next."""
+        session, rows = self.session, self.session.rows
+        kept, scores, drawn = [], [], None
+        for step, present in enumerate(logits):
+            drawn, processed = session.draw(present, noise, step, drawn)
+            rows.write(step, drawn.tokens)
+            scores.append(drawn.scores)
+            if processed is not None:
+                kept.append(processed)
+        won = torch.cat(scores, dim=1)  # [B, γ]
+        broken = won.isnan().any(dim=1)  # [B]
+        # -inf: there is no token that the processors allow, or they refused the draft so far. The row's draft ends.
+        lengths = (won > -torch.inf).long().cumprod(dim=1).sum(dim=1).masked_fill(broken, 0)  # [B]
+        draft_logits = torch.cat(kept, dim=1) if kept else None  # [B, γ, V]
+        return Proposal(rows.window(0, len(scores)), lengths, draft_logits, broken.any())
 
     def context_features(self) -> Tensor | None:
         """`[B, context, F]` of the columns before a round, a copy."""

@@ -30,13 +30,11 @@ class ConfigFile(dict[str, Any]):
 
 
 def read_checkpoint(checkpoint: str | Path) -> tuple[ConfigFile, dict[str, Tensor]]:
-    """Reads a checkpoint on the CPU, as stored: names, dtypes and bits.
-
-    `model.safetensors` or its shards; where there are none, `pytorch_model.bin` or its shards, of which nothing but
-    tensors is unpickled.
+    """Reads the config and the tensors of a checkpoint, which are left as stored, on the CPU.
 
     Args:
-        checkpoint: a folder, or a hub id, which is downloaded (`HF_HUB_OFFLINE=1`: looked up in the hub's cache).
+        checkpoint: a folder, or a hub id, which is downloaded (`HF_HUB_OFFLINE=1`: looked up in the hub's cache), with
+            `model.safetensors` or its shards, or else `pytorch_model.bin` or its shards (nothing but tensors).
 
     Raises:
         ValueError: it is neither, or a file of it is missing or cannot be read.
@@ -56,33 +54,24 @@ def read_checkpoint(checkpoint: str | Path) -> tuple[ConfigFile, dict[str, Tenso
 
 
 def read_config(checkpoint: str | Path, argument: str = "assistant_model") -> ConfigFile:
-    """The config.json of a checkpoint; nothing else is downloaded from the hub.
-
-    Args:
-        checkpoint: as in :func:`read_checkpoint`.
-        argument: the argument that named it, for messages.
+    """The config.json of a checkpoint, which `argument` named; nothing else is downloaded from the hub.
 
     Raises:
-        ValueError: it is neither, or its config.json is missing or not a JSON object.
+        ValueError: it is neither folder nor hub id, or its config.json is missing or not a JSON object.
     """
-    path = _folder_of(checkpoint, ["config.json"], argument) / "config.json"
+    path, named = _folder_of(checkpoint, ["config.json"], argument) / "config.json", f"{argument}={str(checkpoint)!r}"
     if not path.is_file():
-        raise ValueError(
-            f"{argument}={str(checkpoint)!r} has no config.json; name the folder that holds it with the weights."
-        )
+        raise ValueError(f"{named} has no config.json; name the folder that holds it with the weights.")
     try:
         return ConfigFile(path.read_bytes().decode())
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{argument}={str(checkpoint)!r}: its config.json is not a JSON object: {error}.") from error
+        raise ValueError(f"{named}: its config.json is not a JSON object: {error}.") from error
 
 
 def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Writes `config.json` and `model.safetensors`, each whole or not at all: a folder may be written over itself.
 
-    Args:
-        folder: made where it does not exist.
-        config: of :func:`read_checkpoint`, which is written as it was read unless a key has changed, or any mapping.
-        tensors: by the names they are to have.
+    A config of :func:`read_checkpoint` is written as it was read unless a key has changed.
     """
     text = json.dumps(dict(config), indent=2) + "\n"
     if isinstance(config, ConfigFile) and json.loads(config.text) == config:
@@ -117,8 +106,6 @@ def load_exactly(
 ) -> None:
     """Gives every parameter and persistent buffer of `network` the tensor of its name, and leaves none over.
 
-    Nothing keeps a value it was not given: parameters are NaN before, and none may be afterwards.
-
     Args:
         network: on the meta device, in the dtype it is to run in.
         tensors: of :func:`read_checkpoint`; floating ones are cast to the network's dtype.
@@ -133,10 +120,10 @@ def load_exactly(
     given = {stored: renamed(stored, renames) for stored in tensors if stored not in set(optional)}
     missing = sorted(set(places) - set(given.values()))
     unexpected = sorted(stored for stored, name in given.items() if name not in places)
+    remedy = "Check that weights and config.json belong together."
     if missing or unexpected:
         raise ValueError(
-            f"its tensors are not those of its config: missing {missing}, unexpected {unexpected}. Check "
-            "that weights and config.json belong together."
+            f"its tensors are not those of its config: missing {missing}, unexpected {unexpected}. {remedy}"
         )
     counts = Counter(given.values())
     if twice := sorted(stored for stored, name in given.items() if counts[name] > 1):
@@ -145,8 +132,7 @@ def load_exactly(
         tensor, place = tensors[stored], places[name]
         if tensor.shape != place.shape:
             raise ValueError(
-                f"{stored} has shape {list(tensor.shape)} and its config makes it {list(place.shape)}. Check "
-                "that weights and config.json belong together."
+                f"{stored} has shape {list(tensor.shape)} and its config makes it {list(place.shape)}. {remedy}"
             )
         if tensor.is_floating_point() != place.is_floating_point():
             raise ValueError(f"{stored} is stored as {tensor.dtype} and must be like {place.dtype}.")
@@ -156,7 +142,6 @@ def load_exactly(
         tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
     for stored, name in given.items():
         placed[name].copy_(tensors[stored])
-    for stored, name in given.items():
         if placed[name].is_floating_point() and not bool(placed[name].isfinite().all()):
             raise ValueError(
                 f"{stored} holds NaN or infinite values in {placed[name].dtype}. The file is broken, or its "
@@ -167,22 +152,16 @@ def load_exactly(
 def tensors_to_store(
     network: nn.Module, tensors: Mapping[str, Tensor], renames: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors of a checkpoint as `network` has them now, under the names and in the dtypes they came in.
+    """The tensors from which :func:`load_exactly` filled `network` as it has them now, with their names and dtypes.
 
-    One that did not change is returned bit for bit, whatever dtype the network runs in. Those without a place in the
-    network are returned as they came.
-
-    Args:
-        network: filled by :func:`load_exactly`.
-        tensors: what it was filled from.
-        renames: as there.
+    One that did not change is returned bit for bit, whatever dtype the network runs in, and so are those without a
+    place in the network.
     """
     placed = network.state_dict()
     found = dict(tensors)
     for stored, original in tensors.items():
-        name = renamed(stored, renames)
-        if name in placed:
-            now = placed[name].cpu()
+        if (now := placed.get(renamed(stored, renames))) is not None:
+            now = now.cpu()
             if not torch.equal(original.to(now.dtype), now):
                 found[stored] = now.to(original.dtype)
     return found

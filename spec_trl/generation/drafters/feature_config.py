@@ -55,22 +55,13 @@ class FeatureConfig:
         return int(self.decoder.max_position_embeddings) if is_scaled else None
 
     def check_target(self, target: PreTrainedConfig, tensors: Collection[str]) -> None:
-        """Checks that the drafter was made for a target.
-
-        Args:
-            target: the target's text config.
-            tensors: names of the tensors that the checkpoint brings.
-
-        Raises:
-            ValueError: it was made for another target, or the checkpoint lacks what it cannot borrow from this one.
-        """
+        """Raises ValueError where the drafter was made for another target than that of this text config, or where its
+        checkpoint, with tensors of these names, lacks what it cannot borrow from the target."""
         depth, wide, vocabulary = target.num_hidden_layers, target.hidden_size, target.vocab_size
-        beyond = [index for index in self.feature_layers if not 0 <= index <= depth]
-        if beyond:
+        if beyond := [index for index in self.feature_layers if not 0 <= index <= depth]:
             raise ValueError(
-                f"it reads the hidden states {list(self.feature_layers)} of its target, counted from 0 for the "
-                f"embeddings, and the target has {depth} layers and so no {beyond}. Use a drafter that was made for "
-                "this target."
+                f"it reads the target's hidden states {list(self.feature_layers)}, and the target has {depth} layers "
+                f"and so no {beyond}. Use a drafter that was made for this target."
             )
         if self.decoder.vocab_size != vocabulary:
             raise ValueError(
@@ -78,9 +69,7 @@ class FeatureConfig:
                 "drafter must use the target's tokenizer."
             )
         if self.draft_vocabulary > vocabulary:
-            raise ValueError(
-                f"draft_vocab_size={self.draft_vocabulary} is more than the vocabulary of {vocabulary} tokens."
-            )
+            raise ValueError(f"draft_vocab_size={self.draft_vocabulary} is more than the vocabulary, {vocabulary}.")
         if self.target_hidden_size not in (None, wide):
             raise ValueError(
                 f"target_hidden_size={self.target_hidden_size}, and the target's hidden states are {wide} wide. Use a "
@@ -102,17 +91,8 @@ class FeatureConfig:
 def check_keys(
     where: str, settings: Mapping[str, Any], known: Collection[str], fixed: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Checks that nothing in `settings` asks for a network that is not built here.
-
-    Args:
-        where: the part of config.json that they are from, for messages.
-        settings: keys and values.
-        known: keys whose values are read, or have no part in the forward.
-        fixed: keys that must have one of these values.
-
-    Raises:
-        ValueError: there is another key, or another value.
-    """
+    """Raises ValueError where `settings` have a key that is neither known nor fixed, or another value than the fixed
+    ones: they may ask for a network that is not built here. `where` names the part of config.json in messages."""
     for key, allowed in fixed.items():
         if key in settings and settings[key] not in allowed:
             raise ValueError(f"{where} has {key}={settings[key]!r}; of this, only {allowed[0]!r} is served.")
@@ -152,43 +132,31 @@ def read_decoder(settings: Mapping[str, Any], default_type: str, **fixed: Any) -
         raise ValueError(f"layer_types={config.layer_types}; layers are {FULL} or {SLIDING}.")
     if SLIDING in config.layer_types and not config.to_dict().get("sliding_window"):
         raise ValueError(
-            f"layer_types={config.layer_types} names sliding layers, and sliding_window is "
-            f"{settings.get('sliding_window')!r} (use_sliding_window={settings.get('use_sliding_window')!r}). Set a "
-            "window."
+            f"layer_types={config.layer_types}, and sliding_window is {settings.get('sliding_window')!r} "
+            f"(use_sliding_window={settings.get('use_sliding_window')!r}). Set a window."
         )
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act={config.hidden_act!r} is not an activation of transformers.")
     rope_type = config.rope_parameters["rope_type"]
     if rope_type not in _ROPE_TYPES:
         raise ValueError(
-            f"RoPE of type {rope_type!r} is not served, since its angles may depend on the longest row. Served are "
-            f"{_ROPE_TYPES}."
+            f"RoPE of type {rope_type!r} is not served: its angles may depend on other rows. Use one of {_ROPE_TYPES}."
         )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"num_key_value_heads={config.num_key_value_heads} must divide "
-            f"num_attention_heads={config.num_attention_heads}."
-        )
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    if heads % shared:
+        raise ValueError(f"num_key_value_heads={shared} must divide num_attention_heads={heads}.")
     return config
 
 
-def whole_number(name: str, value: Any, least: int) -> int:
-    """`value`, if it is an integer of at least `least`.
-
-    Raises:
-        ValueError: it is not; the message calls it `name`.
-    """
+def integer(name: str, value: Any, least: int) -> int:
+    """Returns `value`; raises ValueError, which calls it `name`, unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} in config.json; it must be an integer of at least {least}.")
     return value
 
 
 def layer_list(name: str, ids: Any, least: int = 0) -> tuple[int, ...]:
-    """`ids`, if they are a list of integers of at least `least`.
-
-    Raises:
-        ValueError: they are not; the message calls them `name`.
-    """
+    """Returns `ids`; raises ValueError, which calls them `name`, unless they are integers of at least `least`."""
     if not isinstance(ids, list) or not ids:
         raise ValueError(f"{name}={ids!r} in config.json; it must be a list of the target's layers.")
-    return tuple(whole_number(name, index, least) for index in ids)
+    return tuple(integer(name, index, least) for index in ids)

@@ -3,6 +3,7 @@
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +23,6 @@ from .feature_config import FeatureConfig
 from .feature_network import FeatureNetwork
 
 
-# Rotary tables and training-time copies of the target's weights that some files hold; drafting does not need them.
 _SPARE_TENSORS = (
     "rotary_emb.inv_freq",
     "midlayer.self_attn.rotary_emb.inv_freq",
@@ -30,6 +30,7 @@ _SPARE_TENSORS = (
     "verifier_norm.weight",
     "verifier_lm_head.weight",
 )
+"""Some files hold them; drafting does not need them."""
 
 
 class FeatureDrafter(TrainableDrafter):
@@ -42,8 +43,8 @@ class FeatureDrafter(TrainableDrafter):
         dtype: in which the network runs; None: the target's.
 
     Attributes:
-        feature_layers: which hidden states of the target it reads, next to each other, in transformers' count.
-        position_limit: number of tokens that its scaled positions reach; None: RoPE is not scaled and has no end.
+        feature_layers: which hidden states of the target it reads, in transformers' count.
+        position_limit: as in :class:`FeatureConfig`.
 
     Raises:
         ValueError: the checkpoint is broken, or was made for another target.
@@ -74,22 +75,23 @@ class FeatureDrafter(TrainableDrafter):
         except ValueError as error:
             raise ValueError(f"assistant_model={str(checkpoint)!r}: {error}") from error
         self.feature_layers, self.position_limit = config.feature_layers, config.position_limit
-        self._vocabulary = config.decoder.vocab_size
-        self.cost = self._forward_cost(target)
+        self._vocabulary, self.width = config.decoder.vocab_size, config.decoder.hidden_size
+        # What a forward reads and multiplies with: a borrowed head counts, embeddings, which are looked up, do not.
+        weights = [p for name, p in network.named_parameters() if name != "embed_tokens.weight"]
+        if network.lm_head is None:
+            weights += list(target.get_output_embeddings().parameters())
+        positions, drafts = self.forward_size
+        size = sum(weight.numel() for weight in weights)
+        self.cost = DraftCost(float(sum(weight.nbytes for weight in weights)), 2.0 * positions * size, drafts)
 
     @abstractmethod
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> FeatureConfig:
         """Reads a checkpoint's config.json for a target, given by its text config."""
 
-    @property
-    def forward_size(self) -> tuple[int, int]:
-        """Number of a row's positions that one forward runs over, and of draft tokens that come out of it."""
-        return 1, 1
-
-    @property
-    def most_drafts(self) -> int:
-        """Number of tokens that it can draft in one round."""
-        return sys.maxsize
+    forward_size: tuple[int, int] = (1, 1)
+    """Number of a row's positions that one forward runs over, and of draft tokens that come out of it."""
+    most_drafts: int = sys.maxsize
+    """Number of tokens that it can draft in one round."""
 
     @abstractmethod
     def draft_logits(self, count: int) -> Iterator[Tensor]:
@@ -98,35 +100,22 @@ class FeatureDrafter(TrainableDrafter):
 
     @abstractmethod
     def take_features(self, features: Tensor, positions: Tensor, first_row: int) -> None:
-        """Keeps what drafting needs of the target's features, after each of its forwards.
-
-        Args:
-            features: `[B, q, feature width]` in the network's dtype.
-            positions: `[B, q]` int64, the columns they belong to; the drafter's cache points at these.
-            first_row: cache row of the first.
-        """
+        """Keeps what drafting needs of the target's features `[B, q, feature width]`, in the network's dtype, at
+        `positions` `[B, q]` of the rows from `first_row` on; the drafter's cache points at these."""
 
     def save(self, folder: str | Path) -> None:
-        """Writes the checkpoint in the format it came in: names, dtypes and config; what did not change, bit for bit.
-
-        Weights that came from a `.bin` file are written as safetensors.
-        """
+        """Writes the checkpoint in the format it came in: what did not change bit for bit, tensors as safetensors."""
         write_checkpoint(folder, self._settings, tensors_to_store(self.network, self._stored, self.renames))
 
     def check_length(self, columns: int) -> None:
         if self.position_limit is not None and columns > self.position_limit:
             raise ValueError(
-                f"rows can reach {columns} tokens, drafts included, and the {self.strategy} drafter's scaled "
-                f"positions reach {self.position_limit} (max_position_embeddings). Lower max_new_tokens, or use a "
-                "drafter with a longer context."
+                f"rows can reach {columns} tokens, drafts included, and the {self.strategy} drafter's positions reach "
+                f"{self.position_limit} (max_position_embeddings). Lower max_new_tokens, or use another drafter."
             )
 
     def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: transformers' own loop does not show the target's hidden states.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raises ValueError: transformers' own loop does not show the target's hidden states."""
         raise ValueError(
             f"a {type(self).__name__} needs the target's hidden states, which transformers' assisted loop does not "
             f'hand over. Generate with assistant_strategy="{self.strategy}".'
@@ -143,9 +132,9 @@ class FeatureDrafter(TrainableDrafter):
         self._prompt_ends: Tensor | None = None  # [capacity, context, F]
         # A draft starts at a row's newest token.
         columns = rows.columns + self.columns_of_replay(0)
-        self._cache = RaggedCache(decoder.num_hidden_layers, rows.capacity, columns)
+        self.cache = RaggedCache(decoder.num_hidden_layers, rows.capacity, columns)
         like = self.network.fc.weight.new_empty(1, decoder.num_key_value_heads, 0, decoder.head_dim)
-        for layer in self._cache.layers:  # now, where a lack of memory is reported
+        for layer in self.cache.layers:  # now, where a lack of memory is reported
             layer.lazy_initialization(like, like)
         assert session.target is not None
         session.target.listen(self.feature_layers, self._hear)
@@ -154,7 +143,7 @@ class FeatureDrafter(TrainableDrafter):
         assert self.session.target is not None
         self.session.target.stop_listening(self._hear)
         super().end()
-        del self._cache, self._failure, self._recent, self._prompt_ends
+        del self.cache, self._failure, self._recent, self._prompt_ends
 
     def admit(self, admission: Admission) -> None:
         if admission.followers:
@@ -169,37 +158,19 @@ class FeatureDrafter(TrainableDrafter):
 
     def copy_rows(self, source: list[int], destination: list[int], columns: int) -> None:
         """Copies what rows `source` hold for their first `columns` to rows `destination`."""
-        self._cache.copy_rows(source, destination, columns)
+        self.cache.copy_rows(source, destination, columns)
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         if self._failure is not None:
             raise self._failure
-        session, rows = self.session, self.session.rows
         steps = min(draft_length, self.most_drafts)
-        kept, scores, drawn = [], [], None
-        for step, logits in enumerate(self.draft_logits(steps)):
-            drawn, processed = session.draw(self._over_target(logits), noise, step, drawn)
-            rows.write(step, drawn.tokens)
-            scores.append(drawn.scores)
-            if processed is not None:
-                kept.append(processed)
-        won = torch.cat(scores, dim=1)  # [B, steps]
-        broken = won.isnan().any(dim=1)  # [B]
-        # -inf: the processors left no token of the draft vocabulary, or refused the draft. A row drafts up to there.
-        lengths = (won > -torch.inf).long().cumprod(dim=1).sum(dim=1)  # [B]
-        lengths = lengths.masked_fill(broken | (rows.lengths < self.least_tokens), 0)
-        missing = draft_length - steps
-        tokens = nn.functional.pad(rows.window(0, steps), (0, missing))  # [B, γ]
-        draft_logits = nn.functional.pad(torch.cat(kept, dim=1), (0, 0, 0, missing)) if kept else None  # [B, γ, V]
-        return Proposal(tokens, lengths, draft_logits, broken.any())
-
-    @property
-    def cache(self) -> RaggedCache:
-        return self._cache
-
-    @property
-    def width(self) -> int:
-        return self.network.config.decoder.hidden_size
+        drafted = self.draft(map(self._over_target, self.draft_logits(steps)), noise)
+        lengths = drafted.lengths.masked_fill(self.session.rows.lengths < self.least_tokens, 0)  # [B]
+        if missing := draft_length - steps:
+            tokens = nn.functional.pad(drafted.tokens, (0, missing))  # [B, γ]
+            logits = None if drafted.logits is None else nn.functional.pad(drafted.logits, (0, 0, 0, missing))
+            return replace(drafted, tokens=tokens, lengths=lengths, logits=logits)
+        return replace(drafted, lengths=lengths)
 
     @property
     def cache_bytes(self) -> int:
@@ -223,7 +194,7 @@ class FeatureDrafter(TrainableDrafter):
             return
         try:
             self._keep_recent(features, positions, first_row)
-            self._cache.point_at(positions, 0, first_row)
+            self.cache.point_at(positions, 0, first_row)
             with self.own_dtype():
                 self.take_features(features.to(self.network.dtype), positions, first_row)
         except Exception as error:
@@ -235,15 +206,6 @@ class FeatureDrafter(TrainableDrafter):
             return logits
         whole = logits.new_full((*logits.shape[:-1], self._vocabulary), -torch.inf)  # [B, 1, V]
         return whole.index_copy_(-1, self.target_ids, logits)
-
-    def _forward_cost(self, target: PreTrainedModel) -> DraftCost:
-        """Embeddings, which are looked up and not multiplied, do not count; a borrowed head does."""
-        weights = [p for name, p in self.network.named_parameters() if name != "embed_tokens.weight"]
-        if self.network.lm_head is None:
-            weights += list(target.get_output_embeddings().parameters())
-        positions, drafts = self.forward_size
-        size = sum(weight.numel() for weight in weights)
-        return DraftCost(float(sum(weight.nbytes for weight in weights)), 2.0 * positions * size, drafts)
 
     # ---- the newest features of each row, for replays ------------------------------------------------------------
 
@@ -264,8 +226,8 @@ class FeatureDrafter(TrainableDrafter):
         self._recent[row, (positions % size).masked_fill(~is_near, size)] = features
 
     def _admit_recent(self, admission: Admission) -> None:
-        """Gives rows that share a prompt its last features. These are kept apart from the ring, since the row that
-        they are copied from may have generated since, and its ring no longer holds them."""
+        """Gives rows that share a prompt its last features, which are kept apart: the first of these rows may have
+        generated since, and its ring no longer holds them."""
         if self._recent is None:
             return
         rows, size = self.session.rows, self._recent.shape[1] - 1

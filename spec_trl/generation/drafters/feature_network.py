@@ -56,10 +56,8 @@ class FeatureNetwork(nn.Module):
         return self.fc.weight.dtype
 
     def embed(self, tokens: Tensor, target: nn.Module) -> Tensor:
-        """Embeddings `[B, n, hidden]` of `tokens` `[B, n]`: its own, or those of the `target`'s embedding module.
-
-        Rows of the table as they are: what a family does to them afterwards (Gemma) is left out, as in the references.
-        """
+        """Embeddings `[B, n, hidden]` of `tokens` `[B, n]`: its own, or plain rows of the `target`'s embedding module,
+        without what some families (Gemma) do to them afterwards."""
         table = (target if self.embed_tokens is None else self.embed_tokens).get_parameter("weight")
         return F.embedding(tokens, table).to(self.dtype)
 
@@ -87,10 +85,8 @@ class FeatureNetwork(nn.Module):
 
 
 class Rotary:
-    """Rotary positions with transformers' frequencies, computed for the positions at hand: there is no table to end.
-
-    Not a module: a buffer would stay on the meta device while a checkpoint is loaded, and be cast with the weights.
-    """
+    """Rotary positions with transformers' frequencies. Not a module: a buffer would stay on the meta device while a
+    checkpoint is loaded, and be cast with the weights."""
 
     def __init__(self, decoder: PreTrainedConfig) -> None:
         with torch.device("cpu"):
@@ -109,14 +105,8 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """Attention with grouped heads and rotary positions, over keys and values that a :data:`Store` keeps.
-
-    Args:
-        decoder: sizes.
-        inputs: width of what the projections read.
-        layer: index of its layer.
-        has_norms: whether queries and keys are normed per head.
-    """
+    """Attention with grouped heads and rotary positions, over keys and values that a :data:`Store` keeps by `layer`.
+    Projections read `inputs` numbers; with `has_norms` queries and keys are normed per head."""
 
     def __init__(self, decoder: PreTrainedConfig, inputs: int, layer: int, has_norms: bool) -> None:
         super().__init__()
@@ -136,14 +126,7 @@ class Attention(nn.Module):
         return store(keys, self._split(self.v_proj(x)).transpose(1, 2), self.layer)
 
     def forward(self, x: Tensor, rotation: Rotation, mask: Tensor, store: Store) -> Tensor:
-        """`[B, n, hidden]` of `x` `[B, n, inputs]`, over what `store` returns.
-
-        Args:
-            x: what queries, keys and values are made of.
-            rotation: at the positions of `x`.
-            mask: additive `[B, 1, n, columns]`.
-            store: keeps the keys and values.
-        """
+        """`[B, n, hidden]` of `x` `[B, n, inputs]`, over what `store` returns; additive mask `[B, 1, n, columns]`."""
         keys, values = self.remember(x, rotation, store)  # [B, kv_heads, columns, d] each
         queries = _rotated(self.q_norm(self._split(self.q_proj(x))), rotation)  # [B, heads, n, d]
         attended, _ = ragged_attention(self, queries, keys, values, mask)  # [B, n, heads, d]

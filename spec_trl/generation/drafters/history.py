@@ -2,8 +2,9 @@
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -25,12 +26,10 @@ _PARTS = {
 }
 """Tensors of a saved history."""
 
-class HistoryDrafter(Drafter):
-    """Proposes what followed the longest suffix match in the texts of a row's prompt.
 
-    These are the completions of earlier generations (epochs), those of its group siblings, in flight or finished, and
-    the row's own text. Only tokens that the target has chosen enter. A policy that has moved on since accepts fewer of
-    them, and still samples what it would have sampled.
+class HistoryDrafter(Drafter):
+    """Proposes what followed the longest suffix match in the texts of a row's prompt: completions of earlier
+    generations (epochs), those of its group siblings, in flight or finished, and the row's own text.
 
     Args:
         history_max_tokens: bound on the tokens kept, see :class:`RolloutHistory`.
@@ -73,16 +72,11 @@ class HistoryDrafter(Drafter):
         rows = self.session.rows
         drafts = [self.history.propose(text, draft_length) for text in self._texts[: rows.active]]
         padded = [draft + [0] * (draft_length - len(draft)) for draft in drafts]
-        device = rows.tokens.device
-        tokens = torch.tensor(padded, dtype=torch.int64, device=device)  # [B, γ]
-        lengths = torch.tensor([len(draft) for draft in drafts], dtype=torch.int64, device=device)  # [B]
-        return Proposal(tokens, lengths)
+        tokens = torch.tensor(padded, dtype=torch.int64, device=rows.tokens.device)  # [B, γ]
+        return Proposal(tokens, torch.tensor([len(draft) for draft in drafts], device=tokens.device))  # lengths: [B]
 
     def _read(self, count: int) -> tuple[list[int], list[list[int]]]:
-        """Length and last `count` committed tokens of each row, in one transfer from the device.
-
-        What lies before a row's first token is its first token again.
-        """
+        """Length and last `count` committed tokens of each row, the first one repeated where there are fewer."""
         rows = self.session.rows
         columns = rows.columns_behind(-count, count).clamp(min=0)  # [B, count]
         tails = rows.tokens[: rows.active].gather(1, columns)  # [B, count]
@@ -90,7 +84,7 @@ class HistoryDrafter(Drafter):
         return [row[0] for row in values], [row[1:] for row in values]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The history, for a checkpoint; see :meth:`RolloutHistory.state_dict`."""
+        """See :meth:`RolloutHistory.state_dict`."""
         return self.history.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -100,12 +94,8 @@ class HistoryDrafter(Drafter):
 
 @dataclass(eq=False)
 class Text:
-    """One completion: its tokens so far, and where it ends in its prompt's index.
-
-    Args:
-        prompt: what it belongs to; None: evicted.
-        length: tokens, the prompt's included; counted on when the text itself has been evicted.
-    """
+    """One completion: its tokens so far, the `node` where it ends in its prompt's index, and its length with the
+    prompt's, which is counted on when the text has been evicted (`prompt` is None)."""
 
     prompt: "_Prompt | None"
     length: int
@@ -124,10 +114,9 @@ class _Prompt:
 class RolloutHistory:
     """Completions by prompt, the newest `max_tokens` tokens of them.
 
-    At rest a text takes four bytes per token. Only the prompts in flight have a suffix index, built when they come in
-    and dropped with them. When the bound is reached the oldest texts go first, whatever their prompt: in epochs, the
-    prompt that was used least recently is the next to come. A text in flight that has to go is not continued, and its
-    row gets no more drafts.
+    At rest a text takes four bytes per token. Only the prompts in flight have a suffix index. When the bound is
+    reached the oldest texts go first: in epochs, the prompt that was used least recently is the next to come. A text
+    in flight that has to go is not continued, and its row gets no more drafts.
 
     Args:
         max_tokens: bound on the tokens kept: texts, and prompts that have any.
@@ -175,9 +164,12 @@ class RolloutHistory:
         """Up to `draft_length` tokens that may follow the text."""
         if text.prompt is None:
             return []
-        index = text.prompt.index
+        prompt, index = text.prompt, text.prompt.index
         if index is None:
-            index = self._build_index(text.prompt)
+            index = prompt.index = SuffixIndex(prompt.tokens)
+            self._indexed.add(prompt)
+            for each in prompt.texts:
+                each.node = index.extend(index.root, each.tokens)
         return index.propose(text.node, draft_length)
 
     def evict(self) -> None:
@@ -199,34 +191,23 @@ class RolloutHistory:
             prompt.index = None
             self._indexed.remove(prompt)
 
-    def _build_index(self, prompt: _Prompt) -> SuffixIndex:
-        index = prompt.index = SuffixIndex(prompt.tokens)
-        self._indexed.add(prompt)
-        for text in prompt.texts:
-            text.node = index.extend(index.root, text.tokens)
-        return index
-
     def state_dict(self) -> dict[str, Tensor]:
-        """All texts, oldest first, as flat tensors: loads with `torch.load(weights_only=True)`.
+        """All texts, oldest first, as flat tensors: `prompts` int32 and `prompt_lengths` `[P]` int64 hold the prompts'
+        tokens, one after the other, `texts` int32 and `text_lengths` `[T]` int64 the texts', and `text_prompts` `[T]`
+        int64 which prompt each text belongs to."""
+        prompts = list(dict.fromkeys(text.prompt for text in self._texts if text.prompt is not None))
+        number = {prompt: place for place, prompt in enumerate(prompts)}
 
-        Returns:
-            `prompts` int32 and `prompt_lengths` `[P]` int64: the prompts' tokens, one after the other; `texts` int32
-            and `text_lengths` `[T]` int64 likewise; `text_prompts` `[T]` int64: which prompt each text belongs to.
-        """
-        number: dict[bytes, int] = {}
-        prompts, texts = array("i"), array("i")
-        prompt_lengths, text_lengths, text_prompts = array("q"), array("q"), array("q")
-        for text in self._texts:
-            prompt = text.prompt
-            assert prompt is not None
-            if prompt.key not in number:
-                number[prompt.key] = len(number)
-                prompts.extend(prompt.tokens)
-                prompt_lengths.append(len(prompt.tokens))
-            texts.extend(text.tokens)
-            text_lengths.append(len(text.tokens))
-            text_prompts.append(number[prompt.key])
-        parts = (prompts, prompt_lengths, texts, text_lengths, text_prompts)
+        def flat(held: Iterable[Text | _Prompt]) -> "array[int]":
+            return array("i", chain.from_iterable(each.tokens for each in held))
+
+        parts = (
+            flat(prompts),
+            array("q", [len(prompt.tokens) for prompt in prompts]),
+            flat(self._texts),
+            array("q", [len(text.tokens) for text in self._texts]),
+            array("q", [number[text.prompt] for text in self._texts if text.prompt is not None]),
+        )
         return {
             # torch.frombuffer refuses an empty buffer.
             name: torch.frombuffer(part, dtype=dtype) if part else torch.zeros(0, dtype=dtype)
@@ -239,7 +220,7 @@ class RolloutHistory:
         Raises:
             ValueError: `state` is something else, or damaged; the history is left as it was.
         """
-        if (damage := _damage(state)) is not None:
+        if damage := _damage(state):
             raise ValueError(
                 f"state is not a whole rollout history: {damage}. Load what HistoryDrafter.state_dict() gave, or go "
                 "on without: the history only makes rollouts faster."

@@ -8,11 +8,8 @@ from ..engine.verification import Proposal
 
 
 class NgramDrafter(Drafter):
-    """Proposes the tokens after the most recent earlier occurrence of a row's last n tokens, longest n first.
-
-    Args:
-        ngram_size: largest n.
-    """
+    """Proposes the tokens after the most recent earlier occurrence of a row's last n tokens, longest n first, at most
+    `ngram_size`."""
 
     strategy = "ngram"
     has_probabilities = False

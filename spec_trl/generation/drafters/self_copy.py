@@ -21,11 +21,7 @@ from .autoregressive import NetworkDrafter
 class SelfDrafter(NetworkDrafter):
     """A twin of the policy with quantized projections; everything else is the policy's own, by reference.
 
-    Args:
-        policy: the live policy; never changed.
-        quantization: scheme, see :class:`~spec_trl.generation.configuration.SpeculativeConfig`.
-        kernel: kernel name or "auto".
-        lm_head: "auto", "dense" or "packed".
+    Arguments are those of :func:`~spec_trl.quantization.quantize_projections`; the policy is never changed.
     """
 
     strategy = "self"
@@ -47,19 +43,15 @@ class SelfDrafter(NetworkDrafter):
     def refresh(self, statistics: ActivationStatistics | None = None) -> None:
         """Requantizes the policy's present weights into the same buffers (ER §3.1, Algorithm 1 line 3).
 
-        Args:
-            statistics: of the policy's forwards in the step before, over `quantized.activation_aware_layers`; the
-                "awq" schemes choose their scales by them and round to nearest without (ER §C.4).
+        The "awq" schemes choose their scales by `statistics` of the policy's forwards in the step before, over
+        `quantized.activation_aware_layers`, and round to nearest without (ER §C.4).
         """
         self.quantized.refresh(statistics)
         self._is_stale = False
 
     def refresh_if_changed(self) -> None:
-        """Requantizes if the policy's weights have changed since this was called or the drafter was made.
-
-        Storage and version counters of the parameters show a change. Writes through `.data` escape them: they cost
-        acceptance until the next change that is seen, never correctness.
-        """
+        """Requantizes if storage or version counters show that the policy's weights have changed since the last call.
+        Writes through `.data` escape them: they cost acceptance until the next change that is seen."""
         policy = self._policy()
         if policy is not None and self._versions != (present := versions(policy)):
             self.refresh()
@@ -114,11 +106,7 @@ class SelfDrafter(NetworkDrafter):
 
 def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_head: str) -> SelfDrafter:
     """The self-drafter that is kept for `policy`, refreshed if its weights have changed; or a new one, where none is
-    kept or another call has it. It is the caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`.
-
-    Without activation statistics "awq" schemes round to nearest. For scales, make a SelfDrafter, refresh it with
-    statistics, and pass it as `drafter`.
-    """
+    kept or another call has it. It is the caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`."""
     made_for = (quantization, kernel, lm_head, *map(id, policy.parameters()))
     drafter: SelfDrafter | None = kept.take(policy, SelfDrafter.strategy)
     if drafter is not None and drafter.made_for == made_for:

@@ -11,14 +11,10 @@ from .autoregressive import NetworkDrafter
 
 
 class SmallModelDrafter(NetworkDrafter):
-    """Drafts with `assistant`, over a K/V cache of its own.
-
-    Args:
-        assistant: a causal LM; it is neither copied nor changed.
-        target: what it drafts for.
+    """Drafts with `assistant`, a causal LM that is neither copied nor changed, over a K/V cache of its own.
 
     Raises:
-        ValueError: the assistant's family, vocabulary or device does not fit.
+        ValueError: the assistant's family, vocabulary or device does not fit the target's.
     """
 
     strategy = "model"
@@ -36,10 +32,8 @@ class SmallModelDrafter(NetworkDrafter):
                 'same family, or assistant_strategy="self".'
             )
         if assistant.device != target.device:
-            raise ValueError(
-                f"assistant_model is on {assistant.device} and the target on {target.device}; move it with "
-                f"assistant_model.to({str(target.device)!r})."
-            )
+            move = f"assistant_model.to({str(target.device)!r})"
+            raise ValueError(f"assistant_model is on {assistant.device}, the target on {target.device}; call {move}.")
         super().__init__(make_shadow(assistant), shares_target_cache=False, made_of=fingerprint(assistant))
         constants = model_constants(assistant)
         self.cost = DraftCost(constants.weight_bytes, constants.dense_flops)
@@ -48,10 +42,7 @@ class SmallModelDrafter(NetworkDrafter):
 def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrainedModel) -> PreTrainedModel:
     """Returns the assistant module itself, or loads it from a path or hub id in the target's dtype and device."""
     if assistant is None:
-        raise ValueError(
-            'assistant_strategy="model" needs assistant_model: a smaller causal LM with the same tokenizer, or its '
-            "path or hub id."
-        )
+        raise ValueError('assistant_strategy="model" needs assistant_model: a smaller causal LM, its path or hub id.')
     if isinstance(assistant, PreTrainedModel):
         return assistant
     if not isinstance(assistant, str):

@@ -37,17 +37,13 @@ class SuffixIndex:
         self._next = array("i")  # node after it in the same text; -1: none yet, or the prompt's end
         self._newest: tuple[dict[int, int], ...] = tuple({} for _ in ANCHORS)
         self._older = tuple(array("i") for _ in ANCHORS)  # the next older node after the same run; -1: none
-        self._root = -1
-        self._root = self.extend(-1, prompt)
+        self.root = -1
+        self.root = self.extend(-1, prompt)
+        """The prompt's last node, where every text begins."""
 
     def __len__(self) -> int:
         """Number of tokens, the prompt's included."""
         return len(self._tokens)
-
-    @property
-    def root(self) -> int:
-        """The prompt's last node, where every text begins."""
-        return self._root
 
     def extend(self, node: int, tokens: Sequence[int]) -> int:
         """Adds `tokens` after `node`, the newest node of its text; returns the text's newest node."""
@@ -63,7 +59,7 @@ class SuffixIndex:
             self._tokens.append(text[position])
             self._previous.append(node)
             self._next.append(-1)
-            if node != self._root:  # many texts follow the prompt; a lookup finds them all
+            if node != self.root:  # many texts follow the prompt; a lookup finds them all
                 self._next[node] = new
             node = new
         return node
@@ -100,14 +96,12 @@ class SuffixIndex:
             for _ in range(CANDIDATES):
                 if candidate < 0:
                     break
-                length, node = 0, previous[candidate]
-                if k == LONGEST_MATCH:  # two runs with one 64-bit hash would be no more than a bad draft
-                    length = k
-                else:
-                    for token in backwards:
-                        if node < 0 or tokens[node] != token:
-                            break
-                        length, node = length + 1, previous[node]
+                # Two runs of LONGEST_MATCH tokens with one 64-bit hash would be no more than a bad draft.
+                length, node = k if k == LONGEST_MATCH else 0, previous[candidate]
+                for token in backwards[length:]:
+                    if node < 0 or tokens[node] != token:
+                        break
+                    length, node = length + 1, previous[node]
                 if length > longest:
                     longest, found = length, [candidate]
                 elif length == longest:

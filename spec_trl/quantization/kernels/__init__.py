@@ -30,11 +30,7 @@ __all__ = [
 
 
 def check_kernel_name(name: str) -> None:
-    """Refuses an unknown kernel name.
-
-    Raises:
-        ValueError: `name` is neither "auto" nor a kernel's name.
-    """
+    """Raises ValueError where `name` is neither "auto" nor a kernel's name."""
     names = ["auto", *dict.fromkeys(kernel.name for kernel in KERNELS)]
     if name not in names:
         raise ValueError(f"kernel={name!r} is not a kernel; use one of {names}")
@@ -54,8 +50,7 @@ def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:
     """The kernel for `layer`, or the reason why there is none.
 
     "auto" takes the fastest kernel that can hold the layer: on a CPU the first of a fixed list, on a GPU the one that
-    measured fastest, and none where the dense layer is faster still. It never takes "reference", which is slower than
-    the policy's own dense layer.
+    measured fastest, and none where the dense layer is faster still. It never takes "reference".
     """
     choice = _choose(name, layer)
     return choice if isinstance(choice, str) else choice[0]

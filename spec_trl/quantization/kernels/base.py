@@ -59,13 +59,7 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class Package:
-    """A package, torch aside, that a kernel comes from.
-
-    Attributes:
-        name: of the distribution, whose version counts.
-        module: what its installation makes importable.
-        requirement: what to give to `pip install`.
-    """
+    """A kernel's package: its distribution, what it makes importable, and what to give to `pip install`."""
 
     name: str
     module: str
@@ -75,9 +69,8 @@ class Package:
 class PackedWeight(nn.Module, ABC):
     """One quantized weight in one kernel's layout. The subclass is the kernel; the instance is a layer's weight.
 
-    A kernel says which layers it cannot hold (`unsupported`), allocates its buffers (`__init__`), stores rows in them
-    (`pack_`) and multiplies with them (`linear`). Buffers are only ever written in place, so a captured CUDA graph
-    that reads them survives a refresh. They are non-persistent: a checkpoint never holds a copy of the policy.
+    Buffers are only ever written in place, so a captured CUDA graph that reads them survives a refresh. They are
+    non-persistent: a checkpoint never holds a copy of the policy.
 
     Attributes:
         name: the kernel's name; kernels for different devices may share one.
@@ -102,7 +95,7 @@ class PackedWeight(nn.Module, ABC):
     activation_dtype: torch.dtype
 
     def __init__(self, layer: LayerSpec) -> None:
-        """Allocate the buffers for `layer`, which `unsupported` has let pass."""
+        """Allocates the buffers for `layer`, which `unsupported` has let pass."""
         super().__init__()
         self.layer = layer
         self.activation_dtype = layer.activation_dtype or (*self.activation_dtypes, layer.policy_dtype)[0]
@@ -117,9 +110,8 @@ class PackedWeight(nn.Module, ABC):
         if cls.activation_dtypes and layer.activation_dtype not in (None, *cls.activation_dtypes):
             known = " or ".join(map(str, cls.activation_dtypes))
             return f"activation_dtype={layer.activation_dtype}, and it computes in {known}"
-        for size, multiple, which in zip(
-            (layer.out_features, layer.in_features), cls.multiples, ("output", "input"), strict=True
-        ):
+        sizes = (layer.out_features, layer.in_features)
+        for size, multiple, which in zip(sizes, cls.multiples, ("output", "input"), strict=True):
             if size % multiple:
                 return f"{size} {which} features are no multiple of {multiple}"
         if cls.package is not None and importlib.util.find_spec(cls.package.module) is None:
@@ -128,7 +120,7 @@ class PackedWeight(nn.Module, ABC):
 
     @abstractmethod
     def pack_(self, first_row: int, rows: QuantizedRows) -> None:
-        """Store `rows` in place as rows first_row, first_row + 1, … of the weight."""
+        """Stores `rows` in place as rows first_row, first_row + 1, … of the weight."""
 
     @abstractmethod
     def linear(self, x: Tensor) -> Tensor:

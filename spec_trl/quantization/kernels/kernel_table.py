@@ -26,14 +26,8 @@ def cache_directory() -> Path:
 
 @dataclass(frozen=True)
 class TableKey:
-    """What a table is valid for.
-
-    Attributes:
-        device: the GPU's name.
-        software: versions of torch and of the packages that the timed kernels come from.
-        layer: shape, bits, group and dtypes.
-        kernels: names of the kernels that were timed.
-    """
+    """What a table is valid for: the GPU's name; versions of torch and of the timed kernels' packages; shape, bits,
+    group and dtypes of the layer; names of the timed kernels."""
 
     device: str
     software: str
@@ -94,9 +88,8 @@ class KernelTable:
 
         def small(kernel: str) -> float:
             limit = self.max_rows(kernel)
-            return math.fsum(
-                math.log(self.kernels[kernel][rows] if rows <= limit else self.dense[rows]) for rows in SMALL_ROWS
-            )
+            times = [(self.kernels[kernel] if rows <= limit else self.dense)[rows] for rows in SMALL_ROWS]
+            return math.fsum(map(math.log, times))
 
         useful = [kernel for kernel in self.kernels if self.max_rows(kernel)]
         if not useful:
@@ -105,21 +98,13 @@ class KernelTable:
         return KernelChoice(best, self.max_rows(best))
 
     def save(self) -> None:
-        """Writes the table to its file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes the table to its file; raises OSError where it cannot."""
         write_json(self.key.path, self)
 
     @classmethod
     def load(cls, key: TableKey) -> "KernelTable":
-        """Reads the table for `key`.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: its file is damaged, of another version, or for another key.
-        """
+        """Reads the table for `key`; raises FileNotFoundError where there is none, and ValueError where its file is
+        damaged, of another version, or for another key."""
         table = read_json(key.path, cls, "table of kernels", "it is measured again")
         if table.key != key:
             raise ValueError(f"{key.path} is for something else; it is measured again.")

@@ -69,18 +69,11 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
         return KernelChoice(kernels[0].name, UNMEASURED_ROWS)
 
 
-def kernel_table(
-    layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays
-) -> KernelTable:
-    """Times of the dense layer and of each of `kernels`, for random weights and activations; kept as above.
+def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays) -> KernelTable:
+    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights; kept as above.
 
     A kernel that fails, or whose product differs from (code - zero) * scale by more than bfloat16 rounding, is not in
     the table. One warning names it, and such a table is not saved.
-
-    Args:
-        layer: what to hold; its device is where it is measured.
-        kernels: those that can hold `layer`.
-        timer: how calls are timed.
     """
     key = _key(layer, kernels)
     if key not in tables:
@@ -89,9 +82,12 @@ def kernel_table(
         except (ValueError, OSError) as error:
             if not isinstance(error, FileNotFoundError):  # nobody named this file: it is no reason to stop
                 warnings.warn(f"the kernels are measured again: {error}", stacklevel=2)
-            tables[key] = measure(layer, kernels, timer)
-            if len(tables[key].kernels) == len(kernels):
-                _save(tables[key])
+            table = tables[key] = measure(layer, kernels, timer)
+            if len(table.kernels) == len(kernels):
+                try:
+                    table.save()
+                except OSError as refused:  # a read-only home
+                    warnings.warn(f"the times of the kernels could not be kept in {key.path}: {refused}", stacklevel=2)
     return tables[key]
 
 
@@ -100,8 +96,19 @@ def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Time
     key, dense_dtype = _key(layer, kernels), _dense_dtype(layer)  # under the caller's autocast
     times: dict[str, Times] = {}
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
-        inputs = {rows: _random((rows, layer.in_features), torch.float32, layer, seed=rows) for rows in ROWS}
-        dense = _time_dense(layer, dense_dtype, inputs, timer)
+        generator = torch.Generator(layer.device).manual_seed(0)
+        draw = partial(torch.randn, generator=generator, device=layer.device)
+        inputs = {rows: draw(rows, layer.in_features) for rows in ROWS}  # [m, in] each
+
+        def clock(name: str, dtype: torch.dtype, products: list[Callable[[Tensor], Tensor]]) -> Times:
+            turns = products * -(-MIN_CALLS // len(products))
+            rounded = {rows: x.to(dtype) for rows, x in inputs.items()}  # [m, in] each
+            return {rows: timer(name, rows, [partial(product, x) for product in turns]) for rows, x in rounded.items()}
+
+        weight = draw(layer.out_features, layer.in_features, dtype=dense_dtype)  # [out, in]
+        weights = [weight, *(weight.clone() for _ in range(_copies(weight.nbytes, layer.device) - 1))]
+        dense = clock("dense", dense_dtype, [partial(F.linear, weight=weight) for weight in weights])
+        del weight, weights
         for kernel in kernels:
             if kernel.name in failed_kernels:
                 continue
@@ -110,7 +117,9 @@ def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Time
                 for first, rows in random_rows(packed):
                     packed.pack_(first, rows)
                 _check(packed, inputs)
-                times[kernel.name] = _time_packed(packed, inputs, timer)
+                copies = [copy.deepcopy(packed) for _ in range(_copies(packed.nbytes, layer.device) - 1)]
+                products = [each.linear for each in (packed, *copies)]
+                times[kernel.name] = clock(kernel.name, packed.activation_dtype, products)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a compiler that is missing, a driver too old, a bug: others remain
@@ -154,46 +163,11 @@ def _check(packed: PackedWeight, inputs: dict[int, Tensor]) -> None:
                 raise ArithmeticError(f"with {rows} rows its product is off by {float(error):.3g} standard deviations")
 
 
-def _time_dense(layer: LayerSpec, dtype: torch.dtype, inputs: dict[int, Tensor], timer: Timer) -> Times:
-    weight = _random((layer.out_features, layer.in_features), dtype, layer, seed=0)  # [out, in]
-    weights = [weight, *(weight.clone() for _ in range(_copies(weight.nbytes, layer.device) - 1))]
-    return {
-        rows: timer("dense", rows, _cycle([partial(F.linear, x.to(dtype), w) for w in weights]))
-        for rows, x in inputs.items()
-    }
-
-
-def _time_packed(packed: PackedWeight, inputs: dict[int, Tensor], timer: Timer) -> Times:
-    copies = _copies(packed.nbytes, packed.layer.device)
-    instances = [packed, *(copy.deepcopy(packed) for _ in range(copies - 1))]
-    return {
-        rows: timer(packed.name, rows, _cycle([partial(p.linear, x.to(packed.activation_dtype)) for p in instances]))
-        for rows, x in inputs.items()
-    }
-
-
-def _cycle(calls: list[Callable[[], Tensor]]) -> list[Callable[[], Tensor]]:
-    """The calls, again and again where they are fewer than MIN_CALLS."""
-    return calls * -(-MIN_CALLS // len(calls))
-
-
 def _copies(nbytes: int, device: torch.device) -> int:
     """Copies of a weight that together take twice the device's L2 cache."""
     if device.type != "cuda":
         return 1
     return min(MAX_CALLS, -(-2 * torch.cuda.get_device_properties(device).L2_cache_size // nbytes))
-
-
-def _random(shape: tuple[int, int], dtype: torch.dtype, layer: LayerSpec, seed: int) -> Tensor:
-    generator = torch.Generator(layer.device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=dtype, device=layer.device)
-
-
-def _save(table: KernelTable) -> None:
-    try:
-        table.save()
-    except OSError as error:  # a read-only home
-        warnings.warn(f"the times of the kernels could not be kept in {table.key.path}: {error}", stacklevel=3)
 
 
 def _dense_dtype(layer: LayerSpec) -> torch.dtype:

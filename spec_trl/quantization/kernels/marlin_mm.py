@@ -25,11 +25,8 @@ SOURCES = ("marlin_torch_bf16.cpp", "gptq_marlin_bf16.cu", "gptq_marlin_repack.c
 
 @functools.cache
 def load_marlin() -> None:
-    """Make `torch.ops.gptqmodel_marlin_bf16` exist; compile it first where no earlier process has.
-
-    Raises:
-        RuntimeError: the sources could not be completed or compiled.
-    """
+    """Makes `torch.ops.gptqmodel_marlin_bf16` exist, and compiles it first where no earlier process has; raises
+    RuntimeError where its sources cannot be completed or compiled."""
     if hasattr(torch.ops.gptqmodel_marlin_bf16, "gptq_marlin_gemm_bf16"):  # gptqmodel itself has made it
         return
     from torch.utils import cpp_extension
@@ -58,13 +55,8 @@ def load_marlin() -> None:
 
 
 def copy_sources(installed: Path, to: Path) -> Path:
-    """Copies the folder `installed` to `to` and completes the copy there; returns `to`.
-
-    A copy that exists stays as it is, because newer files would be compiled again.
-
-    Raises:
-        RuntimeError: the generator of the missing files failed.
-    """
+    """Copies the folder `installed` to `to`, unless it is there (newer files would be compiled again), and completes
+    the copy; returns `to`. Raises RuntimeError where the generator of the missing files fails."""
     if to.exists():
         return to
     to.parent.mkdir(parents=True, exist_ok=True)

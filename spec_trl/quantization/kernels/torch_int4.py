@@ -39,7 +39,10 @@ class TorchInt4Cpu(_TorchInt4):
     def __init__(self, layer: LayerSpec) -> None:
         stored_rows = -(-layer.out_features // 16) * 16  # the op wants a multiple of 16: rows of zeros follow
         super().__init__(layer, stored_rows)
-        self.max_rows = _cpu_max_rows(layer.policy_dtype)
+        # Rows of x up to which the op beats `F.linear` in the policy's dtype, measured with 2 threads on an Intel CPU
+        # with AMX, which speeds up dense bfloat16 alone, and on an AMD CPU without.
+        limits = {torch.float64: (64, 64), torch.float32: (64, 16)}  # without AMX, with it
+        self.max_rows = limits.get(layer.policy_dtype, (16, 4))[torch.cpu._is_amx_tile_supported()]
         # [stored_rows, in/2], permuted in blocks of 64 rows
         self.codes = self.allocate(stored_rows, layer.in_features // 2, dtype=torch.uint8)
 
@@ -52,19 +55,6 @@ class TorchInt4Cpu(_TorchInt4):
     def linear(self, x: Tensor) -> Tensor:
         y = aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.layer.group, self.scales_and_offsets)
         return y[:, : self.layer.out_features]  # [m, out]
-
-
-def _cpu_max_rows(policy_dtype: torch.dtype) -> int:
-    """Rows of x up to which the CPU kernel beats `F.linear` in the policy's dtype.
-
-    Measured with 2 threads on an Intel CPU with AMX, which speeds up dense bfloat16 alone, and on an AMD CPU without.
-    """
-    has_amx = torch.cpu._is_amx_tile_supported()
-    if policy_dtype == torch.float64:
-        return 64
-    if policy_dtype == torch.float32:
-        return 16 if has_amx else 64
-    return 4 if has_amx else 16
 
 
 class TorchInt4Cuda(_TorchInt4):

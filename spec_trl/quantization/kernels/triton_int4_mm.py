@@ -1,10 +1,9 @@
 """The product of `TritonInt4`: y = x Wᵀ for few rows of x and a 4-bit W. Importing this file imports triton.
 
-With few rows of x, time goes into loading W and taking it apart. A nibble
-becomes a number by OR-ing it into the bits of 128 (bfloat16; float16: 1024), which makes 128 + code exactly; adding
--(128 + zero), one instruction for two weights and exact as well, leaves code - zero for the tensor cores. The scale
-multiplies a group's product, in fp32. W is the left operand: its unpacked weights stay in registers, and x is padded
-to 8 or 16 rows only.
+A nibble becomes a number by OR-ing it into the bits of 128 (bfloat16; float16: 1024), which makes 128 + code exactly;
+adding -(128 + zero), one instruction for two weights and exact as well, leaves code - zero for the tensor cores. The
+scale multiplies a group's product, in fp32. W is the left operand: its unpacked weights stay in registers, and x is
+padded to 8 or 16 rows only.
 
 Where W has too few tiles for the device, the columns are divided among programs and a second kernel adds the parts in
 a fixed order: no atomics, the same bits at each call.
@@ -114,11 +113,8 @@ def _add_parts(parts_ptr, out_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.conste
 
 
 def splits_for(tiles: int, spans: int, multiprocessors: int) -> int:
-    """Into how many parts to divide the spans of each tile.
-
-    The fewest parts with which the busiest multiprocessor works on at most IMBALANCE times the mean number of spans,
-    or on as few as any division gives it.
-    """
+    """Into how many parts to divide the spans of each tile: the fewest with which the busiest multiprocessor works on
+    at most IMBALANCE times the mean number of spans, or on as few as any division gives it."""
 
     def busiest(splits: int) -> int:
         return -(-tiles * splits // multiprocessors) * -(-spans // splits)
@@ -130,7 +126,7 @@ def splits_for(tiles: int, spans: int, multiprocessors: int) -> int:
 
 @torch.library.custom_op("spec_trl::triton_int4_mm", mutates_args=())
 def triton_int4_mm(x: Tensor, words: Tensor, scales_and_offsets: Tensor, out_features: int, group: int) -> Tensor:
-    """x Wᵀ for a W in the layout of `TritonInt4`.
+    """x Wᵀ for a W in the layout of `TritonInt4`: [m, out_features] in x's dtype.
 
     Args:
         x: [m, in], bfloat16 or float16, the last dimension contiguous.
@@ -138,9 +134,6 @@ def triton_int4_mm(x: Tensor, words: Tensor, scales_and_offsets: Tensor, out_fea
         scales_and_offsets: int32 [groups, stored_rows].
         out_features: rows of W; at most stored_rows.
         group: columns that share a scale.
-
-    Returns:
-        [m, out_features], x's dtype.
     """
     (m, k), stored_n = x.shape, scales_and_offsets.shape[1]
     spans, words_per_span = words.shape[1], words.shape[3]
@@ -148,8 +141,7 @@ def triton_int4_mm(x: Tensor, words: Tensor, scales_and_offsets: Tensor, out_fea
     if m == 0:
         return y
     multiprocessors, stages = INTERPRETED_SMS, NUM_STAGES
-    on_gpu = x.device.type == "cuda"
-    if on_gpu:
+    if on_gpu := x.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(x.device)
         multiprocessors = gpu.multi_processor_count
         stages = NUM_STAGES if gpu.shared_memory_per_multiprocessor >= STAGES_MEMORY else NUM_STAGES - 1

@@ -9,15 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...engine.attention import SLIDING
-from ..feature_config import (
-    DECODER_KEYS,
-    INERT_KEYS,
-    FeatureConfig,
-    check_keys,
-    layer_list,
-    read_decoder,
-    whole_number,
-)
+from ..feature_config import DECODER_KEYS, INERT_KEYS, FeatureConfig, check_keys, integer, layer_list, read_decoder
 
 
 _ZLAB_EITHER = {  # at the top, or in dflash_config
@@ -70,18 +62,13 @@ class DFlashConfig(FeatureConfig):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> "DFlashConfig":
-        """Reads a config.json of the z-lab or the speculators format.
-
-        Raises:
-            ValueError: it is neither, or a key is missing, not known, or asks for another network than this one.
-        """
+        """Reads a config.json of the z-lab or the speculators format; raises ValueError where it is neither, or a key
+        is missing, not known, or asks for another network."""
         if "speculators_model_type" in settings:
             return cls._parse_speculators(settings)
         if "dflash_config" not in settings and "block_size" not in settings:
-            raise ValueError(
-                "its config.json has neither dflash_config nor block_size nor speculators_model_type: it is no DFlash "
-                "drafter."
-            )
+            missing = "neither dflash_config nor block_size nor speculators_model_type"
+            raise ValueError(f"its config.json has {missing}: it is no DFlash drafter.")
         inner: Mapping[str, Any] = settings.get("dflash_config") or {}
         check_keys("dflash_config", inner, _ZLAB_EITHER, _FIXED)
         check_keys("config.json", settings, DECODER_KEYS | INERT_KEYS | _ZLAB | _ZLAB_EITHER, _FIXED)
@@ -89,13 +76,13 @@ class DFlashConfig(FeatureConfig):
         decoder = read_decoder(settings, "qwen3", model_type="qwen3", mlp_bias=False)
         depth, ids = settings.get("num_target_layers"), given["target_layer_ids"]
         if ids is None:
-            depth = whole_number("num_target_layers (target_layer_ids is missing)", depth, 4)
+            depth = integer("num_target_layers (target_layer_ids is missing)", depth, 4)
             ids = spaced_layers(depth, decoder.num_hidden_layers)
         causal = settings.get("is_causal")
         return cls(
             decoder=decoder,
-            block_size=whole_number("block_size", given["block_size"], 2),
-            mask_token=whole_number("mask_token_id", given["mask_token_id"], 0),
+            block_size=integer("block_size", given["block_size"], 2),
+            mask_token=integer("mask_token_id", given["mask_token_id"], 0),
             # Counted from the first layer's output.
             feature_layers=tuple(index + 1 for index in layer_list("target_layer_ids", ids)),
             is_causal=tuple(kind == SLIDING if causal is None else bool(causal) for kind in decoder.layer_types),
@@ -119,11 +106,11 @@ class DFlashConfig(FeatureConfig):
         ids = settings.get("aux_hidden_state_layer_ids")
         return cls(
             decoder=decoder,
-            block_size=whole_number("block_size", settings.get("block_size", 8), 2),
-            mask_token=whole_number("mask_token_id", settings.get("mask_token_id"), 0),
+            block_size=integer("block_size", settings.get("block_size", 8), 2),
+            mask_token=integer("mask_token_id", settings.get("mask_token_id"), 0),
             feature_layers=layer_list("aux_hidden_state_layer_ids", ids),
             is_causal=tuple(kind == SLIDING and not non_causal for kind in decoder.layer_types),
-            draft_vocabulary=whole_number("draft_vocab_size", settings.get("draft_vocab_size", 32000), 1),
+            draft_vocabulary=integer("draft_vocab_size", settings.get("draft_vocab_size", 32000), 1),
             sample_from_anchor=bool(settings.get("sample_from_anchor", False)),
             window_from_anchor=True,
             target_hidden_size=settings.get("target_hidden_size"),
@@ -148,16 +135,13 @@ class DFlashConfig(FeatureConfig):
         return self.block_size - (0 if self.sample_from_anchor else 1)
 
     def masks(self, anchors: Tensor, keys: Tensor, is_block: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """Additive masks for the queries of a block, one per layer.
+        """Additive masks `[B, 1, block_size, K]` for the queries of a block, one per layer.
 
         Args:
             anchors: `[B]` int64 positions.
             keys: `[B or 1, K]` int64 position of every key, K: context and block.
             is_block: `[B, K]` bool, whether a key is one of the block rather than of the context.
             dtype: of the queries.
-
-        Returns:
-            For each layer `[B, 1, block_size, K]` of 0 and the dtype's minimum.
         """
         first = anchors[:, None, None]  # [B, 1, 1]
         query = first + torch.arange(self.block_size, device=anchors.device)[:, None]  # [B, n, 1]

@@ -39,24 +39,24 @@ class DFlashDrafter(FeatureDrafter):
         return DFlashConfig.parse(settings)
 
     @property
-    def forward_size(self) -> tuple[int, int]:
+    def forward_size(self) -> tuple[int, int]:  # type: ignore[override]
         return self.config.block_size, self.config.drafts
 
     @property
-    def most_drafts(self) -> int:
+    def most_drafts(self) -> int:  # type: ignore[override]
         return self.config.drafts
 
     def take_features(self, features: Tensor, positions: Tensor, first_row: int) -> None:
-        self.network.remember(features, positions, self._cache.update)
+        self.network.remember(features, positions, self.cache.update)
 
     def draft_logits(self, count: int) -> Iterator[Tensor]:
         rows = self.session.rows
         self.forwards += 1
         slots = rows.columns_behind(-1, self.config.block_size)  # [B, n]
         columns = rows.longest - 1 + self.config.block_size
-        columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self._cache.columns)
-        self._cache.point_at(slots, columns, 0)
-        logits = self._block_logits(self.network, rows.window(-1, 1), slots, columns, self._cache.update, count)
+        columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
+        self.cache.point_at(slots, columns, 0)
+        logits = self._block_logits(self.network, rows.window(-1, 1), slots, columns, self.cache.update, count)
         yield from logits.split(1, dim=1)  # [B, 1, draft vocabulary] each
 
     def columns_of_replay(self, draft_length: int) -> int:
@@ -82,16 +82,8 @@ class DFlashDrafter(FeatureDrafter):
     def _block_logits(
         self, network: DFlashNetwork, newest: Tensor, slots: Tensor, columns: int, store: Store, count: int
     ) -> Tensor:
-        """Logits `[B, count, draft vocabulary]` of the first drafted slots of one block per row.
-
-        Args:
-            network: this drafter's, or a copy of it.
-            newest: `[B, 1]` int64, the last committed tokens, which the target has not read yet.
-            slots: `[B, n]` int64, the block's columns.
-            columns: number of columns that `store` returns.
-            store: of K/V, pointed at the slots.
-            count: number of slots.
-        """
+        """Logits `[B, count, draft vocabulary]` of the first drafted slots of one block per row, which begins with the
+        `newest` token `[B, 1]`, in the columns `slots` `[B, n]`, where `store` writes; it returns all `columns`."""
         config = self.config
         assert self.session.target is not None
         target = self.session.target.network

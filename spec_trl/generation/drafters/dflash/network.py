@@ -21,13 +21,7 @@ from .config import DFlashConfig
 
 
 class DFlashNetwork(FeatureNetwork):
-    """The network itself.
-
-    Args:
-        config: of the checkpoint.
-        feature_width: of the target's features at one position, all its hidden states side by side.
-        tensors: names in the checkpoint: embedding, head and vocabulary maps are made where they are among them.
-    """
+    """The network itself; arguments as of :class:`FeatureNetwork`, which takes the layers too."""
 
     config: DFlashConfig
 
@@ -38,16 +32,13 @@ class DFlashNetwork(FeatureNetwork):
         self.hidden_norm = nn.RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
 
     def forward(self, features: Tensor, context_positions: Tensor, embedded: Tensor, anchors: Tensor) -> Tensor:
-        """Block states from whole contexts, without a cache.
+        """Block states `[B * M, block_size, hidden]` from whole contexts, without a cache.
 
         Args:
             features: `[B, C, feature_width]` of the target. Those at or after a row's anchor are not seen.
             context_positions: `[B, C]` int64.
             embedded: `[B * M, block_size, hidden]` embeddings of anchor and masks, of M blocks per row.
             anchors: `[B * M]` int64 positions.
-
-        Returns:
-            `[B * M, block_size, hidden]`, what the head takes.
         """
         slots = anchors[:, None] + torch.arange(embedded.shape[1], device=anchors.device)  # [B * M, n]
         per_row = len(anchors) // len(context_positions)
@@ -75,14 +66,8 @@ class DFlashNetwork(FeatureNetwork):
             cast(_Layer, layer).self_attn.remember(context, rotation, store)
 
     def refine(self, embedded: Tensor, positions: Tensor, masks: Sequence[Tensor], store: Store) -> Tensor:
-        """Block states `[B, n, hidden]` from embeddings `[B, n, hidden]` at `positions` `[B, n]`.
-
-        Args:
-            embedded: anchor and masks.
-            positions: int64.
-            masks: additive, one per layer, over what `store` returns.
-            store: takes the block's K/V and returns it with the context's.
-        """
+        """Block states `[B, n, hidden]` from embeddings `[B, n, hidden]` at `positions` `[B, n]` int64, with one
+        additive mask per layer over what `store` returns: the K/V of context and block."""
         hidden, rotation = embedded, self.rotary(positions, embedded.dtype)
         for layer, mask in zip(self.layers, masks, strict=True):
             layer = cast(_Layer, layer)

@@ -5,15 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engine.attention import FULL
-from ..feature_config import (
-    DECODER_KEYS,
-    INERT_KEYS,
-    FeatureConfig,
-    check_keys,
-    layer_list,
-    read_decoder,
-    whole_number,
-)
+from ..feature_config import DECODER_KEYS, INERT_KEYS, FeatureConfig, check_keys, integer, layer_list, read_decoder
 
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -44,11 +36,7 @@ class Eagle3Config(FeatureConfig):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any], target_layers: int) -> "Eagle3Config":
-        """Reads a config.json of SafeAILab, AngelSlim and SpecForge, or of speculators.
-
-        Args:
-            settings: its keys.
-            target_layers: L, of the target. Where no layer ids are given they are 2, L // 2 and L - 3.
+        """Reads a config.json of either format. Without layer ids they are 2, L // 2 and L - 3 of L `target_layers`.
 
         Raises:
             ValueError: a key is unknown or asks for something that is not served.
@@ -78,7 +66,7 @@ class Eagle3Config(FeatureConfig):
                 raise ValueError(f"{name}={flag!r} in config.json; it must be true or false.")
 
         def size(name: str, default: int) -> int:
-            return whole_number(name, default if settings.get(name) is None else settings[name], 1)
+            return integer(name, default if settings.get(name) is None else settings[name], 1)
 
         return cls(
             decoder=decoder,

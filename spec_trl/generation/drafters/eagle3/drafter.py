@@ -20,23 +20,22 @@ from .network import Eagle3Network
 
 
 _PROMPT_PAIRS = 8192  # fed at once, padding included: bounds activations and masks
-_CAUSAL = MaskPlan((FULL,), per_type=False, sliding_window=0, chunk_size=0)
+CAUSAL = MaskPlan((FULL,), per_type=False, sliding_window=0, chunk_size=0)
 
 
 class Eagle3Drafter(FeatureDrafter):
     """Drafts with an EAGLE-3 checkpoint of SafeAILab's format (AngelSlim, SpecForge) or of speculators'.
 
     Column i of its K/V cache holds the pair of token i + 1 and the target's features at column i, and its output
-    drafts token i + 2. The features of a row of n tokens end at column n - 2 (the newest token is fed to the target by
-    the next verification), so the pair n - 2 drafts the first token, and further pairs read the network's own output:
+    drafts token i + 2. The features of a row of n tokens end at column n - 2 (verification feeds the newest token), so
+    the pair n - 2 drafts the first token, and further pairs read the network's own output:
 
         column        0     1     2     3 = n - 2    4           5
         token         x1    x2    x3    x4           d1          d2
         state         r0    r1    r2    r3           h3          h4          r: projected features, h: fed back
         drafts                          d1           d2          d3
 
-    Real pairs overwrite what was fed back once the target's features are there: the cache then holds what it would
-    hold if the accepted tokens had been fed in order.
+    Real pairs overwrite what was fed back once the target's features are there.
     """
 
     strategy = "eagle3"
@@ -56,7 +55,7 @@ class Eagle3Drafter(FeatureDrafter):
         self._projected = torch.zeros(shape, dtype=dtype, device=device)  # [capacity, columns, H]
         # Pairs of each row whose K/V was computed from the target's features: [capacity]
         self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=device)
-        self._missing = 0  # at least as many pairs as any row lacks, known without asking the device
+        self._missing = 0  # bound on the number of pairs that any row lacks, known without asking the device
         self._heard = 0  # width of the target's last forward
         super().begin(session)
 
@@ -114,7 +113,7 @@ class Eagle3Drafter(FeatureDrafter):
 
         def feed(columns: Tensor, tokens: Tensor, states: Tensor) -> Tensor:
             cache.point_at(columns)
-            mask = _CAUSAL.build(columns, canvas.columns, network.dtype)  # [B, 1, q, columns]
+            mask = CAUSAL.build(columns, canvas.columns, network.dtype)  # [B, 1, q, columns]
             return network(self._embed(tokens), states, columns, mask, cache.update)
 
         context = canvas.context
@@ -140,20 +139,18 @@ class Eagle3Drafter(FeatureDrafter):
         return self._feed(rows.columns_behind(-1 - missing, missing).clamp(min=0), max(rows.longest - 1, 1))[:, -1:]
 
     def _feed(self, columns: Tensor, visible: int, first_row: int = 0, states: Tensor | None = None) -> Tensor:
-        """Runs the pairs of `columns` (`[B, q]`) over the cache's columns 0..visible; returns h `[B, q, H]`.
-
-        Their states are the projected features, unless `states` (`[B, q, H]`) are given.
-        """
+        """Runs the pairs of `columns` (`[B, q]`) over the cache's first columns, with the projected features or other
+        `states` (`[B, q, H]`); returns h `[B, q, H]`."""
         self.forwards += 1
         rows = torch.arange(first_row, first_row + len(columns), device=columns.device)[:, None]  # [B, 1]
         embedded = self._embed(self.session.rows.tokens[rows, columns + 1])  # [B, q, H]
         if states is None:
             states = self._projected[rows, columns]  # [B, q, H]
-        visible = min(-(-visible // COLUMN_BUCKET) * COLUMN_BUCKET, self._cache.columns)
-        self._cache.point_at(columns, visible, first_row)
-        mask = _CAUSAL.build(columns, visible, self.network.dtype)  # [B, 1, q, visible]
+        visible = min(-(-visible // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
+        self.cache.point_at(columns, visible, first_row)
+        mask = CAUSAL.build(columns, visible, self.network.dtype)  # [B, 1, q, visible]
         with self.own_dtype():
-            return self.network(embedded, states, columns, mask, self._cache.update)
+            return self.network(embedded, states, columns, mask, self.cache.update)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """`[B, q, H]` of tokens `[B, q]`."""

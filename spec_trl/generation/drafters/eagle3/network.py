@@ -12,21 +12,13 @@ from .config import Eagle3Config
 
 
 class Eagle3Network(FeatureNetwork):
-    """One decoder layer over pairs of a token and the target's features at the token before it.
+    """One decoder layer over pairs of a token and the target's features at the token before it, projected: r.
 
-        target        x0    x1    x2    x3             features of column i: hidden states of three layers
-                      g0    g1    g2    g3
-        pair i        x1,r0 x2,r1 x3,r2 x4,r3          r = project(g)
-        predicts      x2    x3    x4    x5
+    It predicts the token after the pair's. Where the target has not been yet, the layer's own output takes the place
+    of r (`fed_back`). :class:`~spec_trl.generation.drafters.eagle3.drafter.Eagle3Drafter` shows the pairs.
 
-    Where the target has not been yet, the layer's own output takes the place of r (`fed_back`).
-
-    Parameters have the names of the speculators format, in which `midlayer` is `layers.0`.
-
-    Args:
-        config: what it computes.
-        feature_width: of the target's features at one position, all its hidden states side by side.
-        tensors: names in the checkpoint; the embedding and the vocabulary maps are made where they are among them.
+    Parameters have the names of the speculators format, in which `midlayer` is `layers.0`. Arguments are those of
+    :class:`FeatureNetwork`, which takes the layers too.
     """
 
     config: Eagle3Config

@@ -1,8 +1,7 @@
 """Test-Time Speculation (arXiv 2605.09329): a drafter that learns, while it drafts, from the rounds it drafted.
 
-Verification computes the target's distribution p at every drafted position anyway. That is a distillation sample:
-the drafter is the student, the target the teacher, and one gradient step brings the drafter's q nearer to p before it
-drafts again (TTS §4.1, Algorithm 1). Nothing of it touches the target, and a draft can change no output.
+Verification computes the target's distribution p at every drafted position anyway: one gradient step brings the
+drafter's q nearer to p before it drafts again (TTS §4.1, Algorithm 1). The target stays as it is.
 """
 
 import time
@@ -33,13 +32,12 @@ class DistilledDrafter(Drafter):
     each learns a low-rank correction of its own. With the wider scopes all rows teach the same weights. A student
     whose weights are packed always learns low-rank corrections.
 
-    Learning works on a copy. The drafting network takes it over S rounds later, before it drafts:
+    Learning works on a copy. The drafting network takes it over S rounds later, before it drafts; synchronous learning
+    updates, and takes over, within round r:
 
         round         r                  r+1       ...  r+S-1            r+S
         main thread   draft verify learn draft verify   draft verify     take over, draft verify learn
         second thread                    └── update on round r's canvas ──┘
-
-    Synchronous learning updates, and takes over, within round r.
 
     Args:
         student: drafts; nobody else uses its weights.
@@ -54,15 +52,11 @@ class DistilledDrafter(Drafter):
         student.context = student.learned_context
         self.has_probabilities, self.max_rows = student.has_probabilities, student.max_rows
         self._stride = UpdateStride(how.stride)
-        self._learner: Learner | None = None
+        self.learner: Learner | None = None
+        """What has been learned; None before the first generation."""
         self._update: Future[float] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._saved: Mapping[str, Any] | None = None  # for the learner of the next generation
-
-    @property
-    def learner(self) -> Learner | None:
-        """What has been learned; None before the first generation."""
-        return self._learner
 
     @property
     def cost(self) -> DraftCost | None:  # type: ignore[override]
@@ -84,7 +78,7 @@ class DistilledDrafter(Drafter):
         if self._update is not None:  # of a generation that was broken off
             self._update.exception()
             self._update = None
-        learner = self._learner = self._learner_for(session)
+        learner = self.learner = self._learner_for(session)
         if self._how.scope != "run":
             learner.reset(range(learner.rows))
         self._stride.begin()
@@ -112,9 +106,9 @@ class DistilledDrafter(Drafter):
         rows = self.session.rows
         if self._how.scope == "request":
             self._take_over()
-            assert self._learner is not None
-            self._learner.move(source, destination)
-            self._learner.reset(range(rows.active, rows.capacity))  # before the next request's prompt stands there
+            assert self.learner is not None
+            self.learner.move(source, destination)
+            self.learner.reset(range(rows.active, rows.capacity))  # before the next request's prompt stands there
             if rows.capacity == 1:
                 self._stride.begin()
         self.student.move(source, destination, columns)
@@ -127,26 +121,24 @@ class DistilledDrafter(Drafter):
         return self._proposal
 
     def learn(self, logits: Tensor, verified: Tensor) -> None:
-        assert self._proposal is not None and self._learner is not None
+        assert self._proposal is not None and self.learner is not None
         if not self._stride.is_due():
             return
         started = time.perf_counter()
         canvas = self.student.canvas(logits.shape[1] - 1, snapshot=self._executor is not None)
         drafted = verified & (self._proposal.lengths > 0)  # [B]
         if self._executor is None:
-            self.learning.seconds += self._learn_from(self._learner, canvas, logits, drafted)
-            self._learner.publish()
+            self.learning.seconds += self._learn_from(self.learner, canvas, logits, drafted)
+            self.learner.publish()
         else:
             self._take_over()
             logits = logits.clone()  # a captured forward reuses them
             is_ready = None
             if self._stream is not None:
                 is_ready = torch.cuda.current_stream(logits.device).record_event()  # after all that the update reads
-            self._update = self._executor.submit(
-                self._learn_aside, self._learner, canvas, logits, drafted, is_ready
-            )
+            self._update = self._executor.submit(self._learn_aside, self.learner, canvas, logits, drafted, is_ready)
             self._waited = 0
-        self.learning.bytes = max(self.learning.bytes, self._learner.bytes + canvas.bytes)
+        self.learning.bytes = max(self.learning.bytes, self.learner.bytes + canvas.bytes)
         self.learning.waited += time.perf_counter() - started
 
     def observe(self, tokens: int) -> None:
@@ -156,27 +148,24 @@ class DistilledDrafter(Drafter):
         self.student.observe(tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """What scope "run" has learned so far, for a checkpoint: the tensors themselves, not copies.
-
-        Empty in the other scopes and before the first generation. Do not call it while a generation runs.
-        """
+        """What scope "run" has learned so far, as the tensors themselves; empty in other scopes and before the first
+        generation. Not while a generation runs."""
         if self._how.scope != "run":
             return {}
-        if self._learner is None:
+        if self.learner is None:
             return dict(self._saved or {})
-        return {"student": self.student.strategy} | self._learner.state_dict()
+        return {"student": self.student.strategy} | self.learner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` gave, from the next generation on; not while one runs.
 
-        Where the state is not that of such a drafter, the next generation warns and learning starts anew. The other
-        scopes ignore it.
+        The next generation warns and starts anew if it is of another drafter. Other scopes ignore it.
         """
         if self._how.scope != "run":
             return
-        if self._learner is not None:
-            self._learner.release()
-            self._learner = None
+        if self.learner is not None:
+            self.learner.release()
+            self.learner = None
         self._saved = state
 
     def _learner_for(self, session: DraftSession) -> Learner:
@@ -185,10 +174,10 @@ class DistilledDrafter(Drafter):
         rows, how = 1, self._how
         if how.scope == "request" and session.rows.capacity > 1:
             rows = session.target.cache.rows  # forwards may run more rows than are in flight
-        if self._learner is not None:
-            if self._learner.rows == rows:
-                return self._learner
-            self._learner.release()
+        if self.learner is not None:
+            if self.learner.rows == rows:
+                return self.learner
+            self.learner.release()
         keeps_initial = how.anchor == "initial" and how.anchor_weight > 0
         learner = make_learner(self.student, rows, how.learning_rate, how.rank, keeps_initial)
         saved, self._saved = self._saved, None
@@ -214,8 +203,8 @@ class DistilledDrafter(Drafter):
         update, self._update = self._update, None
         # The host waits, not a stream: replays of captured forwards take no notice of events (TTS App. C.3).
         self.learning.seconds += update.result()
-        assert self._learner is not None
-        self._learner.publish()
+        assert self.learner is not None
+        self.learner.publish()
         self.learning.waited += time.perf_counter() - started
 
     def _learn_aside(
@@ -231,22 +220,16 @@ class DistilledDrafter(Drafter):
         return seconds
 
     def _learn_from(self, learner: Learner, canvas: Canvas, logits: Tensor, drafted: Tensor) -> float:
-        """Takes K steps on one canvas; returns the seconds that it took.
-
-        Args:
-            learner: takes the steps.
-            canvas: the round.
-            logits: `[B, γ + 1, V]`, the target's.
-            drafted: `[B]` bool, the rows to learn from.
-        """
+        """Takes K steps on one canvas and the target's logits `[B, γ + 1, V]` of the rows `drafted` (`[B]` bool);
+        returns the seconds that it took."""
         started = time.perf_counter()
         student, how = self.student, self._how
         # Inference may run under autocast; learning computes in the dtype of what learns.
         with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
-            anchor = None
+            anchor = None  # [B, C, draft V]
             if how.anchor_weight > 0 and how.anchor == "initial":
                 with torch.no_grad():
-                    anchor = student.replay(learner.initial(), canvas)  # [B, C, draft V]
+                    anchor = student.replay(learner.initial(), canvas)
             for _ in range(how.steps):
                 drafts = student.replay(learner.network, canvas)  # [B, C, draft V]
                 weights = student.position_weights(drafts.shape[1])
@@ -268,7 +251,7 @@ class DistilledDrafter(Drafter):
 
 
 def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None, weights: Sequence[float]) -> Tensor:
-    """Σ_k w_k KL(p_k ‖ q_k) of each row, in nats, at temperature 1 (TTS §4.1).
+    """Σ_k w_k KL(p_k ‖ q_k) of each row `[B]`, in nats, at temperature 1 (TTS §4.1).
 
     Over a pruned vocabulary p is renormalised, and positions whose likeliest token lies outside teach nothing, as in
     EAGLE-3's own training.
@@ -278,9 +261,6 @@ def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None,
         target: `[B, >= C, V]` raw logits of p.
         target_ids: `[draft vocabulary]` int64, the target's token for each of the drafter's; None: they are the same.
         weights: w_k, C of them.
-
-    Returns:
-        `[B]`.
     """
     scores = widen(target[:, : drafts.shape[1]])  # [B, C, V]
     is_known = torch.ones_like(scores[..., 0], dtype=torch.bool)  # [B, C]

@@ -39,12 +39,7 @@ class Learner(ABC):
 
     @abstractmethod
     def step(self, gradients: Sequence[Tensor | None], drafted: Tensor) -> None:
-        """One step of Adam.
-
-        Args:
-            gradients: of `tensors`.
-            drafted: `[B]` bool, which of the cache's first rows the gradients come from.
-        """
+        """One step of Adam by the `gradients` of `tensors`, which come from the first rows `drafted` (`[B]` bool)."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -72,11 +67,8 @@ class Learner(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave, and publishes it.
-
-        Raises:
-            ValueError: the number or the shapes of its tensors are not those here; nothing is changed.
-        """
+        """Takes over and publishes what :meth:`state_dict` gave; raises ValueError, and changes nothing, where its
+        tensors have other shapes."""
 
     @property
     @abstractmethod
@@ -85,13 +77,7 @@ class Learner(ABC):
 
 
 class WeightLearner(Learner):
-    """Learns all of a drafter's own weights (TTS §4.1), for all rows together.
-
-    Args:
-        drafter: owns the weights that it drafts with.
-        learning_rate: η of Adam.
-        keeps_initial: whether `initial` will be asked for.
-    """
+    """Learns all of a drafter's own weights (TTS §4.1), for all rows together."""
 
     rows = 1
 
@@ -156,14 +142,7 @@ class WeightLearner(Learner):
 
 
 class AdapterLearner(Learner):
-    """Learns low-rank corrections of the drafter's layers, whose weights stay as they are.
-
-    Args:
-        drafter: its forwards are corrected.
-        learning_rate: η of Adam.
-        rows: number of separate corrections, one per cache row; 1 = one for all.
-        rank: of the corrections.
-    """
+    """Learns low-rank corrections of the drafter's layers, whose weights stay as they are."""
 
     def __init__(self, drafter: TrainableDrafter, learning_rate: float, rows: int, rank: int) -> None:
         self.rows, self.learning_rate = rows, learning_rate
@@ -215,8 +194,7 @@ class AdapterLearner(Learner):
         self.publish()
 
     def _kept(self) -> list[Tensor]:
-        # `down` has the scale that the layers had when it was made.
-        return [*self.tensors, *self._learning.down.values()]
+        return [*self.tensors, *self._learning.down.values()]  # `down` has the scale of the layers at the beginning
 
     @property
     def bytes(self) -> int:

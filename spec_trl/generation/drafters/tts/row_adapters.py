@@ -5,6 +5,7 @@ over weights that all rows share. And a drafter whose weights are packed, and so
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,7 @@ _BETAS, _EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 
 class RowTensors:
-    """Tensors with one entry per cache row, in their first dimension.
-
-    Args:
-        by_row: the tensors; written in place.
-    """
+    """Tensors with one entry per cache row, in their first dimension, written in place."""
 
     def __init__(self, by_row: Sequence[Tensor]) -> None:
         self._by_row = by_row
@@ -54,16 +51,15 @@ class RowAdapters(RowTensors):
         layers: linear layers by name, with inputs `[B, q, in]`.
         rows: number of cache rows with a correction of their own; 1: one correction for all.
         rank: r.
-        seed: of `down`.
 
     Attributes:
         down: `[r, in]` for each layer, by name; at least float32.
         up: `[rows, out, r]` for each layer.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], rows: int, rank: int, seed: int = 0) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], rows: int, rank: int) -> None:
         self.rows = rows
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         self.down: dict[str, Tensor] = {}
         self.up: dict[str, Tensor] = {}
         for name, layer in layers.items():
@@ -86,44 +82,30 @@ class RowAdapters(RowTensors):
         return super().bytes + sum(down.nbytes for down in self.down.values())
 
     def attach(self, layers: Mapping[str, nn.Module], first_row: Callable[[], int]) -> list[RemovableHandle]:
-        """Has `layers`, of the same names and shapes, corrected in every forward until the handles are removed.
+        """Has every forward of `layers`, of the same names and shapes, corrected until the handles are removed;
+        `first_row` returns the first cache row of the forward under way, which raises ValueError where rows learn
+        separately and a layer's inputs have no batch dimension."""
 
-        Args:
-            layers: of the network that drafts, or of a copy that learns.
-            first_row: returns the cache row of the first row of the forward under way.
-
-        Raises:
-            ValueError: in a forward, where rows learn separately and a layer's inputs have no batch dimension.
-        """
-        return [layer.register_forward_hook(self._corrects(name, first_row)) for name, layer in layers.items()]
-
-    def _corrects(self, name: str, first_row: Callable[[], int]) -> Callable[..., Tensor]:
-        down, up = self.down[name], self.up[name]
-
-        def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        def correct(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            down, up = self.down[name], self.up[name]
             x = args[0].to(down.dtype)  # [B, q, in]
             own = up[0]  # [out, r]
             if self.rows > 1:
                 if x.dim() != 3:
                     raise ValueError(
-                        f"the inputs of layer {name!r} have no batch dimension (shape {list(x.shape)}), so rows "
-                        'cannot learn separately; use tts_scope="rollout" or "run", or one row at a time '
-                        "(max_batch_size=1)"
+                        f"the inputs of layer {name!r} have no batch dimension (shape {list(x.shape)}): rows cannot "
+                        'learn separately; use tts_scope="rollout" or "run", or one row at a time (max_batch_size=1)'
                     )
                 first = first_row()
                 own = up[first : first + len(x)]  # [B, out, r]
             return output + (x @ down.mT @ own.mT).to(output.dtype)  # [B, q, out]
 
-        return hook
+        return [layer.register_forward_hook(partial(correct, name)) for name, layer in layers.items()]
 
 
 class RowAdam(RowTensors):
-    """Adam with a step count per row: torch has one per tensor, and rows start anew at different times.
-
-    Args:
-        tensors: what learns, with rows in the first dimension; written in place.
-        learning_rate: η.
-    """
+    """Adam with a step count per row: torch has one per tensor, and rows start anew at different times. `tensors`,
+    with rows in the first dimension, are written in place."""
 
     def __init__(self, tensors: list[Tensor], learning_rate: float) -> None:
         self.learning_rate = learning_rate
@@ -135,12 +117,8 @@ class RowAdam(RowTensors):
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], learns: Tensor) -> None:
-        """One step by the gradients of each tensor.
-
-        Args:
-            gradients: of the tensors.
-            learns: `[n <= rows]` bool, which of the first rows learn; the others keep their moments too.
-        """
+        """One step by the gradients of each tensor for those of the first rows that learn, by `[n <= rows]` bool; the
+        others keep their moments."""
         (which,) = learns.nonzero(as_tuple=True)  # [m]
         self._steps[which] += 1
         counts = self._steps[which]  # [m, 1, 1]

@@ -12,11 +12,8 @@ class UpdateStride:
     """Says after which rounds the drafter learns: every S of them.
 
     An adaptive S (future work in TTS, App. C.2) compares the block efficiency τ of each window of rounds with that of
-    the window before:
-
-        τ fell     → next smaller S: the drafter loses its target
-        τ is level → next larger S: updates cost time and bring nothing now
-        τ rose     → S stays: they pay
+    the window before. Where τ fell, S becomes the next smaller one; where τ is level, the next larger one, since
+    updates bring nothing now; where τ rose, S stays.
 
     Args:
         fixed: S; None: adaptive, from the third of `STRIDES` on.
@@ -39,7 +36,7 @@ class UpdateStride:
         return self._fixed if self._fixed is not None else STRIDES[self._index]
 
     def is_due(self) -> bool:
-        """Whether the drafter learns from this round. Call it once in each round that drafted."""
+        """Whether the drafter learns from this round; asked once in each round that drafted."""
         self._waited += 1
         if self._waited < self.rounds:
             return False
