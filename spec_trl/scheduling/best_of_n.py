@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from .acceptance import Acceptance, AcceptanceCounts
 from .account import Account, decision, promise, too_many_rows
 from .assignment import MethodView, Racing, RowView
-from .control import Candidate, Chain, Control, Costs
+from .control import Candidate, Chain, Control
 from .delivery import RolloutWatch
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .plain_decoding import PlainRounds
@@ -139,12 +139,6 @@ class BestOfN(Control):
             profiled = self.ladder.profiled_batch(batch)
             self.history.record_delivery(candidate.name, profiled, self._until_last_row, speedup, expected)
 
-    @property
-    def _target_costs(self) -> Costs:
-        costs = self.candidates[0].roofline  # autoregressive rounds cost the same in all of them
-        assert costs is not None
-        return costs
-
     def drop(self, index: int) -> None:
         self._dropped.add(index)
         self._toggle.drop(index)
@@ -211,7 +205,7 @@ class BestOfN(Control):
     def _weigh(self, requests: Sequence[int], waiting: int) -> None:
         """Tells the toggle what drafters do for the rows in flight, if none waits: the last one ends the rollout."""
         if waiting:
-            self._toggle.weigh([None] * len(self.candidates), False, [1.0] * len(self.candidates))
+            self._toggle.weigh()
             return
         if not self._toggle.judgement_due and self._weighed == len(requests):
             return
@@ -275,11 +269,12 @@ class BestOfN(Control):
     def _view(self, request: int, primary: Chain, judged: Field) -> RowView:
         """The row with the method that drafts for it."""
         method, draft_length = self.candidates[primary.which].name, primary.draft_length
-        own = self._own[request]
-        if own is not None and own.method == NO_METHOD:
-            return RowView(request, NO_METHOD, 0, Acceptance.geometric(0.0))
-        if own is not None and self._can_draft_own(self._index[own.method], judged):
-            method, draft_length = own.method, own.draft_length
+        if (own := self._own[request]) is not None:
+            if own.method == NO_METHOD:
+                return RowView(request, NO_METHOD, 0, Acceptance.geometric(0.0))
+            index = self._index[own.method]
+            if self._can_draft(index) and (judged is Field.EVERYBODY or not self.candidates[index].is_network):
+                method, draft_length = own.method, own.draft_length
         return RowView(request, method, draft_length, self._expected(method, request))
 
     def _racers(self, primary: int, batch: int, field: Field) -> list[MethodView]:
@@ -289,9 +284,6 @@ class BestOfN(Control):
             for index, candidate in enumerate(self.candidates)
             if index == primary or (self._can_draft(index) and self._may_race(index, primary, batch, field))
         ]
-
-    def _can_draft_own(self, index: int, judged: Field) -> bool:
-        return self._can_draft(index) and (judged is Field.EVERYBODY or not self.candidates[index].is_network)
 
     def _can_draft(self, index: int) -> bool:
         return index not in self._dropped and self._batch <= self.candidates[index].max_rows
@@ -317,13 +309,8 @@ class BestOfN(Control):
         return self.history.rates(method, None if request is None else self._prompts[request])
 
     def free_tokens(self, batch: int, length: float, draft_length: int) -> int:
-        """Most tokens, all rows together, of a verification that takes no longer than the primary's own.
-
-        Args:
-            batch: rows.
-            length: mean length of the rows.
-            draft_length: the primary's γ.
-        """
+        """Most tokens, all rows together, of a verification that takes no longer than the primary's own, of
+        γ = `draft_length`, for `batch` rows of mean length `length`."""
         if self._budget is not None:
             return self._budget
         if self._roofline is None:
@@ -342,12 +329,18 @@ class BestOfN(Control):
         self._outcome = tuple(requests), accepted, drafted
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-        plain_seconds = self._target_costs.target_seconds(self._batch, self._length)
+        costs = self.candidates[0].roofline  # autoregressive rounds cost the same in all of them
+        assert costs is not None
+        plain_seconds = costs.target_seconds(self._batch, self._length)
         accepted = self._outcome[1] if self._outcome else {}
         self._watch.record(self._requests, accepted, seconds if is_typical else None, plain_seconds)
         if not self._is_composed:
             self._toggle.record(draft_length, seconds, tokens, is_typical)
-        if not is_typical or not self._plan or draft_length < self._width():
+        widths = [0] * self._batch  # Σγ as planned
+        for chain in self._plan:
+            for row in self._rows_of(chain):
+                widths[row] += chain.draft_length
+        if not is_typical or not self._plan or draft_length < max(widths):
             return  # a rollout's last rounds are too short to judge by
         assert self._primary is not None
         # By the predicted plain time: one measured in between would shift the rounds that are compared.
@@ -361,13 +354,8 @@ class BestOfN(Control):
         else:
             self._judge.record_unraced(self._batch, cost)
 
-    def _width(self) -> int:
-        """Largest Σγ of any row, as planned."""
-        widths = [0] * self._batch
-        for chain in self._plan:
-            for row in range(self._batch) if chain.rows is None else chain.rows:
-                widths[row] += chain.draft_length
-        return max(widths)
+    def _rows_of(self, chain: Chain) -> Sequence[int]:
+        return range(self._batch) if chain.rows is None else chain.rows
 
     def _alone(self, primary: int) -> float:
         """Tokens that the primary would have committed alone: those of its chains, or the expected ones where a row
@@ -375,13 +363,9 @@ class BestOfN(Control):
         assert self._outcome is not None
         requests, accepted, _ = self._outcome
         candidate = self.candidates[primary]
+        expected = [self._expected(candidate.name, each).block_efficiency(candidate.draft_length) for each in requests]
         own = accepted.get(primary, [-1] * len(requests))
-        return sum(
-            count + 1
-            if count >= 0
-            else self._expected(candidate.name, request).block_efficiency(candidate.draft_length)
-            for request, count in zip(requests, own, strict=True)
-        )
+        return sum(count + 1 if count >= 0 else tau for count, tau in zip(own, expected, strict=True))
 
     def _settle(self, alive: Set[int]) -> None:
         """Passes the last round on to history and race, now that the requests still `alive` are known."""
@@ -391,7 +375,7 @@ class BestOfN(Control):
                 if chain.which not in accepted:  # its drafter failed before it was asked
                     continue
                 own = accepted[chain.which], drafted[chain.which]
-                for row in range(len(requests)) if chain.rows is None else chain.rows:
+                for row in self._rows_of(chain):
                     if own[0][row] >= 0:
                         self._remember(chain, requests[row], own[0][row], own[1][row], requests[row] in alive)
             # In a round without a race chains have the toggle's γ, which may be longer than laid out.

@@ -59,8 +59,25 @@ class DraftLengthController:
         down: float = 0.85,
         patience: int = 2,
     ) -> None:
-        check_ladder(draft_lengths, initial, up, down, patience)
-        self._lengths = tuple(draft_lengths)
+        lengths = list(draft_lengths) if isinstance(draft_lengths, Iterable) else []
+        if not lengths or any(type(n) is not int for n in lengths):
+            raise ValueError(f"draft_lengths={draft_lengths!r} must be a list of at least one integer, e.g. [5, 7].")
+        if any(a >= b for a, b in zip(lengths, lengths[1:], strict=False)):
+            raise ValueError(f"draft_lengths={lengths} is not ascending; use {sorted(set(lengths))}.")
+        if lengths[0] < 1 or lengths[-1] > MAX_DRAFT_LENGTH:
+            raise ValueError(f"draft_lengths={lengths} must lie between 1 and {MAX_DRAFT_LENGTH}.")
+        if initial is not None and initial not in lengths:
+            raise ValueError(
+                f"initial_draft_length={initial!r} is not one of draft_lengths={lengths}; choose one of them, or set "
+                f"draft_lengths=[{initial}] to keep it fixed."
+            )
+        if not 0 < up <= 1:
+            raise ValueError(f"draft_length_up={up} must lie between 0 and 1.")
+        if not 0 < down < up:
+            raise ValueError(f"draft_length_down={down} must be above 0 and below draft_length_up={up}.")
+        if type(patience) is not int or patience < 1:
+            raise ValueError(f"draft_length_patience={patience!r} must be an integer of at least 1.")
+        self._lengths = tuple(lengths)
         self._up, self._down, self._patience = up, down, patience
         self.draft_length = self._lengths[0] if initial is None else initial
         self.block_efficiency = float(self.draft_length)
@@ -101,27 +118,3 @@ class DraftLengthController:
             self.draft_length = state["draft_length"]
             self.block_efficiency = state["block_efficiency"]
             self._window = list(state["window"])
-
-
-def check_ladder(draft_lengths: Sequence[int], initial: int | None, up: float, down: float, patience: int) -> None:
-    """Raises ValueError unless Γ ascends, γ₀ is in it, 0 < α_down < α_up ≤ 1 and P ≥ 1."""
-    lengths = list(draft_lengths) if isinstance(draft_lengths, Iterable) else []
-    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) for n in lengths):
-        raise ValueError(
-            f"draft_lengths={draft_lengths!r} must be a list of at least one integer, e.g. [5, 7, 9, 11]."
-        )
-    if any(a >= b for a, b in zip(lengths, lengths[1:], strict=False)):
-        raise ValueError(f"draft_lengths={lengths} is not ascending; use {sorted(set(lengths))}.")
-    if lengths[0] < 1 or lengths[-1] > MAX_DRAFT_LENGTH:
-        raise ValueError(f"draft_lengths={lengths} must lie between 1 and {MAX_DRAFT_LENGTH}.")
-    if initial is not None and initial not in lengths:
-        raise ValueError(
-            f"initial_draft_length={initial!r} is not one of draft_lengths={lengths}; choose one of them, or set "
-            f"draft_lengths=[{initial}] to keep it fixed."
-        )
-    if not 0 < up <= 1:
-        raise ValueError(f"draft_length_up={up} must lie between 0 and 1.")
-    if not 0 < down < up:
-        raise ValueError(f"draft_length_down={down} must be above 0 and below draft_length_up={up}.")
-    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-        raise ValueError(f"draft_length_patience={patience!r} must be an integer of at least 1.")

@@ -99,12 +99,10 @@ class SpeculationToggle(OneDrafter):
     def __init__(self, candidates: Sequence[Candidate], margin: float = 0.05) -> None:
         self.candidates: Sequence[Candidate] = tuple(candidates)
         self.margin = margin
-        self.tallies = [Tally() for _ in candidates]
         self._states = [_State() for _ in candidates]
         self._baseline = OverheadCorrection()  # of autoregressive rounds; without a profile, their times themselves
-        self._gains: Sequence[Gain | None] = [None for _ in candidates]
-        self._others_can_help = False
-        self._delivered: Sequence[float] = [1.0 for _ in candidates]
+        self.tallies = [Tally() for _ in candidates]
+        self.weigh()
         self.judgement_due = False
         """Whether the next `decide` judges the measured rounds."""
 
@@ -125,7 +123,7 @@ class SpeculationToggle(OneDrafter):
         self._probing, self._is_probe = (PROBE_ROUNDS if self._baseline.is_empty else 0), False
         self._anchor: int | None = None  # batch of the newest autoregressive round
         self.judgement_due = False
-        self.weigh([None for _ in self.candidates], False, [1.0 for _ in self.candidates])
+        self.weigh()
         self._looked_at: int | None = None  # batch at which speculation was last found not to pay
         self._refused: _Refusal | None = None  # the best of this rollout
         self._turned_off: str | None = None  # why, the last time
@@ -187,22 +185,30 @@ class SpeculationToggle(OneDrafter):
                     self._refused = _Refusal(best, speedup, batch_ahead, length)
         elif self._refills and self._since_change >= DWELL:
             if (speedup := self.predicted_speedup(self._active, batch, length)) < 1:
-                self._turn_off(f"{self._promise(self._active, speedup, batch, length)}: switched off")
+                self._turn(None, f"{self._promise(self._active, speedup, batch, length)}: switched off")
 
-    def weigh(self, gains: Sequence[Gain | None], others_can_help: bool, delivered: Sequence[float]) -> None:
-        """Sets what the candidates do for the rows in flight.
+    def weigh(
+        self,
+        gains: Sequence[Gain | None] | None = None,
+        others_can_help: bool = False,
+        delivered: Sequence[float] | None = None,
+    ) -> None:
+        """Sets what the candidates do for the rows in flight; without arguments, that nothing is known of it.
 
         Args:
             gains: of each candidate; None: nothing is known of these rows, and they are taken to be alike.
             others_can_help: other drafters may draft for rows that one leaves behind. Then unevenness is a reason to
                 prefer another drafter, but not to stop.
-            delivered: share of each candidate's predicted speedup that earlier rollouts delivered at this batch.
+            delivered: share of each candidate's predicted speedup that earlier rollouts delivered at this batch; None:
+                all of it.
         """
-        self._gains, self._others_can_help, self._delivered = gains, others_can_help, delivered
+        self._gains = gains or [None for _ in self.candidates]
+        self._others_can_help = others_can_help
+        self._delivered = delivered or [1.0 for _ in self.candidates]
 
     def _evenness(self, index: int) -> float:
         gain = self._gains[index]
-        return 1.0 if gain is None else gain.until_last_row / gain.of_a_round
+        return gain.until_last_row / gain.of_a_round if gain else 1.0
 
     def _best(self, batch: int, length: float) -> tuple[int | None, float]:
         """The candidate of largest predicted speedup, with that: of a round where others can help, else until the last
@@ -216,13 +222,10 @@ class SpeculationToggle(OneDrafter):
         best = max(speedups, key=speedups.__getitem__, default=None)
         return best, 0.0 if best is None else speedups[best]
 
-    def _turn(self, active: int | None) -> None:
-        self._active = active
-        self._since_change = 0
-
-    def _turn_off(self, why: str) -> None:
-        self._turn(None)
-        self._turned_off = why
+    def _turn(self, active: int | None, why: str | None = None) -> None:
+        """Makes `active` draft from now on; None: nothing, for the reason `why`."""
+        self._active, self._since_change = active, 0
+        self._turned_off = why or self._turned_off
 
     def _eligible(self, index: int, batch: int) -> bool:
         candidate, state = self.candidates[index], self._states[index]
@@ -320,15 +323,19 @@ class SpeculationToggle(OneDrafter):
         # Without a profile nothing is known of this batch until it is measured.
         unknown = self.candidates[index].roofline is None
         doubtful = (SURE if self._anchor is None else DOUBT) if rounds >= WINDOW else enough
-        if (unknown or worth < doubtful) and not self._is_anchored():
+        # Whether the newest autoregressive round of this rollout had within a factor of 2 of the present rows.
+        near = self._anchor is not None and 2 * min(self._anchor, self._batch) >= max(self._anchor, self._batch)
+        if (unknown or worth < doubtful) and not near:
             self._probing, self.judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
             return
         better = self._better(index, worth, until_last_row) if rounds >= WINDOW else None
         found = f"{self._who(index)} measured {measured:.2f}× of plain decoding after {rounds} rounds"
         if measured < enough:
-            self._fail(index, f"{found}: switched off")
+            self._states[index].failed_at = self._batch
+            self._states[index].window.clear()
+            self._turn(None, f"{found}: switched off")
         elif worth < enough:  # of these rows; other rows may do better
-            self._turn_off(f"{found}, {worth:.2f}× until the last row ends: switched off")
+            self._turn(None, f"{found}, {worth:.2f}× until the last row ends: switched off")
         if better is not None:
             self._turn(better)
 
@@ -348,19 +355,10 @@ class SpeculationToggle(OneDrafter):
                 promises[index] = promised
         return max(promises, key=promises.__getitem__, default=None)
 
-    def _fail(self, index: int, why: str) -> None:
-        self._states[index].failed_at = self._batch
-        self._states[index].window.clear()
-        self._turn_off(why)
-
-    def _is_anchored(self) -> bool:
-        """Whether the newest autoregressive round of this rollout had within a factor of 2 of the present rows."""
-        return self._anchor is not None and 2 * min(self._anchor, self._batch) >= max(self._anchor, self._batch)
-
     def drop(self, index: int) -> None:
         self._states[index].dropped = True
         if self._active == index:
-            self._turn_off(FAILED)
+            self._turn(None, FAILED)
 
     # ---- in words -------------------------------------------------------------------------------------------------
 
