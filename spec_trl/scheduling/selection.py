@@ -107,8 +107,7 @@ class AcceptanceHistory:
             method: that began to draft.
             batch: rows then; none waited.
             until_last_row: whether `expected` is until the last row ended, not over all rounds.
-            measured: speedup.
-            expected: speedup, by the acceptance there.
+            measured, expected: speedup, as it was and by the acceptance there.
         """
         delivered = self._delivered.setdefault(_Opened(method, batch, until_last_row), _Delivered())
         delivered.rollouts += 1
@@ -119,8 +118,8 @@ class AcceptanceHistory:
         """Share of the expected speedup that rollouts delivered, at most 1: their geometric mean, which returns to 1
         as they fade.
 
-        It tells what mean acceptance cannot: rows that the method leaves behind and nobody helps in time, acceptance
-        that ends half way, rounds of other sizes than those profiled.
+        It tells what mean acceptance cannot: of rows that the method leaves behind, of acceptance that ends half way,
+        of rounds of other sizes than those profiled.
         """
         found = self._delivered.get(_Opened(method, batch, until_last_row), _Delivered())
         return min(math.exp(found.log_ratios / max(found.rollouts, 1.0)), 1.0)
@@ -235,11 +234,8 @@ def counts_last_row(
     history: AcceptanceHistory, methods: Sequence[str], prompt_keys: Sequence[str], batch: int, races: bool
 ) -> bool:
     """Whether a rollout of these prompts, `batch` of them at a time, is judged by the end of its last row
-    (`last_row.py`) and not by all its rounds.
-
-    That is so where all rows are in flight at once, unless other methods may help the rows that one leaves behind: in
-    `races`, or where several methods know a prompt.
-    """
+    (`last_row.py`): all rows are in flight at once, and no other method may help those that one leaves behind, in
+    `races` or because several methods know a prompt."""
     may_choose = any(sum(history.knows(method, key) for method in methods) > 1 for key in set(prompt_keys))
     return len(prompt_keys) <= batch and not may_choose and not (races and len(methods) > 1)
 
@@ -311,10 +307,8 @@ def _shares(
 
 def _best(ladder: Ladder, expected: Mapping[str, BlockEfficiency], batch: int, shares: Mapping[str, float]) -> Choice:
     """The choice of largest speedup times the method's share; of equals "none"."""
-    choices = [
-        replace(choice, speedup=choice.speedup * shares.get(choice.method, 1.0))
-        for choice in ladder.rank(expected, batch)
-    ]
+    ranked = ladder.rank(expected, batch)
+    choices = [replace(choice, speedup=choice.speedup * shares.get(choice.method, 1.0)) for choice in ranked]
     return max(choices, key=lambda choice: (choice.speedup, choice.method == NO_METHOD))
 
 
@@ -330,12 +324,9 @@ def select_per_prompt(
     """A method for each prompt, for rows of different methods in one batch.
 
     A prompt keeps the batch's choice unless another method, one that has drafted for the prompt, is faster on it by
-    more than `margin`: each further method costs drafting time, and all rows are verified at the width of the widest.
-    Both speedups are the ladder's for the whole batch at the prompt's own acceptance. During a trial all prompts take
-    part in it.
-
-    Args:
-        margin: at least 0.
+    more than `margin` (at least 0): each further method costs drafting time, and all rows are verified at the width of
+    the widest. Both speedups are the ladder's for the whole batch at the prompt's own acceptance. During a trial all
+    prompts take part in it.
 
     Returns:
         A choice per entry of `prompt_keys`, with the prompt's own speedup. Arguments and errors as of `select_method`.
@@ -349,9 +340,8 @@ def select_per_prompt(
     relative = {method: min(share / shares.get(common.method, 1.0), 1.0) for method, share in shares.items()}
 
     def select(key: str) -> Choice:
-        known = [method for method in methods if history.knows(method, key)]
-        expected = {method: history.rates(method, key).block_efficiency for method in known}
-        best = _best(ladder, expected, batch, relative)
+        known = (method for method in methods if history.knows(method, key))
+        best = _best(ladder, {each: history.rates(each, key).block_efficiency for each in known}, batch, relative)
         speedup = 1.0
         if common.method != NO_METHOD:
             efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
