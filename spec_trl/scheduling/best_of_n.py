@@ -4,6 +4,8 @@ Measured rounds have the last word: the toggle's on the method, the race judge's
 """
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import ClassVar
 
 from .acceptance import Acceptance, AcceptanceCounts
 from .account import Account, decision, promise, too_many_rows
@@ -12,12 +14,13 @@ from .control import Candidate, Chain, Control
 from .delivery import RolloutWatch
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .plain_decoding import PlainRounds
-from .race_judge import Field, RaceJudge
+from .race_judge import Field, RacedRound, RaceJudge
 from .roofline import Roofline
 from .selection import OPTIMISTIC, AcceptanceHistory, counts_last_row, expectation, select_method, select_per_prompt
 from .toggle import HOPELESS, WINDOW, Gain, SpeculationToggle
 
 
+@dataclass(eq=False, repr=False)
 class BestOfN(Control):
     """One primary drafter for all rows, other methods for prompts that do better with them, and races in the tail.
 
@@ -30,54 +33,35 @@ class BestOfN(Control):
 
     The second and third begin after the primary was measured alone: for a few rounds, or a whole window on trial.
 
-    Args:
-        candidates: the drafters, at least one, of different names. Their γ, τ_prev and, without a roofline, their
-            costs are set here.
-        ladder: has all of them.
-        history: acceptance so far; it is written to, and outlives the control.
-        margin: ε of the toggle, and by how much a prompt's own method must be faster; at least 0.
-        roofline: tells how many verified tokens are free; None: as many as the rollout's first verification had.
-        tolerance: share by which a verification may be slower than the primary's own, at least 0.
-        budget: most tokens of a verification, all rows together; None: the free ones.
-        race: whether rows race at all.
-
     Raises:
         ValueError: `candidates` is empty or has a name twice.
     """
 
-    races = True  # rows of different methods share rounds even where none races
+    candidates: Sequence[Candidate]  # γ, τ_prev and, without a roofline, costs of each are set here
+    ladder: Ladder  # has all of them
+    history: AcceptanceHistory  # so far; it is written to, and outlives the control
+    margin: float = 0.05  # ε of the toggle, and by how much a prompt's own method must be faster; at least 0
+    roofline: Roofline | None = None  # tells which verified tokens are free; None: as many as at first in the rollout
+    tolerance: float = 0.05  # share by which a verification may be slower than the primary's own, at least 0
+    budget: int | None = None  # most tokens of a verification, all rows together; None: the free ones
+    race: bool = True  # whether rows race at all
+    races: ClassVar = True  # rows of different methods share rounds even where none races
 
-    def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        ladder: Ladder,
-        history: AcceptanceHistory,
-        margin: float = 0.05,
-        roofline: Roofline | None = None,
-        tolerance: float = 0.05,
-        budget: int | None = None,
-        race: bool = True,
-    ) -> None:
-        self.candidates: Sequence[Candidate] = tuple(candidates)
-        self._index = {candidate.name: index for index, candidate in enumerate(self.candidates)}
-        if not self.candidates or len(self._index) < len(self.candidates):
-            names = [candidate.name for candidate in self.candidates]
+    def __post_init__(self) -> None:
+        names = [candidate.name for candidate in self.candidates]
+        self._index = {name: index for index, name in enumerate(names)}
+        if not names or len(self._index) < len(names):
             raise ValueError(f"candidates={names} must be one or more drafters of different names.")
-        self.ladder, self.history = ladder, history
-        self._margin, self._roofline, self._tolerance = margin, roofline, tolerance
-        self._budget, self._race = budget, race
         self._by_ladder = [candidate.roofline is None for candidate in self.candidates]
-        self._toggle = SpeculationToggle(self.candidates, margin)
+        self._toggle = SpeculationToggle(self.candidates, self.margin)
         self.tallies = self._toggle.tallies
         """Of the rounds in which a candidate drafted alone for all rows."""
 
     @property
     def most_drafted(self) -> int:
-        lengths = [
-            max(length for batch in self.ladder.batches for length in self.ladder.draft_lengths(candidate.name, batch))
-            for candidate in self.candidates
-        ]
-        return sum(lengths) if self._race else max(lengths)
+        ladder = self.ladder
+        lengths = [max(max(ladder.draft_lengths(name, batch)) for batch in ladder.batches) for name in self._index]
+        return sum(lengths) if self.race else max(lengths)
 
     # ---- a rollout ------------------------------------------------------------------------------------------------
 
@@ -85,7 +69,7 @@ class BestOfN(Control):
         self._prompts = list(prompts)
         batch = max(min(capacity, len(prompts)), 1)
         self._on_trial: set[int] = set()
-        self._until_last_row = counts_last_row(self.history, list(self._index), prompts, batch, self._race)
+        self._until_last_row = counts_last_row(self.history, list(self._index), prompts, batch, self.race)
         for index, candidate in enumerate(self.candidates):
             expected = expectation(self.ladder, self.history, candidate.name, prompts, self._until_last_row)
             if expected is None:
@@ -95,11 +79,11 @@ class BestOfN(Control):
             candidate.block_efficiency = expected(candidate.draft_length)
             if self._by_ladder[index]:
                 efficiency = candidate.block_efficiency
-                candidate.roofline = LadderCosts(self.ladder, candidate.name, efficiency, self._roofline)
+                candidate.roofline = LadderCosts(self.ladder, candidate.name, efficiency, self.roofline)
         self._toggle.begin(capacity, prompts)
         self.tallies = self._toggle.tallies
         self._own = self._choose_per_prompt(batch)
-        self._racing, self._judge = Racing(self.ladder), RaceJudge(self._race)
+        self._racing, self._judge = Racing(self.ladder), RaceJudge(self.race)
         self._dropped: set[int] = set()
         self._raced: set[int] = set()  # requests that the race knows
         self._unrecorded: dict[tuple[int, int], AcceptanceCounts] = {}  # by candidate and request
@@ -117,8 +101,8 @@ class BestOfN(Control):
         if len(methods) < 2:
             return [None] * len(self._prompts)
         known = self.ladder, self.history, self._prompts, batch, methods
-        common = select_method(*known, self._race)
-        own = select_per_prompt(*known, self._margin, self._race)
+        common = select_method(*known, self.race)
+        own = select_per_prompt(*known, self.margin, self.race)
         return [choice if choice.method != common.method else None for choice in own]
 
     def finish(self) -> None:
@@ -151,16 +135,16 @@ class BestOfN(Control):
 
     def forecast(self, batch: int, length: float) -> Account:
         """By the ladder, whose times do not depend on lengths."""
-        able = [candidate for candidate in self.candidates if batch <= candidate.max_rows]
-        if not able:
-            return Account(None, too_many_rows(batch, max(candidate.max_rows for candidate in self.candidates)))
         promised = {
             each.name: self.ladder.best_draft_length(each.name, self._expected(each.name).block_efficiency, batch)[1]
-            for each in able
+            for each in self.candidates
+            if batch <= each.max_rows
         }
+        if not promised:
+            return Account(None, too_many_rows(batch, max(candidate.max_rows for candidate in self.candidates)))
         best = max(promised, key=promised.__getitem__)
         said = promise(f'speculation with "{best}"', promised[best], batch, length)
-        return Account(promised[best], f"{said}: {decision(promised[best], self._margin)}")
+        return Account(promised[best], f"{said}: {decision(promised[best], self.margin)}")
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
         return self._toggle.plain_seconds(rounds)
@@ -193,7 +177,7 @@ class BestOfN(Control):
             self._judge.forget()
             self._primary = which
         if self._may_compose(which, waiting) and (judged := self._judge.field(batch)):
-            field = judged if self._race and not waiting else Field.NOBODY
+            field = judged if self.race and not waiting else Field.NOBODY
             key = (tuple(requests), which, draft_length, judged, field)
             if key != self._laid_out or (field and self._racing.changed):
                 self._composed = self._compose(requests, primary, length, judged, field)
@@ -233,14 +217,12 @@ class BestOfN(Control):
             for index, candidate in enumerate(self.candidates)
             if index != primary and self._can_draft(index) and verdict >= 1 + candidate.is_network
         }
-        own = {self._own[request] for request in requests}
-        return bool(allowed) and (
-            self._race or any(choice and self._index.get(choice.method) in allowed for choice in own)
-        )
+        own = {self._index.get(choice.method) for request in requests if (choice := self._own[request])}
+        return bool(allowed and (self.race or own & allowed))
 
     def _may_compose(self, which: int, waiting: int) -> bool:
         """Whether another method could draft, and the primary has been measured alone."""
-        if len(self.candidates) == 1 or ((waiting or not self._race) and not any(self._own)):
+        if len(self.candidates) == 1 or ((waiting or not self.race) and not any(self._own)):
             return False
         return self._toggle.tallies[which].rounds >= (WINDOW if which in self._on_trial else min(HOPELESS))
 
@@ -253,9 +235,8 @@ class BestOfN(Control):
         chains = {row.request: [(row.method, row.draft_length)] if row.draft_length else [] for row in rows}
         if field:
             batch, widest = len(rows), max(row.draft_length for row in rows)
-            chains = self._racing.assign(
-                rows, self._racers(primary.which, batch, field), self.free_tokens(batch, length, widest)
-            )
+            racers = self._racers(primary.which, batch, field)
+            chains = self._racing.assign(rows, racers, self.free_tokens(batch, length, widest))
             self._raced.update(requests)
         groups: dict[tuple[int, int], list[int]] = {}
         for row, request in enumerate(requests):
@@ -311,13 +292,13 @@ class BestOfN(Control):
     def free_tokens(self, batch: int, length: float, draft_length: int) -> int:
         """Most tokens, all rows together, of a verification that takes no longer than the primary's own, of
         γ = `draft_length`, for `batch` rows of mean length `length`."""
-        if self._budget is not None:
-            return self._budget
-        if self._roofline is None:
+        if self.budget is not None:
+            return self.budget
+        if self.roofline is None:
             return self._verified_at_first or 0
-        most = (1 + self._tolerance) * self._roofline.verify_seconds(batch, length, draft_length)
+        most = (1 + self.tolerance) * self.roofline.verify_seconds(batch, length, draft_length)
         width, widest = draft_length, self.most_drafted
-        while width < widest and self._roofline.verify_seconds(batch, length, width + 1) <= most:
+        while width < widest and self.roofline.verify_seconds(batch, length, width + 1) <= most:
             width += 1
         return batch * (1 + width)
 
@@ -349,8 +330,8 @@ class BestOfN(Control):
             others = {chain.which for chain in self._plan} - {self._primary}
             networks = any(self.candidates[which].is_network for which in others)
             plain = self._toggle.autoregressive_seconds(self._batch, self._length)
-            alone = self._alone(self._primary)
-            self._judge.record_raced(cost, tokens, alone, networks, tokens / self._batch, seconds / plain)
+            alone, gain = self._alone(self._primary), tokens / self._batch
+            self._judge.record_raced(RacedRound(cost, tokens, alone, networks, gain, seconds / plain))
         else:
             self._judge.record_unraced(self._batch, cost)
 

@@ -21,13 +21,15 @@ class Field(IntEnum):
     EVERYBODY = 2
 
 
-class _Raced(NamedTuple):
-    cost: float
-    tokens: int
-    alone: float
-    networks: bool
-    gain: float
-    plain_cost: float
+class RacedRound(NamedTuple):
+    """What the judge looks at in a raced round."""
+
+    cost: float  # of the round
+    tokens: int  # committed
+    alone: float  # tokens that the primary would have committed alone
+    networks: bool  # whether a further chain was drafted by a network
+    gain: float  # tokens per row
+    plain_cost: float  # seconds over the measured seconds of an autoregressive round
 
 
 class RaceJudge:
@@ -40,10 +42,8 @@ class RaceJudge:
       halved. It is also off where its rounds are slower than autoregressive decoding: then the primary is judged
       alone.
 
-    A round's cost is its seconds over the predicted seconds of an autoregressive round of the same batch.
-
-    Args:
-        race: False: rows have one chain each, prompts' own methods among them; a verdict then ends all of those.
+    A round's cost is its seconds over the predicted seconds of an autoregressive round of the same batch. Without
+    `race` rows have one chain each, prompts' own methods among them; a verdict then ends all of those.
     """
 
     def __init__(self, race: bool = True) -> None:
@@ -59,7 +59,7 @@ class RaceJudge:
         self._begin_window()
 
     def _begin_window(self) -> None:
-        self._raced: deque[_Raced] = deque(maxlen=WINDOW)
+        self._raced: deque[RacedRound] = deque(maxlen=WINDOW)
         self._rounds = 0
         self._probing, self._judgement_due = 0, False
 
@@ -84,20 +84,9 @@ class RaceJudge:
         """Takes a round in which the primary drafted alone."""
         self._unraced.append((batch, cost))
 
-    def record_raced(
-        self, cost: float, tokens: int, alone: float, networks: bool, gain: float, plain_cost: float
-    ) -> None:
-        """Takes a raced round.
-
-        Args:
-            cost: of the round.
-            tokens: committed.
-            alone: tokens that the primary would have committed alone.
-            networks: whether a further chain was drafted by a network.
-            gain: tokens per row.
-            plain_cost: seconds over the measured seconds of an autoregressive round.
-        """
-        self._raced.append(_Raced(cost, tokens, alone, networks, gain, plain_cost))
+    def record_raced(self, raced: RacedRound) -> None:
+        """Takes a raced round."""
+        self._raced.append(raced)
         self._rounds += 1
         self._judgement_due |= self._rounds % WINDOW == 0 or self._rounds in HOPELESS
 

@@ -213,14 +213,13 @@ class SpeculationToggle(OneDrafter):
     def _best(self, batch: int, length: float) -> tuple[int | None, float]:
         """The candidate of largest predicted speedup, with that: of a round where others can help, else until the last
         row ends."""
-        speedups = {
+        speedups: dict[int | None, float] = {
             index: self._promised_speedup(index, batch, length)
             * (1.0 if self._others_can_help else self._evenness(index))
             for index in range(len(self.candidates))
             if self._eligible(index, batch)
         }
-        best = max(speedups, key=speedups.__getitem__, default=None)
-        return best, 0.0 if best is None else speedups[best]
+        return max(speedups.items(), key=lambda promise: promise[1], default=(None, 0.0))
 
     def _turn(self, active: int | None, why: str | None = None) -> None:
         """Makes `active` draft from now on; None: nothing, for the reason `why`."""
@@ -366,7 +365,7 @@ class SpeculationToggle(OneDrafter):
         tally, refused = sum(self.tallies, Tally()), self._refused
         predicted = tally.predicted_speedup
         if predicted is None and refused is not None:
-            predicted = self._prediction(refused.which, refused.speedup)
+            predicted = None if self.candidates[refused.which].roofline is None else refused.speedup
         return Account(predicted, self._reason(tally))
 
     def _reason(self, tally: Tally) -> str:
@@ -398,15 +397,11 @@ class SpeculationToggle(OneDrafter):
         if speedups[best] == math.inf:
             return Account(None, "no profile: drafters are tried, and their rounds measured")
         reason = f"{self._promise(best, speedups[best], batch, length)}: {decision(speedups[best], self.margin)}"
-        return Account(self._prediction(best, speedups[best]), reason)
+        return Account(None if self.candidates[best].roofline is None else speedups[best], reason)
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
         is_profiled = self.candidates[0].roofline is not None
         return seconds_of(rounds, self._baseline, self._predicted_plain if is_profiled else None)
-
-    def _prediction(self, index: int, speedup: float) -> float | None:
-        """`speedup` where a profile predicts it, not where rounds were measured."""
-        return None if self.candidates[index].roofline is None else speedup
 
     def _promise(self, index: int, speedup: float, batch: int, length: float) -> str:
         by = "measured, in earlier rounds," if self.candidates[index].roofline is None else "predicted"
