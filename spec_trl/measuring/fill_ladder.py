@@ -88,25 +88,21 @@ def build_ladder(
         for batch in sorted({min(batch, drafter.max_rows) for batch in batches})
     ]
     rungs: list[Rung] = []
-    name = bar_text("profiling the drafters of", model, kept_in)
-    with torch.no_grad(), tqdm(cells, name, disable=not progress, delay=QUIET) as bar:
+    text = bar_text("profiling the drafters of", model, kept_in)
+    with torch.no_grad(), tqdm(cells, text, disable=not progress, delay=QUIET) as bar:
         for number, (drafter, batch) in enumerate(bar):
             share = max(deadline - time.perf_counter(), 0.0) / (len(cells) - number)
             bench = _Bench(model, drafter, batch, draft_lengths, acceptances, rounds, config)
             rungs += bench.measure(share)
-    fitting = {drafter.strategy: _common_draft_lengths(rungs, drafter.strategy) for drafter in drafters}
-    kept = tuple(rung for rung in rungs if rung.draft_length in fitting[rung.method])
-    return Ladder(kept, _fingerprint(profile_key(model, config), drafters, draft_lengths))
-
-
-def _common_draft_lengths(rungs: Sequence[Rung], method: str) -> set[int]:
-    """γ that were timed at every batch: in a short context some fit into few rounds, and a choice must not change with
-    the batch."""
-    by_batch: dict[int, set[int]] = {}
-    for rung in rungs:
-        if rung.method == method:
-            by_batch.setdefault(rung.batch, set()).add(rung.draft_length)
-    return set.intersection(*by_batch.values()) if by_batch else set()
+    timed = {(rung.method, rung.batch, rung.draft_length) for rung in rungs}
+    shapes = {cell[:2] for cell in timed}
+    # In a short context some γ fit into few rounds; a choice must not change with the batch.
+    kept_rungs = tuple(
+        rung
+        for rung in rungs
+        if all((name, batch, rung.draft_length) in timed for name, batch in shapes if name == rung.method)
+    )
+    return Ladder(kept_rungs, _fingerprint(profile_key(model, config), drafters, draft_lengths))
 
 
 def find_ladder(
@@ -125,7 +121,7 @@ def find_ladder(
     Args:
         model: the target.
         drafters: of different strategies.
-        config: as of :func:`build_ladder`, and `sd_toggle` and `roofline_profile`.
+        config: as of :func:`build_ladder`; also `sd_toggle` and `roofline_profile`.
         max_batch_size: most rows in flight that will occur.
         draft_lengths: γ, ascending; None: those of `config`.
 

@@ -206,16 +206,9 @@ def sweep(
     bar: str | None,
     config: SpeculativeConfig,
 ) -> list[Sample]:
-    """Times target, draft and verify over a grid that fits the machine, in two passes through shuffled cells.
-
-    Args:
-        model: the target.
-        drafter: its copy.
-        max_batch: most rows.
-        max_length: longest row, a round's drafts included.
-        budget: seconds.
-        bar: text of the progress bar; None: no bar.
-        config: names the runner.
+    """Times target, draft and verify over a grid that fits the machine, of at most `max_batch` rows of `max_length`
+    tokens, a round's drafts included: in two passes through shuffled cells, within about `budget` seconds. `bar` is
+    the text of a progress bar; None: no bar.
 
     Raises:
         RuntimeError: the drafter failed.

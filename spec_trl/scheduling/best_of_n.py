@@ -109,10 +109,7 @@ class BestOfN(Control):
         self._settle(set())
         self._write_history()
         self.history.end_rollout()
-        self._record_deliveries()  # after `end_rollout`, which fades older ones
-
-    def _record_deliveries(self) -> None:
-        """Records the speedup after each method's first use at a batch, and what its rows' acceptance promised."""
+        # The speedup after each method's first use at a batch; after `end_rollout`, which fades older ones.
         for which, requests, length, speedup in self._watch.deliveries(self._toggle.autoregressive_seconds):
             candidate, batch = self.candidates[which], len(requests)
             keys = [self._prompts[request] for request in requests]

@@ -8,24 +8,17 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from .account import FAILED, Account, too_many_rows
 from .correction import OverheadCorrection
+from .ladder import LadderCosts
 from .plain_decoding import PlainRounds, seconds_of
+from .roofline import Roofline
 
 
-class Costs(Protocol):
-    """Predicts rounds of `batch` rows of mean length `length`, in seconds: a roofline, or what was profiled."""
-
-    def target_seconds(self, batch: int, length: float) -> float:
-        """T̂_p: of an autoregressive round."""
-
-    def verify_seconds(self, batch: int, length: float, draft_length: int) -> float:
-        """T̂_V: of a round of γ = `draft_length` whose drafts cost no forward."""
-
-    def cycle_seconds(self, batch: int, length: float, draft_length: int) -> float:
-        """γ T̂_q + T̂_V: of a round of γ = `draft_length`, drafts included."""
+Costs: TypeAlias = Roofline | LadderCosts
+"""Predicts rounds of some rows of some mean length, in seconds."""
 
 
 @dataclass

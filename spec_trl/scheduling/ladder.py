@@ -147,7 +147,13 @@ class Ladder:
                 f"draft_length={draft_length} of {method!r} was not profiled near batch {batch}; choose one of "
                 f"{sorted(lengths)} or profile the ladder again."
             )
-        return _interpolate(lengths[draft_length], block_efficiency)
+        rungs = lengths[draft_length]
+        place = bisect_left(rungs, block_efficiency, key=lambda rung: rung.block_efficiency)
+        low, high = rungs[max(place - 1, 0)], rungs[min(place, len(rungs) - 1)]
+        gap = high.block_efficiency - low.block_efficiency
+        share = (block_efficiency - low.block_efficiency) / gap if gap else 0.0
+        seconds = low.seconds + share * (high.seconds - low.seconds)
+        return seconds, low.plain_seconds + share * (high.plain_seconds - low.plain_seconds)
 
     def until_last_row(self, method: str, efficiencies: Sequence[float], draft_length: int) -> float:
         """τ at which rows that are all alike would end as soon as the last of rows with these τ (`last_row.py`)."""
@@ -262,13 +268,3 @@ def ladder_path(profile_path: str | Path) -> Path:
     """The ladder's file next to a roofline profile's."""
     path = Path(profile_path)
     return path.with_name(f"{path.name.removesuffix('.json')}.ladder.json")
-
-
-def _interpolate(rungs: list[Rung], block_efficiency: float) -> tuple[float, float]:
-    """(seconds, plain_seconds) at τ, of rungs ascending in it."""
-    place = bisect_left(rungs, block_efficiency, key=lambda rung: rung.block_efficiency)
-    low, high = rungs[max(place - 1, 0)], rungs[min(place, len(rungs) - 1)]
-    gap = high.block_efficiency - low.block_efficiency
-    share = (block_efficiency - low.block_efficiency) / gap if gap else 0.0
-    seconds = low.seconds + share * (high.seconds - low.seconds)
-    return seconds, low.plain_seconds + share * (high.plain_seconds - low.plain_seconds)

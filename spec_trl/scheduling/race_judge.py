@@ -49,7 +49,8 @@ class RaceJudge:
     def __init__(self, race: bool = True) -> None:
         self._race = race
         self._unraced: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self._field = Field.EVERYBODY
+        self.verdict = Field.EVERYBODY
+        """Who may race."""
         self._judged_at = 0  # batch of the last verdict against the race
         self.forget()
 
@@ -65,20 +66,15 @@ class RaceJudge:
 
     def field(self, batch: int) -> Field:
         """Who may race in the next round, of `batch` rows; `NOBODY` where the round serves as comparison."""
-        if self._field is not Field.EVERYBODY and 2 * batch <= self._judged_at:
-            self._field = Field.EVERYBODY
+        if self.verdict is not Field.EVERYBODY and 2 * batch <= self._judged_at:
+            self.verdict = Field.EVERYBODY
             self._begin_window()
         if self._judgement_due and not self._probing:
             self._judge(batch)
         if self._probing:
             self._probing -= 1
             return Field.NOBODY
-        return self._field
-
-    @property
-    def verdict(self) -> Field:
-        """Who may race, by the last verdict."""
-        return self._field
+        return self.verdict
 
     def record_unraced(self, batch: int, cost: float) -> None:
         """Takes a round in which the primary drafted alone."""
@@ -102,7 +98,7 @@ class RaceJudge:
         speedup = mean(each.gain for each in self._raced) / median(each.plain_cost for each in self._raced)
         if gained < enough * lost or speedup < enough:
             networks = any(each.networks for each in self._raced)
-            narrows = self._race and self._field is Field.EVERYBODY and networks and speedup >= enough
-            self._field = Field.LOOKUPS if narrows else Field.NOBODY
+            narrows = self._race and self.verdict is Field.EVERYBODY and networks and speedup >= enough
+            self.verdict = Field.LOOKUPS if narrows else Field.NOBODY
             self._judged_at = batch
             self._begin_window()

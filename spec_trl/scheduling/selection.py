@@ -58,16 +58,12 @@ class AcceptanceHistory:
     counts with every rollout, a prompt's with every rollout that has the prompt again, since a prompt comes back once
     per epoch and acceptance hardly moves over a hundred steps (SA §6).
 
-    Args:
-        decay: weight of a rollout's counts one rollout later, above 0, at most 1.
-        prompts: number of prompts kept; those that were not recorded for longest are forgotten first.
-
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: a value is out of range.
     """
 
-    decay: float = 0.9
-    prompts: int = 4096
+    decay: float = 0.9  # weight of a rollout's counts one rollout later, above 0, at most 1
+    prompts: int = 4096  # number of prompts kept; those that were not recorded for longest are forgotten first
     _rollout: int = field(default=0, init=False, repr=False)
     _methods: dict[str, AcceptanceCounts] = field(default_factory=dict, init=False, repr=False)
     _prompts: dict[str, dict[str, _PromptCounts]] = field(default_factory=dict, init=False, repr=False)  # oldest first
@@ -101,14 +97,9 @@ class AcceptanceHistory:
             delivered.log_ratios *= self.decay
 
     def record_delivery(self, method: str, batch: int, until_last_row: bool, measured: float, expected: float) -> None:
-        """Adds the speedup over plain decoding from when `method` began to draft to the rollout's end.
-
-        Args:
-            method: that began to draft.
-            batch: rows then; none waited.
-            until_last_row: whether `expected` is until the last row ended, not over all rounds.
-            measured, expected: speedup, as it was and by the acceptance there.
-        """
+        """Adds the speedup over plain decoding from when `method` began to draft, for `batch` rows while none waited,
+        to the rollout's end: as `measured` and as `expected` by the acceptance there, until the last row ended or over
+        all rounds."""
         delivered = self._delivered.setdefault(_Opened(method, batch, until_last_row), _Delivered())
         delivered.rollouts += 1
         # Other methods take over from one that is expected to lose, which is no credit to it.
@@ -283,23 +274,18 @@ def select_method(
     """
     until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
     expected = {method: expectation(ladder, history, method, prompt_keys, until_last_row) for method in methods}
-    shares = _shares(ladder, history, methods, prompt_keys, batch, until_last_row)
-    best = _best(ladder, {method: own for method, own in expected.items() if own is not None}, batch, shares)
-    untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if own is None}
+    shares = _shares(ladder, history, methods, batch, len(prompt_keys) > batch, until_last_row)
+    best = _best(ladder, {method: own for method, own in expected.items() if own}, batch, shares)
+    untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if not own}
     trial = _best(ladder, untried, batch, shares)
     return trial if trial.speedup > best.speedup else best
 
 
 def _shares(
-    ladder: Ladder,
-    history: AcceptanceHistory,
-    methods: Sequence[str],
-    prompt_keys: Sequence[str],
-    batch: int,
-    until_last_row: bool,
+    ladder: Ladder, history: AcceptanceHistory, methods: Sequence[str], batch: int, waits: bool, until_last_row: bool
 ) -> dict[str, float]:
-    """Share of its speedup that each method lets expect; 1 where requests wait, and rounds count as they are."""
-    if len(prompt_keys) > batch:
+    """Share of its speedup that each method lets expect; 1 where a request `waits`, and rounds count as they are."""
+    if waits:
         return dict.fromkeys(methods, 1.0)
     profiled = ladder.profiled_batch(batch)
     return {method: history.delivered(method, profiled, until_last_row) for method in methods}
@@ -335,7 +321,7 @@ def select_per_prompt(
     if common.method != NO_METHOD and history.expected(common.method, ()) is None:
         return [common] * len(prompt_keys)
     until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
-    shares = _shares(ladder, history, methods, prompt_keys, batch, until_last_row)
+    shares = _shares(ladder, history, methods, batch, len(prompt_keys) > batch, until_last_row)
     # Relative to the common method: what it did not deliver, others may not deliver either.
     relative = {method: min(share / shares.get(common.method, 1.0), 1.0) for method, share in shares.items()}
 

@@ -18,8 +18,7 @@ from .plain_decoding import PlainRounds, seconds_of
 PROBE_ROUNDS = 3
 """Autoregressive rounds that measure the baseline before speculation is judged by it."""
 CONFIDENT = 1.25
-"""With at least this predicted speedup a toggle speculates before it has measured any baseline: if the profile is that
-wrong, the first window shows it."""
+"""Least predicted speedup at which a toggle speculates before it has measured any baseline."""
 WINDOW = 16
 """Speculative rounds over which a speedup is measured."""
 HOPELESS = {4: 0.6, 8: 0.8}
@@ -29,8 +28,7 @@ FEWEST = min(HOPELESS)
 DOUBT = 1.1
 """Below this measured speedup the baseline is measured again at about this batch before it decides."""
 SURE = 1.5
-"""The same in a rollout without any autoregressive round: if the machine was busy when an earlier rollout measured the
-baseline, speculation would look faster for ever."""
+"""The same in a rollout without any autoregressive round: the machine may have been busy in an earlier one."""
 EVEN = 0.9
 """Least evenness of a drafter that serves all rows alike."""
 DWELL = 8
