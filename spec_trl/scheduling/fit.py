@@ -231,13 +231,10 @@ class Grid:
 
 def sweep_grids(samples: Sequence[Sample]) -> dict[Mode, Grid]:
     """The samples of each mode, in their order."""
-    return {
-        mode: Grid(
-            [(s.batch, s.length, s.draft_length + 1 if mode == "verify" else 1, s.seconds) for s in samples
-             if s.mode == mode]
-        )
-        for mode in MODES
-    }
+    entries: dict[Mode, list[tuple[int, float, int, float]]] = {mode: [] for mode in MODES}
+    for s in samples:
+        entries[s.mode].append((s.batch, s.length, s.draft_length + 1 if s.mode == "verify" else 1, s.seconds))
+    return {mode: Grid(found) for mode, found in entries.items()}
 
 
 def forward_seconds(constants: ModelConstants, values: Values, mode: Mode, grid: Grid) -> Array:

@@ -20,9 +20,8 @@ OPTIMISTIC = Acceptance.geometric(0.9)
 A method's average counts it as one more draft position. The counts of a method that is not chosen fade, so its average
 rises back to this, and it is tried again: drafters improve with training (ER App. D)."""
 PROMPT_PRIOR = 20.0
-"""Draft positions that the method's average counts for, next to a prompt's own. One short completion has a few dozen
-positions, whose rate is mostly chance. As the strength of a Beta prior, 20 assumes that prompts' rates spread by about
-0.1 around their method's: √(p (1 - p) / 21)."""
+"""Draft positions that the method's average counts for, next to a prompt's own, of which a short completion has a few
+dozen. As the strength of a Beta prior, 20 assumes that prompts' rates spread by about 0.1: √(p (1 - p) / 21)."""
 RECENT_PROMPTS = 64
 """Number of newest prompts that tell how much rows differ."""
 MOST_ALIKE = 200.0

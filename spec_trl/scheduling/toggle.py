@@ -76,6 +76,7 @@ class _Refusal(NamedTuple):
     length: float
 
 
+@dataclass(eq=False, repr=False)
 class SpeculationToggle(OneDrafter):
     """π_SD over one or several candidates: speculates with the largest predicted speedup if that reaches 1 + ε.
 
@@ -86,20 +87,16 @@ class SpeculationToggle(OneDrafter):
       measure the baseline anew.
     * A candidate without a profile is tried, and tried again once the batch has halved; later rollouts go by the times
       that were measured at such a batch.
-    * Requests that wait for a row count as part of the batch: a small batch is a tail only when nobody waits. (The
-      authors' code guards the ramp with a fixed 32 requests instead, so it never speculates with fewer.)
-
-    Args:
-        candidates: the drafters to choose among, at least one.
-        margin: ε ≥ 0.
+    * Requests that wait for a row count as part of the batch: a small batch is a tail only when nobody waits.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], margin: float = 0.05) -> None:
-        self.candidates: Sequence[Candidate] = tuple(candidates)
-        self.margin = margin
-        self._states = [_State() for _ in candidates]
+    candidates: Sequence[Candidate]  # the drafters to choose among, at least one
+    margin: float = 0.05  # ε ≥ 0
+
+    def __post_init__(self) -> None:
+        self._states = [_State() for _ in self.candidates]
         self._baseline = OverheadCorrection()  # of autoregressive rounds; without a profile, their times themselves
-        self.tallies = [Tally() for _ in candidates]
+        self.tallies = [Tally() for _ in self.candidates]
         self.weigh()
         self.judgement_due = False
         """Whether the next `decide` judges the measured rounds."""
