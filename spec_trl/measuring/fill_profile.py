@@ -138,12 +138,13 @@ def _projections(model: PreTrainedModel) -> Iterator[SourceSpec]:
 
 def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
     """Names of the kernels that the drafter's projections get."""
-    scheme, names = find_scheme(config.draft_quantization), set()
+    scheme, names = find_scheme(config.draft_quantization), set[str]()
     for each in _projections(model):
         if (group := scheme.group_for(each.in_features)) is not None:
             layer = LayerSpec(each.out_features, each.in_features, scheme.bits, group, each.dtype, None, each.device)
             kernel = find_kernel(config.draft_kernel, layer)
-            names |= set() if isinstance(kernel, str) else {kernel.name}
+            if not isinstance(kernel, str):
+                names.add(kernel.name)
     return "+".join(sorted(names)) or NO_KERNEL
 
 
@@ -186,7 +187,7 @@ def _copy_bandwidth(size: float, device: torch.device) -> float:
 
 def _seconds(work: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
     """Median seconds of `work()`, after two calls as warm-up."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = []
     for _ in range(rounds + 2):
         synchronize()

@@ -5,7 +5,6 @@ Measured rounds have the last word: the toggle's on the method, the race judge's
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .acceptance import Acceptance, AcceptanceCounts
 from .account import Account, decision, promise, too_many_rows
@@ -45,7 +44,7 @@ class BestOfN(Control):
     tolerance: float = 0.05  # share by which a verification may be slower than the primary's own, at least 0
     budget: int | None = None  # most tokens of a verification, all rows together; None: the free ones
     race: bool = True  # whether rows race at all
-    races: ClassVar = True  # rows of different methods share rounds even where none races
+    races = True  # no option: rows of different methods share rounds even where none races
 
     def __post_init__(self) -> None:
         names = [candidate.name for candidate in self.candidates]

@@ -116,7 +116,8 @@ def evaluate(roofline: Roofline, samples: Sequence[Sample], thresholds: Sequence
         beneficial = measured >= threshold  # [N]
         agree, share = beneficial == (expected >= threshold), float(beneficial.mean())
         signs.append(SignAccuracy(threshold, float(agree.mean()), max(share, 1.0 - share)))
-    return Diagnostics(*(float(np.mean(found)) for found in errors.values()), tuple(signs), len(grid))
+    mape = {f"{mode}_mape": float(np.mean(found)) for mode, found in errors.items()}
+    return Diagnostics(**mape, signs=tuple(signs), points=len(grid))
 
 
 def fit(
