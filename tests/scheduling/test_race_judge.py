@@ -7,7 +7,7 @@ from spec_trl.scheduling.toggle import HOPELESS, PROBE_ROUNDS, WINDOW
 
 
 def judged(cost: float, tokens: int, networks: bool = False, rounds: int = WINDOW) -> tuple[RaceJudge, list[Field]]:
-    """A judge behind raced rounds of 8 rows in which the primary alone brings 16 tokens at a cost of 1."""
+    """A judge after raced rounds of 8 rows in which the primary alone brings 16 tokens at a cost of 1."""
     judge, fields = RaceJudge(), []
     for _ in range(PROBE_ROUNDS):
         judge.record_unraced(8, 1.0)
