@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from ..scheduling.control import Chain
 from ..scheduling.ladder import Ladder, Rung, ladder_path
 from ..scheduling.profile import ProfileKey
 from .fill_profile import profile_key
-from .profile_cache import cache_directory
+from .profile_cache import cache_directory, read_kept, save_kept
 from .round_bench import RoundBench, bar_text, warm_up_rounds
 
 
@@ -60,10 +59,8 @@ def build_ladder(
     """Times rounds of each drafter at each batch, γ and acceptance, each next to an autoregressive one; keeps medians.
 
     On a quiet machine three rounds of a cell agree, and no more are run; on a busy one, or where rounds are short, up
-    to `rounds`.
-
-    Rounds are real, on random prompts, but each draft token is marked as accepted with probability p, so no weights
-    matter. A drafter that learns does not learn here, and one that remembers is timed with an empty memory.
+    to `rounds`. They are real, on random prompts, but each draft token is marked as accepted with probability p, so no
+    weights matter. A drafter that learns does not learn here, and one that remembers is timed with an empty memory.
 
     Args:
         model: the target, on the device it will decode on.
@@ -85,32 +82,27 @@ def build_ladder(
     """
     config = config or SpeculativeConfig()
     deadline = time.perf_counter() + budget_seconds
-    # With more rows a drafter never drafts.
-    cells = [
+    cells = [  # with more rows than it serves a drafter never drafts
         (drafter, batch)
         for drafter in drafters
         for batch in sorted({min(batch, drafter.max_rows) for batch in batches})
     ]
     rungs: list[Rung] = []
-    name = bar_text("profiling the drafters of", model, kept_in)
-    with torch.no_grad(), tqdm(cells, name, disable=not progress, delay=QUIET) as bar:
+    text = bar_text("profiling the drafters of", model, kept_in)
+    with torch.no_grad(), tqdm(cells, text, disable=not progress, delay=QUIET) as bar:
         for number, (drafter, batch) in enumerate(bar):
             share = max(deadline - time.perf_counter(), 0.0) / (len(cells) - number)
             bench = _Bench(model, drafter, batch, draft_lengths, acceptances, rounds, config)
             rungs += bench.measure(share)
-    fitting = {drafter.strategy: _common_draft_lengths(rungs, drafter.strategy) for drafter in drafters}
-    kept = tuple(rung for rung in rungs if rung.draft_length in fitting[rung.method])
-    return Ladder(kept, _fingerprint(profile_key(model, config), drafters, draft_lengths))
-
-
-def _common_draft_lengths(rungs: Sequence[Rung], method: str) -> set[int]:
-    """γ that were timed at every batch: in a short context some fit into few rounds, and a choice must not change with
-    the batch."""
-    by_batch: dict[int, set[int]] = {}
-    for rung in rungs:
-        if rung.method == method:
-            by_batch.setdefault(rung.batch, set()).add(rung.draft_length)
-    return set.intersection(*by_batch.values()) if by_batch else set()
+    timed = {(rung.method, rung.batch, rung.draft_length) for rung in rungs}
+    shapes = {cell[:2] for cell in timed}
+    # In a short context some γ fit into few rounds; a choice must not change with the batch.
+    kept_rungs = tuple(
+        rung
+        for rung in rungs
+        if all((name, batch, rung.draft_length) in timed for name, batch in shapes if name == rung.method)
+    )
+    return Ladder(kept_rungs, _fingerprint(profile_key(model, config), drafters, draft_lengths))
 
 
 def find_ladder(
@@ -129,7 +121,7 @@ def find_ladder(
     Args:
         model: the target.
         drafters: of different strategies.
-        config: as of :func:`build_ladder`, and `sd_toggle` and `roofline_profile`.
+        config: as of :func:`build_ladder`; also `sd_toggle` and `roofline_profile`.
         max_batch_size: most rows in flight that will occur.
         draft_lengths: γ, ascending; None: those of `config`.
 
@@ -154,10 +146,7 @@ def find_ladder(
         # A batch close to the largest would tell nothing new.
         batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
         found = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
-        try:
-            found.save(path)
-        except OSError as error:  # a read-only home
-            warnings.warn(f"the draft ladder could not be kept in {path}: {error}", stacklevel=2)
+        save_kept(found, path, "draft ladder")
     kept.keep(model, _NAME, found)
     return found
 
@@ -178,14 +167,8 @@ _NAME, _MEASURED = "ladder", "; measured while decoding"
 
 def _load(path: Path, shape: str) -> Ladder | None:
     """The ladder at `path`, if there is one, and for this shape."""
-    if not path.exists():
-        return None
-    try:
-        ladder = Ladder.load(path)
-    except ValueError as error:  # the user did not name this file, so it does not stop the run
-        warnings.warn(f"{path} is left aside, and the drafters are profiled again: {error}", stacklevel=2)
-        return None
-    return ladder if ladder.shape == shape else None
+    ladder = read_kept(path, Ladder, ", and the drafters are profiled again")
+    return ladder if ladder is not None and ladder.shape == shape else None
 
 
 def _path(key: ProfileKey, config: SpeculativeConfig, shape: str) -> Path:
@@ -292,19 +275,17 @@ class _Bench(RoundBench):
                 if visit == self._warm_ups:
                     del found[:-1]  # warm-up rounds count only where nothing else fits
         self.close()
-        return [
-            self._rung(cell, median(found), median(_slowdowns(found, times[PLAIN])))
-            for cell, found in times.items()
-            if cell is not PLAIN and found
-        ]
-
-    def _rung(self, cell: _Cell, seconds: float, slowdown: float) -> Rung:
-        return Rung(self._drafter.strategy, self._batch, *cell, seconds, seconds / slowdown)
+        rungs = []
+        for cell, found in times.items():
+            if cell is not PLAIN and found:
+                seconds, slowdown = median(found), median(_slowdowns(found, times[PLAIN]))
+                rungs.append(Rung(self._drafter.strategy, self._batch, *cell, seconds, seconds / slowdown))
+        return rungs
 
 
 def _slowdowns(times: list[float], plain: list[float]) -> list[float]:
     """A cell's seconds over those of the autoregressive round of the same visit, which other work slowed as much."""
-    return [seconds / beside for seconds, beside in zip(times, plain, strict=False)]
+    return [seconds / plain_seconds for seconds, plain_seconds in zip(times, plain, strict=False)]
 
 
 def _agree(values: list[float]) -> bool:

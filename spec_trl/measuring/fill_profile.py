@@ -6,6 +6,7 @@ import platform
 import random
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -29,7 +30,7 @@ from ..generation.engine.requirements import position_limit
 from ..generation.engine.verification import Proposal
 from ..quantization.kernels import LayerSpec, find_kernel
 from ..quantization.scheme import find_scheme
-from ..quantization.source_weight import inspect_projection, is_projection
+from ..quantization.source_weight import SourceSpec, inspect_projection, is_projection
 from ..scheduling.control import Chain
 from ..scheduling.fit import GemmMeasurement, effective_flops, fit
 from ..scheduling.profile import Profile, ProfileKey
@@ -68,8 +69,7 @@ def calibrate(
         config: names the drafter's quantization, kernel and head.
         max_batch_size: most rows in flight that will occur.
         max_length: longest total length that will occur.
-        budget_seconds: time for the sweep. Every cell is timed at least four times, so a large model on a slow machine
-            may exceed it.
+        budget_seconds: for the sweep; a large model on a slow machine may exceed it, with four times of every cell.
         progress: show a progress bar.
         kept_in: folder in which the caller keeps the profile; the progress bar says so.
 
@@ -97,22 +97,15 @@ def calibrate(
     roofline, diagnostics = fit(samples, constants, flops, bandwidth_bounds=(0.4 * bandwidth, 1.5 * bandwidth))
     if (signs := diagnostics.guessing) is not None:
         warnings.warn(
-            f"the calibrated roofline says no better than guessing where speculation pays: it agrees with "
-            f"{signs.accuracy:.0%} of the measured rounds at a speedup of {signs.threshold:g}, and always giving the "
-            f"more frequent answer with {signs.majority:.0%}. Measured rounds will decide; calibrate again on a quiet "
-            "machine, or with a larger budget.",
+            f"the calibrated roofline says no better than guessing where speculation pays: at a speedup of "
+            f"{signs.threshold:g} it agrees with {signs.accuracy:.0%} of the measured rounds, always guessing with "
+            f"{signs.majority:.0%}. Measured rounds will decide; calibrate again on a quiet machine, or with a larger "
+            "budget.",
             stacklevel=2,
         )
-    return Profile(
-        key=key,
-        roofline=roofline,
-        draft_max_rows=drafter.max_rows,
-        # Lists, not tuples: the profile equals the one that is read again.
-        diagnostics=json.loads(json.dumps(asdict(diagnostics)))
-        | {"max_batch_size": max_batch_size, "max_length": max_length},
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        samples=samples,
-    )
+    # Lists, not tuples: the profile equals the one that is read again.
+    plain = json.loads(json.dumps(asdict(diagnostics))) | {"max_batch_size": max_batch_size, "max_length": max_length}
+    return Profile(key, roofline, drafter.max_rows, plain, datetime.now(UTC).isoformat(timespec="seconds"), samples)
 
 
 def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey:
@@ -136,22 +129,22 @@ def _effective_dtype(model: PreTrainedModel) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
+def _projections(model: PreTrainedModel) -> Iterator[SourceSpec]:
+    """The decoder's layers that a drafter can pack."""
+    for module in model.get_decoder().modules():
+        if is_projection(module) and not isinstance(source := inspect_projection(module), str):
+            yield source
+
+
 def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
     """Names of the kernels that the drafter's projections get."""
-    scheme = find_scheme(config.draft_quantization)
-    names = set()
-    for module in model.get_decoder().modules():
-        if not is_projection(module) or isinstance(source := inspect_projection(module), str):
-            continue
-        group = scheme.group_for(source.in_features)
-        if group is None:
-            continue
-        layer = LayerSpec(
-            source.out_features, source.in_features, scheme.bits, group, source.dtype, None, source.device
-        )
-        kernel = find_kernel(config.draft_kernel, layer)
-        if not isinstance(kernel, str):
-            names.add(kernel.name)
+    scheme, names = find_scheme(config.draft_quantization), set[str]()
+    for each in _projections(model):
+        if (group := scheme.group_for(each.in_features)) is not None:
+            layer = LayerSpec(each.out_features, each.in_features, scheme.bits, group, each.dtype, None, each.device)
+            kernel = find_kernel(config.draft_kernel, layer)
+            if not isinstance(kernel, str):
+                names.add(kernel.name)
     return "+".join(sorted(names)) or NO_KERNEL
 
 
@@ -164,23 +157,19 @@ def hardware_name(device: torch.device) -> str:
 
 def processor_name() -> str:
     """The CPU's name, as the system gives it."""
-    name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        name = models[0] if models else name
-    return name
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    name = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
+    return name or platform.processor() or platform.machine()
 
 
 def _time_gemms(model: PreTrainedModel) -> list[GemmMeasurement]:
     """Times y = x Wᵀ for the decoder's four heaviest matrix shapes."""
-    weights: dict[tuple[int, int], int] = {}
-    for module in model.get_decoder().modules():
-        if is_projection(module) and not isinstance(source := inspect_projection(module), str):
-            shape = (source.out_features, source.in_features)
-            weights[shape] = weights.get(shape, 0) + shape[0] * shape[1]
+    elements: Counter[tuple[int, int]] = Counter()  # by shape, all layers together
+    for each in _projections(model):
+        elements[each.out_features, each.in_features] += each.out_features * each.in_features
     dtype, measurements = _effective_dtype(model), []
-    for out_features, in_features in sorted(weights, key=weights.__getitem__, reverse=True)[:4]:
+    for out_features, in_features in sorted(elements, key=elements.__getitem__, reverse=True)[:4]:
         weight = torch.randn(out_features, in_features, device=model.device).to(dtype)  # [out, in]
         for rows in GEMM_ROWS:
             x = torch.randn(rows, in_features, device=model.device).to(dtype)  # [rows, in]
@@ -198,19 +187,15 @@ def _copy_bandwidth(size: float, device: torch.device) -> float:
 
 def _seconds(work: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
     """Median seconds of `work()`, after two calls as warm-up."""
+    synchronize: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = []
     for _ in range(rounds + 2):
-        _synchronize(device)
+        synchronize()
         started = time.perf_counter()
         work()
-        _synchronize(device)
+        synchronize()
         times.append(time.perf_counter() - started)
     return median(times[2:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def sweep(
@@ -222,16 +207,9 @@ def sweep(
     bar: str | None,
     config: SpeculativeConfig,
 ) -> list[Sample]:
-    """Times target, draft and verify over a grid that fits the machine, in two passes through shuffled cells.
-
-    Args:
-        model: the target.
-        drafter: its copy.
-        max_batch: most rows.
-        max_length: longest row, a round's drafts included.
-        budget: seconds.
-        bar: text of the progress bar; None: no bar.
-        config: names the runner.
+    """Times target, draft and verify over a grid that fits the machine, of at most `max_batch` rows of `max_length`
+    tokens, a round's drafts included: in two passes through shuffled cells, within about `budget` seconds. `bar` is
+    the text of a progress bar; None: no bar.
 
     Raises:
         RuntimeError: the drafter failed.
@@ -245,10 +223,12 @@ def sweep(
     lengths = [length for length in lengths if length <= bench.longest]
     batches = [batch for batch in BATCHES if batch <= bench.capacity]
     cells = [(batch, length, 0) for batch, length in itertools.product(batches, lengths)]
-    for batch, length, gamma in itertools.product(batches, lengths, DRAFT_LENGTHS):
+    cells += [
+        (batch, length, gamma)
+        for batch, length, gamma in itertools.product(batches, lengths, DRAFT_LENGTHS)
         # With more rows than the kernels serve no network drafts: there one γ of verification is enough.
-        if batch <= drafter.max_rows or gamma == DRAFT_LENGTHS[1]:
-            cells.append((batch, length, gamma))
+        if batch <= drafter.max_rows or gamma == DRAFT_LENGTHS[1]
+    ]
     random.Random(0).shuffle(cells)
     times: dict[tuple[int, float, int, Mode], list[float]] = {}
     deadline = time.perf_counter() + budget
@@ -299,8 +279,7 @@ class _Bench(RoundBench):
         self, batch: int, length: int, gamma: int, seconds: float, warm_ups: int
     ) -> Iterator[tuple[Mode, float]]:
         """Times rounds for about `seconds`, FEWEST_ROUNDS at least; yields the medians by mode."""
-        drafting: list[float] = []
-        resting: list[float] = []
+        drafting, resting = list[float](), list[float]()
         drafts = batch <= self._drafter.max_rows
         deadline = time.perf_counter() + seconds
         while len(drafting) < MOST_ROUNDS:

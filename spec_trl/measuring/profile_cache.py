@@ -3,12 +3,17 @@
 import os
 import warnings
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
+from ..scheduling.ladder import Ladder
 from ..scheduling.profile import Profile, ProfileKey, ProfileMismatch
 from .fill_profile import NO_KERNEL, calibrate, profile_key
+
+
+T = TypeVar("T", Profile, Ladder)
 
 
 def find_profile(
@@ -82,49 +87,35 @@ def _load_named(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profi
     except ProfileMismatch as error:
         if config.roofline_mismatch == "error":
             raise
-        then = f"Calibrating again, into {cache_directory()}."
-        then = then if config.sd_toggle == "roofline" else "Rounds are measured instead."
+        again = f"Calibrating again, into {cache_directory()}."
+        then = again if config.sd_toggle == "roofline" else "Rounds are measured instead."
         warnings.warn(f"{error} {then}", stacklevel=2)
         return None
     return profile
 
 
 def _load_cached(key: ProfileKey) -> Profile | None:
-    """The profile in the user's cache, if there is one."""
-    cached = cache_directory() / key.file_name
-    if not cached.exists():
-        return None
-    try:
-        profile = Profile.load(cached)
-        profile.require(key, cached)
-        return profile
-    except ValueError as error:  # the user did not name this file, so it does not stop the run
-        warnings.warn(f"{cached} is left aside: {error}", stacklevel=2)
-        return None
+    profile = read_kept(cache_directory() / key.file_name, Profile)
+    return profile if profile is not None and profile.key == key else None
 
 
 def _cached_or_new(
     model: PreTrainedModel, config: SpeculativeConfig, key: ProfileKey, max_batch_size: int, max_length: int
 ) -> Profile | None:
     """The cached profile if it covers half of both sizes, else a new one for the larger of what each asks for."""
+    cached = cache_directory() / key.file_name
     if (profile := _load_cached(key)) is not None:
         most_rows, longest = (profile.diagnostics.get(name, 0) for name in ("max_batch_size", "max_length"))
         if 2 * most_rows >= max_batch_size and 2 * longest >= max_length:
             return profile
         max_batch_size, max_length = max(max_batch_size, most_rows), max(max_length, longest)
-    cached = cache_directory() / key.file_name
     try:
         profile = calibrate(model, config, max_batch_size, max_length, kept_in=cached.parent)
     except RuntimeError as error:  # a failing drafter or too little memory must not end a run
-        warnings.warn(
-            f"the machine could not be calibrated, so measured rounds alone decide when to speculate: {error}",
-            stacklevel=2,
-        )
+        message = f"the machine could not be calibrated, so measured rounds alone decide when to speculate: {error}"
+        warnings.warn(message, stacklevel=2)
         return None
-    try:
-        profile.save(cached)
-    except OSError as error:  # a read-only home
-        warnings.warn(f"the roofline profile could not be kept in {cached}: {error}", stacklevel=2)
+    save_kept(profile, cached, "roofline profile")
     return profile
 
 
@@ -132,3 +123,21 @@ def cache_directory() -> Path:
     """The folder of profiles and ladders in the user's cache."""
     home = os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "spec_trl" / "profiles"
+
+
+def read_kept(path: Path, kind: type[T], then: str = "") -> T | None:
+    """The profile or ladder at `path`, which the user did not name: None where there is none, or where it cannot be
+    read, with a warning that says what happens `then`."""
+    try:
+        return kind.load(path) if path.exists() else None
+    except ValueError as error:
+        warnings.warn(f"{path} is left aside{then}: {error}", stacklevel=3)
+        return None
+
+
+def save_kept(found: Profile | Ladder, path: Path, what: str) -> None:
+    """Saves to `path`; a warning where that cannot be written, as in a read-only home."""
+    try:
+        found.save(path)
+    except OSError as error:
+        warnings.warn(f"the {what} could not be kept in {path}: {error}", stacklevel=3)

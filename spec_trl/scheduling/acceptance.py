@@ -44,12 +44,8 @@ class AcceptanceCounts:
 
     @classmethod
     def of_round(cls, accepted: int, attempted: int) -> "AcceptanceCounts":
-        """Counts of one round.
-
-        Args:
-            accepted: draft tokens accepted.
-            attempted: positions that had a verdict: the accepted ones and, where there was one, the position at which
-                a token was refused or the drafter had nothing to propose.
+        """Counts of one round that accepted `accepted` draft tokens; `attempted` also counts the position, if any, at
+        which a token was refused or the drafter had nothing to propose.
 
         Raises:
             ValueError: the counts are not 0 ≤ accepted ≤ attempted.

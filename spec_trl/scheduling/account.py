@@ -5,16 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Account:
-    """Of one rollout.
-
-    Args:
-        predicted_speedup: over plain decoding: the mean over the rounds that drafted or, where none did, the largest
-            prediction. None: there is no profile and no ladder.
-        reason: one sentence.
-    """
+    """Of one rollout."""
 
     predicted_speedup: float | None
-    reason: str
+    """Over plain decoding: the mean over the rounds that drafted or, where none did, the largest prediction. None:
+    there is no profile and no ladder."""
+    reason: str  # one sentence
 
 
 FAILED = "the drafter failed"

@@ -7,7 +7,6 @@ one process: a row's methods are several chains in one target forward.
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from .acceptance import Acceptance, AcceptanceCounts
@@ -45,9 +44,9 @@ def greedy_assignments(
 ) -> dict[tuple[Request, str], Worker]:
     """SA Algorithm 3: gives freed workers to methods, then the slowest requests to workers.
 
-    Each freed worker goes to the method with the fewest workers, among equals to the better one on the ladder; it
-    leaves its old method and its old requests. Each method then takes requests in ascending acceptance, so that the
-    slowest gets all drafters before the next one does (depth first).
+    Each freed worker leaves its old method and requests for the method with the fewest workers, among equals the
+    better one on the ladder. Each method then takes requests in ascending acceptance, so that the slowest gets all
+    drafters before the next one does (depth first).
 
     Args:
         requests: the active ones (R) with their acceptance; of equals the first comes first.
@@ -91,36 +90,22 @@ def greedy_assignments(
 
 @dataclass(frozen=True)
 class RowView:
-    """A row as the race sees it.
+    """A row as the race sees it."""
 
-    Args:
-        request: whose row it is.
-        method: the primary that the control gives it; "none" where it has none.
-        draft_length: the primary's γ, 0 without one.
-        acceptance: the primary's, as expected before the row's own rounds.
-    """
-
-    request: int
-    method: str
-    draft_length: int
-    acceptance: Acceptance
+    request: int  # whose row it is
+    method: str  # the primary that the control gives it; "none" where it has none
+    draft_length: int  # the primary's γ, 0 without one
+    acceptance: Acceptance  # the primary's, as expected before the row's own rounds
 
 
 @dataclass(frozen=True)
 class MethodView:
-    """A method that may draft further chains.
+    """A method that may draft further chains."""
 
-    Args:
-        name: its strategy, one of the ladder's methods.
-        draft_length: γ, at least 1.
-        acceptance: expected on rows where it has not drafted.
-        max_rows: most rows that it drafts for at a time, b_max of Algorithm 3.
-    """
-
-    name: str
-    draft_length: int
-    acceptance: Acceptance
-    max_rows: int
+    name: str  # its strategy, one of the ladder's methods
+    draft_length: int  # γ, at least 1
+    acceptance: Acceptance  # expected on rows where it has not drafted
+    max_rows: int  # most rows that it drafts for at a time, b_max of Algorithm 3
 
 
 class _Drop(NamedTuple):
@@ -132,21 +117,13 @@ class _Drop(NamedTuple):
 
 @dataclass
 class Standing:
-    """One method on one row.
+    """One method on one row."""
 
-    Args:
-        expected: acceptance before the row's own rounds.
-        counts: of draft positions; they begin as `expected` says and fade.
-        lost: raced rounds since it last won.
-        lead: wins over the primary's.
-        dropped: None: it may race.
-    """
-
-    expected: Acceptance
-    counts: AcceptanceCounts
-    lost: int = 0
-    lead: int = 0
-    dropped: _Drop | None = None
+    expected: Acceptance  # before the row's own rounds
+    counts: AcceptanceCounts  # of draft positions; they begin as `expected` says and fade
+    lost: int = 0  # raced rounds since it last won
+    lead: int = 0  # wins over the primary's
+    dropped: _Drop | None = None  # None: it may race
 
     @property
     def acceptance(self) -> Acceptance:
@@ -195,10 +172,8 @@ class Racing:
     (`max_rows`) go to the row of lowest acceptance first, all methods to one row before the next (SA: depth first).
 
     A chain that keeps losing is dropped for its row until the row's acceptance falls or its room grows; one that keeps
-    winning becomes the row's primary. Nothing here is random, and nothing here changes a token.
-
-    Args:
-        ladder: ranks the methods, at the row's own acceptance where they have drafted for it.
+    winning becomes the row's primary. `ladder` ranks the methods, at the row's own acceptance where they have drafted
+    for it. Nothing here is random.
     """
 
     def __init__(self, ladder: Ladder) -> None:
@@ -237,7 +212,9 @@ class Racing:
         speedups: dict[tuple[str, Acceptance], float] = {}
         for row in slowest_first:
             state = self._rows[row.request]
-            self._reinstate_for_room(state)
+            for standing in state.standings.values():
+                if standing.dropped and self._room >= GROWTH * standing.dropped.room:
+                    standing.reinstate()
             room = self._room - sum(length for _, length in state.chains)
             for view in self._ranked(state, views.values(), len(rows), speedups):
                 if load[view.name] >= view.max_rows:
@@ -252,11 +229,9 @@ class Racing:
 
     def _accepted_share(self, row: RowView) -> float:
         """Accepted share of the row's primary: GetAcceptRate of Algorithm 3."""
-        acceptance, state = row.acceptance, self._rows.get(row.request)
-        if state is not None:
-            standing = state.standings.get(state.promoted or row.method)
-            acceptance = acceptance if standing is None else standing.acceptance
-        return _share(acceptance)
+        state = self._rows.get(row.request)
+        standing = state.standings.get(state.promoted or row.method) if state else None
+        return _share(standing.acceptance if standing else row.acceptance)
 
     def _place_primaries(self, rows: Sequence[RowView], views: Mapping[str, MethodView]) -> "Counter[str]":
         """Lays out each row's primary; returns how many rows each method drafts for."""
@@ -276,11 +251,6 @@ class Racing:
                 state.lead_with(row.method, row.draft_length, row.acceptance)
         return load
 
-    def _reinstate_for_room(self, state: _Row) -> None:
-        for standing in state.standings.values():
-            if standing.dropped and self._room >= GROWTH * standing.dropped.room:
-                standing.reinstate()
-
     def _ranked(
         self, state: _Row, views: Iterable[MethodView], batch: int, speedups: dict[tuple[str, Acceptance], float]
     ) -> list[MethodView]:
@@ -297,10 +267,7 @@ class Racing:
         return [view for _, view in sorted(keyed, key=lambda pair: -pair[0])]
 
     def record(
-        self,
-        request: int,
-        accepted_by_method: Mapping[str, int],
-        draft_lengths: Mapping[str, int] = MappingProxyType({}),
+        self, request: int, accepted_by_method: Mapping[str, int], draft_lengths: Mapping[str, int] | None = None
     ) -> str:
         """Takes a row's round.
 
@@ -317,13 +284,16 @@ class Racing:
         winner = row.primary
         for method, length in raced:
             accepted = accepted_by_method[method]
-            row.standings[method].add(accepted, draft_lengths.get(method, length))
+            row.standings[method].add(accepted, (draft_lengths or {}).get(method, length))
             if accepted > accepted_by_method.get(winner, 0):
                 winner = method
         led = row.primary in accepted_by_method or all(method != row.primary for method, _ in row.chains)
-        if led and any(method != row.primary for method, _ in raced):  # else the control's primary drafted by itself
+        if led and any(method != row.primary for method, _ in raced):  # else the control's primary drafted alone
             self._count(row, [method for method, _ in raced], winner)
-        self._reinstate_if_slower(row)
+        for standing in row.standings.values():
+            if standing.dropped and row.accepted_share < standing.dropped.accepted_share - FALL:
+                standing.reinstate()
+                self.changed = True
         return winner
 
     def _count(self, row: _Row, raced: Sequence[str], winner: str) -> None:
@@ -346,13 +316,6 @@ class Racing:
             for standing in row.standings.values():
                 standing.lead = 0
             self.changed = True
-
-    def _reinstate_if_slower(self, row: _Row) -> None:
-        share = row.accepted_share
-        for standing in row.standings.values():
-            if standing.dropped and share < standing.dropped.accepted_share - FALL:
-                standing.reinstate()
-                self.changed = True
 
     def primary_of(self, request: int) -> str:
         """The method that leads the row's chains since the last `assign`."""

@@ -4,20 +4,22 @@ Measured rounds have the last word: the toggle's on the method, the race judge's
 """
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from .acceptance import Acceptance, AcceptanceCounts
 from .account import Account, decision, promise, too_many_rows
 from .assignment import MethodView, Racing, RowView
-from .control import Candidate, Chain, Control, Costs
+from .control import Candidate, Chain, Control
 from .delivery import RolloutWatch
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .plain_decoding import PlainRounds
-from .race_judge import Field, RaceJudge
+from .race_judge import Field, RacedRound, RaceJudge
 from .roofline import Roofline
 from .selection import OPTIMISTIC, AcceptanceHistory, counts_last_row, expectation, select_method, select_per_prompt
 from .toggle import HOPELESS, WINDOW, Gain, SpeculationToggle
 
 
+@dataclass(eq=False, repr=False)
 class BestOfN(Control):
     """One primary drafter for all rows, other methods for prompts that do better with them, and races in the tail.
 
@@ -30,54 +32,35 @@ class BestOfN(Control):
 
     The second and third begin after the primary was measured alone: for a few rounds, or a whole window on trial.
 
-    Args:
-        candidates: the drafters, at least one, of different names. Their γ, τ_prev and, without a roofline, their
-            costs are set here.
-        ladder: has all of them.
-        history: acceptance so far; it is written to, and outlives the control.
-        margin: ε of the toggle, and by how much a prompt's own method must be faster; at least 0.
-        roofline: tells how many verified tokens are free; None: as many as the rollout's first verification had.
-        tolerance: share by which a verification may be slower than the primary's own, at least 0.
-        budget: most tokens of a verification, all rows together; None: the free ones.
-        race: whether rows race at all.
-
     Raises:
         ValueError: `candidates` is empty or has a name twice.
     """
 
-    races = True  # rows of different methods share rounds even where none races
+    candidates: Sequence[Candidate]  # γ, τ_prev and, without a roofline, costs of each are set here
+    ladder: Ladder  # has all of them
+    history: AcceptanceHistory  # so far; it is written to, and outlives the control
+    margin: float = 0.05  # ε of the toggle, and by how much a prompt's own method must be faster; at least 0
+    roofline: Roofline | None = None  # tells which verified tokens are free; None: as many as at first in the rollout
+    tolerance: float = 0.05  # share by which a verification may be slower than the primary's own, at least 0
+    budget: int | None = None  # most tokens of a verification, all rows together; None: the free ones
+    race: bool = True  # whether rows race at all
+    races = True  # no option: rows of different methods share rounds even where none races
 
-    def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        ladder: Ladder,
-        history: AcceptanceHistory,
-        margin: float = 0.05,
-        roofline: Roofline | None = None,
-        tolerance: float = 0.05,
-        budget: int | None = None,
-        race: bool = True,
-    ) -> None:
-        self.candidates: Sequence[Candidate] = tuple(candidates)
-        self._index = {candidate.name: index for index, candidate in enumerate(self.candidates)}
-        if not self.candidates or len(self._index) < len(self.candidates):
-            names = [candidate.name for candidate in self.candidates]
+    def __post_init__(self) -> None:
+        names = [candidate.name for candidate in self.candidates]
+        self._index = {name: index for index, name in enumerate(names)}
+        if not names or len(self._index) < len(names):
             raise ValueError(f"candidates={names} must be one or more drafters of different names.")
-        self.ladder, self.history = ladder, history
-        self._margin, self._roofline, self._tolerance = margin, roofline, tolerance
-        self._budget, self._race = budget, race
         self._by_ladder = [candidate.roofline is None for candidate in self.candidates]
-        self._toggle = SpeculationToggle(self.candidates, margin)
+        self._toggle = SpeculationToggle(self.candidates, self.margin)
         self.tallies = self._toggle.tallies
         """Of the rounds in which a candidate drafted alone for all rows."""
 
     @property
     def most_drafted(self) -> int:
-        lengths = [
-            max(length for batch in self.ladder.batches for length in self.ladder.draft_lengths(candidate.name, batch))
-            for candidate in self.candidates
-        ]
-        return sum(lengths) if self._race else max(lengths)
+        ladder = self.ladder
+        lengths = [max(max(ladder.draft_lengths(name, batch)) for batch in ladder.batches) for name in self._index]
+        return sum(lengths) if self.race else max(lengths)
 
     # ---- a rollout ------------------------------------------------------------------------------------------------
 
@@ -85,7 +68,7 @@ class BestOfN(Control):
         self._prompts = list(prompts)
         batch = max(min(capacity, len(prompts)), 1)
         self._on_trial: set[int] = set()
-        self._until_last_row = counts_last_row(self.history, list(self._index), prompts, batch, self._race)
+        self._until_last_row = counts_last_row(self.history, list(self._index), prompts, batch, self.race)
         for index, candidate in enumerate(self.candidates):
             expected = expectation(self.ladder, self.history, candidate.name, prompts, self._until_last_row)
             if expected is None:
@@ -95,11 +78,11 @@ class BestOfN(Control):
             candidate.block_efficiency = expected(candidate.draft_length)
             if self._by_ladder[index]:
                 efficiency = candidate.block_efficiency
-                candidate.roofline = LadderCosts(self.ladder, candidate.name, efficiency, self._roofline)
+                candidate.roofline = LadderCosts(self.ladder, candidate.name, efficiency, self.roofline)
         self._toggle.begin(capacity, prompts)
         self.tallies = self._toggle.tallies
         self._own = self._choose_per_prompt(batch)
-        self._racing, self._judge = Racing(self.ladder), RaceJudge(self._race)
+        self._racing, self._judge = Racing(self.ladder), RaceJudge(self.race)
         self._dropped: set[int] = set()
         self._raced: set[int] = set()  # requests that the race knows
         self._unrecorded: dict[tuple[int, int], AcceptanceCounts] = {}  # by candidate and request
@@ -117,18 +100,15 @@ class BestOfN(Control):
         if len(methods) < 2:
             return [None] * len(self._prompts)
         known = self.ladder, self.history, self._prompts, batch, methods
-        common = select_method(*known, self._race)
-        own = select_per_prompt(*known, self._margin, self._race)
+        common = select_method(*known, self.race)
+        own = select_per_prompt(*known, self.margin, self.race)
         return [choice if choice.method != common.method else None for choice in own]
 
     def finish(self) -> None:
         self._settle(set())
         self._write_history()
         self.history.end_rollout()
-        self._record_deliveries()  # after `end_rollout`, which fades older ones
-
-    def _record_deliveries(self) -> None:
-        """Records the speedup after each method's first use at a batch, and what its rows' acceptance promised."""
+        # The speedup after each method's first use at a batch; after `end_rollout`, which fades older ones.
         for which, requests, length, speedup in self._watch.deliveries(self._toggle.autoregressive_seconds):
             candidate, batch = self.candidates[which], len(requests)
             keys = [self._prompts[request] for request in requests]
@@ -138,12 +118,6 @@ class BestOfN(Control):
             expected = self._toggle.speedup_at(tau(candidate.draft_length), which, batch, length)
             profiled = self.ladder.profiled_batch(batch)
             self.history.record_delivery(candidate.name, profiled, self._until_last_row, speedup, expected)
-
-    @property
-    def _target_costs(self) -> Costs:
-        costs = self.candidates[0].roofline  # autoregressive rounds cost the same in all of them
-        assert costs is not None
-        return costs
 
     def drop(self, index: int) -> None:
         self._dropped.add(index)
@@ -157,16 +131,16 @@ class BestOfN(Control):
 
     def forecast(self, batch: int, length: float) -> Account:
         """By the ladder, whose times do not depend on lengths."""
-        able = [candidate for candidate in self.candidates if batch <= candidate.max_rows]
-        if not able:
-            return Account(None, too_many_rows(batch, max(candidate.max_rows for candidate in self.candidates)))
         promised = {
             each.name: self.ladder.best_draft_length(each.name, self._expected(each.name).block_efficiency, batch)[1]
-            for each in able
+            for each in self.candidates
+            if batch <= each.max_rows
         }
+        if not promised:
+            return Account(None, too_many_rows(batch, max(candidate.max_rows for candidate in self.candidates)))
         best = max(promised, key=promised.__getitem__)
         said = promise(f'speculation with "{best}"', promised[best], batch, length)
-        return Account(promised[best], f"{said}: {decision(promised[best], self._margin)}")
+        return Account(promised[best], f"{said}: {decision(promised[best], self.margin)}")
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
         return self._toggle.plain_seconds(rounds)
@@ -199,7 +173,7 @@ class BestOfN(Control):
             self._judge.forget()
             self._primary = which
         if self._may_compose(which, waiting) and (judged := self._judge.field(batch)):
-            field = judged if self._race and not waiting else Field.NOBODY
+            field = judged if self.race and not waiting else Field.NOBODY
             key = (tuple(requests), which, draft_length, judged, field)
             if key != self._laid_out or (field and self._racing.changed):
                 self._composed = self._compose(requests, primary, length, judged, field)
@@ -211,7 +185,7 @@ class BestOfN(Control):
     def _weigh(self, requests: Sequence[int], waiting: int) -> None:
         """Tells the toggle what drafters do for the rows in flight, if none waits: the last one ends the rollout."""
         if waiting:
-            self._toggle.weigh([None] * len(self.candidates), False, [1.0] * len(self.candidates))
+            self._toggle.weigh()
             return
         if not self._toggle.judgement_due and self._weighed == len(requests):
             return
@@ -239,14 +213,12 @@ class BestOfN(Control):
             for index, candidate in enumerate(self.candidates)
             if index != primary and self._can_draft(index) and verdict >= 1 + candidate.is_network
         }
-        own = {self._own[request] for request in requests}
-        return bool(allowed) and (
-            self._race or any(choice and self._index.get(choice.method) in allowed for choice in own)
-        )
+        own = {self._index.get(choice.method) for request in requests if (choice := self._own[request])}
+        return bool(allowed and (self.race or own & allowed))
 
     def _may_compose(self, which: int, waiting: int) -> bool:
         """Whether another method could draft, and the primary has been measured alone."""
-        if len(self.candidates) == 1 or ((waiting or not self._race) and not any(self._own)):
+        if len(self.candidates) == 1 or ((waiting or not self.race) and not any(self._own)):
             return False
         return self._toggle.tallies[which].rounds >= (WINDOW if which in self._on_trial else min(HOPELESS))
 
@@ -259,9 +231,8 @@ class BestOfN(Control):
         chains = {row.request: [(row.method, row.draft_length)] if row.draft_length else [] for row in rows}
         if field:
             batch, widest = len(rows), max(row.draft_length for row in rows)
-            chains = self._racing.assign(
-                rows, self._racers(primary.which, batch, field), self.free_tokens(batch, length, widest)
-            )
+            racers = self._racers(primary.which, batch, field)
+            chains = self._racing.assign(rows, racers, self.free_tokens(batch, length, widest))
             self._raced.update(requests)
         groups: dict[tuple[int, int], list[int]] = {}
         for row, request in enumerate(requests):
@@ -275,11 +246,12 @@ class BestOfN(Control):
     def _view(self, request: int, primary: Chain, judged: Field) -> RowView:
         """The row with the method that drafts for it."""
         method, draft_length = self.candidates[primary.which].name, primary.draft_length
-        own = self._own[request]
-        if own is not None and own.method == NO_METHOD:
-            return RowView(request, NO_METHOD, 0, Acceptance.geometric(0.0))
-        if own is not None and self._can_draft_own(self._index[own.method], judged):
-            method, draft_length = own.method, own.draft_length
+        if (own := self._own[request]) is not None:
+            if own.method == NO_METHOD:
+                return RowView(request, NO_METHOD, 0, Acceptance.geometric(0.0))
+            index = self._index[own.method]
+            if self._can_draft(index) and (judged is Field.EVERYBODY or not self.candidates[index].is_network):
+                method, draft_length = own.method, own.draft_length
         return RowView(request, method, draft_length, self._expected(method, request))
 
     def _racers(self, primary: int, batch: int, field: Field) -> list[MethodView]:
@@ -289,9 +261,6 @@ class BestOfN(Control):
             for index, candidate in enumerate(self.candidates)
             if index == primary or (self._can_draft(index) and self._may_race(index, primary, batch, field))
         ]
-
-    def _can_draft_own(self, index: int, judged: Field) -> bool:
-        return self._can_draft(index) and (judged is Field.EVERYBODY or not self.candidates[index].is_network)
 
     def _can_draft(self, index: int) -> bool:
         return index not in self._dropped and self._batch <= self.candidates[index].max_rows
@@ -317,20 +286,15 @@ class BestOfN(Control):
         return self.history.rates(method, None if request is None else self._prompts[request])
 
     def free_tokens(self, batch: int, length: float, draft_length: int) -> int:
-        """Most tokens, all rows together, of a verification that takes no longer than the primary's own.
-
-        Args:
-            batch: rows.
-            length: mean length of the rows.
-            draft_length: the primary's γ.
-        """
-        if self._budget is not None:
-            return self._budget
-        if self._roofline is None:
+        """Most tokens, all rows together, of a verification that takes no longer than the primary's own, of
+        γ = `draft_length`, for `batch` rows of mean length `length`."""
+        if self.budget is not None:
+            return self.budget
+        if self.roofline is None:
             return self._verified_at_first or 0
-        most = (1 + self._tolerance) * self._roofline.verify_seconds(batch, length, draft_length)
+        most = (1 + self.tolerance) * self.roofline.verify_seconds(batch, length, draft_length)
         width, widest = draft_length, self.most_drafted
-        while width < widest and self._roofline.verify_seconds(batch, length, width + 1) <= most:
+        while width < widest and self.roofline.verify_seconds(batch, length, width + 1) <= most:
             width += 1
         return batch * (1 + width)
 
@@ -342,12 +306,18 @@ class BestOfN(Control):
         self._outcome = tuple(requests), accepted, drafted
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-        plain_seconds = self._target_costs.target_seconds(self._batch, self._length)
+        costs = self.candidates[0].roofline  # autoregressive rounds cost the same in all of them
+        assert costs is not None
+        plain_seconds = costs.target_seconds(self._batch, self._length)
         accepted = self._outcome[1] if self._outcome else {}
         self._watch.record(self._requests, accepted, seconds if is_typical else None, plain_seconds)
         if not self._is_composed:
             self._toggle.record(draft_length, seconds, tokens, is_typical)
-        if not is_typical or not self._plan or draft_length < self._width():
+        widths = [0] * self._batch  # Σγ as planned
+        for chain in self._plan:
+            for row in self._rows_of(chain):
+                widths[row] += chain.draft_length
+        if not is_typical or not self._plan or draft_length < max(widths):
             return  # a rollout's last rounds are too short to judge by
         assert self._primary is not None
         # By the predicted plain time: one measured in between would shift the rounds that are compared.
@@ -356,18 +326,13 @@ class BestOfN(Control):
             others = {chain.which for chain in self._plan} - {self._primary}
             networks = any(self.candidates[which].is_network for which in others)
             plain = self._toggle.autoregressive_seconds(self._batch, self._length)
-            alone = self._alone(self._primary)
-            self._judge.record_raced(cost, tokens, alone, networks, tokens / self._batch, seconds / plain)
+            alone, gain = self._alone(self._primary), tokens / self._batch
+            self._judge.record_raced(RacedRound(cost, tokens, alone, networks, gain, seconds / plain))
         else:
             self._judge.record_unraced(self._batch, cost)
 
-    def _width(self) -> int:
-        """Largest Σγ of any row, as planned."""
-        widths = [0] * self._batch
-        for chain in self._plan:
-            for row in range(self._batch) if chain.rows is None else chain.rows:
-                widths[row] += chain.draft_length
-        return max(widths)
+    def _rows_of(self, chain: Chain) -> Sequence[int]:
+        return range(self._batch) if chain.rows is None else chain.rows
 
     def _alone(self, primary: int) -> float:
         """Tokens that the primary would have committed alone: those of its chains, or the expected ones where a row
@@ -375,13 +340,9 @@ class BestOfN(Control):
         assert self._outcome is not None
         requests, accepted, _ = self._outcome
         candidate = self.candidates[primary]
+        expected = [self._expected(candidate.name, each).block_efficiency(candidate.draft_length) for each in requests]
         own = accepted.get(primary, [-1] * len(requests))
-        return sum(
-            count + 1
-            if count >= 0
-            else self._expected(candidate.name, request).block_efficiency(candidate.draft_length)
-            for request, count in zip(requests, own, strict=True)
-        )
+        return sum(count + 1 if count >= 0 else tau for count, tau in zip(own, expected, strict=True))
 
     def _settle(self, alive: Set[int]) -> None:
         """Passes the last round on to history and race, now that the requests still `alive` are known."""
@@ -391,7 +352,7 @@ class BestOfN(Control):
                 if chain.which not in accepted:  # its drafter failed before it was asked
                     continue
                 own = accepted[chain.which], drafted[chain.which]
-                for row in range(len(requests)) if chain.rows is None else chain.rows:
+                for row in self._rows_of(chain):
                     if own[0][row] >= 0:
                         self._remember(chain, requests[row], own[0][row], own[1][row], requests[row] in alive)
             # In a round without a race chains have the toggle's γ, which may be longer than laid out.

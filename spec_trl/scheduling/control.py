@@ -8,48 +8,29 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from .account import FAILED, Account, too_many_rows
 from .correction import OverheadCorrection
+from .ladder import LadderCosts
 from .plain_decoding import PlainRounds, seconds_of
+from .roofline import Roofline
 
 
-class Costs(Protocol):
-    """Predicts rounds of `batch` rows of mean length `length`, in seconds: a roofline, or what was profiled."""
-
-    def target_seconds(self, batch: int, length: float) -> float:
-        """T̂_p: of an autoregressive round."""
-        ...
-
-    def verify_seconds(self, batch: int, length: float, draft_length: int) -> float:
-        """T̂_V: of a round of γ = `draft_length` whose drafts cost no forward."""
-        ...
-
-    def cycle_seconds(self, batch: int, length: float, draft_length: int) -> float:
-        """γ T̂_q + T̂_V: of a round of γ = `draft_length`, drafts included."""
-        ...
+Costs: TypeAlias = Roofline | LadderCosts
+"""Predicts rounds of some rows of some mean length, in seconds."""
 
 
 @dataclass
 class Candidate:
-    """One drafter as a control sees it.
+    """One drafter as a control sees it."""
 
-    Args:
-        name: its strategy.
-        draft_length: γ.
-        block_efficiency: τ_prev, measured in the last rollout that it drafted for; at first, what is expected.
-        max_rows: most rows that its kernels serve.
-        roofline: predicts its rounds; None: only measuring tells.
-        is_network: False: drafts are looked up, and cost no forward.
-    """
-
-    name: str
-    draft_length: int
-    block_efficiency: float
-    max_rows: int
-    roofline: Costs | None = None
-    is_network: bool = True
+    name: str  # its strategy
+    draft_length: int  # γ
+    block_efficiency: float  # τ_prev, of the last rollout that it drafted for; at first, what is expected
+    max_rows: int  # most rows that its kernels serve
+    roofline: Costs | None = None  # predicts its rounds; None: only measuring tells
+    is_network: bool = True  # False: drafts are looked up, and cost no forward
 
     def cycle_seconds(self, roofline: Costs, batch: int, length: float) -> float:
         """γ T̂_q + T̂_V, without T̂_q where no network drafts."""
@@ -59,24 +40,15 @@ class Candidate:
 
 @dataclass
 class Tally:
-    """What one candidate did in one rollout.
+    """What one candidate did in one rollout."""
 
-    Args:
-        rounds: in which it drafted.
-        blocks: rows verified, summed over the rounds.
-        tokens: committed.
-        seconds: of the rounds.
-        baseline_seconds: what autoregressive rounds would have taken for the same tokens, by the corrected profile.
-        predicted_sum, predicted_rounds: sum of the predicted speedups, over the rounds that had one.
-    """
-
-    rounds: int = 0
-    blocks: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    baseline_seconds: float = 0.0
-    predicted_sum: float = 0.0
-    predicted_rounds: int = 0
+    rounds: int = 0  # in which it drafted
+    blocks: int = 0  # rows verified, summed over the rounds
+    tokens: int = 0  # committed
+    seconds: float = 0.0  # of the rounds
+    baseline_seconds: float = 0.0  # of autoregressive rounds for the same tokens, by the corrected profile
+    predicted_sum: float = 0.0  # of the predicted speedups
+    predicted_rounds: int = 0  # rounds that had one
 
     def add_round(self, rows: int, tokens: int, seconds: float) -> None:
         """Counts a round of `rows` rows."""
@@ -106,17 +78,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of draft tokens for each of some rows.
+    """A chain of draft tokens for each of some rows."""
 
-    Args:
-        which: index of the candidate that drafts it.
-        draft_length: γ.
-        rows: of the batch; None: all.
-    """
-
-    which: int
-    draft_length: int
-    rows: tuple[int, ...] | None = None
+    which: int  # index of the candidate that drafts it
+    draft_length: int  # γ
+    rows: tuple[int, ...] | None = None  # of the batch; None: all
 
 
 class Control(ABC):
@@ -136,7 +102,6 @@ class Control(ABC):
         """Most draft tokens of a row in one round, over all its chains: cache columns are allotted for them."""
         return max((candidate.draft_length for candidate in self.candidates), default=0)
 
-    @abstractmethod
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         """A rollout starts.
 
@@ -144,6 +109,7 @@ class Control(ABC):
             capacity: most rows at a time.
             prompts: a key of each request's prompt, in the caller's order; equal prompts have equal keys.
         """
+        return
 
     @abstractmethod
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
@@ -159,7 +125,6 @@ class Control(ABC):
             waiting: requests that have no row yet.
         """
 
-    @abstractmethod
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         """Takes what the planned round did.
 
@@ -171,6 +136,7 @@ class Control(ABC):
             is_typical: False where forwards were captured in the round, or ran eagerly before they are: its seconds
                 say nothing of later rounds.
         """
+        return
 
     def record_rows(
         self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
@@ -178,10 +144,10 @@ class Control(ABC):
         """Takes what became of the round's chains, before `record`; not called after autoregressive rounds.
 
         Args:
-            requests: as the plan was asked for.
+            requests: those that the plan was made for.
             accepted: of each candidate that had a chain, per row: draft tokens accepted, whether or not its chain won;
                 -1 where the row had none of it.
-            drafted: likewise how many it had drafted, up to the row's end; fewer than γ, or 0, where it found no more.
+            drafted: likewise tokens drafted, up to the row's end; fewer than γ, or 0, where it found no more.
         """
         return
 
@@ -220,11 +186,7 @@ class OneDrafter(Control):
 
 
 class NeverSpeculate(OneDrafter):
-    """Decodes autoregressively.
-
-    Args:
-        reason: why.
-    """
+    """Decodes autoregressively, for `reason`."""
 
     candidates: Sequence[Candidate] = ()
     tallies: list[Tally] = []
@@ -232,14 +194,8 @@ class NeverSpeculate(OneDrafter):
     def __init__(self, reason: str = "no drafter") -> None:
         self._reason = reason
 
-    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
-        pass
-
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
         return 0, 0
-
-    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-        pass
 
     def drop(self, index: int) -> None:
         pass
@@ -249,17 +205,13 @@ class NeverSpeculate(OneDrafter):
 
 
 class AlwaysSpeculate(OneDrafter):
-    """Speculates in every round that its drafter's kernels can serve: the paper's always-on quantized self-SD.
-
-    Args:
-        candidate: the one drafter.
-    """
+    """Speculates in every round that its drafter's kernels can serve: the paper's always-on quantized self-SD."""
 
     def __init__(self, candidate: Candidate) -> None:
         self.candidates: Sequence[Candidate] = (candidate,)
-        self.tallies = [Tally()]
-        self._failed, self._batch = False, 0
         self._baseline = OverheadCorrection()  # the times of autoregressive rounds
+        self._batch = 0
+        self.begin(0, ())
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         self.tallies = [Tally()]

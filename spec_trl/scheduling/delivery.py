@@ -65,7 +65,7 @@ class RolloutWatch:
         """Takes a round.
 
         Args:
-            requests: of its rows.
+            requests: one per row.
             accepted: by candidate, accepted draft tokens per row; -1: it had no chain there.
             seconds: of the round; None: not typical, so the usual time of rounds with drafts, or without, counts.
             plain_seconds: predicted time of an autoregressive round.
@@ -91,12 +91,7 @@ class RolloutWatch:
         ]
         for opening in self._openings:
             ahead = [self._written.get(request, done) - done for request, done in opening.written.items()]
-            seconds = sum(took[opening.rounds :])
+            seconds, length = sum(took[opening.rounds :]), opening.length + sum(ahead) / len(ahead) / 2
             if max(ahead) >= LEAST_TOKENS and seconds > 0:
-                plain = _plainly(ahead, opening.length + sum(ahead) / len(ahead) / 2, plain_seconds)
+                plain = rollout_seconds(ahead, lambda rows, mean=length: plain_seconds(rows, mean))
                 yield Delivery(opening.which, list(opening.written), opening.length, plain / seconds)
-
-
-def _plainly(ahead: Sequence[int], length: float, plain_seconds: Callable[[int, float], float]) -> float:
-    """Seconds of autoregressive rounds for rows that have `ahead` tokens each to go."""
-    return rollout_seconds(ahead, lambda rows: plain_seconds(rows, length))

@@ -1,6 +1,7 @@
 """How far to draft: γ follows the block efficiency over training (ER §3.3, Algorithm 1 lines 14-20)."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -30,6 +31,7 @@ def convert_block_efficiency(block_efficiency: float, old_draft_length: int, new
     return expected_block_efficiency(acceptance_of(block_efficiency, old_draft_length), new_draft_length)
 
 
+@dataclass(eq=False)
 class DraftLengthController:
     """Raises γ when τ stays near its ceiling γ + 1, lowers it when τ stays far below.
 
@@ -40,29 +42,37 @@ class DraftLengthController:
 
     The window starts anew after a move: a τ of the old γ says nothing about the new one's thresholds.
 
-    Args:
-        draft_lengths: Γ, ascending.
-        initial: γ₀, one of Γ; None: its first.
-        up: α_up, share of γ that must be accepted.
-        down: α_down, less than α_up.
-        patience: P, rollouts.
-
     Raises:
-        ValueError: an argument is out of range; named as in `SpecGRPOConfig`.
+        ValueError: a value is out of range; named as in `SpecGRPOConfig`.
     """
 
-    def __init__(
-        self,
-        draft_lengths: Sequence[int] = (5, 7, 9, 11),
-        initial: int | None = None,
-        up: float = 0.94,
-        down: float = 0.85,
-        patience: int = 2,
-    ) -> None:
-        check_ladder(draft_lengths, initial, up, down, patience)
-        self._lengths = tuple(draft_lengths)
-        self._up, self._down, self._patience = up, down, patience
-        self.draft_length = self._lengths[0] if initial is None else initial
+    draft_lengths: Sequence[int] = (5, 7, 9, 11)  # Γ, ascending
+    initial: int | None = None  # γ₀, one of Γ; None: its first
+    up: float = 0.94  # α_up, share of γ that must be accepted
+    down: float = 0.85  # α_down, less than α_up
+    patience: int = 2  # P, rollouts
+
+    def __post_init__(self) -> None:
+        lengths = list(self.draft_lengths) if isinstance(self.draft_lengths, Iterable) else []
+        if not lengths or any(type(n) is not int for n in lengths):
+            raise ValueError(f"draft_lengths={self.draft_lengths!r} must be a list of at least one integer: [5, 7].")
+        if any(a >= b for a, b in zip(lengths, lengths[1:], strict=False)):
+            raise ValueError(f"draft_lengths={lengths} is not ascending; use {sorted(set(lengths))}.")
+        if lengths[0] < 1 or lengths[-1] > MAX_DRAFT_LENGTH:
+            raise ValueError(f"draft_lengths={lengths} must lie between 1 and {MAX_DRAFT_LENGTH}.")
+        if self.initial is not None and self.initial not in lengths:
+            raise ValueError(
+                f"initial_draft_length={self.initial!r} is not one of draft_lengths={lengths}; choose one of them, or "
+                f"set draft_lengths=[{self.initial}] to keep it fixed."
+            )
+        if not 0 < self.up <= 1:
+            raise ValueError(f"draft_length_up={self.up} must lie between 0 and 1.")
+        if not 0 < self.down < self.up:
+            raise ValueError(f"draft_length_down={self.down} must be above 0 and below draft_length_up={self.up}.")
+        if type(self.patience) is not int or self.patience < 1:
+            raise ValueError(f"draft_length_patience={self.patience!r} must be an integer of at least 1.")
+        self._lengths = tuple(lengths)
+        self.draft_length = self._lengths[0] if self.initial is None else self.initial
         self.block_efficiency = float(self.draft_length)
         """τ_prev as the toggle reads it: of the last rollout that speculated, converted to the γ now in force; γ₀
         before there was one (Algorithm 1 line 1)."""
@@ -72,14 +82,14 @@ class DraftLengthController:
         """Takes τ of a training rollout, summed over all ranks; None: it never speculated, and nothing changes."""
         if block_efficiency is None:
             return
-        self._window = [*self._window, block_efficiency][-self._patience :]
+        self._window = [*self._window, block_efficiency][-self.patience :]
         self.block_efficiency = block_efficiency
         place = self._lengths.index(self.draft_length)
-        if len(self._window) < self._patience:
+        if len(self._window) < self.patience:
             return
-        if min(self._window) >= 1 + self.draft_length * self._up and place + 1 < len(self._lengths):
+        if min(self._window) >= 1 + self.draft_length * self.up and place + 1 < len(self._lengths):
             self._move_to(self._lengths[place + 1])
-        elif max(self._window) <= 1 + self.draft_length * self._down and place > 0:
+        elif max(self._window) <= 1 + self.draft_length * self.down and place > 0:
             self._move_to(self._lengths[place - 1])
 
     def _move_to(self, draft_length: int) -> None:
@@ -101,27 +111,3 @@ class DraftLengthController:
             self.draft_length = state["draft_length"]
             self.block_efficiency = state["block_efficiency"]
             self._window = list(state["window"])
-
-
-def check_ladder(draft_lengths: Sequence[int], initial: int | None, up: float, down: float, patience: int) -> None:
-    """Raises ValueError unless Γ ascends, γ₀ is in it, 0 < α_down < α_up ≤ 1 and P ≥ 1."""
-    lengths = list(draft_lengths) if isinstance(draft_lengths, Iterable) else []
-    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) for n in lengths):
-        raise ValueError(
-            f"draft_lengths={draft_lengths!r} must be a list of at least one integer, e.g. [5, 7, 9, 11]."
-        )
-    if any(a >= b for a, b in zip(lengths, lengths[1:], strict=False)):
-        raise ValueError(f"draft_lengths={lengths} is not ascending; use {sorted(set(lengths))}.")
-    if lengths[0] < 1 or lengths[-1] > MAX_DRAFT_LENGTH:
-        raise ValueError(f"draft_lengths={lengths} must lie between 1 and {MAX_DRAFT_LENGTH}.")
-    if initial is not None and initial not in lengths:
-        raise ValueError(
-            f"initial_draft_length={initial!r} is not one of draft_lengths={lengths}; choose one of them, or set "
-            f"draft_lengths=[{initial}] to keep it fixed."
-        )
-    if not 0 < up <= 1:
-        raise ValueError(f"draft_length_up={up} must lie between 0 and 1.")
-    if not 0 < down < up:
-        raise ValueError(f"draft_length_down={down} must be above 0 and below draft_length_up={up}.")
-    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-        raise ValueError(f"draft_length_patience={patience!r} must be an integer of at least 1.")

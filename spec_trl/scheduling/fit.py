@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,19 +36,12 @@ TILES = ({"tile": 1, "draft_tile": 1}, {"tile": 16, "draft_tile": 16}, {"tile": 
 
 @dataclass(frozen=True)
 class GemmMeasurement:
-    """One timed dense matrix product.
+    """One timed dense matrix product."""
 
-    Args:
-        layer: name of the shape.
-        rows: M, rows of the activation.
-        weights: elements of the weight matrix.
-        seconds: of one product.
-    """
-
-    layer: str
-    rows: int
-    weights: int
-    seconds: float
+    layer: str  # name of the shape
+    rows: int  # M, of the activation
+    weights: int  # elements of the weight matrix
+    seconds: float  # of one product
 
 
 def effective_flops(measurements: Iterable[GemmMeasurement]) -> float:
@@ -73,36 +66,24 @@ def effective_flops(measurements: Iterable[GemmMeasurement]) -> float:
 
 @dataclass(frozen=True)
 class SignAccuracy:
-    """How often prediction and measurement agree on whether speculation pays.
+    """How often prediction and measurement agree on whether speculation pays."""
 
-    Args:
-        threshold: of the speedup, on both sides.
-        accuracy: share of the grid on which they agree.
-        majority: what always guessing the more frequent answer would reach.
-    """
-
-    threshold: float
-    accuracy: float
-    majority: float
+    threshold: float  # of the speedup, on both sides
+    accuracy: float  # share of the grid on which they agree
+    majority: float  # what always guessing the more frequent answer would reach
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """A roofline against measured times.
-
-    Args:
-        target_mape, draft_mape, verify_mape, cycle_mape: mean absolute error of T_T, T_D, T_V and γ T_D + T_V as a
-            share of the measured time.
-        signs: agreement of the toggle at τ = γ, as in ER App. E.4, over every (B, S, γ).
-        points: how many (B, S, γ) there are.
-    """
+    """A roofline against measured times: mean absolute errors of T_T, T_D, T_V and γ T_D + T_V, as shares of the
+    measured times."""
 
     target_mape: float
     draft_mape: float
     verify_mape: float
     cycle_mape: float
-    signs: tuple[SignAccuracy, ...]
-    points: int
+    signs: tuple[SignAccuracy, ...]  # agreement of the toggle at τ = γ, as in ER App. E.4, over every (B, S, γ)
+    points: int  # number of (B, S, γ)
 
     @property
     def guessing(self) -> SignAccuracy | None:
@@ -125,20 +106,18 @@ def evaluate(roofline: Roofline, samples: Sequence[Sample], thresholds: Sequence
         else:
             predicted = roofline.verify_seconds(s.batch, s.length, s.draft_length)
         errors[s.mode].append(abs(predicted / s.seconds - 1.0))
-    measured, expected = [], []
     for p in grid:
         cycle = roofline.cycle_seconds(p.batch, p.length, p.draft_length)
         errors["cycle"].append(abs(cycle / p.cycle - 1.0))
-        measured.append(p.draft_length * p.target / p.cycle)
-        expected.append(roofline.speedup(p.batch, p.length, p.draft_length, p.draft_length))
+    measured = np.array([p.draft_length * p.target / p.cycle for p in grid])  # [N]
+    expected = np.array([roofline.speedup(p.batch, p.length, p.draft_length, p.draft_length) for p in grid])  # [N]
     signs = []
     for threshold in thresholds:
-        beneficial = np.array(measured) >= threshold  # [N]
-        agree = beneficial == (np.array(expected) >= threshold)
-        share = float(beneficial.mean())
+        beneficial = measured >= threshold  # [N]
+        agree, share = beneficial == (expected >= threshold), float(beneficial.mean())
         signs.append(SignAccuracy(threshold, float(agree.mean()), max(share, 1.0 - share)))
-    mape = {mode: float(np.mean(found)) for mode, found in errors.items()}
-    return Diagnostics(mape["target"], mape["draft"], mape["verify"], mape["cycle"], tuple(signs), len(grid))
+    mape = {f"{mode}_mape": float(np.mean(found)) for mode, found in errors.items()}
+    return Diagnostics(**mape, signs=tuple(signs), points=len(grid))
 
 
 def fit(
@@ -166,15 +145,11 @@ def fit(
         raise ValueError(f"bandwidth_bounds={bandwidth_bounds} must be two positive numbers in ascending order.")
     if not 0 < flops_per_second < math.inf:
         raise ValueError(f"flops_per_second={flops_per_second} must be finite and positive.")
-    data = _Data(samples)
     start = Coefficients(flops_per_second, math.sqrt(low * high), 1.0, 1.0, 0.0, 0.0, 0.0)
-    if form == "paper":
-        coefficients = _fit_paper(data, constants, start, bandwidth_bounds)
-    elif form == "improved":
-        coefficients = _fit_improved(data, constants, start, bandwidth_bounds)
-    else:
+    if form not in get_args(Form):
         raise ValueError(f"form={form!r} is unknown; choose 'paper' or 'improved'.")
-    roofline = Roofline(constants, coefficients)
+    find = _fit_paper if form == "paper" else _fit_improved
+    roofline = Roofline(constants, find(_Sweep(samples, constants), start, bandwidth_bounds))
     return roofline, evaluate(roofline, samples)
 
 
@@ -217,14 +192,15 @@ class _Search:
         # A little inside the bounds: at 0 a squared scale has no slope.
         return self._descend(np.clip(self._units(start), 0.1, 0.9))
 
-    def evolve(self, start: Coefficients) -> tuple[float, Coefficients]:
-        """By differential evolution with a fixed seed, `start` in the first population, and L-BFGS-B from there."""
+    def best(self, start: Coefficients) -> tuple[float, Coefficients]:
+        """The better of `descend` and of L-BFGS-B after differential evolution with a fixed seed, whose first
+        population has `start`."""
         result = optimize.differential_evolution(
             lambda units: self._losses(units if units.ndim == 2 else units[:, None]), self._bounds,
             popsize=10, maxiter=GENERATIONS, tol=1e-6, rng=0, polish=False, vectorized=True, updating="deferred",
             x0=self._units(start),
         )  # fmt: skip
-        return self._descend(result.x)
+        return min(self._descend(result.x), self.descend(start), key=lambda found: found[0])
 
     def _units(self, start: Coefficients) -> Array:
         return np.clip([p.unit(vars(start)[p.name]) for p in self._parameters], 0.0, 1.0)
@@ -246,10 +222,6 @@ class _Search:
         return float(losses[0]), (losses[1:] - losses[0]) / steps
 
 
-def _better(*found: tuple[float, Coefficients]) -> tuple[float, Coefficients]:
-    return min(found, key=lambda entry: entry[0])
-
-
 class Grid:
     """Where forwards were timed: `batch`, `length`, `positions` (tokens per row) and `seconds`, each `[N]`."""
 
@@ -260,26 +232,10 @@ class Grid:
 
 def sweep_grids(samples: Sequence[Sample]) -> dict[Mode, Grid]:
     """The samples of each mode, in their order."""
-    return {
-        mode: Grid(
-            [(s.batch, s.length, s.draft_length + 1 if mode == "verify" else 1, s.seconds) for s in samples
-             if s.mode == mode]
-        )
-        for mode in MODES
-    }
-
-
-class _Data:
-    """A sweep as arrays."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        grids = sweep_grids(samples)
-        self.target, self.draft, self.verify = grids["target"], grids["draft"], grids["verify"]
-        found = points(samples)
-        self.draft_length = np.array([p.draft_length for p in found], dtype=np.float64)  # [N]
-        self.paired = Grid([(p.batch, p.length, 1, p.target) for p in found])
-        self.paired_verify = Grid([(p.batch, p.length, 1 + p.draft_length, p.verify) for p in found])
-        self.cycle = np.array([p.cycle for p in found])  # [N]
+    entries: dict[Mode, list[tuple[int, float, int, float]]] = {mode: [] for mode in MODES}
+    for s in samples:
+        entries[s.mode].append((s.batch, s.length, s.draft_length + 1 if s.mode == "verify" else 1, s.seconds))
+    return {mode: Grid(found) for mode, found in entries.items()}
 
 
 def forward_seconds(constants: ModelConstants, values: Values, mode: Mode, grid: Grid) -> Array:
@@ -297,7 +253,7 @@ def forward_seconds(constants: ModelConstants, values: Values, mode: Mode, grid:
     memory = (weights + values["rho_kappa"] * k.kv_bytes * cached) / values["BW_eff"]
     attention = values["attention_cost"] * (tokens * grid.length * k.attention_flops)
     compute = (rows * k.dense_flops + attention) / values["F_eff"]
-    suffix = {"target": "T", "draft": "D", "verify": "V"}[mode]
+    suffix = mode[0].upper()
     overhead = values[f"c_{suffix}"] * grid.batch + values[f"t_{suffix}"]
     if mode == "verify":
         overhead = overhead + values["sigma_V"] * grid.length
@@ -317,50 +273,65 @@ def _smooth_maximum(a: Array, b: Array, loss: Array | float) -> Array:
     return np.asarray(high * (1.0 + (low / high) ** (1.0 / loss)) ** loss)
 
 
-# ---------------------------------------------------------------- the two forms
-
-
-def _fit_paper(
-    data: _Data, constants: ModelConstants, start: Coefficients, bandwidth: tuple[float, float]
-) -> Coefficients:
-    """ER App. E.3, stages two and three."""
-    most = float(data.target.seconds.min())
-
-    def target_loss(values: Values) -> Array:
-        return _mean_square(np.log(forward_seconds(constants, values, "target", data.target) / data.target.seconds))
-
-    first = [
-        _Parameter("BW_eff", *bandwidth, "log"),
-        _Parameter("rho_kappa", 0.1, 2.5),
-        _Parameter("c_T", 0.0, most, "square"),
-    ]
-    search = _Search(first, start, target_loss)
-    start = _better(search.evolve(start), search.descend(start))[1]
-
-    def loss(values: Values) -> Array:
-        return _hybrid_loss(data, constants, values, _mean_square)
-
-    second = [
-        _Parameter("eta_D", 1.0, 4.0),
-        _Parameter("c_D", 0.0, most, "square"),
-        _Parameter("c_V", 0.0, most, "square"),
-    ]
-    search = _Search(second, start, loss)
-    return _better(search.evolve(start), search.descend(start))[1]
-
-
 TARGET_WEIGHT = 2.0  # of T_T, which every decision divides by
 SIGN_WEIGHT = 0.1
 SIGN_WIDTH = 0.005  # of the step that counts a sign, as a share of the speedup
 OUTLIER = 0.03  # relative errors beyond this count linearly: sweeps hold times of rows that ended early
 
 
-def _fit_improved(
-    data: _Data, constants: ModelConstants, start: Coefficients, bandwidth: tuple[float, float]
-) -> Coefficients:
+class _Sweep:
+    """A sweep as arrays, and how far coefficients (`[P, 1]` each) are from it."""
+
+    def __init__(self, samples: Sequence[Sample], constants: ModelConstants) -> None:
+        self._constants, self.grids, found = constants, sweep_grids(samples), points(samples)
+        self._draft_length = np.array([p.draft_length for p in found], dtype=np.float64)  # [N]
+        self._plain = Grid([(p.batch, p.length, 1, p.target) for p in found])
+        self._verify = Grid([(p.batch, p.length, 1 + p.draft_length, p.verify) for p in found])
+        self._cycle = np.array([p.cycle for p in found])  # [N]
+
+    def error(self, values: Values, mode: Mode) -> Array:
+        """Log of predicted over measured seconds: `[P, N]`."""
+        return np.asarray(np.log(self._seconds(values, mode, self.grids[mode]) / self.grids[mode].seconds))
+
+    def loss(self, values: Values, mean: Callable[[Array], Array], signs: float = 0.0) -> Array:
+        """Half on the draft and verify times, half on the round and on the ratio that decides: `[P]`."""
+        cycle = self._draft_length * self._seconds(values, "draft", self._plain)  # [P, N]
+        cycle = cycle + self._seconds(values, "verify", self._verify)
+        ratio = self._seconds(values, "target", self._plain) / cycle  # T_T / T_cycle
+        measured = self._plain.seconds / self._cycle  # [N]
+        parts = mean(self.error(values, "draft")) + mean(self.error(values, "verify"))
+        total = 0.5 * (parts + mean(np.log(cycle / self._cycle)) + mean(ratio - measured))
+        for threshold in THRESHOLDS if signs else ():
+            beneficial = np.sign(np.log(self._draft_length * measured / threshold))
+            margin = beneficial * np.log(self._draft_length * ratio / threshold) / SIGN_WIDTH
+            total = total + signs * np.mean(1.0 / (1.0 + np.exp(np.clip(margin, -50, 50))), axis=-1)
+        return np.asarray(total)
+
+    def _seconds(self, values: Values, mode: Mode, grid: Grid) -> Array:
+        return forward_seconds(self._constants, values, mode, grid)
+
+
+def _fit_paper(sweep: _Sweep, start: Coefficients, bandwidth: tuple[float, float]) -> Coefficients:
+    """ER App. E.3, stages two and three."""
+    most = float(sweep.grids["target"].seconds.min())
+    first = [
+        _Parameter("BW_eff", *bandwidth, "log"),
+        _Parameter("rho_kappa", 0.1, 2.5),
+        _Parameter("c_T", 0.0, most, "square"),
+    ]
+    start = _Search(first, start, lambda values: _mean_square(sweep.error(values, "target"))).best(start)[1]
+    second = [
+        _Parameter("eta_D", 1.0, 4.0),
+        _Parameter("c_D", 0.0, most, "square"),
+        _Parameter("c_V", 0.0, most, "square"),
+    ]
+    return _Search(second, start, lambda values: sweep.loss(values, _mean_square)).best(start)[1]
+
+
+def _fit_improved(sweep: _Sweep, start: Coefficients, bandwidth: tuple[float, float]) -> Coefficients:
     """All coefficients at once: target and verification share what a forward over a number of rows costs."""
-    most = float(data.target.seconds.min())
-    longest = max(float(data.verify.length.max()), 1.0)
+    most = float(sweep.grids["target"].seconds.min())
+    longest = max(float(sweep.grids["verify"].length.max()), 1.0)
     parameters = [
         _Parameter("F_eff", FLOPS_SHARE[0] * start.F_eff, FLOPS_SHARE[1] * start.F_eff, "log"),
         _Parameter("BW_eff", *bandwidth, "log"),
@@ -376,36 +347,15 @@ def _fit_improved(
     ]
 
     def loss(values: Values, signs: float = 0.0) -> Array:
-        target = np.log(forward_seconds(constants, values, "target", data.target) / data.target.seconds)  # [P, N]
-        return TARGET_WEIGHT * _mean_robust(target) + _hybrid_loss(data, constants, values, _mean_robust, signs)
+        target = TARGET_WEIGHT * _mean_robust(sweep.error(values, "target"))
+        return np.asarray(target + sweep.loss(values, _mean_robust, signs))
 
     found = []
     for tiles in TILES:
         by_time = _Search(parameters, replace(start, **tiles), loss).descend(start)[1]
         # Where many choices fit the times about equally well, the signs decide.
-        search = _Search(parameters, by_time, lambda values: loss(values, SIGN_WEIGHT))
-        found += [search.evolve(by_time), search.descend(by_time)]
-    return _better(*found)[1]
-
-
-def _hybrid_loss(
-    data: _Data, constants: ModelConstants, values: Values, mean: Callable[[Array], Array], signs: float = 0.0
-) -> Array:
-    """Half on the draft and verify times, half on the round and on the ratio that decides: `[P]`."""
-    draft = np.log(forward_seconds(constants, values, "draft", data.draft) / data.draft.seconds)  # [P, N]
-    verify = np.log(forward_seconds(constants, values, "verify", data.verify) / data.verify.seconds)
-    target = forward_seconds(constants, values, "target", data.paired)
-    cycle = data.draft_length * forward_seconds(constants, values, "draft", data.paired)
-    cycle = cycle + forward_seconds(constants, values, "verify", data.paired_verify)
-    ratio, measured = target / cycle, data.paired.seconds / data.cycle  # T_T / T_cycle
-    parts = mean(draft) + mean(verify) + mean(np.log(cycle / data.cycle)) + mean(ratio - measured)
-    total = 0.5 * parts
-    if signs:
-        for threshold in THRESHOLDS:
-            beneficial = np.sign(np.log(data.draft_length * measured / threshold))
-            margin = beneficial * np.log(data.draft_length * ratio / threshold) / SIGN_WIDTH
-            total = total + signs * np.mean(1.0 / (1.0 + np.exp(np.clip(margin, -50, 50))), axis=-1)
-    return np.asarray(total)
+        found.append(_Search(parameters, by_time, lambda values: loss(values, SIGN_WEIGHT)).best(by_time))
+    return min(found, key=lambda entry: entry[0])[1]
 
 
 def _mean_square(error: Array) -> Array:

@@ -1,9 +1,8 @@
 """The draft ladder: what acceptance a drafting method needs to be how fast, at which batch (SA §4.2, Fig. 10a).
 
 Acceptance here is p, the probability that a draft token is accepted when all before it were: rounds are profiled with
-tokens marked at random with it, and τ = (1 - p^(γ+1)) / (1 - p) are a round's tokens. It is not accepted over drafted
-tokens: those behind a rejection were never judged, so that rate falls as γ grows, while p need not. One asks in τ:
-:class:`~.acceptance.Acceptance` knows more of it than one p would say.
+tokens accepted at random with it, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. It is not accepted over drafted tokens,
+which falls as γ grows. A caller asks by τ: :class:`~.acceptance.Acceptance` knows more of it than p would say.
 """
 
 from bisect import bisect_left
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from ..json_files import read_json, write_json
 from .acceptance import Acceptance
@@ -31,37 +30,27 @@ BlockEfficiency: TypeAlias = Callable[[int], float]
 class Rung:
     """One profiled cell.
 
-    Args:
-        method: the drafter's strategy.
-        batch: rows.
-        draft_length: γ, 1 to 64.
-        acceptance: probability with which each draft token was marked as accepted, 0 to 1.
-        seconds: of a round (draft, verify, accept).
-        plain_seconds: of an autoregressive round at the same batch, measured in the same profile.
-
     Raises:
         ValueError: a value is of the wrong type or out of range.
     """
 
-    method: str
-    batch: int
-    draft_length: int
-    acceptance: float
-    seconds: float
-    plain_seconds: float
+    method: str  # the drafter's strategy
+    batch: int  # rows
+    draft_length: int  # γ, 1 to 64
+    acceptance: float  # probability with which each draft token was marked as accepted, 0 to 1
+    seconds: float  # of a round (draft, verify, accept)
+    plain_seconds: float  # of an autoregressive round at the same batch, measured in the same profile
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method in ("", NO_METHOD):
             raise ValueError(f"method={self.method!r} must be the name of a drafter.")
         for name in ("batch", "draft_length", "seconds", "plain_seconds"):
             require_number(self, name, above=0)
-        require_number(self, "acceptance")
-        if self.acceptance > 1:
-            raise ValueError(f"acceptance={self.acceptance} is out of range; it must be 0 to 1.")
+        require_number(self, "acceptance", most=1)
         if self.draft_length > MAX_DRAFT_LENGTH:
             raise ValueError(f"draft_length={self.draft_length} is out of range; it must be 1 to {MAX_DRAFT_LENGTH}.")
 
-    @property
+    @cached_property
     def block_efficiency(self) -> float:
         """τ of its acceptance."""
         return Acceptance.geometric(self.acceptance).block_efficiency(self.draft_length)
@@ -70,12 +59,6 @@ class Rung:
     def speedup(self) -> float:
         """Over plain decoding, by its own times."""
         return self.block_efficiency * self.plain_seconds / self.seconds
-
-
-class _Round(NamedTuple):
-    block_efficiency: float
-    seconds: float
-    plain_seconds: float
 
 
 @dataclass(frozen=True)
@@ -91,16 +74,12 @@ class Choice:
 class Ladder:
     """Speedups of drafting methods, from profiled rounds; neither the target's nor the drafters' weights matter.
 
-    Args:
-        rungs: the profiled cells, each (method, batch, γ, acceptance) once.
-        shape: fingerprint of the target's and the drafters' shapes; what it is compared with is the caller's.
-
     Raises:
         ValueError: there is no rung, or two for one cell.
     """
 
-    rungs: tuple[Rung, ...]
-    shape: str
+    rungs: tuple[Rung, ...]  # the profiled cells, each (method, batch, γ, acceptance) once
+    shape: str  # fingerprint of the target's and the drafters' shapes, which the caller compares
 
     def __post_init__(self) -> None:
         if not self.rungs:
@@ -123,12 +102,11 @@ class Ladder:
         return tuple(sorted({rung.batch for rung in self.rungs}))
 
     @cached_property
-    def _profiled(self) -> dict[str, dict[int, dict[int, list["_Round"]]]]:
-        """Rounds by method, batch and γ, each list ascending in τ."""
-        found: dict[str, dict[int, dict[int, list[_Round]]]] = {}
+    def _profiled(self) -> dict[str, dict[int, dict[int, list[Rung]]]]:
+        """Rungs by method, batch and γ, each list ascending in τ."""
+        found: dict[str, dict[int, dict[int, list[Rung]]]] = {}
         for rung in sorted(self.rungs, key=lambda rung: rung.acceptance):
-            rounds = found.setdefault(rung.method, {}).setdefault(rung.batch, {}).setdefault(rung.draft_length, [])
-            rounds.append(_Round(rung.block_efficiency, rung.seconds, rung.plain_seconds))
+            found.setdefault(rung.method, {}).setdefault(rung.batch, {}).setdefault(rung.draft_length, []).append(rung)
         return found
 
     def draft_lengths(self, method: str, batch: int) -> tuple[int, ...]:
@@ -136,12 +114,13 @@ class Ladder:
         return tuple(sorted(self._nearest(method, batch)))
 
     def speedup(self, method: str, block_efficiency: float, batch: int, draft_length: int) -> float:
-        """TGS_c (design §9) over plain decoding: expected tokens of a round, bonus included, times T_plain / T_round.
+        """TGS_c over plain decoding: expected tokens of a round, bonus included, times T_plain / T_round.
 
         Times are interpolated linearly between profiled τ and held outside them. They are those of the profiled batch
         with the smallest ratio to `batch`; of two equally near ones, of the larger, which flatters speculation less.
 
         Args:
+            method: a profiled one.
             block_efficiency: τ, 1 to γ + 1.
             batch: rows, at least 1.
             draft_length: γ, one of those profiled there.
@@ -168,7 +147,13 @@ class Ladder:
                 f"draft_length={draft_length} of {method!r} was not profiled near batch {batch}; choose one of "
                 f"{sorted(lengths)} or profile the ladder again."
             )
-        return _interpolate(lengths[draft_length], block_efficiency)
+        rungs = lengths[draft_length]
+        place = bisect_left(rungs, block_efficiency, key=lambda rung: rung.block_efficiency)
+        low, high = rungs[max(place - 1, 0)], rungs[min(place, len(rungs) - 1)]
+        gap = high.block_efficiency - low.block_efficiency
+        share = (block_efficiency - low.block_efficiency) / gap if gap else 0.0
+        seconds = low.seconds + share * (high.seconds - low.seconds)
+        return seconds, low.plain_seconds + share * (high.plain_seconds - low.plain_seconds)
 
     def until_last_row(self, method: str, efficiencies: Sequence[float], draft_length: int) -> float:
         """τ at which rows that are all alike would end as soon as the last of rows with these τ (`last_row.py`)."""
@@ -201,23 +186,18 @@ class Ladder:
     def best_draft_length(self, method: str, expected: BlockEfficiency, batch: int) -> tuple[int, float]:
         """The profiled γ of largest speedup, the smallest of equals, and that speedup; `expected` says τ of each γ.
         Errors as in `speedup`."""
-        speedups = {
-            length: self.speedup(method, expected(length), batch, length)
-            for length in self.draft_lengths(method, batch)
-        }
-        best = max(speedups, key=speedups.__getitem__)
-        return best, speedups[best]
+        lengths = self.draft_lengths(method, batch)
+        speedups = [self.speedup(method, expected(length), batch, length) for length in lengths]
+        return max(zip(lengths, speedups, strict=True), key=lambda pair: pair[1])
 
     def rank(self, expected: Mapping[str, BlockEfficiency], batch: int) -> list[Choice]:
         """Each method of `expected` (its τ by γ) with its best γ, and "none", best first. Of equals "none" comes
         first, then the order of `expected` holds. Errors as in `speedup`."""
-        choices = [Choice(NO_METHOD, 0, 1.0)]
-        for method, own in expected.items():
-            choices.append(Choice(method, *self.best_draft_length(method, own, batch)))
-        return sorted(choices, key=lambda choice: -choice.speedup)
+        choices = [Choice(method, *self.best_draft_length(method, own, batch)) for method, own in expected.items()]
+        return sorted([Choice(NO_METHOD, 0, 1.0), *choices], key=lambda choice: -choice.speedup)
 
-    def _nearest(self, method: str, batch: int) -> dict[int, list["_Round"]]:
-        """Rounds by γ at the profiled batch nearest to `batch`."""
+    def _nearest(self, method: str, batch: int) -> dict[int, list[Rung]]:
+        """Rungs by γ at the profiled batch nearest to `batch`."""
         if method not in self._profiled:
             raise ValueError(f"method={method!r} is not in the ladder, which has {list(self.methods)}; profile it.")
         if batch < 1:
@@ -256,19 +236,12 @@ class _File:
 @dataclass(frozen=True)
 class LadderCosts:
     """A method's round times by the ladder, which knows nothing of lengths; or, in proportion to the roofline's
-    autoregressive rounds, of those too.
+    autoregressive rounds, of those too."""
 
-    Args:
-        ladder: the profiled rounds.
-        method: one of its methods.
-        block_efficiency: τ at which its times are read.
-        roofline: the target's.
-    """
-
-    ladder: Ladder
-    method: str
-    block_efficiency: float
-    roofline: Roofline | None = None
+    ladder: Ladder  # the profiled rounds
+    method: str  # one of its methods
+    block_efficiency: float  # τ at which its times are read
+    roofline: Roofline | None = None  # the target's
 
     def target_seconds(self, batch: int, length: float) -> float:
         """Of an autoregressive round of `batch` rows."""
@@ -277,7 +250,7 @@ class LadderCosts:
         return self.ladder.plain_seconds(batch)
 
     def cycle_seconds(self, batch: int, length: float, draft_length: int) -> float:
-        """Of a round of γ = `draft_length`, drafts included; in proportion to the autoregressive rounds beside it."""
+        """Of a round of γ = `draft_length`, drafts included; in proportion to autoregressive rounds."""
         seconds, plain_seconds = self.ladder.round_seconds(self.method, self.block_efficiency, batch, draft_length)
         return self.target_seconds(batch, length) * seconds / plain_seconds
 
@@ -292,16 +265,6 @@ def _nearest_batch(batches: Iterable[int], batch: int) -> int:
 
 
 def ladder_path(profile_path: str | Path) -> Path:
-    """The ladder's file beside a roofline profile's."""
+    """The ladder's file next to a roofline profile's."""
     path = Path(profile_path)
     return path.with_name(f"{path.name.removesuffix('.json')}.ladder.json")
-
-
-def _interpolate(rounds: list[_Round], block_efficiency: float) -> tuple[float, float]:
-    """(seconds, plain_seconds) at τ, of rounds ascending in it."""
-    place = bisect_left(rounds, block_efficiency, key=lambda each: each.block_efficiency)
-    low, high = rounds[max(place - 1, 0)], rounds[min(place, len(rounds) - 1)]
-    gap = high.block_efficiency - low.block_efficiency
-    share = (block_efficiency - low.block_efficiency) / gap if gap else 0.0
-    seconds = low.seconds + share * (high.seconds - low.seconds)
-    return seconds, low.plain_seconds + share * (high.plain_seconds - low.plain_seconds)

@@ -54,12 +54,8 @@ def seconds_of(
     measured: OverheadCorrection,
     predicted: Callable[[int, float], float] | None = None,
 ) -> float | None:
-    """Seconds that `rounds` take.
-
-    Args:
-        rounds: of plain decoding.
-        measured: of autoregressive rounds, how far they are from what was predicted.
-        predicted: seconds of a round by batch and mean length; None: `measured` has the times themselves.
+    """Seconds that `rounds` of plain decoding take: as `predicted` by batch and mean length and corrected by how far
+    `measured` rounds were from that; or, where nothing predicts, as `measured`.
 
     Returns:
         None: nothing predicts, and most of these rounds have a size that was not measured, nor one next to it.

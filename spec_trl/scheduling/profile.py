@@ -18,23 +18,14 @@ class ProfileMismatch(ValueError):
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """What a profile is valid for. A model's name is no part of it: two models of one shape share a profile.
+    """What a profile is valid for. A model's name is no part of it: two models of one shape share a profile."""
 
-    Args:
-        hardware: device name; on a CPU with the number of threads.
-        shape: fingerprint of the target's and the drafter's shape.
-        dtype: of the target's weights.
-        quantization: the drafter's.
-        kernel: the drafter's.
-        runner: how forwards run ("eager", or captured in one of the ways of `SpeculativeConfig.runner`).
-    """
-
-    hardware: str
-    shape: str
-    dtype: str
-    quantization: str
-    kernel: str
-    runner: str = "eager"
+    hardware: str  # device name; on a CPU with the number of threads
+    shape: str  # fingerprint of the target's and the drafter's shape
+    dtype: str  # of the target's weights
+    quantization: str  # the drafter's
+    kernel: str  # the drafter's
+    runner: str = "eager"  # or how forwards are captured: one of the ways of `SpeculativeConfig.runner`
 
     @property
     def file_name(self) -> str:
@@ -46,30 +37,19 @@ class ProfileKey:
 
 @dataclass(frozen=True)
 class Profile:
-    """One calibration.
+    """One calibration."""
 
-    Args:
-        key: what it is valid for.
-        roofline: constants and fitted coefficients.
-        draft_max_rows: most rows that the drafter's kernel serves; None: no limit.
-        diagnostics: errors of the fit, as plain data.
-        created: ISO date.
-        samples: the times it was fitted to, so that it can be plotted and refitted.
-    """
-
-    key: ProfileKey
-    roofline: Roofline
-    draft_max_rows: int | None
-    diagnostics: dict[str, Any]
-    created: str
-    samples: list[Sample] = field(default_factory=list)
+    key: ProfileKey  # what it is valid for
+    roofline: Roofline  # constants and fitted coefficients
+    draft_max_rows: int | None  # most rows that the drafter's kernel serves; None: no limit
+    diagnostics: dict[str, Any]  # errors of the fit, as plain data
+    created: str  # ISO date
+    samples: list[Sample] = field(default_factory=list)  # what it was fitted to, for plots and refits
 
     def save(self, path: str | Path) -> None:
         """Writes JSON to `path`, whole or not at all."""
-        constants, coefficients = self.roofline.constants, self.roofline.coefficients
-        file = _File(
-            1, self.created, self.key, constants, coefficients, self.draft_max_rows, self.diagnostics, self.samples
-        )
+        own, fitted = self.roofline.constants, self.roofline.coefficients
+        file = _File(1, self.created, self.key, own, fitted, self.draft_max_rows, self.diagnostics, self.samples)
         write_json(path, file)
 
     @classmethod
@@ -78,8 +58,7 @@ class Profile:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is truncated, a field is missing, unknown, of the wrong type or out of range, or the version
-                is another; the message names file, field and value.
+            ValueError: it is no profile of this version; the message names file, field and value.
         """
         f = read_json(path, _File, "roofline profile", "correct it, or delete the file and calibrate again")
         return cls(f.key, Roofline(f.constants, f.coefficients), f.draft_max_rows, f.diagnostics, f.created, f.samples)

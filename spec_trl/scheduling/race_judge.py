@@ -21,13 +21,15 @@ class Field(IntEnum):
     EVERYBODY = 2
 
 
-class _Raced(NamedTuple):
-    cost: float
-    tokens: int
-    alone: float
-    networks: bool
-    gain: float
-    plain_cost: float
+class RacedRound(NamedTuple):
+    """What the judge looks at in a raced round."""
+
+    cost: float  # of the round
+    tokens: int  # committed
+    alone: float  # tokens that the primary would have committed alone
+    networks: bool  # whether a further chain was drafted by a network
+    gain: float  # tokens per row
+    plain_cost: float  # seconds over the measured seconds of an autoregressive round
 
 
 class RaceJudge:
@@ -40,16 +42,15 @@ class RaceJudge:
       halved. It is also off where its rounds are slower than autoregressive decoding: then the primary is judged
       alone.
 
-    A round's cost is its seconds over the predicted seconds of an autoregressive round of the same batch.
-
-    Args:
-        race: False: rows have one chain each, prompts' own methods among them; a verdict then ends all of those.
+    A round's cost is its seconds over the predicted seconds of an autoregressive round of the same batch. Without
+    `race` rows have one chain each, prompts' own methods among them; a verdict then ends all of those.
     """
 
     def __init__(self, race: bool = True) -> None:
         self._race = race
         self._unraced: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self._field = Field.EVERYBODY
+        self.verdict = Field.EVERYBODY
+        """Who may race."""
         self._judged_at = 0  # batch of the last verdict against the race
         self.forget()
 
@@ -59,45 +60,29 @@ class RaceJudge:
         self._begin_window()
 
     def _begin_window(self) -> None:
-        self._raced: deque[_Raced] = deque(maxlen=WINDOW)
+        self._raced: deque[RacedRound] = deque(maxlen=WINDOW)
         self._rounds = 0
         self._probing, self._judgement_due = 0, False
 
     def field(self, batch: int) -> Field:
         """Who may race in the next round, of `batch` rows; `NOBODY` where the round serves as comparison."""
-        if self._field is not Field.EVERYBODY and 2 * batch <= self._judged_at:
-            self._field = Field.EVERYBODY
+        if self.verdict is not Field.EVERYBODY and 2 * batch <= self._judged_at:
+            self.verdict = Field.EVERYBODY
             self._begin_window()
         if self._judgement_due and not self._probing:
             self._judge(batch)
         if self._probing:
             self._probing -= 1
             return Field.NOBODY
-        return self._field
-
-    @property
-    def verdict(self) -> Field:
-        """Who may race, by the last verdict."""
-        return self._field
+        return self.verdict
 
     def record_unraced(self, batch: int, cost: float) -> None:
         """Takes a round in which the primary drafted alone."""
         self._unraced.append((batch, cost))
 
-    def record_raced(
-        self, cost: float, tokens: int, alone: float, networks: bool, gain: float, plain_cost: float
-    ) -> None:
-        """Takes a raced round.
-
-        Args:
-            cost: of the round.
-            tokens: committed.
-            alone: tokens that the primary would have committed alone.
-            networks: whether a further chain was drafted by a network.
-            gain: tokens per row.
-            plain_cost: seconds over the measured seconds of an autoregressive round.
-        """
-        self._raced.append(_Raced(cost, tokens, alone, networks, gain, plain_cost))
+    def record_raced(self, raced: RacedRound) -> None:
+        """Takes a raced round."""
+        self._raced.append(raced)
         self._rounds += 1
         self._judgement_due |= self._rounds % WINDOW == 0 or self._rounds in HOPELESS
 
@@ -113,7 +98,7 @@ class RaceJudge:
         speedup = mean(each.gain for each in self._raced) / median(each.plain_cost for each in self._raced)
         if gained < enough * lost or speedup < enough:
             networks = any(each.networks for each in self._raced)
-            narrows = self._race and self._field is Field.EVERYBODY and networks and speedup >= enough
-            self._field = Field.LOOKUPS if narrows else Field.NOBODY
+            narrows = self._race and self.verdict is Field.EVERYBODY and networks and speedup >= enough
+            self.verdict = Field.LOOKUPS if narrows else Field.NOBODY
             self._judged_at = batch
             self._begin_window()

@@ -15,43 +15,32 @@ SMALLEST_TILE = 16
 class ModelConstants:
     """What a forward of one target and of its drafter moves and computes, from the model's shape alone (ER App. E.3).
 
-    Args:
-        name: shown in tables and plots; nothing depends on it.
-        weight_bytes: W_T, bytes of the target's weights; tied embeddings count once.
-        draft_weight_bytes: W_D, bytes of the drafter's weights; 0 for a drafter without any.
-        dense_flops: C_dense, FLOP per token outside attention, the lm_head included; of a mixture of experts, the
-            active ones.
-        attention_flops: C_attn, FLOP per token and cached token.
-        kv_bytes: κ_theoretical, bytes per cached token over all layers.
-        expert_bytes, draft_expert_bytes: the part of W_T and of W_D that sits in routed experts.
-        experts, experts_per_token: routed experts of a layer and how many a token uses; 0 without experts.
+    Raises:
+        ValueError: a number is out of range, or a part exceeds its whole.
     """
 
-    name: str
-    weight_bytes: float
-    draft_weight_bytes: float
-    dense_flops: float
-    attention_flops: float
-    kv_bytes: float
-    expert_bytes: float = 0.0
-    draft_expert_bytes: float = 0.0
-    experts: int = 0
+    name: str  # shown in tables and plots; nothing depends on it
+    weight_bytes: float  # W_T: of the target's weights; tied embeddings count once
+    draft_weight_bytes: float  # W_D: of the drafter's weights; 0 for a drafter without any
+    dense_flops: float  # C_dense, per token, without attention, with the lm_head; of experts the active ones count
+    attention_flops: float  # C_attn, per token and cached token
+    kv_bytes: float  # κ_theoretical, per cached token over all layers
+    expert_bytes: float = 0.0  # the part of W_T in routed experts
+    draft_expert_bytes: float = 0.0  # the part of W_D in routed experts
+    experts: int = 0  # routed experts of a layer
     experts_per_token: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("weight_bytes", "dense_flops"):
-            require_number(self, name, above=0.0)
-        for name in ("draft_weight_bytes", "attention_flops", "kv_bytes"):
-            require_number(self, name)
-        for name in ("expert_bytes", "draft_expert_bytes", "experts", "experts_per_token"):
-            require_number(self, name)
-        for part, whole in (("expert_bytes", "weight_bytes"), ("draft_expert_bytes", "draft_weight_bytes")):
+        for field in fields(self)[1:]:
+            is_positive = field.name in ("weight_bytes", "dense_flops")
+            require_number(self, field.name, above=0.0 if is_positive else None)
+        for part, whole in (
+            ("expert_bytes", "weight_bytes"),
+            ("draft_expert_bytes", "draft_weight_bytes"),
+            ("experts_per_token", "experts"),
+        ):
             if vars(self)[part] > vars(self)[whole]:
-                raise ValueError(
-                    f"{part}={vars(self)[part]} exceeds {whole}={vars(self)[whole]}, of which it is a part."
-                )
-        if self.experts_per_token > self.experts:
-            raise ValueError(f"experts_per_token={self.experts_per_token} exceeds experts={self.experts}.")
+                raise ValueError(f"{part}={vars(self)[part]} exceeds {whole}={vars(self)[whole]}; it is a part of it.")
 
     def target_weight_traffic(self, tokens: int) -> float:
         """Bytes of the target's weights that a forward over `tokens` tokens reads."""
@@ -72,59 +61,44 @@ class ModelConstants:
 class Coefficients:
     """What the calibration measures and fits. With the defaults of the second group the formulas are ER §3.2's own.
 
-    > ER §3.2 and App. E.3
-
-    Args:
-        F_eff: effective compute throughput, FLOP/s, from GEMMs.
-        BW_eff: effective memory bandwidth, B/s.
-        rho_kappa: effective over theoretical K/V traffic (κ_eff = ρ_κ κ).
-        eta_D: overhead of the quantized weight traffic over its bytes.
-        c_T, c_D, c_V: overhead of target, draft and verify forwards, seconds per row of the batch.
-
-    > Beyond the paper
-
-    Args:
-        overlap_loss: 0: memory traffic and arithmetic overlap fully, the longer one counts (ER Eq. 2); 1: not at all,
-            they add up; between, their (1/overlap_loss)-norm.
-        tile, draft_tile: rows that a GEMM kernel of the target and of the drafter handles at once; see `padded_rows`.
-        phi_D: seconds of the drafter's arithmetic over the target's for as many rows (dequantization, other kernels).
-        attention_cost: seconds of a FLOP of attention over one of a GEMM.
-        kv_exponent: K/V time grows with B to this power: more rows keep more of the memory channels busy, and
-            siblings share cached prompts. 1 in the paper.
-        sigma_V: seconds per cached token of a row that verification walks serially; kernels for several query tokens
-            do not split the cache among processors, those for one do.
-        t_T, t_D, t_V: overhead of one target, draft and verify forward, seconds (launches, Python).
+    Raises:
+        ValueError: a number is out of range.
     """
 
-    F_eff: float
-    BW_eff: float
-    rho_kappa: float
-    eta_D: float
-    c_T: float
-    c_D: float
-    c_V: float
+    # ER §3.2 and App. E.3
+    F_eff: float  # compute throughput, FLOP/s, from GEMMs
+    BW_eff: float  # memory bandwidth, B/s
+    rho_kappa: float  # effective over theoretical K/V traffic (κ_eff = ρ_κ κ)
+    eta_D: float  # time of the quantized weights' traffic over that of their bytes
+    c_T: float  # overhead of a target forward, seconds per row of the batch
+    c_D: float  # likewise of a draft forward
+    c_V: float  # likewise of a verify forward
+
+    # Beyond the paper
     overlap_loss: float = 0.0
-    tile: int = 1
-    draft_tile: int = 1
-    phi_D: float = 1.0
-    attention_cost: float = 1.0
+    """0: memory traffic and arithmetic overlap fully, the longer one counts (ER Eq. 2); 1: not at all, they add up;
+    between, their (1/overlap_loss)-norm."""
+    tile: int = 1  # rows that a GEMM kernel of the target handles at once; see `padded_rows`
+    draft_tile: int = 1  # likewise of the drafter
+    phi_D: float = 1.0  # seconds of the drafter's arithmetic over the target's for as many rows (dequantization, ...)
+    attention_cost: float = 1.0  # seconds of a FLOP of attention over one of a GEMM
     kv_exponent: float = 1.0
+    """K/V time grows with B to this power: more rows keep more of the memory channels busy, and siblings share cached
+    prompts. 1 in the paper."""
     sigma_V: float = 0.0
-    t_T: float = 0.0
-    t_D: float = 0.0
-    t_V: float = 0.0
+    """Seconds per cached token of a row that verification walks serially: kernels for several query tokens do not
+    split the cache among processors, those for one do."""
+    t_T: float = 0.0  # overhead of a target forward, seconds (launches, Python)
+    t_D: float = 0.0  # likewise of a draft forward
+    t_V: float = 0.0  # likewise of a verify forward
 
     def __post_init__(self) -> None:
-        for name in ("F_eff", "BW_eff"):
-            require_number(self, name, above=0.0)
         for field in fields(self):
-            require_number(self, field.name)
-        for name in ("overlap_loss", "kv_exponent"):
-            if vars(self)[name] > 1:
-                raise ValueError(f"{name}={vars(self)[name]} is out of range; it must be 0 to 1.")
+            above = 0.0 if field.name in ("F_eff", "BW_eff") else None
+            most = 1.0 if field.name in ("overlap_loss", "kv_exponent") else math.inf
+            require_number(self, field.name, above, most)
         for name in ("tile", "draft_tile"):
-            tile = vars(self)[name]
-            if tile < 1 or tile & (tile - 1):
+            if (tile := vars(self)[name]).bit_count() != 1:
                 raise ValueError(f"{name}={tile} is out of range; it must be a power of two.")
 
 
@@ -191,14 +165,15 @@ def smooth_maximum(a: float, b: float, loss: float) -> float:
     return high * (1.0 + (low / high) ** (1.0 / loss)) ** loss
 
 
-def require_number(owner: Any, name: str, above: float | None = None) -> None:
-    """Raises ValueError unless `owner`'s field `name` is a finite number of at least 0 (or greater than `above`), and
-    an integer where the field is declared as one."""
+def require_number(owner: Any, name: str, above: float | None = None, most: float = math.inf) -> None:
+    """Raises ValueError unless `owner`'s field `name` is a finite number of at least 0 (or greater than `above`) and
+    at most `most`, and an integer where the field is declared as one."""
     value = vars(owner)[name]
     kinds = (int,) if type(owner).__dataclass_fields__[name].type is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         wanted = "an integer" if kinds == (int,) else "a number"
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}; it must be {wanted}.")
-    if not math.isfinite(value) or value < 0 or (above is not None and value <= above):
-        bound = "at least 0" if above is None else f"greater than {above:g}"
-        raise ValueError(f"{name}={value} is out of range; it must be finite and {bound}.")
+    if not math.isfinite(value) or not 0 <= value <= most or (above is not None and value <= above):
+        bound = "finite and at least 0" if above is None else f"finite and greater than {above:g}"
+        bound = bound if most == math.inf else f"0 to {most:g}"
+        raise ValueError(f"{name}={value} is out of range; it must be {bound}.")

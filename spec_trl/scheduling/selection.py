@@ -20,9 +20,8 @@ OPTIMISTIC = Acceptance.geometric(0.9)
 A method's average counts it as one more draft position. The counts of a method that is not chosen fade, so its average
 rises back to this, and it is tried again: drafters improve with training (ER App. D)."""
 PROMPT_PRIOR = 20.0
-"""Draft positions that the method's average counts for, next to a prompt's own. One short completion has a few dozen
-positions, whose rate is mostly chance. As the strength of a Beta prior, 20 assumes that prompts' rates spread by about
-0.1 around their method's: √(p (1 - p) / 21)."""
+"""Draft positions that the method's average counts for, next to a prompt's own, of which a short completion has a few
+dozen. As the strength of a Beta prior, 20 assumes that prompts' rates spread by about 0.1: √(p (1 - p) / 21)."""
 RECENT_PROMPTS = 64
 """Number of newest prompts that tell how much rows differ."""
 MOST_ALIKE = 200.0
@@ -58,16 +57,12 @@ class AcceptanceHistory:
     counts with every rollout, a prompt's with every rollout that has the prompt again, since a prompt comes back once
     per epoch and acceptance hardly moves over a hundred steps (SA §6).
 
-    Args:
-        decay: weight of a rollout's counts one rollout later, above 0, at most 1.
-        prompts: number of prompts kept; those that were not recorded for longest are forgotten first.
-
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: a value is out of range.
     """
 
-    decay: float = 0.9
-    prompts: int = 4096
+    decay: float = 0.9  # weight of a rollout's counts one rollout later, above 0, at most 1
+    prompts: int = 4096  # number of prompts kept; those that were not recorded for longest are forgotten first
     _rollout: int = field(default=0, init=False, repr=False)
     _methods: dict[str, AcceptanceCounts] = field(default_factory=dict, init=False, repr=False)
     _prompts: dict[str, dict[str, _PromptCounts]] = field(default_factory=dict, init=False, repr=False)  # oldest first
@@ -101,15 +96,9 @@ class AcceptanceHistory:
             delivered.log_ratios *= self.decay
 
     def record_delivery(self, method: str, batch: int, until_last_row: bool, measured: float, expected: float) -> None:
-        """Adds the speedup over plain decoding from when `method` began to draft to the rollout's end.
-
-        Args:
-            method: that began to draft.
-            batch: rows then; none waited.
-            until_last_row: whether `expected` is until the last row ended, not over all rounds.
-            measured: speedup.
-            expected: speedup, by the acceptance there.
-        """
+        """Adds the speedup over plain decoding from when `method` began to draft, for `batch` rows while none waited,
+        to the rollout's end: as `measured` and as `expected` by the acceptance there, until the last row ended or over
+        all rounds."""
         delivered = self._delivered.setdefault(_Opened(method, batch, until_last_row), _Delivered())
         delivered.rollouts += 1
         # Other methods take over from one that is expected to lose, which is no credit to it.
@@ -119,8 +108,8 @@ class AcceptanceHistory:
         """Share of the expected speedup that rollouts delivered, at most 1: their geometric mean, which returns to 1
         as they fade.
 
-        It tells what mean acceptance cannot: rows that the method leaves behind and nobody helps in time, acceptance
-        that ends half way, rounds of other sizes than those profiled.
+        It tells what mean acceptance cannot: of rows that the method leaves behind, of acceptance that ends half way,
+        of rounds of other sizes than those profiled.
         """
         found = self._delivered.get(_Opened(method, batch, until_last_row), _Delivered())
         return min(math.exp(found.log_ratios / max(found.rollouts, 1.0)), 1.0)
@@ -235,11 +224,8 @@ def counts_last_row(
     history: AcceptanceHistory, methods: Sequence[str], prompt_keys: Sequence[str], batch: int, races: bool
 ) -> bool:
     """Whether a rollout of these prompts, `batch` of them at a time, is judged by the end of its last row
-    (`last_row.py`) and not by all its rounds.
-
-    That is so where all rows are in flight at once, unless other methods may help the rows that one leaves behind: in
-    `races`, or where several methods know a prompt.
-    """
+    (`last_row.py`): all rows are in flight at once, and no other method may help those that one leaves behind, in
+    `races` or because several methods know a prompt."""
     may_choose = any(sum(history.knows(method, key) for method in methods) > 1 for key in set(prompt_keys))
     return len(prompt_keys) <= batch and not may_choose and not (races and len(methods) > 1)
 
@@ -287,23 +273,18 @@ def select_method(
     """
     until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
     expected = {method: expectation(ladder, history, method, prompt_keys, until_last_row) for method in methods}
-    shares = _shares(ladder, history, methods, prompt_keys, batch, until_last_row)
-    best = _best(ladder, {method: own for method, own in expected.items() if own is not None}, batch, shares)
-    untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if own is None}
+    shares = _shares(ladder, history, methods, batch, len(prompt_keys) > batch, until_last_row)
+    best = _best(ladder, {method: own for method, own in expected.items() if own}, batch, shares)
+    untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if not own}
     trial = _best(ladder, untried, batch, shares)
     return trial if trial.speedup > best.speedup else best
 
 
 def _shares(
-    ladder: Ladder,
-    history: AcceptanceHistory,
-    methods: Sequence[str],
-    prompt_keys: Sequence[str],
-    batch: int,
-    until_last_row: bool,
+    ladder: Ladder, history: AcceptanceHistory, methods: Sequence[str], batch: int, waits: bool, until_last_row: bool
 ) -> dict[str, float]:
-    """Share of its speedup that each method lets expect; 1 where requests wait, and rounds count as they are."""
-    if len(prompt_keys) > batch:
+    """Share of its speedup that each method lets expect; 1 where a request `waits`, and rounds count as they are."""
+    if waits:
         return dict.fromkeys(methods, 1.0)
     profiled = ladder.profiled_batch(batch)
     return {method: history.delivered(method, profiled, until_last_row) for method in methods}
@@ -311,10 +292,8 @@ def _shares(
 
 def _best(ladder: Ladder, expected: Mapping[str, BlockEfficiency], batch: int, shares: Mapping[str, float]) -> Choice:
     """The choice of largest speedup times the method's share; of equals "none"."""
-    choices = [
-        replace(choice, speedup=choice.speedup * shares.get(choice.method, 1.0))
-        for choice in ladder.rank(expected, batch)
-    ]
+    ranked = ladder.rank(expected, batch)
+    choices = [replace(choice, speedup=choice.speedup * shares.get(choice.method, 1.0)) for choice in ranked]
     return max(choices, key=lambda choice: (choice.speedup, choice.method == NO_METHOD))
 
 
@@ -330,12 +309,9 @@ def select_per_prompt(
     """A method for each prompt, for rows of different methods in one batch.
 
     A prompt keeps the batch's choice unless another method, one that has drafted for the prompt, is faster on it by
-    more than `margin`: each further method costs drafting time, and all rows are verified at the width of the widest.
-    Both speedups are the ladder's for the whole batch at the prompt's own acceptance. During a trial all prompts take
-    part in it.
-
-    Args:
-        margin: at least 0.
+    more than `margin` (at least 0): each further method costs drafting time, and all rows are verified at the width of
+    the widest. Both speedups are the ladder's for the whole batch at the prompt's own acceptance. During a trial all
+    prompts take part in it.
 
     Returns:
         A choice per entry of `prompt_keys`, with the prompt's own speedup. Arguments and errors as of `select_method`.
@@ -344,14 +320,13 @@ def select_per_prompt(
     if common.method != NO_METHOD and history.expected(common.method, ()) is None:
         return [common] * len(prompt_keys)
     until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
-    shares = _shares(ladder, history, methods, prompt_keys, batch, until_last_row)
+    shares = _shares(ladder, history, methods, batch, len(prompt_keys) > batch, until_last_row)
     # Relative to the common method: what it did not deliver, others may not deliver either.
     relative = {method: min(share / shares.get(common.method, 1.0), 1.0) for method, share in shares.items()}
 
     def select(key: str) -> Choice:
-        known = [method for method in methods if history.knows(method, key)]
-        expected = {method: history.rates(method, key).block_efficiency for method in known}
-        best = _best(ladder, expected, batch, relative)
+        known = (method for method in methods if history.knows(method, key))
+        best = _best(ladder, {each: history.rates(each, key).block_efficiency for each in known}, batch, relative)
         speedup = 1.0
         if common.method != NO_METHOD:
             efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)

@@ -22,19 +22,15 @@ TOLERATED_GAPS = 0.1
 class Sample:
     """One measured time.
 
-    Args:
-        batch: rows.
-        length: cached tokens per row.
-        draft_length: γ; 0 for the target. A draft sample of 0 was timed once and stands for every γ.
-        mode: "target" and "draft": one forward of one token per row. "verify": a target forward of γ + 1.
-        seconds: of that forward.
+    Raises:
+        ValueError: a value is of the wrong type or out of range.
     """
 
-    batch: int
-    length: float
-    draft_length: int
-    mode: Mode
-    seconds: float
+    batch: int  # rows
+    length: float  # cached tokens per row
+    draft_length: int  # γ; 0 for the target. A draft sample of 0 was timed once and stands for every γ
+    mode: Mode  # "target" and "draft": a forward of one token per row; "verify": a target forward of γ + 1
+    seconds: float  # of that forward
 
     def __post_init__(self) -> None:
         require_number(self, "batch", above=0)
@@ -68,13 +64,10 @@ def points(samples: Iterable[Sample]) -> list[Point]:
     times = {(s.mode, s.batch, s.length, s.draft_length): s.seconds for s in samples}
     found = []
     for mode, batch, length, draft_length in sorted(times):
-        if mode != "verify":
-            continue
         target = times.get(("target", batch, length, 0))
         draft = times.get(("draft", batch, length, draft_length), times.get(("draft", batch, length, 0)))
-        if target is not None and draft is not None:
-            verify = times["verify", batch, length, draft_length]
-            found.append(Point(batch, length, draft_length, target, draft, verify))
+        if mode == "verify" and target is not None and draft is not None:
+            found.append(Point(batch, length, draft_length, target, draft, times[mode, batch, length, draft_length]))
     return found
 
 
@@ -89,7 +82,7 @@ def check_samples(samples: Iterable[Sample], source: str) -> str | None:
     for mode, found in cells.items():
         if not found:
             raise ValueError(f"{source} has no {mode} row; sweep target, draft and verify forwards.")
-    targets = {(batch, length) for batch, length, _ in cells["target"]}
+    targets = {cell[:2] for cell in cells["target"]}
     for mode in MODES[1:]:
         for batch, length, _ in sorted(cells[mode]):
             if (batch, length) not in targets:
@@ -108,8 +101,8 @@ def check_samples(samples: Iterable[Sample], source: str) -> str | None:
         return None
     total = len(drafts | verified)
     shown = ", ".join(f"(batch={b}, length={s:g}, draft_length={g})" for b, s, g in gaps[:4])
-    shown += ", ..." if len(gaps) > 4 else ""
     message = f"{source}: {len(gaps)} of {total} grid points lack a draft or verify row: {shown}"
+    message += ", ..." if len(gaps) > 4 else ""
     if len(gaps) > TOLERATED_GAPS * total:
         raise ValueError(f"{message}; measure them again.")
     return f"{message}; they are left out."
@@ -130,8 +123,8 @@ def read_sweep(path: str | Path) -> list[Sample]:
             raise ValueError(f"{path} lacks the columns {missing}; a sweep has {list(COLUMNS)}.")
         for row in reader:
             place = f"{path}, line {reader.line_num}"
-            sample = _parse(row, place)
             models.add(row["model"])
+            sample = _parse(row, place)
             key = (sample.batch, sample.length, sample.draft_length, sample.mode)
             if key in samples:
                 raise ValueError(f"{place}: a second {sample.mode} row for the same point; remove one of them.")
@@ -154,31 +147,25 @@ def write_sweep(path: str | Path, model: str, samples: Iterable[Sample]) -> None
 
 
 def _parse(row: Mapping[str, str | None], place: str) -> Sample:
+    def number(column: str, least: int | None, integer: bool = False) -> float:
+        """The number in `column`: at least `least`, or positive where that is None."""
+        text, at = row[column], f"{place}, column {column}"
+        try:
+            value = float(cast(str, text))
+        except (TypeError, ValueError):
+            raise ValueError(f"{at}: {text!r} is not a number; measure the row again.") from None
+        if not math.isfinite(value) or (value <= 0 if least is None else value < least):
+            bound = "positive" if least is None else f"at least {least}"
+            raise ValueError(f"{at}: {text} must be finite and {bound}; measure the row again.")
+        if integer and value != int(value):
+            raise ValueError(f"{at}: {text} must be an integer.")
+        return value
+
     mode = row["mode"]
     if mode not in MODES:
         raise ValueError(f"{place}, column mode: {mode!r} is unknown; choose one of {list(MODES)}.")
-    draft_length = int(_number(row, "draft_length", place, 0, integer=True))
+    draft_length = int(number("draft_length", 0, integer=True))
     if mode == "verify" and draft_length == 0:
         raise ValueError(f"{place}: a verify row of draft length 0; it must be at least 1.")
-    return Sample(
-        batch=int(_number(row, "batch", place, 1, integer=True)),
-        length=_number(row, "length", place, 0),
-        draft_length=0 if mode == "target" else draft_length,
-        mode=mode,
-        seconds=_number(row, "seconds", place, None),
-    )
-
-
-def _number(row: Mapping[str, str | None], column: str, place: str, least: int | None, integer: bool = False) -> float:
-    """The number in `column`: finite, at least `least`, or positive where that is None."""
-    text = row[column]
-    try:
-        value = float(cast(str, text))
-    except (TypeError, ValueError):
-        raise ValueError(f"{place}, column {column}: {text!r} is not a number; measure the row again.") from None
-    if not math.isfinite(value) or (value <= 0 if least is None else value < least):
-        bound = "positive" if least is None else f"at least {least}"
-        raise ValueError(f"{place}, column {column}: {text} must be finite and {bound}; measure the row again.")
-    if integer and value != int(value):
-        raise ValueError(f"{place}, column {column}: {text} must be an integer.")
-    return value
+    batch = int(number("batch", 1, integer=True))
+    return Sample(batch, number("length", 0), 0 if mode == "target" else draft_length, mode, number("seconds", None))

@@ -18,8 +18,7 @@ from .plain_decoding import PlainRounds, seconds_of
 PROBE_ROUNDS = 3
 """Autoregressive rounds that measure the baseline before speculation is judged by it."""
 CONFIDENT = 1.25
-"""With at least this predicted speedup a toggle speculates before it has measured any baseline: if the profile is that
-wrong, the first window shows it."""
+"""Least predicted speedup at which a toggle speculates before it has measured any baseline."""
 WINDOW = 16
 """Speculative rounds over which a speedup is measured."""
 HOPELESS = {4: 0.6, 8: 0.8}
@@ -29,8 +28,7 @@ FEWEST = min(HOPELESS)
 DOUBT = 1.1
 """Below this measured speedup the baseline is measured again at about this batch before it decides."""
 SURE = 1.5
-"""The same in a rollout without any autoregressive round: if the machine was busy when an earlier rollout measured the
-baseline, speculation would look faster for ever."""
+"""The same in a rollout without any autoregressive round: the machine may have been busy in an earlier one."""
 EVEN = 0.9
 """Least evenness of a drafter that serves all rows alike."""
 DWELL = 8
@@ -78,6 +76,7 @@ class _Refusal(NamedTuple):
     length: float
 
 
+@dataclass(eq=False, repr=False)
 class SpeculationToggle(OneDrafter):
     """π_SD over one or several candidates: speculates with the largest predicted speedup if that reaches 1 + ε.
 
@@ -88,23 +87,17 @@ class SpeculationToggle(OneDrafter):
       measure the baseline anew.
     * A candidate without a profile is tried, and tried again once the batch has halved; later rollouts go by the times
       that were measured at such a batch.
-    * Requests that wait for a row count as part of the batch: a small batch is a tail only when nobody waits. (The
-      authors' code guards the ramp with a fixed 32 requests instead, so it never speculates with fewer.)
-
-    Args:
-        candidates: the drafters to choose among, at least one.
-        margin: ε ≥ 0.
+    * Requests that wait for a row count as part of the batch: a small batch is a tail only when nobody waits.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], margin: float = 0.05) -> None:
-        self.candidates: Sequence[Candidate] = tuple(candidates)
-        self.margin = margin
-        self.tallies = [Tally() for _ in candidates]
-        self._states = [_State() for _ in candidates]
+    candidates: Sequence[Candidate]  # the drafters to choose among, at least one
+    margin: float = 0.05  # ε ≥ 0
+
+    def __post_init__(self) -> None:
+        self._states = [_State() for _ in self.candidates]
         self._baseline = OverheadCorrection()  # of autoregressive rounds; without a profile, their times themselves
-        self._gains: Sequence[Gain | None] = [None for _ in candidates]
-        self._others_can_help = False
-        self._delivered: Sequence[float] = [1.0 for _ in candidates]
+        self.tallies = [Tally() for _ in self.candidates]
+        self.weigh()
         self.judgement_due = False
         """Whether the next `decide` judges the measured rounds."""
 
@@ -125,7 +118,7 @@ class SpeculationToggle(OneDrafter):
         self._probing, self._is_probe = (PROBE_ROUNDS if self._baseline.is_empty else 0), False
         self._anchor: int | None = None  # batch of the newest autoregressive round
         self.judgement_due = False
-        self.weigh([None for _ in self.candidates], False, [1.0 for _ in self.candidates])
+        self.weigh()
         self._looked_at: int | None = None  # batch at which speculation was last found not to pay
         self._refused: _Refusal | None = None  # the best of this rollout
         self._turned_off: str | None = None  # why, the last time
@@ -187,42 +180,46 @@ class SpeculationToggle(OneDrafter):
                     self._refused = _Refusal(best, speedup, batch_ahead, length)
         elif self._refills and self._since_change >= DWELL:
             if (speedup := self.predicted_speedup(self._active, batch, length)) < 1:
-                self._turn_off(f"{self._promise(self._active, speedup, batch, length)}: switched off")
+                self._turn(None, f"{self._promise(self._active, speedup, batch, length)}: switched off")
 
-    def weigh(self, gains: Sequence[Gain | None], others_can_help: bool, delivered: Sequence[float]) -> None:
-        """Sets what the candidates do for the rows in flight.
+    def weigh(
+        self,
+        gains: Sequence[Gain | None] | None = None,
+        others_can_help: bool = False,
+        delivered: Sequence[float] | None = None,
+    ) -> None:
+        """Sets what the candidates do for the rows in flight; without arguments, that nothing is known of it.
 
         Args:
             gains: of each candidate; None: nothing is known of these rows, and they are taken to be alike.
             others_can_help: other drafters may draft for rows that one leaves behind. Then unevenness is a reason to
                 prefer another drafter, but not to stop.
-            delivered: share of each candidate's predicted speedup that earlier rollouts delivered at this batch.
+            delivered: share of each candidate's predicted speedup that earlier rollouts delivered at this batch; None:
+                all of it.
         """
-        self._gains, self._others_can_help, self._delivered = gains, others_can_help, delivered
+        self._gains = gains or [None for _ in self.candidates]
+        self._others_can_help = others_can_help
+        self._delivered = delivered or [1.0 for _ in self.candidates]
 
     def _evenness(self, index: int) -> float:
         gain = self._gains[index]
-        return 1.0 if gain is None else gain.until_last_row / gain.of_a_round
+        return gain.until_last_row / gain.of_a_round if gain else 1.0
 
     def _best(self, batch: int, length: float) -> tuple[int | None, float]:
         """The candidate of largest predicted speedup, with that: of a round where others can help, else until the last
         row ends."""
-        speedups = {
+        speedups: dict[int | None, float] = {
             index: self._promised_speedup(index, batch, length)
             * (1.0 if self._others_can_help else self._evenness(index))
             for index in range(len(self.candidates))
             if self._eligible(index, batch)
         }
-        best = max(speedups, key=speedups.__getitem__, default=None)
-        return best, 0.0 if best is None else speedups[best]
+        return max(speedups.items(), key=lambda promise: promise[1], default=(None, 0.0))
 
-    def _turn(self, active: int | None) -> None:
-        self._active = active
-        self._since_change = 0
-
-    def _turn_off(self, why: str) -> None:
-        self._turn(None)
-        self._turned_off = why
+    def _turn(self, active: int | None, why: str | None = None) -> None:
+        """Makes `active` draft from now on; None: nothing, for the reason `why`."""
+        self._active, self._since_change = active, 0
+        self._turned_off = why or self._turned_off
 
     def _eligible(self, index: int, batch: int) -> bool:
         candidate, state = self.candidates[index], self._states[index]
@@ -320,15 +317,19 @@ class SpeculationToggle(OneDrafter):
         # Without a profile nothing is known of this batch until it is measured.
         unknown = self.candidates[index].roofline is None
         doubtful = (SURE if self._anchor is None else DOUBT) if rounds >= WINDOW else enough
-        if (unknown or worth < doubtful) and not self._is_anchored():
+        # Whether the newest autoregressive round of this rollout had within a factor of 2 of the present rows.
+        near = self._anchor is not None and 2 * min(self._anchor, self._batch) >= max(self._anchor, self._batch)
+        if (unknown or worth < doubtful) and not near:
             self._probing, self.judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
             return
         better = self._better(index, worth, until_last_row) if rounds >= WINDOW else None
         found = f"{self._who(index)} measured {measured:.2f}× of plain decoding after {rounds} rounds"
         if measured < enough:
-            self._fail(index, f"{found}: switched off")
+            self._states[index].failed_at = self._batch
+            self._states[index].window.clear()
+            self._turn(None, f"{found}: switched off")
         elif worth < enough:  # of these rows; other rows may do better
-            self._turn_off(f"{found}, {worth:.2f}× until the last row ends: switched off")
+            self._turn(None, f"{found}, {worth:.2f}× until the last row ends: switched off")
         if better is not None:
             self._turn(better)
 
@@ -348,19 +349,10 @@ class SpeculationToggle(OneDrafter):
                 promises[index] = promised
         return max(promises, key=promises.__getitem__, default=None)
 
-    def _fail(self, index: int, why: str) -> None:
-        self._states[index].failed_at = self._batch
-        self._states[index].window.clear()
-        self._turn_off(why)
-
-    def _is_anchored(self) -> bool:
-        """Whether the newest autoregressive round of this rollout had within a factor of 2 of the present rows."""
-        return self._anchor is not None and 2 * min(self._anchor, self._batch) >= max(self._anchor, self._batch)
-
     def drop(self, index: int) -> None:
         self._states[index].dropped = True
         if self._active == index:
-            self._turn_off(FAILED)
+            self._turn(None, FAILED)
 
     # ---- in words -------------------------------------------------------------------------------------------------
 
@@ -368,7 +360,7 @@ class SpeculationToggle(OneDrafter):
         tally, refused = sum(self.tallies, Tally()), self._refused
         predicted = tally.predicted_speedup
         if predicted is None and refused is not None:
-            predicted = self._prediction(refused.which, refused.speedup)
+            predicted = None if self.candidates[refused.which].roofline is None else refused.speedup
         return Account(predicted, self._reason(tally))
 
     def _reason(self, tally: Tally) -> str:
@@ -400,15 +392,11 @@ class SpeculationToggle(OneDrafter):
         if speedups[best] == math.inf:
             return Account(None, "no profile: drafters are tried, and their rounds measured")
         reason = f"{self._promise(best, speedups[best], batch, length)}: {decision(speedups[best], self.margin)}"
-        return Account(self._prediction(best, speedups[best]), reason)
+        return Account(None if self.candidates[best].roofline is None else speedups[best], reason)
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
         is_profiled = self.candidates[0].roofline is not None
         return seconds_of(rounds, self._baseline, self._predicted_plain if is_profiled else None)
-
-    def _prediction(self, index: int, speedup: float) -> float | None:
-        """`speedup` where a profile predicts it, not where rounds were measured."""
-        return None if self.candidates[index].roofline is None else speedup
 
     def _promise(self, index: int, speedup: float, batch: int, length: float) -> str:
         by = "measured, in earlier rounds," if self.candidates[index].roofline is None else "predicted"

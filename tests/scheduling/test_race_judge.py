@@ -2,18 +2,18 @@
 
 import pytest
 
-from spec_trl.scheduling.race_judge import Field, RaceJudge
+from spec_trl.scheduling.race_judge import Field, RacedRound, RaceJudge
 from spec_trl.scheduling.toggle import HOPELESS, PROBE_ROUNDS, WINDOW
 
 
 def judged(cost: float, tokens: int, networks: bool = False, rounds: int = WINDOW) -> tuple[RaceJudge, list[Field]]:
-    """A judge behind raced rounds of 8 rows in which the primary alone brings 16 tokens at a cost of 1."""
+    """A judge after raced rounds of 8 rows in which the primary alone brings 16 tokens at a cost of 1."""
     judge, fields = RaceJudge(), []
     for _ in range(PROBE_ROUNDS):
         judge.record_unraced(8, 1.0)
     for _ in range(rounds):
         fields.append(judge.field(8))
-        judge.record_raced(cost, tokens, 16.0, networks, 2.0, 1.0)
+        judge.record_raced(RacedRound(cost, tokens, 16.0, networks, 2.0, 1.0))
     return judge, fields
 
 
@@ -29,7 +29,7 @@ def test_hopeless_races_end_early_and_networks_leave_first() -> None:
     judge, fields = judged(2.0, 16, networks=True, rounds=min(HOPELESS))
     assert judge.field(8) is Field.LOOKUPS
     for _ in range(min(HOPELESS)):
-        judge.record_raced(2.0, 16, 16.0, False, 2.0, 1.0)
+        judge.record_raced(RacedRound(2.0, 16, 16.0, False, 2.0, 1.0))
     assert judge.field(8) is Field.NOBODY and judge.field(5) is Field.NOBODY
 
 
@@ -38,7 +38,7 @@ def test_a_verdict_waits_for_rounds_to_compare_with() -> None:
     for _ in range(PROBE_ROUNDS):
         judge.record_unraced(64, 1.0)  # too many rows to say anything of 8
     for _ in range(WINDOW):
-        judge.record_raced(2.0, 16, 16.0, False, 2.0, 1.0)
+        judge.record_raced(RacedRound(2.0, 16, 16.0, False, 2.0, 1.0))
     for _ in range(PROBE_ROUNDS):
         assert judge.field(8) is Field.NOBODY
         judge.record_unraced(8, 3.0)
@@ -53,5 +53,5 @@ def test_a_race_that_is_slower_than_no_drafts_ends(plain_cost: float, field: Fie
         judge.record_unraced(8, 1.0)
     for _ in range(WINDOW):
         judge.field(8)
-        judge.record_raced(1.0, 20, 16.0, True, 2.0, plain_cost)
+        judge.record_raced(RacedRound(1.0, 20, 16.0, True, 2.0, plain_cost))
     assert judge.field(8) is field
