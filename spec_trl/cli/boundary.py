@@ -103,9 +103,8 @@ def toggle_boundary(
 ) -> Drawing | None:
     """One panel per γ of `block_efficiency` (τ by γ): the predicted speedup, the contour 1 + ε and the points.
 
-    `idle` are (batch, length) that decoded autoregressively, for orientation. The numbers, by γ: how many points are
-    "beneficial" and "harmful", and the "agreement": the share of them on the side of 1 where the prediction is. None
-    without points.
+    `idle` are (batch, length) that decoded autoregressively. The numbers, by γ: those of "beneficial" and "harmful"
+    points, and "agreement": the share of points on the predicted side of 1. None without points.
     """
     if not points or not block_efficiency:
         return None
@@ -129,10 +128,11 @@ def toggle_boundary(
         axes.scatter([length for _, length in idle], [batch for batch, _ in idle], s=6, c="#555555")
         for assumed, won in itertools.product((False, True), (True, False)):
             chosen = [p for p in here if p.assumed_baseline == assumed and (p.speedup > 1) == won]
-            look = dict(marker="o", facecolors=GREEN, edgecolors="white") if won else dict(marker="x", c=VERMILLION)
-            width = 0.6 if won else 1.0 if assumed else 2.0
-            xs, ys = [p.length for p in chosen], [p.batch for p in chosen]
-            axes.scatter(xs, ys, s=18 if assumed else 44, linewidths=width, **look)
+            look: dict[str, Any] = dict(marker="x", c=VERMILLION, linewidths=1.0 if assumed else 2.0)
+            if won:
+                look = dict(marker="o", facecolors=GREEN, edgecolors="white", linewidths=0.6)
+            size = 18 if assumed else 44
+            axes.scatter([p.length for p in chosen], [p.batch for p in chosen], s=size, **look)
         axes.set(title=f"γ = {gamma}, τ = {block_efficiency[gamma]:.3g}", xlabel="S (cached tokens per row)")
         axes.set(ylabel="B (active rows)", xscale="log", yscale="log")
         for axis, values in ((axes.xaxis, lengths), (axes.yaxis, batches)):

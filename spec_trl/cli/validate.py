@@ -73,9 +73,8 @@ def read_config(path: Path) -> ModelConstants | None:
 
 def _peaks(arguments: argparse.Namespace, profile: Profile | None) -> tuple[float, tuple[float, float]]:
     """Effective FLOP/s, and bounds of the bandwidth in B/s: as given, or by the profile's fit."""
-    flops, peak, bounds = arguments.flops, arguments.bandwidth, None
-    if peak is not None:
-        bounds = BANDWIDTH_SHARE[0] * peak, BANDWIDTH_SHARE[1] * peak
+    flops, peak = arguments.flops, arguments.bandwidth
+    bounds = None if peak is None else (BANDWIDTH_SHARE[0] * peak, BANDWIDTH_SHARE[1] * peak)
     if flops is not None and bounds is not None:
         return flops, bounds
     if profile is None:

@@ -256,13 +256,11 @@ class SpeculativeConfig:
             require_folder_or_id(f"best_of_n_assistants[{name!r}]", assistant)
 
     def assistants_of_best_of_n(self, assistant: object) -> dict[str, Any]:
-        """The assistant of each member of `best_of_n_drafters` that has one.
-
-        Args:
-            assistant: `assistant_model`, for the one member without an assistant of its own; None: none.
+        """The assistant of each member of `best_of_n_drafters` that has one. `assistant`, i.e. `assistant_model`, is
+        for the one member that lacks its own.
 
         Raises:
-            ValueError: a member lacks its assistant, or it is not clear or not possible whose `assistant` is.
+            ValueError: a member lacks its assistant, or not exactly one lacks the one that is given.
         """
         found = dict(self.best_of_n_assistants or {})
         needs = {*NEED_ASSISTANT} | ({"tts"} if self.tts_drafter != "self" else set())
@@ -313,12 +311,8 @@ OPTIONS = {field.name: field for field in fields(SpeculativeConfig)}
 
 @dataclass(frozen=True)
 class Distillation:
-    """How a drafter learns while it drafts: the options `tts_...` of :class:`SpeculativeConfig`; `stride` None is
-    "adaptive".
-
-    Raises:
-        ValueError: a value is out of range; the message names the option.
-    """
+    """How a drafter learns while it drafts: the options `tts_...` of :class:`SpeculativeConfig`, which raise the same
+    ValueErrors; `stride` None is "adaptive"."""
 
     learning_rate: float | None = SpeculativeConfig.tts_learning_rate
     scope: str = SpeculativeConfig.tts_scope

@@ -169,7 +169,11 @@ class SpecGRPOConfig(GRPOConfig):
         drafter, setting = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
         if drafter == "tts":
             drafter, setting = self.tts_drafter, f"{setting}, tts_drafter={self.tts_drafter!r}"
-        if drafter in NEED_ASSISTANT if self.assistant_model is None else drafter not in TAKE_ASSISTANT:
+        if self.assistant_model is None:
+            is_wrong = drafter in NEED_ASSISTANT
+        else:
+            is_wrong = drafter not in TAKE_ASSISTANT
+        if is_wrong:
             raise ValueError(
                 f"{setting} with assistant_model={self.assistant_model!r}: assistant_model belongs to one of "
                 f"{list(NEED_ASSISTANT)}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
