@@ -22,9 +22,30 @@ def add_option(parser: argparse.ArgumentParser, flag: str, name: str, **changes:
     parser.add_argument(flag, **given)
 
 
+def _number(what: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """A type for argparse: a finite number that `accepts` takes, described by `what`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return parse
+
+
+positive = _number("a number above 0", lambda value: value > 0)
+non_negative = _number("a number of at least 0", lambda value: value >= 0)
+fraction = _number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+_whole = _number("an integer of at least 1", lambda value: value >= 1 and value == int(value))
+
+
 def whole_number(text: str) -> int:
     """An integer of at least 1."""
-    return int(_number(text, lambda value: value >= 1 and value == int(value), "an integer of at least 1"))
+    return int(_whole(text))
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -38,16 +59,6 @@ def whole_numbers(text: str) -> list[int]:
     return numbers
 
 
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    return _number(text, lambda value: value > 0, "a number above 0")
-
-
-def non_negative(text: str) -> float:
-    """A finite number of at least 0."""
-    return _number(text, lambda value: value >= 0, "a number of at least 0")
-
-
 def named_assistant(text: str) -> tuple[str, str]:
     """ "model=path/or/hub-id" as (strategy, path)."""
     kind, _, path = text.partition("=")
@@ -55,11 +66,6 @@ def named_assistant(text: str) -> tuple[str, str]:
         kinds = ", ".join(NEED_ASSISTANT)
         raise argparse.ArgumentTypeError(f"{text!r} is not KIND=MODEL with one of the kinds {kinds}")
     return kind, path
-
-
-def fraction(text: str) -> float:
-    """A number of 0 to 1."""
-    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
 def add_margin(parser: argparse.ArgumentParser, default: float | None = MARGIN) -> None:
@@ -94,13 +100,3 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     """Plain text in columns, right-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in [header, *rows])
-
-
-def _number(text: str, accepts: Callable[[float], bool], what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not accepts(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value
