@@ -40,14 +40,8 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=whole_numbers, default=[1, 8], metavar="B,B", help="rows decoded together (1,8)")
     add("--length", type=whole_number, default=128, metavar="N", help="longest completion in tokens (%(default)s)")
     add("--draft-length", type=whole_numbers, default=[3, 7], metavar="N,N", help="γ, draft tokens per round (3,7)")
-    add(
-        "--assistant",
-        type=named_assistant,
-        action="append",
-        default=[],
-        metavar="KIND=MODEL",
-        help="also measure this drafter; KIND is model, eagle3 or dflash (may be given several times)",
-    )
+    text = "also measure this drafter; KIND is model, eagle3 or dflash (may be given several times)"
+    add("--assistant", type=named_assistant, action="append", default=[], metavar="KIND=MODEL", help=text)
     add("--prompts", type=Path, metavar="FILE", help=".txt, .jsonl or .json (default: built-in ones)")
     add("--temperature", type=non_negative, default=1.0, metavar="T", help="0 decodes greedily (%(default)g)")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (auto: the checkpoint's)")
@@ -88,7 +82,7 @@ def _predict(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=whole_numbers, default=[1, 8, 32], metavar="B,B", help="active rows (1,8,32)")
     add("--length", type=whole_numbers, default=[512, 2048], metavar="S,S", help="cached tokens per row (512,2048)")
     add("--draft-length", type=whole_numbers, default=[5], metavar="N,N", help="γ, draft tokens per round (5)")
-    add_block_efficiency(parser, required=False)
+    add_block_efficiency(parser)
     add_margin(parser)
 
 
@@ -98,7 +92,7 @@ def _plot(parser: argparse.ArgumentParser) -> None:
     add("--ladder", type=Path, metavar="LADDER", help="draw this draft ladder (*.ladder.json) instead of a boundary")
     add("--csv", type=Path, metavar="SWEEP", help="measured times (default: those in the profile)")
     add("--draft-length", type=whole_numbers, metavar="N,N", help="panels (default: all that were measured)")
-    add_block_efficiency(parser, required=False)
+    add_block_efficiency(parser)
     add_margin(parser, default=None)
     add("-o", "--output", type=Path, help="PNG, PDF or SVG file (boundary.png, or ladder.png)")
 

@@ -73,7 +73,8 @@ def _measure(
     profile = find_profile(model, SpeculativeConfig(), max(arguments.batch), longest)
     gains: list[Gain] = []
     batches = sorted(set(arguments.batch))
-    with tqdm(total=len(batches) * (2 + MOST_VISITS) * len(ways), unit="call") as bar:
+    most = (2 + MOST_VISITS) * len(ways)  # calls for one batch
+    with tqdm(total=len(batches) * most, unit="call") as bar:
 
         def begin(way: Way) -> None:
             bar.set_postfix_str(way.name)
@@ -85,23 +86,18 @@ def _measure(
             wanted = Work(rows, arguments.length, arguments.temperature)
             share = (deadline - time.perf_counter()) / (len(batches) - number)
             work, calls = measure(model, ways, wanted, arguments.seed, share, begin=begin)
-            bar.update((number + 1) * (2 + MOST_VISITS) * len(ways) - bar.n)  # less were needed
+            bar.update((number + 1) * most - bar.n)
             found = summarise(model, work, arguments.seed, calls, profile)
+            fewer = f" (more do not fit into --seconds {arguments.seconds:g})" if work != wanted else ""
+            length = f"up to {work.new_tokens} tokens per row{fewer}"
             visits = max(len(calls[ways[0]]) - 1, 1)
-            bar.write(f"\nbatch {batch}, {_length(work, arguments)}, median of {visits}:\n{_table(found)}")
+            bar.write(f"\nbatch {batch}, {length}, median of {visits}:\n{_table(found)}")
             gains += found
     if profile is None:
         print(f"no prediction: no run has calibrated this model on this machine yet (looked in {cache_directory()})")
     for strategy, reason in missing.items():
         print(f"{strategy} is not possible here: {reason}")
     return gains
-
-
-def _length(work: Work, arguments: argparse.Namespace) -> str:
-    text = f"up to {work.new_tokens} tokens per row"
-    if work.new_tokens == arguments.length:
-        return text
-    return f"{text} (more do not fit into --seconds {arguments.seconds:g})"
 
 
 def _table(gains: Sequence[Gain]) -> str:
@@ -124,9 +120,9 @@ def _identity(gain: Gain) -> str:
     if gain.identity is None:
         return "-"
     found = gain.identity
-    text = f"{found.identical} of {found.rows}"
-    text += f", {found.near_ties} near-ties" if found.near_ties else ""
-    return text + (f", {found.unexplained} UNEXPLAINED" if found.unexplained else "")
+    ties = f", {found.near_ties} near-ties" if found.near_ties else ""
+    errors = f", {found.unexplained} UNEXPLAINED" if found.unexplained else ""
+    return f"{found.identical} of {found.rows}{ties}{errors}"
 
 
 def _recommendation(gains: Sequence[Gain], draft_lengths: Sequence[int]) -> str:
@@ -147,7 +143,6 @@ def machine(device: torch.device) -> str:
     where = hardware_name(device)
     if device.type == "cpu":
         cpuinfo = Path("/proc/cpuinfo")
-        flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-        extensions = [torch.backends.cpu.get_cpu_capability(), *(flag for flag in _FLAGS if flag in flags)]
-        where += f", {' '.join(extensions)}"
+        flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
+        where = " ".join([f"{where}, {torch.backends.cpu.get_cpu_capability()}", *(f for f in _FLAGS if f in flags)])
     return f"{where}, torch {torch.__version__}, transformers {transformers.__version__}"

@@ -1,5 +1,6 @@
 """Where speculation pays: predicted speedup over (S, B) with measured points on it (ER Fig. 11, App. E.4)."""
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -8,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
@@ -16,14 +16,13 @@ from ..scheduling.roofline import Roofline
 from ..scheduling.sweep import Sample
 from ..scheduling.sweep import points as sweep_points
 from ..trainers.run_log import RolloutRecord, RoundPoint
-from .figures import BLUE, GREEN, VERMILLION, Drawing
+from .figures import BLUE, GREEN, VERMILLION, Drawing, canvas
 from .options import MARGIN
 
 
 LEAST_ROUNDS = 3
 """A cell of a run with fewer rounds is noise."""
 _GRID = 48  # background cells per axis
-_PER_ROW = 4  # panels
 # Pale, so that markers stand out at both ends; brown and violet differ for every kind of sight.
 _SURFACE = LinearSegmentedColormap.from_list("speedup", ["#C2A878", "#FFFFFF", "#9C8FC4"])
 
@@ -50,19 +49,19 @@ def points_of_sweep(samples: Iterable[Sample], block_efficiency: Callable[[int],
 def points_of_run(
     rollouts: Iterable[RolloutRecord], roofline: Roofline
 ) -> tuple[list[MeasuredPoint], list[tuple[int, float]]]:
-    """What the rounds of a run themselves say: tokens per second of speculative over autoregressive rounds.
-
-    Rounds of all `rollouts` are pooled by batch, γ and half octaves of S. With a toggle a cell rarely has both kinds;
-    the autoregressive time then comes from `roofline`, and the point says so.
+    """Tokens per second of speculative over autoregressive rounds, pooled by batch, γ and half octaves of S. Where
+    none were autoregressive their time is that of `roofline`, and the point says so.
 
     Returns:
         The points, and (batch, length) of the cells that only decoded autoregressively.
     """
     cells: dict[tuple[int, int, int], _Cell] = defaultdict(_Cell)
-    for record in rollouts:
-        for point in filter(_fits_the_profile, record.points):
-            band = round(2 * math.log2(max(point.length, 1.0)))
-            cells[point.batch, band, point.draft_length].add(point)
+    for point in _points_of_profile(rollouts):
+        cell = cells[point.batch, round(2 * math.log2(max(point.length, 1.0))), point.draft_length]
+        cell.rounds += point.rounds
+        cell.seconds += point.rounds * point.seconds
+        cell.tokens += point.tokens
+        cell.length_sum += point.rounds * point.length
     measured: list[MeasuredPoint] = []
     idle = {(batch, band): cell.length for (batch, band, gamma), cell in cells.items() if gamma == 0 and cell.rounds}
     for (batch, band, draft_length), cell in sorted(cells.items()):
@@ -78,21 +77,20 @@ def points_of_run(
     return measured, [(batch, length) for (batch, _), length in sorted(idle.items())]
 
 
-def _fits_the_profile(point: RoundPoint) -> bool:
-    """A profile is of the self-drafter; under "auto" others draft too."""
-    return point.drafter in (None, "self")
-
-
 def block_efficiency_of_run(rollouts: Iterable[RolloutRecord]) -> dict[int, float]:
     """Tokens per row and speculative round for each γ that was used."""
     tokens: dict[int, int] = defaultdict(int)
     rows: dict[int, int] = defaultdict(int)
-    for record in rollouts:
-        for point in filter(_fits_the_profile, record.points):
-            if point.draft_length and point.rounds >= LEAST_ROUNDS:
-                tokens[point.draft_length] += point.tokens
-                rows[point.draft_length] += point.rounds * point.batch
+    for point in _points_of_profile(rollouts):
+        if point.draft_length and point.rounds >= LEAST_ROUNDS:
+            tokens[point.draft_length] += point.tokens
+            rows[point.draft_length] += point.rounds * point.batch
     return {gamma: tokens[gamma] / rows[gamma] for gamma in sorted(rows) if rows[gamma] and tokens[gamma]}
+
+
+def _points_of_profile(rollouts: Iterable[RolloutRecord]) -> list[RoundPoint]:
+    """The rounds that a profile, which is of the self-drafter, can tell something of."""
+    return [point for record in rollouts for point in record.points if point.drafter in (None, "self")]
 
 
 def toggle_boundary(
@@ -105,9 +103,8 @@ def toggle_boundary(
 ) -> Drawing | None:
     """One panel per γ of `block_efficiency` (τ by γ): the predicted speedup, the contour 1 + ε and the points.
 
-    `idle` are (batch, length) that decoded autoregressively, for orientation. The numbers, by γ: how many points are
-    "beneficial" and "harmful", and the "agreement": the share of them on the side of 1 where the prediction is. None
-    without points.
+    `idle` are (batch, length) that decoded autoregressively. The numbers, by γ: those of "beneficial" and "harmful"
+    points, and "agreement": the share of points on the predicted side of 1. None without points.
     """
     if not points or not block_efficiency:
         return None
@@ -119,12 +116,9 @@ def toggle_boundary(
     }
     values = [value for surface in surfaces.values() for row in surface for value in row]
     norm = TwoSlopeNorm(vcenter=1.0, vmin=min(*values, 0.8), vmax=max(*values, 1.2))
-    columns = min(_PER_ROW, len(surfaces))
-    lines = math.ceil(len(surfaces) / columns)
-    figure = Figure(figsize=(3.6 * columns + 1.4, 3.6 * lines + 0.8), layout="constrained")
-    panels = [axes for line in figure.subplots(lines, columns, squeeze=False) for axes in line]
+    figure, panels = canvas(len(surfaces), per_row=4, width=3.6, height=4.0)
     numbers: dict[int, dict[str, Any]] = {}
-    for axes, (gamma, surface) in zip(panels, surfaces.items(), strict=False):
+    for axes, (gamma, surface) in zip(panels, surfaces.items(), strict=True):
         mesh = axes.pcolormesh(lengths, batches, surface, cmap=_SURFACE, norm=norm, shading="gouraud")
         if min(map(min, surface)) < 1 + margin < max(map(max, surface)):
             axes.contour(lengths, batches, surface, levels=[1 + margin], colors=BLUE, linewidths=2)
@@ -132,22 +126,23 @@ def toggle_boundary(
             axes.axhline(draft_max_rows, color="black", linestyle="--", linewidth=1)
         here = [point for point in points if point.draft_length == gamma]
         axes.scatter([length for _, length in idle], [batch for batch, _ in idle], s=6, c="#555555")
-        for look, chosen in _looks(here):
-            axes.scatter([p.length for p in chosen], [p.batch for p in chosen], **look)
+        for assumed, won in itertools.product((False, True), (True, False)):
+            chosen = [p for p in here if p.assumed_baseline == assumed and (p.speedup > 1) == won]
+            look: dict[str, Any] = dict(marker="x", c=VERMILLION, linewidths=1.0 if assumed else 2.0)
+            if won:
+                look = dict(marker="o", facecolors=GREEN, edgecolors="white", linewidths=0.6)
+            size = 18 if assumed else 44
+            axes.scatter([p.length for p in chosen], [p.batch for p in chosen], s=size, **look)
         axes.set(title=f"γ = {gamma}, τ = {block_efficiency[gamma]:.3g}", xlabel="S (cached tokens per row)")
         axes.set(ylabel="B (active rows)", xscale="log", yscale="log")
         for axis, values in ((axes.xaxis, lengths), (axes.yaxis, batches)):
             axis.set_major_locator(FixedLocator(_ticks(values)))
             axis.set_major_formatter(ScalarFormatter())
             axis.set_minor_locator(NullLocator())
-        right = [
-            (roofline.speedup(p.batch, p.length, block_efficiency[gamma], gamma) > 1) == (p.speedup > 1) for p in here
-        ]
-        beneficial = sum(point.speedup > 1 for point in here)
+        tau, beneficial = block_efficiency[gamma], sum(point.speedup > 1 for point in here)
+        right = [(roofline.speedup(p.batch, p.length, tau, gamma) > 1) == (p.speedup > 1) for p in here]
         agreement = statistics.fmean(right) if right else None
         numbers[gamma] = {"beneficial": beneficial, "harmful": len(here) - beneficial, "agreement": agreement}
-    for axes in panels[len(surfaces) :]:
-        axes.set_visible(False)
     figure.colorbar(mesh, ax=panels, label="predicted speedup (×)")
     figure.legend(handles=_legend(margin, points, draft_max_rows, idle), loc="outside lower center", ncols=3)
     text = "; ".join(
@@ -160,37 +155,24 @@ def toggle_boundary(
     return Drawing(figure, {"draft_lengths": numbers, "margin": margin}, f"{text}.")
 
 
-def _looks(points: Sequence[MeasuredPoint]) -> list[tuple[dict[str, Any], list[MeasuredPoint]]]:
-    """How to draw which points: green circles won, red crosses lost, small ones have an assumed baseline."""
-    looks = []
-    for assumed in (False, True):
-        size = dict(s=18, linewidths=1.0) if assumed else dict(s=44, linewidths=2.0)
-        won = [p for p in points if p.assumed_baseline == assumed and p.speedup > 1]
-        lost = [p for p in points if p.assumed_baseline == assumed and p.speedup <= 1]
-        looks.append((dict(marker="o", facecolors=GREEN, edgecolors="white") | size | {"linewidths": 0.6}, won))
-        looks.append((dict(marker="x", c=VERMILLION) | size, lost))
-    return looks
-
-
 def _legend(
     margin: float, points: Sequence[MeasuredPoint], draft_max_rows: int | None, idle: Sequence[tuple[int, float]]
 ) -> list[Line2D]:
     """Handles for what the panels show."""
-    handles = [
-        Line2D([], [], color=GREEN, marker="o", linestyle="", label="measured: speculation faster"),
-        Line2D([], [], color=VERMILLION, marker="x", linestyle="", label="measured: speculation slower"),
-        Line2D([], [], color=BLUE, linewidth=2, label=f"predicted speedup {1 + margin:g}"),
+    looks: list[tuple[str, dict[str, Any]]] = [
+        ("measured: speculation faster", dict(color=GREEN, marker="o", linestyle="")),
+        ("measured: speculation slower", dict(color=VERMILLION, marker="x", linestyle="")),
+        (f"predicted speedup {1 + margin:g}", dict(color=BLUE, linewidth=2)),
     ]
     if any(point.assumed_baseline for point in points):
-        label = "small: against the profile's autoregressive time"
-        handles.append(Line2D([], [], color=GREEN, marker="o", markersize=3, linestyle="", label=label))
+        small = dict(color=GREEN, marker="o", markersize=3, linestyle="")
+        looks.append(("small: against the profile's autoregressive time", small))
     if idle:
-        label = "decoded autoregressively"
-        handles.append(Line2D([], [], color="#555555", marker=".", markersize=4, linestyle="", label=label))
+        looks.append(("decoded autoregressively", dict(color="#555555", marker=".", markersize=4, linestyle="")))
     if draft_max_rows is not None:
         label = f"the drafter's kernel ends at {draft_max_rows} rows"
-        handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1, label=label))
-    return handles
+        looks.append((label, dict(color="black", linestyle="--", linewidth=1)))
+    return [Line2D([], [], label=label, **look) for label, look in looks]
 
 
 @dataclass
@@ -205,12 +187,6 @@ class _Cell:
     @property
     def length(self) -> float:
         return self.length_sum / self.rounds
-
-    def add(self, point: RoundPoint) -> None:
-        self.rounds += point.rounds
-        self.seconds += point.rounds * point.seconds
-        self.tokens += point.tokens
-        self.length_sum += point.rounds * point.length
 
 
 def _axis(values: Sequence[float]) -> list[float]:

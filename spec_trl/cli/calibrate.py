@@ -38,16 +38,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _load(name: str, dtype: str, device: torch.device, random_weights: bool) -> PreTrainedModel:
-    """The model in evaluation mode; with random weights where asked for or where there are no others."""
-    folder = Path(name).parent if name.endswith(".json") else Path(name)
-    if folder.is_dir() and not random_weights:
-        random_weights = (
-            name.endswith(".json") or not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin"))
-        )
+    """The model in evaluation mode, with random weights where asked for or where there are no others."""
+    path = Path(name)
+    if not random_weights and (path.is_dir() or (path.suffix == ".json" and path.parent.is_dir())):
+        random_weights = not any(path.glob("*.safetensors")) and not any(path.glob("*.bin"))
         if random_weights:
             print(f"{name} holds no weights: random ones are measured in their place.")
-    if random_weights:
-        config = AutoConfig.from_pretrained(name)
-        with device:
-            return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-    return load_model(name, dtype, device)
+    if not random_weights:
+        return load_model(name, dtype, device)
+    with device:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=getattr(torch, dtype)).eval()

@@ -1,13 +1,12 @@
 """Figures of a training run, each with the numbers it shows (ER Fig. 2, 4, 6, 8, 9, 12; Tab. 7).
 
-A function returns None where the run has no data for its figure. Colours are Okabe and Ito's, which colour-blind
-readers can tell apart.
+A function returns None where the run has no data for its figure.
 """
 
 import io
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -23,9 +22,11 @@ from matplotlib.ticker import MaxNLocator
 
 from ..generation.engine.statistics import DraftCounts, added
 from ..json_files import write_atomically
-from ..trainers.run_log import RolloutRecord, StepRecord
+from ..trainers.run_log import RolloutRecord, Run, StepRecord
+from ..trainers.verdict import verdict_of
 
 
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
 PALE = "#CCCCCC"
@@ -76,13 +77,13 @@ def canvas(panels: int, per_row: int = 2, width: float = 4.8, height: float = 3.
 
 
 def draw_line(axes: Axes, xs: Sequence[float], ys: Sequence[float], **look: Any) -> None:
-    """A line over steps or rollouts, with a dot at each where they are few."""
+    """Draws a line over steps or rollouts, with a dot at each of fewer than 60."""
     axes.plot(xs, ys, **({"marker": "." if len(xs) < 60 else None} | look))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def draw_boxes(axes: Axes, boxes: Mapping[str, Sequence[Box]], colours: Mapping[str, Any]) -> None:
-    """Filled boxes by label, and their legend next to the axes."""
+    """Draws filled boxes by label, and their legend next to the axes."""
     for label, own in boxes.items():
         corners = [[(left, low), (right, low), (right, high), (left, high)] for left, right, low, high in own]
         axes.add_collection(PolyCollection(corners, facecolor=colours[label], edgecolor="none"))
@@ -91,7 +92,7 @@ def draw_boxes(axes: Axes, boxes: Mapping[str, Sequence[Box]], colours: Mapping[
 
 
 def drafter_colour(name: str) -> str:
-    """The same in every figure; drafters that somebody made share one."""
+    """The colour of a drafter in every figure; drafters made by users share one."""
     return _DRAFTER_COLOURS.get(name, YELLOW)
 
 
@@ -102,7 +103,7 @@ def changes(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Any, Any
 
 
 def _known(rollouts: Sequence[RolloutRecord], *names: str) -> list[tuple[Any, ...]]:
-    """(rollout, value of each field) of the rollouts that have them all."""
+    """(rollout, value of each field in `names`) of the rollouts that know all of them."""
     rows = [(record.rollout, *(vars(record)[name] for name in names)) for record in rollouts]
     return [row for row in rows if None not in row]
 
@@ -122,9 +123,9 @@ def step_times(steps: Sequence[StepRecord]) -> Drawing | None:
     bars = [_with_rest(step.phases, step.seconds) for step in steps]
     _stack(axes, [step.step for step in steps], bars)
     axes.set(xlabel="optimizer step", ylabel="seconds")
-    counted = slice(1, None) if len(steps) > 1 else slice(None)
-    shares, count = _shares(bars[counted]), len(steps[counted])
-    seconds = statistics.fmean(step.seconds for step in steps[counted])
+    first = min(1, len(steps) - 1)
+    shares, count = _shares(bars[first:]), len(steps) - first
+    seconds = statistics.fmean(step.seconds for step in steps[first:])
     text = f"{seconds:.3g} s per step over {count} {'steps' if count > 1 else 'step'}: {percent(shares)}."
     return Drawing(figure, {"shares": shares, "mean_seconds": seconds, "steps": count}, text)
 
@@ -158,12 +159,9 @@ def rollout_phases(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     seconds = statistics.fmean(record.seconds for record in rollouts)
     refresh = statistics.fmean(record.refresh_seconds for record in rollouts)
     rate = sum(record.tokens for record in rollouts) / (seconds * len(rollouts) or math.nan)
-    return Drawing(
-        figure,
-        {"shares": shares, "mean_seconds": seconds, "mean_refresh_seconds": refresh, "tokens_per_second": rate},
-        f"{seconds:.3g} s per rollout, of which {refresh:.3g} s made the drafter; {rate:.0f} tokens/s: "
-        f"{percent(shares)}.",
-    )
+    numbers = {"shares": shares, "mean_seconds": seconds, "mean_refresh_seconds": refresh, "tokens_per_second": rate}
+    text = f"{seconds:.3g} s per rollout, of which {refresh:.3g} s made the drafter; {rate:.0f} tokens/s"
+    return Drawing(figure, numbers, f"{text}: {percent(shares)}.")
 
 
 def completion_curves(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
@@ -175,9 +173,8 @@ def completion_curves(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     if not drawn:
         return None
     figure, (axes,) = canvas(1)
-    chosen = sorted({0, len(drawn) // 2, len(drawn) - 1})
     marks: dict[int, dict[int, float]] = {}
-    for index, colour in zip(chosen, (BLUE, ORANGE, GREEN), strict=False):
+    for index, colour in zip(sorted({0, len(drawn) // 2, len(drawn) - 1}), (BLUE, ORANGE, GREEN), strict=False):
         record = drawn[index]
         seconds, finished = zip(*record.completion_curve, strict=True)
         total = finished[-1]
@@ -214,8 +211,10 @@ def speculation_spans(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
             rounds[draft_length] = rounds.get(draft_length, 0) + end - start
     figure, (axes,) = canvas(1)
     labels = {gamma: f"γ = {gamma}" if gamma else "autoregressive" for gamma in sorted(rounds)}
-    colours = _draft_length_colours(rounds)
-    draw_boxes(axes, {labels[g]: boxes[g] for g in labels}, {labels[g]: colours[g] for g in labels})
+    drafted = [label for gamma, label in labels.items() if gamma]
+    shades = matplotlib.colormaps["viridis_r"]  # the longer the draft, the darker
+    colours = {label: shades(0.15 + 0.8 * at / max(1, len(drafted) - 1)) for at, label in enumerate(drafted)}
+    draw_boxes(axes, {labels[gamma]: boxes[gamma] for gamma in labels}, {"autoregressive": PALE, **colours})
     axes.set(xlabel="decoding round (rank 0)", ylabel="training rollout")
     axes.set(xlim=(0, max(r.rounds for r in drawn)), ylim=(drawn[-1].rollout + 0.5, drawn[0].rollout - 0.5))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -293,33 +292,28 @@ def depth_efficiency(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     drawn = [record for record in rollouts if record.per_depth]
     if not drawn:
         return None
-    total, first, last = (_by_depth(part) for part in (drawn, drawn[:_NEIGHBOURHOOD], drawn[-_NEIGHBOURHOOD:]))
+    total, first, last = (
+        reduce(added, [record.per_depth for record in part], dict[int, DraftCounts]())
+        for part in (drawn, drawn[:_NEIGHBOURHOOD], drawn[-_NEIGHBOURHOOD:])
+    )
     edges = sorted(edge for edge, counts in total.items() if counts.blocks)
     if not edges:
         return None
     figure, (axes,) = canvas(1)
-    # The trainer logs bins with blocks only; a bin ends at the next one of those, the last is open.
     names = [f"{low}-{high}" for low, high in pairwise(edges)] + [f"{edges[-1]}-"]
     taus = [total[edge].block_efficiency for edge in edges]
     axes.bar(range(len(edges)), taus, color=BLUE)
     axes.set_xticks(range(len(edges)), names, rotation=30)
     axes.set(xlabel="output depth (tokens)", ylabel="block efficiency τ (tokens per block)")
-    nothing = DraftCounts()
-    numbers = {
-        edge: {
-            "blocks": total[edge].blocks,
-            "block_efficiency": total[edge].block_efficiency,
-            "acceptance_rate": total[edge].acceptance_rate,
-            "first": first.get(edge, nothing).block_efficiency,
-            "last": last.get(edge, nothing).block_efficiency,
-        }
-        for edge in edges
-    }
-    table: list[Sequence[str]] = [
-        ("depth (tokens)", "blocks", "τ", "accepted", "τ, first 5 rollouts", "τ, last 5 rollouts")
-    ]
-    for name, (blocks, *ratios) in zip(names, (own.values() for own in numbers.values()), strict=True):
-        table.append((name, str(blocks), *("-" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios)))
+    numbers: dict[int, dict[str, float]] = {}
+    table = [("depth (tokens)", "blocks", "τ", "accepted", "τ, first 5 rollouts", "τ, last 5 rollouts")]
+    for name, edge in zip(names, edges, strict=True):
+        ends = [part.get(edge, DraftCounts()).block_efficiency for part in (first, last)]
+        tau, accepted = total[edge].block_efficiency, total[edge].acceptance_rate
+        numbers[edge] = {"blocks": total[edge].blocks, "block_efficiency": tau, "acceptance_rate": accepted}
+        numbers[edge] |= {"first": ends[0], "last": ends[1]}
+        cells = ["-" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in (tau, accepted, *ends)]
+        table.append((name, str(total[edge].blocks), cells[0], cells[1], cells[2], cells[3]))
     text = ", ".join(f"τ {tau:.2f} at {name}" for name, tau in zip(names, taus, strict=True))
     return Drawing(figure, {"depths": numbers}, f"{text} tokens.", table)
 
@@ -345,20 +339,53 @@ def speedups(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     right.axvline(1, color=GREY, linewidth=0.5, linestyle=":")
     right.scatter(predicted, measured, color=BLUE, s=16)
     right.set(xlabel="predicted speedup (×)", ylabel="measured speedup (×)")
-    numbers = {
-        "points": len(kept),
-        "mean_predicted": statistics.fmean(predicted),
-        "mean_measured": statistics.fmean(measured),
-        "mape": statistics.fmean(abs(p - m) / m for p, m in zip(predicted, measured, strict=True) if m),
-        "same_sign": statistics.fmean((p > 1) == (m > 1) for p, m in zip(predicted, measured, strict=True)),
-    }
+    means = statistics.fmean(predicted), statistics.fmean(measured)
+    mape = statistics.fmean(abs(p - m) / m for p, m in zip(predicted, measured, strict=True) if m)
+    same_sign = statistics.fmean((p > 1) == (m > 1) for p, m in zip(predicted, measured, strict=True))
+    numbers = {"points": len(kept), "mean_predicted": means[0], "mean_measured": means[1]}
     return Drawing(
         figure,
-        numbers,
-        f"predicted {numbers['mean_predicted']:.2f}×, measured {numbers['mean_measured']:.2f}× on average over "
-        f"{len(kept)} rollouts; mean error of the prediction {numbers['mape']:.1%}; it was on the right side of 1 in "
-        f"{numbers['same_sign']:.0%} of them.",
+        numbers | {"mape": mape, "same_sign": same_sign},
+        f"predicted {means[0]:.2f}×, measured {means[1]:.2f}× on average over {len(kept)} rollouts; mean error of the "
+        f"prediction {mape:.1%}; it was on the right side of 1 in {same_sign:.0%} of them.",
     )
+
+
+def verdict_of_run(run: Run) -> Drawing | None:
+    """Speedup over plain decoding by rollout, and the seconds saved so far.
+
+    The numbers: "speedups" by rollout (NaN: not known), and "saved" after each of them. None where no training rollout
+    says what plain decoding would have taken.
+    """
+    rollouts = run.of("train")
+    if all(record.plain_seconds is None for record in rollouts):
+        return None
+    verdict, saved = verdict_of(run)
+    counts = [record.rollout for record in rollouts]
+    speedups = [(record.plain_seconds or math.nan) / (record.seconds or math.nan) for record in rollouts]
+    figure, (left, right) = canvas(2)
+    left.axhline(1, color=GREY, linewidth=0.8)
+    left.plot(counts, speedups, color=GREY, linewidth=0.8)
+    for drafted, colour, label in ((True, BLUE, "drafted"), (False, VERMILLION, "decoded plainly")):
+        own = [at for at, record in enumerate(rollouts) if bool(record.sd_on_fraction) == drafted]
+        if own:
+            draw_line(
+                left, [counts[at] for at in own], [speedups[at] for at in own], color=colour, linestyle="", marker=".",
+                markersize=6 if len(counts) < 60 else 3, label=label,
+            )  # fmt: skip
+    highest = max([1.0, *filter(math.isfinite, speedups)])
+    left.set(xlabel="training rollout", ylabel="speedup over plain decoding (×)", ylim=(0, 1.15 * highest))
+    left.set_title("each rollout, refresh included")
+    left.legend(loc="lower right")
+    edges, heights = [counts[0] - 1, *counts], [-verdict.calibration_seconds, *saved]
+    right.axhline(0, color=GREY, linewidth=0.8)
+    draw_line(right, edges, heights, color=BLUE)
+    for sign, colour in ((1, GREEN), (-1, VERMILLION)):
+        where = [sign * height >= 0 for height in heights]
+        right.fill_between(edges, heights, where=where, interpolate=True, color=colour, alpha=0.3, linewidth=0)
+    right.set(xlabel="training rollout", ylabel="seconds saved so far")
+    right.set_title(f"begins at {heights[0]:,.1f} s (calibration), ends at {heights[-1]:,.1f} s")
+    return Drawing(figure, {"speedups": speedups, "saved": saved}, str(verdict))
 
 
 def _with_rest(phases: dict[str, float], seconds: float) -> dict[str, float]:
@@ -389,20 +416,7 @@ def _shares(bars: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(bar.get(name, 0.0) / sum(bar.values()) for bar in timed) for name in names}
 
 
-def _by_depth(rollouts: Sequence[RolloutRecord]) -> dict[int, DraftCounts]:
-    totals: dict[int, DraftCounts] = reduce(added, (record.per_depth for record in rollouts))
-    return totals
-
-
-def _draft_length_colours(draft_lengths: Iterable[int]) -> dict[int, Any]:
-    """Grey for autoregressive decoding; the longer the draft, the darker."""
-    lengths = sorted(length for length in draft_lengths if length)
-    shades = matplotlib.colormaps["viridis_r"]
-    positions = {length: 0.15 + 0.8 * i / max(1, len(lengths) - 1) for i, length in enumerate(lengths)}
-    return {0: PALE} | {length: shades(position) for length, position in positions.items()}
-
-
 def percent(shares: Mapping[str, float]) -> str:
-    """The largest first."""
+    """Shares as text, the largest first."""
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {share:.1%}" for name, share in ordered) or "no phase took any time"

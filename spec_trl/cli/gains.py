@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from statistics import fmean, geometric_mean, median
 
 import torch
@@ -60,8 +59,8 @@ class Way:
     Args:
         strategy: GENERATE, transformers' own; or an `assistant_strategy`.
         draft_length: γ; 0 without a drafter.
-        drafter: of this strategy; None without one.
-        assistant: what the drafter was loaded from; None: it needs nothing.
+        drafter: of this strategy.
+        assistant: what the drafter was loaded from, if it needs an assistant.
     """
 
     strategy: str
@@ -76,7 +75,7 @@ class Way:
 
     @property
     def config(self) -> SpeculativeConfig:
-        """It drafts in every round that it can, so that its gain is seen."""
+        """A config that drafts in every round, so that its gain is seen."""
         return SpeculativeConfig(draft_length=self.draft_length or 1, sd_toggle="always")
 
     def __call__(self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float]) -> Call:
@@ -100,10 +99,12 @@ class Way:
         )  # fmt: skip
         _synchronize(model.device)
         seconds = clock() - started
-        rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         ends = {end} if isinstance(end, int) else set(end or ())
-        statistics = None if self.strategy == GENERATE else output.statistics
-        return Call(seconds, [_up_to_end(row, ends) for row in rows], statistics)
+        completions = []
+        for row in output.sequences[:, inputs["input_ids"].shape[1] :].tolist():
+            length = next((at for at, token in enumerate(row, 1) if token in ends), len(row))  # its end token counts
+            completions.append(row[:length])
+        return Call(seconds, completions, None if self.strategy == GENERATE else output.statistics)
 
 
 def make_ways(
@@ -124,12 +125,11 @@ def make_ways(
         assistant = assistants.get(strategy)
         try:
             (drafter,) = make_drafters(strategy, model, assistant, SpeculativeConfig())
+            ways += [Way(strategy, gamma, drafter, assistant) for gamma in draft_lengths]
         except ValueError as error:
             if assistant is not None:
                 raise
             missing[strategy] = str(error)
-        else:
-            ways += [Way(strategy, gamma, drafter, assistant) for gamma in draft_lengths]
     return ways, missing
 
 
@@ -151,7 +151,7 @@ def measure(
     deadline = clock() + seconds
 
     def visit_all(work: Work, most: int, until: float) -> dict[Way, list[Call]]:
-        """One visit, and up to `most` as long as the next one would end before `until`."""
+        """Visits: one, and up to `most` while the next one would end before `until`."""
         calls: dict[Way, list[Call]] = {way: [] for way in ways}
         for visit in range(most):
             started, shift = clock(), visit % len(ways)
@@ -178,8 +178,8 @@ def measure(
 
 @dataclass
 class Identity:
-    """Number of rows that a way continued, and how they compare with those of "none" with the same seed: the rows in
-    `unexplained` are neither equal nor differ by a near-tie."""
+    """How the rows of a way compare with those of "none" with the same seed; `unexplained` ones differ by no
+    near-tie."""
 
     rows: int = 0
     identical: int = 0
@@ -198,15 +198,16 @@ def compare(
             if ours == theirs:
                 found.identical += 1
                 continue
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(theirs, ours, strict=False)))
-            gap = math.inf  # where a row only ends early there is no token to tie with
-            if same < min(len(theirs), len(ours)):
-                prefix = work.prompts[row] + theirs[:same]
-                scores = reference_scores(model, prefix, work.temperature, seed + visit, row, same)  # [vocab]
-                gap = distance(scores, (theirs[same], ours[same]))
+            # Where a row only ends early there is no token to tie with.
+            same = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
+            if same is None:
+                found.unexplained += 1
+                continue
             if noise is None:
                 noise = logit_noise(model, work, reference, draft_length)
-            if gap < noise / (work.temperature or 1.0):
+            prefix = work.prompts[row] + theirs[:same]
+            scores = reference_scores(model, prefix, work.temperature, seed + visit, row, same)  # [vocab]
+            if distance(scores, (theirs[same], ours[same])) < noise / (work.temperature or 1.0):
                 found.near_ties += 1
             else:
                 found.unexplained += 1
@@ -225,17 +226,16 @@ def logit_noise(model: PreTrainedModel, work: Work, call: Call, draft_length: in
 
 @dataclass(frozen=True)
 class Gain:
-    """One way at one batch size.
+    """One way at one batch size. None stands for what is not known or does not apply.
 
     Args:
-        way, batch: which.
         tokens_per_second: median over the visits that count.
         of_generate, of_none: medians of the speedup over these within a visit.
-        predicted: speedup over "none" by the roofline in the cache, at the measured block efficiency; None without it.
-        drafting: share of the decoding rounds that drafted; None without the engine.
-        acceptance_rate, block_efficiency: of those rounds; None without any.
-        identity: None without a drafter.
-        failure: why the drafter was dropped; None: it was not.
+        predicted: speedup over "none" by the roofline in the cache, at the measured block efficiency.
+        drafting: share of the decoding rounds that drafted.
+        acceptance_rate, block_efficiency: of those rounds.
+        identity: for ways with a drafter.
+        failure: why the drafter was dropped.
     """
 
     way: Way
@@ -262,34 +262,29 @@ def summarise(
         pairs = zip(ours[timed], theirs[timed], strict=True)
         return median(own.tokens_per_second / other.tokens_per_second for own, other in pairs)
 
-    gains = []
-    for way, made in calls.items():
+    def gain(way: Way, made: Sequence[Call]) -> Gain:
         found = [call.statistics for call in made if call.statistics is not None]
         drafted = [statistics for statistics in found if statistics.total.blocks]
         tau = median(statistics.block_efficiency for statistics in drafted) if drafted else None
-        gains.append(
-            Gain(
-                way=way,
-                batch=len(work.prompts),
-                tokens_per_second=median(call.tokens_per_second for call in made[timed]),
-                of_generate=speedup(made, generate),
-                of_none=speedup(made, none),
-                predicted=_predicted(way, work, made, tau, profile),
-                drafting=median(own.drafted_rounds / (own.rounds or 1) for own in found) if found else None,
-                acceptance_rate=median(own.acceptance_rate for own in drafted) if drafted else None,
-                block_efficiency=tau,
-                identity=compare(model, work, seed, none, made, way.draft_length) if way.drafter is not None else None,
-                failure=next((own.drafter_failure for own in found if own.drafter_failure is not None), None),
-            )
+        return Gain(
+            way=way,
+            batch=len(work.prompts),
+            tokens_per_second=median(call.tokens_per_second for call in made[timed]),
+            of_generate=speedup(made, generate),
+            of_none=speedup(made, none),
+            predicted=None if tau is None or profile is None else _predicted(way, work, made, tau, profile),
+            drafting=median(own.drafted_rounds / (own.rounds or 1) for own in found) if found else None,
+            acceptance_rate=median(own.acceptance_rate for own in drafted) if drafted else None,
+            block_efficiency=tau,
+            identity=compare(model, work, seed, none, made, way.draft_length) if way.drafter is not None else None,
+            failure=next((own.drafter_failure for own in found if own.drafter_failure is not None), None),
         )
-    return gains
+
+    return [gain(way, made) for way, made in calls.items()]
 
 
-def _predicted(
-    way: Way, work: Work, calls: Sequence[Call], tau: float | None, profile: Profile | None
-) -> float | None:
-    if way.drafter is None or tau is None or profile is None:
-        return None
+def _predicted(way: Way, work: Work, calls: Sequence[Call], tau: float, profile: Profile) -> float | None:
+    assert way.drafter is not None  # it drafted
     (candidate,) = make_control([way.drafter], way.config, profile).candidates
     if candidate.roofline is None:
         return None
@@ -303,8 +298,8 @@ def _predicted(
 def choose(gains: Sequence[Gain]) -> tuple[Way, float]:
     """The way to recommend, and its speedup over GENERATE: the geometric mean over the batches.
 
-    What is simpler is kept unless the other gains MARGIN over it: GENERATE, then "none", then a drafter. A way whose
-    drafter failed, or whose tokens differ from those of "none" by more than near-ties, is out.
+    GENERATE is kept unless "none" gains MARGIN over it, and these unless a drafter does. A way whose drafter failed,
+    or whose tokens differ from those of "none" by more than near-ties, is out.
     """
     by_way: dict[Way, list[Gain]] = {}
     for gain in gains:
@@ -333,11 +328,6 @@ def config_to_paste(way: Way, draft_lengths: Sequence[int]) -> tuple[str, str]:
     lengths = f"draft_lengths={sorted(set(draft_lengths))}, initial_draft_length={way.draft_length}"
     config = f"speculative_config=SpeculativeConfig(draft_length={way.draft_length})"
     return f"{named}, {config}", f"SpecGRPOConfig({named}, {lengths})"
-
-
-def _up_to_end(row: list[int], ends: set[int]) -> list[int]:
-    """The tokens of `row` up to its first end token, which counts."""
-    return row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,6 +1,5 @@
 """How fast which acceptance makes which method (SA Fig. 10a)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.lines import Line2D
@@ -37,12 +36,13 @@ def draft_ladder(ladder: Ladder) -> Drawing:
             axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=3.5)
         axes.set(title=f"{batch} {'rows' if batch > 1 else 'row'}", xlabel="acceptance p", xlim=(0, 1))
         axes.set(ylabel="speedup over plain decoding (×)", ylim=(0, None))
+        wins: dict[str, float | None] = {}
+        for method, choices in best.items():
+            losses = [at for at, (_, speedup) in enumerate(choices) if speedup <= 1]
+            wins[method] = next(iter(acceptances[losses[-1] + 1 if losses else 0 :]), None)
         fastest = [ladder.rank(dict.fromkeys(methods, own), batch)[0].method for own in expected]
         batches[batch] = {
-            "wins_from": {
-                method: _last_from(acceptances, [speedup > 1 for _, speedup in choices])
-                for method, choices in best.items()
-            },
+            "wins_from": wins,
             "fastest": changes(acceptances, fastest),
             "draft_lengths": {m: changes(acceptances, [gamma for gamma, _ in best[m]]) for m in methods},
         }
@@ -53,18 +53,8 @@ def draft_ladder(ladder: Ladder) -> Drawing:
     return Drawing(figure, {"batches": batches}, f"{text}.")
 
 
-def _last_from(acceptances: Sequence[float], wins: Sequence[bool]) -> float | None:
-    """The first p from which on all of `wins` hold."""
-    losses = [at for at, won in enumerate(wins) if not won]
-    first = losses[-1] + 1 if losses else 0
-    return acceptances[first] if first < len(acceptances) else None
-
-
 def _sentence(batch: int, found: dict[str, Any]) -> str:
-    wins = ", ".join(
-        f"{method} from p = {p:.2f}" if p is not None else f"{method} at no p"
-        for method, p in found["wins_from"].items()
-    )
+    wins = ", ".join(f"{m} at no p" if p is None else f"{m} from p = {p:.2f}" for m, p in found["wins_from"].items())
     (_, first), *others = found["fastest"]
     fastest = ", ".join([first, *(f"from {p:.2f} on {method}" for p, method in others)])
     return f"batch {batch}: faster than plain decoding: {wins}; fastest at equal p: {fastest}"

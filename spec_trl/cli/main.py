@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn
 
 from .arguments import COMMANDS
 
@@ -26,15 +26,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        command.add_arguments(
-            commands.add_parser(
-                name,
-                help=command.help,
-                description=command.description,
-                epilog=f"example:\n  {command.examples}",
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
-        )
+        added = commands.add_parser(
+            name, help=command.help, description=command.description, epilog=f"example:\n  {command.examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        command.add_arguments(added)
     return parser
 
 
@@ -45,26 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             import_module(f".{arguments.command}", __package__).run(arguments)
+            return 0
         except ValueError as error:
-            return _fail(arguments.command, str(error))
+            message = str(error)
         except OSError as error:  # a path that does not exist, is a folder, or must not be written
-            name = f"{error.filename}: " if error.filename else ""
-            return _fail(arguments.command, f"{name}{error.strerror or error}")
-    return 0
-
-
-def _fail(command: str, message: str) -> int:
-    print(f"spec-trl {command}: error: {' '.join(message.split())}", file=sys.stderr)
+            message = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}"
+    print(f"spec-trl {arguments.command}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Where in our code a warning arose says nothing to a user."""
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Prints no more than the message: where in our code a warning arose says nothing to a user."""
     print(f"warning: {message}", file=sys.stderr)

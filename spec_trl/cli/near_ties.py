@@ -1,8 +1,8 @@
 """Whether a token that differs from that of "none" is a near-tie, which rounding decides, or an error.
 
-The logits of one position differ in their last bits between forward shapes, so a near-tie of perturbed logits may fall
-either way. The scores of the differing tokens are computed anew, by one unbatched forward of the row's prefix: it is a
-near-tie when both lie closer to the best than the logit noise between forward shapes, which is measured.
+The logits of one position differ in their last bits between forward shapes: the logit noise, which is measured. The
+scores of both tokens are computed anew, by one unbatched forward of the row's prefix; it is a near-tie when both lie
+closer to the best score than the noise.
 """
 
 import math
@@ -38,9 +38,8 @@ def measure_logit_noise(model: PreTrainedModel, texts: Tensor, draft_length: int
     width = draft_length + 1
     for start in range(NOISE_PROMPT, texts.shape[1] - width + 1, width):
         block = texts[:, start : start + width]  # [batch, width]
-        singly = torch.cat(
-            [model(token, past_key_values=caches[0]).logits for token in block.split(1, dim=1)], dim=1
-        ).double()  # [batch, width, vocab]
+        steps = [model(token, past_key_values=caches[0]).logits for token in block.split(1, dim=1)]
+        singly = torch.cat(steps, dim=1).double()  # [batch, width, vocab]
         jointly = model(block, past_key_values=caches[1]).logits.double()  # [batch, width, vocab]
         for other in (jointly, whole[:, start : start + width].double()):
             difference = singly - other  # [batch, width, vocab]

@@ -9,23 +9,43 @@ from ..generation.configuration import NEED_ASSISTANT, OPTIONS, SpeculativeConfi
 from ..scheduling.draft_length import expected_block_efficiency
 
 
-ASSISTANTS = NEED_ASSISTANT
 MARGIN = SpeculativeConfig.sd_margin
 """ε of ER §3.2, the predicted gain that speculation needs."""
 
 
 def add_option(parser: argparse.ArgumentParser, flag: str, name: str, **changes: Any) -> None:
-    """Adds `flag` for the option `name` of :class:`SpeculativeConfig`, with its default and help unless `changes`,
-    which argparse takes, have others."""
+    """Adds `flag` for the option `name` of :class:`SpeculativeConfig`, with its default and help. `changes` are
+    arguments of `add_argument` and go first."""
     default = OPTIONS[name].default
     shown = "" if default is None else " (%(default)s)"
     given = {"default": default, "help": OPTIONS[name].metadata["help"] + shown} | changes
     parser.add_argument(flag, **given)
 
 
+def _number(what: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """A type for argparse: a finite number that `accepts` takes, described by `what`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return parse
+
+
+positive = _number("a number above 0", lambda value: value > 0)
+non_negative = _number("a number of at least 0", lambda value: value >= 0)
+fraction = _number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+_whole = _number("an integer of at least 1", lambda value: value >= 1 and value == int(value))
+
+
 def whole_number(text: str) -> int:
     """An integer of at least 1."""
-    return int(_number(text, lambda value: value >= 1 and value == int(value), "an integer of at least 1"))
+    return int(_whole(text))
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -39,27 +59,13 @@ def whole_numbers(text: str) -> list[int]:
     return numbers
 
 
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    return _number(text, lambda value: value > 0, "a number above 0")
-
-
-def non_negative(text: str) -> float:
-    """A finite number of at least 0."""
-    return _number(text, lambda value: value >= 0, "a number of at least 0")
-
-
 def named_assistant(text: str) -> tuple[str, str]:
     """ "model=path/or/hub-id" as (strategy, path)."""
     kind, _, path = text.partition("=")
-    if kind not in ASSISTANTS or not path:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KIND=MODEL with one of the kinds {', '.join(ASSISTANTS)}")
+    if kind not in NEED_ASSISTANT or not path:
+        kinds = ", ".join(NEED_ASSISTANT)
+        raise argparse.ArgumentTypeError(f"{text!r} is not KIND=MODEL with one of the kinds {kinds}")
     return kind, path
-
-
-def fraction(text: str) -> float:
-    """A number of 0 to 1."""
-    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
 def add_margin(parser: argparse.ArgumentParser, default: float | None = MARGIN) -> None:
@@ -68,49 +74,29 @@ def add_margin(parser: argparse.ArgumentParser, default: float | None = MARGIN) 
     add_option(parser, "--margin", "sd_margin", type=fraction, default=default, help=text)
 
 
-def add_block_efficiency(parser: argparse.ArgumentParser, required: bool) -> None:
+def add_block_efficiency(parser: argparse.ArgumentParser) -> None:
     """Adds --block-efficiency and --acceptance, of which at most one may be given."""
-    group = parser.add_mutually_exclusive_group(required=required)
-    group.add_argument(
-        "--block-efficiency", type=positive, metavar="TAU", help="τ: tokens per verified block, bonus included"
-    )
-    group.add_argument(
-        "--acceptance",
-        type=fraction,
-        metavar="ALPHA",
-        help="chance that a draft token is accepted; gives τ for each γ",
-    )
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--block-efficiency", type=positive, metavar="TAU", help="τ: tokens per verified block, bonus included")
+    text = "chance that a draft token is accepted; gives τ for each γ"
+    add("--acceptance", type=fraction, metavar="ALPHA", help=text)
 
 
-def block_efficiency_of(arguments: argparse.Namespace) -> Callable[[int], float]:
+def block_efficiency_of(arguments: argparse.Namespace, draft_length: int) -> float:
     """τ for γ by what `add_block_efficiency` added; γ itself where nothing was given (ER App. E.4)."""
-
-    def tau(draft_length: int) -> float:
-        if arguments.acceptance is not None:
-            return expected_block_efficiency(arguments.acceptance, draft_length)
-        if arguments.block_efficiency is None:
-            return float(draft_length)
-        if not 1 <= arguments.block_efficiency <= draft_length + 1:
-            raise ValueError(
-                f"--block-efficiency {arguments.block_efficiency:g} is impossible with {draft_length} draft tokens: "
-                f"it lies between 1 and {draft_length + 1}. Give --acceptance for several draft lengths at once."
-            )
-        return float(arguments.block_efficiency)
-
-    return tau
+    if arguments.acceptance is not None:
+        return expected_block_efficiency(arguments.acceptance, draft_length)
+    if arguments.block_efficiency is None:
+        return float(draft_length)
+    if not 1 <= arguments.block_efficiency <= draft_length + 1:
+        raise ValueError(
+            f"--block-efficiency {arguments.block_efficiency:g} is impossible with {draft_length} draft tokens: "
+            f"it lies between 1 and {draft_length + 1}. Give --acceptance for several draft lengths at once."
+        )
+    return float(arguments.block_efficiency)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Plain text in columns, right-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in [header, *rows])
-
-
-def _number(text: str, accepts: Callable[[float], bool], what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not accepts(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value

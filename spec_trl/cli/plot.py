@@ -1,6 +1,7 @@
 """``spec-trl plot``: the toggle's boundary with measured points (ER Fig. 11), or a draft ladder (SA Fig. 10a)."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from ..scheduling.ladder import Ladder
@@ -34,16 +35,15 @@ def run(arguments: argparse.Namespace) -> None:
 def _boundary(arguments: argparse.Namespace) -> Drawing:
     profile = Profile.load(arguments.profile)
     source = arguments.csv or arguments.profile
-    points = points_of_sweep(
-        read_sweep(arguments.csv) if arguments.csv is not None else profile.samples, block_efficiency_of(arguments)
-    )
+    samples = profile.samples if arguments.csv is None else read_sweep(arguments.csv)
+    points = points_of_sweep(samples, partial(block_efficiency_of, arguments))
     measured = sorted({point.draft_length for point in points})
     if not points:
         raise ValueError(f"{source} holds no measured times to plot; give a sweep with --csv, or calibrate again.")
     wanted = arguments.draft_length or measured
     if missing := sorted(set(wanted) - set(measured)):
         raise ValueError(f"--draft-length {missing} was not measured; {source} has {measured}.")
-    taus = {gamma: block_efficiency_of(arguments)(gamma) for gamma in wanted}
+    taus = {gamma: block_efficiency_of(arguments, gamma) for gamma in wanted}
     chosen = [point for point in points if point.draft_length in taus]
     margin = MARGIN if arguments.margin is None else arguments.margin
     drawing = toggle_boundary(profile.roofline, chosen, taus, margin, profile.draft_max_rows)

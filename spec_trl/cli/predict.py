@@ -10,7 +10,7 @@ from .options import block_efficiency_of, table
 def run(arguments: argparse.Namespace) -> None:
     if arguments.block_efficiency is None and arguments.acceptance is None:
         raise ValueError("a speedup depends on acceptance; give --block-efficiency or --acceptance.")
-    taus = {gamma: block_efficiency_of(arguments)(gamma) for gamma in arguments.draft_length}
+    taus = {gamma: block_efficiency_of(arguments, gamma) for gamma in arguments.draft_length}
     profile = Profile.load(arguments.profile)
     roofline, limit = profile.roofline, profile.draft_max_rows
     rows = []
@@ -32,15 +32,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _outside(profile: Profile, batches: list[int], lengths: list[int]) -> str:
-    """Which of `batches` and `lengths` lie outside of the profile's sweep, as text."""
+    """Those of `batches` and `lengths` that lie outside of the profile's sweep, as text."""
     if not profile.samples:
         return ""
     parts = []
-    for name, wanted, measured in (
-        ("B", batches, [sample.batch for sample in profile.samples]),
-        ("S", lengths, [sample.length for sample in profile.samples]),
-    ):
-        low, high = min(measured), max(measured)
-        if beyond := [value for value in wanted if not low <= value <= high]:
-            parts.append(f"{name} = {', '.join(map(str, beyond))} (swept: {low:g} to {high:g})")
+    for name, wanted, field in (("B", batches, "batch"), ("S", lengths, "length")):
+        swept = [vars(sample)[field] for sample in profile.samples]
+        if beyond := [value for value in wanted if not min(swept) <= value <= max(swept)]:
+            parts.append(f"{name} = {', '.join(map(str, beyond))} (swept: {min(swept):g} to {max(swept):g})")
     return "; ".join(parts)

@@ -31,12 +31,10 @@ def read_prompts(path: Path) -> list[str]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            prompts = json.loads(text)
-        else:
-            prompts = [line for line in text.splitlines() if line.strip()]
-            if path.suffix == ".jsonl":
-                prompts = [_prompt_of(json.loads(line), number) for number, line in enumerate(prompts, start=1)]
+        lines = [line for line in text.splitlines() if line.strip()]
+        prompts = json.loads(text) if path.suffix == ".json" else lines
+        if path.suffix == ".jsonl":
+            prompts = [_prompt_of(json.loads(line), number) for number, line in enumerate(lines, start=1)]
     except ValueError as error:
         raise ValueError(f"prompts file {path}: {error}") from None
     if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
@@ -45,11 +43,11 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _prompt_of(row: object, number: int) -> object:
-    names = [name for name in _FIELDS if isinstance(row, dict) and name in row]
-    if not names:
-        found = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"entry {number} has {found}; it needs 'prompt', 'question' or 'text'.")
-    return row[names[0]]  # type: ignore[index]
+    for name in _FIELDS if isinstance(row, dict) else ():
+        if name in row:
+            return row[name]
+    found = sorted(row) if isinstance(row, dict) else type(row).__name__
+    raise ValueError(f"entry {number} has {found}; it needs 'prompt', 'question' or 'text'.")
 
 
 def token_ids(prompts: list[str], tokenizer: PreTrainedTokenizerBase, longest: int) -> list[list[int]]:

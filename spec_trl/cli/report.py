@@ -18,12 +18,11 @@ from . import figures
 from .boundary import block_efficiency_of_run, points_of_run, points_of_sweep, toggle_boundary
 from .figures import Drawing
 from .timeline_figure import timeline_of_run
-from .verdict_figure import verdict_of_run
 
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report: `name` is of its PNG and its anchor; without a drawing `missing` says why."""
+    """One part of the report. `name` is that of its PNG and its anchor; `missing` says why there is no drawing."""
 
     name: str
     title: str
@@ -40,19 +39,24 @@ def run(arguments: argparse.Namespace) -> None:
     log = read_run(arguments.run)
     profile, missing = _profile_of(log, arguments.profile)
     output = arguments.output or log.path.parent / "report"
-    sections = build(log, profile, arguments.margin, missing)
+    sections = _build(log, profile, arguments.margin, missing)
     images = {
         section.name: section.drawing.write(output / f"{section.name}.png", dpi=110)
         for section in tqdm(sections, desc="drawing", unit="figure")
         if section.drawing is not None
     }
     page = output / "report.html"
-    write_atomically(page, render(log, sections, images))
-    print(summary(log, sections))
+    write_atomically(page, _render(log, sections, images))
+    header, rollouts, evaluation = log.header, len(log.of("train")), len(log.of("eval"))
+    print(
+        f"{header.model}, {header.dtype}, {header.hardware}, assistant_strategy={header.strategy!r}: "
+        f"{rollouts} training rollouts, {evaluation} of evaluation, {len(log.steps)} steps"
+    )
+    print("\n".join(f"{section.title}: {section.text}" for section in sections))
     print(f"written: {page} and {len(images)} PNG files next to it")
 
 
-def build(log: Run, profile: Profile | None, margin: float, missing: str) -> list[Section]:
+def _build(log: Run, profile: Profile | None, margin: float, missing: str) -> list[Section]:
     """All sections of the report; `missing` says why there is no `profile`."""
     train = log.of("train")
     boundary, whose = None, ""
@@ -63,15 +67,15 @@ def build(log: Run, profile: Profile | None, margin: float, missing: str) -> lis
         )
         missing = "no speculative rounds were measured often enough, and the profile holds no times."
         if boundary is None:  # the run never speculated: what calibration measured says why
-            sweep = points_of_sweep(profile.samples, float)
-            taus = {gamma: float(gamma) for gamma in sorted({point.draft_length for point in sweep})}
-            boundary = toggle_boundary(profile.roofline, sweep, taus, margin, profile.draft_max_rows, idle)
+            points = points_of_sweep(profile.samples, float)
+            taus = {gamma: float(gamma) for gamma in sorted({point.draft_length for point in points})}
+            boundary = toggle_boundary(profile.roofline, points, taus, margin, profile.draft_max_rows, idle)
             whose = " by the calibration's times at τ = γ"
     silent = "no training rollout speculated."
     by_first = figures.entropy_against(train, "first_token_acceptance")
     by_tau = figures.entropy_against(train, "block_efficiency")
     return [
-        Section("verdict", "Verdict", verdict_of_run(log), str(verdict_of(log)[0])),
+        Section("verdict", "Verdict", figures.verdict_of_run(log), str(verdict_of(log)[0])),
         Section("step_time", "Step time", figures.step_times(log.steps), "no step was logged."),
         Section("reward", "Reward", figures.reward(log.steps), "no step logged a reward."),
         Section("rollout_time", "Rollout time", figures.rollout_phases(train), "no training rollout was logged."),
@@ -87,17 +91,7 @@ def build(log: Run, profile: Profile | None, margin: float, missing: str) -> lis
     ]
 
 
-def summary(log: Run, sections: Sequence[Section]) -> str:
-    """The report as a few lines of text."""
-    header = log.header
-    first = (
-        f"{header.model}, {header.dtype}, {header.hardware}, assistant_strategy={header.strategy!r}: "
-        f"{len(log.of('train'))} training rollouts, {len(log.of('eval'))} of evaluation, {len(log.steps)} steps"
-    )
-    return "\n".join([first, *(f"{section.title}: {section.text}" for section in sections)])
-
-
-def render(log: Run, sections: Sequence[Section], images: dict[str, bytes]) -> str:
+def _render(log: Run, sections: Sequence[Section], images: dict[str, bytes]) -> str:
     """The page: one HTML file, images inside, nothing from the network."""
     escape, header = html.escape, log.header
     title = f"Rollouts of {escape(header.model)}"

@@ -14,17 +14,16 @@ _HEIGHT = 0.8  # of a lane; the next one begins at 1
 
 def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) -> Drawing | None:
     """One lane per request, that of the first to end on top: a colour per drafter, stripes of all racers where they
-    race, grey where the request decodes autoregressively.
+    race, grey where the request decodes autoregressively. None without timelines.
+
+    The numbers: "drawn" and "requests"; of the lanes drawn, "shares" of their seconds by drafters (racers joined by
+    "+"), "raced", the number of those that ever did, "first_race", the seconds after which the first race began (None:
+    nobody raced), and "ended", the seconds after which the last lane ended.
 
     Args:
         timelines: as `SpeculationStatistics.timeline` and `RolloutRecord.timeline` hold them. Of more than
             `TIMELINES` those that ended last are drawn.
-        requests: how many there were, where `timelines` are not all of them.
-
-    Returns:
-        The numbers: "drawn" and "requests"; of the lanes drawn, "shares" of their seconds by drafters (racers joined
-        by "+" in the order of their names); "raced", how many ever did; "first_race", the seconds after which the
-        first of them began (None: nobody raced); "ended", those after which the last lane ended. None without lanes.
+        requests: number of requests, where `timelines` are not all of them.
     """
     lanes = slowest(timelines, TIMELINES)
     if not lanes:
@@ -50,16 +49,9 @@ def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) 
     ended, first_race = lanes[-1].ended, min(raced.values(), default=None)
     axes.set(xlim=(0, ended), ylim=(len(lanes) - 0.5, -0.5), yticks=[])
     axes.set(xlabel="seconds since the rollout's start", ylabel=f"{whose} requests, by when they ended")
-    total = sum(seconds.values())
-    shares = {together: spent / total for together, spent in seconds.items()}
-    numbers = {
-        "drawn": len(lanes),
-        "requests": requests,
-        "shares": shares,
-        "raced": len(raced),
-        "first_race": first_race,
-        "ended": ended,
-    }
+    shares = {together: spent / sum(seconds.values()) for together, spent in seconds.items()}
+    numbers = {"drawn": len(lanes), "requests": requests, "shares": shares}
+    numbers |= {"raced": len(raced), "first_race": first_race, "ended": ended}
     races = "nobody raced" if first_race is None else f"{len(raced)} of them raced, the first after {first_race:.3g} s"
     text = f"{whose} requests, the last of which ended after {ended:.3g} s: {percent(shares)} of their time; {races}."
     return Drawing(figure, numbers, text)

@@ -15,7 +15,7 @@ from ..generation.engine.model_costs import model_constants
 from ..scheduling.fit import BANDWIDTH_SHARE, Diagnostics, Form, evaluate, fit
 from ..scheduling.profile import Profile, ProfileKey
 from ..scheduling.roofline import ModelConstants
-from ..scheduling.sweep import Sample, read_sweep
+from ..scheduling.sweep import read_sweep
 from .options import table
 
 
@@ -23,20 +23,23 @@ _FORMS: tuple[Form, ...] = ("paper", "improved")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    constants = read_config(arguments.profile)
-    profile = Profile.load(arguments.profile) if constants is None else None
-    samples = _samples(arguments, profile)
+    name, config = arguments.profile.name, read_config(arguments.profile)
+    profile = Profile.load(arguments.profile) if config is None else None
+    if arguments.csv is not None:
+        samples = read_sweep(arguments.csv)
+    elif profile is not None and profile.samples:
+        samples = profile.samples
+    else:
+        raise ValueError(f"{arguments.profile} holds no measured times; give a sweep with --csv.")
     profiles: dict[str, Profile] = {}
     results: dict[str, Diagnostics] = {}
     if profile is not None:
-        constants = profile.roofline.constants
-        results[arguments.profile.name] = evaluate(profile.roofline, samples)
-        profiles[arguments.profile.name] = profile
+        profiles[name], results[name] = profile, evaluate(profile.roofline, samples)
     elif not arguments.refit:
         raise ValueError(f"{arguments.profile} is a model's config, which has no fit; give --refit to fit the sweep.")
-    assert constants is not None
     if arguments.refit:
-        flops, bounds = _flops(arguments, profile), _bandwidth_bounds(arguments, profile)
+        constants = config or profiles[name].roofline.constants
+        flops, bounds = _peaks(arguments, profile)
         key, limit = ProfileKey("unknown", constants.name, "unknown", "unknown", "unknown"), None
         if profile is not None:
             key, limit = profile.key, profile.draft_max_rows
@@ -46,16 +49,13 @@ def run(arguments: argparse.Namespace) -> None:
             profiles[name] = Profile(key, roofline, limit, {}, date.today().isoformat())
     print(diagnostics_table(results))
     if arguments.output is not None:
-        name = list(profiles)[-1]
         replace(profiles[name], diagnostics=asdict(results[name]), samples=samples).save(arguments.output)
         print(f"written: {arguments.output} ({name})")
 
 
 def read_config(path: Path) -> ModelConstants | None:
-    """Constants of the 16-bit model that the `config.json` at `path` describes; None: it is no config.
-
-    W_D is as ER counts it: a quarter of the projections.
-    """
+    """Constants of the 16-bit model that the `config.json` at `path` describes, with a drafter whose projections take
+    a quarter of the bytes, as ER counts it; None: it is no config."""
     try:
         content = json.loads(path.read_text())
     except ValueError:  # the profile's own reader says what is wrong with it
@@ -67,40 +67,24 @@ def read_config(path: Path) -> ModelConstants | None:
     constants = model_constants(model)
     linear = [module.weight for module in model.get_decoder().modules() if isinstance(module, nn.Linear)]
     saved = 0.75 * (sum(weight.numel() * weight.element_size() for weight in linear) + constants.expert_bytes)
-    return replace(
-        constants,
-        draft_weight_bytes=constants.weight_bytes - saved,
-        draft_expert_bytes=0.25 * constants.expert_bytes,
-    )
+    draft_bytes = constants.weight_bytes - saved
+    return replace(constants, draft_weight_bytes=draft_bytes, draft_expert_bytes=0.25 * constants.expert_bytes)
 
 
-def _samples(arguments: argparse.Namespace, profile: Profile | None) -> list[Sample]:
-    if arguments.csv is not None:
-        return read_sweep(arguments.csv)
-    if profile is None or not profile.samples:
-        raise ValueError(f"{arguments.profile} holds no measured times; give a sweep with --csv.")
-    return profile.samples
-
-
-def _flops(arguments: argparse.Namespace, profile: Profile | None) -> float:
-    if arguments.flops is not None:
-        return float(arguments.flops)
+def _peaks(arguments: argparse.Namespace, profile: Profile | None) -> tuple[float, tuple[float, float]]:
+    """Effective FLOP/s, and bounds of the bandwidth in B/s: as given, or by the profile's fit."""
+    flops, peak = arguments.flops, arguments.bandwidth
+    bounds = None if peak is None else (BANDWIDTH_SHARE[0] * peak, BANDWIDTH_SHARE[1] * peak)
+    if flops is not None and bounds is not None:
+        return flops, bounds
     if profile is None:
         raise ValueError(f"{arguments.profile} says nothing about the hardware; give --flops and --bandwidth.")
-    return profile.roofline.coefficients.F_eff
-
-
-def _bandwidth_bounds(arguments: argparse.Namespace, profile: Profile | None) -> tuple[float, float]:
-    if arguments.bandwidth is not None:
-        return BANDWIDTH_SHARE[0] * arguments.bandwidth, BANDWIDTH_SHARE[1] * arguments.bandwidth
-    if profile is None:
-        raise ValueError(f"{arguments.profile} says nothing about the hardware; give --flops and --bandwidth.")
-    fitted = profile.roofline.coefficients.BW_eff
-    return fitted / 4, fitted * 4  # without a peak the data must decide
+    fitted = profile.roofline.coefficients
+    return flops or fitted.F_eff, bounds or (fitted.BW_eff / 4, fitted.BW_eff * 4)  # the data must decide
 
 
 def diagnostics_table(results: dict[str, Diagnostics]) -> str:
-    """What `evaluate` found of several rooflines on the same samples, by name."""
+    """A table of what `evaluate` found of several rooflines, by name, on the same samples."""
     signs = next(iter(results.values())).signs
     header = ["", "T_T", "T_D", "T_V", "round", *(f"sign at {sign.threshold:g}" for sign in signs), "points"]
     rows = []

@@ -34,29 +34,20 @@ TAKE_ASSISTANT = (*NEED_ASSISTANT, "tts", "auto", "best_of_n")
 def option(
     default: Any, help: str, low: int | None = None, high: int | None = None, positive: bool = False, hint: str = ""
 ) -> Any:
-    """A field of :class:`SpeculativeConfig`; its annotation says which type or words the value may have.
-
-    Args:
-        default: the default.
-        help: what the option does, for `--help` and the docs.
-        low: least value.
-        high: greatest value.
-        positive: the value must be above 0.
-        hint: ends the error about a bad value.
-    """
-    return field(
-        default=default, metadata={"help": help, "low": low, "high": high, "positive": positive, "hint": hint}
-    )
+    """A field of :class:`SpeculativeConfig`. Its annotation says which type or words the value may have, `low`, `high`
+    and `positive` (above 0) bound it, and `hint` ends the error about a bad value."""
+    bounds = {"low": low, "high": high, "positive": positive, "hint": hint}
+    return field(default=default, metadata={"help": help, **bounds})
 
 
 def document(config: type) -> None:
     """Appends the options that the class `config` declares to its docstring, with their defaults and what they do."""
-    entries = [""]
-    for each in (one for one in fields(config) if one.name in config.__annotations__):
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        text = textwrap.indent(textwrap.fill(each.metadata["help"], 105), " " * 12)
-        entries.append(f"        {each.name} (defaults to `{default!r}`):\n{text}")
-    config.__doc__ = f"{config.__doc__}\n    Options:" + "\n".join(entries)
+    config.__doc__ = f"{config.__doc__}\n    Options:"
+    for each in fields(config):
+        if each.name in config.__annotations__:
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            text = textwrap.indent(textwrap.fill(each.metadata["help"], 105), " " * 12)
+            config.__doc__ += f"\n        {each.name} (defaults to `{default!r}`):\n{text}"
 
 
 @dataclass(frozen=True)
@@ -221,22 +212,17 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             check_option(name, value)
-        self._check_quantization()
-        self._check_profile()
-        self._check_best_of_n()
-
-    def _check_quantization(self) -> None:
         # Imported here: they bring torch, and `spec-trl --help` reads the options without it.
         from ..quantization.kernels import KERNELS
         from ..quantization.scheme import SCHEMES
 
         require_choice("draft_quantization", self.draft_quantization, [scheme.name for scheme in SCHEMES])
         require_choice("draft_kernel", self.draft_kernel, ["auto", *dict.fromkeys(kernel.name for kernel in KERNELS)])
+        if self.roofline_profile is not None:
+            self._check_profile(self.roofline_profile)
+        self._check_best_of_n()
 
-    def _check_profile(self) -> None:
-        path = self.roofline_profile
-        if path is None:
-            return
+    def _check_profile(self, path: str) -> None:
         if self.sd_toggle in ("always", "never"):
             raise ValueError(
                 f"roofline_profile={path!r} is not read under sd_toggle={self.sd_toggle!r}; set "
@@ -257,25 +243,24 @@ class SpeculativeConfig:
             raise ValueError(
                 f"best_of_n_drafters={names!r} must be one or more different ones of {list(BEST_OF_N_DRAFTERS)}."
             )
-        if self.best_of_n_assistants is not None:
-            takers = [name for name in names if name in TAKE_ASSISTANT]
-            given = self.best_of_n_assistants
-            if not isinstance(given, Mapping) or not given or set(given) - {*takers}:
-                raise ValueError(
-                    f"best_of_n_assistants={given!r} must be a dict with some of {takers}, the members of "
-                    f"best_of_n_drafters={list(names)} that take an assistant."
-                )
-            for name, assistant in given.items():
-                require_folder_or_id(f"best_of_n_assistants[{name!r}]", assistant)
+        given = self.best_of_n_assistants
+        if given is None:
+            return
+        takers = [name for name in names if name in TAKE_ASSISTANT]
+        if not isinstance(given, Mapping) or not given or set(given) - {*takers}:
+            raise ValueError(
+                f"best_of_n_assistants={given!r} must be a dict with some of {takers}, the members of "
+                f"best_of_n_drafters={list(names)} that take an assistant."
+            )
+        for name, assistant in given.items():
+            require_folder_or_id(f"best_of_n_assistants[{name!r}]", assistant)
 
     def assistants_of_best_of_n(self, assistant: object) -> dict[str, Any]:
-        """The assistant of each member of `best_of_n_drafters` that has one.
-
-        Args:
-            assistant: `assistant_model`, for the one member without an assistant of its own; None: none.
+        """The assistant of each member of `best_of_n_drafters` that has one. `assistant`, i.e. `assistant_model`, is
+        for the one member that lacks its own.
 
         Raises:
-            ValueError: a member lacks its assistant, or it is not clear or not possible whose `assistant` is.
+            ValueError: a member lacks its assistant, or not exactly one lacks the one that is given.
         """
         found = dict(self.best_of_n_assistants or {})
         needs = {*NEED_ASSISTANT} | ({"tts"} if self.tts_drafter != "self" else set())
@@ -326,12 +311,8 @@ OPTIONS = {field.name: field for field in fields(SpeculativeConfig)}
 
 @dataclass(frozen=True)
 class Distillation:
-    """How a drafter learns while it drafts: the options `tts_...` of :class:`SpeculativeConfig`; `stride` None is
-    "adaptive".
-
-    Raises:
-        ValueError: a value is out of range; the message names the option.
-    """
+    """How a drafter learns while it drafts: the options `tts_...` of :class:`SpeculativeConfig`, which raise the same
+    ValueErrors; `stride` None is "adaptive"."""
 
     learning_rate: float | None = SpeculativeConfig.tts_learning_rate
     scope: str = SpeculativeConfig.tts_scope
@@ -363,9 +344,9 @@ def check_option(name: str, value: object) -> None:
     words = [kind for kind in kinds if isinstance(kind, str)]
     if (value is None and type(None) in kinds) or value in words:
         return
-    if bool in kinds and not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is no bool; pass True or False.")
-    if int in kinds:
+    if bool in kinds:
+        require_bool(name, value)
+    elif int in kinds:
         require_int(name, value, bounds["low"], bounds["high"], bounds["hint"])
     elif float in kinds:
         require_number(name, value, bounds["positive"], bounds["hint"])
@@ -383,9 +364,8 @@ def check_verification(strategy: str, verification: str) -> None:
     """Raises ValueError where `strategy` cannot be verified so."""
     if strategy == "best_of_n" and verification == "rejection":
         raise ValueError(
-            'verification="rejection" does not go with assistant_strategy="best_of_n", which races: chains that are '
-            "accepted by chance disagree, and taking the longest would favour what is easy to draft. Use "
-            'verification="exact".'
+            'verification="rejection" does not go with assistant_strategy="best_of_n", which races: taking the '
+            'longest of chains accepted by chance favours what is easy to draft. Use verification="exact".'
         )
     if strategy == "auto" and verification == "rejection":
         raise ValueError(
@@ -404,6 +384,12 @@ def require_choice(name: str, value: object, words: Sequence[str]) -> None:
     """Raises ValueError, naming `name`, unless `value` is one of `words`."""
     if value not in words:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {list(words)}.{did_you_mean(value, words)}")
+
+
+def require_bool(name: str, value: object) -> None:
+    """Raises ValueError, naming `name`, unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is no bool; pass True or False.")
 
 
 def require_int(name: str, value: object, low: int | None, high: int | None, hint: str = "") -> None:

@@ -1,5 +1,4 @@
-"""What a checkpoint keeps of the rollouts. Each file is written whole or not at all, so a run that dies while it saves
-leaves the files of its other checkpoints, and no half-written one."""
+"""What a checkpoint keeps of the rollouts. Each file is written whole or not at all, also where a run dies."""
 
 import os
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ _REMEDY = "resume from another checkpoint"
 
 @dataclass(frozen=True)
 class DraftLengthState:
-    """Of one drafter's controller, see :class:`~spec_trl.scheduling.draft_length.DraftLengthController`."""
+    """State of one drafter's :class:`~spec_trl.scheduling.draft_length.DraftLengthController`."""
 
     draft_length: int
     block_efficiency: float
@@ -60,7 +59,7 @@ class RankState:
 
     Args:
         memories: by strategy, what the history remembers and what a drafter of `"tts"` has learned.
-        acceptance: how the drafters of `"auto"` and `"best_of_n"` fared; None: there are no such.
+        acceptance: acceptance so far under `"auto"` and `"best_of_n"`; None: under another strategy.
     """
 
     memories: dict[str, dict[str, Any]]
@@ -79,12 +78,11 @@ class RankState:
         Raises:
             ValueError: the file of acceptance is damaged.
         """
-        paths = {strategy: Path(folder) / name.format(rank) for strategy, name in _MEMORY_FILES.items()}
-        memories = {
-            strategy: torch.load(path, map_location="cpu", weights_only=True)
-            for strategy, path in paths.items()
-            if path.exists()
-        }
+        memories: dict[str, dict[str, Any]] = {}
+        for strategy, name in _MEMORY_FILES.items():
+            path = Path(folder) / name.format(rank)
+            if path.exists():
+                memories[strategy] = torch.load(path, map_location="cpu", weights_only=True)
         path = Path(folder) / _ACCEPTANCE_FILE.format(rank)
         return cls(memories, read_json(path, dict, "history of acceptance", _REMEDY) if path.exists() else None)
 

@@ -5,21 +5,19 @@ import warnings
 from .run_log import RolloutRecord
 
 
-COLLAPSE = 0.5
-"""An acceptance rate below this share of the one before is worth a warning, if that was COLLAPSE_FROM or more."""
-COLLAPSE_FROM = 0.3
+COLLAPSE, COLLAPSE_FROM = 0.5, 0.3
+"""A warning is given below the share COLLAPSE of the acceptance before, if that was COLLAPSE_FROM or more."""
 COLLAPSE_DRAFTED = 64
 """Rollouts with fewer draft tokens are not compared: a toggle stops a bad drafter early."""
 LOOKUPS = ("history", "ngram")
-"""Not compared: they follow the texts, whose likeness comes and goes, and have no weights that could go stale."""
+"""Drafters that are not compared: their acceptance follows the texts, and they have no weights that could go stale."""
 
 
 class CollapseAlarm:
-    """Warns of a drafter that has lost its policy. Such a drafter is slow, and nothing else would show it.
+    """Warns of a drafter that no longer predicts its policy: it makes rollouts slow, which nothing else would show.
 
     Args:
-        by_first_token: compare the acceptance of first draft tokens alone. γ may then jump from rollout to rollout; of
-            a longer draft a smaller share is accepted.
+        by_first_token: compare the acceptance of first draft tokens alone, which does not depend on γ.
     """
 
     def __init__(self, by_first_token: bool) -> None:
@@ -34,9 +32,8 @@ class CollapseAlarm:
         previous, self._previous = self._previous, record
         if previous is None or previous.drafter != record.drafter:
             return
-        before, now = previous.acceptance_rate or 0.0, record.acceptance_rate or 0.0
-        if self._by_first_token:
-            before, now = previous.first_token_acceptance or 0.0, record.first_token_acceptance or 0.0
+        name = "first_token_acceptance" if self._by_first_token else "acceptance_rate"
+        before, now = (vars(each)[name] or 0.0 for each in (previous, record))
         if before >= COLLAPSE_FROM and now < COLLAPSE * before:
             warnings.warn(
                 f"the acceptance rate of the drafter {record.drafter!r} fell from {before:.2f} to {now:.2f} between "

@@ -21,51 +21,31 @@ CURVE_POINTS = 200
 
 @dataclass
 class Counts:
-    """Counts of a rollout. Those of its calls and of all ranks add up.
-
-    Args:
-        requests: completions.
-        tokens: generated.
-        logprob_sum: of the sampled tokens, in nats.
-        rounds, drafted_rounds: decoding rounds, and those that drafted.
-        draft_length_sum: γ, summed over rounds.
-        drafter_updates: of a drafter that learns while it drafts.
-        per_depth: draft counts by lower edge of the depth bin.
-        tallies: what the control counted, by strategy.
-        race_wins: by strategy.
-    """
+    """Counts of a rollout. Those of its calls and of all ranks add up."""
 
     requests: int = 0
     tokens: int = 0
-    logprob_sum: float = 0.0
+    logprob_sum: float = 0.0  # of the sampled tokens, in nats
     rounds: int = 0
     drafted_rounds: int = 0
-    draft_length_sum: int = 0
+    draft_length_sum: int = 0  # γ, summed over rounds
     drafter_updates: int = 0
     per_depth: dict[int, DraftCounts] = field(default_factory=dict)
-    tallies: dict[str, Tally] = field(default_factory=dict)
-    race_wins: dict[str, int] = field(default_factory=dict)
+    tallies: dict[str, Tally] = field(default_factory=dict)  # by strategy
+    race_wins: dict[str, int] = field(default_factory=dict)  # by strategy
 
 
 @dataclass
 class Durations:
-    """Durations of a rollout, in seconds but for `tail_rounds`. Those of its calls add up; of several ranks the
-    longest counts, for each field by itself.
-
-    Args:
-        seconds: of the whole rollout.
-        refresh_seconds: making or requantizing the drafter, within `seconds`.
-        update_seconds: for which decoding stood still while a drafter learned.
-        tail_seconds, tail_rounds: from when half of a call's requests had ended until the last one had.
-        plain_seconds: what plain decoding would have taken; infinite: a call does not know.
-    """
+    """Durations of a rollout; the names are those of :class:`RolloutRecord`. Those of its calls add up; of several
+    ranks the longest counts, for each field by itself."""
 
     seconds: float = 0.0
     refresh_seconds: float = 0.0
-    update_seconds: float = 0.0
+    drafter_update_seconds: float = 0.0
     tail_seconds: float = 0.0
     tail_rounds: int = 0
-    plain_seconds: float = 0.0
+    plain_seconds: float = 0.0  # infinite: a call does not know
 
 
 @dataclass
@@ -73,10 +53,10 @@ class RolloutTotals:
     """Sums over the `generate` calls of one rollout.
 
     Args:
-        turns: calls so far.
-        counts, durations: see there.
-        rounds, phase_seconds, speculating, completion_curve, points, timeline: this rank's own, for the run log. A
-            later call goes on after the requests, rounds and seconds of those before it.
+        turns: number of calls.
+        counts, durations: of this rank, or of all after `over_ranks`.
+        rounds, phase_seconds, speculating, completion_curve, points, timeline: of this rank. A later call goes on
+            after the requests, rounds and seconds of those before it.
         account: of the first call, which had all requests.
     """
 
@@ -101,39 +81,30 @@ class RolloutTotals:
             RoundPoint(p.batch, p.length, p.draft_length, p.rounds, p.seconds / p.rounds, p.tokens, p.drafter)
             for p in statistics.points
         ]
-        self.timeline += [
-            RequestTimeline(
-                done + own.request,
-                [(begun + second, rounds + round_, names) for second, round_, names in own.changes],
-                begun + own.ended,
-            )
-            for own in statistics.timeline
-        ]
+        for own in statistics.timeline:
+            moved = [(begun + second, rounds + round_, names) for second, round_, names in own.changes]
+            self.timeline.append(RequestTimeline(done + own.request, moved, begun + own.ended))
         if self.account is None:
             self.account = Account(statistics.predicted_speedup, statistics.reason)
         self.turns += 1
         self.rounds += statistics.rounds
         learning, racing = statistics.learning, statistics.racing
         updates, waited = (0, 0.0) if learning is None else (learning.updates, learning.waited)
+        tallies: dict[str, Tally] = {}
+        for candidate, tally in zip(control.candidates, control.tallies, strict=True):
+            tallies[candidate.name] = tallies.get(candidate.name, Tally()) + tally
         counts = Counts(
             requests, statistics.tokens, statistics.logprob_sum, statistics.rounds, statistics.drafted_rounds,
             sum(point.rounds * point.draft_length for point in statistics.points), updates,
-            statistics.per_depth, {}, {} if racing is None else racing.wins,
+            statistics.per_depth, tallies, {} if racing is None else racing.wins,
         )  # fmt: skip
-        for candidate, tally in zip(control.candidates, control.tallies, strict=True):
-            counts.tallies[candidate.name] = counts.tallies.get(candidate.name, Tally()) + tally
         self.counts = added(self.counts, counts)
         tail, plain = statistics.tail(), statistics.plain_seconds
         plain = math.inf if plain is None else seconds - statistics.seconds + plain
-        durations = Durations(seconds, 0.0, waited, tail.seconds, tail.rounds, plain)
-        self.durations = added(self.durations, durations)
+        self.durations = added(self.durations, Durations(seconds, 0.0, waited, tail.seconds, tail.rounds, plain))
 
     def over_ranks(self, strategies: Sequence[str]) -> "RolloutTotals":
-        """All ranks together. Each of them must call it.
-
-        Args:
-            strategies: names of all candidates; all of them get a tally.
-        """
+        """All ranks together, with a tally for each of `strategies`. Each rank must call it."""
         ranks = gather_object([(self.counts, self.durations)])
         none = Counts(tallies={name: Tally() for name in strategies})
         counts = reduce(added, [counts for counts, _ in ranks], none)
@@ -144,7 +115,7 @@ class RolloutTotals:
         self, mode: Mode, rollout: int, step: int, strategy: str, draft_lengths: dict[str, int]
     ) -> RolloutRecord:
         """The rollout as it is logged; `draft_lengths` are the γ that were in force, by strategy."""
-        counts, durations = self.counts, self.durations
+        counts, plain = self.counts, self.durations.plain_seconds
         drafts = sum(counts.per_depth.values(), DraftCounts())
         drafted_by = {name: tally.rounds / (counts.rounds or 1) for name, tally in counts.tallies.items()}
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
@@ -159,8 +130,6 @@ class RolloutTotals:
             step=step,
             strategy=strategy,
             drafter=main,
-            seconds=durations.seconds,
-            refresh_seconds=durations.refresh_seconds,
             tokens=counts.tokens,
             requests=counts.requests,
             phase_seconds=self.phase_seconds,
@@ -181,49 +150,33 @@ class RolloutTotals:
             points=self.points,
             timeline=slowest(self.timeline, TIMELINES),
             reason=None if self.account is None else self.account.reason,
-            plain_seconds=durations.plain_seconds if math.isfinite(durations.plain_seconds) else None,
-            tail_seconds=durations.tail_seconds,
-            tail_rounds=durations.tail_rounds,
             drafted_by=drafted_by,
             race_wins=counts.race_wins,
             drafter_updates=counts.drafter_updates if DistilledDrafter.strategy in drafted_by else None,
-            drafter_update_seconds=durations.update_seconds,
+            **vars(self.durations) | {"plain_seconds": plain if math.isfinite(plain) else None},
         )
 
 
 def metrics(record: RolloutRecord, refreshes: bool, races: bool) -> dict[str, float]:
-    """What TRL logs of a rollout, without the `rollout/` before each name. Of drafting only where drafters are.
+    """What TRL logs of a rollout, without the `rollout/` before each name.
 
     Args:
         record: the rollout.
         refreshes: whether one of the drafters is the policy's quantized copy.
         races: whether rows may race.
     """
-    logged: dict[str, float | None] = {
-        "seconds": record.seconds,
-        "tokens_per_second": record.tokens / record.seconds,
-        "target_entropy": record.target_entropy,
-        "tail_seconds": record.tail_seconds,
-        "tail_rounds": record.tail_rounds,
-    }
+    names = ["seconds", "target_entropy", "tail_seconds", "tail_rounds"]
+    logged: dict[str, float | None] = {"tokens_per_second": record.tokens / record.seconds}
     if record.drafted_by:
-        logged |= {
-            "block_efficiency": record.block_efficiency,
-            "acceptance_rate": record.acceptance_rate,
-            "first_token_acceptance": record.first_token_acceptance,
-            "draft_length": record.mean_draft_length or 0.0,
-            "sd_on_fraction": record.sd_on_fraction,
-            "predicted_speedup": record.predicted_speedup,
-            "measured_speedup": record.measured_speedup,
-        }
+        names += ["block_efficiency", "acceptance_rate", "first_token_acceptance", "sd_on_fraction"]
+        names += ["predicted_speedup", "measured_speedup"]
+        logged["draft_length"] = record.mean_draft_length or 0.0
         logged |= {f"block_efficiency_from_{edge}": depth.block_efficiency for edge, depth in record.per_depth.items()}
+    if record.drafter_updates is not None:
+        names += ["drafter_updates", "drafter_update_seconds"]
     if refreshes:
         logged["drafter_refresh_seconds"] = record.refresh_seconds
-    if record.drafter_updates is not None:
-        logged |= {
-            "drafter_updates": record.drafter_updates,
-            "drafter_update_seconds": record.drafter_update_seconds,
-        }
+    logged |= {name: vars(record)[name] for name in names}
     if len(record.drafted_by) > 1:
         logged |= {f"drafted_by_{name}": share for name, share in record.drafted_by.items()}
     if races:

@@ -1,8 +1,7 @@
 """The log of one training run: what each rollout and each step did, one JSON object per line.
 
-`SpecGRPOTrainer` appends to it as it goes, so a killed run keeps all but its last line; ``spec-trl report`` draws it.
 A resumed run appends a second header to the same file, and its records replace those that the first attempt had
-written beyond the checkpoint. Neither torch nor transformers is needed to read it.
+written after the checkpoint. Reading it needs neither torch nor transformers.
 """
 
 import json
@@ -16,7 +15,7 @@ from tqdm import tqdm
 
 from ..generation.engine.statistics import DraftCounts
 from ..generation.engine.timeline import RequestTimeline
-from ..json_files import from_json, to_json
+from ..json_files import from_json, to_json, write_atomically
 
 
 LOG_FILE = "rollout_log.jsonl"
@@ -87,24 +86,21 @@ class RolloutRecord:
     may be older than the fields that have a default.
 
     Args:
-        mode: of the model.
         rollout: number of rollouts of its mode before it.
         step: number of optimizer steps before it.
-        strategy: what was asked for.
+        strategy: `assistant_strategy`.
         drafter: what drafted in most rounds; None: nothing did.
-        seconds: of the whole rollout, `refresh_seconds` included.
-        refresh_seconds: making or requantizing the drafter.
+        seconds: of the whole rollout, `refresh_seconds` (making or requantizing the drafter) included.
         requests: number of completions.
         target_entropy: mean of -log p of the sampled tokens, in nats.
         draft_length: γ in force.
-        mean_draft_length: mean γ of the rounds that speculated.
-        sd_on_fraction: share of rounds that speculated.
+        mean_draft_length, sd_on_fraction: of the rounds that speculated, the mean γ, and their share of all.
         timeline: of the requests that ended last, at most `TIMELINES`, in the order of their ends.
+        plain_seconds: what plain decoding would have taken; None: not known.
         tail_seconds, tail_rounds: from when half of a call's requests had ended until the last one had.
-        drafted_by: share of rounds in which it drafted, by strategy.
-        race_wins: by strategy.
+        drafted_by, race_wins: by strategy, the share of rounds in which it drafted, and the races that it won.
         drafter_updates: of a drafter that learned while it drafted; None: none learns.
-        drafter_update_seconds: for which decoding stood still for them.
+        drafter_update_seconds: time in which decoding stood still for these updates.
     """
 
     kind: Literal["rollout"] = "rollout"
@@ -194,8 +190,16 @@ class RunLog:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            _finish_last_line(self.path)
+        if not self.path.exists():
+            return
+        complete, end, rest = self.path.read_bytes().rpartition(b"\n")
+        if rest:
+            try:
+                json.loads(rest)
+                rest += b"\n"
+            except ValueError:
+                rest = b""
+            write_atomically(self.path, complete + end + rest)
 
     def append(self, record: Record) -> None:
         """Writes one line and closes the file again. NaN and infinity become null."""
@@ -220,9 +224,8 @@ def read_run(path: Path | str) -> Run:
             f"{path} does not exist. Name the output_dir of a SpecGRPOTrainer run; it holds a {LOG_FILE}."
         )
     headers: list[RunHeader] = []
-    rollouts: dict[tuple[str, int], RolloutRecord] = {}
-    steps: dict[int, StepRecord] = {}
-    started: set[str] = set()  # modes, and "step", that have records after the newest header
+    records: dict[str, dict[int, Any]] = {"eval": {}, "train": {}, "step": {}}  # by mode or "step", and by number
+    started: set[str] = set()  # those that have records after the newest header
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(tqdm(lines, desc=f"reading {path.name}", unit=" lines", delay=2, leave=False), 1):
         where = f"{path}: line {number}"
@@ -238,33 +241,13 @@ def read_run(path: Path | str) -> Run:
             started.clear()
         elif not headers:
             raise ValueError(f"{where} comes before any header. Is the beginning of the file missing?")
-        elif isinstance(record, StepRecord):
-            if "step" not in started:  # resumed: what the earlier attempt did from here on is void
-                steps = {step: old for step, old in steps.items() if step < record.step}
-                started.add("step")
-            steps[record.step] = record
         else:
-            mode, count = record.mode, record.rollout
-            if mode not in started:
-                rollouts = {key: old for key, old in rollouts.items() if key[0] != mode or key[1] < count}
-                started.add(mode)
-            rollouts[mode, count] = record
+            kind, at = ("step", record.step) if isinstance(record, StepRecord) else (record.mode, record.rollout)
+            if kind not in started:  # resumed: what the earlier attempt did from here on is void
+                records[kind] = {place: old for place, old in records[kind].items() if place < at}
+                started.add(kind)
+            records[kind][at] = record
     if not headers:
         raise ValueError(f"{path} holds no record. The run ended before its first rollout; start it again.")
-    return Run(path, headers, [rollouts[key] for key in sorted(rollouts)], [steps[step] for step in sorted(steps)])
-
-
-def _finish_last_line(path: Path) -> None:
-    """Has the file end with a line break: a last line that is no JSON is cut off."""
-    data = path.read_bytes()
-    complete = data.rfind(b"\n") + 1
-    if complete == len(data):
-        return
-    with path.open("r+b") as file:
-        try:
-            json.loads(data[complete:])
-        except ValueError:
-            file.truncate(complete)
-        else:
-            file.seek(len(data))
-            file.write(b"\n")
+    eval_, train, steps = ([by_number[at] for at in sorted(by_number)] for by_number in records.values())
+    return Run(path, headers, eval_ + train, steps)

@@ -26,17 +26,15 @@ PROFILE_FILE = "roofline_profile.json"
 def shared_profile(
     accelerator: Accelerator, policy: PreTrainedModel, args: SpecGRPOConfig, rows: int, length: int
 ) -> Profile | None:
-    """The roofline profile, found or measured.
+    """The roofline profile, found or measured; None where only measured rounds can tell when to draft. All ranks must
+    call it.
 
     Args:
-        accelerator: of the run; all ranks call this.
+        accelerator: of the run.
         policy: the target.
         args: of the run.
         rows: most rows in flight.
-        length: longest total length.
-
-    Returns:
-        None where only measured rounds can tell when to draft.
+        length: longest row, prompt and completion, in tokens.
     """
     config, copy_to = args.speculative_config(), Path(args.output_dir) / PROFILE_FILE
     profile = _on_one_rank(accelerator, lambda: find_profile(policy, config, rows, length, copy_to))
@@ -49,7 +47,7 @@ def shared_profile(
 def shared_ladder(
     accelerator: Accelerator, policy: PreTrainedModel, drafters: Sequence[Drafter], args: SpecGRPOConfig, rows: int
 ) -> Ladder | None:
-    """The draft ladder of `drafters`, found or profiled; None where rounds have yet to fill it. Arguments as in
+    """The draft ladder of `drafters`, found or profiled; None where rounds have yet to fill it. Otherwise as
     `shared_profile`."""
 
     def find() -> Ladder | None:

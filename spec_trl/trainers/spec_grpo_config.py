@@ -1,4 +1,4 @@
-"""GRPOConfig with one more group of options: how rollouts are drafted and verified."""
+"""GRPOConfig and the options that say how rollouts are drafted and verified."""
 
 from dataclasses import MISSING, dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from ..generation.configuration import (
     check_strategy,
     check_verification,
     document,
+    require_bool,
     require_folder_or_id,
     require_int,
     require_number,
@@ -142,19 +143,16 @@ class SpecGRPOConfig(GRPOConfig):
         check_verification(self.assistant_strategy, self.verification)
         if self.roofline_profile is not None and self.assistant_strategy == "none":
             raise ValueError(
-                f"roofline_profile={self.roofline_profile!r} has no use with assistant_strategy='none'; drop one of "
-                "them."
+                f"roofline_profile={self.roofline_profile!r} has no use with assistant_strategy='none'; drop one."
             )
         self._check_adaptation()
-        # The errors of SpeculativeConfig would call it max_batch_size.
-        if self.rollout_batch_size is not None:
+        if self.rollout_batch_size is not None:  # SpeculativeConfig's error would call it max_batch_size
             require_int("rollout_batch_size", self.rollout_batch_size, 1, None)
         config = self.speculative_config()
         if self.assistant_strategy == "best_of_n":
             config.assistants_of_best_of_n(self.assistant_model)
 
     def _check_generation(self) -> None:
-        """Raises ValueError where somebody else would generate, or the weights are not there for it."""
         for other in ("use_vllm", "use_transformers_continuous_batching"):
             if vars(self)[other]:
                 raise ValueError(
@@ -164,15 +162,18 @@ class SpecGRPOConfig(GRPOConfig):
         if not self.ds3_gather_for_generation:
             raise ValueError(
                 "ds3_gather_for_generation=False contradicts SpecGRPOTrainer: ranks run different numbers of "
-                "forwards, so the weights must be gathered for the whole rollout. Set ds3_gather_for_generation=True."
+                "forwards, so weights are gathered for the whole rollout. Set ds3_gather_for_generation=True."
             )
 
     def _check_assistant(self) -> None:
         drafter, setting = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
         if drafter == "tts":
             drafter, setting = self.tts_drafter, f"{setting}, tts_drafter={self.tts_drafter!r}"
-        needs, takes = drafter in NEED_ASSISTANT, drafter in TAKE_ASSISTANT
-        if (self.assistant_model is None and needs) or (self.assistant_model is not None and not takes):
+        if self.assistant_model is None:
+            is_wrong = drafter in NEED_ASSISTANT
+        else:
+            is_wrong = drafter not in TAKE_ASSISTANT
+        if is_wrong:
             raise ValueError(
                 f"{setting} with assistant_model={self.assistant_model!r}: assistant_model belongs to one of "
                 f"{list(NEED_ASSISTANT)}, which need it under 'tts' as well, or to 'auto' or 'best_of_n'."
@@ -180,11 +181,9 @@ class SpecGRPOConfig(GRPOConfig):
         require_folder_or_id("assistant_model", self.assistant_model)
 
     def _check_adaptation(self) -> None:
-        if not isinstance(self.drafter_adaptation, bool):
-            raise ValueError(f"drafter_adaptation={self.drafter_adaptation!r} is no bool; pass True or False.")
-        require_number("drafter_learning_rate", self.drafter_learning_rate, positive=True)
-        require_number("drafter_hidden_weight", self.drafter_hidden_weight, positive=False)
-        require_number("drafter_token_weight", self.drafter_token_weight, positive=False)
+        require_bool("drafter_adaptation", self.drafter_adaptation)
+        for name in ("drafter_learning_rate", "drafter_hidden_weight", "drafter_token_weight"):
+            require_number(name, vars(self)[name], positive=name == "drafter_learning_rate")
         if not self.drafter_hidden_weight and not self.drafter_token_weight:
             raise ValueError(
                 "drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn. Raise one of "
@@ -200,25 +199,18 @@ class SpecGRPOConfig(GRPOConfig):
     def speculative_config(self) -> SpeculativeConfig:
         """The same options as `generate` takes them."""
         given = {name: value for name, value in vars(self).items() if name in OPTIONS}  # `seed` of GRPOConfig too
-        return SpeculativeConfig(
-            **given
-            | {
-                "draft_length": self.draft_length_controller().draft_length,
-                "max_batch_size": self.rollout_batch_size,
-                "tts_stride": int(self.tts_stride) if str(self.tts_stride).isdecimal() else self.tts_stride,
-                "best_of_n_race": self.best_of_n_race and self.assistant_strategy == "best_of_n",
-            }
-        )
+        given["draft_length"] = self.draft_length_controller().draft_length
+        given["max_batch_size"] = self.rollout_batch_size
+        given["tts_stride"] = int(self.tts_stride) if str(self.tts_stride).isdecimal() else self.tts_stride
+        given["best_of_n_race"] = self.best_of_n_race and self.assistant_strategy == "best_of_n"
+        return SpeculativeConfig(**given)
 
     def draft_length_controller(self) -> DraftLengthController:
         """A controller of the draft length at its start."""
         return DraftLengthController(
-            self.draft_lengths,
-            self.initial_draft_length,
-            self.draft_length_up,
-            self.draft_length_down,
+            self.draft_lengths, self.initial_draft_length, self.draft_length_up, self.draft_length_down,
             self.draft_length_patience,
-        )
+        )  # fmt: skip
 
     def own_options(self) -> dict[str, Any]:
         """The options that GRPOConfig does not have, by name."""

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,23 +43,26 @@ from .step_clock import StepClock
 from .verdict import Verdict
 
 
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
+
 class SpecGRPOTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] with lossless, system-aware speculative rollouts (EfficientRollout, Algorithm 1).
+    """[`~trl.GRPOTrainer`] with lossless speculative rollouts (EfficientRollout, Algorithm 1).
 
     The drafter follows the policy. In each decoding round the times of earlier rounds, and a roofline where one was
     calibrated, decide whether to draft; a controller moves the draft length with the block efficiency. Each rollout
     and step is logged in `output_dir/rollout_log.jsonl`, which `spec-trl report` draws; `train` ends with a line that
-    says whether drafting helped.
-
-    A drop-in replacement: the constructor's arguments are GRPOTrainer's, `args` is a [`SpecGRPOConfig`]. With exact
-    verification completions, losses and weights are those of `assistant_strategy="none"`, whatever drafts.
-    With a `rollout_func`, which generates by itself, nothing is drafted.
+    says whether drafting helped. With exact verification completions, losses and weights are those of
+    `assistant_strategy="none"`. With a `rollout_func`, which generates by itself, nothing is drafted.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or `PeftModel`): the policy.
         reward_funcs: as in GRPOTrainer.
         args ([`SpecGRPOConfig`], *optional*): configuration.
-        kwargs: GRPOTrainer's other arguments.
+        rest, kwargs: GRPOTrainer's other arguments.
+
+    Raises:
+        ValueError: `args` is no SpecGRPOConfig, or no rollout could serve what it and the model ask for.
     """
 
     _tag_names = ["trl", "grpo", "spec_trl"]
@@ -88,15 +91,14 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._drafted_step = -1
         self._profile: Profile | None = None
         self._control: Control | None = None
-        # Of the one drafter; "auto" and "best_of_n" choose γ anew in each rollout.
-        self._draft_lengths: dict[str, DraftLengthController] = {}
+        self._draft_lengths: dict[str, DraftLengthController] = {}  # by strategy
         self._saved_draft_lengths: dict[str, DraftLengthState] = {}
-        self._memories: dict[str, dict[str, Any]] = {}
+        self._memories: dict[str, dict[str, Any]] = {}  # saved, by strategy
         self._acceptance = AcceptanceHistory()  # of "auto" and "best_of_n"
-        self._activations: ActivationStatistics | None = None
+        self._activations: ActivationStatistics | None = None  # for AWQ
         self._adaptation: DrafterAdaptation | None = None
         self._resumed_from: Path | None = None
-        # Rollouts so far, per mode: evaluation in between must not change what training samples.
+        # Number of rollouts by mode: evaluation in between must not change what training samples.
         self._rollouts = {"train": 0, "eval": 0}
         self._totals = RolloutTotals()
         self._alarm = CollapseAlarm(by_first_token=args.assistant_strategy in CHOOSE_BY_LADDER)
@@ -132,17 +134,20 @@ class SpecGRPOTrainer(GRPOTrainer):
             print(f"spec_trl verdict: {self._verdict}")
         return result
 
-    # ---- where time goes ------------------------------------------------------------------------------------------
+    # ---- a training step --------------------------------------------------------------------------------------------
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        with self._observe_activations(), self._watch_for_drafter(inputs):
+        with ExitStack() as watched:
+            if self._activations is not None:  # the next refresh scales by what each projection is fed
+                watched.enter_context(self._activations.collect(self.state.global_step))
+            if self._adaptation is not None and self.model.training:  # a learned drafter learns from hidden states
+                watched.enter_context(self._adaptation.watch(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self._adaptation is not None:
-            # After the backward pass, which has freed the memory of the forward.
-            with self._clock.phase("adaptation"):
+            with self._clock.phase("adaptation"):  # the backward pass has freed the memory of the forward
                 self._adaptation.update()
             if self.accelerator.sync_gradients:
                 for name, value in self._adaptation.take_metrics().items():
@@ -161,19 +166,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         with self._clock.phase("logprobs") if not torch.is_grad_enabled() else nullcontext():
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
-    def _observe_activations(self) -> AbstractContextManager[None]:
-        """For AWQ: keeps what the loss's forwards feed each projection; the next refresh scales by it."""
-        if self._activations is None:
-            return nullcontext()
-        return self._activations.collect(self.state.global_step)
-
-    def _watch_for_drafter(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
-        """For a learned drafter: keeps hidden states of the loss's forward to learn from, in training only."""
-        if self._adaptation is None or not self.model.training:
-            return nullcontext()
-        return self._adaptation.watch(inputs)
-
-    # ---- rollouts -------------------------------------------------------------------------------------------------
+    # ---- a rollout --------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: list[Any]) -> Any:
         mode: Mode = "train" if self.model.training else "eval"
@@ -193,15 +186,19 @@ class SpecGRPOTrainer(GRPOTrainer):
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], None]:
-        carried = sorted(name for name, rows in multimodal_fields.items() if not _says_text(name, rows))
+        carried = sorted(
+            name
+            for name, rows in multimodal_fields.items()
+            if name not in _TOKEN_TYPES or any(any(row) for row in rows)  # rows [B, n]; zero is text
+        )
         if images or carried:
             raise ValueError(
                 f"the prompts carry {carried or 'images'}; SpecGRPOTrainer generates from text. "
                 "Use trl.GRPOTrainer for multimodal prompts."
             )
-        tensors = [torch.tensor(ids) for ids in prompt_ids]
-        input_ids = pad(tensors, padding_value=self._tokenizer.pad_token_id, padding_side="left")  # [B, width]
-        attention_mask = pad([torch.ones_like(t) for t in tensors], padding_value=0, padding_side="left")  # [B, width]
+        prompts = [torch.tensor(ids, device=self.accelerator.device) for ids in prompt_ids]
+        input_ids = pad(prompts, padding_value=self._tokenizer.pad_token_id, padding_side="left")  # [B, width]
+        attention_mask = pad([torch.ones_like(p) for p in prompts], padding_value=0, padding_side="left")  # [B, width]
         generation_config = copy.copy(self.generation_config)
         generation_config.return_dict_in_generate = True  # next to a config, as an argument, it is deprecated
         with (
@@ -214,8 +211,7 @@ class SpecGRPOTrainer(GRPOTrainer):
                 gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
             ) as wrapped,
             torch.no_grad(),
-            # One autocast around the whole rollout: its weight cache then casts fp32 weights once, not in every step.
-            self.accelerator.autocast(),
+            self.accelerator.autocast(),  # around the whole rollout, so that fp32 weights are cast once
         ):
             policy = policy_in(wrapped)
             drafters = self._make_drafters(policy)
@@ -223,8 +219,8 @@ class SpecGRPOTrainer(GRPOTrainer):
             self._announce_new_weights(drafters)
             started = time.perf_counter()
             output = policy.generate(
-                input_ids=input_ids.to(self.accelerator.device),
-                attention_mask=attention_mask.to(self.accelerator.device),
+                input_ids=input_ids,
+                attention_mask=attention_mask,
                 generation_config=generation_config,
                 assistant_strategy=self.args.assistant_strategy,
                 speculative_config=self._speculative_config,
@@ -243,53 +239,51 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     def _make_drafters(self, policy: PreTrainedModel) -> list[Drafter]:
         """The drafters, made at the first rollout, which pays for it like for a refresh."""
-        if self._drafters is None:
-            started = time.perf_counter()
-            strategy = "none" if self.args.sd_toggle == "never" else self.args.assistant_strategy
-            assistant = None if strategy == "none" else self.args.assistant_model
-            self._drafters = make_drafters(strategy, policy, assistant, self._speculative_config)
-            for drafter in self._drafters:
-                controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
-                if drafter.strategy in self._saved_draft_lengths:
-                    controller.load_state_dict(vars(self._saved_draft_lengths[drafter.strategy]))
-                memory = self._memories.pop(drafter.strategy, None)
-                if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
-                    drafter.load_state_dict(memory)
-                if isinstance(drafter, Adaptable) and self.args.drafter_adaptation:
-                    self._adaptation = DrafterAdaptation(
-                        drafter, policy, self.accelerator, self.args.drafter_learning_rate,
-                        self.args.drafter_hidden_weight, self.args.drafter_token_weight, self.args.seed,
-                    )  # fmt: skip
-                    if self._resumed_from is not None:
-                        self._adaptation.load_state(self._resumed_from)
-            for copied in _policy_copies(self._drafters):
-                if names := copied.quantized.activation_aware_layers:
-                    self._activations = ActivationStatistics(policy, names)
-            self._drafted_step = self.state.global_step
-            making = time.perf_counter() - started
-            self._totals.durations.seconds += making
-            self._totals.durations.refresh_seconds += making
+        if self._drafters is not None:
+            return self._drafters
+        started = time.perf_counter()
+        strategy = "none" if self.args.sd_toggle == "never" else self.args.assistant_strategy
+        assistant = None if strategy == "none" else self.args.assistant_model
+        self._drafters = make_drafters(strategy, policy, assistant, self._speculative_config)
+        for drafter in self._drafters:
+            controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
+            if drafter.strategy in self._saved_draft_lengths:
+                controller.load_state_dict(vars(self._saved_draft_lengths[drafter.strategy]))
+            memory = self._memories.pop(drafter.strategy, None)
+            if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
+                drafter.load_state_dict(memory)
+            if isinstance(drafter, Adaptable) and self.args.drafter_adaptation:
+                self._adaptation = DrafterAdaptation(
+                    drafter, policy, self.accelerator, self.args.drafter_learning_rate,
+                    self.args.drafter_hidden_weight, self.args.drafter_token_weight, self.args.seed,
+                )  # fmt: skip
+                if self._resumed_from is not None:
+                    self._adaptation.load_state(self._resumed_from)
+        for copied in _policy_copies(self._drafters):
+            if names := copied.quantized.activation_aware_layers:
+                self._activations = ActivationStatistics(policy, names)
+        self._drafted_step = self.state.global_step
+        making = time.perf_counter() - started
+        self._totals.durations.seconds += making
+        self._totals.durations.refresh_seconds += making
         return self._drafters
 
     def _announce_new_weights(self, drafters: list[Drafter]) -> None:
-        """Has the policy's copy requantized if the weights have changed since it was made (ER Algorithm 1, line 3).
-
-        `global_step` counts optimizer steps: it does not change with micro-steps, with the reuse of a generation
-        batch (`num_iterations`, `steps_per_generation`) or with evaluation.
-        """
-        if self._drafted_step == self.state.global_step:
-            return
-        for copied in _policy_copies(drafters):
-            copied.refresh_before_drafting(self._activations)
-        self._drafted_step = self.state.global_step
+        """Has the policy's copy requantized if the weights have changed since it was made (ER Algorithm 1, line 3)."""
+        if self._drafted_step != self.state.global_step:  # which counts optimizer steps alone
+            for copied in _policy_copies(drafters):
+                copied.refresh_before_drafting(self._activations)
+            self._drafted_step = self.state.global_step
 
     def _current_control(self, policy: PreTrainedModel, drafters: list[Drafter], shape: torch.Size) -> Control:
         """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8)."""
         config, chooses = self._speculative_config, self.args.assistant_strategy in CHOOSE_BY_LADDER
         is_new = self._control is None
+        rows = max(shape[0], self.args.per_device_train_batch_size * self.args.steps_per_generation)
+        rows = min(self.args.rollout_batch_size or rows, rows)  # in flight at most, in this rollout or a later one
         if self._control is None:
             started = time.perf_counter()
-            rows, length = self._most_rows(shape), shape[1] + self.args.max_completion_length
+            length = shape[1] + self.args.max_completion_length
             if drafters and self.args.sd_toggle in ("measured", "roofline"):
                 self._profile = shared_profile(self.accelerator, policy, self.args, rows, length)
             ladder = None
@@ -307,23 +301,15 @@ class SpecGRPOTrainer(GRPOTrainer):
                 candidate.draft_length = controller.draft_length
                 candidate.block_efficiency = controller.block_efficiency
         if is_new and drafters and self.accelerator.is_main_process:
-            halfway = shape[1] + self.args.max_completion_length / 2
-            forecast = self._control.forecast(self._most_rows(shape), halfway)
+            forecast = self._control.forecast(rows, shape[1] + self.args.max_completion_length / 2)
             took = f" (calibration took {self._calibration_seconds:.0f} s)" if self._calibration_seconds >= 1 else ""
             print(f"spec_trl rollouts: {forecast.reason}{took}")
         return self._control
 
-    def _most_rows(self, shape: torch.Size) -> int:
-        """Rows in flight at most, in this rollout of prompts `shape` `[B, width]` or a later one."""
-        rows = max(shape[0], self.args.per_device_train_batch_size * self.args.steps_per_generation)
-        return min(self.args.rollout_batch_size or rows, rows)
-
     def _request_ids(self, count: int) -> list[int]:
-        """Ids that key the noise: (mode, rollout, turn, global row), the same for any number of ranks.
+        """Ids that key the noise: (mode, rollout, turn of a tool loop, global row), the same for any number of ranks.
 
-        Never `global_step`, within which generation repeats, and never local rows, with which ranks would sample
-        identical completions. Turns are those of a tool loop, which calls again with some of the rows: after the
-        first turn a rank numbers those it has, so the ids depend on how rows are spread over ranks.
+        After the first turn a rank numbers the rows it has left, so ids depend on how rows are spread over ranks.
         """
         mode = "train" if self.model.training else "eval"
         if self._totals.turns == 0:
@@ -332,7 +318,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         base = (mode == "eval") << 62 | self._rollouts[mode] << 36 | self._totals.turns << 24
         return [base | row for row in range(first, first + count)]
 
-    # ---- after a rollout ------------------------------------------------------------------------------------------
+    # ---- after a rollout --------------------------------------------------------------------------------------------
 
     def _finish_rollout(self, mode: Mode) -> None:
         """Logs the rollout, and lets γ and τ_prev follow it (ER Algorithm 1, lines 14-20)."""
@@ -346,16 +332,14 @@ class SpecGRPOTrainer(GRPOTrainer):
             self._metrics[mode][f"rollout/{name}"].append(value)
         if self.accelerator.is_main_process:
             self._append(record)
-        if mode == "eval":
-            return
-        self._alarm.hear(record)
-        if isinstance(self._control, BestOfN):
-            return
-        for name, controller in self._draft_lengths.items():
-            controller.observe(totals.counts.tallies[name].block_efficiency)
+        if mode == "train":
+            self._alarm.hear(record)
+            if not isinstance(self._control, BestOfN):
+                for name, controller in self._draft_lengths.items():
+                    controller.observe(totals.counts.tallies[name].block_efficiency)
 
     def _append(self, record: Record) -> None:
-        """Appends to the run's log, whose first record is the header, and to the verdict."""
+        """Appends to the run's log, which begins with a header, and to the verdict."""
         if self._log is None:
             self._log, self._verdict = RunLog(Path(self.args.output_dir) / LOG_FILE), Verdict()
             header = RunHeader(
@@ -378,7 +362,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             rewards = self._metrics["train"].get("reward")
             self._append(StepRecord(step, seconds, phases, rewards[-1] if rewards else None))
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._adaptation is not None and self.args.should_save:  # first: what super saves it may push to the hub
@@ -390,7 +374,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         if self.args.should_save:  # the counters are our random state: saved with it, before old checkpoints go
             now = {name: DraftLengthState(**each.state_dict()) for name, each in self._draft_lengths.items()}
             RolloutState(self._rollouts, now or self._saved_draft_lengths).save(output_dir)
-            if self._adaptation is not None:  # the same on all ranks
+            if self._adaptation is not None:
                 self._adaptation.save_state(output_dir)
         learning = (each for each in self._drafters or [] if isinstance(each, HistoryDrafter | DistilledDrafter))
         memories = {drafter.strategy: memory for drafter in learning if (memory := drafter.state_dict())}
@@ -403,18 +387,12 @@ class SpecGRPOTrainer(GRPOTrainer):
             return
         self._rollouts, self._saved_draft_lengths = state.rollouts, state.draft_lengths
         own = RankState.load(checkpoint, self.accelerator.process_index)
-        # With an empty memory a drafter of "tts" starts anew and warns.
-        self._memories = {DistilledDrafter.strategy: {}, **own.memories}
+        self._memories = {DistilledDrafter.strategy: {}, **own.memories}  # with an empty memory "tts" warns
         self._acceptance = AcceptanceHistory()
         if own.acceptance is not None:
             self._acceptance.load_state_dict(own.acceptance)
         self._drafters = self._control = self._adaptation = None  # made anew from what was saved
         self._resumed_from = Path(checkpoint)
-
-
-def _says_text(name: str, rows: Any) -> bool:
-    """Whether a processor's field `[B, n]` marks all tokens as text, as it does for conversations without images."""
-    return name in ("token_type_ids", "mm_token_type_ids") and not any(any(row) for row in rows)
 
 
 def _policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:

@@ -14,9 +14,9 @@ class StepClock(TrainerCallback):
 
     Args:
         device: of the training.
-        on_step: called with (step, seconds, phases) at the end of each step; phases are "rollout", "reward",
-            "logprobs", "adaptation" (of a learned drafter), "update" (everything else outside the preparation of the
-            batch) and "other" (advantages, logging), in seconds.
+        on_step: called with (step, seconds, seconds by phase) at the end of each step. Phases are "rollout", "reward",
+            "logprobs", "adaptation" (of a learned drafter), "update" (the rest of forward, backward and optimizer) and
+            "other" (advantages, logging).
     """
 
     def __init__(self, device: torch.device, on_step: Callable[[int, float, dict[str, float]], None]) -> None:
@@ -43,8 +43,8 @@ class StepClock(TrainerCallback):
         prepare, adaptation = (self._seconds.get(name, 0.0) for name in ("prepare", "adaptation"))
         phases = {name: self._seconds.get(name, 0.0) for name in ("rollout", "reward", "logprobs")}
         other = max(prepare - sum(phases.values()), 0.0)
-        outside = {"adaptation": adaptation, "update": seconds - prepare - adaptation}
-        self._on_step(state.global_step, seconds, phases | outside | {"other": other})
+        phases |= {"adaptation": adaptation, "update": seconds - prepare - adaptation, "other": other}
+        self._on_step(state.global_step, seconds, phases)
 
     def _now(self) -> float:
         if self._device.type == "cuda":

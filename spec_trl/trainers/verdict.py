@@ -1,8 +1,5 @@
-"""Whether speculation helped a run, and by how much: one sentence, from what the run log holds.
-
-From the gain is subtracted what calibration, making and refreshing the drafter, and training it took. Only rollouts of
-training count.
-"""
+"""Whether speculation helped a run's training rollouts: one sentence, from the run log. Calibration, and making,
+refreshing and training the drafter are subtracted from the gain."""
 
 from dataclasses import dataclass
 
@@ -19,7 +16,7 @@ class Verdict:
 
     Args:
         rollouts: number of training rollouts.
-        compared: how many of them say what plain decoding would have taken.
+        compared: number of them that say what plain decoding would have taken.
         seconds: of the compared rollouts, making and refreshing the drafter included.
         plain_seconds: what plain decoding would have taken for them.
         calibration_seconds, adaptation_seconds: spent outside of rollouts.
@@ -85,8 +82,7 @@ class Verdict:
 
 
 def verdict_of(run: Run) -> tuple[Verdict, list[float]]:
-    """The verdict on a run, and the seconds that it had saved when each training rollout and the steps after it were
-    over."""
+    """The verdict on a run, and the seconds saved until after each training rollout and the steps that follow it."""
     verdict, saved = Verdict(), list[float]()
     for header in run.headers:
         verdict.add(header)

@@ -11,10 +11,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
 from spec_trl.cli import figures
-from spec_trl.cli.figures import PALE, Drawing, drafter_colour
+from spec_trl.cli.figures import PALE, Drawing, drafter_colour, verdict_of_run
 from spec_trl.cli.ladder_figure import draft_ladder
 from spec_trl.cli.timeline_figure import timeline, timeline_of_run
-from spec_trl.cli.verdict_figure import verdict_of_run
 from spec_trl.generation.engine.statistics import DraftCounts
 from spec_trl.generation.engine.timeline import RequestTimeline
 from spec_trl.scheduling.ladder import Ladder, Rung

@@ -11,10 +11,8 @@ import pytest
 
 import spec_trl_command
 from spec_trl import SpeculativeConfig
-from spec_trl.cli import options
 from spec_trl.cli.arguments import COMMANDS
 from spec_trl.cli.main import build_parser, main
-from spec_trl.generation.configuration import NEED_ASSISTANT
 
 
 def test_the_script_is_declared() -> None:
@@ -35,7 +33,6 @@ def test_the_script_runs_the_command(
 def test_options_name_what_the_library_names() -> None:
     arguments, config = build_parser().parse_args(["calibrate", "model"]), SpeculativeConfig()
     assert (arguments.quantization, arguments.kernel, arguments.lm_head) == config.packing()
-    assert options.ASSISTANTS == NEED_ASSISTANT
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

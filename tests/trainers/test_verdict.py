@@ -122,7 +122,7 @@ def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(rollout_totals, "gather_object", lambda own: [*own, (totals.counts, other)])
         return totals.over_ranks(["self", "tts"]).record("train", 3, 2, "auto", {"self": 5, "tts": 7})
 
-    record = record_with(plain_seconds=5.0, update_seconds=9.0)
+    record = record_with(plain_seconds=5.0, drafter_update_seconds=9.0)
     assert (record.plain_seconds, record.seconds, record.refresh_seconds) == (6.0, 4.5, 0.125)
     assert (record.tail_seconds, record.tail_rounds, record.drafter_update_seconds) == (2.0, 6, 9.0)
     assert (record.reason, record.predicted_speedup) == ("first", 1.3)
