@@ -150,8 +150,8 @@ def toggle_boundary(
         + ("" if n["agreement"] is None else f", {n['agreement']:.1%} predicted on the right side of 1")
         for gamma, n in numbers.items()
     )
-    if assumed := sum(point.assumed_baseline for point in points):
-        text += f"; {assumed} of the points take the autoregressive time from the profile"
+    if assumed_points := sum(point.assumed_baseline for point in points):
+        text += f"; {assumed_points} of the points take the autoregressive time from the profile"
     return Drawing(figure, {"draft_lengths": numbers, "margin": margin}, f"{text}.")
 
 

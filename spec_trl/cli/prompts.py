@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def _prompt_of(row: object, number: int) -> object:
+def _prompt_of(row: Any, number: int) -> Any:
     for name in _FIELDS if isinstance(row, dict) else ():
         if name in row:
             return row[name]

@@ -93,5 +93,9 @@ class RolloutWatch:
             ahead = [self._written.get(request, done) - done for request, done in opening.written.items()]
             seconds, length = sum(took[opening.rounds :]), opening.length + sum(ahead) / len(ahead) / 2
             if max(ahead) >= LEAST_TOKENS and seconds > 0:
-                plain = rollout_seconds(ahead, lambda rows, mean=length: plain_seconds(rows, mean))
+
+                def plain_round(rows: int, length: float = length) -> float:
+                    return plain_seconds(rows, length)
+
+                plain = rollout_seconds(ahead, plain_round)
                 yield Delivery(opening.which, list(opening.written), opening.length, plain / seconds)

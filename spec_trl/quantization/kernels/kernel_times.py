@@ -100,8 +100,8 @@ def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Time
         draw = partial(torch.randn, generator=generator, device=layer.device)
         inputs = {rows: draw(rows, layer.in_features) for rows in ROWS}  # [m, in] each
 
-        def clock(name: str, dtype: torch.dtype, products: list[Callable[[Tensor], Tensor]]) -> Times:
-            turns = products * -(-MIN_CALLS // len(products))
+        def clock(name: str, dtype: torch.dtype, products: Sequence[Callable[[Tensor], Tensor]]) -> Times:
+            turns = list(products) * -(-MIN_CALLS // len(products))
             rounded = {rows: x.to(dtype) for rows, x in inputs.items()}  # [m, in] each
             return {rows: timer(name, rows, [partial(product, x) for product in turns]) for rows, x in rounded.items()}
 
