@@ -156,9 +156,7 @@ class Lanes:
         """
         drafted = [proposal.lengths for proposal in self.proposals]  # [B] each
         accepted = [verdict.accepted for verdict in verdicts]  # [B] each
-        owners = [
-            [mine[n][0] if n < len(mine) else -1 for mine in self.chains] for n in range(len(self.proposals))
-        ]
+        owners = [[mine[n][0] if n < len(mine) else -1 for mine in self.chains] for n in range(len(self.proposals))]
         verdict, winner = verdicts[0], torch.zeros_like(drafted[0])
         if len(verdicts) > 1:
             order = torch.arange(len(verdicts) - 1, -1, -1, device=winner.device)[:, None]  # [N, 1]
