@@ -1,9 +1,10 @@
 """One call of speculative decoding: validate, prepare, roll out, assemble."""
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,8 +78,7 @@ class _Call:
     @property
     def capacity(self) -> int:
         """Rows in flight."""
-        batch = len(self.input_ids)
-        return min(batch, self.config.max_batch_size or batch)
+        return min(len(self.input_ids), self.config.max_batch_size or len(self.input_ids))
 
     @property
     def new_tokens(self) -> int:
@@ -150,11 +150,7 @@ def speculative_decoding(
 
 
 def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
-    """Refuses what cannot be served.
-
-    Returns:
-        The prompts `[prompt length]` int64 without padding, and whether rows must run in step.
-    """
+    """Refuses what cannot be served; returns prompts `[length]` int64 each, and whether rows must run in step."""
     model, batch = call.model, len(call.input_ids)
     check_strategy(call.strategy)
     check_verification(call.strategy, call.config.verification)
@@ -209,12 +205,12 @@ def _prepare(
         strategy=call.strategy,
         on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
     )
-    parts = _requests(call, prompts), runner, drafters, control, rows
-    if not in_step:
-        return Rollout(*parts, **options), runner, drafters, control
-    ends_by_token = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)  # as generate asks
-    padding = call.pad_token_id if ends_by_token else None
-    return RolloutInStep(*parts, padding=padding, **options), runner, drafters, control
+    make: Callable[..., Rollout] = Rollout
+    if in_step:
+        ends_by_token = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)  # as generate asks
+        make = partial(RolloutInStep, padding=call.pad_token_id if ends_by_token else None)
+    rollout = make(_requests(call, prompts), runner, drafters, control, rows, **options)
+    return rollout, runner, drafters, control
 
 
 def _requests(call: _Call, prompts: list[Tensor]) -> list[Request]:

@@ -1,9 +1,8 @@
 """Captured forwards: on a GPU an eager forward of one token costs its kernel launches, not its memory traffic.
 
 A captured forward reads its tokens and positions from static buffers and writes its logits into one; replaying it
-launches all its kernels at once. It is captured for a number of rows, a number of tokens per row and a number of
-visible columns, so shapes go in buckets. Weights are read where they lie: an optimizer step or a refresh of the
-drafter, both in place, leaves captured forwards valid.
+launches all its kernels at once. It is captured for a number of rows, tokens per row and visible columns, so shapes go
+in buckets. Weights are read where they lie: an optimizer step, or a refresh of the drafter, leaves it valid.
 """
 
 import gc
@@ -74,8 +73,8 @@ class GraphRunner(EagerRunner):
         network: as for the eager runner.
         cache: its rows must be a bucket (:func:`row_bucket`): rows that pad a batch write into free cache rows.
         budget: shared by a model and its drafters.
-        mode: "graph": the forward as it is; "compiled": with compiled layers; "auto": as it is, until a shape has
-            been replayed so often that compiling it may pay; then whichever measures faster.
+        mode: "graph": the forward as it is; "compiled": with compiled layers; "auto": as it is, and after many replays
+            of a shape whichever of the two measures faster.
         made_for: calls with the same are served by what it captured.
     """
 
@@ -153,7 +152,7 @@ class GraphRunner(EagerRunner):
         rows = len(tokens)
         padded, places = _pad(tokens, key.rows), _pad(positions, key.rows)  # [key.rows, q] each
         try:
-            logits, features = self._run(padded, places, key.columns, 0, logits_to_keep=0, spans=self._uses_spans)
+            logits, features = self._run(padded, places, key.columns, spans=self._uses_spans)
         except Exception as error:
             if not self._uses_spans:
                 raise
@@ -206,21 +205,17 @@ class GraphRunner(EagerRunner):
         return graph
 
     def _larger(self, key: _Key) -> _Graph | None:
-        fitting = [
-            other
-            for other in self._graphs
-            if other.rows >= key.rows
-            and other.columns >= key.columns
-            and (other.queries, other.autocast) == (key.queries, key.autocast)
-        ]
+        """A captured forward into which `key` fits."""
+        same = [other for other in self._graphs if (other.queries, other.autocast) == (key.queries, key.autocast)]
+        fitting = [other for other in same if other.rows >= key.rows and other.columns >= key.columns]
         return self._graphs[min(fitting)] if fitting else None
 
     def _capture(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
         """Captures the forward of `key`; None, with a warning, where that fails."""
-        # Buffers filled with this very call: warming up writes the K/V that the call writes anyway.
+        # Filled with this very call: warming up writes the K/V that the call writes anyway.
         buffers = _pad(tokens, key.rows), _pad(positions, key.rows)  # [rows, q] each
         try:
-            expected, _ = self._run(tokens, positions, columns, 0, logits_to_keep=0)
+            expected, _ = self._run(tokens, positions, columns)
             runner = self._compiled_runner() if self._mode == "compiled" else self
             recording, taken = self._record(runner, *buffers, key, expected, "an eager forward's")
         except Exception as error:
@@ -230,8 +225,7 @@ class GraphRunner(EagerRunner):
         return graph
 
     def _note_failure(self, key: _Key, error: Exception) -> None:
-        """After a failure a compiled network goes on uncompiled; else its shape runs eagerly, or all if it was the
-        first."""
+        """A compiled network goes on uncompiled; else this shape runs eagerly, or all shapes if it was the first."""
         if self._mode == "compiled":
             self._mode, then = "graph", "goes on without being compiled"
         else:
@@ -247,14 +241,14 @@ class GraphRunner(EagerRunner):
     def _record(
         self, runner: EagerRunner, tokens: Tensor, positions: Tensor, key: _Key, expected: Tensor, whose: str
     ) -> tuple[Recording, int]:
-        """Captures a forward of `runner` on these buffers, and returns also the bytes that it took.
+        """Captures a forward of `runner` on these buffers; returns also the bytes that it took.
 
         Raises:
             RuntimeError: a replay's logits of the first rows are not about `expected`, which are `whose`.
         """
 
         def forward() -> Outputs:
-            logits, features = runner._run(tokens, positions, key.columns, 0, logits_to_keep=0, spans=self._uses_spans)
+            logits, features = runner._run(tokens, positions, key.columns, spans=self._uses_spans)
             # The hooks came along with a compiled twin, and keep its states here.
             return logits, features if runner is self else self._features()
 
@@ -272,11 +266,9 @@ class GraphRunner(EagerRunner):
         return recording, taken
 
     def _agree(self, logits: Tensor, expected: Tensor) -> bool:
-        """Whether two forwards are the same up to rounding, for at least half of the tokens.
-
-        Half: where experts are routed, rounding alone may send a token elsewhere. What it looks for is a capture that
-        computes something else, not precision.
-        """
+        """Whether two forwards are the same up to rounding, for at least half of the tokens: where experts are routed,
+        rounding alone may send a token elsewhere. It looks for a capture that computes something else, not for
+        precision."""
         narrowest = min(self.network.dtype, expected.dtype, key=lambda dtype: dtype.itemsize)
         tolerance = {2: 0.15, 4: 1e-2, 8: 1e-6}[narrowest.itemsize]
         wide = expected.double()
@@ -378,9 +370,9 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
 
 
 def runner_for(model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig) -> EagerRunner:
-    """A runner of `model`'s shadow over a cache for `rows` x `columns`.
+    """A runner of `model`'s shadow over a cache for `rows` x `columns` (rows in flight, tokens a row can hold).
 
-    One with captured forwards, and its cache, serves one call at a time: :func:`keep_runner` keeps it for the next,
+    One with captured forwards serves one call at a time. :func:`keep_runner` keeps it, with its cache, for the next,
     until the model dies, changes (other modules, hooks or weight tensors; the values of the weights may change) or
     needs more room.
 
@@ -413,11 +405,10 @@ def runner_for(model: PreTrainedModel, rows: int, columns: int, config: Speculat
     return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
 
 
-def keep_runner(model: PreTrainedModel, runner: EagerRunner) -> None:
+def keep_runner(model: PreTrainedModel, runner: GraphRunner) -> None:
     """Keeps what a runner of :func:`runner_for` captured, after a call that ended well, for the next one."""
-    if isinstance(runner, GraphRunner):
-        replaced = kept.take(model, _NAME)  # of a call that ran at the same time
-        kept.keep(model, _NAME, runner)
-        if replaced is not None:
-            del replaced
-            gc.collect()
+    replaced = kept.take(model, _NAME)  # of a call that ran at the same time
+    kept.keep(model, _NAME, runner)
+    if replaced is not None:
+        del replaced
+        gc.collect()
