@@ -92,7 +92,8 @@ class GraphRunner(EagerRunner):
         self._mode = mode
         self._graphs: dict[_Key, _Graph] = {}
         self._asked: Counter[_Key] = Counter()
-        self._beside: list[_Beside] = []
+        self._beside: list[GraphRunner] = []  # of drafters; each stays until another takes its place in a later call
+        self._in_use = False  # of such a one, in this generation
         self._compiled: EagerRunner | None = None
         self._failed: set[_Key] = set()
         self._gave_up = False
@@ -101,25 +102,25 @@ class GraphRunner(EagerRunner):
         # Hooks are captured too, with the tensors that they read: a learner's corrections.
         hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())
         made_for = (*made_of, *addresses(network), *hooks)
-        same_kind = [each for each in self._beside if each.shares_cache == shares_cache]
-        found = next((each for each in same_kind if each.runner.made_for == made_for), None)
+        same_kind = [each for each in self._beside if (each.cache is self.cache) == shares_cache]
+        found = next((each for each in same_kind if each.made_for == made_for), None)
         if found is None:
-            for idle in [each for each in same_kind if not each.in_use]:  # drafters come and go
-                idle.runner._drop_graphs()
+            for idle in [each for each in same_kind if not each._in_use]:  # drafters come and go
+                idle._drop_graphs()
                 self._beside.remove(idle)
             cache = self._cache_for(network, shares_cache)
-            found = _Beside(shares_cache, GraphRunner(network, cache, self.budget, self._mode, made_for))
+            found = GraphRunner(network, cache, self.budget, self._mode, made_for)
             self._beside.append(found)
-        found.in_use = True
-        found.runner.begin()
-        return found.runner
+        found._in_use = True
+        found.begin()
+        return found
 
     def begin(self) -> None:
         """A generation begins."""
         self.forwards = self.eager_forwards = 0
         self._listeners.clear()  # what an exception may have left
         for each in self._beside:
-            each.in_use = False
+            each._in_use = False
 
     @property
     def captured(self) -> tuple[int, int]:
@@ -307,15 +308,6 @@ class GraphRunner(EagerRunner):
                 f"{type(error).__name__}: {error}",
                 stacklevel=2,
             )
-
-
-@dataclass(eq=False)
-class _Beside:
-    """The runner of a drafter. It is kept until another drafter takes its place in a later generation."""
-
-    shares_cache: bool
-    runner: GraphRunner
-    in_use: bool = False  # in this generation
 
 
 def row_bucket(rows: int) -> int:
