@@ -78,14 +78,11 @@ class MaskPlan:
         return self.sliding_window or None if self.layer_types == (FULL,) and not self.per_type else None
 
     def spans(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """The same masks as the first and the last column that each query sees.
+        """The same masks as the first and the last column that each query sees, for queries at cache columns
+        `positions`.
 
-        Args:
-            positions: `[B, q]` int64, the cache column of every query.
-
-        Returns:
-            `[B, 1, q, 2]` int64, or one such tensor per layer type. As short as the queries, however long the rows:
-            a captured forward that reads them serves every length.
+        `[B, q]` int64 give `[B, 1, q, 2]` int64, or one such tensor per layer type: as short as the queries, however
+        long the rows, so that a captured forward serves every length.
         """
         spans: dict[str, Tensor] = {}
         for layer_type in self.layer_types:

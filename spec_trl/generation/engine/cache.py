@@ -1,5 +1,6 @@
 """The ragged K/V cache: every row owns its own columns, nothing is ever shifted or padded."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,22 +99,14 @@ class _RaggedLayer(CacheLayerMixin):
         self._window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        window = self._window
-        shapes = [
-            (window.rows, states.shape[1], window.columns, states.shape[3]) for states in (key_states, value_states)
-        ]
+        window, given = self._window, (key_states, value_states)
+        shapes = [(window.rows, states.shape[1], window.columns, states.shape[3]) for states in given]
         if not window.is_allocated:
-            per_layer = sum(
-                torch.Size(shape).numel() * states.element_size()
-                for shape, states in zip(shapes, (key_states, value_states), strict=True)
-            )
+            sizes = [math.prod(shape) * s.element_size() for shape, s in zip(shapes, given, strict=True)]
             what = f"the K/V cache of {window.rows} rows x {window.columns} columns x {window.layers} layers"
-            check_memory(what, per_layer * window.layers, key_states.device)
+            check_memory(what, sum(sizes) * window.layers, key_states.device)
         # Zeros, not empty: a masked column still meets a weight of 0, and 0 * NaN is NaN.
-        self.keys, self.values = (
-            torch.zeros(shape, dtype=states.dtype, device=states.device)
-            for shape, states in zip(shapes, (key_states, value_states), strict=True)
-        )
+        self.keys, self.values = (states.new_zeros(shape) for shape, states in zip(shapes, given, strict=True))
         self.is_initialized = window.is_allocated = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Rounds of several drafters: each row verifies the chains it was given, and goes on with the longest (SA §4.2).
 
-The paper races whole requests, each drafter with a verifier of its own. In one process a row's chains share a target
-forward instead, and the race is decided anew in each round. All chains of a row are verified with the noise of its
-positions, so they can only agree: the winner decides how far a round gets, and never a token.
+The paper races whole requests, each drafter with a verifier of its own. Here a row's chains share a target forward,
+and the race is decided anew in each round. All are verified with the noise of the row's positions, so they can only
+agree: the winner decides how far a round gets, and never a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,14 +42,12 @@ class ChainLayout:
         position  L-1  |  L   L+1  L+2 |  L   L+1 |  L   L+1  L+2     for RoPE, windows and chunks
         b2 sees    x   |  .    .    .  |  x    x  |  .    .    .      and all committed columns
 
-    Columns and positions say what a query sees of the columns after L - 1: those up to its own that lie at positions
-    from L on, by the distance between the query's column and position. Rows with less than W slots repeat their last
-    token as a chain that nobody reads.
+    Of the columns after L - 1 a query sees those up to its own that lie at positions from L on, by the distance
+    between the query's column and position. Rows with less than W slots repeat their last token as a chain that nobody
+    reads.
 
     Args:
-        tokens: `[B, W]` int64.
-        columns: `[B, W]` int64.
-        positions: `[B, W]` int64.
+        tokens, columns, positions: `[B, W]` int64.
         slots: `[N, B, γ + 1]` int64 for the longest chain's γ: of each lane's chain, with slot 0 before it. After a
             chain's end they mean nothing.
     """
@@ -61,14 +59,8 @@ class ChainLayout:
 
     @classmethod
     def of(cls, rows: Rows, widths: Tensor, proposals: Sequence[Proposal], width: int) -> "ChainLayout":
-        """Lays out the chains of N lanes.
-
-        Args:
-            rows: that they continue.
-            widths: `[N, B]` int64, slots of each chain.
-            proposals: one per lane.
-            width: Σγ, of the row where it is largest.
-        """
+        """Lays out the chains of N lanes: one of `proposals` each, with `widths` `[N, B]` int64 slots; `width`: the
+        largest Σγ of a row."""
         columns = rows.columns_behind(-1, width + 1)  # [B, W]
         slot = torch.arange(1, width + 1, device=columns.device)  # [W - 1]
         tokens = rows.window(-1, 1).expand(-1, width)  # [B, W - 1]
@@ -109,13 +101,8 @@ class Lanes:
 
     @classmethod
     def of(cls, rows: Rows, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> "Lanes":
-        """Sorts what was drafted.
-
-        Args:
-            rows: that it continues.
-            lengths: what was asked for, see :func:`draft_lengths`; at least one chain.
-            drafted: by drafter.
-        """
+        """Sorts what was `drafted`, by drafter, for `rows`; `lengths`: what was asked for (:func:`draft_lengths`), at
+        least one chain."""
         last = rows.window(-1, 1)  # [B, 1]
         chains = [[(which, own[row]) for which, own in lengths.items() if own[row]] for row in range(rows.active)]
         lanes = [[mine[n] if n < len(mine) else (-1, 0) for mine in chains] for n in range(max(map(len, chains)))]
@@ -149,16 +136,11 @@ class Lanes:
         return _at_slots(logits, self.layout.slots_of(own.int().argmax(0))[:, :count]), own.any(0)
 
     def outcome(self, verdicts: Sequence[Verdict]) -> Outcome:
-        """Takes for each row the chain of which most was accepted, the first among equals.
-
-        Args:
-            verdicts: on each lane.
-        """
+        """Takes for each row the chain of which most was accepted, the first among equals; `verdicts`: on each
+        lane."""
         drafted = [proposal.lengths for proposal in self.proposals]  # [B] each
         accepted = [verdict.accepted for verdict in verdicts]  # [B] each
-        owners = [
-            [mine[n][0] if n < len(mine) else -1 for mine in self.chains] for n in range(len(self.proposals))
-        ]
+        owners = [[mine[n][0] if n < len(mine) else -1 for mine in self.chains] for n in range(len(self.proposals))]
         verdict, winner = verdicts[0], torch.zeros_like(drafted[0])
         if len(verdicts) > 1:
             order = torch.arange(len(verdicts) - 1, -1, -1, device=winner.device)[:, None]  # [N, 1]
