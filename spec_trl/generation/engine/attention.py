@@ -4,7 +4,6 @@ import inspect
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +66,8 @@ class MaskPlan:
         """
         plan = cls.from_config(network.config.get_text_config(decoder=True))
         if plan.layer_types == (SLIDING,):
-            made = {name for module in network.modules() for name in _names_in(inspect.unwrap(type(module).forward))}
+            forwards = [inspect.unwrap(type(module).forward) for module in network.modules()]
+            made = {name for forward in forwards if inspect.isfunction(forward) for name in forward.__code__.co_names}
             if "create_causal_mask" in made and "create_sliding_window_causal_mask" not in made:
                 return replace(plan, layer_types=(FULL,))
         return plan
@@ -130,11 +130,6 @@ class MaskPlan:
         return masks if self.per_type else masks[self.layer_types[0]]
 
 
-def _names_in(function: Any) -> tuple[str, ...]:
-    """Names of globals and attributes that a Python function uses."""
-    return function.__code__.co_names if inspect.isfunction(function) else ()
-
-
 def reads_spans(network: PreTrainedModel) -> bool:
     """Whether attention in `network` can take spans (:meth:`MaskPlan.spans`) for masks: through the CUDA kernel.
 
@@ -145,10 +140,10 @@ def reads_spans(network: PreTrainedModel) -> bool:
 
 
 class _WithoutCudnn:
-    """Within it torch chooses among its own attention kernels.
+    """Within it torch chooses among its own attention kernels: from Hopper on it prefers cuDNN's, which take tenths of
+    a second to plan each new shape, and rounds have new ones all the time.
 
-    From Hopper on it prefers cuDNN's, which take tenths of a second to plan each new shape, and rounds have new ones
-    all the time. The choice is the process's, and drafters may learn in another thread: the last to leave restores it.
+    The choice is the process's, and drafters may learn in another thread: the last to leave restores it.
     """
 
     def __init__(self) -> None:

@@ -112,9 +112,8 @@ class _RaggedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         # Under autocast RoPE leaves K in float32 and attention casts it down anyway: stored in the cast dtype, the
         # whole cache is not converted again in every step.
-        device = key_states.device.type
-        if torch.is_autocast_enabled(device) and key_states.dtype == torch.float32:
-            low_precision = torch.get_autocast_dtype(device)
+        low_precision = autocast_dtype(key_states.device)
+        if low_precision is not None and key_states.dtype == torch.float32:
             key_states, value_states = key_states.to(low_precision), value_states.to(low_precision)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -171,6 +170,11 @@ class _ReplayLayer(_RaggedLayer):
         keys[where], values[where] = key_states.transpose(1, 2), value_states.transpose(1, 2)  # [B, q, kv, d]
         self.keys, self.values = keys, values
         return keys, values
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on `device`; None: it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def check_memory(what: str, needed: int, device: torch.device) -> None:

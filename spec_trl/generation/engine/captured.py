@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from .. import kept
 from ..configuration import SpeculativeConfig
-from .cache import RaggedCache
+from .cache import RaggedCache, autocast_dtype
 from .compiled import compiled_twin
 from .cuda_graphs import CudaRecorder, GraphBudget, Outputs, Recorder, Recording
 from .runner import EagerRunner, Heard
@@ -184,7 +184,7 @@ class GraphRunner(EagerRunner):
 
     def _key(self, tokens: Tensor, columns: int) -> _Key | None:
         """The key under which a forward of this shape is captured; None: such forwards are not captured."""
-        autocast = _autocast_dtype(tokens.device.type)
+        autocast = autocast_dtype(tokens.device)
         if autocast is not None and self.network.dtype != autocast:
             # Autocast casts wide weights once per rollout and keeps the copies; a graph would cast in each replay.
             return None
@@ -330,10 +330,6 @@ def _pad(values: Tensor, rows: int) -> Tensor:
     return padded
 
 
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
 # ---- kept between calls ---------------------------------------------------------------------------------------------
 
 
@@ -383,7 +379,7 @@ def runner_for(model: PreTrainedModel, rows: int, columns: int, config: Speculat
             kept.take(model, _NAME)
         return EagerRunner(make_shadow(model), RaggedCache.for_network(model, rows, columns))
     # Autocast decides in which dtype K/V is stored.
-    made_for = (mode, config.max_graph_memory, _autocast_dtype(model.device.type), *fingerprint(model))
+    made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
     runner: GraphRunner | None = kept.take(model, _NAME)
     if runner is not None:
         cache = runner.cache

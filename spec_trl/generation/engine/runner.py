@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .attention import MaskPlan, reads_spans
-from .cache import RaggedCache, ReplayCache
+from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
 from .hidden_states import keep_states
 from .requirements import position_limit
@@ -216,8 +216,7 @@ class EagerRunner:
         self.eager_forwards += 1
         columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
         self.cache.point_at(positions if places is None else places, columns, first_row)
-        device = tokens.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.network.dtype
+        dtype = autocast_dtype(tokens.device) or self.network.dtype
         masks = self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype, places)
         logits = self.network(
             input_ids=tokens,
