@@ -18,20 +18,12 @@ from ..measuring.profile_cache import find_profile
 from ..scheduling.control import Control, NeverSpeculate
 from ..scheduling.toggle import SpeculationToggle
 from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_strategy, check_verification
+from .engine import requirements
 from .engine.captured import GraphRunner, keep_runner, runner_for, runner_mode
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
 from .engine.noise import stream_keys
 from .engine.processors import LogitsPipeline, PrefixView
-from .engine.requirements import (
-    check_generation_config,
-    check_keywords,
-    check_lengths,
-    check_model,
-    check_positions,
-    split_prompts,
-    without_modalities,
-)
 from .engine.rollout import Completion, Rollout
 from .engine.rows import Request, Rows
 from .engine.runner import EagerRunner
@@ -154,20 +146,20 @@ def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], 
     model, batch = call.model, len(call.input_ids)
     check_strategy(call.strategy)
     check_verification(call.strategy, call.config.verification)
-    check_model(model)
+    requirements.check_model(model)
     runner_mode(call.config, model.device)
-    check_generation_config(call.generation_config, model.generation_config)
-    model_kwargs = without_modalities(model, model_kwargs)
-    check_keywords(model_kwargs)
+    requirements.check_generation_config(call.generation_config, model.generation_config)
+    model_kwargs = requirements.without_modalities(model, model_kwargs)
+    requirements.check_keywords(model_kwargs)
     mask = model_kwargs.get("attention_mask")
-    prompts = split_prompts(call.input_ids, mask)
-    check_positions(model_kwargs.get("position_ids"), call.input_ids, mask)
+    prompts = requirements.split_prompts(call.input_ids, mask)
+    requirements.check_positions(model_kwargs.get("position_ids"), call.input_ids, mask)
     if call.request_ids is not None and len(call.request_ids) != batch:
         raise ValueError(f"request_ids has {len(call.request_ids)} entries for {batch} rows; give one int per row.")
     if call.streamer is not None and batch > 1:
         raise ValueError(f"streamer is given with {batch} rows; a streamer prints one row.")
     longest = max(map(len, prompts))
-    check_lengths(model, longest, longest + call.new_tokens)
+    requirements.check_lengths(model, longest, longest + call.new_tokens)
     drafts = bool(call.drafter) or call.strategy != "none"
     return prompts, must_run_in_step([*call.processors, *call.criteria], batch, call.capacity, drafts)
 

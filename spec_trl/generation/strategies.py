@@ -88,8 +88,8 @@ def _make_drafter(kind: str, model: PreTrainedModel, assistant: Assistant, confi
 
 
 def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeConfig, target: PreTrainedModel) -> None:
-    """Raises ValueError, naming the argument, where an assistant that is given by a path or hub id is not there or has
-    another vocabulary than the target. Reads its config alone."""
+    """Raises ValueError, naming the argument, where an assistant given by a path or hub id is not there or has another
+    vocabulary than the target. Reads its config alone."""
     named = {"assistant_model": (strategy, assistant)}
     if strategy == "best_of_n":
         own = config.best_of_n_assistants or {}

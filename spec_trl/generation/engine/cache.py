@@ -139,12 +139,8 @@ class _RaggedLayer(CacheLayerMixin):
 
 
 class ReplayCache(Cache):
-    """K/V of a ragged cache to be written to with gradient: every write makes new tensors.
-
-    Args:
-        keys_values: K and V `[B, kv_heads, columns, d]` of each layer.
-        columns: read by every forward.
-    """
+    """K/V of a ragged cache, `[B, kv_heads, columns, d]` of each layer, to be written to with gradient: every write
+    makes new tensors, and every forward reads all columns."""
 
     def __init__(self, keys_values: list[tuple[Tensor, Tensor]], columns: int) -> None:
         self._window = _Window(len(keys_values), 0, columns, visible=columns)

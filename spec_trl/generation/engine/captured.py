@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -94,7 +96,6 @@ class GraphRunner(EagerRunner):
         self._asked: Counter[_Key] = Counter()
         self._beside: list[GraphRunner] = []  # of drafters; each stays until another takes its place in a later call
         self._in_use = False  # of such a one, in this generation
-        self._compiled: EagerRunner | None = None
         self._failed: set[_Key] = set()
         self._gave_up = False
 
@@ -178,7 +179,7 @@ class GraphRunner(EagerRunner):
         for graph in self._graphs.values():
             self.budget.give_back(graph.bytes)
         self._graphs.clear()
-        self._compiled = None
+        vars(self).pop("_compiled_runner", None)
 
     # ---- which graph ----------------------------------------------------------------------------------------------
 
@@ -217,7 +218,7 @@ class GraphRunner(EagerRunner):
         buffers = _pad(tokens, key.rows), _pad(positions, key.rows)  # [rows, q] each
         try:
             expected, _ = self._run(tokens, positions, columns)
-            runner = self._compiled_runner() if self._mode == "compiled" else self
+            runner = self._compiled_runner if self._mode == "compiled" else self
             recording, taken = self._record(runner, *buffers, key, expected, "an eager forward's")
         except Exception as error:
             self._note_failure(key, error)
@@ -279,10 +280,9 @@ class GraphRunner(EagerRunner):
 
     # ---- compiled -------------------------------------------------------------------------------------------------
 
+    @cached_property
     def _compiled_runner(self) -> EagerRunner:
-        if self._compiled is None:
-            self._compiled = EagerRunner(compiled_twin(self.network, self.cache), self.cache)
-        return self._compiled
+        return EagerRunner(compiled_twin(self.network, self.cache), self.cache)
 
     def _try_compiled(self, graph: _Graph) -> None:
         """Takes a compiled forward in place of `graph`, which is filled, if it agrees with it and measures faster."""
@@ -293,9 +293,9 @@ class GraphRunner(EagerRunner):
         try:
             before.replay()
             expected = before.logits.clone()  # the next replay may overwrite them
-            compiled = self._compiled_runner()
+            buffers = graph.tokens, graph.positions
             recording, taken = self._record(
-                compiled, graph.tokens, graph.positions, graph.key, expected, "the uncompiled forward's"
+                self._compiled_runner, *buffers, graph.key, expected, "the uncompiled forward's"
             )
             is_faster = seconds(recording.replay) < seconds(before.replay)
             self.budget.give_back(graph.bytes if is_faster else taken)
@@ -325,9 +325,7 @@ def column_bucket(columns: int, limit: int) -> int:
 
 def _pad(values: Tensor, rows: int) -> Tensor:
     """A copy `[rows, q]` of `values` `[B, q]`, with zeros after them: free rows then read one column, not many."""
-    padded = values.new_zeros(rows, values.shape[1])
-    padded[: len(values)] = values
-    return padded
+    return F.pad(values, (0, 0, 0, rows - len(values)))
 
 
 # ---- kept between calls ---------------------------------------------------------------------------------------------
@@ -358,17 +356,12 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
 
 
 def runner_for(model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig) -> EagerRunner:
-    """A runner of `model`'s shadow over a cache for `rows` x `columns` (rows in flight, tokens a row can hold).
+    """A runner of `model`'s shadow, which never changes the model, over a cache for `rows` in flight of `columns`
+    tokens.
 
     One with captured forwards serves one call at a time. :func:`keep_runner` keeps it, with its cache, for the next,
     until the model dies, changes (other modules, hooks or weight tensors; the values of the weights may change) or
-    needs more room.
-
-    Args:
-        model: the target; never changed.
-        rows: rows in flight.
-        columns: tokens a row can hold.
-        config: its `runner` and `max_graph_memory`.
+    needs more room. Of `config` it reads `runner` and `max_graph_memory`.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.

@@ -97,14 +97,8 @@ def uniform_coins(keys: Tensor) -> Tensor:
 
 
 class RoundNoise:
-    """Noise of one round: generated positions `t..t + count` of each row. Computed when first asked for.
-
-    Args:
-        streams: `[B]` int64 from :func:`stream_keys`.
-        positions: `[B]` int64, generated position of each row's next token.
-        count: positions in the round (draft length + 1).
-        vocabulary: width of the logits.
-    """
+    """Noise of one round, computed when first asked for: `count` generated positions from `positions` (`[B]` int64) on
+    in the `streams` (`[B]` int64, :func:`stream_keys`) of each row."""
 
     def __init__(self, streams: Tensor, positions: Tensor, count: int, vocabulary: int) -> None:
         self._streams, self._positions, self._count, self._vocabulary = streams, positions, count, vocabulary

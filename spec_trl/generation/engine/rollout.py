@@ -186,8 +186,8 @@ class Rollout:
 
     def _plan(self) -> Sequence[Chain]:
         """The chains that the control wants, no longer than the row with most room could use."""
+        rows = self._rows
         with self._timer.phase("control"):
-            rows = self._rows
             plan = self._control.plan(list(rows.indices), self._total_length / rows.active, len(self._waiting))
             chains = [replace(chain, draft_length=min(chain.draft_length, self._room - 1)) for chain in plan]
             plan = [chain for chain in chains if chain.draft_length > 0 and self._drafters[chain.which] is not None]
@@ -196,8 +196,7 @@ class Rollout:
 
     def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
         """What drafter `which` drafts, as far as rows have room for it and tokens exist; nothing where it fails."""
-        rows = self._rows
-        shape = (rows.active, draft_length, self._vocabulary)
+        rows, shape = self._rows, (self._rows.active, draft_length, self._vocabulary)
         proposal = self._guard(which, lambda drafter: _checked(drafter.propose(draft_length, noise), shape))
         if proposal is None:
             # Its K/V in the columns it drafted may be broken: verifying as many tokens overwrites it.
@@ -385,13 +384,13 @@ class Rollout:
         statistics.plain_seconds = self._plain_seconds(lengths)
 
     def _plain_seconds(self, tokens: list[int]) -> float | None:
-        """What plain decoding would have taken; it reads the same prompts, and the rounds before the first draft were
-        plain decoding."""
-        plain, seconds = self._log.plain_rounds, self._log.plain_seconds
-        if plain == self._log.rounds:
+        """What plain decoding would have taken: the same prefill, the rounds before the first draft, and the rest."""
+        if self._log.plain_rounds == self._log.rounds:
             return self._statistics.seconds
-        rest = self._control.plain_seconds(plain_rounds(self._prompt_lengths, tokens, self._rows.capacity, done=plain))
-        return None if rest is None else self._statistics.phase_seconds["prefill"] + seconds + rest
+        left = plain_rounds(self._prompt_lengths, tokens, self._rows.capacity, done=self._log.plain_rounds)
+        rest = self._control.plain_seconds(left)
+        known = self._statistics.phase_seconds["prefill"] + self._log.plain_seconds
+        return None if rest is None else known + rest
 
 
 def _report_broken(_: Drafter) -> None:

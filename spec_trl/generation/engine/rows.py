@@ -11,14 +11,8 @@ from .cache import check_memory
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate.
-
-    Args:
-        index: its row in the caller's batch.
-        prompt: `[prompt length]` int64, without padding.
-        limit: largest total length, prompt included.
-        stream: noise key of the request.
-    """
+    """One sequence to generate: row `index` of the caller's batch, from `prompt` `[length]` int64 (no padding) to at
+    most `limit` tokens, the prompt's included, with the noise key `stream`."""
 
     index: int
     prompt: Tensor

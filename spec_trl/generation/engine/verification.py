@@ -17,8 +17,8 @@ class Proposal:
         tokens: `[B, γ]` int64.
         lengths: `[B]` int64, how many of them are drafts of the row; the others are padding.
         logits: `[B, γ, vocabulary]` processed draft logits; rejection verification needs them.
-        broken: bool scalar, whether the drafter found NaN in its logits; it is read when the round waits for the
-            device anyway.
+        broken: bool scalar, whether the drafter found NaN in its logits; read when the round waits for the device
+            anyway.
     """
 
     tokens: Tensor
@@ -29,14 +29,8 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target made of a proposal.
-
-    Args:
-        tokens: `[B, γ + 1]` int64; a row's next tokens are the first `accepted + 1`.
-        accepted: `[B]` int64, draft tokens accepted.
-        scores: `[B, γ + 1]`, winning score of each token that was sampled, NaN or -inf where logits were broken.
-        logprobs: `[B, γ + 1]` log-probability of each token under the processed target distribution, if asked for.
-    """
+    """What the target made of a proposal: `tokens` `[B, γ + 1]` int64, of which a row's next are the first `accepted +
+    1` (`[B]` int64). `scores` and `logprobs` as of :class:`~spec_trl.generation.engine.noise.Draw`, where sampled."""
 
     tokens: Tensor
     accepted: Tensor
