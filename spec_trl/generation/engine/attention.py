@@ -59,11 +59,7 @@ class MaskPlan:
 
     @classmethod
     def for_network(cls, network: PreTrainedModel) -> "MaskPlan":
-        """The same for a network. A window counts only where one of its masks has it (Moshi's masks are full).
-
-        Raises:
-            ValueError: as :meth:`from_config`.
-        """
+        """The same for a network. A window counts only where one of its masks has it (Moshi's masks are full)."""
         plan = cls.from_config(network.config.get_text_config(decoder=True))
         if plan.layer_types == (SLIDING,):
             forwards = [inspect.unwrap(type(module).forward) for module in network.modules()]
@@ -186,11 +182,11 @@ def ragged_attention(
 
     `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls.
     """
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if not attention_mask.is_floating_point():
         from .kernels.ragged_attention import ragged_decode_attention  # imports Triton
 
         first, last = attention_mask[:, 0, :, 0], attention_mask[:, 0, :, 1]  # [B, q]
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         # Autocast may leave queries wide and K/V narrow.
         output = ragged_decode_attention(query.to(key.dtype), key, value, first, last, scale, softcap, s_aux)
         return output.to(query.dtype), None  # [B, q, heads, d]
@@ -204,7 +200,6 @@ def ragged_attention(
         with WITHOUT_CUDNN if query.is_cuda and not torch.compiler.is_compiling() else nullcontext():
             output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         scores = query @ key.transpose(2, 3) * scale  # [B, kv, groups * q, columns]
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap

@@ -340,11 +340,8 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 
 def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
-    """How forwards run on `device` under `config.runner`.
-
-    Raises:
-        ValueError: captured forwards are wanted on a device without them.
-    """
+    """How forwards run on `device` under `config.runner`; raises ValueError where captured ones are asked for and
+    `device` has none."""
     if recorder_for(device) is not None:
         return config.runner
     if config.runner in ("graph", "compiled"):

@@ -90,6 +90,7 @@ class Lanes:
         drafters: `[N, B]` int64, whose chain it is; -1: the row has none in this lane.
         drafted: by drafter, what it drafted for all rows: `[B, γ]`, γ that of its longest chain.
         proposals: one for each lane, at least one; `[B, γ]`, γ that of the lane's longest chain.
+        width: Σγ, of the row where it is largest.
         layout: of a race.
     """
 
@@ -97,6 +98,7 @@ class Lanes:
     drafters: Tensor
     drafted: Mapping[int, Proposal]
     proposals: list[Proposal]
+    width: int
     layout: ChainLayout | None
 
     @classmethod
@@ -112,13 +114,9 @@ class Lanes:
             members = {which: drafted[which] for which, _ in lane if which >= 0}
             tokens = last.expand(-1, max(width for _, width in lane))  # [B, γ]
             proposals.append(_merge(members, drafters[n], widths[n], tokens))
-        layout = ChainLayout.of(rows, widths, proposals, _width(chains)) if len(lanes) > 1 else None
-        return cls(chains, drafters, drafted, proposals, layout)
-
-    @property
-    def width(self) -> int:
-        """Σγ, of the row where it is largest."""
-        return _width(self.chains)
+        width = max(sum(own for _, own in mine) for mine in chains)
+        layout = ChainLayout.of(rows, widths, proposals, width) if len(lanes) > 1 else None
+        return cls(chains, drafters, drafted, proposals, width, layout)
 
     def logits(self, lane: int, logits: Tensor) -> Tensor:
         """`[B, γ + 1, V]`: those of the lane's chains, of the target's `logits` `[B, W, V]`."""
@@ -153,10 +151,6 @@ class Lanes:
                 _of_winner(logprobs, winner) if logprobs else None,
             )
         return Outcome(verdict, winner, self.width, self.drafted, owners, self.drafters, drafted, accepted)
-
-
-def _width(chains: list[list[tuple[int, int]]]) -> int:
-    return max(sum(width for _, width in mine) for mine in chains)
 
 
 def _at_slots(logits: Tensor, slots: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class DraftCounter:
         kept: Tensor,
         winner: Tensor,
     ) -> None:
-        """Adds one round that drafted: `requests` `[B]` int64 in rows, generated positions `depths` `[B]` int64, and
+        """Adds one round that drafted for `requests` (`[B]` int64) at the generated positions `depths` (`[B]` int64).
 
         Args:
             drafters: `[N, B]` int64, whose chain each row has in each lane; -1: it has none there.

@@ -243,8 +243,7 @@ class LogitsPipeline:
         return processed, passed
 
     def _process(self, scores: Tensor, row: Tensor, step: Tensor) -> Tensor:
-        """Processes scores `[n, vocabulary]` of positions `step` (`[n]`) tokens after the committed ones of `row`
-        (`[n]`)."""
+        """Processes scores `[n, vocabulary]` at places `step` (`[n]`) after the committed tokens of `row` (`[n]`)."""
         for processor in self._processors:
             if type(processor) in _SCORES_ONLY:
                 scores = processor(None, scores)

@@ -115,11 +115,8 @@ def _check_prompt_learning(model: "PeftModel") -> None:
 
 
 def policy_in(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside the wrappers of torch.compile and PEFT.
-
-    Raises:
-        ValueError: a wrapper of PEFT holds a soft prompt, which the model inside knows nothing of.
-    """
+    """The transformers model inside the wrappers of torch.compile and PEFT; raises ValueError for a soft prompt of
+    PEFT, which the model inside knows nothing of."""
     from peft import PeftModel
 
     model = uncompiled(model)
@@ -190,11 +187,8 @@ def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> 
 
 
 def without_modalities(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`model_kwargs` without those that say of a vision-language model's prompts that they are text alone.
-
-    Raises:
-        ValueError: they say that there are images, sound or video.
-    """
+    """`model_kwargs` without those that say of a vision-language model's prompts that they are text alone; raises
+    ValueError where they say that there are images, sound or video."""
     seen = model_kwargs.get("mm_encoder_outputs")  # generate makes one itself, empty where there is only text
     types = ("token_type_ids", "mm_token_type_ids") if "image" in model.input_modalities else ()
     marked = [name for name in types if model_kwargs.get(name) is not None and bool(model_kwargs[name].any())]

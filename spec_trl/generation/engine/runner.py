@@ -74,7 +74,7 @@ class EagerRunner:
         return logits
 
     def keep_chains(self, slots: Tensor) -> None:
-        """Leaves of the chains that just ran what a forward of one chain per row would have left.
+        """Keeps one chain per row of those that just ran, as if it alone had run.
 
         Args:
             slots: `[B, n]` int64 of the layout, those of the chain to keep. Its K/V moves to the columns of its

@@ -235,8 +235,7 @@ class SpeculationStatistics:
         return "\n".join(lines)
 
     def tail(self, share: float = 0.5) -> Tail:
-        """From when at least `share` of the requests had ended until the last one had (SA §4.2). 0: the whole of
-        decoding.
+        """What decoding took from when at least `share` of the requests had ended until the last one had (SA §4.2).
 
         Raises:
             ValueError: `share` is not in 0 to 1.

@@ -30,7 +30,8 @@ class Proposal:
 @dataclass(frozen=True)
 class Verdict:
     """What the target made of a proposal: `tokens` `[B, γ + 1]` int64, of which a row's next are the first `accepted +
-    1` (`[B]` int64). `scores` and `logprobs` as of :class:`~spec_trl.generation.engine.noise.Draw`, where sampled."""
+    1` (`[B]` int64); `scores` and `logprobs` `[B, γ + 1]` as of :class:`~spec_trl.generation.engine.noise.Draw`, the
+    scores 0 where a token was not sampled."""
 
     tokens: Tensor
     accepted: Tensor
