@@ -131,11 +131,10 @@ class _RaggedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._window.visible, 0
 
-    def get_max_length(self) -> int:  # transformers >= 5.23
+    def get_max_length(self) -> int:
         return self._window.columns
 
-    def get_max_cache_shape(self) -> int:  # transformers < 5.23
-        return self._window.columns
+    get_max_cache_shape = get_max_length  # its name before transformers 5.23
 
 
 class ReplayCache(Cache):
