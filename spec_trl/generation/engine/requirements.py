@@ -332,6 +332,5 @@ def _rope_scopes(config: Any) -> list[dict[str, Any]]:
 def _has_position_table(model: PreTrainedModel, context: int) -> bool:
     words = model.get_input_embeddings()
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
-    return any(
-        table.num_embeddings in (context, context + 2) for table in tables
-    )  # OPT and its kin keep two extra rows
+    sizes = {table.num_embeddings for table in tables}
+    return bool(sizes & {context, context + 2})  # OPT and its kin keep two extra rows
