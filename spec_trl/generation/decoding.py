@@ -1,9 +1,10 @@
 """One call of speculative decoding: validate, prepare, roll out, assemble."""
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,20 +18,12 @@ from ..measuring.profile_cache import find_profile
 from ..scheduling.control import Control, NeverSpeculate
 from ..scheduling.toggle import SpeculationToggle
 from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_strategy, check_verification
+from .engine import requirements
 from .engine.captured import GraphRunner, keep_runner, runner_for, runner_mode
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
 from .engine.noise import stream_keys
 from .engine.processors import LogitsPipeline, PrefixView
-from .engine.requirements import (
-    check_generation_config,
-    check_keywords,
-    check_lengths,
-    check_model,
-    check_positions,
-    split_prompts,
-    without_modalities,
-)
 from .engine.rollout import Completion, Rollout
 from .engine.rows import Request, Rows
 from .engine.runner import EagerRunner
@@ -77,8 +70,7 @@ class _Call:
     @property
     def capacity(self) -> int:
         """Rows in flight."""
-        batch = len(self.input_ids)
-        return min(batch, self.config.max_batch_size or batch)
+        return min(len(self.input_ids), self.config.max_batch_size or len(self.input_ids))
 
     @property
     def new_tokens(self) -> int:
@@ -150,28 +142,24 @@ def speculative_decoding(
 
 
 def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
-    """Refuses what cannot be served.
-
-    Returns:
-        The prompts `[prompt length]` int64 without padding, and whether rows must run in step.
-    """
+    """Refuses what cannot be served; returns prompts `[length]` int64 each, and whether rows must run in step."""
     model, batch = call.model, len(call.input_ids)
     check_strategy(call.strategy)
     check_verification(call.strategy, call.config.verification)
-    check_model(model)
+    requirements.check_model(model)
     runner_mode(call.config, model.device)
-    check_generation_config(call.generation_config, model.generation_config)
-    model_kwargs = without_modalities(model, model_kwargs)
-    check_keywords(model_kwargs)
+    requirements.check_generation_config(call.generation_config, model.generation_config)
+    model_kwargs = requirements.without_modalities(model, model_kwargs)
+    requirements.check_keywords(model_kwargs)
     mask = model_kwargs.get("attention_mask")
-    prompts = split_prompts(call.input_ids, mask)
-    check_positions(model_kwargs.get("position_ids"), call.input_ids, mask)
+    prompts = requirements.split_prompts(call.input_ids, mask)
+    requirements.check_positions(model_kwargs.get("position_ids"), call.input_ids, mask)
     if call.request_ids is not None and len(call.request_ids) != batch:
         raise ValueError(f"request_ids has {len(call.request_ids)} entries for {batch} rows; give one int per row.")
     if call.streamer is not None and batch > 1:
         raise ValueError(f"streamer is given with {batch} rows; a streamer prints one row.")
     longest = max(map(len, prompts))
-    check_lengths(model, longest, longest + call.new_tokens)
+    requirements.check_lengths(model, longest, longest + call.new_tokens)
     drafts = bool(call.drafter) or call.strategy != "none"
     return prompts, must_run_in_step([*call.processors, *call.criteria], batch, call.capacity, drafts)
 
@@ -209,12 +197,12 @@ def _prepare(
         strategy=call.strategy,
         on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
     )
-    parts = _requests(call, prompts), runner, drafters, control, rows
-    if not in_step:
-        return Rollout(*parts, **options), runner, drafters, control
-    ends_by_token = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)  # as generate asks
-    padding = call.pad_token_id if ends_by_token else None
-    return RolloutInStep(*parts, padding=padding, **options), runner, drafters, control
+    make: Callable[..., Rollout] = Rollout
+    if in_step:
+        ends_by_token = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)  # as generate asks
+        make = partial(RolloutInStep, padding=call.pad_token_id if ends_by_token else None)
+    rollout = make(_requests(call, prompts), runner, drafters, control, rows, **options)
+    return rollout, runner, drafters, control
 
 
 def _requests(call: _Call, prompts: list[Tensor]) -> list[Request]:

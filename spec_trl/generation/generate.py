@@ -73,9 +73,8 @@ def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     check_not_diverted(model, _config_given(args, kwargs), kwargs)
     if kwargs.get("synced_gpus"):
         raise ValueError(
-            "synced_gpus=True cannot be combined with assistant_strategy: ranks take different numbers of rounds "
-            "and cannot run their forwards in step. Gather the weights around generate instead (TRL does so for "
-            "ZeRO-3), and leave synced_gpus unset."
+            "synced_gpus=True cannot be combined with assistant_strategy: ranks take different numbers of rounds. "
+            "Gather the weights around generate instead (TRL does so for ZeRO-3), and leave synced_gpus unset."
         )
 
 

@@ -1,8 +1,7 @@
 """All that is kept for a model between calls: one registry, one release.
 
 A call takes a thing out, has it for itself, and puts it back when it ends. A call that runs at the same time on the
-same model, in a stopping criterion or in another thread, does not find it and makes its own; of two that come back the
-last one is kept.
+same model does not find it and makes its own; of two that come back the last one is kept.
 """
 
 import gc

@@ -48,8 +48,8 @@ def make_drafters(
     `best_of_n_drafters` names for `"best_of_n"`, else one.
 
     The self-drafter of a model and a drafter that learns are kept between calls: they are the caller's until
-    :func:`~spec_trl.generation.engine.drafter.keep_drafters`, and who asks meanwhile gets others. A history is not
-    kept, and a checkpoint is loaded in each call: to go on with such a drafter, pass it to the next call.
+    :func:`~spec_trl.generation.engine.drafter.keep_drafters`, and who asks meanwhile gets others. Other drafters are
+    made in each call: to go on with one, pass it to the next call.
 
     Raises:
         ValueError: the strategy is unknown, or does not go with the assistant.
@@ -88,8 +88,8 @@ def _make_drafter(kind: str, model: PreTrainedModel, assistant: Assistant, confi
 
 
 def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeConfig, target: PreTrainedModel) -> None:
-    """Raises ValueError, naming the argument, where an assistant that is given by a path or hub id is not there or has
-    another vocabulary than the target. Reads its config alone."""
+    """Raises ValueError, naming the argument, where an assistant given by a path or hub id is not there or has another
+    vocabulary than the target. Reads its config alone."""
     named = {"assistant_model": (strategy, assistant)}
     if strategy == "best_of_n":
         own = config.best_of_n_assistants or {}
@@ -119,11 +119,7 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
 
 
 def as_drafters(given: Drafter | Sequence[Drafter]) -> list[Drafter]:
-    """The drafters of `generate(drafter=...)`.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """The drafters of `generate(drafter=...)`; raises ValueError where it is something else."""
     drafters = [given] if isinstance(given, Drafter) else given
     if not isinstance(drafters, list | tuple) or not all(isinstance(drafter, Drafter) for drafter in drafters):
         raise ValueError(
@@ -173,9 +169,8 @@ def _student(model: PreTrainedModel, assistant: Assistant, config: SpeculativeCo
         if assistant is not None:
             name = assistant if isinstance(assistant, str) else type(assistant).__name__
             raise ValueError(
-                f"assistant_model={name!r} is given, and tts_drafter='self' learns corrections of the "
-                "model's own quantized copy. Say what the assistant is: tts_drafter='eagle3', 'dflash' or 'model'; or "
-                "drop it."
+                f"assistant_model={name!r} is given, and tts_drafter='self' uses none. Drop it, or say what it is: "
+                "tts_drafter='eagle3', 'dflash' or 'model'."
             )
         student = SelfDrafter(model, *config.packing())
         modules = (module for layer in student.quantized.layers.values() for module in layer.modules())
@@ -219,17 +214,14 @@ def make_control(
         return NeverSpeculate("sd_toggle=never")
     if not drafters:
         return NeverSpeculate()
+    gamma = config.draft_length
     candidates = [
         Candidate(
-            name=drafter.strategy,
-            draft_length=config.draft_length,
-            block_efficiency=float(config.draft_length),
-            max_rows=drafter.max_rows,
-            roofline=_roofline_of(drafter, profile, ladder, config.draft_length),
-            is_network=drafter.has_probabilities,
+            drafter.strategy, gamma, block_efficiency=float(gamma), max_rows=drafter.max_rows,
+            roofline=_roofline_of(drafter, profile, ladder, gamma), is_network=drafter.has_probabilities,
         )
         for drafter in drafters
-    ]
+    ]  # fmt: skip
     if ladder is not None:
         return BestOfN(
             candidates, ladder, AcceptanceHistory() if history is None else history, config.sd_margin,
@@ -243,14 +235,8 @@ def make_control(
 
 @dataclass(frozen=True)
 class KeptControl:
-    """A control that is kept between calls.
-
-    Args:
-        name: in the registry: the drafters and options it serves.
-        sources: the profile and the ladder that it was made of.
-        control: learns from rounds what they take.
-        history: how drafters of `"auto"` and `"best_of_n"` fared with the model.
-    """
+    """A control that is kept between calls under `name`, which says the drafters and options it serves; made of the
+    `sources` profile and ladder. `history`: how drafters of `"auto"` and `"best_of_n"` fared with the model."""
 
     name: str
     sources: tuple[Profile | None, Ladder | None]
@@ -285,8 +271,7 @@ def take_control(
     members = [(drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters]
     name = f"control of {members}, {replace(config, seed=None, best_of_n_assistants=None)}"
     found: KeptControl | None = kept.take(model, name)
-    history: AcceptanceHistory | None = kept.take(model, _HISTORY)
-    history = AcceptanceHistory() if history is None else history
+    history: AcceptanceHistory = kept.take(model, _HISTORY) or AcceptanceHistory()
     if found is None or found.sources != (profile, ladder):
         control = make_control(drafters, config, profile, ladder, history)
     else:

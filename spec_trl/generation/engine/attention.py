@@ -4,7 +4,6 @@ import inspect
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,14 +59,11 @@ class MaskPlan:
 
     @classmethod
     def for_network(cls, network: PreTrainedModel) -> "MaskPlan":
-        """The same for a network. A window counts only where one of its masks has it (Moshi's masks are full).
-
-        Raises:
-            ValueError: as :meth:`from_config`.
-        """
+        """The same for a network. A window counts only where one of its masks has it (Moshi's masks are full)."""
         plan = cls.from_config(network.config.get_text_config(decoder=True))
         if plan.layer_types == (SLIDING,):
-            made = {name for module in network.modules() for name in _names_in(inspect.unwrap(type(module).forward))}
+            forwards = [inspect.unwrap(type(module).forward) for module in network.modules()]
+            made = {name for forward in forwards if inspect.isfunction(forward) for name in forward.__code__.co_names}
             if "create_causal_mask" in made and "create_sliding_window_causal_mask" not in made:
                 return replace(plan, layer_types=(FULL,))
         return plan
@@ -78,14 +74,11 @@ class MaskPlan:
         return self.sliding_window or None if self.layer_types == (FULL,) and not self.per_type else None
 
     def spans(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """The same masks as the first and the last column that each query sees.
+        """The same masks as the first and the last column that each query sees, for queries at cache columns
+        `positions`.
 
-        Args:
-            positions: `[B, q]` int64, the cache column of every query.
-
-        Returns:
-            `[B, 1, q, 2]` int64, or one such tensor per layer type. As short as the queries, however long the rows:
-            a captured forward that reads them serves every length.
+        `[B, q]` int64 give `[B, 1, q, 2]` int64, or one such tensor per layer type: as short as the queries, however
+        long the rows, so that a captured forward serves every length.
         """
         spans: dict[str, Tensor] = {}
         for layer_type in self.layer_types:
@@ -133,11 +126,6 @@ class MaskPlan:
         return masks if self.per_type else masks[self.layer_types[0]]
 
 
-def _names_in(function: Any) -> tuple[str, ...]:
-    """Names of globals and attributes that a Python function uses."""
-    return function.__code__.co_names if inspect.isfunction(function) else ()
-
-
 def reads_spans(network: PreTrainedModel) -> bool:
     """Whether attention in `network` can take spans (:meth:`MaskPlan.spans`) for masks: through the CUDA kernel.
 
@@ -148,10 +136,10 @@ def reads_spans(network: PreTrainedModel) -> bool:
 
 
 class _WithoutCudnn:
-    """Within it torch chooses among its own attention kernels.
+    """Within it torch chooses among its own attention kernels: from Hopper on it prefers cuDNN's, which take tenths of
+    a second to plan each new shape, and rounds have new ones all the time.
 
-    From Hopper on it prefers cuDNN's, which take tenths of a second to plan each new shape, and rounds have new ones
-    all the time. The choice is the process's, and drafters may learn in another thread: the last to leave restores it.
+    The choice is the process's, and drafters may learn in another thread: the last to leave restores it.
     """
 
     def __init__(self) -> None:
@@ -194,11 +182,11 @@ def ragged_attention(
 
     `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls.
     """
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if not attention_mask.is_floating_point():
         from .kernels.ragged_attention import ragged_decode_attention  # imports Triton
 
         first, last = attention_mask[:, 0, :, 0], attention_mask[:, 0, :, 1]  # [B, q]
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         # Autocast may leave queries wide and K/V narrow.
         output = ragged_decode_attention(query.to(key.dtype), key, value, first, last, scale, softcap, s_aux)
         return output.to(query.dtype), None  # [B, q, heads, d]
@@ -212,7 +200,6 @@ def ragged_attention(
         with WITHOUT_CUDNN if query.is_cuda and not torch.compiler.is_compiling() else nullcontext():
             output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         scores = query @ key.transpose(2, 3) * scale  # [B, kv, groups * q, columns]
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap

@@ -1,5 +1,6 @@
 """The ragged K/V cache: every row owns its own columns, nothing is ever shifted or padded."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,30 +99,21 @@ class _RaggedLayer(CacheLayerMixin):
         self._window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        window = self._window
-        shapes = [
-            (window.rows, states.shape[1], window.columns, states.shape[3]) for states in (key_states, value_states)
-        ]
+        window, given = self._window, (key_states, value_states)
+        shapes = [(window.rows, states.shape[1], window.columns, states.shape[3]) for states in given]
         if not window.is_allocated:
-            per_layer = sum(
-                torch.Size(shape).numel() * states.element_size()
-                for shape, states in zip(shapes, (key_states, value_states), strict=True)
-            )
+            sizes = [math.prod(shape) * s.element_size() for shape, s in zip(shapes, given, strict=True)]
             what = f"the K/V cache of {window.rows} rows x {window.columns} columns x {window.layers} layers"
-            check_memory(what, per_layer * window.layers, key_states.device)
+            check_memory(what, sum(sizes) * window.layers, key_states.device)
         # Zeros, not empty: a masked column still meets a weight of 0, and 0 * NaN is NaN.
-        self.keys, self.values = (
-            torch.zeros(shape, dtype=states.dtype, device=states.device)
-            for shape, states in zip(shapes, (key_states, value_states), strict=True)
-        )
+        self.keys, self.values = (states.new_zeros(shape) for shape, states in zip(shapes, given, strict=True))
         self.is_initialized = window.is_allocated = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         # Under autocast RoPE leaves K in float32 and attention casts it down anyway: stored in the cast dtype, the
         # whole cache is not converted again in every step.
-        device = key_states.device.type
-        if torch.is_autocast_enabled(device) and key_states.dtype == torch.float32:
-            low_precision = torch.get_autocast_dtype(device)
+        low_precision = autocast_dtype(key_states.device)
+        if low_precision is not None and key_states.dtype == torch.float32:
             key_states, value_states = key_states.to(low_precision), value_states.to(low_precision)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -139,20 +131,15 @@ class _RaggedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._window.visible, 0
 
-    def get_max_length(self) -> int:  # transformers >= 5.23
+    def get_max_length(self) -> int:
         return self._window.columns
 
-    def get_max_cache_shape(self) -> int:  # transformers < 5.23
-        return self._window.columns
+    get_max_cache_shape = get_max_length  # its name before transformers 5.23
 
 
 class ReplayCache(Cache):
-    """K/V of a ragged cache to be written to with gradient: every write makes new tensors.
-
-    Args:
-        keys_values: K and V `[B, kv_heads, columns, d]` of each layer.
-        columns: read by every forward.
-    """
+    """K/V of a ragged cache, `[B, kv_heads, columns, d]` of each layer, to be written to with gradient: every write
+    makes new tensors, and every forward reads all columns."""
 
     def __init__(self, keys_values: list[tuple[Tensor, Tensor]], columns: int) -> None:
         self._window = _Window(len(keys_values), 0, columns, visible=columns)
@@ -178,6 +165,11 @@ class _ReplayLayer(_RaggedLayer):
         keys[where], values[where] = key_states.transpose(1, 2), value_states.transpose(1, 2)  # [B, q, kv, d]
         self.keys, self.values = keys, values
         return keys, values
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on `device`; None: it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def check_memory(what: str, needed: int, device: torch.device) -> None:

@@ -1,9 +1,8 @@
 """Captured forwards: on a GPU an eager forward of one token costs its kernel launches, not its memory traffic.
 
 A captured forward reads its tokens and positions from static buffers and writes its logits into one; replaying it
-launches all its kernels at once. It is captured for a number of rows, a number of tokens per row and a number of
-visible columns, so shapes go in buckets. Weights are read where they lie: an optimizer step or a refresh of the
-drafter, both in place, leaves captured forwards valid.
+launches all its kernels at once. It is captured for a number of rows, tokens per row and visible columns, so shapes go
+in buckets. Weights are read where they lie: an optimizer step, or a refresh of the drafter, leaves it valid.
 """
 
 import gc
@@ -12,15 +11,17 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import kept
 from ..configuration import SpeculativeConfig
-from .cache import RaggedCache
+from .cache import RaggedCache, autocast_dtype
 from .compiled import compiled_twin
 from .cuda_graphs import CudaRecorder, GraphBudget, Outputs, Recorder, Recording
 from .runner import EagerRunner, Heard
@@ -74,8 +75,8 @@ class GraphRunner(EagerRunner):
         network: as for the eager runner.
         cache: its rows must be a bucket (:func:`row_bucket`): rows that pad a batch write into free cache rows.
         budget: shared by a model and its drafters.
-        mode: "graph": the forward as it is; "compiled": with compiled layers; "auto": as it is, until a shape has
-            been replayed so often that compiling it may pay; then whichever measures faster.
+        mode: "graph": the forward as it is; "compiled": with compiled layers; "auto": as it is, and after many replays
+            of a shape whichever of the two measures faster.
         made_for: calls with the same are served by what it captured.
     """
 
@@ -93,8 +94,8 @@ class GraphRunner(EagerRunner):
         self._mode = mode
         self._graphs: dict[_Key, _Graph] = {}
         self._asked: Counter[_Key] = Counter()
-        self._beside: list[_Beside] = []
-        self._compiled: EagerRunner | None = None
+        self._beside: list[GraphRunner] = []  # of drafters; each stays until another takes its place in a later call
+        self._in_use = False  # of such a one, in this generation
         self._failed: set[_Key] = set()
         self._gave_up = False
 
@@ -102,25 +103,25 @@ class GraphRunner(EagerRunner):
         # Hooks are captured too, with the tensors that they read: a learner's corrections.
         hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())
         made_for = (*made_of, *addresses(network), *hooks)
-        same_kind = [each for each in self._beside if each.shares_cache == shares_cache]
-        found = next((each for each in same_kind if each.runner.made_for == made_for), None)
+        same_kind = [each for each in self._beside if (each.cache is self.cache) == shares_cache]
+        found = next((each for each in same_kind if each.made_for == made_for), None)
         if found is None:
-            for idle in [each for each in same_kind if not each.in_use]:  # drafters come and go
-                idle.runner._drop_graphs()
+            for idle in [each for each in same_kind if not each._in_use]:  # drafters come and go
+                idle._drop_graphs()
                 self._beside.remove(idle)
             cache = self._cache_for(network, shares_cache)
-            found = _Beside(shares_cache, GraphRunner(network, cache, self.budget, self._mode, made_for))
+            found = GraphRunner(network, cache, self.budget, self._mode, made_for)
             self._beside.append(found)
-        found.in_use = True
-        found.runner.begin()
-        return found.runner
+        found._in_use = True
+        found.begin()
+        return found
 
     def begin(self) -> None:
         """A generation begins."""
         self.forwards = self.eager_forwards = 0
         self._listeners.clear()  # what an exception may have left
         for each in self._beside:
-            each.in_use = False
+            each._in_use = False
 
     @property
     def captured(self) -> tuple[int, int]:
@@ -153,7 +154,7 @@ class GraphRunner(EagerRunner):
         rows = len(tokens)
         padded, places = _pad(tokens, key.rows), _pad(positions, key.rows)  # [key.rows, q] each
         try:
-            logits, features = self._run(padded, places, key.columns, 0, logits_to_keep=0, spans=self._uses_spans)
+            logits, features = self._run(padded, places, key.columns, spans=self._uses_spans)
         except Exception as error:
             if not self._uses_spans:
                 raise
@@ -178,13 +179,13 @@ class GraphRunner(EagerRunner):
         for graph in self._graphs.values():
             self.budget.give_back(graph.bytes)
         self._graphs.clear()
-        self._compiled = None
+        vars(self).pop("_compiled_runner", None)
 
     # ---- which graph ----------------------------------------------------------------------------------------------
 
     def _key(self, tokens: Tensor, columns: int) -> _Key | None:
         """The key under which a forward of this shape is captured; None: such forwards are not captured."""
-        autocast = _autocast_dtype(tokens.device.type)
+        autocast = autocast_dtype(tokens.device)
         if autocast is not None and self.network.dtype != autocast:
             # Autocast casts wide weights once per rollout and keeps the copies; a graph would cast in each replay.
             return None
@@ -206,22 +207,18 @@ class GraphRunner(EagerRunner):
         return graph
 
     def _larger(self, key: _Key) -> _Graph | None:
-        fitting = [
-            other
-            for other in self._graphs
-            if other.rows >= key.rows
-            and other.columns >= key.columns
-            and (other.queries, other.autocast) == (key.queries, key.autocast)
-        ]
+        """A captured forward into which `key` fits."""
+        same = [other for other in self._graphs if (other.queries, other.autocast) == (key.queries, key.autocast)]
+        fitting = [other for other in same if other.rows >= key.rows and other.columns >= key.columns]
         return self._graphs[min(fitting)] if fitting else None
 
     def _capture(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
         """Captures the forward of `key`; None, with a warning, where that fails."""
-        # Buffers filled with this very call: warming up writes the K/V that the call writes anyway.
+        # Filled with this very call: warming up writes the K/V that the call writes anyway.
         buffers = _pad(tokens, key.rows), _pad(positions, key.rows)  # [rows, q] each
         try:
-            expected, _ = self._run(tokens, positions, columns, 0, logits_to_keep=0)
-            runner = self._compiled_runner() if self._mode == "compiled" else self
+            expected, _ = self._run(tokens, positions, columns)
+            runner = self._compiled_runner if self._mode == "compiled" else self
             recording, taken = self._record(runner, *buffers, key, expected, "an eager forward's")
         except Exception as error:
             self._note_failure(key, error)
@@ -230,8 +227,7 @@ class GraphRunner(EagerRunner):
         return graph
 
     def _note_failure(self, key: _Key, error: Exception) -> None:
-        """After a failure a compiled network goes on uncompiled; else its shape runs eagerly, or all if it was the
-        first."""
+        """A compiled network goes on uncompiled; else this shape runs eagerly, or all shapes if it was the first."""
         if self._mode == "compiled":
             self._mode, then = "graph", "goes on without being compiled"
         else:
@@ -247,14 +243,14 @@ class GraphRunner(EagerRunner):
     def _record(
         self, runner: EagerRunner, tokens: Tensor, positions: Tensor, key: _Key, expected: Tensor, whose: str
     ) -> tuple[Recording, int]:
-        """Captures a forward of `runner` on these buffers, and returns also the bytes that it took.
+        """Captures a forward of `runner` on these buffers; returns also the bytes that it took.
 
         Raises:
             RuntimeError: a replay's logits of the first rows are not about `expected`, which are `whose`.
         """
 
         def forward() -> Outputs:
-            logits, features = runner._run(tokens, positions, key.columns, 0, logits_to_keep=0, spans=self._uses_spans)
+            logits, features = runner._run(tokens, positions, key.columns, spans=self._uses_spans)
             # The hooks came along with a compiled twin, and keep its states here.
             return logits, features if runner is self else self._features()
 
@@ -272,11 +268,9 @@ class GraphRunner(EagerRunner):
         return recording, taken
 
     def _agree(self, logits: Tensor, expected: Tensor) -> bool:
-        """Whether two forwards are the same up to rounding, for at least half of the tokens.
-
-        Half: where experts are routed, rounding alone may send a token elsewhere. What it looks for is a capture that
-        computes something else, not precision.
-        """
+        """Whether two forwards are the same up to rounding, for at least half of the tokens: where experts are routed,
+        rounding alone may send a token elsewhere. It looks for a capture that computes something else, not for
+        precision."""
         narrowest = min(self.network.dtype, expected.dtype, key=lambda dtype: dtype.itemsize)
         tolerance = {2: 0.15, 4: 1e-2, 8: 1e-6}[narrowest.itemsize]
         wide = expected.double()
@@ -286,10 +280,9 @@ class GraphRunner(EagerRunner):
 
     # ---- compiled -------------------------------------------------------------------------------------------------
 
+    @cached_property
     def _compiled_runner(self) -> EagerRunner:
-        if self._compiled is None:
-            self._compiled = EagerRunner(compiled_twin(self.network, self.cache), self.cache)
-        return self._compiled
+        return EagerRunner(compiled_twin(self.network, self.cache), self.cache)
 
     def _try_compiled(self, graph: _Graph) -> None:
         """Takes a compiled forward in place of `graph`, which is filled, if it agrees with it and measures faster."""
@@ -300,9 +293,9 @@ class GraphRunner(EagerRunner):
         try:
             before.replay()
             expected = before.logits.clone()  # the next replay may overwrite them
-            compiled = self._compiled_runner()
+            buffers = graph.tokens, graph.positions
             recording, taken = self._record(
-                compiled, graph.tokens, graph.positions, graph.key, expected, "the uncompiled forward's"
+                self._compiled_runner, *buffers, graph.key, expected, "the uncompiled forward's"
             )
             is_faster = seconds(recording.replay) < seconds(before.replay)
             self.budget.give_back(graph.bytes if is_faster else taken)
@@ -315,15 +308,6 @@ class GraphRunner(EagerRunner):
                 f"{type(error).__name__}: {error}",
                 stacklevel=2,
             )
-
-
-@dataclass(eq=False)
-class _Beside:
-    """The runner of a drafter. It is kept until another drafter takes its place in a later generation."""
-
-    shares_cache: bool
-    runner: GraphRunner
-    in_use: bool = False  # in this generation
 
 
 def row_bucket(rows: int) -> int:
@@ -341,13 +325,7 @@ def column_bucket(columns: int, limit: int) -> int:
 
 def _pad(values: Tensor, rows: int) -> Tensor:
     """A copy `[rows, q]` of `values` `[B, q]`, with zeros after them: free rows then read one column, not many."""
-    padded = values.new_zeros(rows, values.shape[1])
-    padded[: len(values)] = values
-    return padded
-
-
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return F.pad(values, (0, 0, 0, rows - len(values)))
 
 
 # ---- kept between calls ---------------------------------------------------------------------------------------------
@@ -362,11 +340,8 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 
 def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
-    """How forwards run on `device` under `config.runner`.
-
-    Raises:
-        ValueError: captured forwards are wanted on a device without them.
-    """
+    """How forwards run on `device` under `config.runner`; raises ValueError where captured ones are asked for and
+    `device` has none."""
     if recorder_for(device) is not None:
         return config.runner
     if config.runner in ("graph", "compiled"):
@@ -378,17 +353,12 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
 
 
 def runner_for(model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig) -> EagerRunner:
-    """A runner of `model`'s shadow over a cache for `rows` x `columns`.
+    """A runner of `model`'s shadow, which never changes the model, over a cache for `rows` in flight of `columns`
+    tokens.
 
-    One with captured forwards, and its cache, serves one call at a time: :func:`keep_runner` keeps it for the next,
+    One with captured forwards serves one call at a time. :func:`keep_runner` keeps it, with its cache, for the next,
     until the model dies, changes (other modules, hooks or weight tensors; the values of the weights may change) or
-    needs more room.
-
-    Args:
-        model: the target; never changed.
-        rows: rows in flight.
-        columns: tokens a row can hold.
-        config: its `runner` and `max_graph_memory`.
+    needs more room. Of `config` it reads `runner` and `max_graph_memory`.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -399,7 +369,7 @@ def runner_for(model: PreTrainedModel, rows: int, columns: int, config: Speculat
             kept.take(model, _NAME)
         return EagerRunner(make_shadow(model), RaggedCache.for_network(model, rows, columns))
     # Autocast decides in which dtype K/V is stored.
-    made_for = (mode, config.max_graph_memory, _autocast_dtype(model.device.type), *fingerprint(model))
+    made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
     runner: GraphRunner | None = kept.take(model, _NAME)
     if runner is not None:
         cache = runner.cache
@@ -413,11 +383,10 @@ def runner_for(model: PreTrainedModel, rows: int, columns: int, config: Speculat
     return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
 
 
-def keep_runner(model: PreTrainedModel, runner: EagerRunner) -> None:
+def keep_runner(model: PreTrainedModel, runner: GraphRunner) -> None:
     """Keeps what a runner of :func:`runner_for` captured, after a call that ended well, for the next one."""
-    if isinstance(runner, GraphRunner):
-        replaced = kept.take(model, _NAME)  # of a call that ran at the same time
-        kept.keep(model, _NAME, runner)
-        if replaced is not None:
-            del replaced
-            gc.collect()
+    replaced = kept.take(model, _NAME)  # of a call that ran at the same time
+    kept.keep(model, _NAME, runner)
+    if replaced is not None:
+        del replaced
+        gc.collect()

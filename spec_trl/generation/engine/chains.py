@@ -1,8 +1,8 @@
 """Rounds of several drafters: each row verifies the chains it was given, and goes on with the longest (SA §4.2).
 
-The paper races whole requests, each drafter with a verifier of its own. In one process a row's chains share a target
-forward instead, and the race is decided anew in each round. All chains of a row are verified with the noise of its
-positions, so they can only agree: the winner decides how far a round gets, and never a token.
+The paper races whole requests, each drafter with a verifier of its own. Here a row's chains share a target forward,
+and the race is decided anew in each round. All are verified with the noise of the row's positions, so they can only
+agree: the winner decides how far a round gets, and never a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,14 +42,12 @@ class ChainLayout:
         position  L-1  |  L   L+1  L+2 |  L   L+1 |  L   L+1  L+2     for RoPE, windows and chunks
         b2 sees    x   |  .    .    .  |  x    x  |  .    .    .      and all committed columns
 
-    Columns and positions say what a query sees of the columns after L - 1: those up to its own that lie at positions
-    from L on, by the distance between the query's column and position. Rows with less than W slots repeat their last
-    token as a chain that nobody reads.
+    Of the columns after L - 1 a query sees those up to its own that lie at positions from L on, by the distance
+    between the query's column and position. Rows with less than W slots repeat their last token as a chain that nobody
+    reads.
 
     Args:
-        tokens: `[B, W]` int64.
-        columns: `[B, W]` int64.
-        positions: `[B, W]` int64.
+        tokens, columns, positions: `[B, W]` int64.
         slots: `[N, B, γ + 1]` int64 for the longest chain's γ: of each lane's chain, with slot 0 before it. After a
             chain's end they mean nothing.
     """
@@ -61,14 +59,8 @@ class ChainLayout:
 
     @classmethod
     def of(cls, rows: Rows, widths: Tensor, proposals: Sequence[Proposal], width: int) -> "ChainLayout":
-        """Lays out the chains of N lanes.
-
-        Args:
-            rows: that they continue.
-            widths: `[N, B]` int64, slots of each chain.
-            proposals: one per lane.
-            width: Σγ, of the row where it is largest.
-        """
+        """Lays out the chains of N lanes: one of `proposals` each, with `widths` `[N, B]` int64 slots; `width`: the
+        largest Σγ of a row."""
         columns = rows.columns_behind(-1, width + 1)  # [B, W]
         slot = torch.arange(1, width + 1, device=columns.device)  # [W - 1]
         tokens = rows.window(-1, 1).expand(-1, width)  # [B, W - 1]
@@ -98,6 +90,7 @@ class Lanes:
         drafters: `[N, B]` int64, whose chain it is; -1: the row has none in this lane.
         drafted: by drafter, what it drafted for all rows: `[B, γ]`, γ that of its longest chain.
         proposals: one for each lane, at least one; `[B, γ]`, γ that of the lane's longest chain.
+        width: Σγ, of the row where it is largest.
         layout: of a race.
     """
 
@@ -105,17 +98,13 @@ class Lanes:
     drafters: Tensor
     drafted: Mapping[int, Proposal]
     proposals: list[Proposal]
+    width: int
     layout: ChainLayout | None
 
     @classmethod
     def of(cls, rows: Rows, lengths: Mapping[int, list[int]], drafted: Mapping[int, Proposal]) -> "Lanes":
-        """Sorts what was drafted.
-
-        Args:
-            rows: that it continues.
-            lengths: what was asked for, see :func:`draft_lengths`; at least one chain.
-            drafted: by drafter.
-        """
+        """Sorts what was `drafted`, by drafter, for `rows`; `lengths`: what was asked for (:func:`draft_lengths`), at
+        least one chain."""
         last = rows.window(-1, 1)  # [B, 1]
         chains = [[(which, own[row]) for which, own in lengths.items() if own[row]] for row in range(rows.active)]
         lanes = [[mine[n] if n < len(mine) else (-1, 0) for mine in chains] for n in range(max(map(len, chains)))]
@@ -125,13 +114,9 @@ class Lanes:
             members = {which: drafted[which] for which, _ in lane if which >= 0}
             tokens = last.expand(-1, max(width for _, width in lane))  # [B, γ]
             proposals.append(_merge(members, drafters[n], widths[n], tokens))
-        layout = ChainLayout.of(rows, widths, proposals, _width(chains)) if len(lanes) > 1 else None
-        return cls(chains, drafters, drafted, proposals, layout)
-
-    @property
-    def width(self) -> int:
-        """Σγ, of the row where it is largest."""
-        return _width(self.chains)
+        width = max(sum(own for _, own in mine) for mine in chains)
+        layout = ChainLayout.of(rows, widths, proposals, width) if len(lanes) > 1 else None
+        return cls(chains, drafters, drafted, proposals, width, layout)
 
     def logits(self, lane: int, logits: Tensor) -> Tensor:
         """`[B, γ + 1, V]`: those of the lane's chains, of the target's `logits` `[B, W, V]`."""
@@ -149,11 +134,8 @@ class Lanes:
         return _at_slots(logits, self.layout.slots_of(own.int().argmax(0))[:, :count]), own.any(0)
 
     def outcome(self, verdicts: Sequence[Verdict]) -> Outcome:
-        """Takes for each row the chain of which most was accepted, the first among equals.
-
-        Args:
-            verdicts: on each lane.
-        """
+        """Takes for each row the chain of which most was accepted, the first among equals; `verdicts`: on each
+        lane."""
         drafted = [proposal.lengths for proposal in self.proposals]  # [B] each
         accepted = [verdict.accepted for verdict in verdicts]  # [B] each
         owners = [[mine[n][0] if n < len(mine) else -1 for mine in self.chains] for n in range(len(self.proposals))]
@@ -169,10 +151,6 @@ class Lanes:
                 _of_winner(logprobs, winner) if logprobs else None,
             )
         return Outcome(verdict, winner, self.width, self.drafted, owners, self.drafters, drafted, accepted)
-
-
-def _width(chains: list[list[tuple[int, int]]]) -> int:
-    return max(sum(width for _, width in mine) for mine in chains)
 
 
 def _at_slots(logits: Tensor, slots: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Decoder layers through torch.compile: one compilation serves all the layers of a network."""
 
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -14,8 +15,8 @@ from .shadow import decoder_layers, make_shadow
 class _LayerCache:
     """The cache as one layer sees it.
 
-    `RaggedCache.update` finds its layer by an index that differs from layer to layer, and torch.compile would compile
-    each of them for its own. Here every layer gets an object of the same shape, and the index is never looked at.
+    `RaggedCache.update` finds its layer by an index, for each of which torch.compile would compile the layer anew.
+    Here every layer gets an object of the same shape, and the index is never looked at.
     """
 
     def __init__(self, cache: RaggedCache, index: int) -> None:
@@ -26,14 +27,11 @@ class _LayerCache:
 
 
 def compiled_twin(network: PreTrainedModel, cache: RaggedCache) -> PreTrainedModel:
-    """A twin of `network` over the same weights, whose decoder layers are compiled.
+    """A twin of `network`, a shadow or its quantized twin, over the same weights, whose decoder layers are compiled.
 
     Layer by layer rather than whole: that takes seconds and not minutes, since layers of one class, shape and layer
     type share what is compiled. Embedding, final norm and head stay eager, and so does whatever is patched onto them.
-
-    Args:
-        network: a shadow, or its quantized twin.
-        cache: the cache that its forwards use; must be initialised (a forward has run).
+    `cache` is that of its forwards, of which one has run.
 
     Raises:
         ValueError: the network has no list of decoder layers.
@@ -44,7 +42,7 @@ def compiled_twin(network: PreTrainedModel, cache: RaggedCache) -> PreTrainedMod
     code = _run_layer.__code__.replace(co_name=f"run_{type(layers[0]).__name__}")
     compiled = torch.compile(FunctionType(code, _run_layer.__globals__), fullgraph=True)
     for index, layer in enumerate(layers):
-        layer.forward = _with_layer_cache(compiled, layer, _LayerCache(cache, index))
+        layer.forward = partial(_forward, compiled, layer, _LayerCache(cache, index))
     return twin
 
 
@@ -52,10 +50,7 @@ def _run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-def _with_layer_cache(compiled: Any, layer: nn.Module, cache: _LayerCache) -> Any:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if "past_key_values" in kwargs:
-            kwargs["past_key_values"] = cache
-        return compiled(layer, *args, **kwargs)
-
-    return forward
+def _forward(compiled: Any, layer: nn.Module, cache: _LayerCache, *args: Any, **kwargs: Any) -> Any:
+    if "past_key_values" in kwargs:
+        kwargs["past_key_values"] = cache
+    return compiled(layer, *args, **kwargs)

@@ -1,6 +1,7 @@
 """What the engine counts during a rollout; each counter writes its part of the statistics when the rollout is over."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,8 +16,7 @@ LENGTH_BIN = 128
 
 
 class RoundLog:
-    """Collects the shapes and times of rounds. `plain_rounds` and `plain_seconds` are of those before the first one
-    that drafted."""
+    """Collects the shapes and times of rounds; `plain_...` are of those before the first one that drafted."""
 
     def __init__(self) -> None:
         self._points: dict[tuple[int, int, int, str | None], RoundPoint] = {}
@@ -42,8 +42,7 @@ class RoundLog:
 
     def write_to(self, statistics: SpeculationStatistics) -> None:
         """Fills in `rounds`, `speculating` and `points`."""
-        statistics.rounds = self.rounds
-        statistics.speculating = self._spans
+        statistics.rounds, statistics.speculating = self.rounds, self._spans
         statistics.points = list(self._points.values())
 
 
@@ -80,11 +79,9 @@ class DraftCounter:
         kept: Tensor,
         winner: Tensor,
     ) -> None:
-        """Adds one round that drafted.
+        """Adds one round that drafted for `requests` (`[B]` int64) at the generated positions `depths` (`[B]` int64).
 
         Args:
-            requests: `[B]` int64, which request each row holds.
-            depths: `[B]` int64, generated position.
             drafters: `[N, B]` int64, whose chain each row has in each lane; -1: it has none there.
             drafted: `[N, B]` int64, its draft tokens up to the row's end.
             accepted: `[N, B]` int64, how many of them were accepted.
@@ -140,15 +137,11 @@ class DraftCounter:
 
 
 class PhaseTimer:
-    """Seconds per phase. On CUDA it times by events, so that the host never waits.
-
-    Args:
-        device: where the phases run.
-    """
+    """Seconds per phase on `device`. On CUDA it times by events, so that the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._seconds: dict[str, float] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -163,16 +156,13 @@ class PhaseTimer:
         else:
             started = time.perf_counter()
             yield
-            self._add(name, time.perf_counter() - started)
+            self._seconds[name] += time.perf_counter() - started
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase so far."""
         if self._events:
             torch.cuda.synchronize()
             for name, start, end in self._events:
-                self._add(name, start.elapsed_time(end) / 1e3)
+                self._seconds[name] += start.elapsed_time(end) / 1e3
             self._events.clear()
         return dict(self._seconds)
-
-    def _add(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -109,12 +109,8 @@ class CudaRecorder:
 
 @dataclass
 class GraphBudget:
-    """What the captured forwards of one model and its drafters may take together.
-
-    Args:
-        recorder: captures them.
-        limit: bytes; from there on shapes make do with a larger one that is captured, or run eagerly.
-    """
+    """What the captured forwards of one model and its drafters, captured by `recorder`, may take together: from
+    `limit` bytes on shapes make do with a larger one that is captured, or run eagerly."""
 
     recorder: Recorder
     limit: float

@@ -70,13 +70,8 @@ class DraftSession:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What one forward of a drafting network costs, for the roofline.
-
-    Args:
-        weight_bytes: that it reads, a borrowed head included.
-        dense_flops: per row.
-        tokens: most draft tokens per row that come out of it.
-    """
+    """What one forward of a drafting network costs, for the roofline: the bytes of the weights it reads, a borrowed
+    head included, and the FLOP per row. At most `tokens` draft tokens per row come out of it."""
 
     weight_bytes: float
     dense_flops: float
@@ -116,11 +111,7 @@ class Drafter(CandidateGenerator):
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Reserves the drafter for one generation.
-
-        Raises:
-            ValueError: another generation has it.
-        """
+        """Reserves the drafter for one generation; raises ValueError where another generation has it."""
         own = object()
         if self.__dict__.setdefault("_claim", own) is not own:  # at once: of two threads one gets it
             raise ValueError(
@@ -150,11 +141,9 @@ class Drafter(CandidateGenerator):
 
     @abstractmethod
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        """Drafts up to `draft_length` tokens for every active row of the session; another drafter's may be taken.
+        """Drafts up to `draft_length` (γ) tokens for every active row of the session; another drafter's may be taken.
 
-        Args:
-            draft_length: γ.
-            noise: of this round, the very noise the target samples with; None: greedy.
+        `noise` is the very noise that the target samples with in this round; None: greedy.
         """
 
     def learn(self, logits: Tensor, verified: Tensor) -> None:
@@ -228,7 +217,7 @@ class Drafter(CandidateGenerator):
         noise = RoundNoise(rows.streams, rows.generated, draft_length, self._vocabulary) if samples else None
         proposal = self.propose(draft_length, noise)
         tokens = proposal.tokens[0, : int(proposal.lengths)].tolist()
-        drafted = next((place + 1 for place, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
+        drafted = next((count for count, token in enumerate(tokens, start=1) if token in eos_token_ids), len(tokens))
         candidates = torch.cat([input_ids, proposal.tokens[:, :drafted]], dim=1)
         return candidates, proposal.logits[:, :drafted] if proposal.logits is not None and drafted else None
 

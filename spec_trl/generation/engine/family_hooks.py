@@ -25,10 +25,8 @@ def takes_positions(network: PreTrainedModel) -> bool:
 
 
 def position_tables(network: PreTrainedModel) -> list[nn.Module]:
-    """Modules that embed positions, which they count from the cache's length unless they are told them.
-
-    Empty where one of them cannot be told.
-    """
+    """Modules that embed positions, counted from the cache's length unless they are told them; empty where one of them
+    cannot be told."""
     tables = [module for module in network.modules() if "past_key_values_length" in forward_parameters(module)]
     return tables if all("position_ids" in forward_parameters(table) for table in tables) else []
 

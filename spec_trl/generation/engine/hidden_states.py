@@ -1,6 +1,7 @@
 """Captures hidden states of a target."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,17 +32,14 @@ def keep_states(network: PreTrainedModel, layers: Iterable[int], states: dict[in
             f"{len(blocks)}."
         )
 
-    def keep_input(index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states[index] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
+    def keep_input(index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states[index] = args[0] if args else kwargs["hidden_states"]
 
     def keep_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         states[len(blocks)] = output.last_hidden_state
 
     return [
-        blocks[index].register_forward_pre_hook(keep_input(index), with_kwargs=True)
+        blocks[index].register_forward_pre_hook(partial(keep_input, index), with_kwargs=True)
         if index < len(blocks)
         else network.get_decoder().register_forward_hook(keep_output)
         for index in layers
@@ -50,15 +48,13 @@ def keep_states(network: PreTrainedModel, layers: Iterable[int], states: dict[in
 
 @torch.no_grad()
 def observe(target: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Runs the target over whole sequences from position 0.
+    """Runs the target, in eval mode, over whole sequences `tokens` `[B, T]` int64 from position 0.
 
-    Args:
-        target: in eval mode.
-        tokens: `[B, T]` int64, right-padded: attention is causal, so padding changes no real position.
-        layers: hidden states to keep, in transformers' count; none is fine.
+    They are right-padded: attention is causal, so padding changes no real position.
 
     Returns:
-        Those side by side, `[B, T, len(layers) * H_t]`, and what the output embedding takes, `[B, T, H_t]`.
+        The hidden states of `layers` (in transformers' count; none is fine) next to each other,
+        `[B, T, len(layers) * H_t]`, and what the output embedding takes, `[B, T, H_t]`.
     """
     states: dict[int, Tensor] = {}
     hidden: list[Tensor] = []

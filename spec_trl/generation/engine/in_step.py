@@ -17,11 +17,10 @@ class RolloutInStep(Rollout):
     """A rollout that goes the way of `generate`: all requests at once, one token per round, nothing drafted.
 
     Rows that have ended stay and go on until the last one ends, so that processors and criteria are shown all rows at
-    each step. The rows need room for all requests.
-
-    Args:
-        padding: token with which ended rows go on; None: with those of the model, as in `generate` without EOS.
-        options: see :class:`Rollout`; no drafters, and a control that never drafts.
+    each
+    step: with `padding`, or where it is None with tokens of the model, as in `generate` without EOS. `options` are
+        those of
+    :class:`Rollout`: no drafters, a control that never drafts, and rows for all requests.
     """
 
     def __init__(self, *options: Any, padding: int | None, **more: Any) -> None:

@@ -21,8 +21,8 @@ def model_constants(
     Args:
         model: the target, or a skeleton of it on the meta device.
         quantized: the drafter's packed layers; None: no drafter, W_D = 0.
-        dtype: what forwards compute in; None: the weights' own. Autocast keeps its casts for a whole rollout, so
-            wider weights are read in this dtype.
+        dtype: what forwards compute in: autocast keeps its casts of wider weights for a whole rollout; None: the
+            weights' own.
     """
     itemsize = (dtype or model.dtype).itemsize
     config = model.config.get_text_config(decoder=True)

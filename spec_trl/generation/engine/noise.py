@@ -1,9 +1,9 @@
 """Counter-based Gumbel noise: what a request samples depends on (seed, request, position, token) and nothing else.
 
-The Gumbel-max trick: argmax_v(logits_v + G_v) with independent standard Gumbel G is a draw from softmax(logits).
-Here G is a pure function of the key, so drafter and target, run in different batches, in different rounds, on
-different machines, meet the same noise at the same token and agree whenever their logits nearly do (Gumbel
-coupling: P(agree) >= (1 - TV) / (1 + TV), Daliri, Musco, Suresh, arXiv 2408.07978).
+The Gumbel-max trick: argmax_v(logits_v + G_v) with independent standard Gumbel G is a draw from softmax(logits). Here
+G is a pure function of the key, so drafter and target meet the same noise at the same token, wherever and whenever
+they run, and agree whenever their logits nearly do (Gumbel coupling: P(agree) >= (1 - TV) / (1 + TV), Daliri, Musco,
+Suresh, arXiv 2408.07978).
 """
 
 import functools
@@ -37,15 +37,7 @@ def _splitmix64(x: Tensor) -> Tensor:
 
 
 def stream_keys(seed: int, requests: Tensor) -> Tensor:
-    """One key per request, to be combined with positions by :func:`position_keys`.
-
-    Args:
-        seed: any Python int.
-        requests: `[n]` int64 request ids.
-
-    Returns:
-        `[n]` int64.
-    """
+    """Keys `[n]` int64 of `requests` (`[n]` int64 ids) under `seed`, any int; see :func:`position_keys`."""
     base = torch.tensor(_signed(seed, 64), dtype=torch.int64, device=requests.device)
     # Hash after each ingredient: keys linear in (request, position) would make streams shifted copies of one another.
     return _splitmix64(_splitmix64(base) ^ requests)
@@ -105,18 +97,11 @@ def uniform_coins(keys: Tensor) -> Tensor:
 
 
 class RoundNoise:
-    """Noise of one round: generated positions `t..t + count` of each row. Computed when first asked for.
-
-    Args:
-        streams: `[B]` int64 from :func:`stream_keys`.
-        positions: `[B]` int64, generated position of each row's next token.
-        count: positions in the round (draft length + 1).
-        vocabulary: width of the logits.
-    """
+    """Noise of one round, computed when first asked for: `count` generated positions from `positions` (`[B]` int64) on
+    in the `streams` (`[B]` int64, :func:`stream_keys`) of each row."""
 
     def __init__(self, streams: Tensor, positions: Tensor, count: int, vocabulary: int) -> None:
-        self._streams, self._positions, self._count = streams, positions, count
-        self._vocabulary = vocabulary
+        self._streams, self._positions, self._count, self._vocabulary = streams, positions, count, vocabulary
 
     @functools.cached_property
     def keys(self) -> Tensor:
@@ -153,13 +138,9 @@ class Draw:
 
 
 def draw(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False) -> Draw:
-    """Draws a token at each position from processed logits.
+    """Draws a token at each of n positions from processed logits `[B, n, vocabulary]`, float32 or float64.
 
-    Args:
-        logits: `[B, n, vocabulary]` processed logits, float32 or float64.
-        noise: of the round; None: greedy.
-        first: the round's position that the first of the n is.
-        want_logprobs: whether to compute `logprobs`.
+    `noise`: of the round, whose position `first` is the first of the n; None: greedy.
     """
     drawn = [sample(logits[:, i], None if noise is None else noise.at(first + i)) for i in range(logits.shape[1])]
     scores = torch.stack([score for score, _ in drawn], dim=1)  # [B, n]

@@ -5,8 +5,7 @@ that have generated different numbers of tokens:
 
 * Processors that look at the scores alone run once over all positions.
 * Those whose result for a row depends on that row's prefix and scores alone run on the prefixes that `generate` would
-  have shown them, grouped by length. Most of transformers' own are such, and any class that says so by the attribute
-  `prefix_only = True`.
+  have shown them, grouped by length: most of transformers' own, and any class with the attribute `prefix_only = True`.
 * Users' own of this kind may refuse a prefix that they forbid: they are shown a row's drafts step by step, only as far
   as the target takes them.
 * All others may look at other rows or keep state. They need rows that run in step (`in_step.py`), and are called once
@@ -79,12 +78,8 @@ def needs_batch(part: LogitsProcessor | StoppingCriteria) -> bool:
 
 
 class PrefixView:
-    """Rows as `generate` would show them: prompts as the caller padded them, then the output.
-
-    Args:
-        rows: the rows in flight.
-        input_ids: `[requests, padded width]` int64, the caller's.
-    """
+    """Rows as `generate` would show them: the caller's padded prompts `input_ids` `[requests, width]`, then the
+    output."""
 
     def __init__(self, rows: Rows, input_ids: Tensor) -> None:
         self.rows = rows
@@ -139,10 +134,7 @@ class LogitsPipeline:
         self._prefixes = prefixes
         self._batch_size = batch_size
         self._looks_at_prefixes = any(type(processor) not in _SCORES_ONLY for processor in processors)
-        self.may_refuse = any(
-            type(processor) is hf.PrefixConstrainedLogitsProcessor or not is_known(processor)
-            for processor in processors
-        )
+        self.may_refuse = any(type(p) is hf.PrefixConstrainedLogitsProcessor or not is_known(p) for p in processors)
 
     def __call__(self, logits: Tensor, offset: int = 0) -> Tensor:
         """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens."""
@@ -154,8 +146,8 @@ class LogitsPipeline:
     def draw(self, logits: Tensor, noise: RoundNoise | None, offset: int = 0, want_logprobs: bool = False) -> Draw:
         """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` and draws a token at each.
 
-        On CUDA one kernel draws, and makes the noise as it goes; temperature acts in it, and so do top-k and min-p, by
-        thresholds, where nothing else is set.
+        On CUDA one kernel draws, and makes the noise as it goes; it also applies temperature, top-k and min-p where
+        nothing else is set.
         """
         if self._filters is None or not _is_fused(logits):
             return draw_processed(self(widen(logits), offset), noise, offset, want_logprobs)
@@ -165,14 +157,8 @@ class LogitsPipeline:
     def draw_verified(
         self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool
     ) -> tuple[Draw, Tensor]:
-        """As :meth:`draw`, at all positions of a round. A row takes them up to its first draft that is not the token
-        drawn; the others need not be processed.
-
-        Args:
-            logits: `[B, γ + 1, vocabulary]`.
-            noise: of the round; None: greedy.
-            proposal: the drafts.
-            want_logprobs: whether to compute logprobs.
+        """As :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
+        tokens drawn.
 
         Returns:
             The draws, and the most drafts that each row may take: `[B]` int64, see :meth:`_walk`.
@@ -192,8 +178,8 @@ class LogitsPipeline:
         return Draw(tokens, scores, torch.cat(logprobs, dim=1) if logprobs else None), most
 
     def process_verified(self, logits: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
-        """Processes logits of a round's positions, which need not be done after a row's first draft that has no
-        probability; arguments and second result as those of :meth:`draw_verified`."""
+        """Processes the same logits as far as a row's drafts have a probability; second result as of
+        :meth:`draw_verified`."""
         self._show(proposal)
         if not self.may_refuse:
             return self(widen(logits)), proposal.lengths
@@ -216,13 +202,8 @@ class LogitsPipeline:
 
         What raises on a row's own text raises here as in `generate`. A prefix that ends with drafts may be refused, as
         one that goes on after EOS may be: then no token can be drawn after these drafts, and the last of them is the
-        row's last token of this round.
-
-        Args:
-            logits: `[B, γ + 1, vocabulary]`.
-            proposal: the drafts.
-            takes: called with each step, its processed scores `[B, vocabulary]` and the drafts there `[B]`; says `[B]`
-                bool which rows take their draft.
+        row's last token of this round. `takes` is called with each step, its processed scores `[B, vocabulary]` and
+        the drafts there `[B]`; it returns `[B]` bool, which rows take their draft.
 
         Returns:
             `[B]` int64: how many drafts each row may take and still draw a token after them.
@@ -241,15 +222,11 @@ class LogitsPipeline:
         return most
 
     def attempt(self, scores: Tensor, step: int, shown: Tensor) -> tuple[Tensor, Tensor]:
-        """Processes scores `[B, vocabulary]` of a position before which drafts may stand.
+        """Processes scores `[B, vocabulary]` of a position `step` tokens after the committed ones; drafts may stand
+        before it.
 
-        Args:
-            scores: of all rows.
-            step: number of tokens after the committed ones.
-            shown: `[B]` bool, rows whose prefixes the processors may see.
-
-        Returns:
-            The scores, processed where no processor refused the prefix, and `[B]` bool which rows these are.
+        Processors see the rows `shown` (`[B]` bool). Returns the scores, processed where no processor refused the
+        prefix, and `[B]` bool which rows these are.
         """
         processed, passed = scores.clone(), shown.clone()
         row = shown.nonzero().flatten()  # [n]
@@ -266,8 +243,7 @@ class LogitsPipeline:
         return processed, passed
 
     def _process(self, scores: Tensor, row: Tensor, step: Tensor) -> Tensor:
-        """Processes scores `[n, vocabulary]` of positions in `row` (`[n]` int64), `step` (`[n]` int64) tokens after
-        the committed ones."""
+        """Processes scores `[n, vocabulary]` at places `step` (`[n]`) after the committed tokens of `row` (`[n]`)."""
         for processor in self._processors:
             if type(processor) in _SCORES_ONLY:
                 scores = processor(None, scores)
@@ -287,9 +263,7 @@ class LogitsPipeline:
                     bound = _bind_to_row(processor, request, self._batch_size)
                     processed[member[i]] = bound(prefix[i : i + 1], scores[member[i]][None])[0]
             else:
-                is_padded = isinstance(processor, hf.RepetitionPenaltyLogitsProcessor)
-                bound = _bind_padding(processor, requests, self._batch_size) if is_padded else processor
-                processed[member] = bound(prefix, scores[member])
+                processed[member] = _bind_padding(processor, requests, self._batch_size)(prefix, scores[member])
         return processed
 
 
@@ -311,15 +285,15 @@ class Filters:
     def of(cls, processors: LogitsProcessorList) -> "Filters | None":
         """The filters that `processors` are; None where there are others, or these in another order."""
         filters = cls()
-        for processor in processors:
-            if type(processor) is hf.TemperatureLogitsWarper and filters == cls():
-                filters = replace(filters, temperature=processor.temperature)
-            elif (
-                type(processor) is hf.TopKLogitsWarper and filters.top_k is filters.min_p is None and _bars(processor)
-            ):
-                filters = replace(filters, top_k=processor.top_k)
-            elif type(processor) is hf.MinPLogitsWarper and filters.min_p is None and _keeps_one(processor):
-                filters = replace(filters, min_p=processor.min_p or None)
+        for each in processors:
+            # Whether what it filters out cannot be drawn at all.
+            bars = isinstance(each, hf.TopKLogitsWarper | hf.MinPLogitsWarper) and each.filter_value == -math.inf
+            if type(each) is hf.TemperatureLogitsWarper and filters == cls():
+                filters = replace(filters, temperature=each.temperature)
+            elif type(each) is hf.TopKLogitsWarper and filters.top_k is filters.min_p is None and bars:
+                filters = replace(filters, top_k=each.top_k)
+            elif type(each) is hf.MinPLogitsWarper and filters.min_p is None and bars and each.min_tokens_to_keep == 1:
+                filters = replace(filters, min_p=each.min_p or None)
             else:
                 return None
         return filters
@@ -333,15 +307,6 @@ class Filters:
             # p >= min_p * p_max, whatever top-k has left out: the two share their normaliser.
             bounds.append(logits.amax(1).float() + self.temperature * math.log(self.min_p))
         return torch.stack(bounds).amax(0) / self.temperature if bounds else None
-
-
-def _bars(warper: hf.TopKLogitsWarper | hf.MinPLogitsWarper) -> bool:
-    """Whether what it filters out cannot be drawn at all."""
-    return warper.filter_value == -math.inf
-
-
-def _keeps_one(warper: hf.MinPLogitsWarper) -> bool:
-    return warper.min_tokens_to_keep == 1 and _bars(warper)
 
 
 def draw_processed(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False) -> Draw:
@@ -388,10 +353,10 @@ def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> L
     return bound
 
 
-def _bind_padding(
-    processor: hf.RepetitionPenaltyLogitsProcessor, requests: Tensor, batch_size: int
-) -> hf.RepetitionPenaltyLogitsProcessor:
+def _bind_padding(processor: LogitsProcessor, requests: Tensor, batch_size: int) -> LogitsProcessor:
     """The processor with the padding of `requests` (`[n]`), which transformers >= 5.23 keeps for the caller's rows."""
+    if not isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
+        return processor
     padding = processor.prompt_ignore_length
     if not isinstance(padding, Tensor):
         return processor

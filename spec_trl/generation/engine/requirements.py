@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .attention import MaskPlan
@@ -36,27 +36,16 @@ _KNOWN_KEYWORDS = {"attention_mask", "position_ids", "past_key_values", "logits_
 
 def check_model(model: PreTrainedModel) -> None:
     """Raises ValueError where `model` cannot be decoded over a ragged cache."""
-    config = model.config
-    if config.is_encoder_decoder:
+    if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder; assistant_strategy serves decoder-only models."
         )
-    text_config = config.get_text_config(decoder=True)
-    model_type = text_config.model_type
-    for name in (config.model_type, model_type):
+    config = model.config.get_text_config(decoder=True)
+    for name in (model.config.model_type, config.model_type):
         if name in _REFUSED_TYPES:
             raise ValueError(f"model type '{name}' is not served: {_REFUSED_TYPES[name]}.")
-    if text_config.to_dict().get("alibi"):
-        raise ValueError(
-            f"model type '{model_type}' with alibi=True is not served: ALiBi needs a two-dimensional mask."
-        )
-    if model._is_stateful:
-        raise ValueError(
-            f"model type '{model_type}' keeps a recurrent state, which rejected tokens cannot be taken out of. "
-            "Generate without `assistant_strategy`."
-        )
-    MaskPlan.from_config(text_config)
-    _check_forward(model, model_type)
+    if obstacle := _obstacle(model, config):
+        raise ValueError(f"model type '{config.model_type}' {obstacle}.")
     _check_adapters(model)
     if is_fsdp_managed_module(model):
         raise ValueError(
@@ -68,26 +57,26 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"the model is spread over {sorted(map(str, places))}; load it on one device.")
 
 
-def _check_forward(model: PreTrainedModel, model_type: str) -> None:
-    decoder = model.get_decoder()
+def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
+    """Why a model with the text config `config` is not served, to be read after its name; None: it is."""
+    settings, decoder = config.to_dict(), model.get_decoder()
+    if settings.get("alibi"):
+        return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
+    if model._is_stateful:
+        text = "keeps a recurrent state, which rejected tokens cannot be taken out of. "
+        return text + "Generate without `assistant_strategy`"
+    MaskPlan.from_config(config)
     if "past_key_values" not in forward_parameters(decoder) | forward_parameters(model):
-        raise ValueError(f"model type '{model_type}' is not served: its forward takes no K/V cache (past_key_values).")
+        return "is not served: its forward takes no K/V cache (past_key_values)"
     if not takes_positions(model) and not position_tables(model):
-        raise ValueError(
-            f"model type '{model_type}' is not served: its forward takes no position_ids, and counts positions from "
-            "the length of a cache whose rows are all equally long."
-        )
-    config = model.config.get_text_config(decoder=True)
-    if "max_position_embeddings" not in config.to_dict().keys() | config.attribute_map.keys():
-        raise ValueError(
-            f"model type '{model_type}' is not served: its config has no max_position_embeddings, so nothing says how "
-            "long its rows may become."
-        )
+        text = "is not served: its forward takes no position_ids, and counts positions from the length of a cache "
+        return text + "whose rows are all equally long"
+    if "max_position_embeddings" not in settings.keys() | config.attribute_map.keys():
+        return "is not served: its config has no max_position_embeddings, so nothing says how long its rows may become"
     sees_both_ways = "create_bidirectional_mask" in vars(sys.modules[type(decoder).__module__])
-    if config.to_dict().get("is_decoder") is False and sees_both_ways:
-        raise ValueError(
-            f"model type '{model_type}' attends in both directions; set config.is_decoder=True to make it a decoder."
-        )
+    if settings.get("is_decoder") is False and sees_both_ways:
+        return "attends in both directions; set config.is_decoder=True to make it a decoder"
+    return None
 
 
 def _check_adapters(model: PreTrainedModel) -> None:
@@ -126,11 +115,8 @@ def _check_prompt_learning(model: "PeftModel") -> None:
 
 
 def policy_in(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside the wrappers of torch.compile and PEFT.
-
-    Raises:
-        ValueError: a wrapper of PEFT holds a soft prompt, which the model inside knows nothing of.
-    """
+    """The transformers model inside the wrappers of torch.compile and PEFT; raises ValueError for a soft prompt of
+    PEFT, which the model inside knows nothing of."""
     from peft import PeftModel
 
     model = uncompiled(model)
@@ -152,9 +138,8 @@ def _refusal(name: str, value: Any) -> ValueError:
     if name.startswith("output_"):
         way_out = "the output's .logprobs holds those of the sampled tokens"
     return ValueError(
-        f"{name}={value!r} cannot be combined with assistant_strategy: the engine samples or decodes "
-        f"greedily over its own cache. Leave it unset, or generate without assistant_strategy"
-        f"{'; ' + way_out if way_out else ''}."
+        f"{name}={value!r} cannot be combined with assistant_strategy: the engine samples or decodes greedily over "
+        f"its own cache. Leave it unset, or generate without assistant_strategy{'; ' + way_out if way_out else ''}."
     )
 
 
@@ -202,11 +187,8 @@ def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> 
 
 
 def without_modalities(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`model_kwargs` without those that say of a vision-language model's prompts that they are text alone.
-
-    Raises:
-        ValueError: they say that there are images, sound or video.
-    """
+    """`model_kwargs` without those that say of a vision-language model's prompts that they are text alone; raises
+    ValueError where they say that there are images, sound or video."""
     seen = model_kwargs.get("mm_encoder_outputs")  # generate makes one itself, empty where there is only text
     types = ("token_type_ids", "mm_token_type_ids") if "image" in model.input_modalities else ()
     marked = [name for name in types if model_kwargs.get(name) is not None and bool(model_kwargs[name].any())]
@@ -240,14 +222,11 @@ def check_not_empty(input_ids: Tensor) -> None:
 
 
 def split_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
-    """Prompts without their left padding.
+    """B prompts `[prompt length]` int64 without their left padding.
 
     Args:
         input_ids: `[B, width]` int64.
         attention_mask: `[B, width]` of 0 and 1, or None for no padding.
-
-    Returns:
-        B tensors `[prompt length]` int64.
 
     Raises:
         ValueError: a prompt is empty, right-padded or has holes.
@@ -302,21 +281,18 @@ def check_lengths(model: PreTrainedModel, longest_prompt: int, longest_total: in
         longest_total: longest prompt plus its new tokens.
     """
     config = model.config.get_text_config(decoder=True)
-    context = config.max_position_embeddings
+    context, limit = config.max_position_embeddings, position_limit(model)
     if longest_prompt > context:
         raise ValueError(
             f"the longest prompt has {longest_prompt} tokens and the model's context is {context} "
             "(max_position_embeddings). Truncate the prompts."
         )
-    limit = position_limit(model)
     if limit is not None and longest_total > limit:
-        scaling = sorted({scope["rope_type"] for scope in _rope_scopes(config)} & {"dynamic", "longrope"})
+        reason = "its learned positions end"
         if limit == MaskPlan.for_network(model).unmasked_window:
             reason = "generate would forget tokens that the model's own masks still show (sliding_window)"
-        elif scaling:
+        elif scaling := sorted({scope["rope_type"] for scope in _rope_scopes(config)} & {"dynamic", "longrope"}):
             reason = f"{scaling} RoPE scaling makes a row depend on its batch"
-        else:
-            reason = "its learned positions end"
         raise ValueError(
             f"prompt plus new tokens reach {longest_total}, and at {limit} {reason}. Keep the longest prompt plus "
             f"max_new_tokens within {limit}."
@@ -349,16 +325,12 @@ def position_limit(model: PreTrainedModel) -> int | None:
 def _rope_scopes(config: Any) -> list[dict[str, Any]]:
     """RoPE parameters, one dict or one for each layer type."""
     parameters = config.to_dict().get("rope_parameters") or {}
-    scopes = (
-        parameters.values() if parameters and all(isinstance(v, dict) for v in parameters.values()) else [parameters]
-    )
-    return [scope for scope in scopes if scope and "rope_type" in scope]
+    is_by_type = bool(parameters) and all(isinstance(value, dict) for value in parameters.values())
+    return [scope for scope in (parameters.values() if is_by_type else [parameters]) if "rope_type" in scope]
 
 
 def _has_position_table(model: PreTrainedModel, context: int) -> bool:
-    # OPT and its kin keep two extra rows.
     words = model.get_input_embeddings()
-    return any(
-        isinstance(m, nn.Embedding) and m is not words and m.num_embeddings in (context, context + 2)
-        for m in model.modules()
-    )
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
+    sizes = {table.num_embeddings for table in tables}
+    return bool(sizes & {context, context + 2})  # OPT and its kin keep two extra rows

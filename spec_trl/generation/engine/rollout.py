@@ -50,7 +50,7 @@ class Rollout:
         pipeline: logits processors.
         stopping: when a row ends.
         do_sample: False: greedy.
-        rejection: verify by rejection sampling instead of exactly.
+        rejection: where it samples, verify by rejection sampling instead of exactly.
         want_logprobs: whether completions carry logprobs.
         strategy: name for the statistics.
         on_tokens: called with `[n]` new tokens in each round; batch 1 only (a streamer).
@@ -80,8 +80,7 @@ class Rollout:
         self._do_sample, self._rejection = do_sample, rejection and do_sample
         self._want_logprobs, self._on_tokens = want_logprobs, on_tokens
         self._vocabulary = target.network.config.get_text_config(decoder=True).vocab_size
-        self._statistics = SpeculationStatistics(strategy)
-        self._log = RoundLog()
+        self._statistics, self._log = SpeculationStatistics(strategy), RoundLog()
         self._names = [drafter.strategy for drafter in drafters]
         self._timeline = TimelineLog(len(requests), self._names)
         self._ended_in = [0] * len(requests)
@@ -110,7 +109,7 @@ class Rollout:
         self._for_each_drafter(lambda drafter: drafter.begin(session))
 
     def end(self) -> None:
-        """Lets drafters go of the rows and caches, which would outlive the generation with them."""
+        """Lets drafters go of the rows and caches, which would otherwise outlive the generation."""
         self._for_each_drafter(lambda drafter: drafter.end())
 
     def admit(self) -> None:
@@ -140,7 +139,9 @@ class Rollout:
         batch, length = self._rows.active, self._total_length / self._rows.active
         lengths = draft_lengths(plan, batch)
         with self._timer.phase("noise"):
-            noise = self._noise(max((max(own) for own in lengths.values()), default=0))
+            count = 1 + max((max(own) for own in lengths.values()), default=0)
+            key = self._rows.streams, self._rows.generated, count, self._vocabulary
+            noise = RoundNoise(*key) if self._do_sample else None
         outcome = self._one_chain(lengths, noise) if is_one_chain(lengths) else self._several_chains(lengths, noise)
         with self._timer.phase("accept"):
             finished, tokens = self._commit(outcome)
@@ -177,39 +178,28 @@ class Rollout:
         for which, proposal in drafted.items():
             self._teach(which, proposal, partial(lanes.verified, which, logits))
         with self._timer.phase("accept"):
-            verdicts = [
-                self._verdict(proposal, lanes.logits(lane, logits), noise)
-                for lane, proposal in enumerate(lanes.proposals)
-            ]
-            outcome = lanes.outcome(verdicts)
+            own = enumerate(lanes.proposals)
+            outcome = lanes.outcome([self._verdict(each, lanes.logits(lane, logits), noise) for lane, each in own])
             if lanes.layout is not None:
                 self._target.keep_chains(lanes.layout.slots_of(outcome.winner))
         return outcome
 
     def _plan(self) -> Sequence[Chain]:
         """The chains that the control wants, no longer than the row with most room could use."""
+        rows = self._rows
         with self._timer.phase("control"):
-            rows = self._rows
             plan = self._control.plan(list(rows.indices), self._total_length / rows.active, len(self._waiting))
             chains = [replace(chain, draft_length=min(chain.draft_length, self._room - 1)) for chain in plan]
             plan = [chain for chain in chains if chain.draft_length > 0 and self._drafters[chain.which] is not None]
             self._timeline.record(time.perf_counter() - self._started, self._log.rounds, plan, rows.indices)
         return plan
 
-    def _noise(self, draft_length: int) -> RoundNoise | None:
-        rows = self._rows
-        if not self._do_sample:
-            return None
-        return RoundNoise(rows.streams, rows.generated, draft_length + 1, self._vocabulary)
-
     def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
         """What drafter `which` drafts, as far as rows have room for it and tokens exist; nothing where it fails."""
-        rows = self._rows
-        shape = (rows.active, draft_length, self._vocabulary)
+        rows, shape = self._rows, (self._rows.active, draft_length, self._vocabulary)
         proposal = self._guard(which, lambda drafter: _checked(drafter.propose(draft_length, noise), shape))
         if proposal is None:
-            # A drafter that failed half-way may have left broken K/V in the columns it drafted: they are verified all
-            # the same, as tokens nobody proposed, and so overwritten.
+            # Its K/V in the columns it drafted may be broken: verifying as many tokens overwrites it.
             return self._nothing(draft_length)
         legal = (proposal.tokens >= 0) & (proposal.tokens < self._vocabulary)  # [B, γ]
         room = rows.limits - rows.lengths - 1  # [B], the bonus token needs one
@@ -371,12 +361,12 @@ class Rollout:
         statistics = self._statistics
         completions = [completion for completion in self._completions if completion is not None]
         self._counter.write_to(statistics)
+        self._log.write_to(statistics)
         statistics.ended_in, statistics.timeline = self._ended_in, self._timeline.timelines
-        statistics.tokens = sum(len(completion.tokens) for completion in completions)
-        if self._want_logprobs:
-            statistics.logprob_sum = float(
-                sum(c.logprobs.double().sum() for c in completions if c.logprobs is not None)
-            )
+        lengths = [len(completion.tokens) for completion in completions]
+        statistics.tokens = sum(lengths)
+        logprobs = [completion.logprobs for completion in completions if completion.logprobs is not None]
+        statistics.logprob_sum = float(sum(own.double().sum() for own in logprobs))
         statistics.target_forwards = self._target.forwards
         statistics.cache_bytes = self._target.cache.bytes
         statistics.graphs, statistics.graph_bytes = self._target.captured
@@ -389,19 +379,18 @@ class Rollout:
         account = self._control.account()
         statistics.predicted_speedup, statistics.reason = account.predicted_speedup, account.reason
         statistics.measured_speedup = sum(self._control.tallies, Tally()).measured_speedup
-        self._log.write_to(statistics)
         statistics.phase_seconds = self._timer.seconds()
         statistics.seconds = time.perf_counter() - self._started
-        statistics.plain_seconds = self._plain_seconds([len(completion.tokens) for completion in completions])
+        statistics.plain_seconds = self._plain_seconds(lengths)
 
     def _plain_seconds(self, tokens: list[int]) -> float | None:
-        """What plain decoding would have taken; it reads the same prompts, and the rounds before the first draft were
-        plain decoding."""
-        plain, seconds = self._log.plain_rounds, self._log.plain_seconds
-        if plain == self._log.rounds:
+        """What plain decoding would have taken: the same prefill, the rounds before the first draft, and the rest."""
+        if self._log.plain_rounds == self._log.rounds:
             return self._statistics.seconds
-        rest = self._control.plain_seconds(plain_rounds(self._prompt_lengths, tokens, self._rows.capacity, done=plain))
-        return None if rest is None else self._statistics.phase_seconds["prefill"] + seconds + rest
+        left = plain_rounds(self._prompt_lengths, tokens, self._rows.capacity, done=self._log.plain_rounds)
+        rest = self._control.plain_seconds(left)
+        known = self._statistics.phase_seconds["prefill"] + self._log.plain_seconds
+        return None if rest is None else known + rest
 
 
 def _report_broken(_: Drafter) -> None:
@@ -410,13 +399,12 @@ def _report_broken(_: Drafter) -> None:
 
 def _checked(proposal: Proposal, expected: tuple[int, int, int]) -> Proposal:
     """Refuses a proposal whose tokens are not `[B, γ]` int64, lengths `[B]` int64, logits `[B, γ, vocabulary]`."""
-    parts = ((proposal.tokens, expected[:2]), (proposal.lengths, expected[:1]))
-    if any(tuple(tensor.shape) != shape or tensor.dtype != torch.int64 for tensor, shape in parts):
-        raise ValueError(
-            f"proposed tokens of shape {tuple(proposal.tokens.shape)} ({proposal.tokens.dtype}) with lengths of shape "
-            f"{tuple(proposal.lengths.shape)} ({proposal.lengths.dtype}); expected {expected[:2]} and {expected[:1]} "
-            "of int64"
-        )
+    parts = [("tokens", proposal.tokens, expected[:2]), ("lengths", proposal.lengths, expected[:1])]
+    for name, tensor, shape in parts:
+        if tuple(tensor.shape) != shape or tensor.dtype != torch.int64:
+            raise ValueError(
+                f"proposed {name} of shape {tuple(tensor.shape)} ({tensor.dtype}); expected {shape} of int64"
+            )
     if proposal.logits is not None and tuple(proposal.logits.shape) != expected:
         raise ValueError(f"proposed logits of shape {tuple(proposal.logits.shape)}; expected {expected}")
     return proposal

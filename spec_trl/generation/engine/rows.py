@@ -11,14 +11,8 @@ from .cache import check_memory
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate.
-
-    Args:
-        index: its row in the caller's batch.
-        prompt: `[prompt length]` int64, without padding.
-        limit: largest total length, prompt included.
-        stream: noise key of the request.
-    """
+    """One sequence to generate: row `index` of the caller's batch, from `prompt` `[length]` int64 (no padding) to at
+    most `limit` tokens, the prompt's included, with the noise key `stream`."""
 
     index: int
     prompt: Tensor
@@ -55,55 +49,45 @@ class Rows:
                                                ^ lengths[b]
 
     The last committed token is not in the K/V cache yet: the next forward feeds it, and the drafts after it.
+
+    Attributes:
+        lengths, prompt_lengths, limits: `[active]` int64 tokens: committed, of the prompt, and allowed.
+        requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
+        streams: `[active]` int64 noise keys.
+        longest: longest committed length among the active rows, known without asking the device.
     """
 
+    lengths: Tensor
+    prompt_lengths: Tensor
+    limits: Tensor
+    requests: Tensor
+    streams: Tensor
+
     def __init__(self, capacity: int, columns: int, device: torch.device) -> None:
-        self.capacity = capacity
-        self.columns = columns
-        self.active = 0
+        self.capacity, self.columns = capacity, columns
         check_memory(f"the tokens of {capacity} rows x {columns} columns", 12 * capacity * columns, device)
         self.tokens = torch.zeros(capacity, columns, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(capacity, columns, dtype=torch.float32, device=device)
         self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)
-        self._all_lengths, self._all_prompt_lengths, self._all_limits, self._all_requests, self._all_streams = (
-            self._state
-        )
         self._index = torch.arange(capacity, device=device)[:, None]  # [capacity, 1]
-        self.longest = 0
-        """Longest committed length among the active rows, known without asking the device."""
+        self.longest = self.active = 0
         self.prompts: list[bytes] = []
         self.indices: list[int] = []
-        """`requests`, on the host."""
 
     @property
-    def lengths(self) -> Tensor:
-        """`[active]` int64."""
-        return self._all_lengths[: self.active]
+    def active(self) -> int:
+        """Rows in flight."""
+        return len(self.lengths)
 
-    @property
-    def prompt_lengths(self) -> Tensor:
-        """`[active]` int64."""
-        return self._all_prompt_lengths[: self.active]
+    @active.setter
+    def active(self, count: int) -> None:
+        own = self._state[:, :count]  # [5, active]
+        self.lengths, self.prompt_lengths, self.limits, self.requests, self.streams = own
 
     @property
     def generated(self) -> Tensor:
         """`[active]` int64: tokens generated so far, the position t of the next one."""
         return self.lengths - self.prompt_lengths
-
-    @property
-    def limits(self) -> Tensor:
-        """`[active]` int64."""
-        return self._all_limits[: self.active]
-
-    @property
-    def requests(self) -> Tensor:
-        """`[active]` int64: index of the request in each row."""
-        return self._all_requests[: self.active]
-
-    @property
-    def streams(self) -> Tensor:
-        """`[active]` int64 noise keys."""
-        return self._all_streams[: self.active]
 
     def admit(self, requests: list[Request]) -> Admission:
         """Puts `requests` into the free rows after the active ones."""
@@ -118,14 +102,13 @@ class Rows:
             seen.add(key)
         leaders.sort(key=lambda leader: len(leader[1].prompt))  # rows of like length prefill with little padding
         for row, (key, request) in enumerate(leaders + followers, start=first):
-            self.tokens[row, : len(request.prompt)] = request.prompt
-            values = [len(request.prompt), len(request.prompt), request.limit, request.index, request.stream]
-            self._state[:, row] = torch.tensor(values)
-            self.longest = max(self.longest, len(request.prompt))
+            length = len(request.prompt)
+            self.tokens[row, :length] = request.prompt
+            self._state[:, row] = torch.tensor([length, length, request.limit, request.index, request.stream])
+            self.longest = max(self.longest, length)
             self.prompts.append(key)
             self.indices.append(request.index)
-            if row < first + len(leaders):
-                row_of_prompt[key] = row
+            row_of_prompt.setdefault(key, row)
         self.active += len(requests)
         follower_rows = list(range(first + len(leaders), self.active))
         return Admission(first, len(leaders), follower_rows, [row_of_prompt[key] for key, _ in followers])
@@ -146,7 +129,7 @@ class Rows:
         """Takes the first `counts[b]` (`[active]`) scratch tokens of each row into its output."""
         if logprobs is not None:
             self.logprobs[self._index[: self.active], self.columns_behind(0, logprobs.shape[1])] = logprobs.float()
-        self._all_lengths[: self.active] += counts
+        self.lengths += counts
 
     def drop(self, finished: list[int]) -> tuple[list[int], list[int]]:
         """Takes `finished` rows out of flight and closes the holes with the last active rows.
@@ -155,9 +138,8 @@ class Rows:
             Rows that moved and where they moved to; the caller moves their K/V alike.
         """
         remaining = self.active - len(finished)
-        gone = set(finished)
         destination = [row for row in finished if row < remaining]
-        source = [row for row in range(remaining, self.active) if row not in gone]
+        source = [row for row in range(remaining, self.active) if row not in finished]
         if source:
             self.tokens[destination] = self.tokens[source]
             self.logprobs[destination] = self.logprobs[source]

@@ -1,6 +1,7 @@
 """Runs one network over a ragged cache. Every forward of generation, target's or drafter's, goes through here."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .attention import MaskPlan, reads_spans
-from .cache import RaggedCache, ReplayCache
+from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
 from .hidden_states import keep_states
 from .requirements import position_limit
@@ -57,29 +58,26 @@ class EagerRunner:
         Writes their K/V, attends over columns `0..columns` and returns logits `[B, q, vocab]`.
         """
         self.forwards += 1
-        logits, features = self._run(tokens, positions, columns, first_row, logits_to_keep=0)
+        logits, features = self._run(tokens, positions, columns, first_row)
         self._tell(features, positions, first_row)
         return logits
 
     def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:
-        """Runs several chains of each row at once and returns logits `[B, W, vocab]`; attends over columns
-        `0..columns`.
+        """Runs several chains of each row at once over columns `0..columns`; returns logits `[B, W, vocab]`.
 
-        Listeners hear nothing until :meth:`keep_chains` says which chains are kept. It runs eagerly in any runner:
-        races are a rollout's last rounds, and have many shapes.
+        Listeners hear nothing until :meth:`keep_chains` says which chains are kept. Any runner runs it eagerly: races
+        are a rollout's last rounds, and have many shapes.
         """
         self.forwards += 1
-        logits, features = self._run(
-            layout.tokens, layout.positions, columns, 0, logits_to_keep=0, places=layout.columns
-        )
+        logits, features = self._run(layout.tokens, layout.positions, columns, places=layout.columns)
         self._raced = layout, features
         return logits
 
     def keep_chains(self, slots: Tensor) -> None:
-        """Leaves of the chains that just ran what a forward of one chain per row would have left.
+        """Keeps one chain per row of those that just ran, as if it alone had run.
 
         Args:
-            slots: `[B, n]` int64 of the layout, those of the chain to keep: its K/V moves to the columns of its
+            slots: `[B, n]` int64 of the layout, those of the chain to keep. Its K/V moves to the columns of its
                 positions, and listeners are told its hidden states.
         """
         layout, features = self._raced
@@ -94,8 +92,7 @@ class EagerRunner:
     def prefill(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> None:
         """The same as :meth:`forward`, for its K/V alone."""
         self.forwards += 1
-        # 1: the fewest a head can be asked for.
-        _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)
+        _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # 1: no head computes fewer
         self._tell(features, positions, first_row)
 
     def read_prompts(self, rows: Rows, admission: Admission) -> None:
@@ -122,12 +119,9 @@ class EagerRunner:
             self.cache.copy_rows(admission.sources, admission.followers, max(lengths[admission.leaders :]))
 
     def beside(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
-        """A runner of this kind for a drafter's network, over this cache or one of its own of the same size.
+        """A runner of this kind for a drafter's `network`, over this cache or one of its own of the same size.
 
-        Args:
-            network: which one.
-            shares_cache: over this cache.
-            made_of: as of :class:`~spec_trl.generation.drafters.autoregressive.NetworkDrafter`.
+        `made_of`: as of :class:`~spec_trl.generation.drafters.autoregressive.NetworkDrafter`.
         """
         return EagerRunner(network, self._cache_for(network, shares_cache))
 
@@ -138,8 +132,7 @@ class EagerRunner:
             layers: which ones, as :func:`~spec_trl.generation.engine.hidden_states.keep_states` counts them.
             heard: called after each forward with features `[B, q, len(layers) * hidden]`, the states concatenated in
                 the order of `layers`, the positions `[B, q]` they belong to, and the first cache row. The features are
-                valid until the next forward. It must not raise: it runs within the target's forward, and would end the
-                generation.
+                valid until the next forward. It must not raise: that would end the generation.
 
         Raises:
             ValueError: the network has no such layer.
@@ -167,12 +160,12 @@ class EagerRunner:
         return 0
 
     def replay(self, network: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: ReplayCache) -> Tensor:
-        """Logits `[B, q, vocab]` of `tokens` at `positions` (`[B, q]` int64) by a copy of the network, with gradient.
+        """Logits `[B, q, vocab]` of `tokens` at `positions` (`[B, q]` int64 each), with gradient.
 
         Args:
-            network: whose forward is as this runner's.
-            tokens: `[B, q]` int64.
-            positions: `[B, q]` int64.
+            network: a copy of this runner's.
+            tokens: what it reads.
+            positions: where.
             cache: K/V that it continues.
         """
         cache.point_at(positions)
@@ -188,15 +181,12 @@ class EagerRunner:
         """Repeats a forward, and says in words which module first returned a NaN or infinity."""
         found: list[str] = []
 
-        def watch(name: str, module: nn.Module) -> RemovableHandle:
-            def hook(_module: nn.Module, _inputs: object, output: object) -> None:
-                if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
-                    found.append(f"the first non-finite values come out of '{name}' ({output.dtype})")
-
-            return module.register_forward_hook(hook)
+        def watch(name: str, _module: nn.Module, _inputs: object, output: object) -> None:
+            if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
+                found.append(f"the first non-finite values come out of '{name}' ({output.dtype})")
 
         leaves = [(name, module) for name, module in self.network.named_modules() if not module._modules]
-        handles = [watch(name, module) for name, module in leaves]
+        handles = [module.register_forward_hook(partial(watch, name)) for name, module in leaves]
         try:
             EagerRunner(self.network, self.cache).forward(tokens, positions, columns)  # a replay calls no hooks
         finally:
@@ -218,23 +208,20 @@ class EagerRunner:
         tokens: Tensor,
         positions: Tensor,
         columns: int,
-        first_row: int,
-        logits_to_keep: int,
+        first_row: int = 0,
+        logits_to_keep: int = 0,
         spans: bool = False,
         places: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self.eager_forwards += 1
         columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
         self.cache.point_at(positions if places is None else places, columns, first_row)
-        device = tokens.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else self.network.dtype
+        dtype = autocast_dtype(tokens.device) or self.network.dtype
+        masks = self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype, places)
         logits = self.network(
             input_ids=tokens,
             position_ids=self._position_ids(positions),
-            attention_mask=(
-                self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype, places)
-            ),
+            attention_mask=masks,
             past_key_values=self.cache,
             use_cache=True,
             **({"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}),

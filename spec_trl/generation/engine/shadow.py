@@ -1,9 +1,9 @@
 """A second module tree over the same Parameters: the network that generation runs.
 
-Training leaves its marks on a policy: train mode with live dropout, gradient checkpointing, patched
-forwards, an attention implementation chosen for packed sequences. Generation must see none of them and
-must not touch them. A shadow has its own module objects, config and hooks dicts, and *shares* every
-Parameter and buffer dict, so it always runs the live weights and costs no memory.
+Training leaves its marks on a policy: train mode with live dropout, gradient checkpointing, patched forwards, an
+attention implementation chosen for packed sequences. Generation must neither see nor touch them. A shadow has its own
+module objects, config and hooks dicts, and *shares* every Parameter and buffer dict, so it always runs the live
+weights and costs no memory.
 """
 
 import copy
@@ -31,30 +31,24 @@ def make_shadow(policy: PreTrainedModel) -> PreTrainedModel:
     Its attention goes through :func:`~spec_trl.generation.engine.attention.ragged_attention` where the family
     supports attention backends, else through the family's own eager code.
     """
-    config_memo: dict[int, Any] = {}
-    shadow = _clone(policy, {}, config_memo)
+    configs: dict[int, Any] = {}
+    shadow = _clone(policy, {}, configs)
     for name in _ROOT_PATCHES:
         shadow.__dict__.pop(name, None)
-    implementation = RAGGED_ATTENTION if policy._supports_attention_backend else "eager"
-    for config in config_memo.values():
+    for config in configs.values():
         if isinstance(config, PreTrainedConfig):
-            config._attn_implementation_internal = implementation
+            config._attn_implementation_internal = RAGGED_ATTENTION if policy._supports_attention_backend else "eager"
     adapt(shadow)
     return shadow
 
 
 def share_weights(network: nn.Module) -> Any:
-    """A second module tree over the Parameters and buffers of `network`, in eval mode: hooks on one are not the
-    other's."""
+    """A second module tree over the Parameters and buffers of `network`, in eval mode, with hooks of its own."""
     return _clone(network, {}, {})
 
 
 def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
-    """The decoder's layers.
-
-    Raises:
-        ValueError: the decoder has no single list of them.
-    """
+    """The decoder's layers; raises ValueError where it has no single list of them."""
     lists = [module for module in network.get_decoder().children() if isinstance(module, nn.ModuleList)]
     if len(lists) != 1:
         raise ValueError(f"{type(network).__name__} has no single list of decoder layers.")
@@ -62,10 +56,8 @@ def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
 
 
 def fingerprint(policy: PreTrainedModel) -> tuple[object, ...]:
-    """What a shadow took over by value or by address: while it stays equal, a shadow of `policy` stays true.
-
-    Modules, their plain attributes and hooks, where their tensors lie; not what the tensors hold.
-    """
+    """What a shadow took over by value or by address: modules, their plain attributes and hooks, where their tensors
+    lie, but not what these hold. While it stays equal, a shadow of `policy` stays true."""
     marks: list[object] = [policy.config.to_json_string(use_diff=False)]
     for module in policy.modules():
         marks += [id(module), type(module)]

@@ -25,21 +25,18 @@ def added(one: Any, other: Any) -> Any:
 
 @dataclass
 class DraftCounts:
-    """Counts over the rounds that speculated.
-
-    Args:
-        drafted, accepted: draft tokens up to a row's end, and how many of them were accepted.
-        blocks: verified rows.
-        first_drafted, first_accepted: the same of each block's first draft token alone.
-        committed: tokens that these rounds added to the output.
-    """
+    """Counts over the rounds that speculated."""
 
     drafted: int = 0
+    """Draft tokens up to a row's end."""
     accepted: int = 0
     blocks: int = 0
+    """Verified rows."""
     first_drafted: int = 0
+    """`drafted` and `accepted` of each block's first draft token alone."""
     first_accepted: int = 0
     committed: int = 0
+    """Tokens that these rounds added to the output."""
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
         total: DraftCounts = added(self, other)
@@ -143,8 +140,8 @@ class SpeculationStatistics:
             and `committed` is what it would have added to the output by itself.
         racing: race statistics; None: no row was raced.
         tokens: generated tokens, EOS included, padding not.
-        logprob_sum: sum of the log-probabilities of the sampled tokens under the processed target distribution
-            (nats); 0 when logprobs were not asked for.
+        logprob_sum: log-probabilities (nats) of the sampled tokens under the processed target distribution; 0 when not
+            asked for.
         target_forwards, draft_forwards: network forwards, prefill included.
         rounds: decoding rounds until the last row ended, of one target forward each.
         ended_in: the round in which each row of the batch ended, counted from 1.
@@ -238,8 +235,7 @@ class SpeculationStatistics:
         return "\n".join(lines)
 
     def tail(self, share: float = 0.5) -> Tail:
-        """From when at least `share` of the requests had ended until the last one had (SA §4.2). 0: the whole of
-        decoding.
+        """What decoding took from when at least `share` of the requests had ended until the last one had (SA §4.2).
 
         Raises:
             ValueError: `share` is not in 0 to 1.

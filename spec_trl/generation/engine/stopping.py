@@ -9,12 +9,7 @@ from .processors import PrefixView, is_known, needs_batch
 
 
 class Stopping:
-    """When a row ends: any EOS id, its length limit, or a stopping criterion.
-
-    Args:
-        criteria: as prepared by `generate`.
-        prefixes: the rows they look at.
-    """
+    """When a row ends: any EOS id, its length limit, or a stopping criterion; `criteria` as prepared by `generate`."""
 
     def __init__(self, criteria: StoppingCriteriaList, prefixes: PrefixView) -> None:
         self._prefixes = prefixes

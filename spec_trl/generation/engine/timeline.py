@@ -17,9 +17,9 @@ class RequestTimeline:
 
     Args:
         request: its row in the caller's batch.
-        changes: (seconds since the start, decoding round counted from 0, names of those who draft from then on). The
-            first is when the request got a row; several names: they race; none: it decodes autoregressively. At most
-            `MOST_CHANGES`.
+        changes: (seconds since the start, decoding round counted from 0, names of those who draft from then on), at
+            most `MOST_CHANGES`. The first is when the request got a row. Several names: they race; none: it decodes
+            autoregressively.
         ended: seconds since the start.
     """
 
@@ -34,12 +34,7 @@ def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTim
 
 
 class TimelineLog:
-    """Collects timelines while decoding.
-
-    Args:
-        requests: rows of the caller's batch.
-        names: of the drafters.
-    """
+    """Collects timelines of `requests` rows of the caller's batch, with the `names` of the drafters."""
 
     def __init__(self, requests: int, names: Sequence[str]) -> None:
         self.timelines = [RequestTimeline(request) for request in range(requests)]

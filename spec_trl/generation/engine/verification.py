@@ -17,8 +17,8 @@ class Proposal:
         tokens: `[B, γ]` int64.
         lengths: `[B]` int64, how many of them are drafts of the row; the others are padding.
         logits: `[B, γ, vocabulary]` processed draft logits; rejection verification needs them.
-        broken: bool scalar, whether the drafter found NaN in its logits; it is read when the round waits for the
-            device anyway.
+        broken: bool scalar, whether the drafter found NaN in its logits; read when the round waits for the device
+            anyway.
     """
 
     tokens: Tensor
@@ -29,14 +29,9 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target made of a proposal.
-
-    Args:
-        tokens: `[B, γ + 1]` int64; a row's next tokens are the first `accepted + 1`.
-        accepted: `[B]` int64, draft tokens accepted.
-        scores: `[B, γ + 1]`, winning score of each token that was sampled, NaN or -inf where logits were broken.
-        logprobs: `[B, γ + 1]` log-probability of each token under the processed target distribution, if asked for.
-    """
+    """What the target made of a proposal: `tokens` `[B, γ + 1]` int64, of which a row's next are the first `accepted +
+    1` (`[B]` int64); `scores` and `logprobs` `[B, γ + 1]` as of :class:`~spec_trl.generation.engine.noise.Draw`, the
+    scores 0 where a token was not sampled."""
 
     tokens: Tensor
     accepted: Tensor
@@ -52,7 +47,7 @@ class Outcome:
     Args:
         verdict: on the chain that each row goes on with.
         winner: `[B]` int64, that chain's lane.
-        width: draft tokens that were verified in the row with most.
+        width: largest number of draft tokens verified in any row.
         by_drafter: what each drafter proposed, by its number.
         owners: N lists of B numbers, the drafter of each row's chain in each lane; -1: the row has none there.
         drafters: `[N, B]` int64, the same on the device.
@@ -91,17 +86,13 @@ class Outcome:
 
 
 def verify_exact(draw: Draw, proposal: Proposal) -> Verdict:
-    """Accepts the drafts that equal the target's own tokens, sampled at every position (design §3).
+    """Accepts the drafts that equal the target's own tokens, drawn at all γ + 1 positions (design §3).
 
     The target's token at a position does not depend on the draft, so the output is what `"none"` gives:
 
         fed            x_t   d1   d2   d3        (x_t: last committed token)
         target token    y1   y2   y3   y4        accept d1 = y1, d2 = y2, ... up to the first difference;
         output          y1   y2   y3   y4        the y after the last accepted draft is corrected or bonus
-
-    Args:
-        draw: the target's tokens at the γ + 1 positions.
-        proposal: the drafts.
     """
     accepted = _leading(proposal.tokens == draw.tokens[:, :-1], proposal.lengths)  # [B]
     return Verdict(draw.tokens, accepted, draw.scores, draw.logprobs)
@@ -118,31 +109,28 @@ def verify_rejection(
     Args:
         logits: `[B, γ + 1, vocabulary]` processed target logits p.
         proposal: the drafts, with their logits q.
-        keys: `[B, γ + 1]` int64 keys of the coins.
-        residual_keys: `[B, γ + 1]` int64 keys of the resampling noise.
+        keys, residual_keys: `[B, γ + 1]` int64, of the coins and of the resampling noise.
         want_logprobs: whether to compute `logprobs`.
     """
-    batch = torch.arange(logits.shape[0], device=logits.device)
-    drafts, lengths = proposal.tokens, proposal.lengths
-    p = logits.softmax(dim=-1)  # [B, γ + 1, V]
     assert proposal.logits is not None
+    batch, drafts, lengths = torch.arange(len(logits), device=logits.device), proposal.tokens, proposal.lengths
+    p = logits.softmax(dim=-1)  # [B, γ + 1, V]
     q = proposal.logits.softmax(dim=-1).to(p.dtype)  # [B, γ, V]
     p_draft = p[:, :-1].gather(2, drafts[..., None]).squeeze(2)  # [B, γ]
     q_draft = q.gather(2, drafts[..., None]).squeeze(2)  # [B, γ]
     accepted = _leading(uniform_coins(keys[:, :-1]) * q_draft < p_draft, lengths)  # [B]
 
     p_last = p[batch, accepted]  # [B, V]: the distribution after the last accepted draft
+    residual = p_last
     if drafts.shape[1]:
         rejected = (accepted < lengths)[:, None]  # [B, 1]; else: bonus token, drawn from p itself
         q_last = q[batch, accepted.clamp(max=drafts.shape[1] - 1)]  # [B, V]
         residual = (p_last - q_last).clamp_(min=0)
         residual = torch.where(rejected & (residual.sum(-1, keepdim=True) > 0), residual, p_last)
-    else:
-        residual = p_last
     score, last = sample(residual.log(), gumbel_noise(residual_keys[batch, accepted], logits.shape[-1]))
     tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], dim=1)  # [B, γ + 1]
     tokens[batch, accepted] = last
-    scores = torch.zeros(tokens.shape, dtype=score.dtype, device=score.device)
+    scores = score.new_zeros(tokens.shape)  # [B, γ + 1]
     scores[batch, accepted] = score
     return Verdict(tokens, accepted, scores, token_logprobs(logits, tokens) if want_logprobs else None)
 

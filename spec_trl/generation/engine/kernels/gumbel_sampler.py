@@ -108,6 +108,7 @@ def _merge_chunks(
     tl.store(logprob_ptr + row, tl.where(lost, float("nan"), x - normaliser))
 
 
+@torch.library.custom_op("spec_trl::gumbel_draw", mutates_args=())
 def fused_draw(
     logits: Tensor, keys: Tensor | None, temperature: float = 1.0, floors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,13 +134,6 @@ def fused_draw(
         ValueError: shapes, dtypes or strides do not fit, or the temperature is not positive.
     """
     _check(logits, keys, temperature, floors)
-    return _op(logits, keys, temperature, floors)
-
-
-@torch.library.custom_op("spec_trl::gumbel_draw", mutates_args=())
-def _op(
-    logits: Tensor, keys: Tensor | None, temperature: float, floors: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
     rows, vocabulary = logits.shape
     tokens = logits.new_empty(rows, dtype=torch.int64)
     scores = logits.new_empty(rows, dtype=torch.float32)
@@ -167,10 +161,10 @@ def _op(
     return tokens, scores, logprobs
 
 
-@_op.register_fake
-def _(logits: Tensor, keys: Tensor | None, temperature: float, floors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+@fused_draw.register_fake
+def _(logits: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     scores = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    return logits.new_empty(logits.shape[0], dtype=torch.int64), scores, torch.empty_like(scores)
+    return torch.empty_like(scores, dtype=torch.int64), scores, torch.empty_like(scores)
 
 
 def _check(logits: Tensor, keys: Tensor | None, temperature: float, floors: Tensor | None) -> None:

@@ -165,6 +165,7 @@ def _merge(
     tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=e < VALUE_DIM)
 
 
+@torch.library.custom_op("spec_trl::ragged_decode_attention", mutates_args=())
 def ragged_decode_attention(
     query: Tensor,
     keys: Tensor,
@@ -200,20 +201,6 @@ def ragged_decode_attention(
         ValueError: shapes, dtypes or strides do not fit.
     """
     _check(query, keys, values, first, last, softcap, sinks)
-    return _op(query, keys, values, first, last, scale, softcap, sinks)
-
-
-@torch.library.custom_op("spec_trl::ragged_decode_attention", mutates_args=())
-def _op(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    first: Tensor,
-    last: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
     batch, heads, length, head_dim = query.shape
     kv_heads, columns, value_dim = values.shape[1:]
     groups = heads // kv_heads
@@ -256,18 +243,9 @@ def _op(
     return out
 
 
-@_op.register_fake
-def _(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    first: Tensor,
-    last: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    batch, heads, length, _ = query.shape
+@ragged_decode_attention.register_fake
+def _(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
+    batch, heads, length, _head_dim = query.shape
     return query.new_empty(batch, length, heads, values.shape[3])
 
 
