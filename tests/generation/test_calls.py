@@ -3,22 +3,13 @@
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from transformers import (
-    LlamaForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 import spec_trl
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -31,40 +22,20 @@ from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.selection import AcceptanceHistory
 from tests.conftest import tiny_llama
-from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.calls import EachRound, generate, outputs, pad_left, random_rows
 
 
 PROMPTS = pad_left(random_rows([5, 9, 1, 7]))
 OTHERS = pad_left(random_rows([3, 6], seed=3))
 SHORT = {"max_new_tokens": 14}
-LEARNS = {"tts_drafter": "model", "tts_scope": "run"}
-
-
-class EachRound(StoppingCriteria):
-    """Does something in each round, and stops nothing."""
-
-    prefix_only = True
-
-    def __init__(self, action: Callable[[int], None]) -> None:
-        self.action, self.round = action, 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        self.round += 1
-        self.action(self.round)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class Fails(LogitsProcessor):
-    prefix_only = True
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        raise RuntimeError("of the processor")
+EAGER = {"runner": "eager"}
 
 
 def arguments(strategy: str, assistant: LlamaForCausalLM) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config and the keywords of a call."""
-    config = {"draft_length": 2} | (LEARNS if strategy == "tts" else {})
-    return config, SHORT | ({"assistant_model": assistant} if strategy in ("model", "tts") else {})
+    learns = {"tts_drafter": "model", "tts_scope": "run"} if strategy == "tts" else {}
+    helped = {"assistant_model": assistant} if strategy in ("model", "tts") else {}
+    return {"draft_length": 2} | learns, SHORT | helped
 
 
 # ---- inside one another, and at the same time -----------------------------------------------------------------------
@@ -77,15 +48,14 @@ def test_a_generation_inside_a_generation(fresh, tiny_assistant, tape, strategy,
     """With the same model and options, as a judge does: what it keeps and drafts with is not the outer one's."""
     config, options = arguments(strategy, tiny_assistant)
     config = config | {"runner": runner}
-    plain = {"runner": "eager"}
-    expected, inside = (outputs(generate(fresh, each, config=plain, **SHORT)) for each in (PROMPTS, OTHERS))
+    expected, inside = (outputs(generate(fresh, each, config=EAGER, **SHORT)) for each in (PROMPTS, OTHERS))
 
     def judge(number: int) -> None:
         if number == 6:
             found = generate(fresh, OTHERS, strategy, config, **options)
             assert outputs(found) == inside and found.statistics.drafter_failure is None
 
-    criteria = StoppingCriteriaList([each := EachRound(judge)])
+    criteria = [each := EachRound(judge)]
     result = generate(fresh, PROMPTS, strategy, config, stopping_criteria=criteria, **options)
     assert outputs(result) == expected and each.round > 6
     assert result.statistics.drafter_failure is None
@@ -100,7 +70,7 @@ def test_generations_in_two_threads(fresh, tiny_assistant, tape, strategy, runne
     config, options = arguments(strategy, tiny_assistant)
     config = config | {"runner": runner}
     prompts = [PROMPTS, OTHERS]
-    expected = [outputs(generate(fresh, each, config={"runner": "eager"}, **SHORT)) for each in prompts]
+    expected = [outputs(generate(fresh, each, config=EAGER, **SHORT)) for each in prompts]
     generate(fresh, PROMPTS, strategy, config, **options)  # what it drafted with is kept
     together = threading.Barrier(2, timeout=60)
 
@@ -109,8 +79,7 @@ def test_generations_in_two_threads(fresh, tiny_assistant, tape, strategy, runne
             together.wait()
 
     def call(each: dict[str, Tensor]) -> list[list[int]]:
-        criteria = StoppingCriteriaList([EachRound(wait)])
-        result = generate(fresh, each, strategy, config, stopping_criteria=criteria, **options)
+        result = generate(fresh, each, strategy, config, stopping_criteria=[EachRound(wait)], **options)
         assert result.statistics.drafter_failure is None and result.statistics.total.accepted > 0
         return outputs(result)
 
@@ -126,7 +95,7 @@ def test_a_drafter_serves_one_generation_at_a_time(tiny) -> None:
             with pytest.raises(ValueError, match="drafter=SelfDrafter is in use: a drafter serves one generation"):
                 generate(tiny, OTHERS, drafter=drafter)
 
-    result = generate(tiny, PROMPTS, drafter=drafter, stopping_criteria=StoppingCriteriaList([EachRound(again)]))
+    result = generate(tiny, PROMPTS, drafter=drafter, stopping_criteria=[EachRound(again)])
     assert outputs(result) == outputs(generate(tiny, PROMPTS)) and result.statistics.drafter_failure is None
     assert outputs(generate(tiny, OTHERS, drafter=drafter)) == outputs(generate(tiny, OTHERS))
 
@@ -141,8 +110,12 @@ def test_a_call_that_fails_puts_its_drafter_back(fresh, tiny_assistant, strategy
     config, options = arguments(strategy, tiny_assistant)
     generate(fresh, PROMPTS, strategy, config, **options)
     drafter = look(fresh, strategy)
-    with pytest.raises(RuntimeError, match="of the processor"):
-        generate(fresh, PROMPTS, strategy, config, logits_processor=LogitsProcessorList([Fails()]), **options)
+
+    def fail(number: int) -> None:
+        raise RuntimeError("of the criterion")
+
+    with pytest.raises(RuntimeError, match="of the criterion"):
+        generate(fresh, PROMPTS, strategy, config, stopping_criteria=[EachRound(fail)], **options)
     with pytest.raises(ValueError, match="would not fit in memory"):
         generate(fresh, PROMPTS, strategy, config, **(options | {"max_new_tokens": 10**12}))
     assert drafter is not None and look(fresh, strategy) is drafter

@@ -35,16 +35,29 @@ class Row(LogitsProcessor):
 
 
 class Counter(LogitsProcessor):
-    """Counts its calls, and the rows that it has been shown."""
+    """Counts its calls."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.calls += 1
-        scores = scores.clone()
-        scores[:, (5 * self.calls) % 64] += 6.0
-        return scores
+        return scores + 6.0 * (torch.arange(scores.shape[1]) == (5 * self.calls) % 64)
+
+
+class Seldom(TopKLogitsWarper):
+    """A class of transformers with another behaviour."""
+
+    calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return super().__call__(input_ids, scores) if self.calls % 2 else -scores
+
+
+def by_function(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Each row has tokens of its own, and a row that has ended none at all."""
+    ended = torch.isin(input_ids[:, 12:], torch.tensor(EOS["eos_token_id"])).any(1)  # [B], 12: the prompts' width
+    return Row()(input_ids, scores).masked_fill(ended[:, None], -torch.inf)
 
 
 class Grammar(LogitsProcessor):
@@ -68,22 +81,6 @@ class Mean(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores - 2 * scores.mean(0) + (torch.arange(scores.shape[1]) == input_ids.sum() % 64) * 4.0
-
-
-class Seldom(TopKLogitsWarper):
-    """A class of transformers with another behaviour."""
-
-    calls = 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls += 1
-        return super().__call__(input_ids, scores) if self.calls % 2 else -scores
-
-
-def by_function(input_ids: Tensor, scores: Tensor) -> Tensor:
-    """Each row has tokens of its own, and a row that has ended none at all."""
-    ended = torch.isin(input_ids[:, 12:], torch.tensor(EOS["eos_token_id"])).any(1)  # [B], 12: the prompts' width
-    return Row()(input_ids, scores).masked_fill(ended[:, None], -torch.inf)
 
 
 class Patience(StoppingCriteria):
