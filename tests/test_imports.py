@@ -176,7 +176,6 @@ PRIVATE = {
     "tests/generation/drafters/test_small_model.py",
     "tests/generation/drafters/tts/test_drafter.py",
     "tests/generation/drafters/tts/test_learners.py",
-    "tests/generation/engine/test_family_hooks.py",
     "tests/generation/engine/test_on_cuda.py",
     "tests/generation/engine/test_shadow.py",
     "tests/measuring/test_fill_ladder.py",

@@ -14,14 +14,14 @@ from spec_trl.generation.strategies import acceptance_history_of, make_control
 from spec_trl.measuring import fill_ladder
 from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
 from spec_trl.scheduling.best_of_n import BestOfN
-from spec_trl.scheduling.ladder import Ladder, LadderCosts, Rung
+from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.roofline import Coefficients
 from spec_trl.scheduling.selection import AcceptanceHistory
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs, pad_left, random_rows
 from tests.generation.conftest import Clock, Make
 from tests.generation.races import EOS, PROMPTS, ROWS
-from tests.generation.test_control import FREE_DRAFTS, PROFILE
+from tests.generation.test_control import FREE_DRAFTS
 
 
 LENGTHS = (2, 4)
@@ -148,17 +148,6 @@ def test_tolerance_is_of_free_tokens(drafters: Make) -> None:
         config = SpeculativeConfig(sd_toggle="roofline", best_of_n_tolerance=tolerance)
         control = make_control(members, config, steep, ladder_of(members))
         assert isinstance(control, BestOfN) and control.free_tokens(1, 10.0, 2) == free
-
-
-def test_the_roofline_predicts_where_there_is_one(drafters: Make) -> None:
-    members = drafters("self", "history")
-    for toggle, profile, kind in (("roofline", PROFILE, type(PROFILE.roofline)), ("always", None, LadderCosts)):
-        config = SpeculativeConfig(sd_toggle=toggle, best_of_n_race=False)
-        control = make_control(members, config, profile, ladder_of(members))
-        assert isinstance(control, BestOfN)
-        control.begin(1, ["prompt"])
-        assert {type(candidate.roofline) for candidate in control.candidates} == {kind}
-        assert control.most_drafted == max(LENGTHS)  # room for one chain per row
 
 
 # ---- what is kept, and the whole way --------------------------------------------------------------------------------

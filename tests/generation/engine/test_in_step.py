@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.generation import EosTokenCriteria, TopKLogitsWarper
 
-from tests.generation.calls import Prompts, generate, outputs, pad_left, plain_decoding, random_rows
+from tests.generation.calls import Prompts, generate, pad_left, random_rows
 
 
 EOS = dict(eos_token_id=[7, 11, 12])
@@ -150,16 +150,6 @@ def test_greedy_equals_transformers(
     result = generate(tiny, prompts, strategy, **GREEDY, **KINDS[kind]())
     assert result.sequences.tolist() == expected != plain
     assert result.statistics.total.drafted == 0 and result.statistics.tokens == int(result.lengths.sum())
-
-
-@pytest.mark.parametrize("kind", ["counting", "between others"])
-def test_sampling_equals_a_plain_loop(kind: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
-    options = dict(do_sample=True, top_k=0, max_new_tokens=16, pad_token_id=0)
-    tokens, logprobs = tiny.generate(**prompts, custom_generate=plain_decoding, **options, **KINDS[kind]())
-    result = generate(tiny, prompts, **options, **KINDS[kind]())
-    assert outputs(result) == tokens
-    for row, expected in enumerate(logprobs):
-        torch.testing.assert_close(result.logprobs[row, : len(expected)], torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 class Witness(LogitsProcessor):

@@ -1,6 +1,5 @@
 """Every processor and criterion acts as in `generate`: against transformers itself, and against a plain loop."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -164,42 +163,32 @@ def view() -> PrefixView:
     return PrefixView(rows, torch.tensor([[60, 61, 62, 63, 3], [60, 61, 4, 5, 6]]))
 
 
-def test_prefixes_are_what_generate_shows(view: PrefixView) -> None:
-    view.rows.write(0, torch.tensor([[10, 11], [20, 21]]))
-    view.rows.commit(torch.tensor([1, 2]), None)
-    view.rows.write(0, torch.tensor([[12], [22]]))
-    row, step = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
-    groups = [(member.tolist(), prefix.tolist()) for member, prefix in view.groups(row, step)]
-    assert groups == [
-        ([1], [[60, 61, 62, 63, 3, 10]]),
-        ([0, 2], [[60, 61, 4, 5, 6, 20, 21], [60, 61, 62, 63, 3, 10, 12]]),
-        ([3], [[60, 61, 4, 5, 6, 20, 21, 22]]),
-    ]
+Case = tuple[list[list[int]], list[int], bool, list[int], list[bool]]
+STOPS: dict[str, Case] = {
+    "only verified": ([[1, 99, 99], [1, 1, 99]], [1, 2], True, [1, 2], [False, False]),
+    "limit": ([[1, 1, 1], [1, 1, 1]], [1, 3], False, [1, 3], [False, False]),
+    "the first of two EOS": ([[1, 1, 1], [1, 7, 8]], [3, 3], False, [2, 2], [True, True]),
+    "an EOS that was not verified": ([[1, 7, 1], [1, 1, 7]], [1, 2], False, [1, 2], [False, False]),
+    "EOS": ([[7, 1, 1], [1, 1, 8]], [1, 3], False, [1, 3], [True, True]),
+    "criterion": ([[1, 5, 1], [1, 5, 1]], [2, 3], True, [2, 2], [True, True]),
+    "whichever comes first": ([[1, 1, 5], [7, 5, 1]], [2, 3], True, [2, 1], [True, True]),
+    "not verified": ([[1, 5, 1], [1, 1, 5]], [1, 2], True, [1, 2], [False, False]),
+}
 
 
-def test_first_stop(view: PrefixView, tiny: PreTrainedModel) -> None:
-    def stop(tokens: list[list[int]], counts: list[int], own: Callable[[Tensor], Tensor] | None = None) -> Any:
-        criteria = StoppingCriteriaList([EosTokenCriteria(torch.tensor([7, 8]))])
-        if own is not None:
-            criterion = lambda ids, scores: own(ids)  # noqa: E731
-            criterion.prefix_only = True
-            criteria.append(criterion)
-        view.rows.write(0, torch.tensor(tokens))
-        keep, ends = Stopping(criteria, view).first_stop(torch.tensor(tokens), torch.tensor(counts))
-        return keep.tolist(), ends.tolist()
+@pytest.mark.parametrize(("tokens", "counts", "with_own", "keep", "ends"), STOPS.values(), ids=STOPS)
+def test_first_stop(view: PrefixView, tokens, counts, with_own: bool, keep: list[int], ends: list[bool]) -> None:
+    """EOS is 7 or 8, a criterion of the user's ends rows at 5; rows have room for 6 and 2 new tokens."""
 
-    def only_verified(ids: Tensor) -> Tensor:
+    def own(ids: Tensor, scores: Tensor | None) -> Tensor:
         assert not (ids == 99).any(), "a criterion was shown a token that was not verified"
         return ids[:, -1] == 5
 
-    assert stop([[1, 99, 99], [1, 1, 99]], [1, 2], only_verified) == ([1, 2], [False, False])
-    assert stop([[1, 1, 1], [1, 1, 1]], [1, 3]) == ([1, 3], [False, False])
-    assert stop([[1, 1, 1], [1, 7, 8]], [3, 3]) == ([2, 2], [True, True]), "limit, and the first of two EOS"
-    assert stop([[1, 7, 1], [1, 1, 7]], [1, 2]) == ([1, 2], [False, False]), "an EOS that was not verified"
-    assert stop([[7, 1, 1], [1, 1, 8]], [1, 3]) == ([1, 3], [True, True])
-    assert stop([[1, 5, 1], [1, 5, 1]], [2, 3], lambda ids: ids[:, -1] == 5) == ([2, 2], [True, True])
-    assert stop([[1, 1, 5], [7, 5, 1]], [2, 3], lambda ids: ids[:, -1] == 5) == ([2, 1], [True, True])
-    assert stop([[1, 5, 1], [1, 1, 5]], [1, 2], lambda ids: ids[:, -1] == 5) == ([1, 2], [False, False])
+    own.prefix_only = True
+    criteria = StoppingCriteriaList([EosTokenCriteria(torch.tensor([7, 8])), *[own] * with_own])
+    view.rows.write(0, torch.tensor(tokens))
+    found = Stopping(criteria, view).first_stop(torch.tensor(tokens), torch.tensor(counts))
+    assert [each.tolist() for each in found] == [keep, ends]
 
 
 TEMPERATURE, TOP_K, MIN_P, TOP_P = (

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.generation.engine.noise import RoundNoise, draw, stream_keys
+from spec_trl.generation.engine.noise import RoundNoise, draw
 from spec_trl.generation.engine.verification import Proposal, Verdict, verify_exact, verify_rejection
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
@@ -32,14 +32,6 @@ def test_exact_accepts_the_leading_agreement(target: list[list[int]], data: st.D
         assert verdict.accepted[row] == accepted
     assert verdict.tokens.tolist() == target
     torch.testing.assert_close(verdict.logprobs, logits.log_softmax(-1).amax(-1))
-
-
-def test_exact_samples_with_the_noise_of_the_position() -> None:
-    logits = torch.randn(2, 3, 50, dtype=torch.float64)
-    noise = RoundNoise(stream_keys(0, torch.arange(2)), torch.tensor([4, 9]), 3, 50)
-    verdict = verify_exact(draw(logits, noise), Proposal(torch.zeros(2, 2).long(), torch.zeros(2).long()))
-    for position in range(3):
-        assert verdict.tokens[:, position].tolist() == (logits[:, position] + noise.at(position)).argmax(-1).tolist()
 
 
 def chi_square(counts: Tensor, p: Tensor) -> tuple[float, float]:
