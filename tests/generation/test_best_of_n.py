@@ -115,29 +115,28 @@ def test_auto_keeps_the_tokens(
 
 @pytest.mark.usefixtures("profiled", "known")
 @pytest.mark.parametrize(
-    ("names", "config", "options"),
-    [((), {}, {}), ((), {"max_batch_size": 3}, dict(do_sample=False, **EOS)), (("self", "model", "ngram"), {}, EOS)],
+    ("names", "config", "options", "races"),
+    [
+        ((), {}, {}, True),
+        ((), {"max_batch_size": 3}, dict(do_sample=False, **EOS), True),
+        (("self", "model", "ngram"), {}, EOS, True),
+        (("history", "ngram"), {"best_of_n_race": False}, {}, False),
+        (("history", "ngram"), {"best_of_n_budget": 50}, {}, True),
+        (("history", "ngram"), {"best_of_n_budget": 1}, {}, False),
+    ],
 )
-def test_races_keep_the_tokens(
-    names: tuple[str, ...], config: dict[str, Any], options: dict[str, Any], tiny: LlamaForCausalLM, drafters: Make
+def test_races_keep_the_tokens_and_the_budget(
+    names: tuple[str, ...], config: dict[str, Any], options: dict[str, Any], races: bool, tiny, drafters: Make
 ) -> None:
-    config = {"best_of_n_budget": 400} | config
+    """Rounds in which several drafted verify no more than the budget."""
+    config, options = {"best_of_n_budget": 400} | config, {"max_new_tokens": 40} | options
     result = generate(tiny, PROMPTS, "best_of_n", config, drafter=drafters(*names), **options)
     assert_same_tokens(result, tiny, **options)
-    assert result.statistics.racing is not None and result.statistics.racing.rounds > 0
-    assert sum(counts.blocks > 0 for counts in result.statistics.per_drafter.values()) > 1
-
-
-@pytest.mark.usefixtures("profiled", "known")
-@pytest.mark.parametrize(("budget", "may_race", "races"), [(400, True, True), (400, False, False), (50, True, True),
-                                                           (1, True, False)])  # fmt: skip
-def test_race_and_budget(tiny: LlamaForCausalLM, budget: int, may_race: bool, races: bool) -> None:
-    """Rounds in which several drafted verify no more than the budget."""
-    config = {"best_of_n_budget": budget, "best_of_n_race": may_race, "best_of_n_drafters": ("history", "ngram")}
-    statistics = generate(tiny, PROMPTS, "best_of_n", config, max_new_tokens=40).statistics
-    assert (statistics.racing is not None) == races
+    statistics = result.statistics
+    assert bool(statistics.racing and statistics.racing.rounds) == races
+    assert not races or sum(counts.blocks > 0 for counts in statistics.per_drafter.values()) > 1
     verified = [p.batch * (1 + p.draft_length) for p in statistics.points if p.drafter and "+" in p.drafter]
-    assert all(tokens <= budget for tokens in verified)
+    assert all(tokens <= config["best_of_n_budget"] for tokens in verified)
 
 
 def test_tolerance_is_of_free_tokens(drafters: Make) -> None:
