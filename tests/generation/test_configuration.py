@@ -22,7 +22,6 @@ from spec_trl.cli.options import MARGIN
 from spec_trl.generation.configuration import (
     OPTIONS,
     Distillation,
-    check_verification,
     kinds_of,
     require_folder_or_id,
 )
@@ -234,11 +233,3 @@ def test_assistants_of_best_of_n(options: dict[str, Any], assistant: Any, found:
     else:
         with pytest.raises(ValueError, match=found):
             call(assistant)
-
-
-def test_rejection_needs_one_drafter_with_probabilities() -> None:
-    for strategy, message in (("best_of_n", "which races"), ("auto", "needs draft probabilities")):
-        with pytest.raises(ValueError, match=message):
-            check_verification(strategy, "rejection")
-        check_verification(strategy, "exact")
-    check_verification("self", "rejection")

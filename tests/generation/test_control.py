@@ -72,15 +72,6 @@ def test_a_control_is_told_what_happened(tiny: LlamaForCausalLM, four: list[Draf
     assert second["waiting"] != 3 or second["length"] == first["length"] + first["tokens"] / 2
 
 
-@pytest.mark.parametrize("room", [3, 12])
-def test_drafts_never_reach_beyond_the_longest_room(room: int, tiny: LlamaForCausalLM, four: list[Drafter]) -> None:
-    control, done = Plans(1, [[Chain(0, 7)]]), 0
-    generate(tiny, pad_left(random_rows([5])), drafter=four[:1], control=control, max_new_tokens=room)
-    for each in control.rounds:
-        assert each["width"] == min(7, room - done - 1)  # and a bonus token
-        done += each["tokens"]
-
-
 def test_a_failed_drafter_leaves_the_others(tiny: LlamaForCausalLM, drafters: Make) -> None:
     """To a control that measures, too: it was not made for the test."""
 

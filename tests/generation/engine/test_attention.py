@@ -65,7 +65,7 @@ def test_torchs_own_kernels_inside_and_the_users_choice_after(wanted: bool) -> N
         with ThreadPoolExecutor(1) as pool:
             leave, entered = threading.Event(), threading.Event()
 
-            def beside() -> bool:
+            def in_another_thread() -> bool:
                 with attention.WITHOUT_CUDNN:
                     entered.set()
                     assert leave.wait(10)
@@ -73,7 +73,7 @@ def test_torchs_own_kernels_inside_and_the_users_choice_after(wanted: bool) -> N
 
             with attention.WITHOUT_CUDNN:
                 assert not torch.backends.cuda.cudnn_sdp_enabled()
-                found = pool.submit(beside)
+                found = pool.submit(in_another_thread)
                 assert entered.wait(10)
             # The other one, which came second, is still inside.
             assert not torch.backends.cuda.cudnn_sdp_enabled()

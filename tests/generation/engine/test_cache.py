@@ -41,7 +41,7 @@ def request(index: int, prompt: list[int], new: int = 5) -> Request:
     return Request(index, torch.tensor(prompt), len(prompt) + new, stream=100 + index)
 
 
-def test_admission_groups_copies_behind_their_leader() -> None:
+def test_admission_groups_copies_after_their_leader() -> None:
     rows = Rows(6, 20, CPU)
     admission = rows.admit([request(0, [1, 2, 3]), request(1, [4]), request(2, [1, 2, 3]), request(3, [5, 6])])
     # Leaders by length: [4], [5, 6], [1, 2, 3]; then the copy of the last.

@@ -75,11 +75,6 @@ def test_drafts_are_those_of_eager_forwards(tiny, drafters, tape) -> None:
     spec_trl.release(tiny)
 
 
-def test_compiled_forwards_change_no_token(fresh, tape) -> None:
-    result = graph(fresh, config={"runner": "compiled", "max_batch_size": 3}, eos_token_id=[1, 2], max_new_tokens=12)
-    assert outputs(result) == outputs(eager(fresh, eos_token_id=[1, 2], max_new_tokens=12)) and tape.replayed > 8
-
-
 def test_buckets(tape) -> None:
     assert [row_bucket(rows) for rows in (1, 2, 3, 5, 8, 9, 16, 17, 63, 64, 65, 97)] == [
         1, 2, 4, 8, 8, 16, 16, 24, 64, 64, 96, 128,
@@ -152,12 +147,9 @@ def runners() -> int:
 def test_memory_is_given_back(fresh, tape) -> None:
     graph(fresh, "self", {"keep_graphs": False})
     assert runners() == 0
-    graph(fresh, "self")
-    assert runners() == 2
-    spec_trl.release(fresh)
-    assert runners() == 0
     model = tiny_llama()
     graph(model, "self")
+    assert runners() == 2
     del model
     assert runners() == 0
 
@@ -197,19 +189,13 @@ def test_wide_adapters_on_a_narrow_policy_under_autocast(tape) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         second, expected = outputs(graph(model)), outputs(eager(model))
     assert tape.recorded == recorded > 0 and second == expected != first
-
-
-def test_wide_weights_under_autocast_run_eagerly(tape) -> None:
-    """A graph would cast every weight again in each replay; autocast keeps the casts of a rollout."""
-    model = tiny_llama().float()
+    # Where all weights are wide, a graph would cast each again in each replay; autocast keeps casts of a rollout.
     with torch.autocast("cpu", torch.bfloat16):
-        graph(model)
-    assert tape.recorded == 0
-    graph(model)
-    assert tape.recorded == 1
+        graph(tiny_llama().float())
+    assert tape.recorded == recorded
 
 
-def test_a_call_that_fails_leaves_nothing_behind(fresh, tape) -> None:
+def test_a_call_that_fails_leaves_no_nan(fresh, tape) -> None:
     """NaN that a broken forward left in the cache would outlive the repair of the weights."""
     expected = outputs(graph(fresh))
     weight = fresh.model.layers[0].self_attn.v_proj.weight
@@ -254,8 +240,9 @@ def test_inference_mode_and_training(fresh, tape) -> None:
     with torch.inference_mode():
         assert outputs(graph(fresh)) == expected
     assert outputs(graph(fresh, "self")) == expected
-    graph(fresh, config={"runner": "compiled"}, max_new_tokens=16)
-    assert torch.equal(gradient(), before) and fresh.training
+    replayed = tape.replayed
+    assert outputs(graph(fresh, config={"runner": "compiled", "max_batch_size": 3})) == expected
+    assert tape.replayed > replayed + 8 and torch.equal(gradient(), before) and fresh.training
 
 
 @pytest.mark.slow

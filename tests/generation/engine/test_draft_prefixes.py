@@ -181,14 +181,6 @@ def test_rejection_keeps_the_targets_distribution(tiny: PreTrainedModel, tiny_as
     assert result.statistics.drafter_failure is None and result.statistics.acceptance_rate > 0.5
 
 
-def test_rejection_serves_a_grammar(tiny: PreTrainedModel, prompts: Prompts) -> None:
-    config = {"verification": "rejection", "max_batch_size": 3}
-    result = generate(tiny, prompts, "self", config, **OPTIONS, **make("raising function")[1])
-    for row, output in enumerate(outputs(result)):
-        assert output[-1] in follow(row, output[:-1])
-    assert result.statistics.drafter_failure is None and result.statistics.total.accepted > 0
-
-
 @pytest.mark.parametrize("keeps_logits", [False, True])
 def test_a_row_drafts_as_far_as_processors_let_it(keeps_logits: bool) -> None:
     """The processor raises on rows whose newest token is 5, and leaves nothing where it is 6."""

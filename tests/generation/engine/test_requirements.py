@@ -1,5 +1,6 @@
 """What cannot be served is refused before any work, in one sentence that says what to do."""
 
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,17 @@ def refuses(tiny: PreTrainedModel) -> Iterator[Callable[..., None]]:
 
 
 IDS = torch.randint(3, 64, (2, 5))
+MODES = dict(
+    num_beams=4, penalty_alpha=0.6, dola_layers="low", guidance_scale=1.5, prompt_lookup_num_tokens=3,
+    force_words_ids=[[5, 6]], use_mtp=True, assistant_early_exit=1, cache_implementation="static", use_cache=False,
+    output_logits=True, output_attentions=True, output_hidden_states=True,
+)  # fmt: skip
+
+
+def masked(*rows: list[int]) -> dict[str, Any]:
+    return dict(input_ids=IDS, attention_mask=torch.tensor(rows))
+
+
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     # the keyword and its options
     (r"assistant_strategy='eagle' is unknown.*'none', 'self', 'model', 'ngram'", dict(strategy="eagle")),
@@ -76,14 +88,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"verification=.rejection. needs draft probabilities, which NgramDrafter",
         dict(strategy="ngram", config={"verification": "rejection"})),
     # prompts
-    (r"prompt 1 is not left-padded.*padding_side='left'",
-        dict(input_ids=IDS, attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))),
-    (r"prompt 0 is not left-padded",
-        dict(input_ids=IDS, attention_mask=torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]]))),
-    (r"prompt 1 is empty: its attention_mask has no 1",
-        dict(input_ids=IDS, attention_mask=torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]))),
-    (r"attention_mask has shape \[2, 4\] and input_ids \[2, 5\]",
-        dict(input_ids=IDS, attention_mask=torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]))),
+    (r"prompt 1 is not left-padded.*padding_side='left'", masked([1, 1, 1, 1, 1], [1, 1, 1, 0, 0])),
+    (r"prompt 0 is not left-padded", masked([1, 0, 1, 1, 1], [1, 1, 1, 1, 1])),
+    (r"prompt 1 is empty: its attention_mask has no 1", masked([0, 0, 1, 1, 1], [0, 0, 0, 0, 0])),
+    (r"attention_mask has shape \[2, 4\] and input_ids \[2, 5\]", masked([1, 1, 1, 1], [0, 1, 1, 1])),
     (r"input_ids is empty", dict(input_ids=IDS[:, :0], attention_mask=torch.ones(2, 0).long())),
     (r"position_ids of shape \[2, 6\] do not count 0, 1, 2, ... from each prompt's",
         dict(position_ids=torch.arange(6).expand(2, 6))),
@@ -91,23 +99,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"position_ids of shape \[2, 6\] do not count", dict(position_ids=torch.zeros(2, 6).long())),
     # other modes of generate
     (r"num_beams=2 cannot be combined with assistant_strategy", dict(num_beams=2)),
-    (r"num_beams=4 cannot", dict(num_beams=4, do_sample=False)),
-    (r"penalty_alpha=0.6 cannot", dict(penalty_alpha=0.6, top_k=4, do_sample=False)),
-    (r"dola_layers='low' cannot", dict(dola_layers="low", do_sample=False)),
-    (r"guidance_scale=1.5 cannot", dict(guidance_scale=1.5)),
-    (r"prompt_lookup_num_tokens=3 cannot", dict(prompt_lookup_num_tokens=3)),
-    (r"force_words_ids=\[\[5, 6\]\] cannot", dict(force_words_ids=[[5, 6]])),
-    (r"use_mtp=True cannot", dict(use_mtp=True)),
-    (r"assistant_early_exit=1 cannot", dict(assistant_early_exit=1)),
+    *(
+        (rf"{name}={re.escape(repr(value))} cannot", {name: value, "do_sample": False, "top_k": 4})
+        for name, value in MODES.items()
+    ),
     (r"num_assistant_tokens=7.*'draft_length'.* says how many tokens are drafted", dict(num_assistant_tokens=7)),
     (r"token_healing=True.*pass input_ids=model.heal_tokens\(input_ids, tokenizer\)", dict(token_healing=True)),
     (r"cache_implementation='paged' cannot", dict(cache_implementation="paged")),
-    (r"cache_implementation='static' cannot", dict(cache_implementation="static")),
-    (r"use_cache=False cannot", dict(use_cache=False)),
     (r"output_scores=True.*\.logprobs", dict(output_scores=True)),
-    (r"output_logits=True cannot", dict(output_logits=True)),
-    (r"output_attentions=True cannot", dict(output_attentions=True)),
-    (r"output_hidden_states=True cannot", dict(output_hidden_states=True)),
     # in a config too, and with a tokenizer, which generate keeps from a custom method
     *(
         (f"{name}=.*cannot be combined", dict(generation_config=GenerationConfig(**{name: value}), tokenizer=object()))
