@@ -1,6 +1,7 @@
 """The lossless contract: whatever drafts, however rounds are planned and whatever fails, tokens, lengths and logprobs
 are those of plain decoding with the same seed."""
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -186,15 +187,13 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 @pytest.fixture(scope="module")
 def plain(tiny: LlamaForCausalLM) -> Callable[[str, tuple[tuple[int, int], ...]], tuple[Answers, list[int]]]:
     """Tokens and logprobs of all `ROWS` by :func:`plain_decoding`, and the EOS ids that end them."""
-    known: dict[tuple[str, tuple[int, ...]], Answers] = {}
 
+    @functools.cache
     def decode(sampling: str, eos: tuple[int, ...]) -> Answers:
-        if (sampling, eos) not in known:
-            options = dict(do_sample=True, top_k=0, max_new_tokens=NEW, pad_token_id=0, eos_token_id=list(eos) or None)
-            prompts = pad_left(ROWS, WIDTH)
-            found = tiny.generate(**prompts, custom_generate=plain_decoding, **(options | SAMPLING[sampling]))
-            known[sampling, eos] = list(zip(*found, strict=True))
-        return known[sampling, eos]
+        options = dict(do_sample=True, top_k=0, max_new_tokens=NEW, pad_token_id=0, eos_token_id=list(eos) or None)
+        prompts = pad_left(ROWS, WIDTH)
+        found = tiny.generate(**prompts, custom_generate=plain_decoding, **(options | SAMPLING[sampling]))
+        return list(zip(*found, strict=True))
 
     def find(sampling: str, places: tuple[tuple[int, int], ...]) -> tuple[Answers, list[int]]:
         texts = [tokens for tokens, _ in decode(sampling, ())]

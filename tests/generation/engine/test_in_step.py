@@ -24,15 +24,19 @@ class Counting:
     def __init__(self, function: Callable[[int, Tensor, Any], Any]) -> None:
         self.function, self.calls = function, 0
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+    def act(self, input_ids: Tensor, scores: Any) -> Any:
         self.calls += 1
         return self.function(self.calls, input_ids, scores)
 
 
-class Processor(Counting, LogitsProcessor): ...
+class Processor(Counting, LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.act(input_ids, scores)
 
 
-class Criterion(Counting, StoppingCriteria): ...
+class Criterion(Counting, StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        return self.act(input_ids, scores)
 
 
 class Seldom(TopKLogitsWarper):

@@ -149,10 +149,6 @@ def test_fields_agree_with_the_output(max_batch_size: int | None, verification: 
     # Every token comes out of a round; rounds that drafted nothing for a row do not count as blocks of it.
     assert sum(counts.committed for counts in found.per_request) == found.total.committed <= found.tokens
     assert found.total.committed > 0.9 * found.tokens
-    for counts in [*found.per_request, found.total, *found.per_depth.values()]:
-        assert 0 <= counts.accepted <= counts.drafted <= 4 * counts.blocks
-        assert counts.first_accepted <= counts.first_drafted <= counts.blocks <= counts.committed
-        assert counts.accepted <= counts.committed <= counts.accepted + counts.blocks
     assert sum(found.per_depth.values(), DraftCounts()) == found.total == found.per_drafter["self"]
     assert {0, 64} <= set(found.per_depth) <= set(DEPTH_EDGES)
     assert 0 < found.acceptance_rate < 1 < found.block_efficiency <= 5 and 0 < found.first_token_acceptance <= 1
