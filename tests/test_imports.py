@@ -177,7 +177,6 @@ PRIVATE = {
     "tests/generation/drafters/tts/test_drafter.py",
     "tests/generation/drafters/tts/test_learners.py",
     "tests/generation/engine/test_on_cuda.py",
-    "tests/generation/engine/test_shadow.py",
     "tests/measuring/test_fill_ladder.py",
     "tests/quantization/conftest.py",
     "tests/quantization/kernels/test_triton_int4.py",

@@ -60,8 +60,7 @@ def test_patched_forwards_do_not_reach_generation(fresh: LlamaForCausalLM) -> No
         raise AssertionError("the policy's patched forward ran")
 
     for patch in (MethodType(broken, fresh), broken):
-        fresh.forward = patch
-        fresh._original_forward = patch
+        vars(fresh).update(forward=patch, _original_forward=patch)
         for strategy in ("none", "self"):
             assert outputs(generate(fresh, PROMPTS, strategy, max_new_tokens=6)) == expected
         assert fresh.forward is patch
