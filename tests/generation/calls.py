@@ -1,11 +1,18 @@
 """One way to call the engine, and prompts to call it with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from spec_trl import SpeculativeOutput
 from spec_trl.generation.engine.noise import gumbel_noise, position_keys, stream_keys
@@ -66,6 +73,43 @@ def reference_outputs(model: PreTrainedModel, prompts: Prompts, **options: Any) 
             model.generate(row, attention_mask=torch.ones_like(row), **(defaults | options))[0, row.shape[1] :]
         )
     return [tokens.tolist() for tokens in found]
+
+
+class Alternate(LogitsProcessor):
+    """Looks at the whole prefix and its length."""
+
+    prefix_only = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        parity = input_ids.sum(1, keepdim=True) % 2  # [n, 1]
+        token = torch.arange(scores.shape[1])  # [V]
+        return torch.where(token % 2 == parity, scores, scores - 2.0) + (token == input_ids.shape[1] % 64) * 3.0
+
+
+class EndByPrefix(StoppingCriteria):
+    """Ends a row where its newest token and its length add up to a multiple of `divisor`."""
+
+    prefix_only = True
+
+    def __init__(self, divisor: int = 17) -> None:
+        self.divisor = divisor
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **_: Any) -> Tensor:
+        return (input_ids[:, -1] + input_ids.shape[1]) % self.divisor == 0
+
+
+class EachRound(StoppingCriteria):
+    """Calls `action` with the number of each round, from 1 on, and stops nothing."""
+
+    prefix_only = True
+
+    def __init__(self, action: Callable[[int], None]) -> None:
+        self.action, self.round = action, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **_: Any) -> Tensor:
+        self.round += 1
+        self.action(self.round)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def plain_decoding(

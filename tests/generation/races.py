@@ -11,9 +11,7 @@ import torch
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.verification import Proposal
-from spec_trl.scheduling.account import Account
-from spec_trl.scheduling.control import Candidate, Chain, Tally
-from spec_trl.scheduling.plain_decoding import PlainRounds
+from spec_trl.scheduling.control import Candidate, Chain, Control, Tally
 from tests.generation.calls import pad_left, random_rows
 
 
@@ -22,7 +20,7 @@ PROMPTS = pad_left([*ROWS, ROWS[3]])
 EOS = dict(eos_token_id=[7, 11])
 
 
-class Plans:
+class Plans(Control):
     """Plans the same rounds over and over, and writes down what became of them. Failed drafters plan nothing.
 
     Args:
@@ -34,8 +32,8 @@ class Plans:
 
     def __init__(self, count: int, rounds: Iterable[Sequence[Chain]]) -> None:
         self.planned = [tuple(plan) for plan in rounds]
-        self.most_drafted = max(sum(chain.draft_length for chain in plan) for plan in self.planned)
-        self.candidates = [Candidate(f"c{i}", self.most_drafted, 1.0, 1 << 30) for i in range(count)]
+        most_drafted = max(sum(chain.draft_length for chain in plan) for plan in self.planned)
+        self.candidates = [Candidate(f"c{i}", most_drafted, 1.0, 1 << 30) for i in range(count)]
         self.tallies = [Tally() for _ in self.candidates]
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
@@ -45,7 +43,12 @@ class Plans:
         self._next = itertools.cycle(self.planned)
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
-        plan = [_among(chain, len(requests)) for chain in next(self._next) if chain.which in self.alive]
+        in_flight = range(len(requests))
+        plan = [
+            replace(chain, rows=chain.rows and tuple(row for row in chain.rows if row in in_flight))
+            for chain in next(self._next)
+            if chain.which in self.alive
+        ]
         self.rounds.append(
             dict(requests=list(requests), length=length, waiting=waiting, plan=plan, accepted={}, drafted={})
         )
@@ -63,22 +66,6 @@ class Plans:
     def drop(self, index: int) -> None:
         self.alive.discard(index)
 
-    def finish(self) -> None: ...
-
-    def account(self) -> Account:
-        return Account(None, "as planned")
-
-    def forecast(self, batch: int, length: float) -> Account:
-        return self.account()
-
-    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
-        return None
-
-
-def _among(chain: Chain, count: int) -> Chain:
-    """`chain` for those of its rows that are in flight."""
-    return chain if chain.rows is None else replace(chain, rows=tuple(row for row in chain.rows if row < count))
-
 
 class Fixed(Plans):
     """The same chains in every round."""
@@ -88,18 +75,11 @@ class Fixed(Plans):
 
 
 class RandomPlans(Plans):
-    """Up to `chains` chains of random drafters, γ and rows in each round; now and then none.
+    """In each round up to four chains of `count` drafters, with γ up to 4 and rows at random; now and then none."""
 
-    Args:
-        count: number of drafters.
-        seed: of the plans.
-        chains: at most, in one round.
-        longest: γ.
-    """
-
-    def __init__(self, count: int, seed: int = 0, chains: int = 4, longest: int = 4) -> None:
-        super().__init__(count, [[Chain(0, longest)] * chains])
-        self._chains, self._longest, self._seed = chains, longest, seed
+    def __init__(self, count: int, seed: int = 0) -> None:
+        super().__init__(count, [[Chain(0, 4)] * 4])
+        self._seed = seed
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         super().begin(capacity, prompts)
@@ -107,11 +87,11 @@ class RandomPlans(Plans):
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
         super().plan(requests, length, waiting)
-        count = self._random.randint(0, min(self._chains, len(self.alive)))
+        count = self._random.randint(0, min(4, len(self.alive)))
         plan = []
         for which in self._random.sample(sorted(self.alive), count):
             some = self._random.sample(range(len(requests)), self._random.randint(1, len(requests)))
-            plan.append(Chain(which, self._random.randint(1, self._longest), self._random.choice([None, tuple(some)])))
+            plan.append(Chain(which, self._random.randint(1, 4), self._random.choice([None, tuple(some)])))
         self.rounds[-1]["plan"] = plan
         return plan
 

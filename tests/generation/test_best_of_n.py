@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
 from spec_trl.generation.engine.drafter import Drafter
@@ -15,19 +14,17 @@ from spec_trl.generation.strategies import acceptance_history_of, make_control
 from spec_trl.measuring import fill_ladder
 from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
 from spec_trl.scheduling.best_of_n import BestOfN
-from spec_trl.scheduling.ladder import Ladder, LadderCosts, Rung
+from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.roofline import Coefficients
 from spec_trl.scheduling.selection import AcceptanceHistory
 from tests.conftest import tiny_llama
-from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.calls import EachRound, generate, outputs, pad_left, random_rows
 from tests.generation.conftest import Clock, Make
 from tests.generation.races import EOS, PROMPTS, ROWS
-from tests.generation.test_control import FREE_DRAFTS, PROFILE
+from tests.generation.test_control import FREE_DRAFTS
 
 
 LENGTHS = (2, 4)
-BUDGET = {"best_of_n_budget": 400}
-CHEAP = {"best_of_n_drafters": ("history", "ngram")}
 
 
 @pytest.fixture
@@ -64,44 +61,39 @@ def ladder_of(drafters: list[Drafter], seconds: dict[tuple[str, int], float] | N
     return Ladder(tuple(Rung(*cell[:1], 1, cell[1], 0.6, (seconds or {}).get(cell, 1.0), 1.0) for cell in cells), "")
 
 
-def drafted(statistics: Any) -> dict[str, int]:
-    """Largest γ that each drafter used by itself."""
-    found: dict[str, int] = {}
-    for point in statistics.points:
-        if point.draft_length:
-            found[point.drafter] = max(point.draft_length, found.get(point.drafter, 0))
-    return found
+def assert_same_tokens(result: Any, model: LlamaForCausalLM, **options: Any) -> None:
+    assert outputs(result) == outputs(generate(model, PROMPTS, **options))
+    assert result.statistics.drafter_failure is None
 
 
 # ---- choices --------------------------------------------------------------------------------------------------------
 
 
+SLOW_HISTORY = {("history", gamma): 9.0 for gamma in LENGTHS}
+SLOW_SELF = {("self", gamma): 9.0 for gamma in LENGTHS}
+
+
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize(
     ("slow", "expected"),
-    [
-        ({("history", 2): 9.0, ("history", 4): 9.0, ("self", 4): 2.0}, {"self": 2}),
-        ({("self", 2): 9.0, ("self", 4): 9.0}, {"history": 4}),
-        ({(name, gamma): 9.0 for name in ("self", "history") for gamma in LENGTHS}, {}),
-    ],
+    [(SLOW_HISTORY | {("self", 4): 2.0}, ("self", 2)), (SLOW_SELF, ("history", 4)), (SLOW_SELF | SLOW_HISTORY, None)],
 )
 def test_the_ladder_chooses(
-    slow: dict[tuple[str, int], float], expected: dict[str, int], tiny: LlamaForCausalLM, drafters: Make
+    slow: dict[tuple[str, int], float], expected: tuple[str, int] | None, tiny: LlamaForCausalLM, drafters: Make
 ) -> None:
     members = drafters("self", "history")
     config = SpeculativeConfig(sd_toggle="always", best_of_n_race=False)
     control = make_control(members, config, None, ladder_of(members, slow), acceptance_history_of(tiny))
-    result = generate(tiny, PROMPTS, "auto", drafter=members, control=control, max_new_tokens=12)
-    first = next((point for point in result.statistics.points if point.draft_length), None)
-    assert ({first.drafter: first.draft_length} if first else {}) == expected
+    points = generate(tiny, PROMPTS, "auto", drafter=members, control=control, max_new_tokens=12).statistics.points
+    assert next(((point.drafter, point.draft_length) for point in points if point.draft_length), None) == expected
 
 
 @pytest.mark.usefixtures("profiled")
 @pytest.mark.parametrize("best", ["self", "history"])
 def test_past_acceptance_chooses(best: str, tiny: LlamaForCausalLM, known: AcceptanceHistory) -> None:
     known.record(best, "elsewhere", AcceptanceCounts(100, 100, 100, 100))
-    statistics = generate(tiny, PROMPTS, "auto", max_new_tokens=12).statistics
-    assert statistics.points[0].drafter == best or best in drafted(statistics)
+    points = generate(tiny, PROMPTS, "auto", max_new_tokens=12).statistics.points
+    assert best in {point.drafter for point in points if point.draft_length}
 
 
 @pytest.mark.usefixtures("profiled")
@@ -115,38 +107,34 @@ def test_auto_keeps_the_tokens(
         for name, share in (("self", index % 2), ("history", 1 - index % 2)):
             known.record(name, prompt_key(row), AcceptanceCounts(500 * share, 500, 500 * share, 500))
     result = generate(tiny, PROMPTS, "auto", config, **options)
-    assert outputs(result) == outputs(generate(tiny, PROMPTS, **options))
+    assert_same_tokens(result, tiny, **options)
     statistics = result.statistics
-    assert statistics.drafter_failure is None and statistics.racing is None
+    assert statistics.racing is None
     assert statistics.per_drafter["self"].blocks > 0 < statistics.per_drafter["history"].blocks
 
 
 @pytest.mark.usefixtures("profiled", "known")
 @pytest.mark.parametrize(
-    ("names", "config", "options"),
-    [((), {}, {}), ((), {"max_batch_size": 3}, dict(do_sample=False, **EOS)), (("self", "model", "ngram"), {}, EOS)],
+    ("names", "config", "options", "races"),
+    [
+        ((), {}, {}, True),
+        ((), {"max_batch_size": 3}, dict(do_sample=False, **EOS), True),
+        (("self", "model", "ngram"), {}, EOS, True),
+        (("history", "ngram"), {"best_of_n_race": False}, {}, False),
+        (("history", "ngram"), {"best_of_n_budget": 50}, {}, True),
+        (("history", "ngram"), {"best_of_n_budget": 1}, {}, False),
+    ],
 )
-def test_races_keep_the_tokens(
-    names: tuple[str, ...], config: dict[str, Any], options: dict[str, Any], tiny: LlamaForCausalLM, drafters: Make
+def test_races_keep_the_tokens_and_the_budget(
+    names: tuple[str, ...], config: dict[str, Any], options: dict[str, Any], races: bool, tiny, drafters: Make
 ) -> None:
-    result = generate(tiny, PROMPTS, "best_of_n", BUDGET | config, drafter=drafters(*names), **options)
-    assert outputs(result) == outputs(generate(tiny, PROMPTS, **options))
-    statistics = result.statistics
-    assert statistics.drafter_failure is None
-    assert statistics.racing is not None and statistics.racing.rounds > 0
-    assert sum(counts.blocks > 0 for counts in statistics.per_drafter.values()) > 1
-
-
-@pytest.mark.usefixtures("profiled", "known")
-@pytest.mark.parametrize(
-    ("config", "races"),
-    [({}, True), ({"best_of_n_race": False}, False), ({"best_of_n_budget": 50}, True), ({"best_of_n_budget": 1}, 0)],
-)
-def test_race_and_budget(tiny: LlamaForCausalLM, config: dict[str, Any], races: bool) -> None:
     """Rounds in which several drafted verify no more than the budget."""
-    config = BUDGET | CHEAP | config
-    statistics = generate(tiny, PROMPTS, "best_of_n", config, max_new_tokens=40).statistics
-    assert (statistics.racing is not None) == races
+    config, options = {"best_of_n_budget": 400} | config, {"max_new_tokens": 40} | options
+    result = generate(tiny, PROMPTS, "best_of_n", config, drafter=drafters(*names), **options)
+    assert_same_tokens(result, tiny, **options)
+    statistics = result.statistics
+    assert bool(statistics.racing and statistics.racing.rounds) == races
+    assert not races or sum(counts.blocks > 0 for counts in statistics.per_drafter.values()) > 1
     verified = [p.batch * (1 + p.draft_length) for p in statistics.points if p.drafter and "+" in p.drafter]
     assert all(tokens <= config["best_of_n_budget"] for tokens in verified)
 
@@ -159,22 +147,6 @@ def test_tolerance_is_of_free_tokens(drafters: Make) -> None:
         config = SpeculativeConfig(sd_toggle="roofline", best_of_n_tolerance=tolerance)
         control = make_control(members, config, steep, ladder_of(members))
         assert isinstance(control, BestOfN) and control.free_tokens(1, 10.0, 2) == free
-
-
-def test_the_roofline_predicts_where_there_is_one(drafters: Make) -> None:
-    members = drafters("self", "history")
-    for toggle, profile, kind in (("roofline", PROFILE, type(PROFILE.roofline)), ("always", None, LadderCosts)):
-        config = SpeculativeConfig(sd_toggle=toggle, best_of_n_race=False)
-        control = make_control(members, config, profile, ladder_of(members))
-        assert isinstance(control, BestOfN)
-        control.begin(1, ["prompt"])
-        assert {type(candidate.roofline) for candidate in control.candidates} == {kind}
-        assert control.most_drafted == max(LENGTHS)  # room for one chain per row
-
-
-def test_draft_lengths_of_the_ladder() -> None:
-    lengths = {gamma: SpeculativeConfig(draft_length=gamma).ladder_draft_lengths() for gamma in (1, 5, 64)}
-    assert lengths == {1: (1, 2), 5: (2, 5, 10), 64: (32, 64)}
 
 
 # ---- what is kept, and the whole way --------------------------------------------------------------------------------
@@ -220,22 +192,15 @@ def test_profiled_on_this_machine(tiny: LlamaForCausalLM, tmp_path: Path, monkey
 def test_generate_within_generate(strategy: str) -> None:
     """A stopping criterion that generates with the same model and options, as a judge does."""
     model = tiny_llama()
-    expected = outputs(generate(model, PROMPTS))
     history = acceptance_history_of(model)
 
-    class Judge(StoppingCriteria):
-        calls = 0
-        prefix_only = True  # so that something is drafted meanwhile
+    def judge(number: int) -> None:
+        if number == 3:
+            generate(model, pad_left(random_rows([5], seed=3)), strategy)
 
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-            self.calls += 1
-            if self.calls == 3:
-                generate(model, pad_left(random_rows([5], seed=3)), strategy)
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    judge = Judge()
-    assert outputs(generate(model, PROMPTS, strategy, stopping_criteria=StoppingCriteriaList([judge]))) == expected
-    assert judge.calls > 3
+    criteria = [each := EachRound(judge)]
+    assert_same_tokens(generate(model, PROMPTS, strategy, stopping_criteria=criteria), model)
+    assert each.round > 3
     assert acceptance_history_of(model) is history and history.state_dict()["rollout"] == 1  # not the judge's as well
     release(model)
 
@@ -250,22 +215,16 @@ def test_assistants(
     checkpoints: dict[str, str],
     profiled: dict[str, list[Drafter]],
 ) -> None:
+    """Which of them lack one `test_configuration.py` says."""
     config = {"best_of_n_drafters": ("eagle3", "model", "dflash")}
     given: dict[str, Any] = {"eagle3": checkpoints["eagle3"], "model": tiny_assistant}
-
-    def call(more: dict[str, Any], **options: Any) -> None:
-        generate(tiny, pad_left(ROWS[:2]), "best_of_n", config | more, max_new_tokens=4, **options)
-
-    call({"best_of_n_assistants": given | {"dflash": checkpoints["dflash"]}})
-    assert [type(drafter).__name__ for drafter in profiled["eagle3+model+dflash"]] == [
-        "Eagle3Drafter", "SmallModelDrafter", "DFlashDrafter",
-    ]  # fmt: skip
-    call({"best_of_n_assistants": given}, assistant_model=checkpoints["dflash"])
-    for wrong in ({}, {"assistant_model": tiny_assistant}):
-        with pytest.raises(ValueError, match=r"of which \['eagle3', 'model', 'dflash'\] lack an assistant"):
-            call({}, **wrong)
-    with pytest.raises(ValueError, match=r"assistant_model=LlamaForCausalLM with best_of_n_drafters=\['ngram'\]"):
-        call({"best_of_n_drafters": ["ngram"]}, assistant_model=tiny_assistant)
+    for all_given, one in ((given | {"dflash": checkpoints["dflash"]}, None), (given, checkpoints["dflash"])):
+        more = config | {"best_of_n_assistants": all_given}
+        generate(tiny, PROMPTS, "best_of_n", more, max_new_tokens=4, **({"assistant_model": one} if one else {}))
+        assert [type(drafter).__name__ for drafter in profiled.pop("eagle3+model+dflash")] == [
+            "Eagle3Drafter", "SmallModelDrafter", "DFlashDrafter",
+        ]  # fmt: skip
+        release(tiny)
 
 
 @pytest.mark.parametrize(

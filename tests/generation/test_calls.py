@@ -9,16 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from transformers import (
-    LlamaForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 import spec_trl
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -31,40 +23,30 @@ from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.selection import AcceptanceHistory
 from tests.conftest import tiny_llama
-from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.calls import EachRound, Prompts, generate, outputs, pad_left, random_rows
 
 
 PROMPTS = pad_left(random_rows([5, 9, 1, 7]))
 OTHERS = pad_left(random_rows([3, 6], seed=3))
-SHORT = {"max_new_tokens": 14}
-LEARNS = {"tts_drafter": "model", "tts_scope": "run"}
+Call = Callable[..., Any]
 
 
-class EachRound(StoppingCriteria):
-    """Does something in each round, and stops nothing."""
+@pytest.fixture
+def way(fresh: LlamaForCausalLM, tiny_assistant: LlamaForCausalLM) -> Callable[..., Call]:
+    """Makes calls of the fresh model by strategy and runner."""
 
-    prefix_only = True
+    def make(strategy: str, runner: str = "eager", assistant: LlamaForCausalLM = tiny_assistant) -> Call:
+        config: dict[str, Any] = {"draft_length": 2, "runner": runner}
+        if strategy == "tts":
+            config |= {"tts_drafter": "model", "tts_scope": "run"}
+        helped = {"assistant_model": assistant} if strategy in ("model", "tts") else {}
 
-    def __init__(self, action: Callable[[int], None]) -> None:
-        self.action, self.round = action, 0
+        def call(prompts: Prompts, **options: Any) -> Any:
+            return generate(fresh, prompts, strategy, config, **({"max_new_tokens": 14} | helped | options))
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        self.round += 1
-        self.action(self.round)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return call
 
-
-class Fails(LogitsProcessor):
-    prefix_only = True
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        raise RuntimeError("of the processor")
-
-
-def arguments(strategy: str, assistant: LlamaForCausalLM) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config and the keywords of a call."""
-    config = {"draft_length": 2} | (LEARNS if strategy == "tts" else {})
-    return config, SHORT | ({"assistant_model": assistant} if strategy in ("model", "tts") else {})
+    return make
 
 
 # ---- inside one another, and at the same time -----------------------------------------------------------------------
@@ -73,52 +55,40 @@ def arguments(strategy: str, assistant: LlamaForCausalLM) -> tuple[dict[str, Any
 @pytest.mark.parametrize(
     ("strategy", "runner"), [("self", "graph"), ("model", "graph"), ("self", "eager"), ("tts", "eager")]
 )
-def test_a_generation_inside_a_generation(fresh, tiny_assistant, tape, strategy, runner) -> None:
+def test_a_generation_inside_a_generation(way, tape, strategy: str, runner: str) -> None:
     """With the same model and options, as a judge does: what it keeps and drafts with is not the outer one's."""
-    config, options = arguments(strategy, tiny_assistant)
-    config = config | {"runner": runner}
-    plain = {"runner": "eager"}
-    expected, inside = (outputs(generate(fresh, each, config=plain, **SHORT)) for each in (PROMPTS, OTHERS))
+    call, plain = way(strategy, runner), way("none")
 
     def judge(number: int) -> None:
         if number == 6:
-            found = generate(fresh, OTHERS, strategy, config, **options)
-            assert outputs(found) == inside and found.statistics.drafter_failure is None
+            found = call(OTHERS)
+            assert outputs(found) == outputs(plain(OTHERS)) and found.statistics.drafter_failure is None
 
-    criteria = StoppingCriteriaList([each := EachRound(judge)])
-    result = generate(fresh, PROMPTS, strategy, config, stopping_criteria=criteria, **options)
-    assert outputs(result) == expected and each.round > 6
+    result = call(PROMPTS, stopping_criteria=[each := EachRound(judge)])
+    assert outputs(result) == outputs(call(PROMPTS)) == outputs(plain(PROMPTS)) and each.round > 6
     assert result.statistics.drafter_failure is None
-    assert outputs(generate(fresh, PROMPTS, strategy, config, **options)) == expected
     assert runner == "eager" or tape.replayed
 
 
 @pytest.mark.parametrize(("strategy", "runner"), [("self", "graph"), ("self", "eager"), ("tts", "eager")])
 @pytest.mark.filterwarnings("error:the drafter")
-def test_generations_in_two_threads(fresh, tiny_assistant, tape, strategy, runner) -> None:
+def test_generations_in_two_threads(way, tape, strategy: str, runner: str) -> None:
     """In step with each other, round by round."""
-    config, options = arguments(strategy, tiny_assistant)
-    config = config | {"runner": runner}
-    prompts = [PROMPTS, OTHERS]
-    expected = [outputs(generate(fresh, each, config={"runner": "eager"}, **SHORT)) for each in prompts]
-    generate(fresh, PROMPTS, strategy, config, **options)  # what it drafted with is kept
+    call, prompts = way(strategy, runner), [PROMPTS, OTHERS]
+    expected = [outputs(way("none")(each)) for each in prompts]
+    call(PROMPTS)  # what it drafted with is kept
     together = threading.Barrier(2, timeout=60)
 
-    def wait(number: int) -> None:
-        if number < 4:
-            together.wait()
-
-    def call(each: dict[str, Tensor]) -> list[list[int]]:
-        criteria = StoppingCriteriaList([EachRound(wait)])
-        result = generate(fresh, each, strategy, config, stopping_criteria=criteria, **options)
+    def in_step(each: dict[str, Tensor]) -> list[list[int]]:
+        result = call(each, stopping_criteria=[EachRound(lambda number: number < 4 and together.wait())])
         assert result.statistics.drafter_failure is None and result.statistics.total.accepted > 0
         return outputs(result)
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(call, prompts)) == expected
+        assert list(pool.map(in_step, prompts)) == expected
 
 
-def test_a_drafter_serves_one_generation_at_a_time(tiny) -> None:
+def test_a_drafter_serves_one_generation_at_a_time(tiny: LlamaForCausalLM) -> None:
     drafter = SelfDrafter(tiny, kernel="reference")
 
     def again(number: int) -> None:
@@ -126,7 +96,7 @@ def test_a_drafter_serves_one_generation_at_a_time(tiny) -> None:
             with pytest.raises(ValueError, match="drafter=SelfDrafter is in use: a drafter serves one generation"):
                 generate(tiny, OTHERS, drafter=drafter)
 
-    result = generate(tiny, PROMPTS, drafter=drafter, stopping_criteria=StoppingCriteriaList([EachRound(again)]))
+    result = generate(tiny, PROMPTS, drafter=drafter, stopping_criteria=[EachRound(again)])
     assert outputs(result) == outputs(generate(tiny, PROMPTS)) and result.statistics.drafter_failure is None
     assert outputs(generate(tiny, OTHERS, drafter=drafter)) == outputs(generate(tiny, OTHERS))
 
@@ -136,20 +106,20 @@ def test_a_drafter_serves_one_generation_at_a_time(tiny) -> None:
 
 @pytest.mark.parametrize("strategy", ["self", "tts"])
 @pytest.mark.filterwarnings("ignore:the drafter", "ignore:.*beyond the model's context")
-def test_a_call_that_fails_puts_its_drafter_back(fresh, tiny_assistant, strategy) -> None:
+def test_a_call_that_fails_puts_its_drafter_back(way, fresh: LlamaForCausalLM, strategy: str) -> None:
     """Packing the copy takes seconds, and what was learned in a run cannot be had again."""
-    config, options = arguments(strategy, tiny_assistant)
-    generate(fresh, PROMPTS, strategy, config, **options)
+    call = way(strategy)
+    call(PROMPTS)
     drafter = look(fresh, strategy)
-    with pytest.raises(RuntimeError, match="of the processor"):
-        generate(fresh, PROMPTS, strategy, config, logits_processor=LogitsProcessorList([Fails()]), **options)
+    with pytest.raises(ZeroDivisionError):
+        call(PROMPTS, stopping_criteria=[EachRound(lambda number: 1 // 0)])
     with pytest.raises(ValueError, match="would not fit in memory"):
-        generate(fresh, PROMPTS, strategy, config, **(options | {"max_new_tokens": 10**12}))
+        call(PROMPTS, max_new_tokens=10**12)
     assert drafter is not None and look(fresh, strategy) is drafter
-    assert outputs(generate(fresh, PROMPTS, strategy, config, **options)) == outputs(generate(fresh, PROMPTS, **SHORT))
+    assert outputs(call(PROMPTS)) == outputs(way("none")(PROMPTS))
 
 
-def test_release_frees_all_that_is_kept(fresh, tape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_frees_all_that_is_kept(way, fresh, tape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = (Drafter, GraphRunner, Ladder, BestOfN, AcceptanceHistory, PreTrainedModel)
 
     def alive() -> Counter[type]:
@@ -164,8 +134,7 @@ def test_release_frees_all_that_is_kept(fresh, tape, tmp_path: Path, monkeypatch
     assistant = tiny_llama(seed=1)
     before = alive()
     for strategy in ("self", "model", "tts", "auto"):
-        config, options = arguments(strategy, assistant)
-        generate(fresh, PROMPTS, strategy, config | {"runner": "graph"}, **options)
+        way(strategy, "graph", assistant)(PROMPTS)
     new = alive() - before
     assert {SelfDrafter, DistilledDrafter, GraphRunner, Ladder, BestOfN, AcceptanceHistory} <= set(new)
     spec_trl.release(fresh)

@@ -22,7 +22,6 @@ from spec_trl.cli.options import MARGIN
 from spec_trl.generation.configuration import (
     OPTIONS,
     Distillation,
-    check_verification,
     kinds_of,
     require_folder_or_id,
 )
@@ -112,7 +111,6 @@ def test_tables_written_by_hand_have_the_defaults() -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"draft_length": 0}, "^draft_length=0 is out of range; it must be 1 to 64"),
-    ({"draft_length": 65}, "^draft_length=65 is out of range"),
     ({"draft_length": True}, "^draft_length=True is a bool; pass an integer"),
     ({"draft_length": 5.0}, "^draft_length=5.0 is a float; pass an integer"),
     ({"draft_length": None}, "^draft_length=None is a NoneType; pass an integer"),
@@ -127,7 +125,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sd_margin": True}, "^sd_margin=True is out of range"),
     ({"roofline_mismatch": "ignore"}, "^roofline_mismatch='ignore' is unknown"),
     ({"roofline_profile": "p.json", "sd_toggle": "always"}, "^roofline_profile='p.json' is not read under"),
-    ({"roofline_profile": "p.json", "sd_toggle": "never"}, "^roofline_profile='p.json' is not read under"),
     ({"roofline_profile": "no.json"}, r"^roofline_profile='no.json' is no file that exists; .*sd_toggle=.roofline."),
     ({"roofline_profile": "no/p.json", "sd_toggle": "roofline"}, "^roofline_profile='no/p.json' must be a file in"),
     ({"roofline_profile": ".", "sd_toggle": "roofline"}, "^roofline_profile='.' must be a file in a folder"),
@@ -135,6 +132,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"runner": "fast"}, "^runner='fast' is unknown"),
     ({"max_graph_memory": 0}, "^max_graph_memory=0 is out of range; it must be a positive number of GiB, e.g. 4.0"),
     ({"max_graph_memory": math.inf}, "^max_graph_memory=inf is out of range"),
+    ({"max_graph_memory": "4GB"}, "^max_graph_memory='4GB' is out of range"),
     ({"keep_graphs": "no"}, "^keep_graphs='no' is no bool; pass True or False"),
     ({"tts_drafter": "ngram"}, r"^tts_drafter='ngram' is unknown; choose one of \['self', 'model'"),
     ({"tts_learning_rate": 0.0}, "^tts_learning_rate=0.0 is out of range; it must be a positive number"),
@@ -151,10 +149,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"best_of_n_drafters": ["self", "self"]}, "must be one or more different ones"),
     ({"best_of_n_drafters": ["self", "auto"]}, r"^best_of_n_drafters=\['self', 'auto'\] must be"),
     ({"best_of_n_assistants": {"model": "a/b"}}, r"^best_of_n_assistants=\{'model': 'a/b'\} must be a dict with some"),
-    (
-        {"best_of_n_drafters": ["model"], "best_of_n_assistants": {"model": "./nothing"}},
-        r"^best_of_n_assistants\['model'\]='./nothing' is a folder that does not exist",
-    ),
+    ({"best_of_n_drafters": ["model"], "best_of_n_assistants": {"model": "./nothing"}},
+     r"^best_of_n_assistants\['model'\]='./nothing' is a folder that does not exist"),
+    ({"best_of_n_assistants": "x"}, "^best_of_n_assistants='x' must be a dict"),
     ({"best_of_n_budget": 0}, "^best_of_n_budget=0 is out of range"),
     ({"best_of_n_tolerance": -0.1}, "^best_of_n_tolerance=-0.1 is out of range"),
     ({"best_of_n_race": 1}, "^best_of_n_race=1 is no bool"),
@@ -162,7 +159,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"draft_kernel": "torch_int"}, r"^draft_kernel='torch_int' is unknown; choose one of .* Did you mean 'torch_int"),
     ({"draft_lm_head": "sparse"}, r"^draft_lm_head='sparse' is unknown; choose one of \['auto', 'dense'"),
     ({"draft_lenght": 3}, r"^speculative_config has no field \['draft_lenght'\]; .* Did you mean 'draft_length'\?"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("bad", "message"), BAD, ids=lambda value: str(value) if isinstance(value, dict) else "")
@@ -192,10 +189,8 @@ def test_values_within_the_bounds(data: st.DataObject) -> None:
 def test_coerce() -> None:
     config = SpeculativeConfig(draft_length=3)
     assert SpeculativeConfig.coerce(config) is config
-    assert (
-        SpeculativeConfig.coerce({"draft_length": 3}) == config
-        and SpeculativeConfig.coerce(None) == SpeculativeConfig()
-    )
+    assert SpeculativeConfig.coerce({"draft_length": 3}) == config
+    assert SpeculativeConfig.coerce(None) == SpeculativeConfig()
     with pytest.raises(ValueError, match="speculative_config=3 is a int; pass a SpeculativeConfig or a dict"):
         SpeculativeConfig.coerce(3)
 
@@ -203,9 +198,7 @@ def test_coerce() -> None:
 def test_what_follows_from_options(tmp_path: Path) -> None:
     lengths = {length: SpeculativeConfig(draft_length=length).ladder_draft_lengths() for length in (1, 5, 64)}
     assert lengths == {1: (1, 2), 5: (2, 5, 10), 64: (32, 64)}
-    given = dict(
-        learning_rate=2e-4, scope="run", steps=2, anchor_weight=0.5, anchor="initial", asynchronous=True, rank=4
-    )
+    given = dict(scope="run", steps=2, anchor_weight=0.5, anchor="initial", asynchronous=True, rank=4)
     config = SpeculativeConfig(tts_stride="adaptive", **{f"tts_{name}": value for name, value in given.items()})
     assert config.distillation() == Distillation(stride=None, **given)
     assert replace(config, tts_stride=3).distillation().stride == 3
@@ -240,11 +233,3 @@ def test_assistants_of_best_of_n(options: dict[str, Any], assistant: Any, found:
     else:
         with pytest.raises(ValueError, match=found):
             call(assistant)
-
-
-def test_rejection_needs_one_drafter_with_probabilities() -> None:
-    for strategy, message in (("best_of_n", "which races"), ("auto", "needs draft probabilities")):
-        with pytest.raises(ValueError, match=message):
-            check_verification(strategy, "rejection")
-        check_verification(strategy, "exact")
-    check_verification("self", "rejection")

@@ -1,6 +1,8 @@
-"""Which drafter drafts and when is a matter of time alone: what controls are made of, asked and told."""
+"""Which drafter drafts and when is a matter of time alone: what controls are made of, asked and told, and what the
+default toggle, which measures, learns."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -8,18 +10,23 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
+from spec_trl.generation.drafters.history import HistoryDrafter
+from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.model_costs import model_constants
 from spec_trl.generation.strategies import acceptance_history_of, keep_control, make_control, take_control
+from spec_trl.measuring import fill_ladder, profile_cache
+from spec_trl.measuring.fill_ladder import find_ladder
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import AlwaysSpeculate, Chain, NeverSpeculate
 from spec_trl.scheduling.ladder import Ladder, LadderCosts, Rung
 from spec_trl.scheduling.profile import Profile, ProfileKey
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.toggle import SpeculationToggle
+from spec_trl.scheduling.toggle import FEWEST, SpeculationToggle
+from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.generation.conftest import Make
+from tests.generation.conftest import Clock, Make
 from tests.generation.races import Plans
 
 
@@ -38,6 +45,7 @@ FREE_DRAFTS = replace(
     PROFILE, roofline=replace(PROFILE.roofline, coefficients=Coefficients(1e15, 1e9, 0.0, 0.0, 0.0, 0.0, 0.0))
 )
 TWO = pad_left(random_rows([5, 9]))
+ROOFLINE = SpeculativeConfig(sd_toggle="roofline")
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +72,6 @@ def test_a_control_is_told_what_happened(tiny: LlamaForCausalLM, four: list[Draf
     assert second["waiting"] != 3 or second["length"] == first["length"] + first["tokens"] / 2
 
 
-def test_drafts_never_reach_beyond_the_longest_room(tiny: LlamaForCausalLM, four: list[Drafter]) -> None:
-    control = Plans(1, [[Chain(0, 7)]])
-    prompts = pad_left(random_rows([5]))
-    result = generate(tiny, prompts, "self", drafter=four[:1], control=control, max_new_tokens=3)
-    assert control.rounds[0]["width"] == 2  # and a bonus token
-    assert result.statistics.total.drafted <= 3
-    generate(tiny, prompts, "self", drafter=four[:1], control=control, max_new_tokens=12)
-    done = 0
-    for each in control.rounds:
-        assert each["width"] == min(7, 12 - done - 1)
-        done += each["tokens"]
-
-
 def test_a_failed_drafter_leaves_the_others(tiny: LlamaForCausalLM, drafters: Make) -> None:
     """To a control that measures, too: it was not made for the test."""
 
@@ -95,11 +90,6 @@ def test_a_failed_drafter_leaves_the_others(tiny: LlamaForCausalLM, drafters: Ma
     assert result.statistics.speculating[0] == (0, 0)  # the baseline first
 
 
-def test_an_assistant_that_nobody_needs_is_refused(tiny: LlamaForCausalLM) -> None:
-    with pytest.raises(ValueError, match="assistant_model is given, but assistant_strategy='self' uses none"):
-        generate(tiny, TWO, "self", assistant_model=tiny)
-
-
 @pytest.mark.parametrize("strategy", ["self", "best_of_n", "auto"])
 def test_never_builds_no_drafter(tiny: LlamaForCausalLM, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SelfDrafter, "__init__", lambda *_, **__: pytest.fail("a drafter was built"))
@@ -115,17 +105,16 @@ def test_controls_by_configuration(four: list[Drafter]) -> None:
     assert isinstance(make_control(four[:1], SpeculativeConfig(sd_toggle="never")), NeverSpeculate)
     assert isinstance(make_control(four[:1], SpeculativeConfig(sd_toggle="always")), AlwaysSpeculate)
     assert isinstance(make_control(four, SpeculativeConfig()), SpeculationToggle)  # by measuring
-    config = SpeculativeConfig(sd_toggle="roofline", sd_margin=0.2, draft_length=3)
-    control = make_control(four, config, PROFILE)
+    control = make_control(four, replace(ROOFLINE, sd_margin=0.2, draft_length=3), PROFILE)
     assert isinstance(control, SpeculationToggle) and control.margin == 0.2
-    assert [candidate.name for candidate in control.candidates] == ["self", "history", "model", "ngram"]
-    assert [candidate.block_efficiency for candidate in control.candidates] == [3.0] * 4
-    assert [candidate.is_network for candidate in control.candidates] == [True, False, True, False]
+    assert [(each.name, each.block_efficiency, each.is_network) for each in control.candidates] == [
+        ("self", 3.0, True), ("history", 3.0, False), ("model", 3.0, True), ("ngram", 3.0, False),
+    ]  # fmt: skip
     assert control.candidates[0].max_rows == four[0].max_rows
 
 
 def test_a_small_model_is_predicted_by_its_own_size(four: list[Drafter]) -> None:
-    control = make_control([four[0], four[2]], SpeculativeConfig(sd_toggle="roofline"), PROFILE)
+    control = make_control([four[0], four[2]], ROOFLINE, PROFILE)
     own, other = (candidate.roofline for candidate in control.candidates)
     assert own == PROFILE.roofline and other is not None
     assert other.target_seconds(4, 100.0) == own.target_seconds(4, 100.0)
@@ -139,7 +128,7 @@ def test_networks_of_their_own_are_timed_by_the_ladder(four: list[Drafter]) -> N
     the target's by the roofline. Without a profile the ladder times everything."""
     rungs = [Rung(drafter.strategy, 4, 5, p, 3.0 + p, 2.0) for drafter in four for p in (0.0, 1.0)]
     ladder = Ladder(tuple(rungs), "")
-    control = make_control(four, SpeculativeConfig(sd_toggle="roofline"), PROFILE, ladder)
+    control = make_control(four, ROOFLINE, PROFILE, ladder)
     assert isinstance(control, BestOfN)
     control.begin(4, ["a", "b", "c", "d"])
     costs = {candidate.name: candidate.roofline for candidate in control.candidates}
@@ -156,46 +145,19 @@ def test_networks_of_their_own_are_timed_by_the_ladder(four: list[Drafter]) -> N
         assert candidate.roofline is not None and candidate.roofline.target_seconds(4, 1e6) == 2.0
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"sd_toggle": "sometimes"}, "sd_toggle='sometimes' is unknown; choose one of"),
-        ({"sd_margin": -1}, "sd_margin=-1 is out of range; it must be a number of at least 0"),
-        ({"sd_margin": "0.05"}, "sd_margin='0.05' is out of range"),
-        ({"roofline_profile": "p.json", "sd_toggle": "always"}, "roofline_profile='p.json' is not read under sd_togg"),
-        ({"roofline_mismatch": "shrug"}, "roofline_mismatch='shrug' is unknown"),
-        ({"best_of_n_drafters": ()}, r"best_of_n_drafters=\(\) must be one or more different ones of \['self'"),
-        ({"best_of_n_drafters": "ngram"}, "best_of_n_drafters='ngram' must be"),
-        ({"best_of_n_drafters": ("ngram", "ngram")}, "must be one or more different ones"),
-        ({"best_of_n_drafters": ("auto",)}, "must be one or more different ones"),
-        ({"best_of_n_assistants": {"model": "x"}}, r"best_of_n_assistants=\{'model': 'x'\} must be a dict with some"),
-        ({"best_of_n_assistants": "x"}, "best_of_n_assistants='x' must be a dict"),
-        ({"best_of_n_budget": 0}, "best_of_n_budget=0 is out of range; it must be at least 1"),
-        ({"best_of_n_tolerance": -0.1}, "best_of_n_tolerance=-0.1 is out of range"),
-        ({"best_of_n_race": 1}, "best_of_n_race=1 is no bool"),
-    ],
-)
-def test_bad_options(bad: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SpeculativeConfig(**bad)
-
-
 def test_predictions_and_the_margin_act(tiny: LlamaForCausalLM, four: list[Drafter]) -> None:
     """On an imaginary machine where drafts are free."""
-    control = make_control(four[:1], SpeculativeConfig(sd_toggle="roofline"), FREE_DRAFTS)
+    control = make_control(four[:1], ROOFLINE, FREE_DRAFTS)
     statistics = generate(tiny, TWO, "self", drafter=four[0], control=control).statistics
     assert statistics.drafted_rounds > 0 and statistics.predicted_speedup > 1 and statistics.measured_speedup > 0
     assert statistics.plain_seconds is not None and statistics.reason.startswith("speculation ")
     # A prediction is there also where it keeps everything from drafting.
-    refused = make_control(four[:1], SpeculativeConfig(sd_toggle="roofline", sd_margin=1e6), FREE_DRAFTS)
+    refused = make_control(four[:1], replace(ROOFLINE, sd_margin=1e6), FREE_DRAFTS)
     silent = generate(tiny, TWO, "self", drafter=four[0], control=refused).statistics
     assert silent.drafted_rounds == 0 and silent.predicted_speedup > 1
     assert silent.reason.startswith(f"speculation predicted {silent.predicted_speedup:.2f}× at 2 rows × ")
     plain = generate(tiny, TWO).statistics
     assert plain.predicted_speedup is None and plain.measured_speedup is None
-
-
-# ---- kept between calls ---------------------------------------------------------------------------------------------
 
 
 def test_the_control_is_kept_for_the_same_options(tiny: LlamaForCausalLM, drafters: Make) -> None:
@@ -227,3 +189,57 @@ def test_the_control_is_kept_for_the_same_options(tiny: LlamaForCausalLM, drafte
         kept = control()
     release(tiny)
     assert control() is not kept and control().history is not kept.history
+
+
+# ---- the default: no calibration before the first token; rounds tell what pays, and later calls remember ------------
+
+
+MEASURED: dict[str, Any] = {"sd_toggle": SpeculativeConfig.sd_toggle}
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[LlamaForCausalLM]:
+    """One of its own, with which is kept what calls learned of it; nothing may be profiled before the first token."""
+    for module, name in ((profile_cache, "calibrate"), (fill_ladder, "build_ladder")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("something was profiled"))
+    model = tiny_llama()
+    yield model
+    release(model)
+
+
+def drafting_rounds(model: LlamaForCausalLM, strategy: str) -> int:
+    """Number of rounds that drafted, in a call whose tokens are those of "none"."""
+    result = generate(model, TWO, strategy, MEASURED)
+    assert outputs(result) == outputs(generate(model, TWO))
+    return sum(point.rounds for point in result.statistics.points if point.draft_length)
+
+
+@pytest.mark.parametrize("strategy", ["self", "ngram", "history", "tts", "auto", "best_of_n"])
+def test_nothing_comes_before_the_first_token(model: LlamaForCausalLM, strategy: str) -> None:
+    assert SpeculativeConfig.sd_toggle == "measured"
+    assert drafting_rounds(model, strategy), "it was not tried"
+    drafting_rounds(model, strategy)
+
+
+def test_what_measured_slower_is_off_in_later_calls(model: LlamaForCausalLM, clock: Clock) -> None:
+    clock.draft_seconds = 1000.0
+    assert 0 < drafting_rounds(model, "ngram") <= FEWEST
+    assert drafting_rounds(model, "ngram") == 0
+    assert drafting_rounds(model, "self") > 0  # another drafter
+    assert drafting_rounds(model, "ngram") == 0  # does not make it forget
+    release(model)
+    assert drafting_rounds(model, "ngram") > 0
+
+
+def test_rounds_fill_the_ladder(model: LlamaForCausalLM, clock: Clock) -> None:
+    """Once each drafter was tried, "best_of_n" chooses by acceptance and races."""
+    config = MEASURED | {"best_of_n_drafters": ["ngram", "history"], "draft_length": 2}
+    expected = outputs(generate(model, TWO, max_new_tokens=60))
+    kept = SpeculativeConfig(draft_kernel="reference", **config)  # as `generate` below has it
+    drafters = [NgramDrafter(3), HistoryDrafter(kept.history_max_tokens)]
+    assert find_ladder(model, drafters, kept, 2) is None
+    for _ in range(4):
+        assert outputs(generate(model, TWO, "best_of_n", config, max_new_tokens=60)) == expected
+    ladder = find_ladder(model, drafters, kept, 2)
+    assert ladder is not None and ladder.methods == ("ngram", "history")
+    assert ladder.draft_lengths("ngram", 2) == (2,)

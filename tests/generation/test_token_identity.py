@@ -1,6 +1,7 @@
 """The lossless contract: whatever drafts, however rounds are planned and whatever fails, tokens, lengths and logprobs
 are those of plain decoding with the same seed."""
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
+from transformers import LlamaForCausalLM
 
 from spec_trl import release
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -20,7 +21,7 @@ from spec_trl.generation.engine import runner
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
-from tests.generation.calls import generate, outputs, pad_left, plain_decoding, random_rows
+from tests.generation.calls import Alternate, EndByPrefix, generate, outputs, pad_left, plain_decoding, random_rows
 from tests.generation.conftest import Make
 from tests.generation.engine.tape import install_tape
 from tests.generation.races import Knowing, Plans
@@ -30,26 +31,6 @@ WIDTH, NEW = 14, 24
 ROWS = random_rows((5, 1, 9, 12, 3, 9))
 ROWS += [ROWS[2]] * 2  # three copies of one prompt
 Answers = list[tuple[list[int], list[float]]]
-
-
-class Alternate(LogitsProcessor):
-    """Looks at the whole prefix and its length."""
-
-    prefix_only = True
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        parity = input_ids.sum(1, keepdim=True) % 2  # [n, 1]
-        token = torch.arange(scores.shape[1])  # [V]
-        return torch.where(token % 2 == parity, scores, scores - 2.0) + (token == input_ids.shape[1] % 64) * 3.0
-
-
-class EndByPrefix(StoppingCriteria):
-    """Ends a row where its newest token and its length say so."""
-
-    prefix_only = True
-
-    def __call__(self, input_ids: Tensor, scores: Tensor | None, **_: Any) -> Tensor:
-        return (input_ids[:, -1] + input_ids.shape[1]) % 17 == 0
 
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -206,15 +187,13 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 @pytest.fixture(scope="module")
 def plain(tiny: LlamaForCausalLM) -> Callable[[str, tuple[tuple[int, int], ...]], tuple[Answers, list[int]]]:
     """Tokens and logprobs of all `ROWS` by :func:`plain_decoding`, and the EOS ids that end them."""
-    known: dict[tuple[str, tuple[int, ...]], Answers] = {}
 
+    @functools.cache
     def decode(sampling: str, eos: tuple[int, ...]) -> Answers:
-        if (sampling, eos) not in known:
-            options = dict(do_sample=True, top_k=0, max_new_tokens=NEW, pad_token_id=0, eos_token_id=list(eos) or None)
-            prompts = pad_left(ROWS, WIDTH)
-            found = tiny.generate(**prompts, custom_generate=plain_decoding, **(options | SAMPLING[sampling]))
-            known[sampling, eos] = list(zip(*found, strict=True))
-        return known[sampling, eos]
+        options = dict(do_sample=True, top_k=0, max_new_tokens=NEW, pad_token_id=0, eos_token_id=list(eos) or None)
+        prompts = pad_left(ROWS, WIDTH)
+        found = tiny.generate(**prompts, custom_generate=plain_decoding, **(options | SAMPLING[sampling]))
+        return list(zip(*found, strict=True))
 
     def find(sampling: str, places: tuple[tuple[int, int], ...]) -> tuple[Answers, list[int]]:
         texts = [tokens for tokens, _ in decode(sampling, ())]

@@ -1,4 +1,4 @@
-"""Captured forwards: the buckets, static buffers and lifetimes, with a tape in the place of CUDA graphs."""
+"""Captured forwards: buckets, static buffers, lifetimes and failures, with a tape in the place of CUDA graphs."""
 
 import gc
 from collections.abc import Callable
@@ -11,9 +11,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 import spec_trl
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine import captured, processors, runner
 from spec_trl.generation.engine.captured import column_bucket, row_bucket
+from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
@@ -21,21 +23,39 @@ from tests.generation.races import Fixed, RandomPlans
 
 
 PROMPTS = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3]))
-LONG = dict(max_new_tokens=28)
+EOS = dict(eos_token_id=[1, 2, 3, 4])
 
 
 def eager(model: nn.Module, strategy: str = "none", config: dict[str, Any] | None = None, **options: Any) -> Any:
-    return generate(model, PROMPTS, strategy, {"runner": "eager"} | (config or {}), **(LONG | options))
+    return generate(
+        model, PROMPTS, strategy, {"runner": "eager"} | (config or {}), **{"max_new_tokens": 28, **options}
+    )
 
 
 def graph(model: nn.Module, strategy: str = "none", config: dict[str, Any] | None = None, **options: Any) -> Any:
-    return generate(model, PROMPTS, strategy, {"runner": "graph"} | (config or {}), **(LONG | options))
+    return eager(model, strategy, {"runner": "graph"} | (config or {}), **options)
 
 
 @pytest.fixture
 def fresh() -> nn.Module:
     """A target of the test's own, of one layer: a tape is slow."""
     return tiny_llama(num_hidden_layers=1)
+
+
+@pytest.fixture
+def unlike(tape, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Recording], Callable[[], None]]], None]:
+    """Makes another replay of each recording from now on."""
+
+    def install(replay_of: Callable[[Recording], Callable[[], None]]) -> None:
+        record = tape.record
+
+        def watch(forward: Callable[[], Outputs]) -> Recording:
+            recording = record(forward)
+            return recording._replace(replay=replay_of(recording))
+
+        monkeypatch.setattr(tape, "record", watch)
+
+    return install
 
 
 # ---- what they compute ----------------------------------------------------------------------------------------------
@@ -55,31 +75,14 @@ def test_drafts_are_those_of_eager_forwards(tiny, drafters, tape) -> None:
     spec_trl.release(tiny)
 
 
-def test_by_name(fresh, tape) -> None:
-    config, options = {"verification": "rejection", "draft_length": 3}, dict(eos_token_id=[1, 2])
-    expected, result = (run(fresh, "self", config, **options) for run in (eager, graph))
-    assert outputs(result) == outputs(expected) and tape.replayed > 20
-    assert result.statistics.total.accepted == expected.statistics.total.accepted > 0
-    assert result.statistics.graphs == tape.recorded and result.statistics.graph_bytes == tape.bytes()
-
-
-def test_compiled_forwards_change_no_token(fresh, tape) -> None:
-    result = graph(fresh, config={"runner": "compiled", "max_batch_size": 3}, eos_token_id=[1, 2], max_new_tokens=12)
-    assert outputs(result) == outputs(eager(fresh, eos_token_id=[1, 2], max_new_tokens=12)) and tape.replayed > 8
-
-
-def test_output_longer_than_a_column_bucket(tape) -> None:
-    model = tiny_llama(max_position_embeddings=600, num_hidden_layers=1)
-    options = dict(max_new_tokens=258)
-    assert outputs(graph(model, **options)) == outputs(eager(model, **options))
-    assert tape.recorded == 2  # up to 256 columns and up to 512
-
-
-def test_buckets() -> None:
+def test_buckets(tape) -> None:
     assert [row_bucket(rows) for rows in (1, 2, 3, 5, 8, 9, 16, 17, 63, 64, 65, 97)] == [
         1, 2, 4, 8, 8, 16, 16, 24, 64, 64, 96, 128,
     ]  # fmt: skip
     assert [column_bucket(columns, 1280) for columns in (1, 256, 257, 512, 1025)] == [256, 256, 512, 512, 1280]
+    model = tiny_llama(max_position_embeddings=600, num_hidden_layers=1)
+    assert outputs(graph(model, max_new_tokens=258)) == outputs(eager(model, max_new_tokens=258))
+    assert tape.recorded == 2  # up to 256 columns and up to 512
 
 
 def test_a_seed_gives_the_same_bits_in_every_call(tape) -> None:
@@ -96,48 +99,33 @@ def test_a_seed_gives_the_same_bits_in_every_call(tape) -> None:
 
 
 def test_kept_between_calls_while_weights_change_in_place(fresh, tape) -> None:
-    graph(fresh, "self")
+    config = {"verification": "rejection", "draft_length": 3}
+    statistics = graph(fresh, "self", config).statistics
+    assert (statistics.graphs, statistics.graph_bytes) == (tape.recorded, tape.bytes())
     for seed in range(2):
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in fresh.parameters():
                 parameter += 0.02 * torch.randn_like(parameter)
-        expected, replayed = eager(fresh, "self"), tape.replayed
-        result = graph(fresh, "self")
+        expected, replayed = eager(fresh, "self", config), tape.replayed
+        result = graph(fresh, "self", config)
         assert outputs(result) == outputs(expected) and tape.replayed > replayed + 20
         # The drafter's packed weights were refreshed under the captured forward.
-        assert result.statistics.total.accepted == expected.statistics.total.accepted
+        assert result.statistics.total.accepted == expected.statistics.total.accepted > 0
 
 
-def _replace_a_weight(model: nn.Module) -> None:
-    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(model.model.layers[0].mlp.up_proj.weight * 0.5)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "weight": lambda layer: setattr(layer.mlp.up_proj, "weight", nn.Parameter(layer.mlp.up_proj.weight * 0.5)),
+    "hook": lambda layer: layer.mlp.register_forward_hook(lambda module, args, output: output * 0.25),
+    "module": lambda layer: setattr(layer.mlp, "act_fn", nn.ReLU()),
+    "attribute": lambda layer: setattr(layer.self_attn, "scaling", 2.0),
+}
 
 
-def _hook_the_head(model: nn.Module) -> None:
-    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.25)
-
-
-def _replace_a_module(model: nn.Module) -> None:
-    model.model.layers[0].mlp.act_fn = nn.ReLU()
-
-
-def _set_an_attribute(model: nn.Module) -> None:
-    model.model.layers[0].self_attn.scaling *= 2
-
-
-def _change_the_config(model: nn.Module) -> None:
-    model.config.rms_norm_eps = 1.0
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = 1.0
-
-
-@pytest.mark.parametrize(
-    "change", [_replace_a_weight, _hook_the_head, _replace_a_module, _set_an_attribute, _change_the_config]
-)
-def test_a_change_of_the_model_is_seen(fresh, tape, change: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_the_model_is_seen(fresh, tape, change: Callable[[nn.Module], Any]) -> None:
     before = outputs(graph(fresh, max_new_tokens=16))
-    change(fresh)
+    change(fresh.model.layers[0])
     after = outputs(graph(fresh, max_new_tokens=16))
     assert after == outputs(eager(fresh, max_new_tokens=16)) != before
 
@@ -158,10 +146,6 @@ def runners() -> int:
 
 def test_memory_is_given_back(fresh, tape) -> None:
     graph(fresh, "self", {"keep_graphs": False})
-    assert runners() == 0
-    graph(fresh, "self")
-    assert runners() == 2
-    spec_trl.release(fresh)
     assert runners() == 0
     model = tiny_llama()
     graph(model, "self")
@@ -189,8 +173,7 @@ def test_adapters_that_are_scaled_or_trained(tape) -> None:
         if isinstance(layer, LoraLayer):
             layer.scale_layer(4)
     found.append(outputs(graph(base)))
-    assert found[1] == outputs(eager(base)) != found[0]
-    assert runners() == 1
+    assert found[1] == outputs(eager(base)) != found[0] and runners() == 1
     spec_trl.release(model)
     assert runners() == 0
 
@@ -198,22 +181,21 @@ def test_adapters_that_are_scaled_or_trained(tape) -> None:
 def test_wide_adapters_on_a_narrow_policy_under_autocast(tape) -> None:
     """Autocast keeps its casts of the fp32 adapter; a captured forward that read those would never see it learn."""
     model = tiny_llama().bfloat16()
-    head = model.lm_head
-    model.lm_head = nn.Linear(64, 64, bias=False)  # fp32, as adapters are
-    model.lm_head.weight.data.copy_(head.weight)
+    model.lm_head.float()  # as adapters are
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        first = outputs(graph(model))
-    assert tape.recorded > 0
+        first, recorded = outputs(graph(model)), tape.recorded
     with torch.no_grad():
         model.lm_head.weight.neg_()
-    recorded = tape.recorded
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        second = outputs(graph(model))
-        expected = outputs(eager(model))
-    assert tape.recorded == recorded and second == expected != first
+        second, expected = outputs(graph(model)), outputs(eager(model))
+    assert tape.recorded == recorded > 0 and second == expected != first
+    # Where all weights are wide, a graph would cast each again in each replay; autocast keeps casts of a rollout.
+    with torch.autocast("cpu", torch.bfloat16):
+        graph(tiny_llama().float())
+    assert tape.recorded == recorded
 
 
-def test_a_call_that_fails_leaves_nothing_behind(fresh, tape) -> None:
+def test_a_call_that_fails_leaves_no_nan(fresh, tape) -> None:
     """NaN that a broken forward left in the cache would outlive the repair of the weights."""
     expected = outputs(graph(fresh))
     weight = fresh.model.layers[0].self_attn.v_proj.weight
@@ -247,24 +229,20 @@ def test_rounds_that_prepare_are_not_typical(fresh, tape) -> None:
         assert typical[:3] == is_typical and sum(typical) > len(typical) // 2
 
 
-def test_calls_in_and_out_of_inference_mode(fresh, tape) -> None:
-    expected = outputs(eager(fresh))
-    with torch.inference_mode():
-        assert outputs(graph(fresh)) == expected
-    assert outputs(graph(fresh)) == expected
-
-
-def test_training_goes_on_as_before(fresh, tape) -> None:
+def test_inference_mode_and_training(fresh, tape) -> None:
     def gradient() -> Tensor:
         fresh.zero_grad()
         fresh(PROMPTS["input_ids"], labels=PROMPTS["input_ids"]).loss.backward()
         return fresh.model.layers[0].mlp.up_proj.weight.grad.clone()
 
     fresh.train()
-    before = gradient()
-    for strategy, mode in (("self", "graph"), ("none", "compiled")):
-        graph(fresh, strategy, {"runner": mode}, max_new_tokens=16)
-    assert torch.equal(gradient(), before) and fresh.training
+    before, expected = gradient(), outputs(eager(fresh))
+    with torch.inference_mode():
+        assert outputs(graph(fresh)) == expected
+    assert outputs(graph(fresh, "self")) == expected
+    replayed = tape.replayed
+    assert outputs(graph(fresh, config={"runner": "compiled", "max_batch_size": 3})) == expected
+    assert tape.replayed > replayed + 8 and torch.equal(gradient(), before) and fresh.training
 
 
 @pytest.mark.slow
@@ -285,6 +263,124 @@ def test_through_the_kernels(tape, monkeypatch) -> None:
     for strategy in ("none", "self"):
         config = {"runner": "graph", "draft_length": 2, "draft_kernel": "torch_int4"}
         result = generate(model, prompts, strategy, config, **options)
-        assert outputs(result) == expected
-        assert result.statistics.drafter_failure is None
+        assert outputs(result) == expected and result.statistics.drafter_failure is None
     assert tape.recorded >= 3 and tape.replayed > 4
+
+
+# ---- what fails -----------------------------------------------------------------------------------------------------
+
+
+def test_above_the_memory_bound_larger_ones_serve(fresh, tape) -> None:
+    """Rows finish, and the smaller batch runs padded to the bucket of 8 that was captured."""
+    bound = {"max_graph_memory": 0.5 / 2**10}  # half a MiB: reached by the first capture
+    with pytest.warns(UserWarning, match=r"reaches max_graph_memory=0.000488281.*Raise max_graph_memory") as seen:
+        result = graph(fresh, config=bound, **EOS)
+    assert len(seen) == tape.recorded == result.statistics.graphs == 1
+    assert outputs(result) == outputs(eager(fresh, **EOS))
+    assert tape.replayed > result.statistics.target_forwards // 2
+
+
+def test_a_model_that_waits_for_the_device_runs_eagerly(fresh, tape) -> None:
+    class Waiting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(x.abs().max() >= 0)
+
+    fresh.model.layers[0].mlp = nn.Sequential(fresh.model.layers[0].mlp, Waiting())
+    with pytest.warns(UserWarning, match="could not be captured.*waits for the device") as seen:
+        result = graph(fresh)
+    assert len(seen) == 1 and outputs(result) == outputs(eager(fresh)) and tape.replayed == 0
+
+
+@pytest.mark.parametrize("does_nothing", [False, True])
+def test_a_capture_that_computes_something_else_is_not_used(fresh, unlike, does_nothing: bool) -> None:
+    """A capture on another device than the model's records nothing; its buffers hold the right answer all the same."""
+    unlike(lambda recording: lambda: None if does_nothing else (recording.replay(), recording.logits.mul_(1.5)))
+    with pytest.warns(UserWarning, match="its logits differ from an eager forward's"):
+        result = graph(fresh)
+    assert outputs(result) == outputs(eager(fresh))
+
+
+def no_compiler(*_: Any) -> None:
+    raise RuntimeError("no compiler here")
+
+
+def test_an_attention_kernel_that_fails_gives_way_to_masks(tape, monkeypatch) -> None:
+    """At once, before anything is captured, and what is captured then attends under masks too."""
+    kernels = pytest.importorskip("spec_trl.generation.engine.kernels.ragged_attention", exc_type=ImportError)
+    model = tiny_llama().float()
+    expected = outputs(eager(model))
+    monkeypatch.setattr(runner, "reads_spans", lambda network: True)
+    monkeypatch.setattr(kernels, "ragged_decode_attention", no_compiler)
+    with pytest.warns(UserWarning, match="attention kernel failed.*under masks.*no compiler here") as seen:
+        result = graph(model)
+    assert len(seen) == 1 and outputs(result) == expected and tape.replayed > 15
+
+
+def test_one_shape_that_fails_spoils_no_other(fresh, tape, monkeypatch) -> None:
+    graph(fresh, "self")
+    replayed = tape.replayed
+
+    def no_memory(forward: Callable[[], Outputs]) -> Recording:
+        raise torch.OutOfMemoryError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tape, "record", no_memory)
+        with pytest.warns(UserWarning, match=r"could not be captured and runs eagerly for \d+ rows x 4 tok") as seen:
+            result = graph(fresh, "self", {"draft_length": 3})
+    assert outputs(result) == outputs(eager(fresh)) and tape.replayed > replayed
+    assert len(seen) == len({str(warning.message) for warning in seen})  # once for each shape
+    assert outputs(graph(fresh)) == outputs(eager(fresh))
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [("compiled", "goes on without being compiled"), ("auto", "could not be compiled")]
+)
+def test_what_does_not_compile_is_captured_as_it_is(fresh, tape, monkeypatch, mode: str, said: str) -> None:
+    monkeypatch.setattr(captured, "COMPILE_AFTER", 10)
+    monkeypatch.setattr(captured, "compiled_twin", no_compiler)
+    with pytest.warns(UserWarning, match=f"{said}.*no compiler here") as seen:
+        result = graph(fresh, config={"runner": mode})
+    assert len(seen) == 1 and outputs(result) == outputs(eager(fresh)) and tape.replayed > 15
+
+
+@pytest.mark.parametrize("compiled_is_faster", [True, False])
+def test_auto_keeps_what_measures_faster(fresh, tape, unlike, monkeypatch, compiled_is_faster: bool) -> None:
+    monkeypatch.setattr(captured, "COMPILE_AFTER", 10)
+    times = iter([1.0, 2.0] if compiled_is_faster else [2.0, 1.0])  # the compiled one is timed first
+    monkeypatch.setattr(tape, "seconds", lambda replay: next(times))
+    replays: list[int] = []
+
+    def counted(recording: Recording) -> Callable[[], None]:
+        own = len(replays)
+        replays.append(0)
+
+        def replay() -> None:
+            replays[own] += 1
+            recording.replay()
+
+        return replay
+
+    unlike(counted)
+    assert outputs(graph(fresh, config={"runner": "auto"})) == outputs(eager(fresh))
+    plain, compiled = replays
+    chosen, other = (compiled, plain) if compiled_is_faster else (plain, compiled)
+    assert chosen > 12 and other <= 13
+
+
+def test_a_compiled_trial_writes_what_the_call_writes(fresh, tape, monkeypatch) -> None:
+    """Rows have moved since the shape ran last, and a self-drafter's old K/V could land on the target's columns."""
+    monkeypatch.setattr(captured, "COMPILE_AFTER", 4)
+    result, expected = graph(fresh, "self", {"runner": "auto", "draft_length": 3}, **EOS), eager(fresh, **EOS)
+    assert outputs(result) == outputs(expected) and result.statistics.drafter_failure is None
+    torch.testing.assert_close(result.logprobs, expected.logprobs, rtol=0, atol=1e-6)
+
+
+def test_a_drafter_that_returns_nan_is_dropped(fresh, tape) -> None:
+    drafter = SelfDrafter(fresh, kernel="reference")
+    drafter.network.lm_head = nn.Linear(64, 64, dtype=torch.float64)
+    nn.init.constant_(drafter.network.lm_head.weight, float("nan"))
+    drafter.quantized.layers.clear()  # that they run is not what is tested
+    with pytest.warns(UserWarning, match="the draft network returned NaN logits"):
+        result = graph(fresh, drafter=drafter)
+    assert outputs(result) == outputs(eager(fresh))
+    assert result.statistics.drafter_failure is not None and result.statistics.total.accepted == 0

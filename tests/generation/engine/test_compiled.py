@@ -30,34 +30,16 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     return counter
 
 
-def forward_twice(network: PreTrainedModel, twin: PreTrainedModel | None = None) -> torch.Tensor:
+def forward_twice(network: PreTrainedModel, compiled: bool = False) -> torch.Tensor:
     """Logits `[3, 1 + 4, V]` of a forward of one token and one of four more."""
     cache = RaggedCache.for_network(network, rows=4, columns=64)
     tokens = torch.arange(15).view(3, 5)
     positions = torch.arange(5).expand(3, -1).contiguous()
     with torch.no_grad():
         EagerRunner(network, cache).forward(tokens[:, :1], positions[:, :1], 1)
-        runner = EagerRunner(network if twin is None else compiled_twin(network, cache), cache)
+        runner = EagerRunner(compiled_twin(network, cache) if compiled else network, cache)
         first = runner.forward(tokens[:, :1], positions[:, :1], 1)
         return torch.cat([first, runner.forward(tokens[:, 1:], positions[:, 1:], 5)], dim=1)
-
-
-@pytest.mark.parametrize("quantized", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_one_compilation_serves_all_layers(counter, quantized) -> None:
-    network = make_shadow(AutoModelForCausalLM.from_config(Qwen2Config(**SIZES)).double().eval())
-    if quantized:
-        quantize_projections(network, kernel="reference")
-    expected = forward_twice(network)
-    assert torch.equal(forward_twice(network, network), expected)
-    assert counter.frame_count == 2  # one token per row, and four
-
-
-def test_windowed_and_full_layers_share_it(counter) -> None:
-    config = Gemma3TextConfig(**SIZES, sliding_window=3, layer_types=["sliding_attention", "full_attention"])
-    network = make_shadow(AutoModelForCausalLM.from_config(config).double().eval())
-    expected = forward_twice(network)
-    torch.testing.assert_close(forward_twice(network, network), expected)
-    assert counter.frame_count == 2  # they differ by the mask alone, which the decoder chooses
 
 
 def test_hooks_of_the_head_stay_and_those_of_transformers_go(counter) -> None:
@@ -66,18 +48,36 @@ def test_hooks_of_the_head_stay_and_those_of_transformers_go(counter) -> None:
     model.lm_head.register_forward_hook(lambda module, args, output: output * 3)
     model(torch.arange(4)[None], output_hidden_states=True, output_attentions=True)
     network = make_shadow(model)
-    assert torch.equal(forward_twice(network, network), forward_twice(network))
+    assert torch.equal(forward_twice(network, compiled=True), forward_twice(network))
+
+
+CONFIGS = {
+    "alike": Qwen2Config(**SIZES),
+    # They differ by the mask alone, which the decoder chooses.
+    "windowed and full": Gemma3TextConfig(
+        **SIZES, sliding_window=3, layer_types=["sliding_attention", "full_attention"]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "quantized"),
+    [("alike", False), ("windowed and full", False), pytest.param("alike", True, marks=pytest.mark.slow)],
+)
+def test_one_compilation_serves_all_layers(counter, layers: str, quantized: bool) -> None:
+    network = make_shadow(AutoModelForCausalLM.from_config(CONFIGS[layers]).double().eval())
+    if quantized:
+        quantize_projections(network, kernel="reference")
+    torch.testing.assert_close(forward_twice(network, compiled=True), forward_twice(network))
+    assert counter.frame_count == 2  # one token per row, and four
 
 
 def test_twin_shares_the_weights_and_leaves_the_network_alone(counter) -> None:
     network = make_shadow(tiny_llama())
-    twin = compiled_twin(network, RaggedCache.for_network(network, 1, 8))
+    cache = RaggedCache.for_network(network, 1, 8)
+    twin = compiled_twin(network, cache)
     assert [p.data_ptr() for p in twin.parameters()] == [p.data_ptr() for p in network.parameters()]
     assert all("forward" not in vars(layer) for layer in network.model.layers)
-
-
-def test_a_network_without_a_list_of_layers_is_refused() -> None:
-    network = make_shadow(tiny_llama())
     network.model.layers = nn.Sequential(*network.model.layers)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no single list of decoder layers"):
-        compiled_twin(network, RaggedCache.for_network(network, 1, 8))
+        compiled_twin(network, cache)

@@ -1,6 +1,7 @@
 """Processors that refuse a prefix which they forbid: drafts are shown to them only as far as they allow them."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,23 @@ from tests.generation.races import Fixed, Knowing, raced
 
 WIDTH = 14
 EOS = 7
+OPTIONS: dict[str, Any] = dict(max_new_tokens=20, eos_token_id=EOS)
 
 
 class Refused(Exception):
     """A prefix that is no text of the grammar."""
+
+
+class Processor(LogitsProcessor):
+    """A function as a processor."""
+
+    prefix_only = True
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.function(input_ids, scores)
 
 
 def allowed(row: int, last: int) -> list[int]:
@@ -64,32 +78,23 @@ class Trie:
         return found
 
     def check(self) -> None:
-        """It was shown nothing behind a token that it forbids, or behind an end."""
-        for row, output in self.shown:
-            assert not output or output[-1] in follow(row, output[:-1])
-
-
-class Grammar(LogitsProcessor):
-    """The grammar of row 0 for all rows, as a processor that raises."""
-
-    prefix_only = True
-
-    def __init__(self, lenient: bool) -> None:
-        self.trie = Trie(True, lenient)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        only = torch.full_like(scores, -torch.inf)
-        for row, prefix in enumerate(input_ids):
-            only[row, self.trie(0, prefix)] = 0
-        return scores + only
+        """It was shown nothing after a token that it forbids, or after an end."""
+        assert all(not output or output[-1] in follow(row, output[:-1]) for row, output in self.shown)
 
 
 def make(kind: str, lenient: bool = False) -> tuple[Trie, dict[str, Any]]:
-    if kind == "processor":
-        grammar = Grammar(lenient)
-        return grammar.trie, dict(logits_processor=LogitsProcessorList([grammar]))
-    trie = Trie(kind == "raising function", lenient)
-    return trie, dict(prefix_allowed_tokens_fn=trie)
+    """The grammar, and the option that passes it; a processor has the grammar of row 0 for all rows."""
+    trie = Trie(kind != "function", lenient)
+    if kind != "processor":
+        return trie, dict(prefix_allowed_tokens_fn=trie)
+
+    def act(input_ids: Tensor, scores: Tensor) -> Tensor:
+        only = torch.full_like(scores, -torch.inf)
+        for row, prefix in enumerate(input_ids):
+            only[row, trie(0, prefix)] = 0
+        return scores + only
+
+    return trie, dict(logits_processor=LogitsProcessorList([Processor(act)]))
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +109,7 @@ def prompts() -> Prompts:
     [("none", "function"), ("ngram", "raising function"), ("history", "processor"), ("self", "function")],
 )
 def test_greedy_equals_transformers(strategy: str, kind: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
-    options = dict(do_sample=False, max_new_tokens=20, pad_token_id=0, eos_token_id=EOS)
+    options = OPTIONS | dict(do_sample=False, pad_token_id=0)
     expected = tiny.generate(**prompts, **options, **make(kind, lenient=True)[1])
     result = generate(tiny, prompts, strategy, {"max_batch_size": 3, "draft_length": 4}, **options, **make(kind)[1])
     assert result.sequences.tolist() == expected.tolist()
@@ -118,11 +123,10 @@ def test_greedy_equals_transformers(strategy: str, kind: str, tiny: PreTrainedMo
 )
 def test_sampling_equals_none(strategy: str, kind: str, tiny: PreTrainedModel, prompts: Prompts) -> None:
     """Three samples of each prompt: a sibling's text is a draft, and another row's grammar forbids it."""
-    options = dict(max_new_tokens=20, eos_token_id=EOS, num_return_sequences=3)
+    options = OPTIONS | dict(num_return_sequences=3)
     expected = outputs(generate(tiny, prompts, **options, **make(kind)[1]))
     trie, processors = make(kind)
-    config = {"max_batch_size": 7, "draft_length": 4}
-    result = generate(tiny, prompts, strategy, config, **options, **processors)
+    result = generate(tiny, prompts, strategy, {"max_batch_size": 7, "draft_length": 4}, **options, **processors)
     assert outputs(result) == expected and result.statistics.drafter_failure is None
     assert result.statistics.total.accepted > 0
     trie.check()
@@ -134,54 +138,38 @@ def test_sampling_equals_none(strategy: str, kind: str, tiny: PreTrainedModel, p
 
 def test_races(tiny: PreTrainedModel, prompts: Prompts) -> None:
     """Two chains for each row, one of them mostly illegal."""
-    options = dict(max_new_tokens=20, eos_token_id=EOS)
-    expected = outputs(generate(tiny, prompts, **options, **make("raising function")[1]))
-    drafters = [NgramDrafter(1), SelfDrafter(tiny, kernel="reference")]
-    control = Fixed(Chain(0, 3), Chain(1, 3))
+    expected = outputs(generate(tiny, prompts, **OPTIONS, **make("raising function")[1]))
+    drafters, control = [NgramDrafter(1), SelfDrafter(tiny, kernel="reference")], Fixed(Chain(0, 3), Chain(1, 3))
     more = dict(drafter=drafters, control=control, config={"max_batch_size": 3})
-    result = generate(tiny, prompts, **more, **options, **make("raising function")[1])
+    result = generate(tiny, prompts, **more, **OPTIONS, **make("raising function")[1])
     assert outputs(result) == expected and result.statistics.drafter_failure is None
     assert raced(control) > 1 and result.statistics.racing.wins["self"] > 0
 
 
-class Broken(LogitsProcessor):
-    """Raises at one length of the row's text."""
-
-    prefix_only = True
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] == self.length:
-            raise Refused(self.length)
-        return scores
-
-
 @pytest.mark.parametrize("strategy", ["none", "ngram", "self"])
 def test_what_raises_on_the_rows_own_text_reaches_the_user(strategy: str, tiny, prompts: Prompts) -> None:
+    def broken(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] == WIDTH + 9:
+            raise Refused
+        return scores
+
     with warnings.catch_warnings(), pytest.raises(Refused):
         warnings.simplefilter("error")
-        generate(tiny, prompts, strategy, logits_processor=[Broken(WIDTH + 9)])
-
-
-class EndsAtEos(LogitsProcessor):
-    """EOS is allowed, and nothing behind it; likely, so that drafts have it."""
-
-    prefix_only = True
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if (input_ids == EOS).any():
-            raise Refused
-        scores = scores.clone()
-        scores[:, EOS] = scores.amax(1)
-        return scores
+        generate(tiny, prompts, strategy, logits_processor=[Processor(broken)])
 
 
 def test_rejection_keeps_the_targets_distribution(tiny: PreTrainedModel, tiny_assistant: PreTrainedModel) -> None:
-    """Where a draft ends a text, nothing may be drawn behind it; that must not make ends rarer."""
+    """Where a draft ends a text, nothing may be drawn after it; that must not make ends rarer."""
+
+    def ends_at_eos(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if (input_ids == EOS).any():
+            raise Refused
+        scores = scores.clone()
+        scores[:, EOS] = scores.amax(1)  # likely, so that drafts have it
+        return scores
+
     prompt, count = random_rows([4])[0], 300
-    options = dict(logits_processor=[EndsAtEos()], max_new_tokens=3, eos_token_id=EOS)
+    options = dict(logits_processor=[Processor(ends_at_eos)], max_new_tokens=3, eos_token_id=EOS)
     config = {"verification": "rejection", "draft_length": 2}
     result = generate(tiny, pad_left([prompt] * count), "model", config, assistant_model=tiny_assistant, **options)
     with torch.no_grad():
@@ -193,69 +181,48 @@ def test_rejection_keeps_the_targets_distribution(tiny: PreTrainedModel, tiny_as
     assert result.statistics.drafter_failure is None and result.statistics.acceptance_rate > 0.5
 
 
-def test_rejection_serves_a_grammar(tiny: PreTrainedModel, prompts: Prompts) -> None:
-    trie, processors = make("raising function")
-    config = {"verification": "rejection", "max_batch_size": 3}
-    result = generate(tiny, prompts, "self", config, max_new_tokens=20, eos_token_id=EOS, **processors)
-    for row, output in enumerate(outputs(result)):
-        assert follow(row, output[:-1]) and output[-1] in follow(row, output[:-1])
-    assert result.statistics.drafter_failure is None and result.statistics.total.accepted > 0
+@pytest.mark.parametrize("keeps_logits", [False, True])
+def test_a_row_drafts_as_far_as_processors_let_it(keeps_logits: bool) -> None:
+    """The processor raises on rows whose newest token is 5, and leaves nothing where it is 6."""
+    shown: list[int] = []
 
-
-# ---- Drafters that sample through the processors ---------------------------------------------------------------
-
-
-class Picky(LogitsProcessor):
-    """Raises on rows whose newest token is 5, and leaves nothing where it is 6."""
-
-    prefix_only = True
-
-    def __init__(self) -> None:
-        self.shown: list[int] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def picky(input_ids: Tensor, scores: Tensor) -> Tensor:
         newest = input_ids[:, -1]
         if (newest == 5).any():
             raise Refused
-        self.shown += newest.tolist()
+        shown.extend(newest.tolist())
         return scores.masked_fill((newest == 6)[:, None], -torch.inf)
 
-
-@pytest.mark.parametrize("keeps_logits", [False, True])
-def test_a_row_drafts_as_far_as_processors_let_it(keeps_logits: bool) -> None:
-    rows, picky = Rows(4, 9, torch.device("cpu")), Picky()
+    rows = Rows(4, 9, torch.device("cpu"))
     rows.admit([Request(b, torch.tensor([prompt]), 9, b) for b, prompt in enumerate([5, 6, 7, 8])])
-    pipeline = LogitsPipeline(LogitsProcessorList([picky]), PrefixView(rows, torch.tensor([[5], [6], [7], [8]])), 4)
-    session = DraftSession(rows, pipeline, False, None, keeps_logits)
-    drawn, likely = None, [[9, 9, 9, 5], [9, 9, 9, 9], [9, 9, 9, 9]]
-    sound = []
-    for step in range(3):
-        logits = torch.nn.functional.one_hot(torch.tensor(likely[step]), 16).double()[:, None]  # [B, 1, V]
+    view = PrefixView(rows, torch.tensor([[5], [6], [7], [8]]))
+    session = DraftSession(
+        rows, LogitsPipeline(LogitsProcessorList([Processor(picky)]), view, 4), False, None, keeps_logits
+    )
+    drawn, sound = None, []
+    for step, likely in enumerate([[9, 9, 9, 5], [9, 9, 9, 9], [9, 9, 9, 9]]):
+        logits = torch.nn.functional.one_hot(torch.tensor(likely), 16).double()[:, None]  # [B, 1, V]
         drawn, processed = session.draw(logits, None, step, drawn)
         assert (processed is not None) == keeps_logits
         rows.write(step, drawn.tokens)
         sound.append((drawn.scores[:, 0] > -torch.inf).tolist())
     # Row 0 cannot begin, row 1 finds nothing to say, row 2 goes on, row 3 says what may not be continued.
     assert sound == [[False, False, True, True], [False, False, True, False], [False, False, True, False]]
-    assert sorted(picky.shown) == [6, 7, 8, 9, 9]
+    assert sorted(shown) == [6, 7, 8, 9, 9]
 
 
 def test_a_pruned_vocabulary(tiny: PreTrainedModel, prompts: Prompts, tmp_path: Path) -> None:
     """It has none of the tokens that a grammar allows now and then, and what it drafts then is no text of it."""
     drafter = Eagle3Drafter(make_folder(tmp_path, safeai()), tiny)
-    options = dict(max_new_tokens=20, eos_token_id=EOS)
     trie, processors = make("processor")
-    result = generate(tiny, prompts, drafter=drafter, **options, **processors)
-    assert outputs(result) == outputs(generate(tiny, prompts, **options, **make("processor")[1]))
+    result = generate(tiny, prompts, drafter=drafter, **OPTIONS, **processors)
+    assert outputs(result) == outputs(generate(tiny, prompts, **OPTIONS, **make("processor")[1]))
     trie.check()
     assert result.statistics.drafter_failure is None and result.statistics.draft_forwards > 0
 
 
-# ---- Criteria ---------------------------------------------------------------------------------------------------
-
-
 class EndsOnce(StoppingCriteria):
-    """Ends a row at a token of the upper half, and knows no text that goes on behind one."""
+    """Ends a row at a token of the upper half, and knows no text that goes on after one."""
 
     prefix_only = True
 
@@ -265,16 +232,12 @@ class EndsOnce(StoppingCriteria):
         return input_ids[:, -1] > 32
 
 
-def test_criteria_are_shown_no_text_behind_its_end(tiny: PreTrainedModel, prompts: Prompts) -> None:
-    endless = outputs(generate(tiny, prompts))
+def test_criteria_are_shown_no_text_after_its_end(tiny: PreTrainedModel, prompts: Prompts) -> None:
     options = dict(stopping_criteria=[EndsOnce()])
     expected = outputs(generate(tiny, prompts, **options))
     assert 1 < max(map(len, expected)) < 24
-    drafter = Knowing(endless, seed=0)
+    drafter = Knowing(outputs(generate(tiny, prompts)), seed=0)
     assert outputs(generate(tiny, prompts, drafter=drafter, **options)) == expected
-
-
-# ---- What it costs others ----------------------------------------------------------------------------------------
 
 
 def test_processors_that_refuse_no_prefix_act_on_all_positions_at_once(tiny, prompts: Prompts, monkeypatch) -> None:

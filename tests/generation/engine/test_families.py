@@ -105,19 +105,15 @@ def prompts() -> Prompts:
     return pad_left(random_rows([3, 11, 7, 1]))
 
 
-def logprobs_of(model: PreTrainedModel, prompts: Prompts, tokens: list[list[int]]) -> list[torch.Tensor]:
-    """Log-probabilities of each row's tokens by one ordinary forward of that row alone."""
+def plain_logprobs(model: PreTrainedModel, prompts: Prompts, tokens: list[list[int]]) -> torch.Tensor:
+    """`[B, new]` float32, log-probabilities of each row's tokens by one ordinary forward of that row alone."""
     found = []
     for ids, mask, new in zip(prompts["input_ids"], prompts["attention_mask"].bool(), tokens, strict=True):
         row = torch.cat([ids[mask], torch.tensor(new)])[None]  # [1, n]
         with torch.no_grad():
             logprobs = model(row).logits[0].log_softmax(-1)  # [n, V]
         found.append(logprobs[-len(new) - 1 : -1].gather(1, torch.tensor(new)[:, None])[:, 0])
-    return found
-
-
-def assert_same_logprobs(result: Any, expected: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(result.logprobs, torch.stack(expected).float(), rtol=1e-5, atol=1e-6)
+    return torch.stack(found).float()
 
 
 @pytest.mark.filterwarnings("ignore:.*of the drafter stay dense")
@@ -127,30 +123,28 @@ def test_drafting_equals_none_and_the_plain_forward(name: str, prompts: Prompts)
     chunks. Logprobs tell any error of mask, position or cache from rounding, where tokens would often not."""
     model = build(name)
     plain = generate(model, prompts, max_new_tokens=20)
-    expected = torch.stack(logprobs_of(model, prompts, outputs(plain))).float()
-    torch.testing.assert_close(plain.logprobs, expected, rtol=1e-5, atol=1e-6)
+    expected = plain_logprobs(model, prompts, outputs(plain))
     members = [SelfDrafter(model, kernel="reference"), *(Knowing(outputs(plain), seed, f"k{seed}") for seed in (0, 1))]
     control = Plans(3, [[Chain(0, 4)], [Chain(1, 4), Chain(2, 3), Chain(0, 2)], []])
-    drafted = generate(model, prompts, "self", {"max_batch_size": 3}, drafter=members, control=control,
-                       max_new_tokens=20)  # fmt: skip
+    options = dict(config={"max_batch_size": 3}, drafter=members, control=control, max_new_tokens=20)
+    drafted = generate(model, prompts, **options)
     assert outputs(drafted) == outputs(plain)
-    torch.testing.assert_close(drafted.logprobs, expected, rtol=1e-5, atol=1e-6)
+    for result in (plain, drafted):
+        torch.testing.assert_close(result.logprobs, expected, rtol=1e-5, atol=1e-6)
     assert drafted.statistics.drafter_failure is None and raced(control) > 2
     assert drafted.statistics.per_drafter["self"].acceptance_rate > 0.3
 
 
-DROPOUT = {
-    "gemma3_text": dict(attention_dropout=0.3),
-    "gpt2": dict(embd_pdrop=0.3, resid_pdrop=0.3, attn_pdrop=0.3),
-    "gptj, eager": dict(embd_pdrop=0.3, resid_pdrop=0.3, attn_pdrop=0.3),
-}
+def modules_of(model: PreTrainedModel) -> dict[str, tuple[Any, ...]]:
+    return {key: (id(each), type(each), each.training, set(vars(each))) for key, each in model.named_modules()}
 
 
 @pytest.mark.filterwarnings("ignore:.*of the drafter stay dense")
-@pytest.mark.parametrize("name", DROPOUT)
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "gptj, eager"])
 def test_a_policy_in_training(name: str, prompts: Prompts) -> None:
     """Train mode, live dropout, gradient checkpointing: the engine runs the eval policy and leaves it as it was."""
-    policy = build(name, **DROPOUT[name])
+    rates = ("embd_pdrop", "resid_pdrop", "attn_pdrop") if name.startswith("gpt") else ("attention_dropout",)
+    policy = build(name, **dict.fromkeys(rates, 0.3))
     expected = reference_outputs(policy, prompts, max_new_tokens=12)
     policy.train()
     policy.gradient_checkpointing_enable()
@@ -158,22 +152,38 @@ def test_a_policy_in_training(name: str, prompts: Prompts) -> None:
     with torch.no_grad():
         ids = prompts["input_ids"][1:2]
         assert not torch.equal(policy(ids).logits, policy(ids).logits), "dropout is not live: this test tests nothing"
-    config = copy.deepcopy(policy.config)
-    weights = {key: tensor.clone() for key, tensor in policy.state_dict().items()}
-    modules = {
-        key: (id(module), type(module), module.training, set(module.__dict__))
-        for key, module in policy.named_modules()
-    }
+    config, weights, modules = copy.deepcopy((policy.config, policy.state_dict(), modules_of(policy)))
     for strategy in ("none", "self"):
         assert outputs(generate(policy, prompts, strategy, max_new_tokens=12, do_sample=False)) == expected
-    assert modules == {
-        key: (id(module), type(module), module.training, set(module.__dict__))
-        for key, module in policy.named_modules()
-    }
-    assert all(module.training for module in policy.modules())
+    assert modules_of(policy) == modules and all(module.training for module in policy.modules())
     assert policy.is_gradient_checkpointing and policy.config == config and config.use_cache is True
-    after = policy.state_dict()
-    assert after.keys() == weights.keys() and all(torch.equal(after[key], weights[key]) for key in weights)
+    torch.testing.assert_close(policy.state_dict(), weights, rtol=0, atol=0)
+
+
+def rope(rope_type: str, **more: Any) -> dict[str, Any]:
+    return dict(rope_parameters=dict(rope_type=rope_type, rope_theta=10_000.0, factor=2.0) | more)
+
+
+# LongRoPE changes its factors at the length it was pretrained for, far below its context.
+LONG = dict(short_factor=[1.0] * 8, long_factor=[3.0] * 8, original_max_position_embeddings=31)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "end"),
+    [
+        ("gpt2", dict(max_position_embeddings=31), "its learned positions end"),
+        ("opt", dict(max_position_embeddings=31), "its learned positions end"),
+        ("llama", dict(max_position_embeddings=31) | rope("dynamic"), ".'dynamic'. RoPE scaling"),
+        ("llama", rope("longrope", **LONG), ".'longrope'. RoPE scaling"),
+    ],
+)
+def test_up_to_the_last_position(name: str, changes: dict[str, Any], end: str, prompts: Prompts) -> None:
+    """Drafts reach beyond it where the output just fits."""
+    model = build(name, **changes)
+    result = generate(model, prompts, "self", {"draft_length": 8}, do_sample=False, max_new_tokens=20)
+    assert outputs(result) == reference_outputs(model, prompts, max_new_tokens=20)
+    with pytest.raises(ValueError, match=f"reach 32, and at 31 {end}.*within 31"):
+        generate(model, prompts, max_new_tokens=21)
 
 
 def test_beyond_the_context(prompts: Prompts) -> None:
@@ -184,52 +194,30 @@ def test_beyond_the_context(prompts: Prompts) -> None:
     assert outputs(result) == reference_outputs(model, prompts, max_new_tokens=20)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_up_to_the_last_learned_position(name: str, prompts: Prompts) -> None:
-    """Drafts reach beyond the position table where the output just fits."""
-    model = build(name, max_position_embeddings=31)
-    options = dict(do_sample=False, max_new_tokens=20)
-    result = generate(model, prompts, "self", {"draft_length": 8}, **options)
-    assert outputs(result) == reference_outputs(model, prompts, **options)
-    with pytest.raises(ValueError, match="reach 32, and at 31 its learned positions end.*within 31"):
-        generate(model, prompts, max_new_tokens=21)
-
-
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_rope_that_follows_the_batch_ends_where_it_would_change(rope_type: str, prompts: Prompts) -> None:
-    scaling: dict[str, Any] = dict(rope_type=rope_type, rope_theta=10_000.0, factor=2.0)
-    if rope_type == "longrope":
-        scaling |= dict(short_factor=[1.0] * 8, long_factor=[3.0] * 8, original_max_position_embeddings=31)
-    # LongRoPE changes its factors at the length it was pretrained for, far below its context.
-    context = 31 if rope_type == "dynamic" else 64
-    model = build("llama", max_position_embeddings=context, rope_parameters=scaling)
-    result = generate(model, prompts, "self", {"draft_length": 8}, do_sample=False, max_new_tokens=20)
-    assert outputs(result) == reference_outputs(model, prompts, max_new_tokens=20)
-    with pytest.raises(ValueError, match=f"reach 32, and at 31 .'{rope_type}'. RoPE scaling.*within 31"):
-        generate(model, prompts, max_new_tokens=21)
+HYBRID = dict(
+    num_experts=2, head_dim=16, moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_value_heads=2,
+    linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "model_type, changes, message",
+    ("model_type", "changes", "message"),
     [
-        ("bloom", dict(hidden_size=32, n_layer=1, n_head=2, vocab_size=64), "'bloom'.*ALiBi"),
-        ("falcon", dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, alibi=True),
-         "alibi=True"),
-        ("mpt", dict(d_model=32, n_heads=2, n_layers=1, vocab_size=64), "'mpt'.*ALiBi"),
-        ("mamba", dict(hidden_size=32, num_hidden_layers=1, vocab_size=64), "recurrent state"),
-        ("qwen3_next", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, num_experts=2, head_dim=16,
-                            num_attention_heads=2, num_key_value_heads=1, intermediate_size=32,
-                            moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_value_heads=2,
-                            linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8),
-         "recurrent state"),
-        ("lfm2", dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, num_attention_heads=2, num_key_value_heads=1,
-                      layer_types=["conv", "full_attention"]), "conv"),
-        ("t5", dict(d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, vocab_size=64), "encoder-decoder"),
+        ("bloom", {}, "'bloom'.*ALiBi"),
+        ("falcon", dict(alibi=True), "alibi=True"),
+        ("mpt", {}, "'mpt'.*ALiBi"),
+        ("mamba", {}, "recurrent state"),
+        ("qwen3_next", HYBRID, "recurrent state"),
+        ("lfm2", dict(layer_types=["conv", "full_attention"]), "conv"),
+        ("t5", dict(d_kv=16), "encoder-decoder"),
     ],
-)  # fmt: skip
+)
 def test_families_that_are_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
-    config = AutoConfig.for_model(model_type, **changes)
+    small = dict(
+        hidden_size=32, d_model=32, intermediate_size=32, d_ff=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=64,
+    )  # fmt: skip
     auto = transformers.AutoModelForSeq2SeqLM if model_type == "t5" else AutoModelForCausalLM
-    model = auto.from_config(config).eval()
+    model = auto.from_config(AutoConfig.for_model(model_type, **small | changes)).eval()
     with pytest.raises(ValueError, match=message):
         model.generate(torch.tensor([[3, 4]]), assistant_strategy="none", max_new_tokens=2, pad_token_id=0)

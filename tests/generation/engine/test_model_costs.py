@@ -3,28 +3,21 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GPT2Config,
-    MixtralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.model_costs import model_constants
 from tests.conftest import tiny_llama
 
 
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """On the meta device: shapes without weights."""
+def costs(config: PreTrainedConfig) -> Any:
+    """Of a model on the meta device: shapes without weights."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return model_constants(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -34,9 +27,8 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 def test_published_constants(shared: Callable[[str], Path], config: str, published: str) -> None:
     folder = shared(f"configs/target/{config}")
     theirs = json.loads(shared(f"data/efficientrollout/model_constants_{published}.json").read_text())
-    ours = model_constants(skeleton(AutoConfig.from_pretrained(folder)))
-    assert ours.dense_flops == theirs["C_dense"]
-    assert ours.attention_flops == theirs["C_attn"]
+    ours = costs(AutoConfig.from_pretrained(folder))
+    assert (ours.dense_flops, ours.attention_flops) == (theirs["C_dense"], theirs["C_attn"])
     assert ours.kv_bytes == theirs["kappa_theoretical"]
     assert ours.weight_bytes == pytest.approx(theirs["W_t"], rel=2e-5)  # theirs leave the biases out
 
@@ -63,33 +55,21 @@ def test_tied_embeddings_are_one_weight_and_one_product(tied: bool) -> None:
 
 
 def test_tables_of_learned_positions_are_not_multiplied() -> None:
-    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=100, n_positions=32)
-    constants = model_constants(skeleton(config))
+    constants = costs(GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=100, n_positions=32))
     assert constants.dense_flops == 2 * (2 * (64 * 192 + 64 * 64 + 2 * 64 * 256) + 64 * 100)
     assert constants.kv_bytes == 2 * 2 * 64 * 2
 
 
-@pytest.mark.parametrize(
-    ("config", "experts", "used"), [(MixtralConfig, 8, 2), (Qwen3MoeConfig, 128, 8)], ids=["mixtral", "qwen3-moe"]
-)
-def test_experts_count_by_use_in_products_and_all_in_bytes(
-    config: type[PreTrainedConfig], experts: int, used: int
-) -> None:
-    one, two = (
-        model_constants(
-            skeleton(
-                config(
-                    num_hidden_layers=layers, hidden_size=64, intermediate_size=128, moe_intermediate_size=128,
-                    num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=100, decoder_sparse_step=1,
-                    num_local_experts=experts, num_experts=experts, num_experts_per_tok=used,
-                )
-            )
-        )
-        for layers in (1, 2)
+@pytest.mark.parametrize(("config", "experts", "used"), [(MixtralConfig, 8, 2), (Qwen3MoeConfig, 128, 8)])
+def test_experts_count_by_use_in_products_and_all_in_bytes(config: Any, experts: int, used: int) -> None:
+    sizes = dict(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=100, decoder_sparse_step=1, num_local_experts=experts, num_experts=experts,
+        num_experts_per_tok=used,
     )  # fmt: skip
+    one, two = (costs(config(num_hidden_layers=layers, **sizes)) for layers in (1, 2))
     assert (one.experts, one.experts_per_token) == (experts, used)
-    matrices = 3 * 64 * 128
+    matrices, attention = 3 * 64 * 128, 2 * 64 * 64 + 2 * 64 * 32
     assert one.expert_bytes == 2 * experts * matrices
-    attention = 2 * 64 * 64 + 2 * 64 * 32
     assert two.dense_flops - one.dense_flops == 2 * (used * matrices + attention + 64 * experts)  # and the router
     assert one.kv_bytes == 2 * 2 * 16 * 2

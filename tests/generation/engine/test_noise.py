@@ -35,25 +35,24 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a.flatten().double(), b.flatten().double()]))[0, 1])
 
 
+def is_even(values: torch.Tensor, bins: int) -> bool:
+    """Whether numbers of 0 to 1 pass the χ² test of bins of equal probability."""
+    counts, expected = torch.histc(values, bins=bins, min=0, max=1), values.numel() / bins
+    return float(((counts - expected) ** 2 / expected).sum()) < bins - 1 + 5 * math.sqrt(2 * (bins - 1))
+
+
 def test_mean_variance_and_shape() -> None:
     noise = noise_of(0, 64, 32, 512).double()  # 2**20 numbers
     assert abs(float(noise.mean()) - EULER) < 5 * (math.pi / math.sqrt(6)) / 2**10
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.02
-    # Bins of equal probability under the Gumbel distribution function exp(-exp(-x)).
-    uniform = torch.exp(-torch.exp(-noise)).flatten()
-    counts = torch.histc(uniform, bins=128, min=0, max=1)
-    expected = uniform.numel() / 128
-    assert float(((counts - expected) ** 2 / expected).sum()) < 127 + 5 * math.sqrt(2 * 127)
+    assert is_even(torch.exp(-torch.exp(-noise)), 128)  # by the Gumbel distribution function
 
 
 def test_tails_are_finite_and_long() -> None:
     """A float32 that rounds u to 1 gives an infinity about once in 2**25 draws."""
-    largest = -math.inf
-    for seed in range(4):
-        noise = noise_of(seed, 1, 16, 152_000)
-        assert torch.isfinite(noise).all()
-        largest = max(largest, float(noise.max()))
-    assert largest > 13  # the largest of 10 million: 16.7 on average
+    extremes = [torch.stack(noise_of(seed, 1, 16, 152_000).aminmax()) for seed in range(4)]
+    assert torch.isfinite(torch.stack(extremes)).all()
+    assert torch.stack(extremes).max() > 13  # the largest of 10 million: 16.7 on average
 
 
 def test_the_largest_hash_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,56 +116,36 @@ def test_no_stream_is_a_shifted_copy_of_another() -> None:
 
 
 def test_round_noise_is_the_noise_of_its_positions() -> None:
-    streams = stream_keys(0, torch.arange(3))
-    block = RoundNoise(streams, torch.tensor([0, 5, 2]), 4, 50)
-    later = RoundNoise(streams, torch.tensor([2, 7, 4]), 2, 50)
+    streams, positions = stream_keys(0, torch.arange(3)), torch.tensor([0, 5, 2])
+    block, later = RoundNoise(streams, positions, 4, 50), RoundNoise(streams, positions + 2, 2, 50)
     assert torch.equal(block.at(2), later.at(0)) and torch.equal(block.at(3), later.at(1))
-    assert block.keys.tolist() == position_keys(streams, torch.tensor([[0], [5], [2]]) + torch.arange(4)).tolist()
-    large = RoundNoise(streams, torch.tensor([0, 5, 2]), 1000, 30_000)  # too large to keep: drawn step by step
+    assert block.keys.tolist() == position_keys(streams, positions[:, None] + torch.arange(4)).tolist()
+    large = RoundNoise(streams, positions, 1000, 30_000)  # too large to keep: drawn step by step
     assert all(torch.equal(large.at(step)[:, :50], block.at(step)) for step in range(4))
 
 
 def test_coins() -> None:
-    streams = stream_keys(0, torch.arange(512))
-    positions = torch.arange(256).expand(512, -1)
-    coins = uniform_coins(position_keys(derive(streams, 1), positions))  # [512, 256]
-    assert 0 < float(coins.min()) and float(coins.max()) < 1
-    counts = torch.histc(coins, bins=64, min=0, max=1)
-    expected = coins.numel() / 64
-    assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 5 * math.sqrt(2 * 63)
-    others = uniform_coins(position_keys(derive(streams, 2), positions))
+    streams, positions = stream_keys(0, torch.arange(512)), torch.arange(256).expand(512, -1)
+    coins, others = (uniform_coins(position_keys(derive(streams, label), positions)) for label in (1, 2))  # [512, 256]
+    assert 0 < float(coins.min()) and float(coins.max()) < 1 and is_even(coins, 64)
     drafts = gumbel_noise(position_keys(streams, positions).flatten(), 1)
-    assert abs(correlation(coins, others)) < 0.015
-    assert abs(correlation(coins, drafts)) < 0.015
-    assert abs(correlation(coins[:, 1:], coins[:, :-1])) < 0.015
+    for one, other in ((coins, others), (coins, drafts), (coins[:, 1:], coins[:, :-1])):
+        assert abs(correlation(one, other)) < 0.015
 
 
 def test_sampling_follows_the_softmax() -> None:
-    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -torch.inf, 0.5]).double()
-    noise = gumbel_noise(stream_keys(1, torch.arange(200_000)), 6)
-    _, tokens = sample(logits.expand(200_000, -1), noise)
-    counts = torch.bincount(tokens, minlength=6).double()
-    expected = logits.softmax(0) * 200_000
-    assert counts[4] == 0
-    kept = expected > 0
-    assert float(((counts - expected) ** 2 / expected)[kept].sum()) < 4 + 5 * math.sqrt(2 * 4)
-
-
-def test_greedy_nan_and_dead_rows() -> None:
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, 0.5, -torch.inf]).double()
+    _, tokens = sample(logits.expand(200_000, -1), gumbel_noise(stream_keys(1, torch.arange(200_000)), 6))
+    counts, expected = torch.bincount(tokens, minlength=6), logits.softmax(0) * 200_000
+    assert counts[5] == 0
+    assert float(((counts - expected) ** 2 / expected)[:5].sum()) < 4 + 5 * math.sqrt(2 * 4)
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, torch.nan, 1.0], [-torch.inf] * 3])
     scores, tokens = sample(logits, None)
-    assert tokens[0] == 1 and scores[0] == 3
-    assert torch.isnan(scores[1])
-    assert scores[2] == -torch.inf
+    assert (int(tokens[0]), float(scores[0]), float(scores[2])) == (1, 3, -torch.inf) and torch.isnan(scores[1])
 
 
-def test_logprobs() -> None:
-    logits = torch.randn(3, 4, 7, dtype=torch.float64)
-    tokens = torch.randint(7, (3, 4))
+def test_logprobs_and_their_precision() -> None:
+    logits, tokens = torch.randn(3, 4, 7, dtype=torch.float64), torch.randint(7, (3, 4))
     expected = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     torch.testing.assert_close(token_logprobs(logits, tokens), expected, rtol=0, atol=1e-12)
-
-
-def test_widen() -> None:
-    assert widen(torch.zeros(1, dtype=torch.bfloat16)).dtype == torch.float32
-    assert widen(torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
+    assert widen(logits.bfloat16()).dtype == torch.float32 and widen(logits).dtype == torch.float64

@@ -1,7 +1,5 @@
 """Every processor and criterion acts as in `generate`: against transformers itself, and against a plain loop."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,45 +8,29 @@ import transformers
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    StoppingCriteria,
     StoppingCriteriaList,
     WatermarkingConfig,
 )
 from transformers.generation import logits_process as hf
+from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from spec_trl.generation.engine import processors
-from spec_trl.generation.engine.noise import RoundNoise, draw, gumbel_noise, position_keys, stream_keys
+from spec_trl.generation.engine.noise import RoundNoise, draw, stream_keys
 from spec_trl.generation.engine.processors import Filters, LogitsPipeline, PrefixView
 from spec_trl.generation.engine.rows import Request, Rows
 from spec_trl.generation.engine.stopping import Stopping
 from tests.conftest import tiny_llama
-from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
-
-
-OLDER_THAN_5_23 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
-
-
-class Alternate(LogitsProcessor):
-    """A user's own: forbids tokens of the parity of the sum of the prefix, and shifts with its length."""
-
-    prefix_only = True
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        parity = input_ids.sum(1, keepdim=True) % 2  # [n, 1]
-        token = torch.arange(scores.shape[1])  # [V]
-        return torch.where(token % 2 == parity, scores, scores - 2.0) + (token == input_ids.shape[1] % 64) * 3.0
-
-
-class EndAfterMultiples(StoppingCriteria):
-    """A user's own: a row ends once its newest token and its length say so."""
-
-    prefix_only = True
-
-    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: Any) -> Tensor:
-        return (input_ids[:, -1] + input_ids.shape[1]) % 9 == 0
+from tests.generation.calls import (
+    Alternate,
+    EndByPrefix,
+    generate,
+    outputs,
+    pad_left,
+    plain_decoding,
+    random_rows,
+)
 
 
 def by_row(batch_id: int, prefix: Tensor) -> list[int]:
@@ -78,7 +60,7 @@ BOTH: dict[str, dict[str, Any]] = {
     "renormalize_logits": EOS | dict(renormalize_logits=True, remove_invalid_values=True),
     "watermarking_config": EOS | dict(watermarking_config=WatermarkingConfig(bias=3.0)),
     "own processor": EOS | dict(logits_processor=LogitsProcessorList([Alternate()])),
-    "own criterion": EOS | dict(stopping_criteria=StoppingCriteriaList([EndAfterMultiples()])),
+    "own criterion": EOS | dict(stopping_criteria=StoppingCriteriaList([EndByPrefix(9)])),
     "several": EOS | dict(repetition_penalty=1.2, no_repeat_ngram_size=3, min_new_tokens=5, suppress_tokens=[40]),
 }  # fmt: skip
 SAMPLED: dict[str, dict[str, Any]] = BOTH | {
@@ -95,37 +77,6 @@ SAMPLED: dict[str, dict[str, Any]] = BOTH | {
 }  # fmt: skip
 
 
-def plain_decoding(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    **model_kwargs: Any,
-) -> tuple[list[list[int]], list[list[float]]]:
-    """`generate`'s sampling loop over padded rows, without any cache, with the noise of seed 0: what the engine must
-    reproduce. Returns tokens and logprobs of each row, up to its end."""
-    mask = model_kwargs["attention_mask"]  # [B, width]
-    batch, width = input_ids.shape
-    streams = stream_keys(0, torch.arange(batch))
-    tokens: list[list[int]] = [[] for _ in range(batch)]
-    logprobs: list[list[float]] = [[] for _ in range(batch)]
-    running = torch.ones(batch, dtype=torch.bool)
-    while running.any():
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = model(input_ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]  # [B, V]
-        scores = logits_processor(input_ids, logits.clone())  # [B, V]
-        step = torch.full((batch, 1), input_ids.shape[1] - width)
-        chosen = (scores + gumbel_noise(position_keys(streams, step).flatten(), scores.shape[1])).argmax(1)  # [B]
-        for row in running.nonzero().flatten().tolist():
-            tokens[row].append(int(chosen[row]))
-            logprobs[row].append(float(scores[row].log_softmax(0)[chosen[row]]))
-        input_ids = torch.cat([input_ids, torch.where(running, chosen, 0)[:, None]], dim=1)
-        mask = torch.cat([mask, running.long()[:, None]], dim=1)
-        running &= ~stopping_criteria(input_ids, None)
-    return tokens, logprobs
-
-
 @pytest.fixture(scope="module")
 def tiny() -> PreTrainedModel:
     return tiny_llama(num_hidden_layers=1)
@@ -140,66 +91,52 @@ def assistant() -> PreTrainedModel:
     return found
 
 
-@pytest.fixture(scope="module")
-def prompts() -> Prompts:
-    return pad_left(random_rows([6, 1, 9, 4]))
-
-
-def plainly(model: PreTrainedModel, prompts: Prompts, **options: Any) -> tuple[list[list[int]], list[list[float]]]:
-    sampled = dict(do_sample=True, top_k=0, max_new_tokens=16, pad_token_id=0)
-    return model.generate(**prompts, custom_generate=plain_decoding, **(sampled | options))
-
-
-@pytest.fixture(scope="module")
-def without(tiny: PreTrainedModel, prompts: Prompts) -> Callable[[Any], Any]:
-    """What the plain loop gives with nothing but these EOS ids."""
-    return functools.cache(lambda ids: plainly(tiny, prompts, **({"eos_token_id": list(ids)} if ids else {})))
-
-
+PROMPTS = pad_left(random_rows([6, 1, 9, 4]))
 ROWS_CHANGE_PLACES = {"draft_length": 2, "max_batch_size": 3}  # row-bound processors must follow
+GREEDY = ["max_length", "max_time", "forced_eos_token_id", "prefix_allowed_tokens_fn", "own criterion", "several"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["nothing", "one eos", "max_length", "max_time", "no_repeat_ngram_size", "forced_eos_token_id",
-     "prefix_allowed_tokens_fn", "own criterion", "several"],
-)  # fmt: skip
-def test_greedy_equals_transformers(name: str, tiny, assistant, prompts: Prompts) -> None:
+def plainly(model: PreTrainedModel, **options: Any) -> tuple[list[list[int]], list[list[float]]]:
+    sampled = dict(do_sample=True, top_k=0, max_new_tokens=16, pad_token_id=0)
+    return model.generate(**PROMPTS, custom_generate=plain_decoding, **(sampled | options))
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_equals_transformers(name: str, tiny, assistant) -> None:
     options = dict(do_sample=False, max_new_tokens=16, pad_token_id=0) | BOTH[name]
-    expected = tiny.generate(**prompts, **options)
-    result = generate(tiny, prompts, "model", ROWS_CHANGE_PLACES, assistant_model=assistant, **options)
-    assert result.sequences.tolist() == expected.tolist()
-    assert result.statistics.drafter_failure is None
+    expected = tiny.generate(**PROMPTS, **options)
+    result = generate(tiny, PROMPTS, "model", ROWS_CHANGE_PLACES, assistant_model=assistant, **options)
+    assert result.sequences.tolist() == expected.tolist() and result.statistics.drafter_failure is None
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_sampling_equals_a_plain_loop(name: str, tiny, assistant, prompts: Prompts, without) -> None:
+def test_sampling_equals_a_plain_loop(name: str, tiny, assistant) -> None:
     options = SAMPLED[name]
-    tokens, logprobs = plainly(tiny, prompts, **options)
+    tokens, logprobs = plainly(tiny, **options)
     more = {"max_new_tokens": 16, "assistant_model": assistant} | options
-    result = generate(tiny, prompts, "model", ROWS_CHANGE_PLACES, **more)
-    assert outputs(result) == tokens
+    result = generate(tiny, PROMPTS, "model", ROWS_CHANGE_PLACES, **more)
+    assert outputs(result) == tokens and result.statistics.drafter_failure is None
     for row, expected in enumerate(logprobs):
         torch.testing.assert_close(result.logprobs[row, : len(expected)], torch.tensor(expected), rtol=1e-5, atol=1e-6)
-    assert result.statistics.drafter_failure is None
     assert name == "max_time" or result.statistics.total.accepted > 0
     if name not in ("nothing", "one eos", "renormalize_logits"):  # else the test would pass without the option
-        ids = options.get("eos_token_id", ())
-        assert (tokens, logprobs) != without((ids,) if isinstance(ids, int) else tuple(ids))
+        assert (tokens, logprobs) != plainly(tiny, eos_token_id=options.get("eos_token_id"))
 
 
 @pytest.mark.parametrize(
     "name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "prefix_allowed_tokens_fn"]
 )
-def test_row_bound_processors_with_several_sequences(name: str, tiny, prompts: Prompts) -> None:
-    if name == "encoder_repetition_penalty" and OLDER_THAN_5_23:
+def test_row_bound_processors_with_several_sequences(name: str, tiny) -> None:
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if name == "encoder_repetition_penalty" and version < (5, 23):
         pytest.skip("transformers 5.17 itself penalises a copy by another row's prompt")
     options = dict(max_new_tokens=12, num_return_sequences=3) | BOTH[name]
-    tokens, _ = plainly(tiny, prompts, **options)
-    assert outputs(generate(tiny, prompts, "ngram", {"max_batch_size": 4}, **options)) == tokens
+    tokens, _ = plainly(tiny, **options)
+    assert outputs(generate(tiny, PROMPTS, "ngram", {"max_batch_size": 4}, **options)) == tokens
 
 
 def test_stop_strings(stories: PreTrainedModel, story_tokenizer) -> None:
+    """As a keyword, and in a generation config, named or positional."""
     texts = ["Once upon a time, there was", "Lily and", "The big dog ran to the"]
     inputs = story_tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     options = dict(stop_strings=["was", ". The"], max_new_tokens=40, do_sample=False, pad_token_id=2)
@@ -207,17 +144,12 @@ def test_stop_strings(stories: PreTrainedModel, story_tokenizer) -> None:
     result = generate(stories, inputs, "ngram", tokenizer=story_tokenizer, **options)
     assert result.sequences.tolist() == expected.tolist()
     assert len(set(result.lengths.tolist())) > 1 and min(result.lengths) < 40
-
-
-def test_stop_strings_in_a_generation_config(stories: PreTrainedModel, story_tokenizer) -> None:
-    inputs = story_tokenizer("Once upon a time, there", return_tensors="pt", return_token_type_ids=False)
-    config = GenerationConfig(stop_strings="was", max_new_tokens=30, do_sample=False, pad_token_id=2, eos_token_id=1)
-    options = dict(tokenizer=story_tokenizer, assistant_strategy="ngram")
-    named = stories.generate(**inputs, generation_config=config, **options)
-    positional = stories.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"], **options)
-    for sequences in (named, positional):
-        assert story_tokenizer.decode(sequences[0]).rstrip().endswith("was")
-    assert config.stop_strings == "was", "the caller's config is the caller's"
+    config = GenerationConfig(**options, eos_token_id=1)
+    more = dict(tokenizer=story_tokenizer, assistant_strategy="ngram")
+    named = stories.generate(**inputs, generation_config=config, **more)
+    positional = stories.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"], **more)
+    assert named.tolist() == positional.tolist() == expected.tolist()
+    assert config.stop_strings == options["stop_strings"], "the caller's config is the caller's"
 
 
 # ---- Stopping, by hand -----------------------------------------------------------------------------------------
@@ -231,44 +163,32 @@ def view() -> PrefixView:
     return PrefixView(rows, torch.tensor([[60, 61, 62, 63, 3], [60, 61, 4, 5, 6]]))
 
 
-def test_prefixes_are_what_generate_shows(view: PrefixView) -> None:
-    view.rows.write(0, torch.tensor([[10, 11], [20, 21]]))
-    view.rows.commit(torch.tensor([1, 2]), None)
-    view.rows.write(0, torch.tensor([[12], [22]]))
-    row, step = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
-    groups = [(member.tolist(), prefix.tolist()) for member, prefix in view.groups(row, step)]
-    assert groups == [
-        ([1], [[60, 61, 62, 63, 3, 10]]),
-        ([0, 2], [[60, 61, 4, 5, 6, 20, 21], [60, 61, 62, 63, 3, 10, 12]]),
-        ([3], [[60, 61, 4, 5, 6, 20, 21, 22]]),
-    ]
+Case = tuple[list[list[int]], list[int], bool, list[int], list[bool]]
+STOPS: dict[str, Case] = {
+    "only verified": ([[1, 99, 99], [1, 1, 99]], [1, 2], True, [1, 2], [False, False]),
+    "limit": ([[1, 1, 1], [1, 1, 1]], [1, 3], False, [1, 3], [False, False]),
+    "the first of two EOS": ([[1, 1, 1], [1, 7, 8]], [3, 3], False, [2, 2], [True, True]),
+    "an EOS that was not verified": ([[1, 7, 1], [1, 1, 7]], [1, 2], False, [1, 2], [False, False]),
+    "EOS": ([[7, 1, 1], [1, 1, 8]], [1, 3], False, [1, 3], [True, True]),
+    "criterion": ([[1, 5, 1], [1, 5, 1]], [2, 3], True, [2, 2], [True, True]),
+    "whichever comes first": ([[1, 1, 5], [7, 5, 1]], [2, 3], True, [2, 1], [True, True]),
+    "not verified": ([[1, 5, 1], [1, 1, 5]], [1, 2], True, [1, 2], [False, False]),
+}
 
 
-def test_first_stop(view: PrefixView, tiny: PreTrainedModel) -> None:
-    from transformers.generation.stopping_criteria import EosTokenCriteria
+@pytest.mark.parametrize(("tokens", "counts", "with_own", "keep", "ends"), STOPS.values(), ids=STOPS)
+def test_first_stop(view: PrefixView, tokens, counts, with_own: bool, keep: list[int], ends: list[bool]) -> None:
+    """EOS is 7 or 8, a criterion of the user's ends rows at 5; rows have room for 6 and 2 new tokens."""
 
-    def stop(tokens: list[list[int]], counts: list[int], own: Callable[[Tensor], Tensor] | None = None) -> Any:
-        criteria = StoppingCriteriaList([EosTokenCriteria(torch.tensor([7, 8]))])
-        if own is not None:
-            criterion = lambda ids, scores: own(ids)  # noqa: E731
-            criterion.prefix_only = True
-            criteria.append(criterion)
-        view.rows.write(0, torch.tensor(tokens))
-        keep, ends = Stopping(criteria, view).first_stop(torch.tensor(tokens), torch.tensor(counts))
-        return keep.tolist(), ends.tolist()
-
-    def only_verified(ids: Tensor) -> Tensor:
+    def own(ids: Tensor, scores: Tensor | None) -> Tensor:
         assert not (ids == 99).any(), "a criterion was shown a token that was not verified"
         return ids[:, -1] == 5
 
-    assert stop([[1, 99, 99], [1, 1, 99]], [1, 2], only_verified) == ([1, 2], [False, False])
-    assert stop([[1, 1, 1], [1, 1, 1]], [1, 3]) == ([1, 3], [False, False])
-    assert stop([[1, 1, 1], [1, 7, 8]], [3, 3]) == ([2, 2], [True, True]), "limit, and the first of two EOS"
-    assert stop([[1, 7, 1], [1, 1, 7]], [1, 2]) == ([1, 2], [False, False]), "an EOS that was not verified"
-    assert stop([[7, 1, 1], [1, 1, 8]], [1, 3]) == ([1, 3], [True, True])
-    assert stop([[1, 5, 1], [1, 5, 1]], [2, 3], lambda ids: ids[:, -1] == 5) == ([2, 2], [True, True])
-    assert stop([[1, 1, 5], [7, 5, 1]], [2, 3], lambda ids: ids[:, -1] == 5) == ([2, 1], [True, True])
-    assert stop([[1, 5, 1], [1, 1, 5]], [1, 2], lambda ids: ids[:, -1] == 5) == ([1, 2], [False, False])
+    own.prefix_only = True
+    criteria = StoppingCriteriaList([EosTokenCriteria(torch.tensor([7, 8])), *[own] * with_own])
+    view.rows.write(0, torch.tensor(tokens))
+    found = Stopping(criteria, view).first_stop(torch.tensor(tokens), torch.tensor(counts))
+    assert [each.tolist() for each in found] == [keep, ends]
 
 
 TEMPERATURE, TOP_K, MIN_P, TOP_P = (

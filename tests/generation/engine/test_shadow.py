@@ -1,6 +1,5 @@
 """The shadow: own modules over the same Parameters, in eval mode, free of what training left on the policy."""
 
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -9,9 +8,13 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from spec_trl.generation.engine.shadow import make_shadow
+from benchmarks.tiny_families import make
+from spec_trl.generation.engine.shadow import make_shadow, share_weights
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
+
+
+PROMPTS = pad_left(random_rows([4, 6]))
 
 
 def test_own_modules_same_parameters(fresh: LlamaForCausalLM) -> None:
@@ -26,16 +29,12 @@ def test_own_modules_same_parameters(fresh: LlamaForCausalLM) -> None:
     assert {id(module.config) for module in theirs.values() if "config" in vars(module)} == {id(shadow.config)}
 
 
-def test_editing_the_shadow_leaves_the_policy(fresh: LlamaForCausalLM) -> None:
+def test_weights_are_live_and_edits_stay_in_the_shadow(fresh: LlamaForCausalLM) -> None:
     shadow = make_shadow(fresh)
     shadow.model.layers[0].mlp = nn.Identity()
     shadow.register_forward_hook(lambda *_: pytest.fail("a hook of the shadow ran"))
     assert not isinstance(fresh.model.layers[0].mlp, nn.Identity)
     fresh(torch.arange(3)[None])
-
-
-def test_weights_are_live(fresh: LlamaForCausalLM) -> None:
-    shadow = make_shadow(fresh)
     with torch.no_grad():
         fresh.lm_head.weight.mul_(2)
     assert torch.equal(shadow.lm_head.weight, fresh.lm_head.weight)
@@ -45,39 +44,31 @@ def test_weights_are_live(fresh: LlamaForCausalLM) -> None:
     assert shadow.model.norm.weight.dtype == torch.float32
 
 
-def test_tied_and_repeated_modules_stay_one(fresh: LlamaForCausalLM) -> None:
-    fresh.model.layers.append(fresh.model.layers[0])
-    shadow = make_shadow(fresh)
+def test_tied_and_repeated_modules_stay_one() -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    model.model.layers.append(model.model.layers[0])
+    shadow = make_shadow(model)
     assert shadow.model.layers[2] is shadow.model.layers[0]
-    tied = tiny_llama(tie_word_embeddings=True)
-    shadow = make_shadow(tied)
     assert shadow.lm_head.weight is shadow.model.embed_tokens.weight
 
 
 def test_patched_forwards_do_not_reach_generation(fresh: LlamaForCausalLM) -> None:
     """accelerate and TRL replace the root's forward: by a function, or by a method bound to the policy."""
-    prompts = pad_left(random_rows([4, 2]))
-    expected = outputs(generate(fresh, prompts, max_new_tokens=6))
+    expected = outputs(generate(fresh, PROMPTS, max_new_tokens=6))
 
-    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise AssertionError("the policy's patched forward ran")
 
     for patch in (MethodType(broken, fresh), broken):
-        fresh.forward = patch
-        fresh._original_forward = patch
-        assert outputs(generate(fresh, prompts, max_new_tokens=6)) == expected
-        assert outputs(generate(fresh, prompts, "self", max_new_tokens=6)) == expected
+        vars(fresh).update(forward=patch, _original_forward=patch)
+        for strategy in ("none", "self"):
+            assert outputs(generate(fresh, PROMPTS, strategy, max_new_tokens=6)) == expected
         assert fresh.forward is patch
 
 
 def test_methods_bound_below_the_root_are_bound_to_the_clone(fresh: LlamaForCausalLM) -> None:
-    seen = []
-
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        seen.append(self)
-        return type(self).forward(self, x)
-
-    fresh.lm_head.forward = MethodType(forward, fresh.lm_head)
+    fresh.lm_head.forward = MethodType(lambda self, x: seen.append(self), fresh.lm_head)
+    seen: list[nn.Module] = []
     shadow = make_shadow(fresh)
     shadow.lm_head(torch.zeros(1, 64).double())
     assert seen == [shadow.lm_head]
@@ -85,44 +76,42 @@ def test_methods_bound_below_the_root_are_bound_to_the_clone(fresh: LlamaForCaus
 
 def test_hooks_are_kept(fresh: LlamaForCausalLM) -> None:
     """TRL's cast_lm_head_to_fp32 lives in one; the policy's output includes what its hooks do."""
-    prompts = pad_left(random_rows([4]))
-    plain = outputs(generate(fresh, prompts, max_new_tokens=8))
+    plain = outputs(generate(fresh, PROMPTS, max_new_tokens=8))
     fresh.lm_head.register_forward_hook(lambda module, args, output: -output)
-    hooked = outputs(generate(fresh, prompts, max_new_tokens=8))
-    assert hooked != plain
-    assert outputs(generate(fresh, prompts, "self", max_new_tokens=8)) == hooked
+    hooked = outputs(generate(fresh, PROMPTS, max_new_tokens=8))
+    assert outputs(generate(fresh, PROMPTS, "self", max_new_tokens=8)) == hooked != plain
 
 
 def test_autocast_runs(fresh: LlamaForCausalLM) -> None:
     """As TRL's bf16=True has it: float32 weights under autocast."""
     model = fresh.float()
-    prompts = pad_left(random_rows([4, 2]))
     with torch.autocast("cpu", torch.bfloat16):
-        result = generate(model, prompts, "self", temperature=0.3)
-    plain = generate(model, prompts, temperature=0.3)
-    assert result.lengths.tolist() == [24, 24]
-    assert result.statistics.cache_bytes < 0.6 * plain.statistics.cache_bytes
-    assert result.statistics.acceptance_rate > 0.4
+        result = generate(model, PROMPTS, "self", temperature=0.3)
+    assert result.lengths.tolist() == [24, 24] and result.statistics.acceptance_rate > 0.4
+    assert result.statistics.cache_bytes < 0.6 * generate(model, PROMPTS, temperature=0.3).statistics.cache_bytes
 
 
-def compile_layers(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    model.model.layers = nn.ModuleList(torch.compile(layer, backend="eager") for layer in model.model.layers)
-    return model
-
-
-@pytest.mark.parametrize(
-    "wrap", [compile_layers, lambda model: model.compile(backend="eager") or model], ids=["layers", "in place"]
-)
-def test_what_is_compiled_generates_and_drafts_uncompiled(wrap: Callable[[Any], Any], fresh: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("what", ["layers", "in place", "assistant"])
+def test_what_is_compiled_generates_and_drafts_uncompiled(what: str, fresh: LlamaForCausalLM, tiny_assistant) -> None:
     torch._dynamo.utils.counters.clear()
-    prompts = pad_left(random_rows([4, 6]))
-    expected = outputs(generate(fresh, prompts))
-    result = generate(wrap(fresh), prompts, "self")
+    expected = outputs(generate(fresh, PROMPTS))
+    options = dict(assistant_model=torch.compile(tiny_assistant, backend="eager")) if what == "assistant" else {}
+    if what == "layers":
+        fresh.model.layers = nn.ModuleList(torch.compile(layer, backend="eager") for layer in fresh.model.layers)
+    elif what == "in place":
+        fresh.compile(backend="eager")
+    result = generate(fresh, PROMPTS, "model" if what == "assistant" else "self", **options)
     assert outputs(result) == expected and result.statistics.total.accepted > 0
     assert torch._dynamo.utils.counters["frames"]["total"] == 0
 
 
-def test_a_compiled_assistant(tiny: LlamaForCausalLM, tiny_assistant: LlamaForCausalLM) -> None:
-    assistant = torch.compile(tiny_assistant, backend="eager")
-    result = generate(tiny, pad_left(random_rows([4, 6])), "model", assistant_model=assistant)
-    assert result.statistics.total.accepted > 0
+@pytest.mark.parametrize("family", ["bart", "gpt_neo"])
+def test_forwards_that_take_no_positions_or_one_mask_for_all_layers(family: str) -> None:
+    model = make(family)
+    shadow = make_shadow(model)
+    tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits
+        for network in (shadow, share_weights(shadow), make_shadow(shadow)):
+            torch.testing.assert_close(network(tokens, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(model(tokens, use_cache=False).logits, expected), "the policy itself is left as it was"

@@ -16,24 +16,6 @@ from tests.generation.races import EOS, PROMPTS, Knowing, RandomPlans
 NAMES = ["self", "ngram", "history"]
 
 
-def test_changes_by_hand() -> None:
-    log = TimelineLog(4, NAMES)
-    log.record(0.0, 0, [], [2, 0])
-    log.record(1.0, 1, [Chain(1, 5)], [2, 0])
-    log.record(2.0, 2, [Chain(1, 3)], [2, 0])  # γ is no change of who drafts
-    log.record(3.0, 3, [Chain(1, 3), Chain(0, 2, (1,)), Chain(1, 9, (1,))], [2, 0, 3])
-    log.end([2], 3.5)
-    log.record(4.0, 4, [Chain(1, 3), Chain(0, 2, (1,))], [3, 0])  # the last row moved to the hole
-    log.record(5.0, 5, [Chain(0, 2, (1,))], [3, 0])
-    log.end([0, 3], 6.0)
-    assert log.timelines == [
-        RequestTimeline(0, [(0.0, 0, []), (1.0, 1, ["ngram"]), (3.0, 3, ["ngram", "self"]), (5.0, 5, ["self"])], 6.0),
-        RequestTimeline(1),
-        RequestTimeline(2, [(0.0, 0, []), (1.0, 1, ["ngram"])], 3.5),
-        RequestTimeline(3, [(3.0, 3, ["ngram"]), (5.0, 5, [])], 6.0),
-    ]
-
-
 def test_a_round_like_the_last_one_is_only_compared() -> None:
     """Of a plan that is the same, no row is looked at."""
 

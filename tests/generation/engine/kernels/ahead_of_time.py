@@ -49,12 +49,8 @@ print(json.dumps(kernels))
 
 
 def compile_for(capability: int, calls: str, folder: Path) -> list[tuple[str, int]]:
-    """Compiles every kernel that `calls` (Python; CPU tensors) launches, and launches none.
-
-    Args:
-        capability: the GPU's compute capability times ten.
-        calls: Python code.
-        folder: for Triton's cache.
+    """Compiles every kernel that `calls` (Python; CPU tensors) launches for a GPU of this compute capability (times
+    ten), and launches none. Triton's cache is in `folder`.
 
     Returns:
         The kernels' names and bytes of shared memory, in the order of the launches.
