@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,20 +85,3 @@ def test_algorithm_3_properties(cluster: dict[str, Any]) -> None:
         served = [requests[r] for r, m in added if m == method]
         left = [requests[r] for r in requests if (r, method) not in added and (r, method) not in standing]
         assert not served or not left or max(served) <= min(left)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"methods": []}, "methods is empty"),
-        ({"ladder_order": ["x"]}, r"ladder_order=\['x'\] lacks \['y'\]"),
-        ({"max_batch": 0}, "max_batch=0 is out of range"),
-    ],
-)
-def test_bad_arguments(change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = dict(
-        requests={}, methods=["x", "y"], freed=[], workers_of={}, load={}, max_batch=1, ladder_order=["x", "y"],
-        assigned={},
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        greedy_assignments(**(arguments | change))

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from spec_trl.scheduling.best_of_n import BestOfN
-from spec_trl.scheduling.control import Candidate, Chain
+from spec_trl.scheduling.control import Chain
 from spec_trl.scheduling.race_judge import Field, RaceJudge
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.selection import AcceptanceHistory
@@ -143,16 +142,6 @@ def test_one_candidate_races_nobody() -> None:
     machine = Machine({"ngram": 0.0}, by_method(ngram=0.8))
     machine.run(machine.control(), [200] * 4)
     assert {most for _, _, most in machine.widths()} <= {0, 1} and {0} in machine.drafters()
-
-
-def test_names_must_differ() -> None:
-    machine = Machine(LOOKUPS, complementary)
-    twice = [Candidate("ngram", 5, 5.0, 10), Candidate("ngram", 5, 5.0, 10)]
-    for candidates in (twice, []):
-        with pytest.raises(ValueError, match="must be one or more drafters of different names"):
-            BestOfN(candidates, machine.ladder(), AcceptanceHistory())
-    with pytest.raises(ValueError, match="method='model' is not in the ladder"):
-        BestOfN([Candidate("model", 5, 5.0, 10)], machine.ladder(), AcceptanceHistory()).begin(1, ["a"])
 
 
 @pytest.mark.parametrize("race", [False, True])

@@ -129,25 +129,3 @@ def test_state_of_another_ladder_starts_over() -> None:
     controller = DraftLengthController(draft_lengths=[2, 4])
     controller.load_state_dict({"draft_length": 5, "block_efficiency": 5.8, "window": [5.8]})
     assert (controller.draft_length, controller.block_efficiency) == (2, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"draft_lengths": [5, 5]}, r"draft_lengths=\[5, 5\] is not ascending; use \[5\]"),
-        ({"draft_lengths": [7, 5]}, r"draft_lengths=\[7, 5\] is not ascending; use \[5, 7\]"),
-        ({"draft_lengths": []}, r"draft_lengths=\[\] must be a list of at least one integer"),
-        ({"draft_lengths": [5, 7.5]}, "draft_lengths=.* must be a list of at least one integer"),
-        ({"draft_lengths": [0, 5]}, r"draft_lengths=\[0, 5\] must lie between 1 and 64"),
-        ({"draft_lengths": [5, 65]}, "must lie between 1 and 64"),
-        ({"initial": 6}, r"initial_draft_length=6 is not one of draft_lengths=\[5, 7, 9, 11\].*draft_lengths=\[6\]"),
-        ({"up": 1.1}, "draft_length_up=1.1 must lie between 0 and 1"),
-        ({"up": 0.85, "down": 0.85}, "draft_length_down=0.85 must be above 0 and below draft_length_up=0.85"),
-        ({"down": 0.0}, "draft_length_down=0.0 must be above 0"),
-        ({"patience": 0}, "draft_length_patience=0 must be an integer of at least 1"),
-        ({"patience": 1.5}, "draft_length_patience=1.5 must be an integer of at least 1"),
-    ],
-)
-def test_bad_arguments(bad: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DraftLengthController(**bad)  # type: ignore[arg-type]

@@ -165,30 +165,6 @@ def test_effective_flops_of_the_published_benchmark(shared: Callable[[str], Path
     assert round(content["F_eff_hardware_tflops"], 1) == 233.5
 
 
-SAMPLES = measured(Roofline(CONSTANTS, TRUTH))
-
-
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (lambda: effective_flops([GemmMeasurement("qkv", 128, 1000, 1.0)]), "no GEMM of 256 rows or more"),
-        (lambda: effective_flops([GemmMeasurement("qkv", 256, 1000, 0.0)]), "seconds=0.0 of qkv at 256 rows"),
-        (lambda: fit([s for s in SAMPLES if s.mode != "verify"], CONSTANTS, F_EFF, BANDWIDTH), "has no verify row"),
-        (lambda: fit(SAMPLES[1:], CONSTANTS, F_EFF, BANDWIDTH), "no target row for batch=1, length=256"),
-        (lambda: fit(SAMPLES, CONSTANTS, F_EFF, (0.0, 1e12)), "bandwidth_bounds="),
-        (lambda: fit(SAMPLES, CONSTANTS, F_EFF, (2e12, 1e12)), "bandwidth_bounds="),
-        (lambda: fit(SAMPLES, CONSTANTS, F_EFF, (1e12, math.inf)), "bandwidth_bounds="),
-        (lambda: fit(SAMPLES, CONSTANTS, math.nan, BANDWIDTH), "flops_per_second=nan"),
-        (lambda: fit(SAMPLES, CONSTANTS, 0.0, BANDWIDTH), "flops_per_second=0.0"),
-        (lambda: fit(SAMPLES, CONSTANTS, F_EFF, BANDWIDTH, form="x"), "form='x' is unknown"),  # type: ignore[arg-type]
-        (lambda: evaluate(Roofline(CONSTANTS, TRUTH), SAMPLES[:1]), "samples hold no"),
-    ],
-)
-def test_bad_input_is_named(act: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        act()
-
-
 @pytest.mark.slow
 def test_the_improved_form_on_the_published_sweeps(published: tuple[str, list[Sample], Roofline]) -> None:
     model, samples, theirs = published

@@ -92,14 +92,3 @@ def test_missing_rows() -> None:
     with pytest.raises(ValueError, match="3 of 12 grid points lack a draft or verify row.*measure them again"):
         check_samples([s for s in samples if (s.mode, s.batch) != ("verify", 8)], "some file")
     assert check_samples(samples, "some file") is None
-
-
-def test_a_bad_sample_is_refused() -> None:
-    with pytest.raises(ValueError, match="seconds=0 is out of range"):
-        Sample(1, 128.0, 3, "verify", 0)
-    with pytest.raises(ValueError, match="batch=1.5 is a float; it must be an integer"):
-        Sample(1.5, 128.0, 3, "verify", 0.1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="mode='prefill' is unknown"):
-        Sample(1, 128.0, 3, "prefill", 0.1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="draft_length=0 of a verify sample"):
-        Sample(1, 128.0, 0, "verify", 0.1)
