@@ -1,7 +1,6 @@
-"""The draft ladder: speedups from profiled cells, rankings, and its file."""
+"""The draft ladder: speedups from profiled cells, rankings, costs, and its file."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -37,25 +36,21 @@ LADDER = Ladder(
 )
 
 
-def test_profiled_axes() -> None:
-    assert LADDER.methods == ("self", "ngram")
-    assert LADDER.batches == (1, 4, 8)
-    assert LADDER.draft_lengths("self", 1) == (2, 6)
-    assert LADDER.draft_lengths("self", 8) == (2,)
-
-
 @pytest.mark.parametrize(
-    ("block_efficiency", "expected"),
+    ("tau", "batch", "expected"),
     [
-        (1.24, 1.24 / 2),  # of a profiled acceptance: 1 + 0.2 + 0.04
-        (1.84, 1.84 / 2.5),  # half-way between the profiled τ, 1.24 and 2.44
-        (1.0, 1 / 2),  # below the profiled ones: their first time
-        (3.0, 3 / 3),  # above: their last; and γ + 1 tokens
-        (3.0 + 1e-12, 3 / 3),  # sums of many rates
+        (1.24, 1, 1.24 / 2),  # of a profiled acceptance: 1 + 0.2 + 0.04
+        (1.84, 1, 1.84 / 2.5),  # half-way between the profiled τ, 1.24 and 2.44
+        (1.0, 1, 1 / 2),  # below the profiled ones: their first time
+        (3.0, 1, 3 / 3),  # above: their last; and γ + 1 tokens
+        (3.0 + 1e-12, 1, 3 / 3),  # sums of many rates
+        (1.24, 8, 1.24 * 2 / 4),  # plain rounds of the same profile
     ],
 )
-def test_speedup_by_hand(block_efficiency: float, expected: float) -> None:
-    assert LADDER.speedup("self", block_efficiency, 1, 2) == pytest.approx(expected)
+def test_speedup_by_hand(tau: float, batch: int, expected: float) -> None:
+    assert LADDER.speedup("self", tau, batch, 2) == pytest.approx(expected)
+    assert LADDER.methods == ("self", "ngram") and LADDER.batches == (1, 4, 8)
+    assert LADDER.draft_lengths("self", 1) == (2, 6) and LADDER.draft_lengths("self", 8) == (2,)
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
@@ -71,8 +66,7 @@ def test_times_are_interpolated_between_those_of_the_profile(
     assert Ladder(tuple(cells), "").round_seconds("self", tau, 1, 4)[0] == pytest.approx(expected)
 
 
-def test_plain_time_is_of_the_same_profile() -> None:
-    assert LADDER.speedup("self", 1.24, 8, 2) == pytest.approx(1.24 * 2 / 4)
+def test_plain_time_drifts_with_the_rounds_next_to_it() -> None:
     drifting = Ladder((Rung("self", 1, 2, 0.0, 1.0, 1.0), Rung("self", 1, 2, 1.0, 3.0, 3.0)), "")
     assert drifting.speedup("self", 2.0, 1, 2) == pytest.approx(2.0)  # twice as slow, both of them
 
@@ -96,15 +90,10 @@ def test_best_draft_length_follows_acceptance() -> None:
         assert speedup == max(both.values()) == both[length]
     equals = Ladder(tuple(Rung("self", 1, n, 0.0, 1.0, 1.0) for n in (4, 2, 3)), "")
     assert equals.best_draft_length("self", at(0.0), 1) == (2, 1.0)  # the shortest
-
-
-def test_best_draft_length_of_drafts_that_are_right_all_or_none() -> None:
-    """Two methods with the same τ at γ = 2: a long draft pays where further tokens are as good as certain."""
-    lookup, network = Acceptance(0.5, 1.0), Acceptance.geometric(0.618)
-    assert lookup.block_efficiency(2) == pytest.approx(network.block_efficiency(2), abs=1e-3)
-    seconds = 2 + 0.76 / 1.2  # of a round of τ = 2
-    short = LADDER.best_draft_length("self", network.block_efficiency, 1)
-    assert short == pytest.approx((2, 2 / seconds), rel=1e-3)
+    # A draft that is right as a whole or not at all pays when it is long, though its τ at γ = 2 is that of p = 0.618.
+    lookup = Acceptance(0.5, 1.0)
+    assert lookup.block_efficiency(2) == pytest.approx(at(0.618)(2), abs=1e-3)
+    assert LADDER.best_draft_length("self", at(0.618), 1)[0] == 2
     assert LADDER.best_draft_length("self", lookup.block_efficiency, 1) == pytest.approx((6, 4 / 4))
 
 
@@ -120,9 +109,6 @@ def test_rank() -> None:
     assert [choice.method for choice in ladder.rank(dict.fromkeys("acb", at(0.5)), 1)] == ["c", "b", "none", "a"]
 
 
-# ---- as costs -----------------------------------------------------------------------------------------------------
-
-
 GROWING = Roofline(  # a second, and one per 100 cached tokens
     ModelConstants("growing", 1.0, 0.0, 1.0, 0.0, 0.01),
     Coefficients(F_eff=1e9, BW_eff=1.0, rho_kappa=1.0, eta_D=0.0, c_T=0.0, c_D=0.0, c_V=0.0),
@@ -130,19 +116,15 @@ GROWING = Roofline(  # a second, and one per 100 cached tokens
 
 
 def test_ladder_as_costs() -> None:
-    ladder = Ladder(
-        (Rung("a", 4, 2, 0.0, 3.0, 1.0), Rung("a", 4, 2, 1.0, 5.0, 1.0), Rung("b", 4, 2, 0.5, 6.0, 3.0)), ""
+    """The ladder says how many autoregressive rounds a round is worth; a roofline, if any, how long those take."""
+    ladder = Ladder((*rungs("a", 4, 2, {0.0: 3.0, 1.0: 5.0}), *rungs("b", 4, 2, {0.5: 6.0}, plain=3.0)), "")
+    assert LadderCosts(ladder, "b", 1.75).cycle_seconds(4, 0.0, 2) == pytest.approx(
+        2.0
     )
-    costs = LadderCosts(ladder, "a", 2.0)
-    assert costs.target_seconds(4, 1e6) == 1.0  # the median of 1, 1 and 3
-    assert costs.cycle_seconds(4, 0.0, 2) == costs.verify_seconds(4, 0.0, 2) == pytest.approx(4.0)
-    assert LadderCosts(ladder, "b", 1.75).cycle_seconds(4, 0.0, 2) == pytest.approx(2.0)  # beside its own plain rounds
-
-
-def test_ladder_as_costs_in_proportion_to_a_roofline() -> None:
-    """The ladder says how many autoregressive rounds a round is worth, the roofline how long those take."""
-    ladder = Ladder((Rung("a", 4, 2, 0.0, 6.0, 2.0), Rung("a", 4, 2, 1.0, 10.0, 2.0)), "")
     for tau, ratio in ((1.0, 3.0), (2.0, 4.0), (3.0, 5.0)):
+        costs = LadderCosts(ladder, "a", tau)
+        assert costs.target_seconds(4, 1e6) == 1.0  # the median of 1, 1 and 3
+        assert costs.cycle_seconds(4, 0.0, 2) == costs.verify_seconds(4, 0.0, 2) == pytest.approx(ratio)
         costs = LadderCosts(ladder, "a", tau, GROWING)
         for batch, length, plain in ((4, 100.0, 5.0), (4, 10_000.0, 401.0), (80, 100.0, 81.0)):
             assert costs.target_seconds(batch, length) == pytest.approx(plain)
@@ -150,20 +132,12 @@ def test_ladder_as_costs_in_proportion_to_a_roofline() -> None:
             assert costs.verify_seconds(batch, length, 2) == costs.cycle_seconds(batch, length, 2)
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
 def test_files(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "profile.ladder.json"
-    LADDER.save(path)
-    assert Ladder.load(path) == LADDER
-    smaller = Ladder((replace(GOOD, seconds=1 / 3),), "other")
-    smaller.save(str(path))
-    assert Ladder.load(str(path)) == smaller
-    assert json.loads(path.read_text()) == {"version": 1, "shape": "other", "rungs": [vars(GOOD) | {"seconds": 1 / 3}]}
-
-
-def test_ladder_path_stands_beside_the_profile(tmp_path: Path) -> None:
-    assert ladder_path(tmp_path / "H200_bf16.v1.json") == tmp_path / "H200_bf16.v1.ladder.json"
-    names = {ladder_path(f"folder/{name}").name for name in ("profile.v1", "profile.v2", "profile.json")}
-    assert len(names) == 3
+    path = ladder_path(tmp_path / "folder" / "H200_bf16.v1.json")
+    assert path == tmp_path / "folder" / "H200_bf16.v1.ladder.json"
+    assert len({ladder_path(f"folder/{name}") for name in ("profile.v1", "profile.v2", "profile.json")}) == 3
+    for ladder in (LADDER, Ladder((Rung("self", 2, 3, 0.5, 1 / 3, 0.05),), "other")):
+        ladder.save(path)
+        assert Ladder.load(str(path)) == ladder
+    (rung,) = ladder.rungs
+    assert json.loads(path.read_text()) == {"version": 1, "shape": "other", "rungs": [vars(rung)]}
