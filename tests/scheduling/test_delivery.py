@@ -5,7 +5,7 @@ import pytest
 from spec_trl.scheduling.delivery import LEAST_TOKENS, RolloutWatch
 from spec_trl.scheduling.selection import MOST_DELIVERED, AcceptanceHistory, select_method, select_per_prompt
 from tests.scheduling.machine import at
-from tests.scheduling.test_selection import LADDER, METHODS, history_of
+from tests.scheduling.test_selection import LADDER, METHODS, history_of, methods_of
 
 
 def plain_seconds(rows: int, length: float) -> float:
@@ -106,18 +106,14 @@ def test_what_was_not_delivered_is_not_expected() -> None:
     assert chosen() == ["none"] * 3
 
 
-def methods_of_prompts(history: AcceptanceHistory, keys: list[str]) -> list[str]:
-    return [choice.method for choice in select_per_prompt(LADDER, history, keys, 4, METHODS)]
-
-
 def test_a_prompts_own_method_needs_to_deliver() -> None:
     history, keys = history_of(ngram=0.05, self=0.8, model=0.05), ["copy", "x", "y", "z"]
     history.record("ngram", "copy", at(0.95, 10**4))
-    assert methods_of_prompts(history, keys) == ["ngram", "self", "self", "self"]
+    assert methods_of(history, keys, 4) == ["ngram", "self", "self", "self"]
     history.record_delivery("ngram", 16, True, 1.35, 3.0)
-    assert methods_of_prompts(history, keys) == ["self"] * 4
+    assert methods_of(history, keys, 4) == ["self"] * 4
     history.record_delivery("self", 16, True, 1.28, 1.6)  # nor does that one
-    assert methods_of_prompts(history, keys) == ["ngram", "self", "self", "self"]
+    assert methods_of(history, keys, 4) == ["ngram", "self", "self", "self"]
 
 
 def test_no_prompt_leaves_a_common_method_for_what_it_did_not_deliver() -> None:
@@ -125,6 +121,6 @@ def test_no_prompt_leaves_a_common_method_for_what_it_did_not_deliver() -> None:
     history, keys = history_of(ngram=0.2, self=0.8, model=0.05), ["slow", "x", "y", "z"]
     for method, rate in (("self", 0.66), ("ngram", 0.1)):
         history.record(method, "slow", at(rate, 10**4))
-    assert methods_of_prompts(history, keys) == ["self"] * 4
+    assert methods_of(history, keys, 4) == ["self"] * 4
     history.record_delivery("self", 16, False, 1.45, 1.6)
-    assert methods_of_prompts(history, keys) == ["self"] * 4
+    assert methods_of(history, keys, 4) == ["self"] * 4

@@ -118,9 +118,7 @@ GROWING = Roofline(  # a second, and one per 100 cached tokens
 def test_ladder_as_costs() -> None:
     """The ladder says how many autoregressive rounds a round is worth; a roofline, if any, how long those take."""
     ladder = Ladder((*rungs("a", 4, 2, {0.0: 3.0, 1.0: 5.0}), *rungs("b", 4, 2, {0.5: 6.0}, plain=3.0)), "")
-    assert LadderCosts(ladder, "b", 1.75).cycle_seconds(4, 0.0, 2) == pytest.approx(
-        2.0
-    )
+    assert LadderCosts(ladder, "b", 1.75).cycle_seconds(4, 0.0, 2) == pytest.approx(2.0)
     for tau, ratio in ((1.0, 3.0), (2.0, 4.0), (3.0, 5.0)):
         costs = LadderCosts(ladder, "a", tau)
         assert costs.target_seconds(4, 1e6) == 1.0  # the median of 1, 1 and 3
