@@ -162,7 +162,6 @@ LONG = {
     "tests/generation/drafters/eagle3/test_drafter.py",
     "tests/generation/drafters/test_history.py",
     "tests/quantization/test_awq.py",
-    "tests/scheduling/test_assignment.py",
 }
 PRIVATE = {
     "tests/benchmarks/test_gpu.py",
