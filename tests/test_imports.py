@@ -183,7 +183,6 @@ PRIVATE = {
     "tests/quantization/kernels/test_triton_int4.py",
     "tests/quantization/test_adapters.py",
     "tests/quantization/test_awq.py",
-    "tests/scheduling/test_best_of_n.py",
     "tests/trainers/ddp_job.py",
     "tests/trainers/test_auto.py",
     "tests/trainers/test_best_of_n.py",

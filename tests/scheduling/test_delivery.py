@@ -4,8 +4,8 @@ import pytest
 
 from spec_trl.scheduling.delivery import LEAST_TOKENS, RolloutWatch
 from spec_trl.scheduling.selection import MOST_DELIVERED, AcceptanceHistory, select_method, select_per_prompt
-from tests.scheduling.machine import at
-from tests.scheduling.test_selection import LADDER, METHODS, history_of, methods_of
+from tests.scheduling.machine import at, history_of
+from tests.scheduling.test_selection import LADDER, METHODS, methods_of
 
 
 def plain_seconds(rows: int, length: float) -> float:

@@ -19,7 +19,7 @@ from spec_trl.scheduling.selection import (
     select_method,
     select_per_prompt,
 )
-from tests.scheduling.machine import at
+from tests.scheduling.machine import at, history_of
 
 
 # Seconds of a round at γ = 4, plain 1: a free lookup, a cheap copy, and a network that is hopeless at large batches.
@@ -34,14 +34,6 @@ LADDER = Ladder(
 )
 METHODS = tuple(SECONDS)
 GAMMAS = (0, 1, 4, 10)
-
-
-def history_of(**rates: float) -> AcceptanceHistory:
-    """A long one: each method drafted for prompts of its own at this rate."""
-    history = AcceptanceHistory()
-    for method, rate in rates.items():
-        history.record(method, f"old {method}", at(rate, 10**6))
-    return history
 
 
 def average(accepted: float, attempted: float) -> float:
