@@ -35,15 +35,7 @@ def test_the_median_of_the_newest_rounds_counts() -> None:
 @pytest.mark.parametrize(
     ("batch", "predicted", "expected"),
     # Half a second at 1 row, two seconds at 64 to 127; between them what is nearer by ratio; at least a tenth.
-    [
-        (64, 20.0, 22.0),
-        (100, 20.0, 22.0),
-        (1, 5.0, 5.5),
-        (2, 5.0, 5.5),
-        (32, 5.0, 7.0),
-        (1000, 5.0, 7.0),
-        (8, 2.0, 0.2),
-    ],
+    [(64, 20.0, 22.0), (100, 20.0, 22.0), (1, 5.0, 5.5), (2, 5.0, 5.5), (32, 5.0, 7.0), (99, 5.0, 7.0), (8, 2.0, 0.2)],
 )
 def test_overhead_is_per_round_and_of_batches_of_like_size(batch: int, predicted: float, expected: float) -> None:
     rounds = [(8, 10.0, 1.0)] if batch == 8 else [(64, 10.0, 12.0), (1, 1.0, 1.5)]
@@ -128,7 +120,7 @@ def test_the_last_row_is_between_the_smallest_and_the_harmonic_mean(taus: list[f
     assert until_last_row(taus, lambda batch: 7.0) == pytest.approx(min(taus))
     harmonic = len(taus) / sum(1 / tau for tau in taus)
     assert until_last_row(taus, lambda batch: 2.0 * batch) == pytest.approx(harmonic)
-    assert min(taus) <= until_last_row(taus, lambda batch: 1.0 + batch) <= harmonic
+    assert min(taus) <= until_last_row(taus, lambda batch: 1.0 + batch) <= harmonic + 1e-9
 
 
 def test_the_last_row_by_hand() -> None:
