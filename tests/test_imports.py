@@ -178,7 +178,6 @@ PRIVATE = {
     "tests/generation/engine/test_family_hooks.py",
     "tests/generation/engine/test_on_cuda.py",
     "tests/generation/engine/test_shadow.py",
-    "tests/measuring/test_fill_ladder.py",
     "tests/quantization/conftest.py",
     "tests/quantization/kernels/test_triton_int4.py",
     "tests/quantization/test_adapters.py",
