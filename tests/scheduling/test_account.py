@@ -80,10 +80,12 @@ def test_too_many_rows_and_failures(control: Control) -> None:
     machine.run([8] * 10)
     assert control.account().reason != expected
     control.drop(0)
-    assert control.account().reason == "the drafter failed"
+    assert control.account().reason == "the drafter failed" and not control.plan(range(8), 512.0, 0)
+    control.begin(8, [""] * 8)  # a new rollout, perhaps a new drafter
+    assert control.plan(range(8), 512.0, 0)[0].draft_length == 5
     control.begin(8, [""] * 8)
     control.drop(0)  # before the first round
-    control.plan(range(8), 512.0, 0)
+    assert not control.plan(range(8), 512.0, 0)
     assert control.account().reason == "the drafter failed"
 
 

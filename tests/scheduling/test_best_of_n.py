@@ -139,13 +139,6 @@ def test_rounds_that_capture_forwards_decide_nothing(tokens: list[int], race: bo
             assert rollout[0] > 8 and rollout[1] <= usual[1] + WINDOW
 
 
-def test_nothing_drafts_where_nothing_pays() -> None:
-    machine = Machine({"self": 1.0, "ngram": 0.3}, by_method(self=0.9, ngram=0.0))
-    control = machine.control()
-    machine.run(control, [300] * 4)
-    assert machine.run(control, [300] * 4).drafting_rounds() <= WINDOW
-
-
 @pytest.mark.parametrize(("name", "b"), [("self", (2, 3)), ("ngram", (2, 3)), ("model", (1, 1)), ("history", (1, 2))])
 def test_history_has_each_verdict(name: str, b: tuple[int, int]) -> None:
     """A round of γ with a accepted is a + 1 positions, at most γ. What a lookup did not find counts as a wrong token;

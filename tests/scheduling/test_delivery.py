@@ -38,6 +38,10 @@ def test_each_opening_has_its_own_rest_and_late_ones_tell_nothing() -> None:
         watch.record([0], {}, 1.0 if number < LEAST_TOKENS else 3.0, 1.0)
     found = {delivery.which: delivery.speedup for delivery in watch.deliveries(lambda rows, length: 2.0)}
     assert found == {0: pytest.approx(1.0), LEAST_TOKENS: pytest.approx(2 / 3)}
+    watch.forget()
+    for _ in range(rounds):  # of which none drafts
+        watch.record([0], {}, 1.0, 1.0)
+    assert not list(watch.deliveries(plain_seconds))
 
 
 def test_a_round_that_took_far_longer_is_no_verdict() -> None:
@@ -48,17 +52,6 @@ def test_a_round_that_took_far_longer_is_no_verdict() -> None:
         watch.record([0], {0: [1]}, 60.0 if number < 3 else 1.5, 1.0)
     (delivery,) = watch.deliveries(lambda rows, length: 1.0)
     assert delivery.speedup == pytest.approx(40 / (3 * 4.5 + 17 * 1.5))
-
-
-@pytest.mark.parametrize("opened", [False, True])
-def test_nothing_opened_or_forgotten_nothing_delivered(opened: bool) -> None:
-    watch = RolloutWatch()
-    if opened:
-        watch.open(0, [0], 10.0)
-    for _ in range(2 * LEAST_TOKENS):
-        watch.record([0], {}, 1.0, 1.0)
-    watch.forget()
-    assert not list(watch.deliveries(plain_seconds))
 
 
 # ---- what is expected after it --------------------------------------------------------------------------------

@@ -260,17 +260,6 @@ def test_what_rounds_of_long_drafts_took_says_nothing_of_short_ones() -> None:
     assert toggle.predicted_speedup(0, 4, 512.0) == pytest.approx(5 * A100.speedup(4, 512.0, 2.5, 10), rel=0.05)
 
 
-@pytest.mark.parametrize("control", [toggled(), AlwaysSpeculate(candidate())])
-def test_a_dropped_candidate_returns_with_the_next_rollout(control: Control) -> None:
-    control.begin(4, [""] * 4)
-    control.drop(0)
-    assert not control.plan(range(4), 512.0, 0)
-    control.begin(4, [""] * 4)  # a new rollout, perhaps a new drafter
-    assert control.plan(range(4), 512.0, 0)[0].draft_length == 5
-    control.drop(0)
-    assert not control.plan(range(4), 512.0, 0)
-
-
 def test_candidates_without_a_profile_are_tried_and_judged() -> None:
     machine = timed(lambda batch: 1.0, lambda index, batch: 6.0)
     spoke = machine.run([8] * 60)
