@@ -162,7 +162,6 @@ LONG = {
     "tests/generation/drafters/eagle3/test_drafter.py",
     "tests/generation/drafters/test_history.py",
     "tests/quantization/test_awq.py",
-    "tests/scheduling/test_assignment.py",
 }
 PRIVATE = {
     "tests/benchmarks/test_gpu.py",
@@ -177,12 +176,10 @@ PRIVATE = {
     "tests/generation/drafters/tts/test_drafter.py",
     "tests/generation/drafters/tts/test_learners.py",
     "tests/generation/engine/test_on_cuda.py",
-    "tests/measuring/test_fill_ladder.py",
     "tests/quantization/conftest.py",
     "tests/quantization/kernels/test_triton_int4.py",
     "tests/quantization/test_adapters.py",
     "tests/quantization/test_awq.py",
-    "tests/scheduling/test_best_of_n.py",
     "tests/trainers/ddp_job.py",
     "tests/trainers/test_auto.py",
     "tests/trainers/test_best_of_n.py",

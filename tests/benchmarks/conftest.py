@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from benchmarks.measure import Result, read_result
 from benchmarks.models import build, shape_config
 
 
-Command = Callable[[ModuleType, str], Result]
+Command = Callable[[str, str], Result]
 
 
 @pytest.fixture(scope="session")
@@ -26,11 +26,12 @@ def shape() -> PreTrainedModel:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """Runs a benchmark's main with arguments and returns its result. The agreement of shapes is not measured again."""
+    """Runs a benchmark by its name with arguments. The agreement of shapes is not measured again."""
     agreement = models.Agreement(0.9, 0.9, 1.0, 0.5, 512)
     monkeypatch.setattr(models, "measure_agreement", lambda *_, **__: agreement)
 
-    def run(module: ModuleType, arguments: str) -> Result:
+    def run(name: str, arguments: str) -> Result:
+        module = import_module(f"benchmarks.{name}")
         output = tmp_path / "result.json"
         set_arguments(monkeypatch, module, [*arguments.split(), "--output", str(output)])
         module.main()
@@ -48,11 +49,3 @@ def set_arguments(monkeypatch: pytest.MonkeyPatch, module: ModuleType, arguments
     """The process's arguments, as if the module ran."""
     threads = ["--threads", str(torch.get_num_threads())]
     monkeypatch.setattr(sys, "argv", [str(module.__file__), *arguments, *threads])
-
-
-def refusal(module: Any, arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command says when it refuses its arguments."""
-    set_arguments(monkeypatch, module, arguments.split())
-    with pytest.raises(SystemExit):
-        module.main()
-    return capsys.readouterr().err

@@ -23,12 +23,9 @@ def test_a_passage_is_copied_and_other_text_is_left_alone(begun: list[int]) -> N
     assert Copying(3, 0.9)(texts[:, :3], scores) is scores
 
 
-def test_the_newest_of_several_is_copied() -> None:
+def test_the_newest_of_several_is_copied_and_prompts_say_it_twice() -> None:
     texts = torch.tensor([[4, 5, 6, 7, 4, 5, 6, 9, 4, 5, 6]])
     assert Copying(3, 0.9)(texts, torch.zeros(1, 20)).argmax() == 9
-
-
-def test_copy_heavy_prompts_say_it_twice_and_begin_again() -> None:
     assert copy_heavy([1, 2, 3, 4, 5, 6], passage=4, begun=2) == [1, 2, 3, 4, 2, 3, 4, 2, 3]
 
 
@@ -39,9 +36,6 @@ def test_seconds_on_the_a100() -> None:
     assert seconds_on_a100(4, 256, 5, {"self": 5}) == pytest.approx(A100.cycle_seconds(4, 256, 5))
     raced = seconds_on_a100(4, 256, 15, {"model": 5, "ngram": 10})
     assert raced == pytest.approx(A100.verify_seconds(4, 256, 15) + 0.5 * plain)
-
-
-def test_rounds_are_recorded_as_on_the_a100() -> None:
     control = control_on_a100(("ngram", "model"), (5, 10), 4, race=False)
     control.begin(4, ["a"] * 4)
     plan = control.plan([0, 1, 2, 3], 100.0, 0)
@@ -49,13 +43,9 @@ def test_rounds_are_recorded_as_on_the_a100() -> None:
     assert 0 < control.seconds < 1
 
 
-def test_predictable() -> None:
-    assert predictable([1, 2, 3, 4, 1, 2, 3], [4, 1, 2]) == 1
-    assert predictable([1, 2, 3, 4, 1, 2, 3], [5, 1, 2]) == 0
-    assert first_words("a b a B") == 0.5
-
-
 def test_a_biased_sample_is_told_apart() -> None:
+    assert [predictable([1, 2, 3, 4, 1, 2, 3], [token, 1, 2]) for token in (4, 5)] == [1, 0]
+    assert first_words("a b a B") == 0.5
     rng = random.Random(0)
 
     def sample() -> Sample:

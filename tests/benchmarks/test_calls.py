@@ -2,6 +2,7 @@
 
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +14,11 @@ from benchmarks.measure import peak_memory
 from benchmarks.never_slower import ALWAYS, NONE, TOGGLE
 from benchmarks.rollout import PLAIN, Run
 from benchmarks.workload import Workload
-from spec_trl import SpeculativeConfig
 from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
 from spec_trl.scheduling.ladder import Choice
 
 
 WORK = Workload([[1, 2], [3]], 10, 1.0, (), 0)
-ROWS, NEW = 3, 10
-CONFIG = SpeculativeConfig(draft_length=4)
 
 
 def call(
@@ -30,13 +28,6 @@ def call(
     phases = {"prefill": prefill, "control": 0.1}
     statistics = SpeculationStatistics("self", total, rounds=10, speculating=spans, phase_seconds=phases)
     return Call(seconds, [list(row) for row in rows], statistics)
-
-
-@pytest.fixture(scope="module")
-def works() -> list[Workload]:
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(512, (4 + i % 3,), generator=generator).tolist() for i in range(2 * ROWS)]
-    return [Workload(prompts[i * ROWS : (i + 1) * ROWS], NEW, 1.0, (), 0) for i in range(2)]
 
 
 def test_each_turn_starts_with_the_next_way() -> None:
@@ -53,10 +44,11 @@ def test_each_turn_starts_with_the_next_way() -> None:
     assert ["".join(name for name, seed in order if seed == s) for s in (7, 8, 9, 10)] == ["abc", "bca", "cab", "abc"]
 
 
-def test_share_of_rounds_that_speculated() -> None:
-    assert call(1.0, [], [(0, 0)]).speculative_share == 0
-    assert call(1.0, [], [(0, 0), (3, 5), (8, 0)]).speculative_share == 0.5
-    assert call(1.0, [], [(0, 0), (3, 5), (4, 7)]).speculative_share == 0.7
+@pytest.mark.parametrize(
+    ("spans", "share"), [([(0, 0)], 0), ([(0, 0), (3, 5), (8, 0)], 0.5), ([(0, 0), (3, 5), (4, 7)], 0.7)]
+)
+def test_share_of_rounds_that_speculated(spans: list[tuple[int, int]], share: float) -> None:
+    assert call(1.0, [], spans).speculative_share == share
 
 
 def test_ratios_are_paired_within_repeats_and_taken_to_the_better() -> None:
@@ -73,8 +65,7 @@ def test_ratios_are_paired_within_repeats_and_taken_to_the_better() -> None:
     # Medians of tokens/s: none of 4, 0.4 and 1, always of 8, 0.8 and 1. Equal, so none counts as the better.
     assert (cell.better, cell.toggle_to_better) == (NONE, 2.0)
     assert cell.decoding_toggle_to_none == 2.0  # of 0.5, 2.5 and 2
-    assert cell.speculative_share == {NONE: 0.0, ALWAYS: 1.0, TOGGLE: 0.5}
-    assert cell.block_efficiency == 3.0
+    assert cell.speculative_share == {NONE: 0.0, ALWAYS: 1.0, TOGGLE: 0.5} and cell.block_efficiency == 3.0
     assert cell.control_share == pytest.approx(0.05)
     assert cell.bookkeeping_share == pytest.approx((0.01 + 0.02 + 0.03 + 0.5 * 0.04) / 0.2)
     assert (cell.identical_rows, cell.rows) == (5, 6) == identical_rows(calls[TOGGLE], calls[NONE])
@@ -85,41 +76,32 @@ def test_ratios_are_paired_within_repeats_and_taken_to_the_better() -> None:
     assert not cell.passes
 
 
-def test_tokens_follow_the_time_within_bounds() -> None:
-    def way(work: Workload, seed: int) -> Call:
-        return call(1.5, [[1]], [(0, 0)], prefill=0.5)  # ten rounds in a second after half a second of reading
-
-    assert never_slower.tokens_for(way, WORK, 6.5, 1000) == 60
-    assert never_slower.tokens_for(way, WORK, 6.5, 40) == 40
-    assert never_slower.tokens_for(way, WORK, 0.6, 1000) == never_slower.FEWEST_TOKENS
+@pytest.mark.parametrize(
+    ("seconds", "most", "tokens"), [(6.5, 1000, 60), (6.5, 40, 40), (0.6, 1000, never_slower.FEWEST_TOKENS)]
+)
+def test_tokens_follow_the_time_within_bounds(seconds: float, most: int, tokens: int) -> None:
+    """Ten rounds in a second after half a second of reading."""
+    way: Way = lambda work, seed: call(1.5, [[1]], [(0, 0)], prefill=0.5)  # noqa: E731
+    assert never_slower.tokens_for(way, WORK, seconds, most) == tokens
 
 
 def test_the_first_choice_is_judged_by_what_measured() -> None:
-    class Timeline:
-        def __init__(self, *changes: tuple[float, int, list[str]]) -> None:
-            self.changes = list(changes)
-
-    def made(seconds: float, rows: list[list[int]]) -> Call:
-        return call(seconds, rows, [(0, 0)])
-
-    def ours(*changes: tuple[float, int, list[str]]) -> Call:
-        found = made(1.0, [[1, 2]])
-        found.statistics.timeline = [Timeline(*changes)]  # type: ignore[list-item]
+    def made(seconds: float, rows: list[list[int]], *changes: tuple[float, int, list[str]]) -> Call:
+        found = call(seconds, rows, [(0, 0)])
+        found.statistics.timeline = [SimpleNamespace(changes=list(changes))]  # type: ignore[list-item]
         return found
 
+    row = [[1, 2]]
     calls = {
-        "none": [made(2.0, [[1, 2]]), made(2.0, [[1, 3]]), made(4.0, [[1, 2]])],
-        "self": [made(1.0, [[1, 2]]) for _ in range(3)],
-        "ngram": [made(1.02, [[1, 2]]) for _ in range(3)],
-        "watched self": [made(1.25, [[1, 2]]) for _ in range(3)],
-        "watched ngram": [made(1.0, [[1, 2]]) for _ in range(3)],
-        "self, toggled": [made(2.0, [[1, 2]]) for _ in range(3)],
+        "none": [made(2.0, row), made(2.0, [[1, 3]]), made(4.0, row)],
         "best_of_n": [
-            ours((0.0, 0, []), (0.1, 3, ["ngram"]), (0.2, 9, ["self"])),
-            ours((0.0, 0, ["ngram"])),
-            ours((0.0, 0, []), (0.1, 40, ["self"])),
+            made(1.0, row, (0.0, 0, []), (0.1, 3, ["ngram"]), (0.2, 9, ["self"])),
+            made(1.0, row, (0.0, 0, ["ngram"])),
+            made(1.0, row, (0.0, 0, []), (0.1, 40, ["self"])),
         ],
     }
+    others = {"self": 1.0, "ngram": 1.02, "watched self": 1.25, "watched ngram": 1.0, "self, toggled": 2.0}
+    calls |= {name: [made(seconds, row)] * 3 for name, seconds in others.items()}
     planned = {"self": Choice("self", 5, 1.4), "ngram": Choice("ngram", 10, 1.2)}
     cell = best_of_n.summarise("story", 1, 2, planned, {"self": 3.0, "ngram": None}, calls)
     assert cell.choices == {"ngram": 2, "none": 1} and cell.chosen == "ngram" and cell.best == "self"
@@ -127,7 +109,7 @@ def test_the_first_choice_is_judged_by_what_measured() -> None:
     assert cell.best_watched == "ngram" and cell.chosen_to_best_watched == 1 and cell.is_best_watched
     assert cell.to_none == 2 and cell.to_none_by_repeat == [2, 2, 4] and cell.to_self == 2
     assert (cell.identical_rows, cell.rows) == (2, 3)
-    calls["ngram"] = [made(1.2, [[1, 2]]) for _ in range(3)]
+    calls["ngram"] = [made(1.2, row)] * 3
     assert not best_of_n.summarise("story", 1, 2, planned, {"self": 3.0, "ngram": None}, calls).is_best
 
 

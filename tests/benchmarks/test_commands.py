@@ -2,45 +2,18 @@
 
 import json
 import math
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
-import spec_trl
-from benchmarks import (
-    best_of_n,
-    best_of_n_tail,
-    calibration,
-    copying,
-    end_to_end,
-    first_call,
-    identity,
-    identity_grid,
-    never_slower,
-    refresh,
-    rollout,
-    roofline_fit,
-    rtn_awq,
-    tts,
-)
-from benchmarks.configurations import (
-    ABLATIONS,
-    AUTOREGRESSIVE,
-    EFFICIENT_ROLLOUT,
-    FIXED,
-    LEARNED_ADAPTED,
-    METHODS,
-    TRL,
-    always_on,
-    learned,
-)
+from benchmarks import configurations, end_to_end, identity_grid, roofline_fit
 from benchmarks.never_slower import ALWAYS, NONE, TOGGLE
 from benchmarks.training_task import demo_task
 from spec_trl.drafter_training.untrained import write_eagle3
 from spec_trl.trainers.run_log import read_run
-from tests.benchmarks.conftest import Command, refusal
+from tests.benchmarks.conftest import Command, set_arguments
 from tests.conftest import STORY_MODEL
 
 
@@ -49,7 +22,7 @@ TINY = "shape:tiny,float32"
 
 def test_rollout(command: Command) -> None:
     arguments = "--model shape:tiny --dtype float64 --batch 1 2 --repeats 2 --max-new-tokens 6 --baselines generate "
-    result = command(rollout, f"{arguments} --strategies none self ngram")
+    result = command("rollout", f"{arguments} --strategies none self ngram")
     batches = result.details["batches"]
     assert list(batches) == ["1", "2"]
     for summaries in batches.values():
@@ -61,11 +34,10 @@ def test_rollout(command: Command) -> None:
 
 def test_identity(command: Command) -> None:
     arguments = "--dtypes float64 --tokens 100 --batch 2 --max-new-tokens 64 --rejection-batches 1"
-    (entry,) = command(identity, arguments).details["studies"]
+    (entry,) = command("identity", arguments).details["studies"]
     for strategy in ("self", "ngram"):
-        assert entry["strategies"][strategy]["unexplained"] == 0
-        assert entry["strategies"][strategy]["near_ties"] == 0  # float64
-        assert entry["strategies"][strategy]["tokens_compared"] >= 100
+        found = entry["strategies"][strategy]
+        assert found["unexplained"] == found["near_ties"] == 0 and found["tokens_compared"] >= 100  # float64
     assert entry["strategies"]["self"]["exact_over_rejection"] > 0.8
 
 
@@ -74,12 +46,12 @@ def test_identity_grid(command: Command, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(identity_grid, "DRAFT_LENGTHS", (3,))
     monkeypatch.setattr(identity_grid, "SAMPLINGS", {"T=1": identity_grid.SAMPLINGS["T=1"]})
     with pytest.raises(SystemExit) as ended:
-        command(identity_grid, f"--models {STORY_MODEL} --assistant {STORY_MODEL} --max-new-tokens 4")
+        command("identity_grid", f"--models {STORY_MODEL} --assistant {STORY_MODEL} --max-new-tokens 4")
     assert ended.value.code == 0  # no row differed
 
 
 def test_refresh(command: Command) -> None:
-    (measured,) = command(refresh, "--models shape:tiny --repeats 1").details["models"]
+    (measured,) = command("refresh", "--models shape:tiny --repeats 1").details["models"]
     assert measured["quantized_weights"] == 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128) + 512 * 128
     assert 0.25 < measured["memory_ratio"] < 0.35
     assert measured["dense_layers"] == []
@@ -87,7 +59,7 @@ def test_refresh(command: Command) -> None:
 
 def test_rtn_awq(command: Command) -> None:
     arguments = f"--models {STORY_MODEL} --schemes rtn-w4-g128 rtn-w8 --draft-lengths 3 --rows 4 --batch 4 --repeats 1"
-    result = command(rtn_awq, f"{arguments} --max-new-tokens 8 --observed-texts 2 --observed-length 16")
+    result = command("rtn_awq", f"{arguments} --max-new-tokens 8 --observed-texts 2 --observed-length 16")
     coarse, fine = result.details["models"][0]["acceptance"]
     assert coarse["gain_interval"] == [0, 0] and coarse["gain"] == 0
     assert fine["gain_interval"][0] <= fine["gain"] <= fine["gain_interval"][1]
@@ -96,10 +68,10 @@ def test_rtn_awq(command: Command) -> None:
 def test_first_call(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is released before it, and nothing before the second call."""
     calls: list[str] = []
-    monkeypatch.setattr(first_call, "rate", lambda model, work, way, seed: float(calls.append(way) is None))
-    monkeypatch.setattr(spec_trl, "release", lambda model: calls.append("release"))
+    monkeypatch.setattr("benchmarks.first_call.rate", lambda model, work, way, seed: float(calls.append(way) is None))
+    monkeypatch.setattr("spec_trl.release", lambda model: calls.append("release"))
     monkeypatch.setenv("SPEC_TRL_CACHE", "")
-    result = command(first_call, f"--models {TINY} --batch 1 --repeats 2 --new-tokens 4 --strategies self ngram")
+    result = command("first_call", f"--models {TINY} --batch 1 --repeats 2 --new-tokens 4 --strategies self ngram")
     once = ["release", "generate", "release", "none", "release", "self", "self", "release", "ngram", "ngram"]
     assert calls == ["generate", "none", *once, *once[2:], *once[:2]]
     assert result.details["cells"][0]["ratios"]["self, second call"] == {"generate": 1.0, "none": 1.0}
@@ -109,22 +81,20 @@ def test_first_call(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_never_slower(command: Command) -> None:
     arguments = "--models shape:tiny,float64 --batch 1 3 --repeats 2 --seconds 0.01 --most-tokens 32"
-    (model,) = command(never_slower, f"{arguments} --calibration-seconds 0.5").details["models"]
-    assert [cell["batch"] for cell in model["cells"]] == [1, 3]
+    (model,) = command("never_slower", f"{arguments} --calibration-seconds 0.5").details["models"]
+    assert [cell["batch"] for cell in model["cells"]] == [1, 3] and model["calibration_seconds"] > 0
     for cell in model["cells"]:
-        assert cell["new_tokens"] == 32
+        assert cell["new_tokens"] == 32 and cell["block_efficiency"] > 1
         assert cell["identical_rows"] == cell["rows"] == 2 * cell["batch"]
         assert cell["speculative_share"][NONE] == 0 < cell["speculative_share"][ALWAYS]
         assert set(cell["tokens_per_second"]) == {NONE, ALWAYS, TOGGLE}
         assert min(cell["bookkeeping"].values()) > 0
-        assert cell["block_efficiency"] > 1
-    assert model["calibration_seconds"] > 0
 
 
 @pytest.mark.slow
 def test_calibration(command: Command) -> None:
     arguments = "--model shape:tiny --dtype float32 --max-batch-size 4 --max-length 64 --budget 0.5"
-    found = command(calibration, arguments).details
+    found = command("calibration", arguments).details
     assert sum(half["points"] for half in found["held_out"]) == found["fit"]["points"] > 0
 
 
@@ -136,40 +106,31 @@ def test_roofline_fit(command: Command, tmp_path: Path) -> None:
         for length in (128, 512, 2048):
             lines.append(f"m,{batch},{length},0,target,{truth.target_seconds(batch, length)}")
             for gamma in (3, 5):
-                verify = truth.verify_seconds(batch, length, gamma)
-                draft = (truth.cycle_seconds(batch, length, gamma) - verify) / gamma
-                lines += [f"m,{batch},{length},{gamma},verify,{verify}", f"m,{batch},{length},{gamma},draft,{draft}"]
+                lines.append(f"m,{batch},{length},{gamma},verify,{truth.verify_seconds(batch, length, gamma)}")
+                lines.append(f"m,{batch},{length},{gamma},draft,{truth.draft_seconds(batch, length)}")
     (tmp_path / "sweep.csv").write_text("\n".join(lines))
     (tmp_path / "constants.json").write_text(json.dumps(vars(constants)))
     paths = f"--sweeps {tmp_path}/sweep.csv --constants {tmp_path}/constants.json"
-    (model,) = command(roofline_fit, f"{paths} --flops 1e12 --bandwidth 1e11").details["models"]
+    (model,) = command("roofline_fit", f"{paths} --flops 1e12 --bandwidth 1e11").details["models"]
     assert set(model["fits"]) == {"paper", "improved"} and set(model["fits"]["paper"]["held_out"]) == {"γ", "S", "B"}
     assert model["fits"]["paper"]["in_sample"]["cycle_mape"] < 0.05
 
 
 @pytest.mark.slow
 def test_best_of_n(command: Command) -> None:
-    arguments = f"--models {TINY} --batch 2 --new-tokens 12 --kinds copy-heavy story --rollouts 1 --repeats 2"
-    cells = command(best_of_n, f"{arguments} --calibration-seconds 1").details["models"][0]["cells"]
+    arguments = f"--models {TINY} --batch 2 --new-tokens 12 --rollouts 1 --repeats 2 --calibration-seconds 1"
+    cells = command("best_of_n", f"{arguments} --kinds copy-heavy story").details["models"][0]["cells"]
     assert [cell["kind"] for cell in cells] == ["copy-heavy", "story"]
-    assert all(cell["identical_rows"] == cell["rows"] == 4 for cell in cells)
-    assert all(math.isfinite(cell["to_none"]) for cell in cells)
+    assert all(cell["identical_rows"] == cell["rows"] == 4 and math.isfinite(cell["to_none"]) for cell in cells)
     assert cells[0]["block_efficiency"]["ngram"] > cells[1]["block_efficiency"]["ngram"]
-
-
-@pytest.mark.slow
-def test_best_of_n_tail(command: Command) -> None:
-    arguments = f"--models {TINY} --batch 2 --new-tokens 12 --pools self,ngram --rollouts 1 --repeats 2"
-    (pool,) = command(best_of_n_tail, f"{arguments} --calibration-seconds 1").details["pools"]
-    assert all(each["identical_rows"] == each["rows"] == 4 for each in pool["results"])
+    (pool,) = command("best_of_n_tail", f"{arguments} --pools self,ngram").details["pools"]
+    assert all(each["identical_rows"] == each["rows"] == 4 and each["forwards"] <= 12 for each in pool["results"])
     assert pool["best_single"] in {each["name"] for each in pool["results"]}
-    assert all(each["forwards"] <= 12 for each in pool["results"])
 
 
 def test_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--model", str(STORY_MODEL), "--steps", "1", "1", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["copying", *arguments])
-    copying.main()
+    monkeypatch.setattr("sys.argv", ["copying", *f"--model {STORY_MODEL} --steps 1 1 --output {tmp_path}".split()])
+    import_module("benchmarks.copying").main()
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "tokenizer.json").exists()
 
 
@@ -178,58 +139,66 @@ def test_end_to_end(command: Command, tmp_path: Path) -> None:
     write_eagle3(tmp_path / "auxiliary", demo_task(torch.float64, 1, 0).make_policy())
     arguments = "--steps 2 --rows 4 --group 2 --max-completion-length 12 --repeats 1 --dtype float64 --ablations "
     arguments += f"--calibration-seconds 1 --epochs 1.5 --runs {tmp_path}/runs --learning-rate 1e-3 "
-    result = command(end_to_end, f"{arguments} --learned eagle3 {tmp_path}/auxiliary").details
-    methods, with_learned = result["methods"], learned("eagle3", "", 1e-6).keys()
-    assert methods.keys() == METHODS.keys() | ABLATIONS.keys() | with_learned
+    result = command("end_to_end", f"{arguments} --learned eagle3 {tmp_path}/auxiliary").details
+    methods, with_learned = result["methods"], configurations.learned("eagle3", "", 1e-6).keys()
+    assert methods.keys() == configurations.METHODS.keys() | configurations.ABLATIONS.keys() | with_learned
+    plain, trl = methods[configurations.AUTOREGRESSIVE], methods[configurations.TRL]
     for name, method in methods.items():
         assert method["steps"] == len(method["by_step"]["reward"]) == 2
         assert method["step_seconds"] > method["rollout_seconds"] > 0
-        if name != TRL:  # in float64 there are no near-ties to excuse a difference
+        if method is not trl:  # in float64 there are no near-ties to excuse a difference
             assert method["identical_steps"] == 2, name
-            assert method["by_step"]["reward"] == methods[AUTOREGRESSIVE]["by_step"]["reward"]
-    assert methods[AUTOREGRESSIVE]["preparation_seconds"] is methods[TRL]["preparation_seconds"] is None
-    assert methods[always_on(3)]["block_efficiency"] > 1.5
-    assert methods[always_on(7)]["draft_length"] > methods[always_on(3)]["draft_length"]
-    assert result["best_fixed"] in map(always_on, FIXED)
+            assert method["by_step"]["reward"] == plain["by_step"]["reward"]
+    assert plain["preparation_seconds"] is trl["preparation_seconds"] is None
+    short, long = (methods[configurations.always_on(n)] for n in (3, 7))
+    assert short["block_efficiency"] > 1.5 and long["draft_length"] > short["draft_length"]
+    assert result["best_fixed"] in map(configurations.always_on, configurations.FIXED)
     assert result["calibration"]["seconds"] > 0
-    assert result["configurations"][LEARNED_ADAPTED]["assistant_model"] == "auxiliary"
+    assert result["configurations"][configurations.LEARNED_ADAPTED]["assistant_model"] == "auxiliary"
     assert all(methods[name]["block_efficiency"] >= 1 for name in with_learned)
-    log = read_run(tmp_path / "runs" / f"{EFFICIENT_ROLLOUT}-0")
+    log = read_run(tmp_path / "runs" / f"{configurations.EFFICIENT_ROLLOUT}-0")
     assert result["options"]["learning_rate"] == 1e-3
     assert log.header.settings["roofline_profile"] == str(tmp_path / "runs" / end_to_end.PROFILE)
     coarse, fine = result["idealized_draft_ratio"].values()  # Tab. 4: an 8-bit copy reads more than a 4-bit one
     assert coarse > fine
 
 
-REFUSED = [
-    (rollout, "--strategies model", "strategy model needs --assistant"),
-    (rollout, "--strategies ngram --verification rejection", "ngram has no draft probabilities"),
-    (identity, "--strategies model", "strategy model needs --assistant"),
-    (first_call, "--batch 0", "must be 1 or more"),
-    (never_slower, "--models shape:tiny", "name a dtype after a comma"),
-    (never_slower, "--models nowhere,float32", "--models nowhere: no such folder"),
-    (never_slower, "--models shape:tiny,int3", "name a dtype after a comma"),
-    (never_slower, "--batch 0", "must be 1 or more"),
-    (never_slower, "--most-tokens 8", "too few rounds to judge by"),
-    (best_of_n, "--batch 1 2 --new-tokens 8", "must be as many as --batch"),
-    (roofline_fit, "--sweeps a b --constants c", "give one of each per sweep"),
-    (end_to_end, "--steps 1", "the first step is not timed"),
-    (end_to_end, "--model nowhere", "--model nowhere: no such folder"),
-    (end_to_end, "--rows 6 --group 4", "--rows 6 is no multiple of --group 4"),
-    (end_to_end, "--learned ngram .", "--learned ngram .: give eagle3 or dflash"),
-    (end_to_end, "--learned eagle3 nowhere", "--learned eagle3 nowhere: give eagle3 or dflash"),
-    (end_to_end, "--drafter-learning-rate 0", "--drafter-learning-rate 0.0 must be above 0"),
-    (end_to_end, "--repeats 0", "must be 1 or more"),
-    (end_to_end, "--runs .", "is not empty"),
-    (tts, "drafters --rates eagle3=-1", "'=' and a number above 0"),
-    (tts, "drafters --rates medusa=1", "'=' and a number above 0"),
-    (tts, "strides --strides 0", "must be 1 or more"),
-    (tts, "drafters --new-tokens 5", "--new-tokens 5 must be 21 or more"),
-    (tts, "drafters --target nowhere", "--target nowhere: no such folder"),
-    (tts, "anchors --anchor-weights 0", "must be above 0"),
-]
-
-
-@pytest.mark.parametrize(("module", "arguments", "message"), REFUSED)
-def test_wrong_options_are_named(module, arguments, message, monkeypatch, capsys) -> None:
-    assert message in refusal(module, arguments, monkeypatch, capsys)
+@pytest.mark.parametrize(
+    ("command_line", "message"),
+    [
+        ("rollout --strategies model", "strategy model needs --assistant"),
+        ("rollout --strategies ngram --verification rejection", "ngram has no draft probabilities"),
+        ("identity --strategies model", "strategy model needs --assistant"),
+        ("first_call --batch 0", "must be 1 or more"),
+        ("never_slower --models shape:tiny", "name a dtype after a comma"),
+        ("never_slower --models nowhere,float32", "--models nowhere: no such folder"),
+        ("never_slower --models shape:tiny,int3", "name a dtype after a comma"),
+        ("never_slower --batch 0", "must be 1 or more"),
+        ("never_slower --most-tokens 8", "too few rounds to judge by"),
+        ("best_of_n --batch 1 2 --new-tokens 8", "must be as many as --batch"),
+        ("roofline_fit --sweeps a b --constants c", "give one of each per sweep"),
+        ("end_to_end --steps 1", "the first step is not timed"),
+        ("end_to_end --model nowhere", "--model nowhere: no such folder"),
+        ("end_to_end --rows 6 --group 4", "--rows 6 is no multiple of --group 4"),
+        ("end_to_end --learned ngram .", "--learned ngram .: give eagle3 or dflash"),
+        ("end_to_end --learned eagle3 nowhere", "--learned eagle3 nowhere: give eagle3 or dflash"),
+        ("end_to_end --drafter-learning-rate 0", "--drafter-learning-rate 0.0 must be above 0"),
+        ("end_to_end --repeats 0", "must be 1 or more"),
+        ("end_to_end --runs .", "is not empty"),
+        ("tts drafters --rates eagle3=-1", "'=' and a number above 0"),
+        ("tts drafters --rates medusa=1", "'=' and a number above 0"),
+        ("tts strides --strides 0", "must be 1 or more"),
+        ("tts drafters --new-tokens 5", "--new-tokens 5 must be 21 or more"),
+        ("tts drafters --target nowhere", "--target nowhere: no such folder"),
+        ("tts anchors --anchor-weights 0", "must be above 0"),
+    ],
+)
+def test_wrong_options_are_named(
+    command_line: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *arguments = command_line.split()
+    module = import_module(f"benchmarks.{name}")
+    set_arguments(monkeypatch, module, arguments)
+    with pytest.raises(SystemExit):
+        module.main()
+    assert message in capsys.readouterr().err

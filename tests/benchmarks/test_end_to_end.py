@@ -4,23 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import configurations as known
 from benchmarks import end_to_end
-from benchmarks.configurations import (
-    ABLATED,
-    ABLATIONS,
-    AUTOREGRESSIVE,
-    EFFICIENT_ROLLOUT,
-    FIXED,
-    LEARNED_ADAPTED,
-    LEARNED_FROZEN,
-    LEARNED_TTS,
-    METHODS,
-    TRL,
-    always_on,
-    learned,
-    toggled,
-    uses_profile,
-)
 from benchmarks.end_to_end import best_fixed, expand, identical_until, in_turns, over_steps, summarise
 from benchmarks.timed_training import Training
 from spec_trl import SpecGRPOConfig
@@ -47,10 +32,6 @@ def training(rollouts: list[float], rewards: list[float], **records: list[float]
     return Training(steps, made, [[[i], [i, i]] for i in range(len(steps))], 10.0)
 
 
-def test_times_are_means_over_steps_of_medians_over_repeats_without_the_first_step() -> None:
-    assert over_steps([[9.0, 1.0, 2.0], [9.0, 3.0, 2.0], [9.0, 99.0, 2.0]]) == 2.5
-
-
 def test_a_summary_leaves_preparation_out_of_the_rollout() -> None:
     runs = [training([100.0, 3.0, 5.0], [0.0, 0.5, 1.0], refresh=[50.0, 1.0, 1.0], taus=[9.0, 4.0, 5.0])]
     found = summarise("x", runs, [training([1.0, 1.0, 1.0], [0.0, 0.5, 0.75])])
@@ -63,9 +44,11 @@ def test_a_summary_leaves_preparation_out_of_the_rollout() -> None:
     assert summarise("x", runs, None).identical_steps is None
 
 
-def test_identity_ends_at_the_first_difference() -> None:
+def test_means_of_medians_and_identity_up_to_the_first_difference() -> None:
+    # Means over steps of medians over repeats, without the first step.
+    assert over_steps([[9.0, 1.0, 2.0], [9.0, 3.0, 2.0], [9.0, 99.0, 2.0]]) == 2.5
     one = [[[1], [2]], [[3], [4]], [[5], [6]]]
-    assert identical_until(one, [[[1], [2]], [[3], [4]], [[5], [6]]]) == 3
+    assert identical_until(one, [list(step) for step in one]) == 3
     assert identical_until(one, [[[1], [2]], [[3], [9]], [[5], [6]]]) == 1
 
 
@@ -82,32 +65,37 @@ def test_every_second_repeat_runs_in_reverse() -> None:
 
 
 def test_the_best_fixed_draft_length_has_the_shortest_rollouts() -> None:
-    made = {
-        always_on(n): summarise(always_on(n), [training([1.0, s], [0.0, 0.0])], None)
-        for n, s in zip(FIXED, (3, 1, 2), strict=True)
+    rollouts = {
+        known.always_on(n): [training([1.0, s], [0.0, 0.0])] for n, s in zip(known.FIXED, (3, 1, 2), strict=True)
     }
-    assert best_fixed(made) == always_on(5)
+    assert best_fixed({name: summarise(name, runs, None) for name, runs in rollouts.items()}) == known.always_on(5)
     assert best_fixed({}) is None
 
 
 def test_every_configuration_is_one_that_the_trainer_takes(tmp_path: Path) -> None:
-    for name, fields in (METHODS | ABLATIONS | learned("eagle3", "somewhere", 1e-5)).items():
-        if name != TRL:
+    for name, fields in (known.METHODS | known.ABLATIONS | known.learned("eagle3", "somewhere", 1e-5)).items():
+        if name != known.TRL:
             config = SpecGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **fields)
-            assert uses_profile(fields) == (config.sd_toggle == "roofline" and config.assistant_strategy != "none")
-    assert METHODS.keys().isdisjoint(ABLATIONS)
-    assert METHODS[EFFICIENT_ROLLOUT]["draft_lengths"] == [5, 7, 9, 11]
-    assert ABLATIONS[toggled(7)]["draft_lengths"] == [7]
+            by_profile = config.sd_toggle == "roofline" and config.assistant_strategy != "none"
+            assert known.uses_profile(fields) == by_profile
+    assert known.METHODS.keys().isdisjoint(known.ABLATIONS)
+    assert known.METHODS[known.EFFICIENT_ROLLOUT]["draft_lengths"] == [5, 7, 9, 11]
+    assert known.ABLATIONS[known.toggled(7)]["draft_lengths"] == [7]
 
 
 @pytest.mark.parametrize(
     ("methods", "ablations", "drafter", "expected"),
     [
-        (["history"], False, None, [AUTOREGRESSIVE, "history"]),
-        ([end_to_end.ALWAYS], False, None, [AUTOREGRESSIVE, *map(always_on, FIXED)]),
-        ([TRL], True, None, [TRL, *ABLATED, *ABLATIONS]),
-        ([], False, ("dflash", "somewhere", 1e-6), [AUTOREGRESSIVE, LEARNED_FROZEN, LEARNED_ADAPTED, LEARNED_TTS]),
-        (end_to_end.CHOICES, True, None, [*METHODS, *ABLATIONS]),
+        (["history"], False, None, [known.AUTOREGRESSIVE, "history"]),
+        ([end_to_end.ALWAYS], False, None, [known.AUTOREGRESSIVE, *map(known.always_on, known.FIXED)]),
+        ([known.TRL], True, None, [known.TRL, *known.ABLATED, *known.ABLATIONS]),
+        (
+            [],
+            False,
+            ("dflash", "somewhere", 1e-6),
+            [known.AUTOREGRESSIVE, *known.learned("dflash", "somewhere", 1e-6)],
+        ),
+        (end_to_end.CHOICES, True, None, [*known.METHODS, *known.ABLATIONS]),
     ],
 )
 def test_methods_are_expanded(methods, ablations, drafter, expected) -> None:

@@ -7,28 +7,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.models import (
-    SHAPES,
-    LoadedModel,
-    build,
-    load_model,
-    measure_agreement,
-    quantized_copy,
-    round_trip,
-    shape_config,
-    shape_model,
-)
-from benchmarks.workload import (
-    LONGEST_PROMPT,
-    SHORTEST_PROMPT,
-    STORIES,
-    STORY_MODEL,
-    Workload,
-    prompt_source,
-)
-
-
-# ---- models --------------------------------------------------------------------------------------------------------
+from benchmarks import models
+from benchmarks.models import SHAPES, LoadedModel, build, measure_agreement, shape_config
+from benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STORIES, STORY_MODEL, Workload, prompt_source
 
 
 def test_without_noise_the_quantized_copy_is_exact_and_more_noise_means_less_overlap() -> None:
@@ -37,7 +18,7 @@ def test_without_noise_the_quantized_copy_is_exact_and_more_noise_means_less_ove
 
     exact = tiny(0.0)
     for (name, original), copied in zip(
-        exact.state_dict().items(), quantized_copy(exact).state_dict().values(), strict=True
+        exact.state_dict().items(), models.quantized_copy(exact).state_dict().values(), strict=True
     ):
         assert torch.equal(original, copied), name
     overlaps = [measure_agreement(tiny(noise), 0, 8, 16).overlap_packed_head for noise in (0.0, 0.1, 0.4)]
@@ -47,7 +28,7 @@ def test_without_noise_the_quantized_copy_is_exact_and_more_noise_means_less_ove
 
 @pytest.mark.parametrize("agreement", [0.93, pytest.param(0.85, marks=pytest.mark.slow)])
 def test_the_small_shape_has_the_agreement_and_entropy_it_claims(agreement: float) -> None:
-    measured = measure_agreement(shape_model("tiny", agreement, 0, torch.bfloat16, "cpu"), new_tokens=64)
+    measured = measure_agreement(models.shape_model("tiny", agreement, 0, torch.bfloat16, "cpu"), new_tokens=64)
     assert measured.overlap_packed_head == pytest.approx(agreement, abs=0.03)
     assert 0.7 < measured.entropy < 2.0
     assert measured.distinct_tokens > 0.2  # no loop
@@ -59,9 +40,9 @@ def test_round_trip_stays_within_half_a_step() -> None:
     weight[1] = 0
     groups = weight.view(6, 2, 128)
     step = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15  # [6, 2]
-    error = (round_trip(weight) - weight).view(6, 2, 128).abs()  # [6, 2, 128]
+    error = (models.round_trip(weight) - weight).view(6, 2, 128).abs()  # [6, 2, 128]
     assert (error.amax(-1) <= step * (1 + 1e-4)).all()  # half a step for the weight, half for the rounded zero point
-    assert torch.equal(round_trip(weight)[1], weight[1])
+    assert torch.equal(models.round_trip(weight)[1], weight[1])
     assert (error[2:].mean(-1) < step[2:] * 0.3).all()  # uniform rounding: a quarter of a step on average
 
 
@@ -79,16 +60,13 @@ def test_shapes_are_the_ones_asked_for(tmp_path: Path) -> None:
 
 def test_wrong_shapes_are_named() -> None:
     with pytest.raises(ValueError, match="'qwen' is neither one of"):
-        load_model("shape:qwen", torch.float32, "cpu")
+        models.load_model("shape:qwen", torch.float32, "cpu")
     config = shape_config("tiny")
     config.hidden_size = 192
     with pytest.raises(ValueError, match="192 inputs, no multiple of 128"):
         build(config, 0.0, 0, torch.float32, "cpu")
     with pytest.raises(ValueError, match="agreement is 0.2"):
-        shape_model("tiny", 0.2, 0, torch.float32, "cpu")
-
-
-# ---- prompts and tokens --------------------------------------------------------------------------------------------
+        models.shape_model("tiny", 0.2, 0, torch.float32, "cpu")
 
 
 def test_defaults_lie_in_the_repository(stories, story_tokenizer) -> None:
@@ -129,6 +107,3 @@ def test_prompts_from_a_file_are_beginnings_of_texts(shape: PreTrainedModel, sto
     assert prompts[2] == encoded[0][: len(prompts[2])]  # texts start again
     with pytest.raises(ValueError, match="absent.json does not exist"):
         prompt_source(loaded, tmp_path / "absent.json", 3, seed=0)
-
-
-# ---- training tasks ------------------------------------------------------------------------------------------------

@@ -2,32 +2,23 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from benchmarks import tts
 from benchmarks.measure import Result, read_result
 from benchmarks.tts_distributions import observe_position
 from benchmarks.tts_drafters import FROZEN, NONE, TTS
-from benchmarks.tts_numbers import (
-    BINS,
-    Record,
-    acceptance_length,
-    by_depth,
-    gain_interval,
-    speed_ratio,
-    third,
-)
+from benchmarks.tts_numbers import BINS, Record, acceptance_length, by_depth, gain_interval, speed_ratio, third
 from benchmarks.tts_parts import last_quarter, summarise
 from benchmarks.tts_runs import Bench
 from benchmarks.tts_store import Store
 from spec_trl.drafter_training.untrained import write_eagle3
 from tests.benchmarks.conftest import set_arguments
-from tests.conftest import STORY_MODEL
+from tests.conftest import STORY_MODEL, tiny_llama
 
 
 def record(blocks: int, committed: int, seconds: float = 1.0, where: int = 0) -> Record:
@@ -35,9 +26,6 @@ def record(blocks: int, committed: int, seconds: float = 1.0, where: int = 0) ->
     counts[0][where], counts[1][where] = blocks, committed
     facts = {"ties": 0, "unexplained": 0, "same": committed, "tokens": committed, "load": 1.0, "drafted": 9 * blocks}
     return {"blocks": counts[0], "committed": counts[1], "seconds": seconds, "accepted": committed - blocks} | facts
-
-
-# ---- numbers -------------------------------------------------------------------------------------------------------
 
 
 def test_rounds_are_counted_where_they_began() -> None:
@@ -59,24 +47,17 @@ def test_acceptance_length_is_pooled() -> None:
     assert [third(i) for i in range(3)] == [slice(0, 7), slice(7, 14), slice(14, 21)]
 
 
-def test_interval_of_the_gain_is_paired() -> None:
+def test_gain_and_speed_are_compared_within_requests() -> None:
     # Requests differ a lot, the gain is 20 % in each: an unpaired bootstrap would be wide.
     frozen = [record(100 * i, 200 * i) for i in range(1, 9)]
     other = [record(100 * i, 240 * i) for i in range(1, 9)]
-    assert gain_interval(frozen, other) == pytest.approx((0.2, 0.2))
+    assert gain_interval(frozen, other) == pytest.approx((0.2, 0.2)) and gain_interval(frozen[:1], other[:1]) is None
     mixed = [record(100, 300 if i % 2 else 200) for i in range(8)]
     low, high = gain_interval([record(100, 200)] * 8, mixed)  # type: ignore[misc]
     assert 0.0 <= low < 0.1 and 0.4 < high <= 0.5
-    assert gain_interval(frozen[:1], other[:1]) is None
-
-
-def test_speed_is_compared_within_requests() -> None:
     frozen = [record(1, 1, seconds) for seconds in (1.0, 10.0, 4.0)]
-    assert speed_ratio(frozen, [record(1, 1, seconds) for seconds in (2.0, 5.0, 4.0)]) == 1.0
-    assert speed_ratio(frozen, [record(1, 1, seconds) for seconds in (0.5, 5.0, 4.0)]) == 2.0
-
-
-# ---- store ---------------------------------------------------------------------------------------------------------
+    for first, ratio in ((2.0, 1.0), (0.5, 2.0)):
+        assert speed_ratio(frozen, [record(1, 1, seconds) for seconds in (first, 5.0, 4.0)]) == ratio
 
 
 def test_a_killed_run_keeps_its_cells(tmp_path: Path) -> None:
@@ -100,9 +81,6 @@ def test_a_killed_run_keeps_its_cells(tmp_path: Path) -> None:
         Store(path, {"seed": 1})
 
 
-# ---- distributions -------------------------------------------------------------------------------------------------
-
-
 def test_what_a_position_shows_of_p_and_q() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.7, 0.2])
     facts = observe_position(p.log() + 3, q.log() - 2, torch.tensor([2, 0]))
@@ -113,9 +91,6 @@ def test_what_a_position_shows_of_p_and_q() -> None:
     assert (facts["seen"], facts["seen_cross_entropy"], facts["agreed"]) == (0, 0, 1)
     pruned = torch.tensor([-torch.inf, 1.0, 2.0])
     assert observe_position(p.log(), pruned, torch.tensor([0])) == {"unknown": 1.0}
-
-
-# ---- summing up ----------------------------------------------------------------------------------------------------
 
 
 def test_the_last_quarter_of_a_run() -> None:
@@ -142,15 +117,12 @@ def test_requests_of_a_batch_are_resampled_one_by_one() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Untrained drafters for stories260K."""
     place = tmp_path_factory.mktemp("drafters")
-    target = AutoModelForCausalLM.from_pretrained(STORY_MODEL)
-    write_eagle3(place / "eagle3", target)
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).save_pretrained(place / "small_lm")
-    yield place
+    write_eagle3(place / "eagle3", AutoModelForCausalLM.from_pretrained(STORY_MODEL))
+    tiny_llama(vocab_size=512, hidden_size=32, num_hidden_layers=1).float().save_pretrained(place / "small_lm")
+    return place
 
 
 def run(
@@ -175,8 +147,7 @@ def test_drafters_end_to_end_and_again_from_what_is_kept(monkeypatch, folder: Pa
     assert details["identity"] == {"calls": 8, "tokens": 176, "same": 176, "ties": 0, "unexplained": 0}
     assert details["target_unchanged"]
     for row in details["summary"]:
-        assert (row["way"] == NONE) == ("tau" not in row)
-        assert (row["way"] == TTS) == ("updates_per_call" in row)
+        assert ("tau" in row, "updates_per_call" in row) == (row["way"] != NONE, row["way"] == TTS)
     cells = json.loads((tmp_path / "cells/tts_drafters.json").read_text())["cells"]
     assert len(cells) == 4
     for cell in cells.values():

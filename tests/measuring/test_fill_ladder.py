@@ -21,7 +21,6 @@ from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.rows import Rows
-from spec_trl.generation.engine.verification import Proposal
 from spec_trl.measuring import fill_ladder
 from spec_trl.measuring.fill_ladder import build_ladder, find_ladder
 from spec_trl.measuring.round_bench import RoundBench
@@ -38,33 +37,18 @@ def quick(model: LlamaForCausalLM, drafters: Sequence[Drafter], **changes: Any) 
     return build_ladder(model, drafters, config=CONFIG, **(arguments | changes))
 
 
-def members(model: LlamaForCausalLM) -> list[Drafter]:
-    assistant = tiny_llama(seed=1, num_hidden_layers=1)
-    return [SelfDrafter(model, kernel="reference"), NgramDrafter(2), SmallModelDrafter(assistant, model)]
-
-
 def test_every_cell_is_timed(tiny: LlamaForCausalLM) -> None:
-    ladder = quick(tiny, members(tiny))
+    small = SmallModelDrafter(tiny_llama(seed=1, num_hidden_layers=1), tiny)
+    ladder = quick(tiny, [SelfDrafter(tiny, kernel="reference"), NgramDrafter(2), small])
     cells = {(rung.method, rung.batch, rung.draft_length, rung.acceptance) for rung in ladder.rungs}
-    assert cells == {
-        (name, batch, gamma, p)
-        for name in ("self", "ngram", "model")
-        for batch in (1, 3)
-        for gamma in (1, 3)
-        for p in (0.2, 0.8)
-    }
+    assert cells == set(itertools.product(("self", "ngram", "model"), (1, 3), (1, 3), (0.2, 0.8)))
 
 
-def test_a_slow_drafter_shows_and_the_plain_rounds_beside_it_do_not(
+def test_a_slow_drafter_shows_and_the_plain_rounds_next_to_it_do_not(
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     propose = NgramDrafter.propose
-
-    def slow(*args: Any) -> Proposal:
-        time.sleep(0.2)
-        return propose(*args)
-
-    monkeypatch.setattr(NgramDrafter, "propose", slow)
+    monkeypatch.setattr(NgramDrafter, "propose", lambda *args: time.sleep(0.2) or propose(*args))
     for rung in quick(tiny, [NgramDrafter(2)], batches=(1,)).rungs:
         assert rung.seconds >= 0.2 > rung.plain_seconds
 
@@ -145,16 +129,22 @@ def test_profiling_leaves_no_trace(tiny: LlamaForCausalLM) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in assistant.state_dict().items())
 
 
-def test_short_contexts_and_few_rows() -> None:
+def test_short_contexts_and_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill_ladder, "STABLE", 1e9)  # a quiet machine
     model = tiny_llama(max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 2.0})
     drafter = NgramDrafter(2)
+    ladder = quick(model, [drafter], draft_lengths=SpeculativeConfig(draft_length=32).ladder_draft_lengths())
+    lengths = ladder.draft_lengths("ngram", 1)
+    assert lengths and lengths == ladder.draft_lengths("ngram", 3) and max(lengths) < 64
     drafter.max_rows = 2
     ladder = quick(model, [drafter], rounds=50, draft_lengths=(8,))
     assert ladder.batches == (1, 2) and ladder.draft_lengths("ngram", 1) == (8,)
     assert quick(model, [drafter], batches=(4, 8)).batches == (2,)
 
 
-def test_a_drafter_that_fails_is_named(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_that_fail_or_share_a_name_are_named(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"drafter has the strategies \['ngram', 'ngram'\]"):
+        find_ladder(tiny, [NgramDrafter(2), NgramDrafter(3)], CONFIG, 1)
     monkeypatch.setattr(NgramDrafter, "propose", lambda *_: 1 / 0)
     with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="failed while it was timed: ZeroDivisionError"):
         quick(tiny, [NgramDrafter(2)])
@@ -201,36 +191,19 @@ def test_a_ladder_lies_next_to_a_named_profile(tiny: LlamaForCausalLM, built: li
     config = SpeculativeConfig(sd_toggle="roofline", roofline_profile=str(tmp_path / "mine.json"))
     find_ladder(tiny, [NgramDrafter(2)], config, 31)
     assert built == [([1, 4, 31], [2, 5, 10])]  # a batch close to the largest is left out
-    assert Ladder.load(tmp_path / "mine.ladder.json").methods == ("ngram",)
-
-
-def test_a_broken_file_is_left_aside(tiny: LlamaForCausalLM, built: list[Any], cache: Path) -> None:
-    find_ladder(tiny, [NgramDrafter(2)], CONFIG, 1)
+    path = tmp_path / "mine.ladder.json"
+    assert Ladder.load(path).methods == ("ngram",)
     release(tiny)  # as a new process would
-    (path,) = cache.glob("*.ladder.json")
     path.write_text("{")
     with pytest.warns(UserWarning, match="is left aside, and the drafters are profiled again"):
-        find_ladder(tiny, [NgramDrafter(2)], CONFIG, 1)
+        find_ladder(tiny, [NgramDrafter(2)], config, 31)
     assert len(built) == 2 and Ladder.load(path)
 
 
-def test_names_tell_drafters_apart(tiny: LlamaForCausalLM) -> None:
-    with pytest.raises(ValueError, match=r"drafter has the strategies \['ngram', 'ngram'\]"):
-        find_ladder(tiny, [NgramDrafter(2), NgramDrafter(3)], CONFIG, 1)
-
-
-def test_where_the_longest_draft_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spec_trl.measuring.fill_ladder.STABLE", 1e9)  # a quiet machine
-    model = tiny_llama(max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 2.0})
-    ladder = build_ladder(model, [NgramDrafter(2)], [1, 4], SpeculativeConfig(draft_length=32).ladder_draft_lengths())
-    lengths = ladder.draft_lengths("ngram", 1)
-    assert lengths and lengths == ladder.draft_lengths("ngram", 4) and max(lengths) < 64
-
-
 def test_the_bar_says_why_and_that_it_happens_once(
-    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
+    fresh: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
 ) -> None:
     monkeypatch.setattr(fill_ladder, "QUIET", 0.0)
     clock(monkeypatch, QUIET)
-    fill_ladder.find_ladder(tiny, [NgramDrafter(2)], SpeculativeConfig(sd_toggle="always"), 1)
+    fill_ladder.find_ladder(fresh, [NgramDrafter(2)], SpeculativeConfig(sd_toggle="always"), 1)
     assert f"profiling the drafters of LlamaForCausalLM (once; kept in {cache})" in capsys.readouterr().err

@@ -59,11 +59,7 @@ def test_a_round_is_the_engines(policy: LlamaForCausalLM, monkeypatch: pytest.Mo
     """A slow round shows in the target's and the verify time, a slow drafter in its own."""
 
     def slowed(work: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        def slow(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(seconds)
-            return work(*args, **kwargs)
-
-        return slow
+        return lambda *args, **kwargs: time.sleep(seconds) or work(*args, **kwargs)
 
     monkeypatch.setattr(Rollout, "decode_round", slowed(Rollout.decode_round, 0.02))
     monkeypatch.setattr(SelfDrafter, "propose", slowed(SelfDrafter.propose, 0.05))

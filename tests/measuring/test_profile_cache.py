@@ -1,5 +1,6 @@
 """Profiles are found again, made where they are asked for, and refused where they are wrong."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 @pytest.fixture
 def calibrations(monkeypatch: pytest.MonkeyPatch, profile: Profile) -> list[tuple[int, int]]:
-    """Every calibration is answered at once with the module's profile."""
+    """Every calibration is answered at once with the module's profile, which is for 4 rows and 600 tokens."""
     asked = []
 
     def answer(model: Any, config: SpeculativeConfig, max_batch_size: int, max_length: int, **_: Any) -> Profile:
@@ -29,137 +30,121 @@ def calibrations(monkeypatch: pytest.MonkeyPatch, profile: Profile) -> list[tupl
     return asked
 
 
-def toggled(**options: Any) -> SpeculativeConfig:
-    return SpeculativeConfig(sd_toggle="roofline", **options)
+Find = Callable[..., Profile | None]
 
 
-def test_profile_for_less_is_measured_again_for_both(
-    policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path
-) -> None:
-    find_profile(policy, toggled(), 4, 600)  # the module's profile is for 4 rows and 600 tokens
-    find_profile(policy, toggled(), 8, 1000)
-    assert calibrations == [(4, 600)]
-    find_profile(policy, toggled(), 16, 100)
-    find_profile(policy, toggled(), 2, 2000)
+@pytest.fixture
+def find(policy: LlamaForCausalLM) -> Find:
+    def find(
+        rows: int = 4, length: int = 600, toggle: str = "roofline", copy: Path | None = None, **options: Any
+    ) -> Profile | None:
+        return find_profile(policy, SpeculativeConfig(sd_toggle=toggle, **options), rows, length, extra_copy=copy)
+
+    return find
+
+
+@pytest.fixture
+def alien(profile: Profile, tmp_path: Path) -> str:
+    """The file of a profile of another model."""
+    replace(profile, key=replace(profile.key, shape="another")).save(tmp_path / "alien.json")
+    return str(tmp_path / "alien.json")
+
+
+def test_profile_for_less_is_measured_again_for_both(find: Find, calibrations: list[tuple[int, int]]) -> None:
+    for rows, length in ((4, 600), (8, 1000), (16, 100), (2, 2000)):
+        find(rows, length)
     assert calibrations == [(4, 600), (16, 600), (4, 2000)]
 
 
 def test_cache_that_cannot_be_written_or_read_is_no_reason_to_stop(
-    policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path,
-    cache: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    find_profile(policy, toggled(), 4, 600)
+    find: Find, profile: Profile, calibrations: list[Any], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find()
     (file,) = cache.iterdir()
     file.write_text("{")
     with pytest.warns(UserWarning, match="is left aside"):
-        assert find_profile(policy, toggled(), 4, 600) == profile
+        assert find() == profile
     assert len(calibrations) == 2
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "file"))
     named = tmp_path / "named.json"
     with pytest.warns(UserWarning, match="could not be kept in"):
-        assert find_profile(policy, toggled(roofline_profile=str(named)), 4, 600) == profile
+        assert find(roofline_profile=str(named)) == profile
     assert Profile.load(named) == profile
 
 
-def test_calibration_that_fails_does_not_end_a_run(
-    policy: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_calibration_that_fails_does_not_end_a_run(find: Find, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     def fail(*_: Any) -> None:
         raise KeyError("the kernel's own trouble")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(SelfDrafter, "propose", fail)
-        with pytest.warns(UserWarning, match="could not be calibrated, .* measured rounds alone decide"):
-            assert find_profile(policy, toggled(), 1, 200) is None
-    assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr(SelfDrafter, "propose", fail)
+    with pytest.warns(UserWarning, match="could not be calibrated, .* measured rounds alone decide"):
+        assert find(1, 200) is None
+    assert not cache.exists()
 
 
 def test_without_a_kernel_only_measuring_tells(
-    policy: LlamaForCausalLM, calibrations: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    find: Find, policy: LlamaForCausalLM, calibrations: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fill_profile, "find_kernel", lambda name, layer: "nothing for this machine")
-    assert find_profile(policy, toggled(), 4, 600) is None
-    assert calibrations == []
+    assert find() is None and calibrations == []
     with pytest.raises(ValueError, match="draft_kernel='auto' with .* can pack no layer"):
         calibrate(policy)
 
 
 def test_found_again_in_the_cache_and_where_it_was_written(
-    policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path
+    find: Find, profile: Profile, calibrations: list[Any], tmp_path: Path
 ) -> None:
-    assert find_profile(policy, toggled(), 8, 100) == profile
-    assert find_profile(policy, toggled(), 8, 100, extra_copy=tmp_path / "copy.json") == profile
-    assert calibrations == [(8, 100)]
-    assert Profile.load(tmp_path / "copy.json") == profile
-    path = tmp_path / "profile.json"
+    assert find(8, 100) == find(8, 100, copy=tmp_path / "copy.json") == Profile.load(tmp_path / "copy.json") == profile
+    path = str(tmp_path / "profile.json")
     with pytest.warns(UserWarning, match="does not exist and is written now"):
-        assert find_profile(policy, toggled(roofline_profile=str(path))) == profile
-    assert find_profile(policy, toggled(roofline_profile=str(path))) == profile
-    assert len(calibrations) == 2 and Profile.load(path) == profile
+        assert find(roofline_profile=path) == profile
+    assert find(roofline_profile=path) == Profile.load(path) == profile
+    assert calibrations == [(8, 100)]
 
 
-def test_broken_file_is_an_error_before_any_work(
-    policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path
+def test_wrong_files_are_errors_before_any_work(
+    find: Find, profile: Profile, calibrations: list[Any], alien: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "profile.json"
-    profile.save(path)
-    path.write_text(path.read_text()[:-30])
-    with pytest.raises(ValueError, match="profile.json is not a valid roofline profile"):
-        find_profile(policy, toggled(roofline_profile=str(path)))
-    assert calibrations == []
-
-
-def test_profile_of_another_model(
-    policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path
-) -> None:
-    path = tmp_path / "profile.json"
-    replace(profile, key=replace(profile.key, shape="another")).save(path)
-    given = toggled(roofline_profile=str(path))
     with pytest.raises(ProfileMismatch, match="shape is 'another' there"):
-        find_profile(policy, replace(given, roofline_mismatch="error"))
+        find(roofline_profile=alien, roofline_mismatch="error")
+    path = tmp_path / "broken.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match="broken.json is not a valid roofline profile"):
+        find(roofline_profile=str(path))
+    with pytest.raises(ValueError, match="roofline_profile='.*absent.json' is no file that exists"):
+        find(toggle="measured", roofline_profile=str(tmp_path / "absent.json"))
     assert calibrations == []
     with pytest.warns(UserWarning, match="shape is 'another' there.*Calibrating again"):
-        assert find_profile(policy, given) == profile
-    assert Profile.load(path).key.shape == "another"
-
-
-def measured(**options: Any) -> SpeculativeConfig:
-    return SpeculativeConfig(sd_toggle="measured", **options)
+        assert find(roofline_profile=alien) == profile
+    assert Profile.load(alien).key.shape == "another"
 
 
 def test_measuring_uses_what_there_is_and_makes_nothing(
-    policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], tmp_path: Path
+    find: Find, profile: Profile, calibrations: list[Any], alien: str, tmp_path: Path
 ) -> None:
-    assert find_profile(policy, measured(), 4, 600) is None
-    path = tmp_path / "profile.json"
-    with pytest.raises(ValueError, match="roofline_profile='.*profile.json' is no file that exists"):
-        measured(roofline_profile=str(path))
-    assert calibrations == []
-    find_profile(policy, toggled(roofline_profile=str(path)), 4, 600)
-    assert find_profile(policy, measured(), 4, 600) == profile == find_profile(
-        policy, measured(roofline_profile=str(path)), 4, 600
-    )
-    replace(profile, key=replace(profile.key, shape="another")).save(path)
+    assert find(toggle="measured") is None and calibrations == []
+    path = str(tmp_path / "profile.json")
+    with pytest.warns(UserWarning, match="does not exist"):
+        find(roofline_profile=path)
+    assert find(toggle="measured") == find(toggle="measured", roofline_profile=path) == profile
     with pytest.warns(UserWarning, match="shape is 'another' there.*Rounds are measured instead"):
-        find_profile(policy, measured(roofline_profile=str(path)), 4, 600)
+        find(toggle="measured", roofline_profile=alien)
     assert len(calibrations) == 1
 
 
+@pytest.mark.parametrize("toggle", ["roofline", "measured"])
 def test_a_run_beyond_what_was_calibrated_is_told_so(
-    policy: LlamaForCausalLM, profile: Profile, calibrations: list[tuple[int, int]], recwarn: pytest.WarningsRecorder
+    toggle: str, find: Find, calibrations: list[Any], recwarn: pytest.WarningsRecorder
 ) -> None:
-    for config in (toggled(), measured()):
-        find_profile(policy, config, 4, 600)
-        assert not recwarn.list
-        with pytest.warns(UserWarning, match=r"less than this run: max_length 700 \(calibrated: 600\)"):
-            find_profile(policy, config, 3, 700)
-        recwarn.clear()
+    find()
+    find(toggle=toggle)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"less than this run: max_length 700 \(calibrated: 600\)"):
+        find(3, 700, toggle)
 
 
-def test_generate_calibrates_when_the_toggle_asks_for_it(
-    policy: LlamaForCausalLM, calibrations: list[tuple[int, int]]
-) -> None:
+def test_generate_calibrates_when_the_toggle_asks_for_it(policy: LlamaForCausalLM, calibrations: list[Any]) -> None:
     prompts = pad_left(random_rows([5, 9, 7]))
     result = generate(policy, prompts, "self", {"sd_toggle": "roofline", "draft_kernel": "auto"})
     assert calibrations == [(3, 9 + 24)]

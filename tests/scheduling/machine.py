@@ -55,9 +55,14 @@ class Machine:
         return BestOfN(candidates, ladder, history or AcceptanceHistory(), **options)
 
     def run(
-        self, control: BestOfN, tokens: list[int], capacity: int | None = None, prompts: str = "prompt"
+        self,
+        control: BestOfN,
+        tokens: list[int],
+        capacity: int | None = None,
+        prompts: str = "prompt",
+        failing: tuple[int, int] | None = None,
     ) -> "Machine":
-        """One rollout of requests of so many tokens."""
+        """One rollout of requests of so many tokens; `failing`: a round and the candidate that fails before it."""
         chance = random.Random(self.seed)
         self.plans, self.rounds, self.seconds = [], 0, 0.0
         names = [candidate.name for candidate in control.candidates]
@@ -67,6 +72,8 @@ class Machine:
         while left:
             while waiting and len(rows) < (capacity or len(tokens)):
                 rows.append(waiting.pop(0))
+            if failing and failing[0] == self.rounds:
+                control.drop(failing[1])
             plan = control.plan(list(rows), 100.0, len(waiting))
             self.plans.append((list(rows), len(waiting), plan))
             accepted: dict[int, list[int]] = {chain.which: [-1] * len(rows) for chain in plan}
@@ -111,13 +118,30 @@ class Machine:
             found.append((len(rows), max(map(sum, chains)), max(map(len, chains))))
         return found
 
+    def verified_in_races(self) -> list[int]:
+        """Tokens verified in each round in which some row had several chains."""
+        return [rows * (1 + width) for rows, width, most in self.widths() if most > 1]
+
     def drafters(self) -> list[set[int]]:
+        """Candidates that draft, by round."""
         return [{chain.which for chain in plan} for _, _, plan in self.plans]
+
+    def drafting_rounds(self) -> int:
+        """Rounds in which anybody drafts."""
+        return sum(map(bool, self.drafters()))
 
 
 def at(rate: float, positions: float) -> AcceptanceCounts:
     """So many first positions and as many further ones, all accepted at `rate`."""
     return AcceptanceCounts.expecting(Acceptance.geometric(rate), positions)
+
+
+def history_of(positions: float = 10**6, /, **rates: float) -> AcceptanceHistory:
+    """Each method drafted for prompts of its own at this rate."""
+    history = AcceptanceHistory()
+    for method, rate in rates.items():
+        history.record(method, f"old {method}", at(rate, positions))
+    return history
 
 
 def by_method(**rates: float) -> Callable[[str, int], float]:

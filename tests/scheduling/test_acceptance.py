@@ -11,29 +11,6 @@ from spec_trl.scheduling.draft_length import expected_block_efficiency
 
 
 NOTHING_KNOWN = Acceptance.geometric(0.5), 1e-9  # a prior without weight
-
-
-def counted(*rounds: tuple[int, int]) -> AcceptanceCounts:
-    """Rounds of (accepted, γ) whose drafter filled them."""
-    counts = AcceptanceCounts()
-    for accepted, draft_length in rounds:
-        counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, draft_length)))
-    return counts
-
-
-def simulated(truth: Acceptance, draft_length: int, rounds: int, seed: int = 0) -> AcceptanceCounts:
-    """Rounds in which tokens are accepted as `truth` says."""
-    rng, counts = random.Random(seed), AcceptanceCounts()
-    for _ in range(rounds):
-        rates = [truth.first] + [truth.further] * (draft_length - 1)
-        accepted = next((k for k, rate in enumerate(rates) if rng.random() >= rate), draft_length)
-        counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, draft_length)))
-    return counts
-
-
-# ---- τ ------------------------------------------------------------------------------------------------------------
-
-
 RATES = st.floats(0, 1)
 
 
@@ -53,25 +30,20 @@ def test_block_efficiency(first: float, further: float, draft_length: int) -> No
     [
         (0.5, 0.8, 3, 1 + 0.5 + 0.5 * 0.8 + 0.5 * 0.64),
         (0.5, 0.8, 1, 1.5),  # γ = 1 has no further token
-        (0.5, 0.0, 5, 1.5),
         (0.0, 1.0, 5, 1.0),  # none is reached
         (0.25, 1.0, 8, 3.0),
         (0.7, 0.4, 0, 1.0),
     ],
 )
 def test_block_efficiency_by_hand(first: float, further: float, draft_length: int, expected: float) -> None:
-    acceptance = Acceptance(first, further)
-    assert acceptance.block_efficiency(draft_length) == pytest.approx(expected)
-
-
-# ---- counting -----------------------------------------------------------------------------------------------------
+    assert Acceptance(first, further).block_efficiency(draft_length) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("accepted", "attempted", "expected"),
     [
         (0, 0, (0, 0, 0, 0)),
-        (0, 1, (0, 1, 0, 0)),  # nothing behind a first token that was refused had a verdict
+        (0, 1, (0, 1, 0, 0)),  # nothing after a first token that was refused had a verdict
         (1, 1, (1, 1, 0, 0)),
         (1, 2, (1, 1, 0, 1)),
         (4, 5, (1, 1, 3, 4)),
@@ -83,7 +55,7 @@ def test_a_round_by_hand(accepted: int, attempted: int, expected: tuple[int, ...
     assert (counts.first_accepted, counts.first, counts.further_accepted, counts.further) == expected
 
 
-def test_sums_and_fading() -> None:
+def test_sums_fading_and_expected_counts() -> None:
     counts = AcceptanceCounts(1, 2, 3, 4)
     counts.add(AcceptanceCounts(10, 20, 30, 40))
     assert counts == AcceptanceCounts(11, 22, 33, 44)
@@ -91,6 +63,8 @@ def test_sums_and_fading() -> None:
     assert counts == AcceptanceCounts(6.5, 12, 17.5, 23)
     counts.fade(0.5)
     assert counts == AcceptanceCounts(3.25, 6, 8.75, 11.5)
+    counts = AcceptanceCounts.expecting(Acceptance(0.6, 0.2), 5.0)
+    assert counts == AcceptanceCounts(3.0, 5.0, 1.0, 5.0)
 
 
 def test_rates_are_drawn_towards_the_prior_each_by_its_own_evidence() -> None:
@@ -101,25 +75,14 @@ def test_rates_are_drawn_towards_the_prior_each_by_its_own_evidence() -> None:
     assert AcceptanceCounts(8, 10, 45, 90).rates(prior, 10.0) == pytest.approx((0.7, 0.47))
 
 
-def test_expecting_is_as_if_so_many_positions_had_come_out_so() -> None:
-    acceptance = Acceptance(0.6, 0.2)
-    counts = AcceptanceCounts.expecting(acceptance, 5.0)
-    assert counts == AcceptanceCounts(3.0, 5.0, 1.0, 5.0)
-    assert counts.rates(*NOTHING_KNOWN) == pytest.approx(acceptance)
-    counts.add(AcceptanceCounts(0, 5, 5, 5))
-    assert counts.rates(*NOTHING_KNOWN) == pytest.approx((0.3, 0.6))
-
-
-# ---- what the counts let expect -------------------------------------------------------------------------------------
-
-
 def test_all_or_none() -> None:
     """Every second lookup finds the right passage, of which 10 of 10 are accepted. A single p overrates it."""
-    counts = counted(*[(10, 10), (0, 10)] * 50)
+    counts = AcceptanceCounts()
+    for accepted in [10, 0] * 50:
+        counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, 10)))
     rates = counts.rates(*NOTHING_KNOWN)
     assert rates == pytest.approx((0.5, 1.0))
-    assert rates.block_efficiency(10) == pytest.approx(6.0)
-    assert rates.block_efficiency(5) == pytest.approx(3.5)
+    assert rates.block_efficiency(10) == pytest.approx(6.0) and rates.block_efficiency(5) == pytest.approx(3.5)
     pooled = (counts.first_accepted + counts.further_accepted) / (counts.first + counts.further)
     assert expected_block_efficiency(pooled, 10) == pytest.approx(7.1, abs=0.05)
 
@@ -127,15 +90,11 @@ def test_all_or_none() -> None:
 @pytest.mark.parametrize("truth", [Acceptance(0.5, 0.95), Acceptance(0.8, 0.6), Acceptance.geometric(0.7)])
 def test_drafts_of_any_length_tell_of_long_ones(truth: Acceptance) -> None:
     """Rounds of short drafts end before it is known how far they would have got; rates do not suffer from that."""
-    counts = AcceptanceCounts()
-    for seed, draft_length in enumerate((1, 2, 3, 10)):
-        counts.add(simulated(truth, draft_length, 6000, seed))
+    counts, chance = AcceptanceCounts(), random.Random(0)
+    for gamma in (1, 2, 3, 10) * 6000:
+        rates = [truth.first] + [truth.further] * (gamma - 1)
+        accepted = next((k for k, rate in enumerate(rates) if chance.random() >= rate), gamma)
+        counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, gamma)))
     rates = counts.rates(*NOTHING_KNOWN)
     assert rates == pytest.approx(truth, abs=0.02)
     assert rates.block_efficiency(10) == pytest.approx(truth.block_efficiency(10), rel=0.05)
-
-
-@pytest.mark.parametrize(("accepted", "attempted"), [(-1, 3), (4, 3), (0, -1)])
-def test_bad_counts(accepted: int, attempted: int) -> None:
-    with pytest.raises(ValueError, match=f"accepted={accepted} of attempted={attempted} is out of range"):
-        AcceptanceCounts.of_round(accepted, attempted)

@@ -1,14 +1,24 @@
-"""Races within one process: chains under a budget, dropped and promoted by what they win."""
+"""Races within one process: chains under a budget, dropped and promoted by what they win. And SA Algorithm 3."""
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_trl.scheduling.acceptance import Acceptance
-from spec_trl.scheduling.assignment import GROWTH, PATIENCE, PROMOTION, YARDSTICK, MethodView, Racing, RowView
+from spec_trl.scheduling.assignment import (
+    GROWTH,
+    PATIENCE,
+    PROMOTION,
+    YARDSTICK,
+    MethodView,
+    Racing,
+    RowView,
+    greedy_assignments,
+)
 from spec_trl.scheduling.ladder import Ladder, Rung
 
 
@@ -111,16 +121,6 @@ def test_places_go_to_the_lowest_acceptance(rows: list[RowView], methods: list[M
     assert counts == sorted(counts, reverse=True)  # depth first
 
 
-def test_depth_first_by_hand() -> None:
-    rows = [row(0, 0.9), row(1, 0.1), row(2, 0.5)]
-    chains = Racing(LADDER).assign(rows, [view("d", max_rows=2), view("c", max_rows=1), view("b", max_rows=1)], 10**6)
-    assert chains == {
-        0: [("a", 4)],
-        1: [("a", 4), ("b", 4), ("c", 4), ("d", 4)],
-        2: [("a", 4), ("d", 4)],
-    }
-
-
 # One row: the budget is 1 + the width. A chain of 4 is cut to 3 or 2, and one of 1 is not worth laying out.
 @pytest.mark.parametrize(
     ("budget", "expected"),
@@ -145,8 +145,6 @@ def test_rows_without_a_primary_and_no_rows() -> None:
     assert racing.record(0, {"d": 0}) == "none"
     assert racing.record(0, {"d": 1}) == "d"
     assert Racing(LADDER).assign([], VIEWS, 100) == {}
-    with pytest.raises(ValueError, match="method='eagle3' is not in the ladder"):
-        Racing(LADDER).assign([row()], [view("eagle3")], 100)
 
 
 def order_of(*views: MethodView) -> list[str]:
@@ -186,6 +184,14 @@ def names(racing: Racing, budget: int = 100, views: list[MethodView] = VIEWS[:3]
     return [name for name, _ in racing.assign([row()], views, budget)[0]]
 
 
+def play(racing: Racing, rounds: int, request: int = 0, **accepted: int) -> bool:
+    """So many rounds alike; whether chains are to change now, which they were not before the last round."""
+    for _ in range(rounds):
+        assert not racing.changed
+        racing.record(request, accepted)
+    return racing.changed
+
+
 def test_the_winner_has_most_and_comes_first_among_equals() -> None:
     racing = raced(views=VIEWS)
     assert racing.record(0, {"a": 2, "b": 2, "c": 1, "d": 2}) == "a"
@@ -197,30 +203,24 @@ def test_the_winner_has_most_and_comes_first_among_equals() -> None:
 def test_a_rows_own_rounds_change_its_order_and_its_place() -> None:
     racing, rows = Racing(LADDER), [row(0), row(1)]
     racing.assign(rows, VIEWS, 100)
-    for _ in range(PATIENCE - 1):
-        racing.record(0, {"a": 4, "b": 0, "c": 4, "d": 0})
-        racing.record(1, {"a": 4, "b": 4, "c": 4, "d": 0})
+    play(racing, PATIENCE - 1, 0, a=4, b=0, c=4, d=0)
+    play(racing, PATIENCE - 1, 1, a=4, b=4, c=4, d=0)
     chains = racing.assign(rows, VIEWS, 100)
     assert [[name for name, _ in chains[n]] for n in (0, 1)] == [["a", "c", "b", "d"], ["a", "b", "c", "d"]]
     racing, views, rows = Racing(LADDER), [view("b", max_rows=1)], [row(0, 0.7), row(1, 0.5)]
     assert [len(chains) for chains in racing.assign(rows, views, 100).values()] == [1, 2]
-    for _ in range(PATIENCE - 1):
-        racing.record(0, {"a": 0})
-        racing.record(1, {"a": 4, "b": 0})
+    play(racing, PATIENCE - 1, 0, a=0)
+    play(racing, PATIENCE - 1, 1, a=4, b=0)
     chains = racing.assign(rows, views, 100)
     assert [len(chains[n]) for n in (0, 1)] == [2, 1]
 
 
 def test_losers_are_dropped_after_losing_in_a_row() -> None:
     racing = raced()
-    for n in range(PATIENCE):
-        assert not racing.changed
-        racing.record(0, {"a": 2, "b": 3 if n == PATIENCE // 2 else 2, "c": 1, "d": 2})
-    assert racing.changed and names(racing) == ["a", "b"]
-    for _ in range(PATIENCE // 2 + 1):  # since it won
-        assert not racing.changed
-        racing.record(0, {"a": 2, "b": 2})
-    assert names(racing) == ["a"]
+    assert not play(racing, PATIENCE // 2, a=2, b=2, c=1, d=2)
+    assert not play(racing, 1, a=2, b=3, c=1, d=2)
+    assert play(racing, PATIENCE - PATIENCE // 2 - 1, a=2, b=2, c=1, d=2) and names(racing) == ["a", "b"]
+    assert play(racing, PATIENCE // 2 + 1, a=2, b=2) and names(racing) == ["a"]  # since it won
     racing = raced(views=VIEWS[1:3])  # "c" never beats the other challenger
     for n in range(2 * PROMOTION):
         racing.record(0, {"a": 4, "b": 0, "c": 0} if n % 2 and n < 2 * PROMOTION - 2 else {"a": 0, "b": 2, "c": 2})
@@ -229,24 +229,18 @@ def test_losers_are_dropped_after_losing_in_a_row() -> None:
 
 def test_dropped_chains_return_when_the_room_grows() -> None:
     racing = raced(budget=17)  # room for 16
-    for _ in range(PATIENCE):
-        racing.record(0, {"a": 2, "b": 1, "c": 1, "d": 1})
+    play(racing, PATIENCE, a=2, b=1, c=1, d=1)
     assert names(racing, 17) == names(racing, int(GROWTH * 16)) == ["a"]
     assert names(racing, int(GROWTH * 16) + 1) == ["a", "b", "c", "d"]
-    for _ in range(PATIENCE - 1):
-        racing.record(0, {"a": 2, "b": 1, "c": 1, "d": 1})
-    assert not racing.changed  # they have all their patience again
+    assert not play(racing, PATIENCE - 1, a=2, b=1, c=1, d=1)  # they have all their patience again
 
 
 @pytest.mark.parametrize(("before", "returns"), [(4, True), (1, False)])
 def test_dropped_chains_return_when_the_acceptance_falls(before: int, returns: bool) -> None:
     racing = raced()
-    for _ in range(PATIENCE):
-        racing.record(0, {"a": before, "b": 0, "c": 0, "d": 0})
+    play(racing, PATIENCE, a=before, b=0, c=0, d=0)
     assert names(racing) == ["a"]
-    for _ in range(5 * PATIENCE):
-        racing.record(0, {"a": before})
-    assert not racing.changed
+    assert not play(racing, 5 * PATIENCE, a=before)
     rounds = 0
     while not racing.changed and rounds < 50:
         racing.record(0, {"a": 1})
@@ -256,10 +250,7 @@ def test_dropped_chains_return_when_the_acceptance_falls(before: int, returns: b
 
 def test_a_steady_winner_becomes_the_primary() -> None:
     racing = raced(views=VIEWS)
-    for _ in range(PROMOTION):
-        assert not racing.changed
-        racing.record(0, {"a": 1, "b": 0, "c": 2, "d": 0})
-    assert racing.changed and racing.primary_of(0) == "a"
+    assert play(racing, PROMOTION, a=1, b=0, c=2, d=0) and racing.primary_of(0) == "a"
     assert names(racing, views=VIEWS) == ["c", "a", "b", "d"] and racing.primary_of(0) == "c"
     assert racing.record(0, {"c": 1, "a": 1, "b": 1, "d": 1}) == "c"
     for _ in range(PATIENCE - 1):  # the old primary starts with all its patience
@@ -279,23 +270,18 @@ def promoted(draft_length: int = 8, max_rows: int = 64) -> tuple[Racing, list[Me
     """Row 0 of "a" that has "c" as its primary now."""
     views = [view("c", draft_length, max_rows=max_rows)]
     racing = raced(views=views)
-    for _ in range(PROMOTION):
-        racing.record(0, {"a": 1, "c": 2})
+    play(racing, PROMOTION, a=1, c=2)
     assert names(racing, views=views)[0] == "c"
     return racing, views
 
 
-def test_rows_of_one_batch_have_primaries_of_their_own() -> None:
+def test_a_promoted_primary_is_of_one_row_and_keeps_to_budget_and_places() -> None:
     racing, views = promoted()
     chains = racing.assign([row(0), row(1)], views, 100)
     assert [chains[n][0][0] for n in (0, 1)] == ["c", "a"]
     assert racing.assign([row(0, method="b"), row(1, method="b")], views, 100)[1][0][0] == "b"
     assert [racing.primary_of(n) for n in (0, 1)] == ["c", "b"]
-    # A control that comes to the promoted method says its γ.
-    assert racing.assign([row(0, method="c", draft_length=5)], views, 100)[0] == [("c", 5)]
-
-
-def test_a_promoted_primary_keeps_to_budget_and_places() -> None:
+    assert racing.assign([row(method="c", draft_length=5)], views, 100)[0] == [("c", 5)]  # the control says its γ
     racing, views = promoted()
     assert racing.assign([row()], views, 8)[0] == [("c", 7)]
     assert racing.assign([row()], views, 1)[0] == [("c", 4)]  # what the control's own would take
@@ -310,8 +296,7 @@ def test_a_promoted_primary_keeps_to_budget_and_places() -> None:
 
 def test_a_failed_drafter_leaves_every_row_with_its_acceptance() -> None:
     racing, views = promoted()
-    for _ in range(PATIENCE):
-        racing.record(0, {"c": 8})
+    play(racing, PATIENCE, c=8)
     rows, more = [row(0), row(1, 0.6)], [*views, view("b", max_rows=1)]
     assert "b" in dict(racing.assign(rows, more, 100)[1])
     racing.drop("c")
@@ -335,8 +320,7 @@ def test_a_row_that_a_racer_leads_is_as_slow_as_that_one() -> None:
 def test_rounds_of_the_old_primary_alone_are_no_race() -> None:
     """The judge lets the control's primary draft alone: a promoted one cannot lose rounds that it is not in."""
     racing, views = promoted()
-    for _ in range(PROMOTION + 1):
-        racing.record(0, {"a": 1})
+    play(racing, PROMOTION + 1, a=1)
     racing.assign([row()], views, 100)
     assert racing.primary_of(0) == "c"
 
@@ -363,22 +347,96 @@ def test_recent_acceptance(accepted: int, first: float, further: float) -> None:
 
 def test_acceptance_of_special_rounds() -> None:
     # It begins at what was expected, as if by 20 positions and one that stays: a round or two say little.
-    racing, expected = Racing(LADDER), Acceptance(0.3, 0.8)
-    racing.assign([RowView(0, "a", 4, expected)], [MethodView("b", 4, Acceptance(0.6, 0.1), 64)], 100)
+    racing = Racing(LADDER)
+    racing.assign([RowView(0, "a", 4, Acceptance(0.3, 0.8))], [MethodView("b", 4, Acceptance(0.6, 0.1), 64)], 100)
     racing.record(0, {"a": 0})
     standings = racing.remove(0)
     assert standings["a"].acceptance == pytest.approx(((19 * 0.3 + 0.3) / 21, 0.8))
     assert standings["b"].acceptance == pytest.approx((0.6, 0.1))
-    # Half of the rounds accept 4 of 4, the others nothing: half of the draft, not 4 of 5 positions.
-    racing = raced()
-    for _ in range(300):
-        racing.record(0, {"a": 4})
-        racing.record(0, {"a": 0})
-    acceptance = racing.remove(0)["a"].acceptance
-    assert acceptance.further > 0.97 and acceptance.block_efficiency(4) == pytest.approx(3, abs=0.2)
     # Room for 2; alone it drafted 4, of which 2 were accepted each time: 2 of 3 positions.
     racing = Racing(LADDER)
     racing.assign([row(0, 0.9, draft_length=2)], [], 3)
     for _ in range(60):
         racing.record(0, {"a": 2}, {"a": 4})
     assert racing.remove(0)["a"].acceptance.further == pytest.approx(0.5, abs=0.1)
+
+
+# ---- SA Algorithm 3: which requests the workers that were freed draft for -----------------------------------------
+
+
+def test_algorithm_3_by_hand() -> None:
+    """Methods x and y, b_max = 2. Worker 0 has the initial method x for all of p, q, r; worker 1 was freed earlier and
+    has y for r, with one place left; 2 and 3 are freed now, 2 from method y, where it had p."""
+    added = greedy_assignments(
+        requests={"p": 0.5, "q": 0.2, "r": 0.3},
+        methods=["x", "y"],
+        freed=[2, 3],
+        workers_of={"x": [0], "y": [1, 2]},
+        load={0: 3, 1: 1, 2: 1},
+        max_batch=2,
+        ladder_order=["y", "x"],
+        assigned={("p", "x"): 0, ("q", "x"): 0, ("r", "x"): 0, ("r", "y"): 1, ("p", "y"): 2},
+    )
+    # Lines 1-3: 2 leaves y, so x and y have one worker each: the ladder gives it to y; then 3 goes to x.
+    # Lines 4-10: all have x already. y: q, the slowest, takes the place at 1; r has y; p goes to 2, where it was void.
+    assert added == {("q", "y"): 1, ("p", "y"): 2}
+
+
+def test_algorithm_3_gives_all_methods_to_the_slowest_first() -> None:
+    acceptance = {"p": 0.9, "q": 0.1, "r": 0.5, "s": 0.1}
+    added = greedy_assignments(acceptance, ["x", "y"], [1, 2, 3], {}, {}, 1, ["x", "y"], {})
+    # 1 → x, 2 → y, 3 → x: two places at x, one at y; q comes before s.
+    assert added == {("q", "x"): 1, ("s", "x"): 3, ("q", "y"): 2}
+
+
+def test_algorithm_3_spreads_workers_evenly() -> None:
+    requests = {n: n / 100 for n in range(50)}
+    added = greedy_assignments(requests, ["x", "y", "z"], range(8), {"z": ["w"]}, {"w": 0}, 5, ["z", "y", "x"], {})
+    workers = {m: {w for (_, method), w in added.items() if method == m} for m in "xyz"}
+    assert {m: len(found) for m, found in workers.items()} == {"x": 3, "y": 3, "z": 3}
+    assert workers["y"] == {0, 3, 6}  # y and x have fewer than z, and y is the better one
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of `greedy_assignments` whose loads are those of its assignments."""
+    methods = [f"m{n}" for n in range(draw(st.integers(1, 4)))]
+    method_of = dict(enumerate(draw(st.lists(st.sampled_from([None, *methods]), min_size=1, max_size=8))))
+    acceptances = draw(st.lists(st.sampled_from([0.1, 0.4, 0.7]) | st.floats(0, 1), max_size=10))
+    requests = {f"r{n}": acceptance for n, acceptance in enumerate(acceptances)}
+    max_batch, load, assigned = draw(st.integers(1, 4)), Counter[int](), dict[tuple[str, str], int]()
+    for worker, method in method_of.items():
+        for request in draw(st.lists(st.sampled_from(sorted(requests)), max_size=max_batch)) if requests else ():
+            if method and (request, method) not in assigned:
+                assigned[request, method] = worker
+                load[worker] += 1
+    return {
+        "requests": requests,
+        "methods": methods,
+        "freed": [worker for worker, method in method_of.items() if method is None or draw(st.booleans())],
+        "workers_of": {m: [w for w, method in method_of.items() if method == m] for m in methods},
+        "load": load,
+        "max_batch": max_batch,
+        "ladder_order": draw(st.permutations(methods)),
+        "assigned": assigned,
+    }
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(clusters())
+def test_algorithm_3_properties(cluster: dict[str, Any]) -> None:
+    requests, freed, assigned = cluster["requests"], set(cluster["freed"]), cluster["assigned"]
+    added = greedy_assignments(**cluster)
+    standing = {pair for pair, worker in assigned.items() if worker not in freed}
+    assert not standing & set(added)
+    load = Counter({w: n for w, n in cluster["load"].items() if w not in freed}) + Counter(added.values())
+    assert all(count <= cluster["max_batch"] for count in load.values())
+    of_worker: dict[int, set[str]] = {}
+    for (_, method), worker in added.items():
+        of_worker.setdefault(worker, set()).add(method)
+        assert worker in freed or worker in cluster["workers_of"][method]
+    assert all(len(methods) == 1 for methods in of_worker.values())
+    for method in cluster["methods"]:  # whoever went without is no slower than anyone who got the method
+        served = [requests[r] for r, m in added if m == method]
+        left = [requests[r] for r in requests if (r, method) not in added and (r, method) not in standing]
+        assert not served or not left or max(served) <= min(left)

@@ -1,79 +1,61 @@
 """Best-of-N over simulated machines: who races, and when that stops."""
 
-import itertools
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 
-from spec_trl.scheduling.best_of_n import BestOfN
-from spec_trl.scheduling.control import Candidate, Chain
 from spec_trl.scheduling.race_judge import Field, RaceJudge
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.selection import AcceptanceHistory
 from spec_trl.scheduling.toggle import HOPELESS, PROBE_ROUNDS, WINDOW
-from tests.scheduling.machine import GAMMAS, Machine, at, by_method
+from tests.scheduling.machine import GAMMAS, Machine, at, by_method, history_of
 
 
-def complementary(name: str, request: int) -> float:
-    """Each request is easy for one method, by turns; for others hardly."""
-    return 0.9 if name == ("ngram", "history")[request % 2] else 0.3
+def complementary(verifying=lambda tokens: 1.0) -> Machine:  # type: ignore[no-untyped-def]
+    """Two lookups; each request is easy for one of them, by turns, and hardly for the other."""
+    return Machine(
+        {"ngram": 0.0, "history": 0.0},
+        lambda name, request: 0.9 if name == ("ngram", "history")[request % 2] else 0.3,
+        verifying,
+    )
 
 
-def known(machine: Machine, average: float = 0.6) -> AcceptanceHistory:
+def known(machine: Machine) -> AcceptanceHistory:
     """A history in which all methods were tried."""
-    history = AcceptanceHistory()
-    for name in machine.drafting:
-        history.record(name, "elsewhere", at(average, 100))
-    return history
+    return history_of(100, **dict.fromkeys(machine.drafting, 0.6))
 
 
-LOOKUPS = {"ngram": 0.0, "history": 0.0}
 TAIL = [60] * 12 + [600] * 4
 
 
 def test_racing_ends_the_tail_in_fewer_rounds() -> None:
-    machine = Machine(LOOKUPS, complementary)
+    """Within what was verified at first."""
+    machine = complementary()
+    assert machine.control().most_drafted == 2 * max(GAMMAS)
+    assert machine.control(race=False).most_drafted == max(GAMMAS)
     alone = machine.run(machine.control(known(machine), race=False), TAIL).rounds
     raced = machine.run(machine.control(known(machine)), TAIL)
     assert max(most for _, _, most in raced.widths()) == 2
     assert raced.rounds < alone / 1.5
+    first = next(rows * (1 + width) for rows, width, _ in raced.widths() if width)
+    assert max(raced.verified_in_races()) <= first
 
 
 @pytest.mark.parametrize(("tried", "rounds"), [(True, min(HOPELESS)), (False, 2 * WINDOW)])
 def test_the_primary_is_measured_alone_first(tried: bool, rounds: int) -> None:
     """For a few rounds, or each for a window where they are on trial."""
-    machine = Machine(LOOKUPS, complementary)
+    machine = complementary()
     control = machine.control(known(machine) if tried else None, budget=1000)
     machine.run(control, [600] * 4)
     chains = [most for _, _, most in machine.widths()]
-    first = chains.index(2)
-    assert sum(chains[:first]) == rounds
+    assert sum(chains[: chains.index(2)]) == rounds
     alone = sum(len(plan) == 1 and plan[0].rows is None for _, _, plan in machine.plans)
     assert sum(tally.rounds for tally in control.tallies) <= alone < len(chains)
 
 
-def test_columns_for_all_chains() -> None:
-    machine = Machine(LOOKUPS, complementary)
-    assert machine.control().most_drafted == 2 * max(GAMMAS)
-    assert machine.control(race=False).most_drafted == max(GAMMAS)
-
-
-def test_races_stay_within_what_was_verified_at_first() -> None:
-    machine = Machine(LOOKUPS, complementary)
-    machine.run(machine.control(known(machine)), TAIL)
-    first = next(rows * (1 + width) for rows, width, _ in machine.widths() if width)
-    races = [(rows, width) for rows, width, most in machine.widths() if most > 1]
-    assert races and all(rows * (1 + width) <= first for rows, width in races)
-
-
 @pytest.mark.parametrize("budget", [1, 40, 80])
 def test_races_stay_within_the_given_budget(budget: int) -> None:
-    machine = Machine(LOOKUPS, complementary)
-    machine.run(machine.control(known(machine), budget=budget), TAIL)
-    races = [rows * (1 + width) for rows, width, most in machine.widths() if most > 1]
-    assert all(verified <= budget for verified in races)
-    assert bool(races) is (budget > 1)
+    machine = complementary()
+    races = machine.run(machine.control(known(machine), budget=budget), TAIL).verified_in_races()
+    assert all(verified <= budget for verified in races) and bool(races) is (budget > 1)
 
 
 ROOFLINE = Roofline(  # free up to 64 tokens, then in proportion to them
@@ -84,75 +66,53 @@ ROOFLINE = Roofline(  # free up to 64 tokens, then in proportion to them
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.05, 0.5])
 def test_free_tokens_are_those_of_the_roofline(tolerance: float) -> None:
-    machine = Machine(LOOKUPS, complementary, lambda tokens: max(64.0, tokens))
+    machine = complementary(lambda tokens: max(64.0, tokens))
     control = machine.control(known(machine), roofline=ROOFLINE, tolerance=tolerance)
     for batch, gamma in ((1, 8), (4, 4), (8, 4), (16, 8)):
         free, own = control.free_tokens(batch, 100.0, gamma), batch * (1 + gamma)
         assert ROOFLINE.verify_seconds(batch, 100.0, free // batch - 1) <= (1 + tolerance) * max(64, own)
         beyond = ROOFLINE.verify_seconds(batch, 100.0, free // batch)
         assert free // batch == 1 + control.most_drafted or beyond > (1 + tolerance) * max(64, own)
-    machine.run(control, TAIL)
-    races = [rows * (1 + width) for rows, width, most in machine.widths() if most > 1]
-    assert races and max(races) <= (1 + tolerance) * 64 + 4
+    assert 0 < max(machine.run(control, TAIL).verified_in_races()) <= (1 + tolerance) * 64 + 4
 
 
 def test_nobody_races_while_requests_wait() -> None:
-    machine = Machine(LOOKUPS, complementary)
+    machine = complementary()
     machine.run(machine.control(known(machine), budget=1000), [100] * 8, capacity=2)
     for (_, waiting, _), (_, _, most) in zip(machine.plans, machine.widths(), strict=True):
         assert most < 2 or not waiting
-    assert any(most > 1 for _, _, most in machine.widths())
+    assert machine.verified_in_races()
 
 
 def test_a_race_that_does_not_pay_is_off_until_the_batch_has_halved() -> None:
     """The profile says that tokens are free, and they are not: 8 rows race for a while, then not; then 4 do."""
-    machine = Machine(LOOKUPS, by_method(ngram=0.8, history=0.05), lambda tokens: 1 + tokens / 32)
+    machine = Machine(
+        {"ngram": 0.0, "history": 0.0}, by_method(ngram=0.8, history=0.05), lambda tokens: 1 + tokens / 32
+    )
     control = machine.control(known(machine), ladder=machine.ladder(verifying=lambda tokens: 1.0), budget=10_000)
     machine.run(control, [400] * 4 + [800] * 4)
-    races = {rows: [most > 1 for batch, _, most in machine.widths() if batch == rows] for rows in (8, 4)}
-    for raced in races.values():
+    for rows in (8, 4):
+        raced = [most > 1 for batch, _, most in machine.widths() if batch == rows]
         assert min(HOPELESS) <= sum(raced) <= WINDOW + PROBE_ROUNDS and not any(raced[-10:])
 
 
-def test_a_network_that_cannot_pay_does_not_race() -> None:
-    """Its drafts take as long as they could ever gain."""
-    for drafting, races in ((0.02, True), (3.0, False)):
-        machine = Machine({"ngram": 0.0, "self": drafting}, by_method(ngram=0.6, self=0.6))
-        machine.run(machine.control(known(machine), budget=1000), [400] * 4)
-        assert any(most > 1 for _, _, most in machine.widths()) is races
+@pytest.mark.parametrize(
+    ("drafting", "races"),
+    # The drafts of a slow network take as long as they could ever gain; and one candidate has nobody to race.
+    [({"ngram": 0.0, "self": 0.02}, True), ({"ngram": 0.0, "self": 3.0}, False), ({"ngram": 0.0}, False)],
+)
+def test_who_cannot_pay_does_not_race(drafting: dict[str, float], races: bool) -> None:
+    machine = Machine(drafting, by_method(ngram=0.6, self=0.6))
+    machine.run(machine.control(known(machine), budget=1000), [400] * 4)
+    assert bool(machine.verified_in_races()) is races and {0} in machine.drafters()
 
 
 def test_failed_drafters_have_no_chains() -> None:
     machine = Machine({"ngram": 0.0, "history": 0.0, "self": 0.01}, by_method(ngram=0.8, history=0.5, self=0.5))
-    control = machine.control(known(machine), budget=1000)
-    plan, count = control.plan, itertools.count()
-
-    def fail_later(*args: Any) -> Sequence[Chain]:
-        if next(count) == 60:
-            control.drop(0)
-        return plan(*args)
-
-    control.plan = fail_later  # type: ignore[method-assign]
-    machine.run(control, [800] * 4)
-    assert any(0 in drafters for drafters in machine.drafters()[:60])
-    assert not any(0 in drafters for drafters in machine.drafters()[60:])
-    assert any(len(drafters) == 2 for drafters in machine.drafters()[60:])
-
-
-def test_one_candidate_races_nobody() -> None:
-    machine = Machine({"ngram": 0.0}, by_method(ngram=0.8))
-    machine.run(machine.control(), [200] * 4)
-    assert {most for _, _, most in machine.widths()} <= {0, 1} and {0} in machine.drafters()
-
-
-def test_names_must_differ() -> None:
-    machine = Machine(LOOKUPS, complementary)
-    twice = [Candidate("ngram", 5, 5.0, 10), Candidate("ngram", 5, 5.0, 10)]
-    for candidates in (twice, []):
-        with pytest.raises(ValueError, match="must be one or more drafters of different names"):
-            BestOfN(candidates, machine.ladder(), AcceptanceHistory())
-    with pytest.raises(ValueError, match="method='model' is not in the ladder"):
-        BestOfN([Candidate("model", 5, 5.0, 10)], machine.ladder(), AcceptanceHistory()).begin(1, ["a"])
+    machine.run(machine.control(known(machine), budget=1000), [800] * 4, failing=(60, 0))
+    before, after = machine.drafters()[:60], machine.drafters()[60:]
+    assert 0 in set().union(*before) and 0 not in set().union(*after)
+    assert any(len(drafters) == 2 for drafters in after)
 
 
 @pytest.mark.parametrize("race", [False, True])
@@ -179,3 +139,54 @@ def test_a_losing_network_of_a_prompts_own_stops(race: bool, monkeypatch: pytest
     assert Field.EVERYBODY in verdicts and (race or Field.LOOKUPS not in verdicts)
     networks = sum(any(c.which == 1 and c.rows is not None for c in plan) for _, _, plan in machine.plans)
     assert 0 < networks <= verdicts.count(Field.EVERYBODY)
+
+
+# ---- the judge ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cost", "tokens", "plain_cost", "field"),
+    [
+        (1.0, 17, 1.0, Field.EVERYBODY),
+        (1.4, 24, 1.0, Field.EVERYBODY),
+        (1.6, 24, 1.0, Field.NOBODY),
+        # Two tokens per row in 1.9 or 2.1 times an autoregressive round: to beat the primary alone is not enough.
+        (1.0, 20, 1.9, Field.EVERYBODY),
+        (1.0, 20, 2.1, Field.NOBODY),
+    ],
+)
+def test_a_race_is_judged_by_tokens_gained_and_time_lost(
+    cost: float, tokens: int, plain_cost: float, field: Field
+) -> None:
+    """Rounds of 8 rows in which the primary alone brings 16 tokens at a cost of 1."""
+    judge = RaceJudge()
+    for _ in range(PROBE_ROUNDS):
+        judge.record_unraced(8, 1.0)
+    for _ in range(WINDOW):
+        assert judge.field(8) is Field.EVERYBODY
+        judge.record_raced(cost, tokens, 16.0, plain_cost > 1, 2.0, plain_cost)
+    assert judge.field(8) is field and judge.field(4) is Field.EVERYBODY
+
+
+def test_hopeless_races_end_early_and_networks_leave_first() -> None:
+    judge = RaceJudge()
+    for _ in range(PROBE_ROUNDS):
+        judge.record_unraced(8, 1.0)
+    for networks, field in ((True, Field.LOOKUPS), (False, Field.NOBODY)):
+        judge.field(8)
+        for _ in range(min(HOPELESS)):
+            judge.record_raced(2.0, 16, 16.0, networks, 2.0, 1.0)
+        assert judge.field(8) is field
+    assert judge.field(5) is Field.NOBODY
+
+
+def test_a_verdict_waits_for_rounds_to_compare_with() -> None:
+    judge = RaceJudge()
+    for _ in range(PROBE_ROUNDS):
+        judge.record_unraced(64, 1.0)  # too many rows to say anything of 8
+    for _ in range(WINDOW):
+        judge.record_raced(2.0, 16, 16.0, False, 2.0, 1.0)
+    for _ in range(PROBE_ROUNDS):
+        assert judge.field(8) is Field.NOBODY
+        judge.record_unraced(8, 3.0)
+    assert judge.field(8) is Field.EVERYBODY

@@ -4,8 +4,8 @@ import pytest
 
 from spec_trl.scheduling.delivery import LEAST_TOKENS, RolloutWatch
 from spec_trl.scheduling.selection import MOST_DELIVERED, AcceptanceHistory, select_method, select_per_prompt
-from tests.scheduling.machine import at
-from tests.scheduling.test_selection import LADDER, METHODS, history_of
+from tests.scheduling.machine import at, history_of
+from tests.scheduling.test_selection import LADDER, METHODS, methods_of
 
 
 def plain_seconds(rows: int, length: float) -> float:
@@ -38,6 +38,10 @@ def test_each_opening_has_its_own_rest_and_late_ones_tell_nothing() -> None:
         watch.record([0], {}, 1.0 if number < LEAST_TOKENS else 3.0, 1.0)
     found = {delivery.which: delivery.speedup for delivery in watch.deliveries(lambda rows, length: 2.0)}
     assert found == {0: pytest.approx(1.0), LEAST_TOKENS: pytest.approx(2 / 3)}
+    watch.forget()
+    for _ in range(rounds):  # of which none drafts
+        watch.record([0], {}, 1.0, 1.0)
+    assert not list(watch.deliveries(plain_seconds))
 
 
 def test_a_round_that_took_far_longer_is_no_verdict() -> None:
@@ -48,17 +52,6 @@ def test_a_round_that_took_far_longer_is_no_verdict() -> None:
         watch.record([0], {0: [1]}, 60.0 if number < 3 else 1.5, 1.0)
     (delivery,) = watch.deliveries(lambda rows, length: 1.0)
     assert delivery.speedup == pytest.approx(40 / (3 * 4.5 + 17 * 1.5))
-
-
-@pytest.mark.parametrize("opened", [False, True])
-def test_nothing_opened_or_forgotten_nothing_delivered(opened: bool) -> None:
-    watch = RolloutWatch()
-    if opened:
-        watch.open(0, [0], 10.0)
-    for _ in range(2 * LEAST_TOKENS):
-        watch.record([0], {}, 1.0, 1.0)
-    watch.forget()
-    assert not list(watch.deliveries(plain_seconds))
 
 
 # ---- what is expected after it --------------------------------------------------------------------------------
@@ -106,18 +99,14 @@ def test_what_was_not_delivered_is_not_expected() -> None:
     assert chosen() == ["none"] * 3
 
 
-def methods_of_prompts(history: AcceptanceHistory, keys: list[str]) -> list[str]:
-    return [choice.method for choice in select_per_prompt(LADDER, history, keys, 4, METHODS)]
-
-
 def test_a_prompts_own_method_needs_to_deliver() -> None:
     history, keys = history_of(ngram=0.05, self=0.8, model=0.05), ["copy", "x", "y", "z"]
     history.record("ngram", "copy", at(0.95, 10**4))
-    assert methods_of_prompts(history, keys) == ["ngram", "self", "self", "self"]
+    assert methods_of(history, keys, 4) == ["ngram", "self", "self", "self"]
     history.record_delivery("ngram", 16, True, 1.35, 3.0)
-    assert methods_of_prompts(history, keys) == ["self"] * 4
+    assert methods_of(history, keys, 4) == ["self"] * 4
     history.record_delivery("self", 16, True, 1.28, 1.6)  # nor does that one
-    assert methods_of_prompts(history, keys) == ["ngram", "self", "self", "self"]
+    assert methods_of(history, keys, 4) == ["ngram", "self", "self", "self"]
 
 
 def test_no_prompt_leaves_a_common_method_for_what_it_did_not_deliver() -> None:
@@ -125,6 +114,6 @@ def test_no_prompt_leaves_a_common_method_for_what_it_did_not_deliver() -> None:
     history, keys = history_of(ngram=0.2, self=0.8, model=0.05), ["slow", "x", "y", "z"]
     for method, rate in (("self", 0.66), ("ngram", 0.1)):
         history.record(method, "slow", at(rate, 10**4))
-    assert methods_of_prompts(history, keys) == ["self"] * 4
+    assert methods_of(history, keys, 4) == ["self"] * 4
     history.record_delivery("self", 16, False, 1.45, 1.6)
-    assert methods_of_prompts(history, keys) == ["self"] * 4
+    assert methods_of(history, keys, 4) == ["self"] * 4

@@ -58,36 +58,27 @@ def test_thresholds_count_as_reached() -> None:
 @pytest.mark.parametrize("patience", [1, 2, 3, 5])
 def test_a_condition_must_hold_for_the_whole_window(patience: int) -> None:
     assert moves(schedule([5.9] * patience, patience=patience)) == [5, 7]
-    assert moves(schedule([5.9] * (patience - 1), patience=patience)) == [5]
     interrupted = [5.9] * (patience - 1) + [5.3] + [5.9] * (patience - 1)
     assert moves(schedule(interrupted, patience=patience)) == [5]
 
 
-def test_the_window_starts_anew_after_a_move() -> None:
+def test_the_window_starts_anew_after_a_move_and_the_ends_hold() -> None:
     # 6.0 is the ceiling at γ = 5 and below the lower threshold at γ = 7: kept in the window it would undo the move.
     assert schedule([6.0, 6.0, 6.0, 7.3, 6.0, 6.0]) == [5, 5, 7, 7, 7, 7, 5]
-
-
-def test_ends_of_the_ladder_hold() -> None:
     assert moves(schedule([12.0] * 5, initial=11)) == [11]
     assert moves(schedule([4.0] * 9, draft_lengths=[3])) == [3]
 
 
-def test_rollouts_that_never_speculated_change_nothing() -> None:
+def test_tau_prev_starts_at_gamma_and_follows_what_was_measured() -> None:
     controller = DraftLengthController()
+    assert controller.block_efficiency == 5.0
     controller.observe(5.8)
+    assert controller.block_efficiency == 5.8
     before = controller.state_dict()
-    controller.observe(None)
+    controller.observe(None)  # a rollout that never speculated
     assert controller.state_dict() == before
     controller.observe(5.8)
     assert controller.draft_length == 7
-
-
-def test_tau_prev_starts_at_gamma_and_follows_what_was_measured() -> None:
-    controller = DraftLengthController(initial=7)
-    assert controller.block_efficiency == 7.0
-    controller.observe(7.2)
-    assert controller.block_efficiency == 7.2
 
 
 # Design §7: from τ before each elevation, what is measured behind it (App. G.3: 7.37, 9.35, 11.25).
@@ -123,31 +114,6 @@ def test_state_goes_through_a_checkpoint() -> None:
         for tau in taus[cut:]:
             second.observe(tau)
         assert second.draft_length == whole[-1]
-
-
-def test_state_of_another_ladder_starts_over() -> None:
-    controller = DraftLengthController(draft_lengths=[2, 4])
+    controller = DraftLengthController(draft_lengths=[2, 4])  # another ladder starts over
     controller.load_state_dict({"draft_length": 5, "block_efficiency": 5.8, "window": [5.8]})
     assert (controller.draft_length, controller.block_efficiency) == (2, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"draft_lengths": [5, 5]}, r"draft_lengths=\[5, 5\] is not ascending; use \[5\]"),
-        ({"draft_lengths": [7, 5]}, r"draft_lengths=\[7, 5\] is not ascending; use \[5, 7\]"),
-        ({"draft_lengths": []}, r"draft_lengths=\[\] must be a list of at least one integer"),
-        ({"draft_lengths": [5, 7.5]}, "draft_lengths=.* must be a list of at least one integer"),
-        ({"draft_lengths": [0, 5]}, r"draft_lengths=\[0, 5\] must lie between 1 and 64"),
-        ({"draft_lengths": [5, 65]}, "must lie between 1 and 64"),
-        ({"initial": 6}, r"initial_draft_length=6 is not one of draft_lengths=\[5, 7, 9, 11\].*draft_lengths=\[6\]"),
-        ({"up": 1.1}, "draft_length_up=1.1 must lie between 0 and 1"),
-        ({"up": 0.85, "down": 0.85}, "draft_length_down=0.85 must be above 0 and below draft_length_up=0.85"),
-        ({"down": 0.0}, "draft_length_down=0.0 must be above 0"),
-        ({"patience": 0}, "draft_length_patience=0 must be an integer of at least 1"),
-        ({"patience": 1.5}, "draft_length_patience=1.5 must be an integer of at least 1"),
-    ],
-)
-def test_bad_arguments(bad: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DraftLengthController(**bad)  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
 """The roofline's formulas against ER §3.2 worked out by hand, and what the additional terms do."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -88,31 +87,3 @@ def test_smooth_maximum() -> None:
     assert smooth_maximum(3.0, 4.0, 1.0) == pytest.approx(7.0)
     assert smooth_maximum(0.0, 4.0, 0.5) == smooth_maximum(4.0, 0.0, 0.5) == 4.0
     assert smooth_maximum(1e-9, 1.0, 0.01) == 1.0  # the tiny ratio underflows and does no harm
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "1", None, True])
-def test_a_bad_number_is_named(value: object) -> None:
-    with pytest.raises(ValueError, match="eta_D="):
-        replace(PAPER, eta_D=value)
-    with pytest.raises(ValueError, match="kv_bytes="):
-        replace(CONSTANTS, kv_bytes=value)
-
-
-def test_ranges() -> None:
-    for changes, message in [
-        (dict(BW_eff=0), "BW_eff=0 is out of range; it must be finite and greater than 0"),
-        (dict(overlap_loss=1.5), "overlap_loss=1.5"),
-        (dict(kv_exponent=2.0), "kv_exponent=2.0"),
-        (dict(tile=0), "tile=0"),
-        (dict(tile=24), "tile=24 is out of range; it must be a power of two"),
-        (dict(draft_tile=16.0), "draft_tile=16.0 is a float; it must be an integer"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            replace(PAPER, **changes)
-    for changes, message in [
-        (dict(weight_bytes=0.0), "weight_bytes=0.0"),
-        (dict(expert_bytes=16e9), "expert_bytes=16000000000.0 exceeds weight_bytes"),
-        (dict(experts_per_token=9), "experts_per_token=9 exceeds experts=8"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            replace(MOE, **changes)

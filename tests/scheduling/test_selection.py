@@ -19,7 +19,7 @@ from spec_trl.scheduling.selection import (
     select_method,
     select_per_prompt,
 )
-from tests.scheduling.machine import at
+from tests.scheduling.machine import at, history_of
 
 
 # Seconds of a round at γ = 4, plain 1: a free lookup, a cheap copy, and a network that is hopeless at large batches.
@@ -34,14 +34,6 @@ LADDER = Ladder(
 )
 METHODS = tuple(SECONDS)
 GAMMAS = (0, 1, 4, 10)
-
-
-def history_of(**rates: float) -> AcceptanceHistory:
-    """A long one: each method drafted for prompts of its own at this rate."""
-    history = AcceptanceHistory()
-    for method, rate in rates.items():
-        history.record(method, f"old {method}", at(rate, 10**6))
-    return history
 
 
 def average(accepted: float, attempted: float) -> float:
@@ -94,35 +86,6 @@ def test_own_rates_where_there_are_some_and_else_the_average() -> None:
             assert efficiency(history, "self", *keys, draft_length=gamma) == pytest.approx(expected)
 
 
-def test_prompts_that_are_copied_or_not_at_all() -> None:
-    """Whole drafts are right on one prompt and nothing on the other. As many rounds of both bring the mean of their
-    own τ, which one pooled p of 10/11 would overrate; as much text of both, the harmonic mean."""
-    history = AcceptanceHistory()
-    for key, accepted in (("copy", 10), ("story", 0)):
-        counts = AcceptanceCounts()
-        for _ in range(10**4):
-            counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, 10)))
-        history.record("ngram", key, counts)
-    for gamma in (5, 10):
-        assert efficiency(history, "ngram", "copy", draft_length=gamma) == pytest.approx(gamma + 1, rel=0.01)
-        assert efficiency(history, "ngram", "story", draft_length=gamma) == pytest.approx(1, rel=0.02)
-        for keys in (["new"], []):
-            assert efficiency(history, "ngram", *keys, draft_length=gamma) == pytest.approx(1 + gamma / 2, rel=0.01)
-        both = efficiency(history, "ngram", "copy", "story", draft_length=gamma)
-        assert both == pytest.approx(2 / (1 + 1 / (gamma + 1)), rel=0.02)
-
-
-def test_a_prompt_leaves_the_average_as_its_evidence_grows() -> None:
-    rates = []
-    for positions in (1, 10, 100, 1000):
-        history = history_of(self=0.3)
-        history.record("self", "a", at(1.0, positions))
-        rates.append(history.rates("self", "a"))
-    for own in zip(*rates, strict=True):
-        assert list(own) == sorted(own)
-        assert 0.3 < own[0] < 0.35 and own[-1] > 0.97
-
-
 ROUNDS = st.lists(
     st.integers(1, 9).flatmap(lambda gamma: st.tuples(st.integers(0, gamma), st.just(gamma))), max_size=12
 ).map(lambda rounds: [AcceptanceCounts.of_round(a, min(a + 1, n)) for a, n in rounds])
@@ -153,30 +116,19 @@ def test_records_are_not_the_callers_any_more() -> None:
     assert counts.first == 10_100
 
 
-def test_averages_fade_with_every_rollout() -> None:
-    history = AcceptanceHistory(decay=0.5)
-    history.record("self", "a", AcceptanceCounts(1000, 1000, 500, 500))
-    history.end_rollout()
-    history.end_rollout()
-    history.record("self", "b", AcceptanceCounts(0, 1000, 0, 100))
-    assert history.rates("self", "new") == pytest.approx((average(250, 1250), average(125, 225)))
-
-
-def test_a_prompt_fades_only_with_rollouts_that_have_it() -> None:
-    history = AcceptanceHistory(decay=0.5)
+def test_averages_fade_with_every_rollout_and_a_prompt_with_those_that_have_it() -> None:
+    history, prior = AcceptanceHistory(decay=0.5), PROMPT_PRIOR
     for key in ("a", "b"):
         history.record("self", key, AcceptanceCounts(800, 1000, 60, 100))
     for _ in range(3):
         history.end_rollout()
-    history.record("self", "a", AcceptanceCounts(0, 100, 0, 10))
-    history.record("self", "a", AcceptanceCounts(0, 100, 0, 10))  # the same rollout: the old counts fade once
-    mean, prior = history.rates("self"), PROMPT_PRIOR
-    assert history.rates("self", "a") == pytest.approx(
-        ((400 + prior * mean.first) / (700 + prior), (30 + prior * mean.further) / (70 + prior))
-    )
-    assert history.rates("self", "b") == pytest.approx(
-        ((800 + prior * mean.first) / (1000 + prior), (60 + prior * mean.further) / (100 + prior))
-    )
+    for _ in range(2):  # the same rollout: the old counts fade once
+        history.record("self", "a", AcceptanceCounts(0, 100, 0, 10))
+    mean = history.rates("self")
+    assert mean == pytest.approx((average(200, 450), average(15, 45)))
+    for key, first, further, count in (("a", 400, 30, 700), ("b", 800, 60, 1000)):  # a tenth as many further ones
+        own = (first + prior * mean.first) / (count + prior), (further + prior * mean.further) / (count / 10 + prior)
+        assert history.rates("self", key) == pytest.approx(own)
 
 
 def test_oldest_prompts_are_forgotten() -> None:
@@ -237,12 +189,6 @@ def test_certain_drafts_are_within_what_the_ladder_takes() -> None:
     expected = history.expected("ngram", keys)
     assert expected is not None and expected(4) > 4.999
     assert LADDER.best_draft_length("ngram", expected, 1)[1] == pytest.approx(5 / 1.1, rel=1e-3)
-
-
-@pytest.mark.parametrize(("name", "value"), [("decay", 0.0), ("decay", 1.1), ("prompts", 0)])
-def test_bad_arguments(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value} is out of range"):
-        AcceptanceHistory(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -308,42 +254,32 @@ def test_a_method_that_is_never_chosen_is_tried_again_some_day() -> None:
     assert waited > 50
 
 
-def test_per_prompt_only_above_the_margin() -> None:
-    history = history_of(ngram=0.2, self=0.85, model=0.1)
+def methods_of(history: AcceptanceHistory, keys: list[str], batch: int = 1, margin: float = 0.05) -> list[str]:
+    """Those of the prompts, by names."""
+    return [choice.method for choice in select_per_prompt(LADDER, history, keys, batch, METHODS, margin)]
+
+
+def test_a_method_of_a_prompts_own() -> None:
+    """Only above the margin, of those that drafted for it, and not during a trial."""
+    history = history_of(ngram=0.05, self=0.85)
     history.record("ngram", "copy", at(0.95, 10**4))
+    for key, rate in (("fine", 0.8), ("odd", 0.0)):
+        history.record("self", key, at(rate, 10**4))
     keys = ["story", "copy", "story", "copy", "new", *["story"] * 5]
-    common = select_method(LADDER, history, keys, 1, METHODS)
-    assert common.method == "self"
-    choices = select_per_prompt(LADDER, history, keys, 1, METHODS)
-    assert [choice.method for choice in choices] == ["self", "ngram", "self", "ngram", *["self"] * 6]
-    speedup = LADDER.speedup("ngram", efficiency(history, "ngram", "copy"), 1, 4)
-    gain = speedup / choices[0].speedup
-    assert choices[1] == Choice("ngram", 4, speedup)
-    for margin, method in ((gain - 1.01, "ngram"), (gain - 0.99, "self")):
-        assert select_per_prompt(LADDER, history, keys, 1, METHODS, margin)[1].method == method
-
-
-def test_per_prompt_none() -> None:
-    history = history_of(ngram=0.05, self=0.8, model=0.05)
-    history.record("self", "fine", at(0.8, 10**4))
-    history.record("self", "odd", at(0.0, 10**4))
+    trial = select_method(LADDER, history, keys, 1, METHODS)
+    assert trial.method == "model" and methods_of(history, keys) == ["model"] * 10
+    history.record("model", "old model", at(0.05, 10**6))
+    assert methods_of(history, keys) == ["self", "ngram", "self", "ngram", *["self"] * 6]
+    common, own, *_ = select_per_prompt(LADDER, history, keys, 1, METHODS)
+    assert own == Choice("ngram", 4, LADDER.speedup("ngram", efficiency(history, "ngram", "copy"), 1, 4))
+    gain = own.speedup / common.speedup
+    assert [methods_of(history, keys, 1, gain - 1 + x)[1] for x in (-0.01, 0.01)] == ["ngram", "self"]
     choices = select_per_prompt(LADDER, history, ["fine", "fine", "odd"], 1, METHODS)
     assert [choice.method for choice in choices] == ["self", "self", "none"] and choices[2] == Choice("none", 0, 1.0)
-    # A prompt that is new to a method has it only with the batch.
-    keys = [*["odd"] * 9, "new"]
-    assert [choice.method for choice in select_per_prompt(LADDER, history, keys, 1, METHODS)] == ["none"] * 10
+    keys = [*["odd"] * 9, "new"]  # a prompt that is new to a method has it only with the batch
+    assert methods_of(history, keys) == ["none"] * 10
     history.record("self", "new", at(0.9, 100))
-    assert select_per_prompt(LADDER, history, keys, 1, METHODS)[9].method == "self"
-
-
-def test_per_prompt_during_a_trial() -> None:
-    history = history_of(ngram=0.2, self=0.6)
-    history.record("ngram", "copy", at(0.95, 10**4))
-    keys = ["copy", "new", "new"]
-    trial = select_method(LADDER, history, keys, 1, METHODS)
-    assert trial.method == "model"
-    assert LADDER.speedup("ngram", efficiency(history, "ngram", "copy"), 1, 4) > 1.5 * trial.speedup
-    assert select_per_prompt(LADDER, history, keys, 1, METHODS) == [trial] * 3
+    assert methods_of(history, keys)[9] == "self"
 
 
 def test_a_checkpoint_of_another_version_is_left_aside() -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.paper.breakdown import Shape
 from benchmarks.paper.published import main, read_fit, read_sweep
 from spec_trl.cli.validate import read_config
 from spec_trl.scheduling.fit import evaluate
 from spec_trl.scheduling.profile import Profile
-from spec_trl.scheduling.sweep import points
+from spec_trl.scheduling.sweep import Sample, points
 
 
 FOLDER = "data/efficientrollout"
@@ -23,9 +24,9 @@ FIT = {
 HEADER = "model,batch,seq,gamma,mode,mean_ms,median_ms"
 
 
-def write_sweep(path: Path, rows: list[str]) -> Path:
-    path.write_text("\n".join([HEADER, *rows]) + "\n")
-    return path
+def sweep_of(folder: Path, rows: list[str], header: str = HEADER) -> list[Sample]:
+    (folder / "sweep.csv").write_text("\n".join([header, *rows]) + "\n")
+    return read_sweep(folder / "sweep.csv")
 
 
 @pytest.mark.parametrize(
@@ -63,19 +64,14 @@ def test_published_fits_evaluate_to_the_known_numbers(
 )
 def test_constants_of_a_config_are_the_published_ones(shared: Callable[[str], Path], name: str, folder: str) -> None:
     published = json.loads(shared(f"{FOLDER}/model_constants_{name}.json").read_text())
-    found = read_config(shared(f"configs/target/{folder}/config.json"))
+    config = shared(f"configs/target/{folder}/config.json")
+    shape, found = Shape.from_config(json.loads(config.read_text())), read_config(config)
     assert found is not None
+    assert (shape.weight_bytes(), shape.weight_bytes(4)) == (published["W_t"], published["W_d"])
     assert found.weight_bytes == pytest.approx(published["W_t"], rel=1e-4)  # theirs leaves out biases
     assert found.draft_weight_bytes == pytest.approx(published["W_d"], rel=1e-4)
     assert (found.dense_flops, found.attention_flops) == (published["C_dense"], published["C_attn"])
-    assert found.kv_bytes == published["kappa_theoretical"]
-
-
-def test_units_of_a_fit(tmp_path: Path) -> None:
-    path = tmp_path / "fit.json"
-    path.write_text(json.dumps(FIT))
-    coefficients = read_fit(path).roofline.coefficients
-    assert coefficients.rho_kappa == 0.5 and coefficients.c_V == pytest.approx(152e-6)
+    assert found.kv_bytes == shape.kv_bytes == published["kappa_theoretical"]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +85,9 @@ def test_units_of_a_fit(tmp_path: Path) -> None:
 )
 def test_an_edited_fit_is_named(tmp_path: Path, part: str, name: str, value: object, message: str) -> None:
     path = tmp_path / "fit.json"
+    path.write_text(json.dumps(FIT))
+    coefficients = read_fit(path).roofline.coefficients
+    assert coefficients.rho_kappa == 0.5 and coefficients.c_V == pytest.approx(152e-6)
     path.write_text(json.dumps(FIT | {part: FIT[part] | {name: value}}))
     with pytest.raises(ValueError, match=message):
         read_fit(path)
@@ -103,7 +102,7 @@ def test_an_included_draft_is_taken_off(tmp_path: Path, included: bool) -> None:
         for gamma in (3, 7):
             rows.append(f"m,{batch},256,{gamma},drafter_decode,0,4")
             rows.append(f"m,{batch},256,{gamma},target_verify,0,{11 + 4 * gamma * included}")
-    samples = read_sweep(write_sweep(tmp_path / "sweep.csv", rows))
+    samples = sweep_of(tmp_path, rows)
     assert len(samples) == 10
     assert [p.verify for p in points(samples)] == pytest.approx([0.011] * 4)
 
@@ -118,7 +117,6 @@ def test_an_included_draft_is_taken_off(tmp_path: Path, included: bool) -> None:
 )
 def test_bad_rows_are_named(tmp_path: Path, row: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_sweep(write_sweep(tmp_path / "sweep.csv", [row]))
-    (tmp_path / "sweep.csv").write_text("model,batch\n")
+        sweep_of(tmp_path, [row])
     with pytest.raises(ValueError, match=r"lacks the columns \['seq'"):
-        read_sweep(tmp_path / "sweep.csv")
+        sweep_of(tmp_path, [], "model,batch")
