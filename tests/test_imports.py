@@ -161,7 +161,6 @@ def privates_touched(path: Path) -> Iterator[int]:
 LONG = {
     "tests/generation/drafters/eagle3/test_drafter.py",
     "tests/generation/drafters/test_history.py",
-    "tests/quantization/test_awq.py",
     "tests/scheduling/test_assignment.py",
 }
 PRIVATE = {
@@ -180,10 +179,6 @@ PRIVATE = {
     "tests/generation/engine/test_on_cuda.py",
     "tests/generation/engine/test_shadow.py",
     "tests/measuring/test_fill_ladder.py",
-    "tests/quantization/conftest.py",
-    "tests/quantization/kernels/test_triton_int4.py",
-    "tests/quantization/test_adapters.py",
-    "tests/quantization/test_awq.py",
     "tests/scheduling/test_best_of_n.py",
     "tests/trainers/ddp_job.py",
     "tests/trainers/test_auto.py",
