@@ -181,14 +181,7 @@ PRIVATE = {
     "tests/measuring/test_fill_ladder.py",
     "tests/scheduling/test_best_of_n.py",
     "tests/trainers/ddp_job.py",
-    "tests/trainers/test_auto.py",
-    "tests/trainers/test_best_of_n.py",
-    "tests/trainers/test_config.py",
     "tests/trainers/test_drafter_adaptation.py",
-    "tests/trainers/test_refresh.py",
-    "tests/trainers/test_rollout_hooks.py",
-    "tests/trainers/test_run_records.py",
-    "tests/trainers/test_tts.py",
 }
 
 
