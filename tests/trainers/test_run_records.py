@@ -20,7 +20,6 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.trainers.run_log import Run as Log
 from spec_trl.trainers.run_log import read_run
 from spec_trl.trainers.verdict import verdict_of
-from tests.trainers.conftest import imaginary_profile
 from tests.trainers.harness import Run, make_trainer, tiny_dataset, tiny_policy, train
 
 
@@ -147,10 +146,8 @@ def test_some_metrics_need_a_drafter_drafts_or_a_copy(leave: Make) -> None:
     assert all(run.metric("rollout/target_entropy"))
 
 
-def test_a_run_that_drafts_ends_with_what_it_gained(leave: Make, tmp_path: Path) -> None:
-    imaginary_profile(0.63).save(tmp_path / "pays.json")  # 1.2 times, at τ = 5
-    options = dict(sd_toggle="roofline", roofline_profile=str(tmp_path / "pays.json"))
-    left = leave(max_steps=1, max_completion_length=48, **options)
+def test_a_run_that_drafts_ends_with_what_it_gained(leave: Make, profiles: dict[str, str]) -> None:
+    left = leave(max_steps=1, max_completion_length=48, sd_toggle="roofline", roofline_profile=profiles["pays"])
     # 8 rows of at most 17 tokens of prompt and 24 of output; by the profile 5 / (5 × 0.63 + 1).
     first, last = left.lines
     assert re.fullmatch(r"spec_trl rollouts: speculation predicted 1\.20× at 8 rows × \d\d tokens: speculating", first)
@@ -166,9 +163,8 @@ def test_a_run_that_drafts_ends_with_what_it_gained(leave: Make, tmp_path: Path)
     assert record.phase_seconds["control"] > 0
 
 
-def test_a_run_that_does_not_draft_says_why(leave: Make, tmp_path: Path) -> None:
-    imaginary_profile(10.0).save(tmp_path / "does_not.json")
-    left = leave(max_steps=2, sd_toggle="roofline", roofline_profile=str(tmp_path / "does_not.json"))
+def test_a_run_that_does_not_draft_says_why(leave: Make, profiles: dict[str, str]) -> None:
+    left = leave(max_steps=2, sd_toggle="roofline", roofline_profile=profiles["does not"])
     assert left.lines[-1].startswith("spec_trl verdict: nothing was drafted (speculation predicted 0.10× at ")
     records = left.log.rollouts
     assert [record.predicted_speedup for record in records] == left.run.metric("rollout/predicted_speedup")

@@ -60,25 +60,6 @@ def test_multiplies_like_the_reference(shape, rows):
         assert torch.equal(packed.unpack(), reference.unpack())
 
 
-@pytest.mark.parametrize("shape", [(300, 1024, 128), (40, 192, 64), (128, 288, 32)])
-def test_the_layout_is_the_one_that_is_drawn(shape):
-    torch.manual_seed(0)
-    weight, layer = torch.randn(*shape[:2]), spec(*shape, device=torch.device("cpu"))
-    packed, reference = pack(TritonInt4, layer, weight), pack(ReferenceInt4, layer, weight)
-    width = 32 if shape[1] % 256 == 0 else 16
-    codes = reference.unpack()
-    for row, column in zip(np.random.RandomState(0).randint(0, shape[0], 200), range(0, shape[1]), strict=False):
-        span, within = divmod(column, 8 * width)
-        word = int(packed.codes[row // 16, span, row % 16, within % width]) & 0xFFFFFFFF
-        assert word >> (4 * (within // width)) & 15 == codes[row, column]
-    pairs = packed.scales_and_offsets[: layer.groups, : shape[0]].T.contiguous()  # [out, groups]
-    halves = pairs.view(torch.bfloat16).view(shape[0], layer.groups, 2)  # little endian: the lower half first
-    assert torch.equal(halves[..., 0], -(128 + reference.zeros.bfloat16()))
-    assert torch.equal(halves[..., 1], reference.scales)
-    assert not packed.scales_and_offsets[layer.groups :].any()
-    assert not packed.scales_and_offsets[:, shape[0] :].any()
-
-
 def test_rows_of_x_do_not_mix_and_may_be_a_view():
     torch.manual_seed(0)
     packed = pack(TritonInt4, spec(20, 192, 64), torch.randn(20, 192, device=DEVICE))
