@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import PreTrainedModel
 
 from spec_trl.generation.engine.shadow import share_weights
 from spec_trl.quantization import QuantizedLinear, awq, rtn
@@ -299,11 +299,7 @@ def test_training_is_unchanged(llama: PreTrainedModel, checkpointing: bool) -> N
     assert all(torch.equal(p.grad, expected[name]) for name, p in llama.named_parameters())
     x = captured_input(llama.eval(), Q_PROJ, IDS)
     torch.testing.assert_close(statistics.of(Q_PROJ).mean_square, x.square().mean(0))
-
-
-def test_no_reference_to_the_graph_is_kept(llama: PreTrainedModel) -> None:
-    statistics = ActivationStatistics(llama, [Q_PROJ])
-    with statistics.collect(0):
+    with statistics.collect(1):  # keeps no part of the graph
         h = torch.ones(2, 128, requires_grad=True) * 2
         y = llama.get_submodule(Q_PROJ)(h)
     assert y.requires_grad and not statistics.of(Q_PROJ).mean_square.requires_grad
@@ -350,25 +346,6 @@ def test_conv1d(gpt2: PreTrainedModel) -> None:
     plain = output_error(network.layers[name], x)
     network.refresh(observed(gpt2, network, TEXT[:, :16] % 64))
     assert output_error(network.layers[name], x) < 0.6 * plain
-
-
-def test_stacked_experts_round_to_nearest() -> None:
-    torch.manual_seed(0)
-    config = Qwen2MoeConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, initializer_range=0.1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        shared_expert_intermediate_size=64,
-    )  # fmt: skip
-    model = Qwen2MoeForCausalLM(config).double().eval()
-    model.set_experts_implementation("eager")
-    drafter, network = quantized(model, AWQ, "reference", lm_head="dense")
-    _, plain = quantized(model, "rtn-w4-g128", "reference", lm_head="dense")
-    experts = "model.layers.0.mlp.experts"
-    assert experts in network.layers and experts not in network.activation_aware_layers
-    assert "model.layers.0.mlp.shared_expert.up_proj" in network.activation_aware_layers
-    network.refresh(observed(model, network, TEXT % 64))
-    assert all_equal([*network.layers[experts].buffers()], [*plain.layers[experts].buffers()])
-    assert torch.isfinite(logits(drafter)).all()
 
 
 def test_a_trained_model_agrees_better(stories: PreTrainedModel) -> None:

@@ -21,8 +21,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from spec_trl.quantization.awq import ActivationStatistics
 from spec_trl.quantization.experts import QuantizedExperts, matrices_of, matrix_names
-from tests.quantization.conftest import addresses, logits, quantized
+from tests.quantization.conftest import addresses, all_equal, logits, quantized
 
 
 COMMON = {
@@ -118,6 +119,20 @@ def test_refresh_follows_experts_and_adapters_in_place() -> None:
     for name in ("gate_up_proj", "down_proj"):
         key = next(key for key in policy if key.endswith(name))
         assert torch.equal(policy[key], before[f"model.layers.0.mlp.experts.{name}"])
+
+
+def test_activation_aware_schemes_round_experts_to_nearest() -> None:
+    model, experts = build("qwen2_moe"), "model.layers.0.mlp.experts"
+    drafter, network = quantized(model, "awq-w4-g128", "reference", lm_head="dense")
+    _, plain = quantized(model, "rtn-w4-g128", "reference", lm_head="dense")
+    assert experts in network.layers and experts not in network.activation_aware_layers
+    assert "model.layers.0.mlp.shared_expert.up_proj" in network.activation_aware_layers
+    statistics = ActivationStatistics(model, network.activation_aware_layers)
+    with statistics.collect(0):
+        logits(model)
+    network.refresh(statistics)
+    assert all_equal([*network.layers[experts].buffers()], [*plain.layers[experts].buffers()])
+    assert torch.isfinite(logits(drafter)).all()
 
 
 def test_experts_of_another_kind_stay_dense_and_are_named() -> None:
