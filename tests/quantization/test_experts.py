@@ -1,4 +1,4 @@
-"""Mixtures of experts: packed experts behind a dense router."""
+"""Mixtures of experts: packed experts after a dense router."""
 
 import copy
 

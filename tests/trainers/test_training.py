@@ -62,7 +62,7 @@ def test_adapters(adapters: dict[str, Trained]) -> None:
     """Merged into the copy at each refresh, and never into the policy."""
     one, other = adapters["none"].run, adapters["self"].run
     assert_same_training(one, other)
-    # Adapters that the refresh forgot would leave the drafter behind by large steps.
+    # With adapters that the refresh forgot, few drafts would be accepted after such large steps.
     assert min(other.metric("rollout/acceptance_rate")) > 0.25
     start = tiny_policy().state_dict()
     kept = {name: weight for name, weight in other.weights.items() if "lora" not in name}
