@@ -6,10 +6,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_trl.cli.main import main
 from spec_trl.scheduling.ladder import Ladder, Rung
+from spec_trl.scheduling.sweep import write_sweep
 from tests.cli.sample_run import make_profile, write_run
 from tests.conftest import tiny_llama
 
@@ -51,13 +52,15 @@ def report(folder: Path, profile: Path) -> tuple[Path, str]:
 def files(folder: Path, profile: Path, model: Path) -> dict[str, Path]:
     """Good and bad files by name."""
     made = {"folder": folder, "profile": profile, "model": model, "run": folder / "short", "out": folder / "out.png"}
-    made |= {name: folder / f"{name}.json" for name in ("cut", "bare", "config", "old", "none")}
+    made |= {name: folder / f"{name}.json" for name in ("cut", "bare", "old", "none")}
     made |= {"sweep": folder / "sweep.csv", "ladder": folder / "ladder.json", "prompts": folder / "prompts.txt"}
     made |= {"edited": folder / "edited", "other": folder / "other"}
     content = json.loads(profile.read_text())
     made["cut"].write_text(profile.read_text()[:100])
     made["bare"].write_text(json.dumps(content | {"samples": []}))
-    made["config"].write_text('{"hidden_size": 64}')
+    LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder / "hidden")
+    made |= {"hidden": folder / "hidden" / "config.json", "times": folder / "times.csv"}
+    write_sweep(made["times"], "shape", make_profile().samples)
     made["sweep"].write_text("model,batch,length,draft_length,mode,seconds\nm,1,128,0,target,0\n")
     Ladder((Rung("ngram", 1, 1, 0.5, 1.0, 1.0),), "shape").save(made["ladder"])
     made["old"].write_text(json.dumps(json.loads(made["ladder"].read_text()) | {"version": 0}))

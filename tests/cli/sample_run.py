@@ -37,22 +37,19 @@ def make_rollout(index: int, seed: int = 0, **changes: object) -> RolloutRecord:
     alpha = 0.99 - 0.12 * entropy
     tau = (1 - alpha ** (gamma + 1)) / (1 - alpha)
     roofline = make_roofline()
-    points, batch, second, finished = [], BATCH, 0.0, 0
-    curve = []
-    while batch:
+    points, curve, second, finished = [], [], 0.0, 0
+    for batch in (64, 32, 16, 8, 4, 2, 1):
         length = 60.0 * (8 - batch.bit_length())
-        speculates = batch <= 8
-        points_here = [0, gamma] if batch == 4 else [gamma if speculates else 0]
-        for draft_length in points_here:
-            seconds = roofline.cycle_seconds(batch, length, gamma) if draft_length else None
-            seconds = (seconds or roofline.target_seconds(batch, length)) * chance.uniform(0.97, 1.03)
-            rounds = 12
-            tokens = round(rounds * batch * (tau if draft_length else 1))
-            points.append(RoundPoint(batch, length, draft_length, rounds, seconds, tokens))
-            second += rounds * seconds
+        for speculates in {4: (False, True)}.get(batch, (batch <= 8,)):
+            seconds = roofline.target_seconds(batch, length)
+            if speculates:
+                seconds = roofline.cycle_seconds(batch, length, gamma)
+            seconds *= chance.uniform(0.97, 1.03)
+            tokens = round(12 * batch * (tau if speculates else 1))
+            points.append(RoundPoint(batch, length, gamma * speculates, 12, seconds, tokens))
+            second += 12 * seconds
         finished += batch - batch // 2
         curve.append((second, finished))
-        batch //= 2
     blocks = 200
     record = dict(
         mode="train", rollout=index, step=index, strategy="self", drafter="self", seconds=second + 0.2,

@@ -13,8 +13,8 @@ def test_sweep_points_are_equation_four() -> None:
     profile = make_profile()
     points = points_of_sweep(profile.samples, float)
     assert len(points) == 7 * 2 * 2
+    model = make_roofline()
     for point in points:
-        model = make_roofline()
         cycle = model.cycle_seconds(point.batch, point.length, point.draft_length)
         if point.batch == 2:
             cycle += 8 * model.verify_seconds(point.batch, point.length, point.draft_length)
@@ -42,14 +42,20 @@ def test_run_points_compare_tokens_per_second() -> None:
 
 
 def test_run_points_pool_rollouts_by_rounds() -> None:
-    records = [
-        make_rollout(0, points=[RoundPoint(4, 500.0, 0, 30, 0.1, 120), RoundPoint(4, 500.0, 5, 30, 0.3, 360)]),
-        make_rollout(1, points=[RoundPoint(4, 510.0, 5, 10, 0.7, 240)]),
-    ]
+    plain, drafted = RoundPoint(4, 500.0, 0, 30, 0.1, 120), RoundPoint(4, 500.0, 5, 30, 0.3, 360)
+    later = RoundPoint(4, 510.0, 5, 10, 0.7, 240)
+    records = [make_rollout(0, points=[plain, drafted]), make_rollout(1, points=[later])]
     (point,), _ = points_of_run(records, make_roofline())
     assert point.length == pytest.approx((30 * 500 + 10 * 510) / 40)
     assert point.speedup == pytest.approx(600 / (30 * 0.3 + 10 * 0.7) / (120 / 3.0))
     assert block_efficiency_of_run(records) == {5: pytest.approx(600 / (40 * 4))}
+    # One point is enough for a drawing, and none is not.
+    alone = [make_rollout(0, points=[later])]
+    points, idle = points_of_run(alone, make_roofline())
+    drawing = toggle_boundary(make_roofline(), points, block_efficiency_of_run(alone), idle=idle)
+    assert drawing is not None and "1 of the points" in drawing.text
+    drawing.figure.savefig(io.BytesIO(), format="png")
+    assert toggle_boundary(make_roofline(), [], {5: 4.0}) is None
 
 
 def test_counts_and_agreement_by_draft_length() -> None:
@@ -69,21 +75,10 @@ def test_counts_and_agreement_by_draft_length() -> None:
     assert [axes.get_title() for axes in panels] == ["γ = 3, τ = 3", "γ = 7, τ = 7"]
 
 
-def test_one_point_is_enough_and_none_is_not() -> None:
-    roofline = make_roofline()
-    assert toggle_boundary(roofline, [], {5: 4.0}) is None
-    records = [make_rollout(0, points=[RoundPoint(4, 500.0, 5, 10, 0.5, 160)])]
-    points, idle = points_of_run(records, roofline)
-    drawing = toggle_boundary(roofline, points, block_efficiency_of_run(records), idle=idle)
-    assert drawing is not None and "1 of the points" in drawing.text
-    drawing.figure.savefig(io.BytesIO(), format="png")
-
-
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 def test_a_surface_all_on_one_side_of_the_boundary(scale: float) -> None:
-    """Nothing to draw a contour of; the colours still need 1 inside their range."""
+    """There is nothing to draw a contour of; the colours still need 1 inside their range."""
     profile = make_profile()
-    points = points_of_sweep(profile.samples, float)
-    drawing = toggle_boundary(profile.roofline, points, {3: 3.0 * scale})
+    drawing = toggle_boundary(profile.roofline, points_of_sweep(profile.samples, float), {3: 3.0 * scale})
     assert drawing is not None
     drawing.figure.savefig(io.BytesIO(), format="png")

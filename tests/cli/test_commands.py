@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
 from spec_trl.cli.ladder_figure import draft_ladder
 from spec_trl.cli.main import main
@@ -13,9 +12,6 @@ from spec_trl.scheduling.ladder import Ladder
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.sweep import write_sweep
 from tests.cli.sample_run import make_profile, make_roofline
-
-
-PUBLISHED = "data/efficientrollout"
 
 
 def columns(line: str) -> list[str]:
@@ -45,20 +41,20 @@ def test_predict_prints_what_the_roofline_says(profile: Path, capsys: pytest.Cap
     assert {row["decision"] for row in rows if row["B"] != "64"} == {"speculate", "autoregressive"}
 
 
-def test_the_margin_decides(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["predict", str(profile), "--batch", "1", "--length", "512", "--block-efficiency", "4"]
+def test_the_margin_decides_and_what_is_extrapolated_is_said(
+    profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def predict(*options: str) -> str:
+        assert main(["predict", str(profile), *options]) == 0
+        return capsys.readouterr().out
+
     for margin, decision in (("0.05", "speculate"), ("1", "autoregressive")):
-        assert main([*arguments, "--margin", margin]) == 0
-        assert columns(capsys.readouterr().out.splitlines()[-1])[-1] == decision
-
-
-def test_predict_says_what_it_extrapolates(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["predict", str(profile), "--acceptance", "0.9"]
-    assert main([*arguments, "--batch", "1,64", "--length", "128,512"]) == 0
-    assert "extrapolated" not in capsys.readouterr().out
-    assert main([*arguments, "--batch", "1,128", "--length", "64,512,4096"]) == 0
-    printed = capsys.readouterr().out
-    assert "extrapolated: B = 128 (swept: 1 to 64); S = 64, 4096 (swept: 128 to 512)" in printed
+        printed = predict("--batch", "1", "--length", "512", "--block-efficiency", "4", "--margin", margin)
+        assert columns(printed.splitlines()[-1])[-1] == decision
+    inside = predict("--acceptance", "0.9", "--batch", "1,64", "--length", "128,512")
+    outside = predict("--acceptance", "0.9", "--batch", "1,128", "--length", "64,512,4096")
+    assert "extrapolated" not in inside
+    assert "extrapolated: B = 128 (swept: 1 to 64); S = 64, 4096 (swept: 128 to 512)" in outside
 
 
 def signs(printed: str, name: str) -> list[float]:
@@ -102,17 +98,3 @@ def test_plot_draws_a_ladder(
     assert draft_ladder(Ladder.load(files["ladder"])).text in capsys.readouterr().out
     assert main(["plot", "--ladder", str(files["ladder"]), "-o", "l.svg"]) == 0
     assert Path("l.svg").read_bytes().startswith(b"<?xml")
-
-
-def test_a_config_alone_cannot_be_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, sweep = tmp_path / "config.json", tmp_path / "sweep.csv"
-    LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
-    write_sweep(sweep, "shape", make_profile().samples)
-    for arguments, message in (
-        ([], "holds no measured times; give a sweep with --csv"),
-        (["--csv", str(sweep)], "which has no fit; give --refit"),
-        (["--csv", str(sweep), "--refit"], "says nothing about the hardware; give --flops and --bandwidth"),
-        (["--csv", str(sweep), "--refit", "--flops", "2e14"], "give --flops and --bandwidth"),
-    ):
-        assert main(["validate", str(config), *arguments]) == 2
-        assert message in capsys.readouterr().err

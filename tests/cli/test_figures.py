@@ -31,7 +31,7 @@ def drawn(drawing: Drawing | None) -> Drawing:
     return drawing
 
 
-def test_step_shares_are_means_over_steps_without_the_first() -> None:
+def test_steps_are_stacked_and_their_shares_are_means_without_the_first() -> None:
     numbers = drawn(figures.step_times(STEPS)).numbers
     assert numbers["steps"] == 9 and numbers["mean_seconds"] == pytest.approx(10.0)
     assert numbers["shares"] == pytest.approx(
@@ -46,9 +46,7 @@ def test_step_shares_are_means_over_steps_without_the_first() -> None:
     # One step is its own mean, and what was not timed is "other".
     numbers = drawn(figures.step_times([make_step(1, seconds=8.0, phases={"rollout": 6.0})])).numbers
     assert numbers["shares"] == pytest.approx({"rollout": 0.75, "other": 0.25})
-
-
-def test_bars_are_stacked_and_a_missing_step_leaves_a_gap() -> None:
+    # A step that is not there leaves a gap.
     (axes,) = drawn(figures.step_times([make_step(2), make_step(5)])).figure.axes
     below = [0.0] * 4
     for patch, height in zip(axes.patches, (6.0, 0.5, 1.0, 2.0, 0.5), strict=True):
@@ -97,13 +95,10 @@ def test_entropy_correlation(quantity: str) -> None:
     numbers = drawn(figures.entropy_against(records, quantity)).numbers
     expected = numpy.corrcoef([r.target_entropy for r in ROLLOUTS], [vars(r)[quantity] for r in ROLLOUTS])[0, 1]
     assert numbers["points"] == 24 and numbers["r"] == pytest.approx(expected) and -1 <= numbers["r"] < -0.9
-
-
-def test_no_correlation_of_too_little() -> None:
-    assert figures.pearson([1.0, 2.0], [2.0, 1.0]) is None
-    assert figures.pearson([1.0, 2.0, 3.0], [2.0, 2.0, 2.0]) is figures.pearson([1.0] * 3, [2.0, 3.0, 2.0]) is None
-    drawing = drawn(figures.entropy_against(ROLLOUTS[:2], "block_efficiency"))
-    assert drawing.numbers["r"] is None and "No Pearson r" in drawing.text
+    too_few = drawn(figures.entropy_against(ROLLOUTS[:2], quantity))
+    assert too_few.numbers["r"] is None and "No Pearson r" in too_few.text
+    for one, other in (([1.0, 2.0], [2.0, 1.0]), ([1.0, 2.0, 3.0], [2.0] * 3), ([1.0] * 3, [2.0, 3.0, 2.0])):
+        assert figures.pearson(one, other) is None
 
 
 def test_depth_pools_counts_and_compares_both_ends() -> None:
@@ -133,15 +128,12 @@ def test_without_data_there_is_no_figure() -> None:
         0, block_efficiency=None, first_token_acceptance=None, predicted_speedup=None, measured_speedup=None,
         speculating=[], completion_curve=[], per_depth={},
     )  # fmt: skip
-    for records in ([], [silent]):
-        assert figures.completion_curves(records) is None
-        assert figures.speculation_spans(records) is None
-        assert figures.draft_length_schedule(records) is None
-        assert figures.entropy_against(records, "block_efficiency") is None
-        assert figures.depth_efficiency(records) is None
-        assert figures.speedups(records) is None
-    assert figures.rollout_phases([]) is None
-    assert figures.step_times([]) is None and figures.reward([make_step(1, reward=None)]) is None
+    for figure in (
+        figures.completion_curves, figures.speculation_spans, figures.draft_length_schedule, figures.depth_efficiency,
+        figures.speedups, lambda records: figures.entropy_against(records, "block_efficiency"),
+    ):  # fmt: skip
+        assert figure([]) is figure([silent]) is None
+    assert figures.rollout_phases([]) is figures.step_times([]) is figures.reward([make_step(1, reward=None)]) is None
 
 
 # ---- verdict --------------------------------------------------------------------------------------------------------
@@ -205,10 +197,6 @@ def test_lanes_by_end_with_stripes_where_they_race() -> None:
     }  # fmt: skip
     (axes,) = drawing.figure.axes
     assert axes.get_ylim() == (2.5, -0.5) and axes.get_xlim() == (0, 5.5)
-
-
-def test_numbers_and_text() -> None:
-    drawing = drawn(timeline(RACED))
     total = 2.5 + 5.0 + 3.0
     shares = {"autoregressive": 1.0 / total, "self": 5.0 / total, "ngram+self": 3.5 / total, "ngram": 1.0 / total}
     assert drawing.numbers.pop("shares") == pytest.approx(shares)
@@ -217,9 +205,10 @@ def test_numbers_and_text() -> None:
         "all 3 requests, the last of which ended after 5.5 s: self 47.6%, ngram+self 33.3%, autoregressive 9.5%, "
         "ngram 9.5% of their time; 2 of them raced, the first after 2.5 s."
     )
-    quiet = drawn(timeline(ALONE))
-    assert quiet.numbers["raced"] == 0 and quiet.numbers["first_race"] is None
-    assert quiet.text.endswith("of their time; nobody raced.")
+    alone = drawn(timeline(ALONE))
+    assert alone.numbers["raced"] == 0 and alone.numbers["first_race"] is None
+    assert alone.text.endswith("of their time; nobody raced.")
+    assert timeline([]) is None
 
 
 def test_of_many_requests_the_slowest_are_drawn() -> None:
@@ -228,7 +217,6 @@ def test_of_many_requests_the_slowest_are_drawn() -> None:
     assert (drawing.numbers["drawn"], drawing.numbers["requests"]) == (TIMELINES, 100)
     assert drawing.text.startswith(f"the slowest {TIMELINES} of 100 requests, the last of which ended after 100 s")
     assert min(box[1] for box in boxes(drawing)[drafter_colour("self")]) == 100 - TIMELINES + 1
-    assert timeline([]) is None
 
 
 def test_the_last_rollout_that_raced_is_drawn() -> None:

@@ -35,20 +35,19 @@ def test_options_name_what_the_library_names() -> None:
     assert (arguments.quantization, arguments.kernel, arguments.lm_head) == config.packing()
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     with pytest.raises(SystemExit) as stop:
-        main(["--help"])
+        main([*command, "--help"])
     assert stop.value.code == 0
-    printed = capsys.readouterr().out
-    assert all(re.search(rf"^ +{name}\s+\w", printed, re.MULTILINE) for name in COMMANDS)
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_explains_every_option_and_its_examples_parse(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main([name, "--help"])
-    assert stop.value.code == 0
-    text, _, examples = capsys.readouterr().out.partition("example:\n")
+def test_help_explains_every_command_and_option_and_its_examples_parse(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(rf"^ +{name}\s+\w", help_of(capsys), re.MULTILINE)
+    text, _, examples = help_of(capsys, name).partition("example:\n")
     parser = argparse.ArgumentParser()
     COMMANDS[name].add_arguments(parser)
     for action in parser._actions:

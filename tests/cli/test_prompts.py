@@ -13,22 +13,11 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}={% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("suffix", "text"),
+    ("suffix", "text", "refusal"),
     [
-        ("txt", "one\n\ntwo\n"),
-        ("json", '["one", "two"]'),
-        ("jsonl", '{"question": "one"}\n{"prompt": "two", "text": "other"}\n'),
-    ],
-)
-def test_files(suffix: str, text: str, tmp_path: Path) -> None:
-    path = tmp_path / f"prompts.{suffix}"
-    path.write_text(text)
-    assert read_prompts(path) == ["one", "two"]
-
-
-@pytest.mark.parametrize(
-    ("suffix", "text", "message"),
-    [
+        ("txt", "one\n\ntwo\n", None),
+        ("json", '["one", "two"]', None),
+        ("jsonl", '{"question": "one"}\n{"prompt": "two", "text": "other"}\n', None),
         ("txt", "\n", "holds no prompts"),
         ("json", "{}", "holds no prompts"),
         ("json", "[1]", "holds no prompts"),
@@ -37,11 +26,14 @@ def test_files(suffix: str, text: str, tmp_path: Path) -> None:
         ("jsonl", "3", "entry 1 has int"),
     ],
 )
-def test_bad_files_are_named(suffix: str, text: str, message: str, tmp_path: Path) -> None:
+def test_files(suffix: str, text: str, refusal: str | None, tmp_path: Path) -> None:
     path = tmp_path / f"prompts.{suffix}"
     path.write_text(text)
-    with pytest.raises(ValueError, match=rf"prompts file .*prompts\.{suffix}.*{message}"):
-        read_prompts(path)
+    if refusal is None:
+        assert read_prompts(path) == ["one", "two"]
+    else:
+        with pytest.raises(ValueError, match=rf"prompts file .*prompts\.{suffix}.*{refusal}"):
+            read_prompts(path)
 
 
 def test_prompts_are_cut_within_their_template() -> None:

@@ -4,7 +4,6 @@ import json
 import re
 import runpy
 import sys
-from collections.abc import Callable
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -66,17 +65,16 @@ def test_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_gsm8k_prompts_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
-    rows = [{"question": "a" * n, "answer": "#### 1"} for n in (5, 50, 500)]
-    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    tokenizer = build_tokenizer()
-    plain = grpo_gsm8k.build_dataset(str(tmp_path / "questions.jsonl"), tokenizer, longest_prompt=200)
+    path, tokenizer = tmp_path / "questions.jsonl", build_tokenizer()
+    path.write_text("\n".join(json.dumps({"question": "a" * n, "answer": "#### 1"}) for n in (5, 50, 500)))
+    plain = grpo_gsm8k.build_dataset(str(path), tokenizer, longest_prompt=200)
     assert [prompt.count("a" * 5) for prompt in plain["prompt"]] == [1, 10]
     assert plain["prompt"][0].startswith("Question: aaaaa\n")
     tokenizer.chat_template = CHAT_TEMPLATE
-    chat = grpo_gsm8k.build_dataset(str(tmp_path / "questions.jsonl"), tokenizer, longest_prompt=200)
+    chat = grpo_gsm8k.build_dataset(str(path), tokenizer, longest_prompt=200)
     assert [messages[0]["role"] for messages in chat["prompt"]] == ["user", "user"]
     with pytest.raises(ValueError, match="no question .* fits into 20 tokens"):
-        grpo_gsm8k.build_dataset(str(tmp_path / "questions.jsonl"), tokenizer, longest_prompt=20)
+        grpo_gsm8k.build_dataset(str(path), tokenizer, longest_prompt=20)
 
 
 def test_gsm8k_answers_and_rewards() -> None:
@@ -161,21 +159,18 @@ def test_generate_hands_its_assistant_to_every_strategy_that_takes_one(monkeypat
         ("generate", ["--model", "no/such/model"], "no/such/model"),
         ("grpo_gsm8k", ["--model", "no/such/model"], "no/such/model"),
         ("train_drafter", ["--target", "no/such/model", "--output", "no/such/folder"], "no/such/model"),
+        ("generate", ["--help"], "--assistant_strategy"),
+        ("grpo_gsm8k", ["--help"], "--assistant_strategy"),
     ],
 )
-def test_bad_input_is_one_line(script: str, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_one_line_and_help_is_printed(
+    script: str, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *options])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
+    if options == ["--help"]:
+        assert stop.value.code == 0 and message in capsys.readouterr().out
+        return
     line = str(stop.value.code)
     assert line.startswith(f"{script}.py: error: ") and message in line and "\n" not in line
-
-
-def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    mains: tuple[Callable[[], None], ...] = (generate.main, grpo_gsm8k.main)
-    for main in mains:
-        monkeypatch.setattr(sys, "argv", ["example.py", "--help"])
-        with pytest.raises(SystemExit, match="0"):
-            main()
-        usage = capsys.readouterr().out
-        assert "--assistant_strategy" in usage and "--model" in usage

@@ -1,43 +1,65 @@
-"""Small models, and a shadow like the self-drafter's: own module objects over the same Parameters."""
+"""Small models, and drafters that are their quantized copies."""
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from spec_trl.generation.engine.shadow import share_weights
+from spec_trl.quantization import quantize_projections
 from spec_trl.quantization.kernels import PackedWeight
+from spec_trl.quantization.quantized_copy import QuantizedNetwork
 
 
-def shadow_of(module: nn.Module) -> nn.Module:
-    clone = module.__class__.__new__(module.__class__)
-    clone.__dict__ = module.__dict__.copy()
-    clone._modules = {name: child and shadow_of(child) for name, child in module._modules.items()}
-    clone.training = False
-    return clone
+IDS = torch.tensor([[3, 1, 4, 1], [9, 2, 6, 5]])
+
+
+def quantized(policy: nn.Module, *scheme_and_kernel: str, **options: Any) -> tuple[Any, QuantizedNetwork]:
+    """A drafter over the Parameters of `policy`, and what is packed in it."""
+    drafter = share_weights(policy)
+    return drafter, quantize_projections(drafter, *scheme_and_kernel, **options)
+
+
+def never_dense(drafter: nn.Module) -> nn.Module:
+    """The drafter, which from now on multiplies with packed weights for any number of rows."""
+    for module in drafter.modules():
+        if isinstance(module, PackedWeight):
+            module.max_rows = 1_000_000
+    return drafter
+
+
+def logits(model: nn.Module, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        return model(ids).logits  # [B, T, V]
+
+
+def packed_buffers(network: QuantizedNetwork) -> list[Tensor]:
+    """Codes, scales and zero points of all layers."""
+    weights = [packed for layer in network.layers.values() for packed in layer.packed_weights]
+    return [buffer for packed in weights for buffer in packed.buffers()]
+
+
+def addresses(network: QuantizedNetwork) -> list[int]:
+    return [buffer.data_ptr() for layer in network.layers.values() for buffer in layer.buffers()]
+
+
+def all_equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def randomize_adapters(peft_model: nn.Module) -> None:
+    """As after training: peft starts them at zero."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
 @pytest.fixture
-def make_shadow() -> Callable[[nn.Module], nn.Module]:
-    return shadow_of
-
-
-@pytest.fixture
-def never_dense() -> Callable[[nn.Module], nn.Module]:
-    """Makes a drafter multiply with packed weights however many rows come."""
-
-    def change(shadow: nn.Module) -> nn.Module:
-        for module in shadow.modules():
-            if isinstance(module, PackedWeight):
-                module.max_rows = 1_000_000
-        return shadow
-
-    return change
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
+def llama() -> LlamaForCausalLM:
     """Two layers; rows of 128 (q, k, v, o, gate, up) and 192 (down): groups of 128 and 64; tied lm_head."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -50,3 +72,19 @@ def llama() -> PreTrainedModel:
             if name.endswith("bias"):
                 parameter.normal_()  # zeros would hide a lost bias
     return model
+
+
+@pytest.fixture
+def untied(llama: LlamaForCausalLM) -> LlamaForCausalLM:
+    """With a weight of its own in lm_head: peft warns of adapters on a tied one."""
+    llama.config.tie_word_embeddings = False
+    llama.lm_head.weight = nn.Parameter(llama.lm_head.weight.detach().clone())
+    return llama
+
+
+@pytest.fixture
+def gpt2() -> GPT2LMHeadModel:
+    """Conv1D layers, whose weights are [in, out]."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=96, n_layer=1, n_head=4, vocab_size=64, n_positions=32, initializer_range=0.1)
+    return GPT2LMHeadModel(config).double().eval()

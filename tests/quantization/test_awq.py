@@ -9,12 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.shadow import make_shadow as engine_shadow
-from spec_trl.quantization import QuantizedLinear, awq, quantize_projections, rtn
+from spec_trl.generation.engine.shadow import share_weights
+from spec_trl.quantization import QuantizedLinear, awq, rtn
 from spec_trl.quantization.awq import (
     OBSERVED_ROWS,
     ActivationAware,
@@ -24,21 +23,31 @@ from spec_trl.quantization.awq import (
 )
 from spec_trl.quantization.kernels import LayerSpec
 from spec_trl.quantization.kernels.reference import ReferenceInt4
+from spec_trl.quantization.quantized_copy import QuantizedNetwork
 from tests.conftest import tiny_llama
-from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.quantization.conftest import (
+    IDS,
+    addresses,
+    all_equal,
+    logits,
+    never_dense,
+    packed_buffers,
+    quantized,
+    randomize_adapters,
+)
 
 
 AWQ = "awq-w4-g128"
-IDS = torch.tensor([[3, 1, 4, 1], [9, 2, 6, 5]])
 TEXT = torch.randint(160, (8, 32), generator=torch.Generator().manual_seed(5))
 Q_PROJ = "model.layers.0.self_attn.q_proj"
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
-def statistics_of(x: torch.Tensor) -> ChannelStatistics:
+def statistics_of(x: Tensor) -> ChannelStatistics:
     return ChannelStatistics(x.abs().mean(0).float(), x.square().mean(0).float())
 
 
-def with_outliers(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def with_outliers(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Gaussian input [rows, columns] in which every 16th channel is 30 times as large: what AWQ is for."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(rows, columns, generator=generator, dtype=dtype)
@@ -46,8 +55,8 @@ def with_outliers(rows: int, columns: int, dtype: torch.dtype = torch.float32) -
     return x
 
 
-def quantized_linear(weight: torch.Tensor, group: int, x: torch.Tensor | None) -> QuantizedLinear:
-    """`weight` behind the reference kernel, refreshed with the statistics of `x`."""
+def quantized_linear(weight: Tensor, group: int, x: Tensor | None) -> QuantizedLinear:
+    """`weight` in the reference kernel, refreshed with the statistics of `x`."""
     dense = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     dense.weight = nn.Parameter(weight)
     packed = ReferenceInt4(LayerSpec(*weight.shape, 4, group, weight.dtype, None, weight.device))
@@ -57,22 +66,17 @@ def quantized_linear(weight: torch.Tensor, group: int, x: torch.Tensor | None) -
     return layer
 
 
-def buffers_of(network) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{buffer}": value
-        for name, layer in network.layers.items()
-        for buffer, value in layer.packed.named_buffers()
-    }
-
-
-def observed(policy, network, ids=TEXT) -> ActivationStatistics:
+def observed(
+    policy: nn.Module, network: QuantizedNetwork, ids: Tensor = TEXT, forward: nn.Module | None = None
+) -> ActivationStatistics:
+    """Statistics of one forward of `ids`, through `forward` if it wraps the policy."""
     statistics = ActivationStatistics(policy, network.activation_aware_layers)
-    with statistics.collect(0):
-        policy(ids)
+    with statistics.collect(0), torch.no_grad():
+        (forward or policy)(ids)
     return statistics
 
 
-def output_error(layer: QuantizedLinear, x: torch.Tensor) -> float:
+def output_error(layer: QuantizedLinear, x: Tensor) -> float:
     exact = layer.dense(x)
     return float(((layer(x) - exact).square().mean() / exact.square().mean()).detach())
 
@@ -81,28 +85,24 @@ def output_error(layer: QuantizedLinear, x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kernel", ["reference", "torch_int4"])
-@pytest.mark.parametrize("case", ["no statistics", "alpha 0"])
-def test_alpha_zero_is_round_to_nearest_bit_for_bit(llama, make_shadow, never_dense, monkeypatch, kernel, case):
-    shadow, plain = make_shadow(llama), make_shadow(llama)
-    network = quantize_projections(shadow, AWQ, kernel, lm_head="packed")
-    expected = quantize_projections(plain, "rtn-w4-g128", kernel, lm_head="packed")
-    if case == "alpha 0":
+@pytest.mark.parametrize("has_statistics", [False, True])
+def test_alpha_zero_is_round_to_nearest_bit_for_bit(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, kernel: str, has_statistics: bool
+) -> None:
+    drafter, network = quantized(llama, AWQ, kernel, lm_head="packed")
+    plain, expected = quantized(llama, "rtn-w4-g128", kernel, lm_head="packed")
+    if has_statistics:
         monkeypatch.setattr(awq, "ALPHAS", (0.0,))
         network.refresh(observed(llama, network))
-    never_dense(shadow), never_dense(plain)
     assert len(network.activation_aware_layers) == len(network.layers) == 15
     assert expected.activation_aware_layers == []
-    assert buffers_of(network).keys() == buffers_of(expected).keys()
-    assert all(torch.equal(value, buffers_of(expected)[name]) for name, value in buffers_of(network).items())
-    with torch.no_grad():
-        assert torch.equal(shadow(IDS).logits, plain(IDS).logits)
+    assert all_equal(packed_buffers(network), packed_buffers(expected))
+    assert torch.equal(logits(never_dense(drafter)), logits(never_dense(plain)))
 
 
 @settings(deadline=None, max_examples=12, derandomize=True)
-@given(
-    st.sampled_from([128, 64, 32]), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(0, 99)
-)
-def test_outlier_channels_are_rounded_with_less_error(group, dtype, seed):
+@given(st.sampled_from([128, 64, 32]), st.sampled_from(DTYPES), st.integers(0, 99))
+def test_outlier_channels_are_rounded_with_less_error(group: int, dtype: torch.dtype, seed: int) -> None:
     """Half of it at most; and where no channel stands out nothing is lost."""
     torch.manual_seed(seed)
     weight = torch.randn(96, 256).to(dtype)
@@ -111,12 +111,12 @@ def test_outlier_channels_are_rounded_with_less_error(group, dtype, seed):
         assert error < share * plain, (error, plain)
 
 
-def test_the_search_takes_the_smallest_weighted_error(monkeypatch):
+def test_the_search_takes_the_smallest_weighted_error(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(awq.SEARCH_ROWS, 256), with_outliers(64, 256)
     importance = x.square().mean(0)  # [256]
 
-    def error() -> tuple[float, torch.Tensor]:
+    def error() -> tuple[float, Tensor]:
         layer = quantized_linear(weight, 128, x)
         stands_for = layer.packed.dequantize() * layer.inverse_scales  # [out, in]
         return float((stands_for - weight).square().sum(0) @ importance), layer.inverse_scales
@@ -132,7 +132,7 @@ def test_the_search_takes_the_smallest_weighted_error(monkeypatch):
     assert not torch.equal(scales, each[0][1])
 
 
-def test_candidates_are_powers_of_the_mean_magnitude():
+def test_candidates_are_powers_of_the_mean_magnitude() -> None:
     magnitude = torch.tensor([0.5, 2.0, 8.0, 1.0])
     scales, importance = candidate_scales(ChannelStatistics(magnitude, magnitude**2))
     for alpha, candidate in zip(awq.ALPHAS, scales, strict=True):
@@ -148,23 +148,22 @@ def test_candidates_are_powers_of_the_mean_magnitude():
         ([7], float("inf")), ([7], 1e18), ([7], 1e-18),
     ],
 )  # fmt: skip
-def test_scales_stay_finite(channels, value):
+def test_scales_stay_finite(channels: range | list[int], value: float) -> None:
     torch.manual_seed(0)
     magnitude = (torch.rand(128) + 0.1).index_fill_(0, torch.tensor([*channels]), value)
-    weight = torch.randn(32, 128)
-    packed = ReferenceInt4(LayerSpec(32, 128, 4, 128, torch.float32, None, weight.device))
+    packed = ReferenceInt4(LayerSpec(32, 128, 4, 128, torch.float32, None, torch.device("cpu")))
     inverse = torch.full((128,), float("nan"))
-    ActivationAware().quantize_scaled_(weight, packed, inverse, ChannelStatistics(magnitude, magnitude**2))
-    assert torch.isfinite(inverse).all() and (inverse > 0).all()
-    assert torch.isfinite(packed.dequantize()).all()
-    candidates, importance = candidate_scales(ChannelStatistics(magnitude, magnitude**2))
+    statistics = ChannelStatistics(magnitude, magnitude**2)
+    ActivationAware().quantize_scaled_(torch.randn(32, 128), packed, inverse, statistics)
+    candidates, importance = candidate_scales(statistics)
+    assert all(torch.isfinite(found).all() for found in (inverse, packed.dequantize(), importance))
+    assert (inverse > 0).all()
     assert candidates.amax() < 1.001 * awq.LARGEST_SPREAD  # no weight is scaled out of sight
-    assert torch.isfinite(importance).all()
     if len(channels) == 128:
         assert torch.equal(inverse, torch.ones(128))
 
 
-def test_chunks_and_strides_do_not_show(monkeypatch):
+def test_chunks_and_strides_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(23, 256), with_outliers(8, 256)
     monkeypatch.setattr(rtn, "CPU_CHUNK", 8 * 256)
@@ -178,29 +177,28 @@ def test_chunks_and_strides_do_not_show(monkeypatch):
 # ---- the layer ------------------------------------------------------------------------------------------------------
 
 
-def test_every_kernel_multiplies_like_the_reference(llama, make_shadow):
-    x = with_outliers(4, 128)
+def test_every_kernel_multiplies_like_the_reference(llama: PreTrainedModel) -> None:
+    """And many rows run the dense layer, unscaled."""
     fast, reference = (
-        quantize_projections(make_shadow(llama), AWQ, kernel, activation_dtype=torch.bfloat16).layers[Q_PROJ]
+        quantized(llama, AWQ, kernel, activation_dtype=torch.bfloat16)[1].layers[Q_PROJ]
         for kernel in ("torch_int4", "reference")
     )
     for layer in (fast, reference):
         layer.refresh(ActivationAware(), statistics_of(with_outliers(64, 128)))
     assert torch.equal(reference.inverse_scales, fast.inverse_scales)
-    assert not torch.equal(reference.inverse_scales, torch.ones(128))
-    y = reference(x)
-    assert (fast(x) - y).std() < 0.02 * y.std()
-    many = with_outliers(fast.max_rows + 1, 128)  # run the dense layer, unscaled
+    y = reference(with_outliers(4, 128))
+    assert (fast(with_outliers(4, 128)) - y).std() < 0.02 * y.std()
+    many = with_outliers(fast.max_rows + 1, 128)
     with torch.no_grad():
         dense = llama.get_submodule(Q_PROJ)(many)
         assert torch.equal(fast(many), dense) and not torch.equal(fast(many[:-1]), dense[:-1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_result_has_the_dense_layers_dtype(llama, make_shadow, dtype, autocast):
+def test_the_result_has_the_dense_layers_dtype(llama: PreTrainedModel, dtype: torch.dtype, autocast: bool) -> None:
     llama.to(dtype)
-    network = quantize_projections(make_shadow(llama), AWQ, "reference")
+    _, network = quantized(llama, AWQ, "reference")
     network.refresh(observed(llama, network))
     x, layer = with_outliers(3, 128, dtype), network.layers[Q_PROJ]
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -212,24 +210,24 @@ def test_the_result_has_the_dense_layers_dtype(llama, make_shadow, dtype, autoca
     assert (y - expected).std() < (0.02 if autocast or dtype == torch.bfloat16 else 1e-5) * expected.std()
 
 
-def test_a_refresh_writes_in_place_and_never_into_the_policy(llama, make_shadow):
-    network = quantize_projections(make_shadow(llama), AWQ, lm_head="packed")
-    before = copy.deepcopy(llama.state_dict())
-    plain = {name: value.clone() for name, value in buffers_of(network).items()}
-    pointers = [buffer.data_ptr() for layer in network.layers.values() for buffer in layer.buffers()]
+def test_a_refresh_writes_in_place_and_never_into_the_policy(llama: PreTrainedModel) -> None:
+    _, network = quantized(llama, AWQ, lm_head="packed")
+    before, pointers = copy.deepcopy(llama.state_dict()), addresses(network)
+    plain = [buffer.clone() for buffer in packed_buffers(network)]
     network.refresh(observed(llama, network))
-    assert not all(torch.equal(value, plain[name]) for name, value in buffers_of(network).items())
+    assert not all_equal(packed_buffers(network), plain)
     network.refresh()
-    assert all(torch.equal(value, plain[name]) for name, value in buffers_of(network).items())
+    assert all_equal(packed_buffers(network), plain)
     assert all((layer.inverse_scales == 1).all() for layer in network.layers.values())
-    assert pointers == [buffer.data_ptr() for layer in network.layers.values() for buffer in layer.buffers()]
+    assert addresses(network) == pointers
     assert all(torch.equal(value, before[name]) for name, value in llama.state_dict().items())
 
 
 # ---- the statistics -------------------------------------------------------------------------------------------------
 
 
-def captured_input(policy, name: str, ids: torch.Tensor) -> torch.Tensor:
+def captured_input(policy: nn.Module, name: str, ids: Tensor) -> Tensor:
+    """What the module called `name` is given in a forward of `ids`, [n, in]."""
     caught = []
     handle = policy.get_submodule(name).register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].detach()))
     policy(ids)
@@ -237,11 +235,11 @@ def captured_input(policy, name: str, ids: torch.Tensor) -> torch.Tensor:
     return caught[0].reshape(-1, caught[0].shape[-1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_statistics_are_means_over_all_rows_of_the_newest_step(llama, make_shadow, dtype):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_statistics_are_means_over_all_rows_of_the_newest_step(llama: PreTrainedModel, dtype: torch.dtype) -> None:
     """In inference mode and out of it; forwards of one step add up."""
     llama.to(dtype)
-    names = quantize_projections(make_shadow(llama), AWQ, lm_head="packed").activation_aware_layers
+    names = quantized(llama, AWQ, lm_head="packed")[1].activation_aware_layers
     statistics = ActivationStatistics(llama, names)
     with statistics.collect(0):
         llama(TEXT)
@@ -261,7 +259,7 @@ def test_statistics_are_means_over_all_rows_of_the_newest_step(llama, make_shado
 
 
 @pytest.mark.parametrize("rows", [OBSERVED_ROWS, OBSERVED_ROWS + 64, 2 * OBSERVED_ROWS, 10 * OBSERVED_ROWS])
-def test_long_batches_are_sampled_at_mixed_positions(llama, rows):
+def test_long_batches_are_sampled_at_mixed_positions(llama: PreTrainedModel, rows: int) -> None:
     statistics = ActivationStatistics(llama, [Q_PROJ])
     columns = torch.arange(64).repeat(rows // 64)  # position of each row
     x = torch.nn.functional.one_hot(columns, 128).float()[None]  # [1, rows, 128]: channel = position
@@ -273,45 +271,22 @@ def test_long_batches_are_sampled_at_mixed_positions(llama, rows):
     assert (seen[:64] > 0).all() and seen[:64].amax() < 2 / 64
 
 
-def test_hooks_come_and_go(llama):
-    def hooks() -> int:
-        return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in llama.modules())
-
-    before = hooks()
+def test_only_the_policy_is_observed_and_only_inside_the_block(llama: PreTrainedModel) -> None:
     statistics = ActivationStatistics(llama, [Q_PROJ, "lm_head"])
-    assert hooks() == before and statistics.of(Q_PROJ) is None
+    llama(IDS)
     with pytest.raises(RuntimeError, match="stop"), statistics.collect(0):
-        assert hooks() == before + 2
         raise RuntimeError("stop")
-    assert hooks() == before
     llama(IDS)
     assert statistics.of(Q_PROJ) is None
-
-
-def test_a_shadow_made_inside_the_block_is_not_observed(llama):
-    statistics = ActivationStatistics(llama, [Q_PROJ])
     with statistics.collect(0), torch.no_grad():
-        engine_shadow(llama).get_submodule(Q_PROJ)(torch.ones(2, 128))  # it did inherit the hook
+        share_weights(llama).get_submodule(Q_PROJ)(torch.ones(2, 128))  # it did inherit the hook
         assert statistics.of(Q_PROJ) is None
         llama(IDS)
-        assert statistics.of(Q_PROJ) is not None
-
-
-def test_no_reference_to_the_graph_is_kept(llama):
-    statistics = ActivationStatistics(llama, [Q_PROJ])
-    x = torch.ones(2, 128, requires_grad=True)
-    with statistics.collect(0):
-        h = x * 2
-        y = llama.get_submodule(Q_PROJ)(h)
-    assert y.requires_grad and not statistics.of(Q_PROJ).mean_square.requires_grad
-    activation = weakref.ref(h)
-    del y, h
-    gc.collect()
-    assert activation() is None
+    assert statistics.of(Q_PROJ) is not None
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_training_is_unchanged(llama, checkpointing):
+def test_training_is_unchanged(llama: PreTrainedModel, checkpointing: bool) -> None:
     llama.train()
     if checkpointing:
         llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -324,113 +299,65 @@ def test_training_is_unchanged(llama, checkpointing):
     assert all(torch.equal(p.grad, expected[name]) for name, p in llama.named_parameters())
     x = captured_input(llama.eval(), Q_PROJ, IDS)
     torch.testing.assert_close(statistics.of(Q_PROJ).mean_square, x.square().mean(0))
+    with statistics.collect(1):  # keeps no part of the graph
+        h = torch.ones(2, 128, requires_grad=True) * 2
+        y = llama.get_submodule(Q_PROJ)(h)
+    assert y.requires_grad and not statistics.of(Q_PROJ).mean_square.requires_grad
+    activation = weakref.ref(h)
+    del y, h
+    gc.collect()
+    assert activation() is None
 
 
-def test_names_and_widths_that_do_not_belong_to_the_policy_are_refused(llama, make_shadow):
-    network = quantize_projections(make_shadow(llama), AWQ)
+def test_names_and_widths_that_do_not_belong_to_the_policy_are_refused(llama: PreTrainedModel) -> None:
+    _, network = quantized(llama, AWQ)
     with pytest.raises(ValueError, match=r"names: the policy has no module 'model\.layers\.0\.self_attn\.q_proj'"):
         ActivationStatistics(nn.Sequential(llama), network.activation_aware_layers)
-    other = tiny_llama().float()
     with pytest.raises(ValueError, match=r"statistics: '.*q_proj' has 64 input channels there and 128 in the drafter"):
-        network.refresh(observed(other, network, TEXT % 64))
+        network.refresh(observed(tiny_llama().float(), network, TEXT % 64))
 
 
 # ---- whole models ---------------------------------------------------------------------------------------------------
 
 
-def test_adapters(llama, make_shadow):
-    llama.config.tie_word_embeddings = False
-    llama.lm_head.weight = nn.Parameter(llama.lm_head.weight.detach().clone())
-    peft_model = get_peft_model(llama, LoraConfig(r=4, target_modules=["q_proj", "down_proj"])).eval()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in peft_model.named_parameters():
-            if "lora_" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
+def test_adapters(untied: PreTrainedModel) -> None:
+    peft_model = get_peft_model(untied, LoraConfig(r=4, target_modules=["q_proj", "down_proj"])).eval()
+    randomize_adapters(peft_model)
     merged = copy.deepcopy(peft_model).merge_and_unload()
-    networks = []
-    for policy, forward in ((peft_model.get_base_model(), peft_model), (merged, merged)):
-        network = quantize_projections(shadow := make_shadow(policy), AWQ, "reference")
-        statistics = ActivationStatistics(policy, network.activation_aware_layers)
-        with statistics.collect(0), torch.no_grad():
-            forward(TEXT)
-        network.refresh(statistics)
-        networks.append((network, shadow))
-    (adapted, shadow), (expected, merged_shadow) = networks
+    (drafter, adapted), (expected_drafter, expected) = (
+        quantized(policy, AWQ, "reference") for policy in (peft_model.get_base_model(), merged)
+    )
+    adapted.refresh(observed(peft_model.get_base_model(), adapted, forward=peft_model))
+    expected.refresh(observed(merged, expected))
     assert adapted.activation_aware_layers == expected.activation_aware_layers
     for name, layer in adapted.layers.items():
         torch.testing.assert_close(layer.inverse_scales, expected.layers[name].inverse_scales, rtol=1e-3, atol=0)
         assert not torch.equal(layer.inverse_scales, torch.ones_like(layer.inverse_scales))
+    reference = logits(expected_drafter)
+    assert (logits(drafter) - reference).std() < 1e-2 * reference.std()
+
+
+def test_conv1d(gpt2: PreTrainedModel) -> None:
     with torch.no_grad():
-        logits = merged_shadow(IDS).logits
-        assert (shadow(IDS).logits - logits).std() < 1e-2 * logits.std()
+        gpt2.transformer.h[0].ln_2.weight[::16] *= 30  # outlier channels in front of c_fc
+    _, network = quantized(gpt2, AWQ, "reference", lm_head="dense")
+    name = "transformer.h.0.mlp.c_fc"
+    x = captured_input(gpt2, name, TEXT[:, :16] % 64)
+    plain = output_error(network.layers[name], x)
+    network.refresh(observed(gpt2, network, TEXT[:, :16] % 64))
+    assert output_error(network.layers[name], x) < 0.6 * plain
 
 
-def test_conv1d(make_shadow):
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_embd=96, n_layer=1, n_head=4, vocab_size=64, initializer_range=0.1)).eval()
-    with torch.no_grad():
-        model.transformer.h[0].ln_2.weight[::16] *= 30  # outlier channels in front of c_fc
-    network = quantize_projections(make_shadow(model), AWQ, "reference", lm_head="dense")
-    layer = network.layers["transformer.h.0.mlp.c_fc"]
-    x = captured_input(model, "transformer.h.0.mlp.c_fc", TEXT % 64)
-    plain = output_error(layer, x)
-    network.refresh(observed(model, network, TEXT % 64))
-    assert output_error(layer, x) < 0.6 * plain
-
-
-def test_stacked_experts_round_to_nearest(make_shadow):
-    torch.manual_seed(0)
-    config = Qwen2MoeConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, initializer_range=0.1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        shared_expert_intermediate_size=64,
-    )  # fmt: skip
-    model = Qwen2MoeForCausalLM(config).double().eval()
-    model.set_experts_implementation("eager")
-    network = quantize_projections(make_shadow(model), AWQ, "reference", lm_head="dense")
-    plain = quantize_projections(make_shadow(model), "rtn-w4-g128", "reference", lm_head="dense")
-    experts = "model.layers.0.mlp.experts"
-    assert experts in network.layers and experts not in network.activation_aware_layers
-    assert "model.layers.0.mlp.shared_expert.up_proj" in network.activation_aware_layers
-    network.refresh(observed(model, network, TEXT % 64))
-    for buffer, value in network.layers[experts].named_buffers():
-        assert torch.equal(value, dict(plain.layers[experts].named_buffers())[buffer])
-    with torch.no_grad():
-        network.layers[experts](*(torch.ones(2, 64).double(), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2) / 2))
-
-
-def test_outputs_do_not_depend_on_the_scales():
-    policy = tiny_llama()
-    with torch.no_grad():  # outlier channels, so that there is something to scale
-        for layer in policy.model.layers:
-            layer.input_layernorm.weight[::16] *= 8
-            layer.post_attention_layernorm.weight[::16] *= 8
-    prompts = pad_left(random_rows([4, 7, 2]))
-    drafter = SelfDrafter(policy, AWQ, "reference")
-    drafter.refresh(observed(policy, drafter.quantized, TEXT % 64))
-    scaled = [layer for layer in drafter.quantized.layers.values() if not (layer.inverse_scales == 1).all()]
-    assert len(scaled) > 7
-    result = generate(policy, prompts, "self", drafter=drafter)
-    assert result.statistics.drafter_failure is None and result.statistics.acceptance_rate > 0.5
-    assert outputs(result) == outputs(generate(policy, prompts))
-
-
-def test_a_trained_model_agrees_better(stories):
+def test_a_trained_model_agrees_better(stories: PreTrainedModel) -> None:
     policy = copy.deepcopy(stories).float()
     ids = torch.cat([TEXT, TEXT.flip(0), TEXT.flip(1)]) % 64 + 400  # common pieces of words, in no order
     with pytest.warns(UserWarning, match="172 input features are no multiple of 32"):
-        drafter = SelfDrafter(policy, AWQ, "reference")
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
+        drafter, network = quantized(policy, AWQ, "reference")
 
     def overlap() -> float:
-        with torch.no_grad():
-            p = policy(ids).logits.softmax(-1)  # [B, T, V]
-            q = twin(ids, position_ids=positions).logits.softmax(-1)  # [B, T, V]
+        p, q = (logits(model, ids).softmax(-1) for model in (policy, drafter))  # [B, T, V] each
         return float(torch.minimum(p, q).sum(-1).mean())
 
-    twin = drafter.network
-    twin.config._attn_implementation_internal = "eager"  # outside the engine
     plain = overlap()
-    drafter.refresh(observed(policy, drafter.quantized, ids))
+    network.refresh(observed(policy, network, ids))
     assert overlap() > plain + 0.005, (overlap(), plain)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: packed experts behind a dense router."""
+"""Mixtures of experts: packed experts after a dense router."""
 
 import copy
 
@@ -14,17 +14,18 @@ from transformers import (
     Llama4TextConfig,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
-from spec_trl.quantization import quantize_projections
+from spec_trl.quantization.awq import ActivationStatistics
 from spec_trl.quantization.experts import QuantizedExperts, matrices_of, matrix_names
+from tests.quantization.conftest import addresses, all_equal, logits, quantized
 
 
-IDS = torch.tensor([[3, 1, 4, 1], [9, 2, 6, 5]])
 COMMON = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 64, "initializer_range": 0.1, "num_experts_per_tok": 2,
@@ -48,7 +49,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def build(family, dtype=torch.float64):
+def build(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     torch.manual_seed(0)
     model = FAMILIES[family]().to(dtype).eval()
     model.set_experts_implementation("eager")  # transformers' default knows no float64
@@ -60,15 +61,15 @@ def build(family, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_drafter_is_the_fake_quantized_model(family, make_shadow):
+def test_the_drafter_is_the_fake_quantized_model(family: str) -> None:
     model = build(family)
-    twin, shadow = copy.deepcopy(model), make_shadow(model)
-    quantized = quantize_projections(shadow, kernel="reference", lm_head="dense")
-    packed_experts = {n: layer for n, layer in quantized.layers.items() if isinstance(layer, QuantizedExperts)}
-    assert len(packed_experts) == (1 if family == "deepseek_v3" else 2) and quantized.dense_layers == []
-    assert not any("router" in name or name.endswith("gate") for name in quantized.layers)
+    twin = copy.deepcopy(model)
+    drafter, network = quantized(model, kernel="reference", lm_head="dense")
+    packed_experts = {n: layer for n, layer in network.layers.items() if isinstance(layer, QuantizedExperts)}
+    assert len(packed_experts) == (1 if family == "deepseek_v3" else 2) and network.dense_layers == []
+    assert not any("router" in name or name.endswith("gate") for name in network.layers)
     with torch.no_grad():
-        for name, layer in quantized.layers.items():
+        for name, layer in network.layers.items():
             if name not in packed_experts:
                 twin.get_submodule(name).weight.copy_(layer.packed.dequantize())
                 continue
@@ -76,64 +77,68 @@ def test_the_drafter_is_the_fake_quantized_model(family, make_shadow):
             for stack, packed in zip(matrix_names(experts), (layer.first, layer.second), strict=True):
                 for matrix, weight in zip(matrices_of(experts, stack), packed, strict=True):
                     matrix.copy_(weight.dequantize())
-        expected = twin(IDS).logits
-        torch.testing.assert_close(shadow(IDS).logits, expected, rtol=0, atol=1e-10)
-        quantized.assert_all_called()
-        assert (model(IDS).logits - expected).std() > 0.01 * expected.std()
+    expected = logits(twin)
+    torch.testing.assert_close(logits(drafter), expected, rtol=0, atol=1e-10)
+    network.assert_all_called()
+    assert (logits(model) - expected).std() > 0.01 * expected.std()
 
 
-def test_fast_experts_agree_with_the_reference(make_shadow):
-    experts = {}
+def test_fast_experts_agree_with_the_reference_and_many_tokens_run_the_dense_ones() -> None:
     model = build("qwen3_moe", torch.float32)
-    for kernel in ("auto", "reference"):
-        quantize_projections(shadow := make_shadow(model), kernel=kernel, activation_dtype=torch.bfloat16)
-        experts[kernel] = shadow.model.layers[0].mlp.experts
-    x, chosen, shares = torch.randn(5, 64), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
-    reference = experts["reference"](x, chosen, shares)
-    assert (experts["auto"](x, chosen, shares) - reference).std() < 0.02 * reference.std()
-
-
-def test_many_tokens_run_the_dense_experts(make_shadow):
-    model = build("qwen3_moe", torch.float32)
-    quantize_projections(shadow := make_shadow(model))
-    experts, dense = shadow.model.layers[0].mlp.experts, model.model.layers[0].mlp.experts
-    limit = experts.first[0].max_rows * 4 // 2  # 4 experts, 2 per token
-    for tokens, packed in ((limit, True), (limit + 1, False)):
-        arguments = torch.randn(tokens, 64), torch.randint(0, 4, (tokens, 2)), torch.rand(tokens, 2)
+    fast, reference = (
+        quantized(model, kernel=kernel, activation_dtype=torch.bfloat16)[0].model.layers[0].mlp.experts
+        for kernel in ("auto", "reference")
+    )
+    limit = fast.first[0].max_rows * 4 // 2  # 4 experts, 2 per token
+    for tokens, packed in ((5, True), (limit, True), (limit + 1, False)):
+        x, chosen, shares = torch.randn(tokens, 64), torch.randint(0, 4, (tokens, 2)), torch.rand(tokens, 2)
         with torch.no_grad():
-            assert torch.equal(experts(*arguments), dense(*arguments)) is not packed
+            y, expected = fast(x, chosen, shares), reference(x, chosen, shares)  # [tokens, 64] each
+            dense = model.model.layers[0].mlp.experts(x, chosen, shares)  # [tokens, 64]
+        assert torch.equal(y, dense) is not packed
+        assert not packed or (y - expected).std() < 0.02 * expected.std()
 
 
-def test_refresh_follows_experts_and_adapters_in_place(make_shadow):
+def test_refresh_follows_experts_and_adapters_in_place() -> None:
     model = build("qwen3_moe", torch.float32)
     before = copy.deepcopy(model.state_dict())
-    config = LoraConfig(
-        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
-    )
-    peft_model = get_peft_model(model, config).eval()
-    shadow = make_shadow(peft_model.get_base_model())
-    quantized = quantize_projections(shadow, lm_head="dense")
-    pointers = [buffer.data_ptr() for layer in quantized.layers.values() for buffer in layer.buffers()]
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    peft_model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters)).eval()
+    drafter, network = quantized(peft_model.get_base_model(), lm_head="dense")
+    pointers, stale = addresses(network), logits(drafter)
     with torch.no_grad():
-        stale = shadow(IDS).logits
         for name, parameter in peft_model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.2)
-        quantized.refresh()
-        assert pointers == [buffer.data_ptr() for layer in quantized.layers.values() for buffer in layer.buffers()]
-        quantize_projections(merged := make_shadow(copy.deepcopy(peft_model).merge_and_unload()), lm_head="dense")
-        torch.testing.assert_close(shadow(IDS).logits, merged(IDS).logits, rtol=0, atol=0.05)
-        assert (shadow(IDS).logits - stale).std() > 0.1 * stale.std()
+    network.refresh()
+    assert addresses(network) == pointers
+    merged, _ = quantized(copy.deepcopy(peft_model).merge_and_unload(), lm_head="dense")
+    torch.testing.assert_close(logits(drafter), logits(merged), rtol=0, atol=0.05)
+    assert (logits(drafter) - stale).std() > 0.1 * stale.std()
     policy = peft_model.state_dict()
     for name in ("gate_up_proj", "down_proj"):
         key = next(key for key in policy if key.endswith(name))
         assert torch.equal(policy[key], before[f"model.layers.0.mlp.experts.{name}"])
 
 
-def test_experts_of_another_kind_stay_dense_and_are_named(make_shadow):
+def test_activation_aware_schemes_round_experts_to_nearest() -> None:
+    model, experts = build("qwen2_moe"), "model.layers.0.mlp.experts"
+    drafter, network = quantized(model, "awq-w4-g128", "reference", lm_head="dense")
+    _, plain = quantized(model, "rtn-w4-g128", "reference", lm_head="dense")
+    assert experts in network.layers and experts not in network.activation_aware_layers
+    assert "model.layers.0.mlp.shared_expert.up_proj" in network.activation_aware_layers
+    statistics = ActivationStatistics(model, network.activation_aware_layers)
+    with statistics.collect(0):
+        logits(model)
+    network.refresh(statistics)
+    assert all_equal([*network.layers[experts].buffers()], [*plain.layers[experts].buffers()])
+    assert torch.isfinite(logits(drafter)).all()
+
+
+def test_experts_of_another_kind_stay_dense_and_are_named() -> None:
     config = Llama4TextConfig(
         **COMMON, num_local_experts=4, intermediate_size_mlp=96, head_dim=16, interleave_moe_layer_step=1
     )
     with pytest.warns(UserWarning, match="feed_forward.experts .*lack transformers' experts interface"):
-        quantized = quantize_projections(make_shadow(Llama4ForCausalLM(config).eval()))
-    assert quantized.dense_layers == [f"model.layers.{i}.feed_forward.experts" for i in range(2)]
+        _, network = quantized(Llama4ForCausalLM(config).eval())
+    assert network.dense_layers == [f"model.layers.{i}.feed_forward.experts" for i in range(2)]

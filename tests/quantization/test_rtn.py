@@ -43,7 +43,7 @@ def check_bounds(weight: Tensor, packed, group: int, far: int) -> None:
     """No weight is off by more than half a step, and none that is 0 is off at all."""
     eps = torch.finfo(packed.activation_dtype).eps
     steps = packed.scales.double().view(len(weight), -1).repeat_interleave(group, dim=1)  # [out, in]
-    # Rounding the scale itself may move the far end of the range by so many steps times its relative error.
+    # Rounding the scale itself may move the far end of the range by `far` steps times its relative error.
     bound = (0.5 + far * eps) * steps + eps * weight.double().abs() + 4 * eps * far * steps  # [out, in]
     found = packed.dequantize()  # [out, in]
     assert ((found.double() - weight.double()).abs() <= bound).all()

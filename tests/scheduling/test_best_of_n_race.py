@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec_trl.scheduling.race_judge import Field, RaceJudge
+from spec_trl.scheduling.race_judge import Field, RacedRound, RaceJudge
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.selection import AcceptanceHistory
 from spec_trl.scheduling.toggle import HOPELESS, PROBE_ROUNDS, WINDOW
@@ -164,7 +164,7 @@ def test_a_race_is_judged_by_tokens_gained_and_time_lost(
         judge.record_unraced(8, 1.0)
     for _ in range(WINDOW):
         assert judge.field(8) is Field.EVERYBODY
-        judge.record_raced(cost, tokens, 16.0, plain_cost > 1, 2.0, plain_cost)
+        judge.record_raced(RacedRound(cost, tokens, 16.0, plain_cost > 1, 2.0, plain_cost))
     assert judge.field(8) is field and judge.field(4) is Field.EVERYBODY
 
 
@@ -175,7 +175,7 @@ def test_hopeless_races_end_early_and_networks_leave_first() -> None:
     for networks, field in ((True, Field.LOOKUPS), (False, Field.NOBODY)):
         judge.field(8)
         for _ in range(min(HOPELESS)):
-            judge.record_raced(2.0, 16, 16.0, networks, 2.0, 1.0)
+            judge.record_raced(RacedRound(2.0, 16, 16.0, networks, 2.0, 1.0))
         assert judge.field(8) is field
     assert judge.field(5) is Field.NOBODY
 
@@ -185,7 +185,7 @@ def test_a_verdict_waits_for_rounds_to_compare_with() -> None:
     for _ in range(PROBE_ROUNDS):
         judge.record_unraced(64, 1.0)  # too many rows to say anything of 8
     for _ in range(WINDOW):
-        judge.record_raced(2.0, 16, 16.0, False, 2.0, 1.0)
+        judge.record_raced(RacedRound(2.0, 16, 16.0, False, 2.0, 1.0))
     for _ in range(PROBE_ROUNDS):
         assert judge.field(8) is Field.NOBODY
         judge.record_unraced(8, 3.0)

@@ -137,12 +137,16 @@ def schedule() -> dict[str, Any]:
 
 @dataclass
 class Trained:
-    """A training that is over: its trainer, its run and its folder, and the steps at which copies were requantized."""
+    """A training that is over.
+
+    `refreshed` are the steps at which copies were requantized; `asked` are the ladders that were to be profiled.
+    """
 
     trainer: GRPOTrainer
     run: Run
     folder: Path
     refreshed: list[int] = field(default_factory=list)
+    asked: Asked = field(default_factory=list)
 
 
 def run_training(folder: Path, strategy: str, resume: Path | None = None, **options: Any) -> Trained:
@@ -200,24 +204,24 @@ def learned_resumed(learning: dict[str, Any], learned: Trained, tmp_path_factory
     return run_training(tmp_path_factory.mktemp("resumed"), "tts", learned.folder / "checkpoint-2", **learning)
 
 
-def race(folder: Path, resume: Path | None = None) -> tuple[Trained, Asked]:
-    """Races of the quantized copy, the history and prompt lookup; and which ladders were to be profiled."""
+def race(folder: Path, resume: Path | None = None) -> Trained:
+    """Races of the quantized copy, the history and prompt lookup, on a level ladder."""
     with pytest.MonkeyPatch.context() as patch:
         asked = use_level_ladder(patch)
         ignore_round_times(patch)
-        return run_training(folder, "best_of_n", resume, **RACING), asked
+        return replace(run_training(folder, "best_of_n", resume, **RACING), asked=asked)
 
 
 @pytest.fixture(scope="session")
-def raced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, Asked]:
+def raced(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """See :func:`race`."""
     return race(tmp_path_factory.mktemp("best_of_n"))
 
 
 @pytest.fixture(scope="session")
-def raced_resumed(raced: tuple[Trained, Asked], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def raced_resumed(raced: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The second half of `raced`, from its checkpoint."""
-    return race(tmp_path_factory.mktemp("resumed"), raced[0].folder / "checkpoint-2")[0]
+    return race(tmp_path_factory.mktemp("resumed"), raced.folder / "checkpoint-2")
 
 
 @pytest.fixture(scope="session")

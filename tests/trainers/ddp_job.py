@@ -58,7 +58,7 @@ def learn_while_drafting(folder: Path, checkpoint: Path) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rest.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    states = [trainer._drafters[0].state_dict() for trainer in (first, rest)]
+    states = [run.calls[-1].drafters[0].state_dict() for run in (log, more)]
     return {
         "completions": log.completions + more.completions,
         "steps": [int(state["moments"][0]["step"]) for state in states],
@@ -138,7 +138,7 @@ def adapt(folder: Path, checkpoint: Path, rank: int, case: str) -> dict[str, Any
     return {
         "local": local,
         "stepped": stepped,
-        "drafter": list(trainer._drafters[0].network.state_dict().values()),
+        "drafter": list(log.calls[-1].drafters[0].network.state_dict().values()),
         "warned": [str(warning.message) for warning in caught if "adapted no further" in str(warning.message)],
         "metrics": log.metric("drafter/loss"),
         "steps": trainer.state.global_step,

@@ -56,7 +56,7 @@ class Call:
 
 
 @dataclass
-class Run:
+class Run(TrainerCallback):
     """What one training run left behind.
 
     `rewarded` holds, per call of the reward function, whether it was in training and the completions' token ids;
@@ -67,6 +67,9 @@ class Run:
     calls: list[Call] = field(default_factory=list)
     logs: list[dict[str, float]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        self.logs.append(dict(logs))
 
     @property
     def completions(self) -> list[list[list[int]]]:
@@ -80,14 +83,6 @@ class Run:
     def metric(self, name: str) -> list[float]:
         """Logged values of `name`, in order."""
         return [entry[name] for entry in self.logs if name in entry]
-
-
-class _Collector(TrainerCallback):
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        self._run.logs.append(dict(logs))
 
 
 def tiny_dataset(rows: int = 64) -> Dataset:
@@ -104,16 +99,9 @@ def make_trainer(
     kind: type[GRPOTrainer] = SpecGRPOTrainer,
     **config: Any,
 ) -> tuple[GRPOTrainer, Run]:
-    """A trainer on the tiny task and the Run that it will fill.
+    """A trainer of class `kind` on the tiny task, and the Run that it will fill.
 
-    Args:
-        output_dir: for checkpoints.
-        strategy: `assistant_strategy`.
-        policy: default :func:`tiny_policy`.
-        tokenizer: default the demo's.
-        trainer: further arguments of the trainer.
-        kind: the trainer's class.
-        config: further fields of SpecGRPOConfig.
+    `trainer` has further arguments of the trainer, `config` further fields of SpecGRPOConfig.
     """
     run = Run()
 
@@ -129,7 +117,7 @@ def make_trainer(
         logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False,
         disable_tqdm=True, seed=3, sd_toggle="always",
     )  # fmt: skip
-    arguments = dict(reward_funcs=count_digits, train_dataset=tiny_dataset(), callbacks=[_Collector(run)])
+    arguments = dict(reward_funcs=count_digits, train_dataset=tiny_dataset(), callbacks=[run])
     built = kind(
         model=policy,
         args=SpecGRPOConfig(**(settings | config)),
@@ -137,24 +125,18 @@ def make_trainer(
         **(arguments | (trainer or {})),
     )
     built.remove_callback(PrinterCallback)  # comes with disable_tqdm
-    if kind is SpecGRPOTrainer:
-        _watch_generate(policy, built, run)
-    return built, run
-
-
-def _watch_generate(policy: PreTrainedModel, trainer: GRPOTrainer, run: Run) -> None:
-    """Has `run.calls` filled."""
     generate = policy.generate
 
-    def watched(**given: Any) -> Any:
-        control = given["control"]
-        lengths = [candidate.draft_length for candidate in control.candidates]
-        known = control.history.state_dict() if isinstance(control, BestOfN) else {}
-        step = trainer.state.global_step
-        run.calls.append(Call(step, given["request_ids"], given["drafter"], control, lengths, known))
-        return generate(**given)
+    def watched(*inputs: Any, **given: Any) -> Any:
+        if "control" in given:  # not in calls by TRL's own trainer
+            control, step = given["control"], built.state.global_step
+            lengths = [candidate.draft_length for candidate in control.candidates]
+            known = control.history.state_dict() if isinstance(control, BestOfN) else {}
+            run.calls.append(Call(step, given["request_ids"], given["drafter"], control, lengths, known))
+        return generate(*inputs, **given)
 
     policy.generate = watched
+    return built, run
 
 
 def assert_same_training(one: Run, other: Run) -> None:

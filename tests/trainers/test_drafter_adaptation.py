@@ -316,9 +316,7 @@ def test_a_failure_ends_the_adaptation_and_nothing_else(
 
 def test_widths_that_cannot_be_compared(tmp_path: Path) -> None:
     policy = tiny_policy()
-    narrow = make_checkpoint(
-        tmp_path, "eagle3", VOCABULARY, hidden_size=32, head_dim=8, target_hidden_size=64
-    )
+    narrow = make_checkpoint(tmp_path, "eagle3", VOCABULARY, hidden_size=32, head_dim=8, target_hidden_size=64)
     drafter = Eagle3Drafter(narrow, policy)
     with pytest.raises(ValueError, match="drafter_adaptation=True with this.*drafter_hidden_weight=0"):
         adapt(drafter, policy)

@@ -34,36 +34,17 @@ from tests.trainers.harness import (
 
 pytestmark = pytest.mark.slow
 FAST = dict(tts_learning_rate=1e-3, draft_lengths=[3])
-
-
-@pytest.fixture(scope="module")
-def named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """The fields that choose a kind of drafter of "tts" for the tiny policy."""
-    folders: dict[str, str | None] = {"self": None}
-
-    def choose(kind: str) -> dict[str, Any]:
-        if kind not in folders:
-            folder = tmp_path_factory.mktemp("drafters") / kind
-            if kind == "model":
-                tiny_policy(seed=0, num_hidden_layers=1).save_pretrained(folder)
-                folders[kind] = str(folder)
-            else:
-                folders[kind] = make_checkpoint(folder, kind, 48)
-        return dict(tts_drafter=kind, assistant_model=folders[kind])
-
-    return choose
-
-
 Named = Callable[[str], dict[str, Any]]
 
 
-def test_fifty_steps_with_the_self_drafter(tmp_path: Path) -> None:
-    none, drafted = (train(tmp_path, strategy, max_steps=50) for strategy in ("none", "self"))
-    assert_same_training(none, drafted)
-    assert len(drafted.completions) == 50
-    # The drafter was at work all along, and still fits the policy after 50 updates.
-    assert min(drafted.metric("rollout/acceptance_rate")) > 0.25
-    assert min(drafted.metric("rollout/block_efficiency")) > 2
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Named:
+    """The fields that choose a kind of drafter of "tts" for the tiny policy."""
+    folder = tmp_path_factory.mktemp("drafters")
+    tiny_policy(num_hidden_layers=1).save_pretrained(folder / "model")
+    paths = {kind: make_checkpoint(folder / kind, kind, 48) for kind in ("eagle3", "dflash")}
+    paths |= {"self": None, "model": str(folder / "model")}
+    return lambda kind: dict(tts_drafter=kind, assistant_model=paths[kind])
 
 
 @pytest.mark.parametrize(
@@ -80,14 +61,9 @@ def test_fifty_steps_with_the_self_drafter(tmp_path: Path) -> None:
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_ten_steps_with_other_drafters(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_ten_steps_with_other_drafters(tmp_path: Path, options: dict[str, Any], named: Named) -> None:
     if options.get("strategy") == "model":
-        assistant = tiny_policy()
-        with torch.no_grad():
-            for parameter in assistant.parameters():
-                parameter += 0.02 * torch.randn_like(parameter)
-        assistant.save_pretrained(tmp_path / "assistant")
-        options = options | {"assistant_model": str(tmp_path / "assistant")}
+        options = options | {"assistant_model": named("model")["assistant_model"]}
     none, drafted = train_plainly(max_steps=10), train(tmp_path, max_steps=10, **options)
     assert_same_training(none, drafted)
     assert max(drafted.metric("rollout/block_efficiency")) > 1
@@ -109,67 +85,68 @@ def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep
     assert min(run.metric("rollout/acceptance_rate")) > 0.25
 
 
-def test_toggled_rollouts(tmp_path: Path, profiles: dict[str, str]) -> None:
-    """Rollouts that begin autoregressively and end with speculation, by a profile and by what rounds really take."""
-    both = dict(max_steps=6, max_completion_length=48)
-    none = train(tmp_path, "none", **both)
-    toggled = train(tmp_path, sd_toggle="roofline", roofline_profile=profiles["pays"], **both)
+def test_rollouts_that_choose_when_to_draft(tmp_path: Path, profiles: dict[str, str], level_ladder: Asked) -> None:
+    """By a profile and by what rounds really take: they begin autoregressively and end with speculation. By a ladder:
+    rounds have their say, whatever they make of it."""
+    options: dict[str, Any] = dict(max_steps=6, max_completion_length=48, trainer={"train_dataset": tiny_dataset(8)})
+    none = train(tmp_path, "none", **options)
+    toggled = train(tmp_path, sd_toggle="roofline", roofline_profile=profiles["pays"], **options)
     assert_same_training(none, toggled)
     assert 0 < toggled.metric("rollout/sd_on_fraction")[0] < 1
-
-
-def test_rollouts_that_choose_by_a_ladder(tmp_path: Path, level_ladder: Asked) -> None:
-    """Rounds have their say here: whatever they make of it."""
-    options: dict[str, Any] = dict(max_steps=10, max_completion_length=48, trainer={"train_dataset": tiny_dataset(8)})
-    assert_same_training(train(tmp_path, "auto", **options), train(tmp_path, "none", **options))
+    assert_same_training(none, train(tmp_path, "auto", **options))
     assert len(level_ladder) == 1
 
 
 # ---- Schedules and policies ----------------------------------------------------------------------------------
 
 
-def test_best_model_at_the_end(tmp_path: Path) -> None:
-    """Its weights are drafted for, not those of the last step."""
-    trainer, run = make_trainer(
-        tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
-        per_device_eval_batch_size=4, load_best_model_at_end=True, metric_for_best_model="eval_num_tokens",
-        greater_is_better=False, trainer={"eval_dataset": tiny_dataset(1)},
+def stories() -> dict[str, Any]:
+    """A trained policy; its name is known, so that TRL can load it again as the reference model."""
+    prompts = [{"prompt": prompt} for prompt in ("Once upon a time", "Lily had a", "The dog", "One day, Tom")]
+    return dict(
+        policy=AutoModelForCausalLM.from_pretrained(STORY_MODEL, dtype=torch.float64), beta=0.1, max_steps=4,
+        tokenizer=AutoTokenizer.from_pretrained(STORY_MODEL), max_completion_length=40, learning_rate=1e-3,
+        trainer={"train_dataset": Dataset.from_list(prompts * 4)},
     )  # fmt: skip
-    trainer.train()
-    assert trainer.state.best_global_step == 1
-    copy = run.calls[0].drafters[0]
-    before = [buffer.clone() for buffer in copy.network.buffers()]
-    trainer.evaluate()
-    assert any(not torch.equal(one, other) for one, other in zip(before, copy.network.buffers(), strict=True))
 
 
-def test_micro_steps_reuse_and_accumulation(tmp_path: Path) -> None:
-    schedule = dict(
-        max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=4,
-        num_iterations=2, learning_rate=1e-2,
-    )  # fmt: skip
-    none, drafted = (train(tmp_path, strategy, **schedule) for strategy in ("none", "self"))
+REUSE = dict(
+    max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=4,
+    num_iterations=2, learning_rate=1e-2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "rollouts"),
+    [
+        (lambda: dict(max_steps=50), [8] * 50),
+        (lambda: REUSE, [16, 16]),
+        # The reference kernel: the fast one leaves a batch of eight to the policy's own layers.
+        (lambda: dict(policy=tiny_policy().float(), draft_kernel="reference"), [8] * 3),
+        (stories, [8] * 4),
+    ],
+    ids=["fifty steps", "micro-steps, reuse and accumulation", "float32", "trained, with a reference model"],
+)
+def test_the_self_drafter(tmp_path: Path, options: Callable[[], dict[str, Any]], rollouts: list[int]) -> None:
+    """It is at work all along, and still fits the policy after the last update."""
+    none, drafted = (train(tmp_path, strategy, **options()) for strategy in ("none", "self"))
     assert_same_training(none, drafted)
-    assert [len(rows) for rows in drafted.completions] == [16, 16]
+    assert [len(rows) for rows in drafted.completions] == rollouts
+    assert min(drafted.metric("rollout/acceptance_rate")) > 0.25
+    assert min(drafted.metric("rollout/block_efficiency")) > (2 if len(rollouts) > 3 else 1)
+    assert "beta" not in options() or drafted.metric("kl")[-1] > 0
 
 
-@pytest.mark.parametrize("adapter", [None, LoraConfig(target_modules=["q_proj"])], ids=["whole", "LoRA"])
-def test_a_compiled_policy_is_drafted_for(
-    tmp_path: Path, adapter: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_compiled = []
-
-    def loss(trainer: Any, model: Any, inputs: Any, **_: Any) -> Any:
-        is_compiled.append(model is not uncompiled(model))
-        return sum(parameter.sum() for parameter in model.parameters())  # a forward would be traced for seconds
-
-    monkeypatch.setattr(GRPOTrainer, "compute_loss", loss)
-    compiled = dict(torch_compile=True, torch_compile_backend="eager")
-    options: dict[str, Any] = dict(max_steps=2, trainer={"peft_config": adapter})
-    run = train(tmp_path, **options, **compiled)
-    assert all(is_compiled)
-    assert_same_training(run, train(tmp_path, "none", **options))
-    assert min(run.metric("rollout/acceptance_rate")) > 0
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["autocast", "bf16-weights"])
+def test_bfloat16(tmp_path: Path, weights: torch.dtype) -> None:
+    """Logits of one position differ between forward shapes, and a near-tie may flip a token and so a row's tail."""
+    none, drafted = (
+        train(tmp_path, strategy, policy=tiny_policy().to(weights), bf16=True, draft_kernel="reference")
+        for strategy in ("none", "self")
+    )
+    assert min(drafted.metric("rollout/acceptance_rate")) > 0.25
+    pairs = list(zip(none.completions[0], drafted.completions[0], strict=True))
+    assert sum(ours == theirs for ours, theirs in pairs) >= len(pairs) // 2
 
 
 def test_dropout_and_gradient_checkpointing(tmp_path: Path) -> None:
@@ -188,77 +165,63 @@ def test_dropout_and_gradient_checkpointing(tmp_path: Path) -> None:
     assert drafted.losses != still.losses  # training does
 
 
-def test_reference_model(tmp_path: Path) -> None:
-    tiny_policy().save_pretrained(tmp_path / "policy")
-
-    def run(strategy: str) -> Run:
-        policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
-        return train(tmp_path / "out", strategy, policy=policy, beta=0.1)
-
-    none, drafted = run("none"), run("self")
-    assert_same_training(none, drafted)
-    assert drafted.metric("kl")[-1] > 0
-
-
-@pytest.mark.parametrize(
-    ("weights", "bf16"),
-    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)],
-    ids=["float32", "autocast", "bf16-weights"],
-)
-def test_narrower_types(tmp_path: Path, weights: torch.dtype, bf16: bool) -> None:
-    def run(strategy: str) -> Run:
-        # The reference kernel: the fast one leaves a batch of eight to the policy's own layers in bfloat16.
-        return train(tmp_path, strategy, policy=tiny_policy().to(weights), bf16=bf16, draft_kernel="reference")
-
-    none, drafted = run("none"), run("self")
-    assert min(drafted.metric("rollout/acceptance_rate")) > 0.25
-    if not bf16:
-        assert_same_training(none, drafted)
-    # Logits of one position differ between forward shapes, and a near-tie may flip a token and so a row's tail.
-    pairs = list(zip(none.completions[0], drafted.completions[0], strict=True))
-    assert sum(ours == theirs for ours, theirs in pairs) >= len(pairs) // 2
+def test_best_model_at_the_end(tmp_path: Path) -> None:
+    """Its weights are drafted for, not those of the last step."""
+    trainer, run = make_trainer(
+        tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        per_device_eval_batch_size=4, load_best_model_at_end=True, metric_for_best_model="eval_num_tokens",
+        greater_is_better=False, trainer={"eval_dataset": tiny_dataset(1)},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    copy = run.calls[0].drafters[0]
+    before = [buffer.clone() for buffer in copy.network.buffers()]
+    trainer.evaluate()
+    assert any(not torch.equal(one, other) for one, other in zip(before, copy.network.buffers(), strict=True))
 
 
-def test_a_trained_model(tmp_path: Path) -> None:
-    def run(strategy: str) -> Run:
-        prompts = ["Once upon a time", "Lily had a", "The dog", "One day, Tom"]
-        return train(
-            tmp_path, strategy, policy=AutoModelForCausalLM.from_pretrained(STORY_MODEL, dtype=torch.float64),
-            tokenizer=AutoTokenizer.from_pretrained(STORY_MODEL), max_steps=4, max_completion_length=40,
-            trainer={"train_dataset": Dataset.from_list([{"prompt": prompt} for prompt in prompts * 4])},
-            learning_rate=1e-3,
-        )  # fmt: skip
+@pytest.mark.parametrize("adapter", [None, LoraConfig(target_modules=["q_proj"])], ids=["whole", "LoRA"])
+def test_a_compiled_policy_is_drafted_for(
+    tmp_path: Path, adapter: LoraConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_compiled = []
 
-    none, drafted = run("none"), run("self")
-    assert_same_training(none, drafted)
-    assert min(drafted.metric("rollout/block_efficiency")) > 2
+    def loss(trainer: Any, model: Any, inputs: Any, **_: Any) -> Any:
+        is_compiled.append(model is not uncompiled(model))
+        return sum(parameter.sum() for parameter in model.parameters())  # a forward would be traced for seconds
+
+    monkeypatch.setattr(GRPOTrainer, "compute_loss", loss)
+    options: dict[str, Any] = dict(max_steps=2, trainer={"peft_config": adapter})
+    run = train(tmp_path, torch_compile=True, torch_compile_backend="eager", **options)
+    assert all(is_compiled)
+    assert_same_training(run, train(tmp_path, "none", **options))
+    assert min(run.metric("rollout/acceptance_rate")) > 0
 
 
 # ---- Test-Time Speculation ----------------------------------------------------------------------------------------
 
 
-def lora() -> dict[str, Any]:
-    return {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")}
+LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
 
 
 @pytest.mark.parametrize(
     ("kind", "scope", "options"),
     [
-        ("model", "run", lambda: dict(tts_asynchronous=True, tts_stride="2")),
-        ("dflash", "run", lambda: dict(tts_asynchronous=True, tts_stride="2")),
-        ("eagle3", "request", lambda: dict(gradient_accumulation_steps=2, per_device_train_batch_size=4)),
-        ("self", "run", lambda: dict(num_iterations=2, steps_per_generation=2, max_steps=4)),
-        ("eagle3", "run", lambda: dict(gradient_checkpointing=True)),
-        ("self", "run", lambda: dict(trainer=lora(), learning_rate=5e-2)),
-        ("self", "request", lambda: dict(rollout_batch_size=3)),
-        ("eagle3", "request", lambda: dict(rollout_batch_size=3)),
+        ("model", "run", dict(tts_asynchronous=True, tts_stride="2")),
+        ("dflash", "run", dict(tts_asynchronous=True, tts_stride="2")),
+        ("eagle3", "request", dict(gradient_accumulation_steps=2, per_device_train_batch_size=4)),
+        ("self", "run", dict(num_iterations=2, steps_per_generation=2, max_steps=4)),
+        ("eagle3", "run", dict(gradient_checkpointing=True)),
+        ("self", "run", dict(trainer={"peft_config": LORA}, learning_rate=5e-2)),
+        ("self", "request", dict(rollout_batch_size=3)),
+        ("eagle3", "request", dict(rollout_batch_size=3)),
     ],
 )
 def test_policies_of_drafters_that_learn(
-    kind: str, scope: str, options: Callable[[], dict[str, Any]], tmp_path: Path, named: Named
+    kind: str, scope: str, options: dict[str, Any], tmp_path: Path, named: Named
 ) -> None:
-    plain = {name: value for name, value in options().items() if not name.startswith("tts_")}
-    run = train(tmp_path, "tts", tts_scope=scope, **FAST, **options(), **named(kind))
+    plain = {name: value for name, value in options.items() if not name.startswith("tts_")}
+    run = train(tmp_path, "tts", tts_scope=scope, **FAST, **options, **named(kind))
     assert_same_training(train(tmp_path / "none", "none", **plain), run)
     assert min(run.metric("rollout/drafter_updates")) > 0
     assert bool(run.metric("rollout/drafter_refresh_seconds")) is (kind == "self")

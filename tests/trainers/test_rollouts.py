@@ -25,7 +25,7 @@ from spec_trl.scheduling.roofline import Roofline
 from spec_trl.trainers import spec_grpo_trainer
 from spec_trl.trainers.run_log import read_run
 from tests.generation.drafters.test_feature_drafter import make_checkpoint
-from tests.trainers.conftest import Asked, use_level_ladder
+from tests.trainers.conftest import Asked
 from tests.trainers.harness import (
     PROMPTS,
     Call,
@@ -67,15 +67,19 @@ def test_strategies(tmp_path: Path, level_ladder: Asked) -> None:
         assert [type(drafter) for drafter in call.drafters] == expected
 
 
-def test_options_of_adaptation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They reach what trains a learned drafter, or nothing does."""
+def test_options_of_adaptation_and_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level_ladder: Asked) -> None:
+    """They reach what trains a learned drafter, or nothing does; and what races drafters."""
     given: list[tuple[Any, ...]] = []
     monkeypatch.setattr(spec_grpo_trainer, "DrafterAdaptation", lambda *args: given.append(args[3:]))
     path = make_checkpoint(tmp_path / "eagle3", "eagle3", 48)
     options = dict(drafter_learning_rate=1e-3, drafter_hidden_weight=0.5, drafter_token_weight=0.25, seed=5)
     for adaptation in (True, False):
         roll_out(tmp_path, "eagle3", assistant_model=path, drafter_adaptation=adaptation, **options)
-    assert given == [(1e-3, 0.5, 0.25, 5)]
+    make = BestOfN.__init__
+    monkeypatch.setattr(BestOfN, "__init__", lambda self, *args: given.append(args[3:]) or make(self, *args))
+    options = dict(sd_margin=0.1, best_of_n_tolerance=0.25, best_of_n_budget=9, best_of_n_race=False)
+    roll_out(tmp_path, "best_of_n", **options)
+    assert given == [(1e-3, 0.5, 0.25, 5), (0.1, None, 0.25, 9, False)]
 
 
 # ---- When it speculates, and what is measured for that -----------------------------------------------------------
@@ -103,8 +107,8 @@ def test_a_missing_profile_is_calibrated_once(tmp_path: Path, quick_calibration:
 
 
 def test_a_profile_of_something_else(tmp_path: Path, profiles: dict[str, str], quick_calibration: list[int]) -> None:
-    other = Profile.load(profiles["pays"])
-    other = replace(other, key=replace(other.key, dtype="float16", hardware="abacus"))
+    own = Profile.load(profiles["pays"])
+    other = replace(own, key=replace(own.key, dtype="float16", hardware="abacus"))
     other.save(tmp_path / "other.json")
     given = dict(sd_toggle="roofline", roofline_profile=str(tmp_path / "other.json"))
     with pytest.raises(ValueError, match="hardware is 'abacus' there .*dtype is 'float16' there"):
@@ -127,16 +131,6 @@ def test_a_ladder_is_profiled_where_it_is_asked_for(
         assert {type(candidate.roofline) for candidate in call.control.candidates} == ({kind} if kind else set())
         assert len(level_ladder) == asked
     assert level_ladder[0] == (["self", "history"], 8, [5, 7, 9, 11])
-
-
-def test_options_of_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_level_ladder(monkeypatch)
-    asked: list[tuple[Any, ...]] = []
-    make = BestOfN.__init__
-    monkeypatch.setattr(BestOfN, "__init__", lambda self, *args: asked.append(args[3:]) or make(self, *args))
-    options = dict(sd_margin=0.1, best_of_n_tolerance=0.25, best_of_n_budget=9, best_of_n_race=False)
-    roll_out(tmp_path, "best_of_n", **options)
-    assert asked == [(0.1, None, 0.25, 9, False)]
 
 
 @pytest.mark.slow
@@ -170,13 +164,9 @@ def test_rollout_func_is_left_alone(tmp_path: Path) -> None:
 
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}"
-    "{% if m.role == 'user' %}{{ m.content }}="
-    "{% elif m.role == 'tool' %}{{ m.content }};"
-    "{% else %}{{ m.content }}"
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}={% elif m.role == 'tool' %};{% else %}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<eos>"
-    "{% endif %}"
-    "{% endfor %}"
+    "{% endif %}{% endfor %}"
 )
 
 
@@ -233,11 +223,12 @@ def test_tool_loop(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> N
 
 
 def test_images_are_refused(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
-    picture = Image.new("RGB", (2, 2))
-    prompt = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "a3"}]}]
-    trainer, _ = make_trainer(tmp_path, tokenizer=chat_tokenizer)
+    row = {"prompt": [{"role": "user", "content": "a3"}], "image": Image.new("RGB", (2, 2))}
+    trainer, _ = make_trainer(
+        tmp_path, tokenizer=chat_tokenizer, trainer={"train_dataset": Dataset.from_list([row] * 8)}
+    )
     with pytest.raises(ValueError, match="the prompts carry images; SpecGRPOTrainer generates from text"):
-        trainer._generate([prompt] * 4)  # TRL's own name, by which its training calls
+        trainer.train()
 
 
 # ---- A vision-language model that is given text ------------------------------------------------------------------

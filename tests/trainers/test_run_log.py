@@ -14,15 +14,6 @@ from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, StepRecord, 
 from tests.cli.sample_run import make_header, make_rollout, make_step, write_run
 
 
-def edit(path: Path, number: int, change: Any) -> None:
-    """Applies `change` to the JSON object in line `number` (from 1)."""
-    lines = path.read_text().splitlines()
-    data = json.loads(lines[number - 1])
-    change(data)
-    lines[number - 1] = json.dumps(data)
-    path.write_text("\n".join(lines) + "\n")
-
-
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = write_run(tmp_path, rollouts=3)
     run = read_run(tmp_path)
@@ -41,12 +32,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
     log = RunLog(tmp_path / LOG_FILE)
     log.append(make_header(settings={"limit": math.inf}))
+    run = read_run(tmp_path)  # of a run that was killed before its first rollout
+    assert run.header.settings == {"limit": None} and run.rollouts == [] and run.steps == []
     log.append(make_rollout(0, block_efficiency=math.nan, sd_on_fraction=math.nan))
-    text = log.path.read_text()
-    assert "NaN" not in text and "Infinity" not in text
-    run = read_run(log.path)
-    assert run.header.settings == {"limit": None}
-    assert run.rollouts[0].block_efficiency is None and run.rollouts[0].sd_on_fraction is None
+    (record,) = read_run(tmp_path).rollouts
+    assert record.block_efficiency is record.sd_on_fraction is None
+    assert "NaN" not in log.path.read_text() and "Infinity" not in log.path.read_text()
 
 
 def test_an_older_log_is_read(tmp_path: Path) -> None:
@@ -74,70 +65,55 @@ def test_an_older_log_is_read(tmp_path: Path) -> None:
     assert run.steps == [StepRecord(1, 3.0, {"rollout": 2.0}, None)]
 
 
-def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
-    path = write_run(tmp_path, rollouts=3)
-    whole = read_run(path)
-    text = path.read_text()
-    lines = text.splitlines()
-    path.write_text(text[: -len(lines[-1]) // 2])  # the evaluation's
-    with pytest.warns(UserWarning, match=f"line {len(lines)} is incomplete"):
-        cut = read_run(path)
-    assert cut.of("eval") == [] and cut.of("train") == whole.of("train") and cut.steps == whole.steps
-
-
 def test_a_resumed_run_goes_on_after_an_unfinished_line(tmp_path: Path) -> None:
-    path = write_run(tmp_path, rollouts=2)
-    path.write_text(path.read_text()[:-30])
+    path = write_run(tmp_path, rollouts=3)
+    whole, text = read_run(path), path.read_text()
+    path.write_text(text[:-30])  # of the evaluation
+    with pytest.warns(UserWarning, match=f"line {len(text.splitlines())} is incomplete"):
+        cut = read_run(path)
+    assert (cut.of("eval"), cut.of("train"), cut.steps) == ([], whole.of("train"), whole.steps)
     log = RunLog(path)
     log.append(make_header(started="later"))
-    log.append(make_rollout(2))
+    log.append(make_rollout(3))
     run = read_run(path)  # a warning would be an unfinished line in its middle
     assert [header.started for header in run.headers] == [make_header().started, "later"]
-    assert [record.rollout for record in run.rollouts] == [0, 1, 2] and not run.of("eval")
-
-
-def test_a_last_line_that_only_lacks_its_break_is_kept(tmp_path: Path) -> None:
-    path = write_run(tmp_path, rollouts=2)
-    path.write_text(path.read_text().rstrip("\n"))
-    RunLog(path).append(make_step(3))
-    run = read_run(path)
-    assert len(run.of("eval")) == 1 and [step.step for step in run.steps] == [1, 2, 3]
+    assert run.rollouts == [*whole.of("train"), make_rollout(3)]
+    path.write_text(path.read_text().rstrip("\n"))  # a whole line is kept
+    RunLog(path).append(make_step(4))
+    assert read_run(path).rollouts == run.rollouts and read_run(path).steps == [*whole.steps, make_step(4)]
 
 
 def test_a_resumed_run_replaces_what_lies_beyond_its_checkpoint(tmp_path: Path) -> None:
     path = write_run(tmp_path, rollouts=6)  # and one evaluation
     log = RunLog(path)
     log.append(make_header(started="later"))
-    again = make_rollout(3, seed=1)
-    log.append(again)
+    for seed in (1, 2):  # of two lines of the same rollout the second wins
+        log.append(make_rollout(3, seed=seed))
     log.append(make_step(4, reward=0.9))
     run = read_run(path)
-    assert run.of("train") == [*(make_rollout(i) for i in range(3)), again]  # 4 and 5 are void: they led nowhere
+    # Rollouts 4 and 5 are void: they led nowhere.
+    assert run.of("train") == [*(make_rollout(i) for i in range(3)), make_rollout(3, seed=2)]
     assert run.steps == [*(make_step(i) for i in (1, 2, 3)), make_step(4, reward=0.9)]
-    assert run.of("eval") == [make_rollout(0, mode="eval")]
-    assert run.header.started == "later"
+    assert run.of("eval") == [make_rollout(0, mode="eval")] and run.header.started == "later"
 
 
-def test_a_second_line_of_the_same_rollout_wins(tmp_path: Path) -> None:
-    path = write_run(tmp_path, rollouts=2)
-    log = RunLog(path)
-    log.append(make_rollout(1, seed=5))
-    assert read_run(path).of("train") == [make_rollout(0), make_rollout(1, seed=5)]
+def change(number: int, without: str = "", **fields: Any) -> Callable[[Path], None]:
+    """Has the JSON object in line `number` (from 1) changed."""
 
+    def edit(path: Path) -> None:
+        lines = path.read_text().splitlines()
+        data = json.loads(lines[number - 1]) | fields
+        data.pop(without, None)
+        lines[number - 1] = json.dumps(data)
+        path.write_text("\n".join(lines) + "\n")
 
-def drop(path: Path, *numbers: int) -> None:
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for number, line in enumerate(lines, 1) if number not in numbers))
-
-
-def change(number: int, **fields: Any) -> Callable[[Path], None]:
-    return lambda path: edit(path, number, lambda data: data.update(fields))
+    return edit
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: edit(path, 2, lambda d: d.pop("tokens")), "line 2: rollout.tokens: Field required"),
+        (change(2, without="tokens"), "line 2: rollout.tokens: Field required"),
         (change(2, colour=1), "line 2: rollout.colour: Unexpected"),
         (change(2, seconds="fast"), r"line 2: rollout.seconds: .* valid number \(found 'fast'\)"),
         (change(2, seconds=None), r"line 2: rollout.seconds: .* valid number \(found None\)"),
@@ -153,7 +129,7 @@ def change(number: int, **fields: Any) -> Callable[[Path], None]:
         (change(1, version=2, colour=1), r"line 1: header.version: Input should be 1 \(found 2\)"),
         (change(1, kind=["header"]), "line 1: .*'header', 'rollout', 'step'"),
         (lambda path: path.write_text(path.read_text().replace('"phases"', '"phas', 1)), "line 3: Invalid JSON"),
-        (lambda path: drop(path, 1), "line 1 comes before any header"),
+        (lambda path: path.write_text(path.read_text().partition("\n")[2]), "line 1 comes before any header"),
         (lambda path: path.write_text(""), "holds no record"),
         (lambda path: path.unlink(), f"{LOG_FILE} does not exist. Name the output_dir"),
     ],
@@ -164,9 +140,3 @@ def test_a_damaged_log_is_refused(damage: Callable[[Path], object], message: str
     with pytest.raises(ValueError, match=message) as error:
         read_run(tmp_path)
     assert str(path) in str(error.value)
-
-
-def test_a_run_killed_before_its_first_rollout_can_be_read(tmp_path: Path) -> None:
-    RunLog(tmp_path / LOG_FILE).append(make_header())
-    run = read_run(tmp_path)
-    assert run.rollouts == [] and run.steps == []

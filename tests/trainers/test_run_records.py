@@ -20,7 +20,6 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.trainers.run_log import Run as Log
 from spec_trl.trainers.run_log import read_run
 from spec_trl.trainers.verdict import verdict_of
-from tests.trainers.conftest import imaginary_profile
 from tests.trainers.harness import Run, make_trainer, tiny_dataset, tiny_policy, train
 
 
@@ -129,39 +128,26 @@ def test_every_metric_is_logged_and_says_what_the_log_says(always: Left) -> None
         assert 0 < record.acceptance_rate < 1 and 0 < record.first_token_acceptance < 1
         assert 2 < draft_length == record.mean_draft_length <= 3  # shorter where a row has little room left
         assert 0.5 < record.sd_on_fraction <= 1
-
-
-def test_without_a_plain_round_the_speedup_is_not_known(always: Left) -> None:
     assert always.lines[0] == "spec_trl rollouts: sd_toggle=always"
     assert always.lines[-1].endswith("the speedup over plain decoding is not known: no plain round was measured.")
 
 
-def test_without_a_drafter(leave: Make) -> None:
-    left = leave("none", max_steps=1)
-    (record,) = left.log.rollouts
+def test_some_metrics_need_a_drafter_drafts_or_a_copy(leave: Make) -> None:
+    plain, lookup = leave("none", max_steps=1), leave("ngram", max_steps=1, max_completion_length=80)
+    (record,) = plain.log.rollouts
     assert record.drafter is record.block_efficiency is record.mean_draft_length is None
-    assert record.sd_on_fraction == 0 and record.speculating == [(0, 0)]
-    assert names(left.run) == ALWAYS
-
-
-def test_prompt_lookup_has_nothing_to_refresh(leave: Make) -> None:
-    left = leave("ngram", max_steps=1, max_completion_length=80, per_device_train_batch_size=4)
-    assert names(left.run) == DRAFTED - {"drafter_refresh_seconds"} | {"block_efficiency_from_64"}
-    shallow, deep = (left.run.metric(f"rollout/block_efficiency_from_{edge}")[0] for edge in (0, 64))
-    assert min(shallow, deep) <= left.log.rollouts[0].block_efficiency <= max(shallow, deep)
-
-
-def test_one_token_leaves_nothing_to_draft(leave: Make) -> None:
-    run = leave(max_completion_length=1, max_steps=2).run
+    assert record.sd_on_fraction == 0 and record.speculating == [(0, 0)] and names(plain.run) == ALWAYS
+    assert names(lookup.run) == DRAFTED - {"drafter_refresh_seconds"} | {"block_efficiency_from_64"}
+    shallow, deep = (lookup.run.metric(f"rollout/block_efficiency_from_{edge}")[0] for edge in (0, 64))
+    assert min(shallow, deep) <= lookup.log.rollouts[0].block_efficiency <= max(shallow, deep)
+    run = leave(max_completion_length=1, max_steps=2).run  # one token leaves nothing to draft
     assert run.metric("rollout/sd_on_fraction") == run.metric("rollout/draft_length") == [0.0] * 2
     assert run.metric("rollout/block_efficiency") == []  # nothing to report, and no NaN in TRL's averages
     assert all(run.metric("rollout/target_entropy"))
 
 
-def test_a_run_that_drafts_ends_with_what_it_gained(leave: Make, tmp_path: Path) -> None:
-    imaginary_profile(0.63).save(tmp_path / "pays.json")  # 1.2 times, at τ = 5
-    options = dict(sd_toggle="roofline", roofline_profile=str(tmp_path / "pays.json"))
-    left = leave(max_steps=1, max_completion_length=48, **options)
+def test_a_run_that_drafts_ends_with_what_it_gained(leave: Make, profiles: dict[str, str]) -> None:
+    left = leave(max_steps=1, max_completion_length=48, sd_toggle="roofline", roofline_profile=profiles["pays"])
     # 8 rows of at most 17 tokens of prompt and 24 of output; by the profile 5 / (5 × 0.63 + 1).
     first, last = left.lines
     assert re.fullmatch(r"spec_trl rollouts: speculation predicted 1\.20× at 8 rows × \d\d tokens: speculating", first)
@@ -177,30 +163,16 @@ def test_a_run_that_drafts_ends_with_what_it_gained(leave: Make, tmp_path: Path)
     assert record.phase_seconds["control"] > 0
 
 
-def test_a_run_that_does_not_draft_says_why(leave: Make, tmp_path: Path) -> None:
-    imaginary_profile(10.0).save(tmp_path / "does_not.json")
-    left = leave(max_steps=2, sd_toggle="roofline", roofline_profile=str(tmp_path / "does_not.json"))
+def test_a_run_that_does_not_draft_says_why(leave: Make, profiles: dict[str, str]) -> None:
+    left = leave(max_steps=2, sd_toggle="roofline", roofline_profile=profiles["does not"])
     assert left.lines[-1].startswith("spec_trl verdict: nothing was drafted (speculation predicted 0.10× at ")
     records = left.log.rollouts
     assert [record.predicted_speedup for record in records] == left.run.metric("rollout/predicted_speedup")
+    never = leave(sd_toggle="never", max_steps=1).lines[-1]
+    assert never == "spec_trl verdict: nothing was drafted (sd_toggle=never): rollouts were plain decoding."
     for record in records:
         assert record.predicted_speedup == pytest.approx(5 / 51, rel=0.01)
         assert record.plain_seconds == pytest.approx(record.seconds - record.refresh_seconds, rel=1e-6)
-
-
-def test_never_is_said_in_one_line(leave: Make) -> None:
-    left = leave(sd_toggle="never", max_steps=1)
-    assert left.lines[-1] == "spec_trl verdict: nothing was drafted (sd_toggle=never): rollouts were plain decoding."
-
-
-def test_resumed_run_appends(tmp_path: Path) -> None:
-    saving = dict(save_strategy="steps", save_steps=1)
-    train(tmp_path, max_steps=2, **saving)
-    train(tmp_path, max_steps=3, resume=tmp_path / "checkpoint-1", **saving)
-    log = read_run(tmp_path)
-    assert len(log.headers) == 2
-    assert [record.step for record in log.rollouts] == [0, 1, 2]
-    assert [record.step for record in log.steps] == [1, 2, 3]
 
 
 def test_target_entropy_is_the_surprise_of_what_was_sampled(tmp_path: Path) -> None:
@@ -226,12 +198,12 @@ def test_awq_learns_from_the_training_forwards(tmp_path: Path) -> None:
     scaled: list[bool] = []
 
     def look(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        layers = trainer._drafters[0].quantized.layers.values()
+        layers = run.calls[-1].drafters[0].quantized.layers.values()
         scaled.append(any(bool((layer.inverse_scales != 1).any()) for layer in layers))
         return [float(len(ids)) for ids in completion_ids]
 
     options = dict(max_steps=2, draft_quantization="awq-w4-g128", trainer={"reward_funcs": look})
-    trainer, _ = make_trainer(tmp_path, **options)
+    trainer, run = make_trainer(tmp_path, **options)
     trainer.train()
     assert scaled == [False, True]  # before the first step nothing was seen
 

@@ -7,19 +7,19 @@ from spec_trl.trainers.step_clock import StepClock
 
 
 class Device:
-    """A GPU that is behind by a second whenever it is not waited for."""
+    """A GPU that has a second of work left for each piece that was not waited for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.behind = 0.0, 0.0
+        self.now, self.left = 0.0, 0.0
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
 
     def work(self) -> None:
-        self.behind += 1.0
+        self.left += 1.0
 
     def wait(self, device: torch.device) -> None:
         assert device == torch.device("cuda:1")
-        self.now, self.behind = self.now + self.behind, 0.0
+        self.now, self.left = self.now + self.left, 0.0
 
 
 def test_phases_have_the_work_that_they_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def verdict(*records: object) -> Verdict:
     return found
 
 
-def rollout(index: int, seconds: float, plain: float | None, share: float = 0.5, **changes: object):  # type: ignore[no-untyped-def]
+def rollout(index: int, seconds: float, plain: float | None, share: float = 0.5, **changes: object) -> RolloutRecord:
     return make_rollout(
         index, seconds=seconds, plain_seconds=plain, sd_on_fraction=share, rounds=100, reason="why", **changes
     )
@@ -45,42 +45,45 @@ def test_a_gain() -> None:
     assert str(found) == f"{gain}, drafting in 70% of rounds."
 
 
-def test_a_loss_says_so_and_training_of_the_drafter_counts() -> None:
-    step = make_step(1, phases={"rollout": 10.0, "adaptation": 4.0})
-    found = verdict(make_header(calibration_seconds=3.0), rollout(0, 10.0, 12.5), step)
-    assert str(found) == (
-        "rollouts 0.74× of plain decoding, 4.5 s lost (calibration, adaptation and refresh subtracted), drafting in "
-        "50% of rounds."
-    )
+REASON = "speculation predicted 0.66× at 64 rows × 300 tokens: decoding plainly"
+PLAIN = [make_rollout(i, seconds=6.0, plain_seconds=6.0, sd_on_fraction=0.0, reason=REASON) for i in range(2)]
+NOTHING = f"nothing was drafted ({REASON}): rollouts were plain decoding"
+UNKNOWN = "drafting in 50% of rounds; the speedup over plain decoding is not known: "
+SAVED = "5.0 s saved (calibration and refresh subtracted), drafting in 50% of rounds"
+ADAPTED = "4.5 s lost (calibration, adaptation and refresh subtracted), drafting in 50% of rounds."
+OLDER = make_rollout(0, plain_seconds=None, reason=None, sd_on_fraction=0.5)
+DRAFTED, NOT_DRAFTED = (run_log.RoundPoint(8, 100.0, gamma, 20, 0.1, 480) for gamma in (5, 0))
 
 
-def test_nothing_was_drafted() -> None:
-    reason = "speculation predicted 0.66× at 64 rows × 300 tokens: decoding plainly"
-    plain = [make_rollout(i, seconds=6.0, plain_seconds=6.0, sd_on_fraction=0.0, reason=reason) for i in range(2)]
-    assert str(verdict(make_header(calibration_seconds=101.0), *plain)) == (
-        f"nothing was drafted ({reason}): rollouts were plain decoding; calibration and refresh took 101 s."
-    )
-    assert str(verdict(make_header(), *plain)) == f"nothing was drafted ({reason}): rollouts were plain decoding."
-    assert str(verdict(make_header())) == "no training rollout was logged."
-
-
-def test_no_baseline_is_not_invented() -> None:
-    unknown = "drafting in 50% of rounds; the speedup over plain decoding is not known"
-    assert str(verdict(rollout(0, 10.0, None))) == f"{unknown}: no plain round was measured."
-    older = make_rollout(0, plain_seconds=None, reason=None, sd_on_fraction=0.5)
-    assert str(verdict(older)) == f"{unknown}: the log is older than this comparison."
-    partly = str(verdict(rollout(0, 10.0, None), rollout(1, 10.0, 15.0)))
-    assert partly.startswith("rollouts 1.50× of plain decoding, 5.0 s saved")
-    assert partly.endswith("; known of 1 of 2 rollouts.")
-
-
-def test_a_baseline_that_only_calibration_measured_is_named() -> None:
-    drafted = [run_log.RoundPoint(8, 100.0, 5, 20, 0.1, 480)]
-    always = rollout(0, 10.0, 15.0, points=drafted)
-    said = "rollouts 1.50× of plain decoding as calibration measured it (no round of the run was plain), 5.0 s saved"
-    assert str(verdict(always)).startswith(said)
-    both = rollout(0, 10.0, 15.0, points=[*drafted, run_log.RoundPoint(8, 100.0, 0, 3, 0.1, 24)])
-    assert str(verdict(both)).startswith("rollouts 1.50× of plain decoding, 5.0 s saved")
+@pytest.mark.parametrize(
+    ("sentence", "records"),
+    [
+        (
+            f"rollouts 0.74× of plain decoding, {ADAPTED}",
+            [make_header(calibration_seconds=3.0), rollout(0, 10.0, 12.5), make_step(1, phases={"adaptation": 4.0})],
+        ),
+        (f"{NOTHING}; calibration and refresh took 101 s.", [make_header(calibration_seconds=101.0), *PLAIN]),
+        (f"{NOTHING}.", [make_header(), *PLAIN]),
+        ("no training rollout was logged.", [make_header()]),
+        # No baseline is invented.
+        (f"{UNKNOWN}no plain round was measured.", [rollout(0, 10.0, None)]),
+        (f"{UNKNOWN}the log is older than this comparison.", [OLDER]),
+        (
+            f"rollouts 1.50× of plain decoding, {SAVED}; known of 1 of 2 rollouts.",
+            [rollout(0, 10.0, None), rollout(1, 10.0, 15.0)],
+        ),
+        (
+            f"rollouts 1.50× of plain decoding as calibration measured it (no round of the run was plain), {SAVED}.",
+            [rollout(0, 10.0, 15.0, points=[DRAFTED])],
+        ),
+        (
+            f"rollouts 1.50× of plain decoding, {SAVED}.",
+            [rollout(0, 10.0, 15.0, points=[DRAFTED, NOT_DRAFTED])],
+        ),
+    ],
+)
+def test_the_sentence(sentence: str, records: list[object]) -> None:
+    assert str(verdict(*records)) == sentence
 
 
 def test_seconds_saved_by_rollout(tmp_path: Path) -> None:

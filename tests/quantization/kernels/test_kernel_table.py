@@ -59,9 +59,8 @@ def test_what_is_saved_is_read_again(cache: Path) -> None:
     saved.save()
     assert KernelTable.load(KEY) == saved
     assert [*cache.iterdir()] == [KEY.path]
-    # A file of the first release.
     old = {"version": 1, "key": asdict(KEY), "dense": DENSE, "kernels": saved.kernels}
-    KEY.path.write_text(json.dumps(old, indent=1) + "\n")
+    KEY.path.write_text(json.dumps(old, indent=1) + "\n")  # as the first release wrote it
     assert KernelTable.load(KEY) == saved
 
 
@@ -76,22 +75,21 @@ def test_a_table_for_something_else_is_refused(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("text", "damaged"),
     [
         ("0.000012", "0.0"), ("0.000012", "NaN"), ("0.000012", '"fast"'), ('"64"', '"65"'), ('"dense"', '"sparse"'),
         ('"version": 1', '"version": 2'), ("{", ""),
     ],
 )  # fmt: skip
-def test_a_damaged_table_is_refused(damage: tuple[str, str]) -> None:
+def test_a_damaged_table_is_refused(text: str, damaged: str) -> None:
     table().save()
-    text = KEY.path.read_text()
-    assert damage[0] in text
-    KEY.path.write_text(text.replace(*damage))
+    assert text in KEY.path.read_text()
+    KEY.path.write_text(KEY.path.read_text().replace(text, damaged))
     with pytest.raises(ValueError, match=r"json is not a valid table of kernels: .*it is measured again"):
         KernelTable.load(KEY)
 
 
-def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch) -> None:
+def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPEC_TRL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_directory() == tmp_path / "xdg/spec_trl/kernels"

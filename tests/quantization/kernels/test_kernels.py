@@ -7,13 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.quantization.kernels import (
-    LayerSpec,
-    PackedWeight,
-    QuantizedRows,
-    check_kernel_name,
-    find_kernel,
-)
+from spec_trl.quantization.kernels import LayerSpec, PackedWeight, QuantizedRows, find_kernel
 from spec_trl.quantization.kernels.humming import HummingInt4
 from spec_trl.quantization.kernels.marlin import MarlinInt4
 from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
@@ -89,17 +83,12 @@ def test_rows_are_stored_in_place_block_by_block(kernel, out: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(packed.buffers(), whole.buffers(), strict=True))
     if kernel in (ReferenceInt4, TritonInt4):
         assert torch.equal(packed.unpack(), codes)
-
-
-@pytest.mark.parametrize("kernel", STORES_ON_CPU)
-def test_memory(kernel) -> None:
-    packed = kernel(spec(256, 1024, 128 if kernel.bits == 4 else 1024, kernel.bits, dtype=BF16))
-    assert packed.nbytes / (2 * 256 * 1024) <= (0.27 if kernel.bits == 4 else 0.51)
-    assert not packed.state_dict()
+    large = kernel(spec(256, 1024, 128 if bits == 4 else 1024, bits, dtype=BF16))
+    assert large.nbytes / (2 * 256 * 1024) <= (0.27 if bits == 4 else 0.51) and not large.state_dict()
 
 
 def test_the_choice_by_name() -> None:
-    """"auto" takes the fast kernel and never the reference."""
+    """ "auto" takes the fast kernel and never the reference."""
     assert find_kernel("reference", spec(64)) is ReferenceInt4
     assert find_kernel("reference", spec(64, bits=8)) is ReferenceInt8
     assert find_kernel("auto", spec(64)) is find_kernel("torch_int4", spec(64)) is TorchInt4Cpu
@@ -155,9 +144,3 @@ def test_what_is_missing_is_named(kernel, requirement: str, monkeypatch) -> None
     assert ("nvcc" in (kernel.unsupported(layer) or "")) == (kernel is MarlinInt4)
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert kernel.unsupported(layer) == "the GPU is not NVIDIA's"
-
-
-def test_an_unknown_kernel_is_refused_with_the_names() -> None:
-    names = "'auto', 'torch_int4', 'triton', 'humming', 'marlin', 'torch_int8', 'reference'"
-    with pytest.raises(ValueError, match=rf"kernel='marlln'.*{names}"):
-        check_kernel_name("marlln")

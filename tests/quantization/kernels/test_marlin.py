@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, marlin_mm
-from spec_trl.quantization.kernels.base import join_nibbles
 from spec_trl.quantization.kernels.marlin import MarlinInt4
 from spec_trl.quantization.kernels.marlin_mm import marlin_int4_mm
 
@@ -48,11 +47,6 @@ def test_what_is_stored(shape):
         assert torch.equal(packed.zeros[:, place // 8] >> 4 * nibble & 15, zeros[row].int())
     padded = [place for place in range(stored) if place // 64 * 64 + place % 8 * 8 + place % 64 // 8 >= out]
     assert len(padded) == padding and not packed.scales[:, padded].any()
-
-
-def test_nibbles_fill_a_word_from_below():
-    words = join_nibbles([torch.tensor([i, 15 - i], dtype=torch.int32) for i in range(8)])
-    assert [int(word) & 0xFFFFFFFF for word in words] == [0x76543210, 0x89ABCDEF]
 
 
 def test_the_operator_has_a_shape_without_a_gpu():

@@ -9,11 +9,17 @@ from spec_trl.quantization.rtn import RoundToNearest
 
 
 pytestmark = pytest.mark.cuda
-KERNELS = [kernel for kernel in FAST_KERNELS if kernel.device_type == "cuda"]
-SHAPES = [(512, 3584, 128), (3584, 512, 64), (4864, 896, 128), (1024, 1024, 32)]
+
+
+@pytest.fixture(
+    params=[kernel for kernel in FAST_KERNELS if kernel.device_type == "cuda"], ids=lambda kernel: kernel.name
+)
+def kernel(request):
+    return request.param
 
 
 def layer_for(kernel, shape):
+    """The layer of this shape (out, in, group); the test is skipped where the kernel cannot hold it."""
     layer = LayerSpec(*shape[:2], 4, shape[2], torch.bfloat16, None, torch.device("cuda"))
     reason = kernel.unsupported(layer)
     if reason is not None:
@@ -21,8 +27,7 @@ def layer_for(kernel, shape):
     return layer
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(512, 3584, 128), (3584, 512, 64), (4864, 896, 128), (1024, 1024, 32)])
 def test_multiplies_like_the_reference(kernel, shape):
     torch.manual_seed(0)
     layer = layer_for(kernel, shape)
@@ -40,7 +45,6 @@ def test_multiplies_like_the_reference(kernel, shape):
         assert ((y.double() - exact).abs() <= 0.05 * exact.std()).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_captured_graph_survives_a_refresh(kernel):
     torch.manual_seed(0)
     layer = layer_for(kernel, (3584, 3584, 128))
@@ -62,7 +66,6 @@ def test_a_captured_graph_survives_a_refresh(kernel):
     torch.testing.assert_close(y, fresh.linear(x))
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_large_blocks_of_rows_pack_like_small_ones(kernel, monkeypatch):
     torch.manual_seed(0)
     layer = layer_for(kernel, (18944, 512, 128))
@@ -74,18 +77,15 @@ def test_large_blocks_of_rows_pack_like_small_ones(kernel, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(whole.buffers(), blocks.buffers(), strict=True))
 
 
-def test_quantizing_waits_for_nothing():
+def test_quantizing_waits_for_nothing(kernel):
+    packed, quantizer = kernel(layer_for(kernel, (1024, 1024, 128))), RoundToNearest()
     weight = torch.randn(1024, 1024, device="cuda")
-    for kernel in KERNELS:
-        layer = LayerSpec(1024, 1024, 4, 128, torch.bfloat16, None, torch.device("cuda"))
-        if kernel.unsupported(layer) is None:
-            packed, quantizer = kernel(layer), RoundToNearest()
-            quantizer.quantize_(weight, packed)  # compiles, allocates
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                quantizer.quantize_(weight, packed)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+    quantizer.quantize_(weight, packed)  # compiles, allocates
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        quantizer.quantize_(weight, packed)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_kernels_are_measured(monkeypatch, tmp_path):

@@ -22,16 +22,9 @@ mm = pytest.importorskip("spec_trl.quantization.kernels.triton_int4_mm", reason=
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # out, in, group: whole tiles, rows and columns that need padding, words of 16 and of 32, one row, a small model's
 SHAPES = [
-    (128, 256, 128),
-    (64, 128, 128),
-    (208, 64, 32),
-    (40, 192, 64),
-    (344, 256, 32),
-    (300, 1024, 128),
-    (496, 896, 128),
-    (1, 512, 64),
-    (128, 288, 32),
-]
+    (128, 256, 128), (64, 128, 128), (208, 64, 32), (40, 192, 64), (344, 256, 32), (300, 1024, 128), (496, 896, 128),
+    (1, 512, 64), (128, 288, 32),
+]  # fmt: skip
 
 
 def spec(out_features, in_features, group, dtype=torch.bfloat16, device=DEVICE):
@@ -44,52 +37,27 @@ def pack(kernel, layer, weight):
     return packed
 
 
-def check_product(shape, rows, dtype, error, tail):
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        ((20, 192, 64), 3), ((18, 256, 32), 2),  # words of 16, and of 32; padded rows and columns
+        *(pytest.param(shape, rows, marks=pytest.mark.slow) for shape in SHAPES for rows in (1, 8, 16, 40)),
+    ],
+)  # fmt: skip
+def test_multiplies_like_the_reference(shape, rows):
     """One rounding of the result, and what the interpreter's arithmetic cuts off; sums are fp32."""
-    torch.manual_seed(0)
-    weight, layer = torch.randn(*shape[:2], device=DEVICE), spec(*shape, dtype=dtype)
-    x = torch.randn(rows, shape[1], device=DEVICE).to(dtype)
-    packed, reference = pack(TritonInt4, layer, weight), pack(ReferenceInt4, layer, weight)
-    steps = reference.unpack().view(-1, layer.groups, layer.group).double() - reference.zeros.double()[..., None]
-    exact = x.double() @ (steps * reference.scales.double()[..., None]).flatten(1).T  # [rows, out]
-    y = packed.linear(x)  # [rows, out]
-    assert y.dtype == dtype and y.shape == exact.shape
-    noise = tail * x.double().abs() @ weight.double().abs().T  # [rows, out]
-    assert ((y.double() - exact).abs() <= error * exact.abs() + noise).all()
-    assert torch.equal(packed.unpack(), reference.unpack())
-
-
-@pytest.mark.parametrize("shape", [(20, 192, 64), (18, 256, 32)])  # words of 16, and of 32; padded rows and columns
-def test_multiplies_like_the_reference(shape):
-    check_product(shape, 3, torch.bfloat16, 2**-7, 2**-16)
-    check_product(shape, 2, torch.float16, 2**-10, 2**-14)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 8, 16, 40])
-def test_multiplies_like_the_reference_for_every_shape(shape, rows):
-    check_product(shape, rows, torch.bfloat16, 2**-7, 2**-16)
-    check_product(shape, rows, torch.float16, 2**-10, 2**-14)
-
-
-@pytest.mark.parametrize("shape", [(300, 1024, 128), (40, 192, 64), (128, 288, 32)])
-def test_the_layout_is_the_one_that_is_drawn(shape):
-    torch.manual_seed(0)
-    weight, layer = torch.randn(*shape[:2]), spec(*shape, device=torch.device("cpu"))
-    packed, reference = pack(TritonInt4, layer, weight), pack(ReferenceInt4, layer, weight)
-    width = 32 if shape[1] % 256 == 0 else 16
-    codes = reference.unpack()
-    for row, column in zip(np.random.RandomState(0).randint(0, shape[0], 200), range(0, shape[1]), strict=False):
-        span, within = divmod(column, 8 * width)
-        word = int(packed.codes[row // 16, span, row % 16, within % width]) & 0xFFFFFFFF
-        assert word >> (4 * (within // width)) & 15 == codes[row, column]
-    pairs = packed.scales_and_offsets[: layer.groups, : shape[0]].T.contiguous()  # [out, groups]
-    halves = pairs.view(torch.bfloat16).view(shape[0], layer.groups, 2)  # little endian: the lower half first
-    assert torch.equal(halves[..., 0], -(128 + reference.zeros.bfloat16()))
-    assert torch.equal(halves[..., 1], reference.scales)
-    assert not packed.scales_and_offsets[layer.groups :].any()
-    assert not packed.scales_and_offsets[:, shape[0] :].any()
+    for dtype, error, tail in ((torch.bfloat16, 2**-7, 2**-16), (torch.float16, 2**-10, 2**-14)):
+        torch.manual_seed(0)
+        weight, layer = torch.randn(*shape[:2], device=DEVICE), spec(*shape, dtype=dtype)
+        x = torch.randn(rows, shape[1], device=DEVICE).to(dtype)
+        packed, reference = pack(TritonInt4, layer, weight), pack(ReferenceInt4, layer, weight)
+        steps = reference.unpack().view(-1, layer.groups, layer.group).double() - reference.zeros.double()[..., None]
+        exact = x.double() @ (steps * reference.scales.double()[..., None]).flatten(1).T  # [rows, out]
+        y = packed.linear(x)  # [rows, out]
+        assert y.dtype == dtype and y.shape == exact.shape
+        noise = tail * x.double().abs() @ weight.double().abs().T  # [rows, out]
+        assert ((y.double() - exact).abs() <= error * exact.abs() + noise).all()
+        assert torch.equal(packed.unpack(), reference.unpack())
 
 
 def test_rows_of_x_do_not_mix_and_may_be_a_view():
@@ -125,12 +93,8 @@ def test_splits(tiles, spans):
     busiest = -(-tiles * splits // 132) * each
     fewest = min(-(-tiles * n // 132) * -(-spans // n) for n in range(1, spans + 1))
     assert busiest <= max(fewest, mm.IMBALANCE * tiles * spans / 132)
-
-
-def test_splits_of_known_layers():
-    assert mm.splits_for(1188, 14, 132) == 1  # an output head: nine tiles for each multiprocessor
-    assert mm.splits_for(4, 14, 132) == 14  # keys and values: one span per program
-    assert mm.splits_for(28, 14, 132) == 4
+    # An output head has nine tiles for each multiprocessor; keys and values take one span per program.
+    assert [mm.splits_for(tiles, 14, 132) for tiles in (1188, 4, 28)] == [1, 14, 4]
 
 
 def run_ptx(lines, inputs):
