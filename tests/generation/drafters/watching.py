@@ -4,19 +4,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, cat, nn
+from torch import Tensor, cat
 
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
 from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.verification import Proposal
+from tests.generation.drafters.dflash import reference as dflash
+from tests.generation.drafters.eagle3 import reference as eagle3
 
 
 Seen = list[tuple[list[int], list[int], Tensor]]
 
 
 @dataclass(frozen=True)
-class _Watched(DraftSession):
+class Watched(DraftSession):
+    """Collects the logits that drafts are drawn from."""
+
     steps: list[Tensor]
 
     def draw(self, logits: Tensor, *arguments: Any) -> Any:
@@ -30,9 +34,6 @@ def watch(drafter: FeatureDrafter) -> Seen:
     steps: list[Tensor] = []
     begin, propose = drafter.begin, drafter.propose
 
-    def watched_begin(session: DraftSession) -> None:
-        begin(_Watched(*vars(session).values(), steps))
-
     def watched(draft_length: int, noise: RoundNoise | None) -> Proposal:
         steps.clear()
         proposal = propose(draft_length, noise)
@@ -43,32 +44,13 @@ def watch(drafter: FeatureDrafter) -> Seen:
                 seen.append((rows.tokens[row, :length].tolist(), drafts, logits[row]))
         return proposal
 
-    drafter.begin, drafter.propose = watched_begin, watched  # type: ignore[method-assign]
+    drafter.begin = lambda session: begin(Watched(*vars(session).values(), steps))
+    drafter.propose = watched
     return seen
-
-
-def fed_per_round(drafter: FeatureDrafter) -> list[list[int]]:
-    """Collects the number of pairs per row of each forward of EAGLE-3's network: of prompts first, then by round."""
-    found: list[list[int]] = [[]]
-    propose = drafter.propose
-
-    def count(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        found[-1].append(arguments[0].shape[1])
-
-    def watched(draft_length: int, noise: RoundNoise | None) -> Proposal:
-        found.append([])
-        return propose(draft_length, noise)
-
-    drafter.network.register_forward_pre_hook(count)
-    drafter.propose = watched  # type: ignore[method-assign]
-    return found
 
 
 def make_checkpoint(folder: Path, kind: str, vocabulary: int = 64, **changes: Any) -> str:
     """A random drafter for a target of two layers and 64 hidden dimensions."""
-    from tests.generation.drafters.dflash import reference as dflash
-    from tests.generation.drafters.eagle3 import reference as eagle3
-
     if kind == "eagle3":
         eagle3.make_folder(folder, eagle3.safeai(vocab_size=vocabulary, draft_vocab_size=vocabulary) | changes)
     else:
