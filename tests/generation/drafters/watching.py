@@ -1,14 +1,19 @@
 """What a drafter drafts, seen through the session that it draws from; and random checkpoints of both kinds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, cat
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
 
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
-from spec_trl.generation.engine.drafter import DraftSession
+from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
+from spec_trl.generation.engine.rows import Rows
 from spec_trl.generation.engine.verification import Proposal
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
@@ -37,7 +42,7 @@ def watch(drafter: FeatureDrafter) -> Seen:
     def watched(draft_length: int, noise: RoundNoise | None) -> Proposal:
         steps.clear()
         proposal = propose(draft_length, noise)
-        rows, logits = drafter.session.rows, cat(steps, dim=1)  # [B, γ, V]
+        rows, logits = drafter.session.rows, torch.cat(steps, dim=1)  # [B, γ, V]
         for row, (length, drafted) in enumerate(zip(rows.lengths.tolist(), proposal.lengths.tolist(), strict=True)):
             if drafted:
                 drafts = proposal.tokens[row, : len(steps)].tolist()
@@ -56,3 +61,23 @@ def make_checkpoint(folder: Path, kind: str, vocabulary: int = 64, **changes: An
     else:
         dflash.make_checkpoint(folder, dflash.zlab(vocab_size=vocabulary) | changes)
     return str(folder)
+
+
+def begin_greedy(drafter: Drafter, capacity: int, columns: int) -> Rows:
+    """Begins a greedy generation that has no model; returns its rows."""
+    rows = Rows(capacity, columns, torch.device("cpu"))
+    rows.tokens.fill_(3)  # leftovers after a row's end, which must not be found
+    pipeline = LogitsPipeline(LogitsProcessorList(), PrefixView(rows, rows.tokens), capacity)
+    drafter.begin(DraftSession(rows, pipeline, True, None, False))
+    return rows
+
+
+def before(watched: object, method: str, action: Callable[..., object]) -> None:
+    """Has `action` run before each call of the object's method, with the same arguments."""
+    original = getattr(watched, method)
+
+    def replaced(*arguments: Any) -> Any:
+        action(*arguments)
+        return original(*arguments)
+
+    setattr(watched, method, replaced)
