@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -72,12 +73,14 @@ def begin_greedy(drafter: Drafter, capacity: int, columns: int) -> Rows:
     return rows
 
 
-def before(watched: object, method: str, action: Callable[..., object]) -> None:
-    """Has `action` run before each call of the object's method, with the same arguments."""
+def before(
+    watched: object, method: str, action: Callable[..., object], patch: pytest.MonkeyPatch | None = None
+) -> None:
+    """Has `action` run before each call of the object's method, with the same arguments; while `patch` lasts."""
     original = getattr(watched, method)
 
-    def replaced(*arguments: Any) -> Any:
+    def replaced(*arguments: Any, **more: Any) -> Any:
         action(*arguments)
-        return original(*arguments)
+        return original(*arguments, **more)
 
-    setattr(watched, method, replaced)
+    patch.setattr(watched, method, replaced) if patch else setattr(watched, method, replaced)
