@@ -156,7 +156,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda folder: (folder / "config.json").write_text("{}"), "no weights"),
     "damaged weights": (lambda folder: damaged(folder), "cannot be read"),
     "code": (lambda folder: pickled(folder, {"a": Payload()}), "cannot be read"),
-    "more than tensors": (lambda folder: pickled(folder, {"a": torch.zeros(1), "step": 3}), "more than a dict of tens"),
+    "more than tensors": (lambda folder: pickled(folder, {"a": torch.zeros(1), "step": 3}), "more than a dict of"),
     "a shard is missing": (lambda folder: shards(folder, {"ids": "model-00003" + SHARD}), "does not lie next to it"),
     "a shard elsewhere": (lambda folder: shards(folder, {"ids": "../a.safetensors"}), r"\.\./a"),
     "a tensor is missing": (lambda folder: shards(folder, {"b": "model-00001" + SHARD}), r"disagree about \['b'\]"),

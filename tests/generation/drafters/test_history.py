@@ -16,9 +16,14 @@ from torch import Tensor
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.suffix_index import SuffixIndex
-from spec_trl.generation.engine.rows import Request
+from spec_trl.generation.engine.drafter import DraftSession
+from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.engine.rows import Admission, Request
+from spec_trl.generation.engine.verification import Proposal
+from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import begin_greedy
+from tests.generation.races import Plans
 
 
 UNBOUNDED = 10**9
@@ -160,96 +165,61 @@ def requests_of(prompts: list[list[int]]) -> list[Request]:
     return [Request(i, torch.tensor(prompt), 200, 0) for i, prompt in enumerate(prompts)]
 
 
-class Flight:
-    """Rows of a generation without a model. Keeps a drafter's history and a plain one side by side.
+class Checked(HistoryDrafter):
+    """Keeps a plain history next to its own, and compares what they propose."""
 
-    Args:
-        drafter: compared with `plain`.
-        rng: decides how many tokens a round commits.
-        reports: share of the rounds that are reported to the drafter at once.
-    """
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(max_tokens)
+        self.plain, self.proposed = PlainHistory(max_tokens), 0
 
-    def __init__(self, drafter: HistoryDrafter, plain: PlainHistory, rng: random.Random, reports: float = 1.0) -> None:
-        self.drafter, self.plain, self.rng, self.reports = drafter, plain, rng, reports
-        self.moves = self.proposed = 0
-
-    def run(self, prompts: list[list[int]], answers: list[list[int]]) -> None:
-        """Generates `answers`."""
-        self.rows = rows = begin_greedy(self.drafter, 5, 200)
+    def begin(self, session: DraftSession) -> None:
+        super().begin(session)
         self.plain.land(set())
-        self.texts: dict[int, PlainText] = {}
-        waiting = requests_of(prompts)
-        while waiting or rows.active:
-            if waiting and (free := rows.capacity - rows.active):
-                admission = rows.admit(waiting[:free])
-                self.drafter.admit(admission)
-                self.plain.land({tuple(prompts[i]) for i in rows.requests.tolist()})
-                for request in rows.requests[admission.first :].tolist():
-                    self.texts[request] = self.plain.start(prompts[request])
-                waiting = waiting[free:]
-            if self.rng.random() < self.reports:
-                self.check_drafts()
-            left = self.decode(answers)
-            finished = [row for row, count in enumerate(left) if not count]
-            if finished or self.rng.random() < self.reports:
-                self.report()
-            source, destination = rows.drop(finished)
-            if source:
-                self.moves += 1
-                self.drafter.move(source, destination, rows.longest)
+        self.texts: dict[int, PlainText] = {}  # of each request
 
-    def check_drafts(self) -> None:
-        draft_length = self.rng.randrange(1, 8)
-        proposal = self.drafter.propose(draft_length, None)
-        assert proposal.tokens.shape == (self.rows.active, draft_length)
-        assert proposal.tokens.dtype == proposal.lengths.dtype == torch.int64
+    def admit(self, admission: Admission) -> None:
+        super().admit(admission)
+        rows = self.session.rows
+        prompts = [tokens[:n].tolist() for tokens, n in zip(rows.tokens, rows.prompt_lengths.tolist(), strict=False)]
+        self.plain.land(set(map(tuple, prompts)))
+        for row in range(admission.first, rows.active):
+            self.texts[int(rows.requests[row])] = self.plain.start(prompts[row])
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        proposal = super().propose(draft_length, noise)
         self.proposed += int(proposal.lengths.sum())
+        assert proposal.tokens.dtype == proposal.lengths.dtype == torch.int64
         for row, (tokens, length) in enumerate(zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)):
-            text = self.texts[int(self.rows.requests[row])]  # as last reported
-            assert tokens[:length] == self.plain.propose(text, draft_length)
+            text = self.texts[int(self.session.rows.requests[row])]
+            assert len(tokens) == draft_length and tokens[:length] == self.plain.propose(text, draft_length)
+        return proposal
 
-    def decode(self, answers: list[list[int]]) -> list[int]:
-        """Commits some tokens; returns how many each row still lacks."""
-        rows, counts, left = self.rows, [], []
-        for row, request in enumerate(rows.requests.tolist()):
-            done, length = int(rows.generated[row]), int(rows.lengths[row])
-            new = torch.tensor(answers[request][done : done + self.rng.randrange(1, 7)])
-            rows.tokens[row, length : length + len(new)] = new
-            rows.tokens[row, length + len(new) : length + len(new) + 3] = 0  # rejected drafts
-            counts.append(len(new))
-            left.append(len(answers[request]) - done - len(new))
-        rows.commit(torch.tensor(counts), None)
-        rows.longest = int(rows.lengths.max())
-        return left
-
-    def report(self) -> None:
-        self.drafter.observe(0)
-        for row, request in enumerate(self.rows.requests.tolist()):
+    def observe(self, tokens: int) -> None:
+        super().observe(tokens)
+        rows = self.session.rows
+        for row, (request, length) in enumerate(zip(rows.requests.tolist(), rows.lengths.tolist(), strict=True)):
             text = self.texts[request]
-            self.plain.extend(text, self.rows.tokens[row, len(text.tokens) : self.rows.lengths[row]].tolist())
+            self.plain.extend(text, rows.tokens[row, len(text.tokens) : length].tolist())
         self.plain.evict()
-        assert len(self.drafter.history) == self.plain.count() <= self.plain.max_tokens
+        assert len(self.history) == self.plain.count() <= self.plain.max_tokens
 
 
-def task(rng: random.Random, prompt_count: int, copies: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts, some of them alike, and answers over few tokens."""
-    prompts = [[rng.randrange(5) for _ in range(rng.randrange(1, 20))] for _ in range(prompt_count)]
-    prompts = [prompt for prompt in prompts for _ in range(copies)]
-    return prompts, [[rng.randrange(5) for _ in range(rng.randrange(1, 60))] for _ in prompts]
-
-
-@settings(deadline=None, max_examples=40, derandomize=True)
-@given(st.sampled_from([UNBOUNDED, 700, 150, 20]), st.sampled_from([1.0, 0.5]), st.randoms(use_true_random=True))
-def test_rows_equal_the_plain_way(max_tokens: int, reports: float, rng: random.Random) -> None:
+@pytest.mark.parametrize("max_tokens", [UNBOUNDED, 700, 150, 20])
+def test_rows_equal_the_plain_way(max_tokens: int, tiny) -> None:
     """Two epochs of the same prompts, in another order each, with rows that finish, move and are refilled."""
-    plain = PlainHistory(max_tokens)
-    flight = Flight(HistoryDrafter(max_tokens), plain, rng, reports)
-    prompts, _ = task(rng, 4, 3)
-    for _ in range(2):
-        _, answers = task(rng, 4, 3)
-        flight.run(rng.sample(prompts, len(prompts)), answers)
-    assert flight.moves > 0 and flight.proposed > (0 if max_tokens == 20 else 50)
-    assert plain.has_evicted or max_tokens > 150
+    drafter, rng = Checked(max_tokens), random.Random(max_tokens)
+    prompts = [torch.tensor([rng.randrange(3, 8) for _ in range(rng.randrange(1, 20))]) for _ in range(4)] * 3
+    suppressed = [token for token in range(64) if token not in range(3, 8)]
+    few = dict(suppress_tokens=suppressed, temperature=4.0, sequence_bias={(7,): -6.0})
+    for seed in range(2):
+        control = Plans(1, [[Chain(0, draft_length)] if draft_length else [] for draft_length in (7, 1, 4, 0, 2)])
+        result = generate(
+            tiny, pad_left(rng.sample(prompts, len(prompts))), config={"seed": seed, "max_batch_size": 5},
+            drafter=drafter, control=control, max_new_tokens=60, eos_token_id=7, **few,
+        )  # fmt: skip
+        assert result.statistics.drafter_failure is None
+    assert drafter.proposed > (0 if max_tokens == 20 else 50)
+    assert drafter.plain.has_evicted == (max_tokens <= 150)
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------
@@ -276,9 +246,16 @@ def saved(drafter: HistoryDrafter) -> dict[str, Tensor]:
     return torch.load(file, weights_only=True)
 
 
+def task(seed: int, copies: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Three prompts, `copies` times each, and an answer to each over few tokens."""
+    rng = random.Random(seed)
+    prompts = [prompt for n in (4, 19, 11) for prompt in [[rng.randrange(5) for _ in range(n)]] * copies]
+    return prompts, [[rng.randrange(5) for _ in range(rng.randrange(30, 60))] for _ in prompts]
+
+
 def filled(max_tokens: int = UNBOUNDED) -> HistoryDrafter:
     drafter = HistoryDrafter(max_tokens)
-    Flight(drafter, PlainHistory(max_tokens), random.Random(5)).run(*task(random.Random(3), 3, 4))
+    drafts_of(drafter, *task(3, 4))
     return drafter
 
 
@@ -290,8 +267,7 @@ def test_the_state_gives_the_same_drafts(max_tokens: int) -> None:
     assert len(restored.history) == len(drafter.history) > 100
     for name, part in drafter.state_dict().items():
         assert torch.equal(part, restored.state_dict()[name])
-    prompts, _ = task(random.Random(3), 3, 2)
-    _, answers = task(random.Random(4), 3, 2)
+    prompts, answers = task(3, 4)[0][::2], task(4, 2)[1]
     expected = drafts_of(drafter, prompts, answers)
     assert drafts_of(restored, prompts, answers) == expected
     assert expected != drafts_of(HistoryDrafter(max_tokens), prompts, answers)
