@@ -70,28 +70,6 @@ def test_greedy_drafts(draft_length: int, name: str, tiny: PreTrainedModel, tmp_
         assert drafts == expected[: len(drafts)].tolist()
 
 
-@pytest.mark.parametrize("name", ["z-lab, causal window", "speculators, window to both sides", "speculators, pruned"])
-@torch.no_grad()
-def test_a_whole_forward_without_cache(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
-    """What training differentiates is what drafting computes; context at or after the anchor is not seen."""
-    settings = VARIANTS[name]
-    weights = make_checkpoint(tmp_path, settings)
-    drafter, text = DFlashDrafter(tmp_path, tiny), random_rows([17])[0]
-    network, config = drafter.network, drafter.config
-    states = tiny(text[None], output_hidden_states=True).hidden_states
-    features = torch.cat([states[i] for i in config.feature_layers], dim=-1)  # [1, 17, features]
-    anchors = torch.tensor([0, 4, 11])
-    tokens = torch.full((3, config.block_size), config.mask_token)
-    tokens[:, 0] = text[anchors]
-    embedded = network.embed(tokens, tiny.get_input_embeddings())  # [3, n, H]
-    hidden = network(features, torch.arange(17)[None], embedded, anchors)  # [3, n, H]
-    logits = network.logits(hidden, tiny.get_output_embeddings())  # [3, n, drafts]
-    ids = torch.arange(64) if drafter.target_ids is None else drafter.target_ids
-    for row, anchor in enumerate(anchors.tolist()):
-        expected = straight_line(tiny, weights, settings, text[: anchor + 1])[:, ids]
-        torch.testing.assert_close(logits[row, -len(expected) :], expected, rtol=0, atol=1e-9)
-
-
 # ---- formats --------------------------------------------------------------------------------------------------------
 
 
