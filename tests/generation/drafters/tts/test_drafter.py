@@ -339,14 +339,9 @@ def test_memory_of_learning_is_bounded(make, tiny) -> None:
     assert many.learning.bytes - few.learning.bytes <= 2 * many.cache_bytes
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("learning_rate", 0, "is out of range"), ("learning_rate", -1e-4, ""), ("stride", 0, "is out of range"),
-    ("stride", "sometimes", ""), ("steps", 0, ""), ("anchor_weight", -1, ""), ("anchor_weight", math.nan, ""),
-    ("rank", 0, ""), ("scope", "week", "is unknown"), ("drafter", "ngram", "is unknown"),
-    ("asynchronous", "no", "is no bool"), ("anchor", "old", "is unknown"),
-])  # fmt: skip
-def test_bad_options(name: str, value: object, message: str) -> None:
-    with pytest.raises(ValueError, match=f"tts_{name}={value!r} ?{message}"):
+@pytest.mark.parametrize("name, value", [("learning_rate", -1e-4), ("anchor_weight", math.nan)])
+def test_rates_out_of_range(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"tts_{name}={value} is out of range"):
         SpeculativeConfig(**{f"tts_{name}": value})
 
 
