@@ -36,7 +36,7 @@ from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
-from tests.generation.drafters.watching import before, make_checkpoint, watch
+from tests.generation.drafters.watching import before, check_frequencies, make_checkpoint, watch
 from tests.generation.engine.tape import Tape
 from tests.generation.races import Plans
 
@@ -92,13 +92,7 @@ def test_rejection_keeps_the_distribution(kind: str, drafter: FeatureDrafter, ti
     assert result.statistics.drafter_failure is None and result.statistics.total.drafted > count
     with torch.no_grad():
         p = (tiny(prompt[None]).logits[0, -1] / 1.5).softmax(-1)  # [V]
-    expected = count * p
-    found = torch.tensor([tokens[0] for tokens in outputs(result)]).bincount(minlength=64)
-    common = expected > 5
-    rest = torch.stack([expected[~common].sum(), found[~common].sum().double()])
-    chi2 = ((found - expected)[common] ** 2 / expected[common]).sum() + (rest[1] - rest[0]) ** 2 / rest[0].clamp(min=1)
-    freedom = int(common.sum())
-    assert float(chi2) < freedom + 4 * (2 * freedom) ** 0.5
+    check_frequencies(torch.tensor([tokens[0] for tokens in outputs(result)]).bincount(minlength=64), p)
 
 
 class EveryOther(LogitsProcessor):

@@ -84,3 +84,13 @@ def before(
         return original(*arguments, **more)
 
     patch.setattr(watched, method, replaced) if patch else setattr(watched, method, replaced)
+
+
+def check_frequencies(counts: Tensor, p: Tensor) -> None:
+    """χ² of the counts `[V]` of tokens drawn from `p` `[V]`, at four standard deviations; rare tokens count as one."""
+    expected = p * counts.sum()  # [V]
+    rare = expected < 5  # [V]
+    wanted, found = (torch.cat([each[~rare], each[rare].sum()[None]]) for each in (expected, counts))
+    freedom = len(wanted) - 1
+    assert freedom >= 3
+    assert float(((found - wanted) ** 2 / wanted.clamp(min=1)).sum()) < freedom + 4 * (2 * freedom) ** 0.5
