@@ -226,10 +226,10 @@ def test_a_request_starts_without_what_its_row_learned_before(kind: str, asynchr
         admitted.append(any(bool(up[rows].any()) for up in drafter.learner.tensors))
 
     before(drafter, "admit", look)
-    before(drafter, "move", lambda *_: learned.append(any(bool(up.any()) for up in drafter.learner.tensors)))
+    before(drafter.student, "move", lambda *_: learned.append(any(bool(up.any()) for up in drafter.learner.tensors)))
     generate(tiny, BATCH, "tts", {"max_batch_size": 2}, drafter=drafter, max_new_tokens=12, **EOS)
     assert len(admitted) > 3 and not any(admitted)
-    assert sum(learned) >= len(learned) - 1  # what was asynchronously learned first may come after the first move
+    assert any(learned)  # by the rows that stayed, after updates under way have been taken over
 
 
 def test_synchronous_and_asynchronous_agree_at_stride_one(make, tiny) -> None:
