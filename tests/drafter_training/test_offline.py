@@ -1,5 +1,6 @@
 """Offline training: what is sampled, how it is cut, that drafters get better, and that a broken off run goes on."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from spec_trl.drafter_training.offline import (
     sample_sequences,
     train,
 )
-from spec_trl.drafter_training.sequence_loss import TargetView
 from spec_trl.drafter_training.untrained import write_dflash, write_eagle3
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.generation.engine.hidden_states import observe
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.drafters.watching import before
 
 
 PROMPTS = random_rows([3, 4, 9, 3, 5])
@@ -69,7 +70,7 @@ def test_samples_are_what_the_engine_samples(tiny: PreTrainedModel, samples: Sam
     assert len({tuple(row) for row in samples.tokens.tolist()}) == 40
 
 
-def test_samples_end_with_eos(samples: Samples) -> None:
+def test_samples_end_with_eos() -> None:
     target = tiny_llama()
     target.generation_config.eos_token_id = [7, 11, 12]
     ended = sample_sequences(target, PROMPTS, 20, 24)
@@ -82,9 +83,7 @@ def test_samples_end_with_eos(samples: Samples) -> None:
 
 def test_samples_are_kept(samples: Samples, tmp_path: Path) -> None:
     samples.save(tmp_path)
-    assert all(
-        torch.equal(a, b) for a, b in zip(vars(samples).values(), vars(Samples.load(tmp_path)).values(), strict=True)
-    )
+    assert all(map(torch.equal, vars(samples).values(), vars(Samples.load(tmp_path)).values()))
     with pytest.raises(ValueError, match="there is no training to resume"):
         Samples.load(tmp_path / "elsewhere")
 
@@ -118,8 +117,7 @@ def test_observe_tells_what_transformers_tells(tiny: PreTrainedModel) -> None:
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", pytest.param("model", marks=pytest.mark.slow)])
 def test_training_helps(kind: str, samples: Samples, tmp_path: Path) -> None:
     """More drafts of held-out prompts are accepted than before, and the target stays as it was."""
-    target = tiny_llama()
-    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    target, state = tiny_llama(), tiny_llama().state_dict()
     held_out = pad_left(random_rows([4, 6, 3, 3], seed=1))
 
     def efficiency(folder: Path) -> float:
@@ -133,24 +131,11 @@ def test_training_helps(kind: str, samples: Samples, tmp_path: Path) -> None:
     progress = train(target, trainee, cut(samples, 12), options(steps=40, batch_size=12, learning_rate=1e-2), tmp_path)
     assert float(progress.cross_entropy[-10:].mean()) < float(progress.cross_entropy[:3].mean()) - 0.1
     assert efficiency(tmp_path) > untrained + 0.2
-    assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in target.state_dict().items())
 
 
 class Stopped(Exception):
     pass
-
-
-def stopping(trainee: Trainee, after: int) -> None:
-    """Has the trainee's loss fail in the step after `after`."""
-    loss, calls = trainee.loss, []
-
-    def counted(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) > after:
-            raise Stopped
-        return loss(*arguments)
-
-    trainee.loss = counted
 
 
 @pytest.mark.parametrize(("kind", "after"), [("eagle3", 0), ("dflash", 3), ("model", 3)])
@@ -161,7 +146,14 @@ def test_resumed_training_ends_in_the_same_bits(
     once = make(kind, tmp_path / "once", tiny)
     progress = train(tiny, once, windows, options(), tmp_path / "once")
     broken = make(kind, tmp_path / "twice", tiny)
-    stopping(broken, after)
+    losses: list[int] = []
+
+    def stop(*_: Any) -> None:
+        losses.append(1)
+        if len(losses) > after:
+            raise Stopped
+
+    before(broken, "loss", stop)
     with pytest.raises(Stopped):
         train(tiny, broken, windows, options(), tmp_path / "twice")
     resumed = make(kind, tmp_path / "other", tiny)
@@ -174,15 +166,8 @@ def test_resumed_training_ends_in_the_same_bits(
 
 def test_every_window_comes_once_in_each_pass(samples: Samples, tiny: PreTrainedModel, tmp_path: Path) -> None:
     seen: list[list[int]] = []
-    trainee = make("model", tmp_path, tiny)
-    loss = trainee.loss
-
-    def watched(target: Any, view: TargetView, *rest: Any) -> Any:
-        seen.extend(view.tokens.tolist())
-        return loss(target, view, *rest)
-
-    trainee.loss = watched
-    windows = cut(samples, 24)
+    trainee, windows = make("model", tmp_path, tiny), cut(samples, 24)
+    before(trainee, "loss", lambda target, view, *rest: seen.extend(view.tokens.tolist()))
     count = len(windows.tokens)
     train(tiny, trainee, windows, options(steps=2 * count // 4), tmp_path)
     rows = sorted(map(tuple, (row + [0] * (24 - len(row)) for row in seen)))
@@ -205,9 +190,10 @@ def test_a_loss_that_is_no_number_ends_training(samples: Samples, tiny: PreTrain
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, value", dict(
-    steps=0, batch_size=0, depth=0, save_every=0, learning_rate=0.0, warmup=1.0, anchors=0
-).items())  # fmt: skip
+@pytest.mark.parametrize("name, value", [
+    ("steps", 0), ("batch_size", 0), ("depth", 0), ("save_every", 0), ("learning_rate", 0.0),
+    ("learning_rate", math.nan), ("warmup", 1.0), ("anchors", 0),
+])  # fmt: skip
 def test_options_out_of_range(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}"):
         options(**{name: value})
@@ -225,15 +211,12 @@ def test_bad_samples(samples: Samples, tiny: PreTrainedModel) -> None:
         sample_sequences(tiny, PROMPTS, 1, 5)
 
 
-def test_training_that_cannot_begin(samples: Samples, tmp_path: Path) -> None:
-    target = tiny_llama()
-    windows, trainee = cut(samples, 12), make("eagle3", tmp_path / "drafter", target)
-    with pytest.raises(ValueError, match="learning_rate=nan"):
-        options(learning_rate=float("nan"))
+def test_training_that_cannot_begin(samples: Samples, fresh: PreTrainedModel, tmp_path: Path) -> None:
+    windows, trainee = cut(samples, 12), make("eagle3", tmp_path / "drafter", fresh)
     with pytest.raises(ValueError, match="has no training_state.pt"):
-        train(target, trainee, windows, options(), tmp_path, resume=True)
-    train(target, trainee, windows, options(steps=1), tmp_path)
+        train(fresh, trainee, windows, options(), tmp_path, resume=True)
+    train(fresh, trainee, windows, options(steps=1), tmp_path)
     with pytest.raises(ValueError, match=r"other options, \{'steps': \(1, 6\)\}"):
-        train(target, trainee, windows, options(), tmp_path, resume=True)
+        train(fresh, trainee, windows, options(), tmp_path, resume=True)
     with pytest.raises(ValueError, match="the target is in train mode"):
-        train(target.train(), trainee, windows, options(), tmp_path)
+        train(fresh.train(), trainee, windows, options(), tmp_path)

@@ -82,28 +82,25 @@ def test_pruned_vocabulary_holds_the_most_frequent_tokens(tiny: PreTrainedModel,
 
 
 @pytest.mark.parametrize("write", [write_eagle3, write_dflash])
-def test_seed_dtype_and_sizes(write: Any, tiny: PreTrainedModel, tmp_path: Path) -> None:
-    def config(name: str) -> list[Any]:
-        keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-        found = json.loads((tmp_path / name / "config.json").read_text())
-        return [*(found[key] for key in keys), found["rope_theta"], found["rms_norm_eps"]]
-
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        write(tmp_path / name, tiny, seed=seed, dtype=torch.bfloat16)
-    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
-    assert a == b != c
-    assert load_file(tmp_path / "a" / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
-    write(tmp_path / "given", tiny, sizes=LayerSizes(96, 8, 4, 6))
-    assert config("a") == [64, 4, 2, 16, 10000.0, 1e-6] and config("given") == [96, 8, 4, 6, 10000.0, 1e-6]
-
-
-@pytest.mark.parametrize("write", [write_eagle3, write_dflash])
-def test_the_final_norm_has_the_size_of_the_targets(write: Any, fresh: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_seed_dtype_sizes_and_norm(write: Any, fresh: LlamaForCausalLM, tmp_path: Path) -> None:
     with torch.no_grad():
         fresh.model.norm.weight *= 7
-    write(tmp_path, fresh)
-    weight = load_file(tmp_path / "model.safetensors")["norm.weight"]
-    torch.testing.assert_close(weight, torch.full_like(weight, 7.0), rtol=0.01, atol=0)
+
+    def config(name: str) -> list[Any]:
+        keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
+        found = json.loads((tmp_path / name / "config.json").read_text())
+        return [found[key] for key in (*keys, "rms_norm_eps")]
+
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write(tmp_path / name, fresh, seed=seed, dtype=torch.bfloat16)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+    write(tmp_path / "given", fresh, sizes=LayerSizes(96, 8, 4, 6))
+    assert config("a") == [64, 4, 2, 16, 10000.0, 1e-6] and config("given") == [96, 8, 4, 6, 10000.0, 1e-6]
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    assert tensors["fc.weight"].dtype == torch.bfloat16
+    norm = tensors["norm.weight"].float()  # of the size of the target's
+    torch.testing.assert_close(norm, torch.full_like(norm, 7.0), rtol=0.01, atol=0)
 
 
 def test_a_target_that_caps_its_logits(tmp_path: Path) -> None:

@@ -42,13 +42,9 @@ class Network(nn.Module):
         self.register_buffer("ids", torch.empty(3, dtype=torch.int64))
 
 
-def meta(dtype: torch.dtype = torch.float64) -> Network:
+def load(given: dict[str, Tensor], dtype: torch.dtype = torch.float64, optional: tuple[str, ...] = ()) -> Network:
     with torch.device("meta"):
-        return Network().to(dtype)
-
-
-def load(given: dict[str, Tensor], network: Network | None = None, optional: tuple[str, ...] = ()) -> Network:
-    network = network or meta()
+        network = Network().to(dtype)
     load_exactly(network, given, RENAMES, optional, torch.device("cpu"))
     return network
 
@@ -107,29 +103,21 @@ def test_other_files(kind: str, tmp_path: Path) -> None:
     write_pieces(tmp_path, kind)
     config, found = read_checkpoint(tmp_path)
     assert config == CONFIG and is_equal(found, tensors())
-
-
-def test_safetensors_are_preferred(tmp_path: Path) -> None:
-    write_pieces(tmp_path, "bin")
     write_checkpoint(tmp_path, CONFIG, {"a": torch.zeros(1)})
-    assert list(read_checkpoint(tmp_path)[1]) == ["a"]
+    assert list(read_checkpoint(tmp_path)[1]) == ["a"]  # one safetensors file is preferred
 
 
-def hub(cache: Path, weights: str) -> None:
-    """A repository in a hub cache, as a download leaves it."""
-    snapshot = cache / "models--someone--drafter" / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    reference = cache / "models--someone--drafter" / "refs" / "main"
-    reference.parent.mkdir()
-    reference.write_text("0" * 40)
-    write_pieces(snapshot, "bin") if weights == "bin" else write_checkpoint(snapshot, CONFIG, tensors())
-
-
-@pytest.mark.parametrize("weights", ["bin", "safetensors"])
-def test_hub_ids(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["bin", "safetensors shards"])
+def test_hub_ids(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the hub's cache, as a download leaves it."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    hub(tmp_path, weights)
+    folder = tmp_path / "models--someone--drafter"
+    snapshot = folder / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("0" * 40)
+    write_pieces(snapshot, kind)
     config, found = read_checkpoint("someone/drafter")
     assert config == CONFIG and is_equal(found, tensors())
     for unknown in ("someone/else", "no/such/folder", Path("nowhere")):
@@ -142,48 +130,44 @@ class Payload:
         return print, ("unpickled",)
 
 
-def broken_shards(changes: dict[str, str] | None) -> Callable[[Path], None]:
+def shards(folder: Path, changes: dict[str, str] | None) -> None:
     """Shards whose index has `changes`, or is none."""
-
-    def make(folder: Path) -> None:
-        write_pieces(folder, "safetensors shards")
-        index = folder / "model.safetensors.index.json"
-        content = json.loads(index.read_text())
-        index.write_text("{}" if changes is None else json.dumps({"weight_map": content["weight_map"] | changes}))
-
-    return make
+    write_pieces(folder, "safetensors shards")
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    index.write_text("{}" if changes is None else json.dumps({"weight_map": places | changes}))
 
 
-def files(config: str | None, **more: Any) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
-        if config is not None:
-            (folder / "config.json").write_text(config)
-        if "weights" in more:
-            (folder / "model.safetensors").write_bytes(more["weights"])
-        if "pickled" in more:
-            torch.save(more["pickled"], folder / "pytorch_model.bin")
-
-    return make
+def pickled(folder: Path, content: object) -> None:
+    (folder / "config.json").write_text("{}")
+    torch.save(content, folder / "pytorch_model.bin")
 
 
-BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "empty": (files(None), "no config.json"),
-    "half a config": (files("{"), "not a JSON object"),
-    "a list": (files("[1]"), "not a JSON object"),
-    "no weights": (files("{}"), "no weights"),
-    "damaged weights": (files("{}", weights=b"not one"), "cannot be read"),
-    "code": (files("{}", pickled={"a": Payload()}), "cannot be read"),
-    "more than tensors": (files("{}", pickled={"a": torch.zeros(1), "step": 3}), "more than a dict of tensors"),
-    "a shard is missing": (broken_shards({"ids": "model-00003-of-00002.safetensors"}), "does not lie next to it"),
-    "a shard elsewhere": (broken_shards({"ids": "../a.safetensors"}), r"\.\./a"),
-    "a tensor is missing": (broken_shards({"more": "model-00001-of-00002.safetensors"}), r"disagree about \['more'\]"),
-    "no index": (broken_shards(None), "is not an index"),
+def damaged(folder: Path) -> None:
+    write_checkpoint(folder, CONFIG, tensors())
+    (folder / "model.safetensors").write_bytes(b"not one")
+
+
+SHARD = "-of-00002.safetensors"
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (lambda folder: None, "no config.json"),
+    "half a config": (lambda folder: (folder / "config.json").write_text("{"), "not a JSON object"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[1]"), "not a JSON object"),
+    "no weights": (lambda folder: (folder / "config.json").write_text("{}"), "no weights"),
+    "damaged weights": (lambda folder: damaged(folder), "cannot be read"),
+    "code": (lambda folder: pickled(folder, {"a": Payload()}), "cannot be read"),
+    "more than tensors": (lambda folder: pickled(folder, {"a": torch.zeros(1), "step": 3}), "more than a dict of"),
+    "a shard is missing": (lambda folder: shards(folder, {"ids": "model-00003" + SHARD}), "does not lie next to it"),
+    "a shard elsewhere": (lambda folder: shards(folder, {"ids": "../a.safetensors"}), r"\.\./a"),
+    "a tensor is missing": (lambda folder: shards(folder, {"b": "model-00001" + SHARD}), r"disagree about \['b'\]"),
+    "no index": (lambda folder: shards(folder, None), "is not an index"),
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_folders(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make, message = BROKEN[name]
+@pytest.mark.parametrize("make, message", BROKEN.values(), ids=BROKEN)
+def test_broken_folders(
+    make: Callable[[Path], Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make(tmp_path)
     with pytest.raises(ValueError, match=message) as error:
         read_checkpoint(tmp_path)
@@ -206,14 +190,14 @@ def test_a_file_that_is_not_written_whole_replaces_nothing(tmp_path: Path) -> No
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_loaded_and_stored(dtype: torch.dtype) -> None:
     given = tensors() | {"unused": torch.zeros(1)}
-    network = load(given, meta(dtype), optional=("unused",))
+    network = load(given, dtype, optional=("unused",))
     assert all(tensor.device.type == "cpu" for tensor in network.state_dict().values())
-    assert torch.equal(network.new.inner.weight, given["old.weight"].to(dtype))  # type: ignore[union-attr]
-    assert torch.equal(network.ids, given["ids"]) and network.new.inner.bias.dtype == dtype  # type: ignore[union-attr]
+    assert torch.equal(network.new.inner.weight, given["old.weight"].to(dtype))
+    assert torch.equal(network.ids, given["ids"]) and network.new.inner.bias.dtype == dtype
     assert all(parameter.requires_grad for parameter in network.parameters())
     assert is_equal(tensors_to_store(network, given, RENAMES), given)  # bfloat16 holds less than float16, and yet
     with torch.no_grad():
-        network.new.inner.bias += 1  # type: ignore[union-attr, operator]
+        network.new.inner.bias += 1
     stored = tensors_to_store(network, given, RENAMES)
     assert stored["old.bias"].dtype == torch.float16 and not torch.equal(stored["old.bias"], given["old.bias"])
     assert is_equal(stored | {"old.bias": given["old.bias"]}, given)
@@ -227,21 +211,15 @@ BAD: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "kind": ({"ids": torch.zeros(3)}, "ids is stored as torch.float32"),
     "NaN": ({"old.bias": torch.tensor([0.0, torch.nan, 0.0])}, "old.bias holds NaN or infinite"),
     "infinite": ({"old.bias": torch.tensor([0.0, torch.inf, 0.0])}, "old.bias holds NaN or infinite"),
+    "too large for the dtype": ({"old.bias": torch.tensor([1e5, 0.0, 0.0])}, "old.bias .* torch.float16"),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit(name: str) -> None:
-    changes, message = BAD[name]
+@pytest.mark.parametrize("changes, message", BAD.values(), ids=BAD)
+def test_what_does_not_fit(changes: dict[str, Tensor | None], message: str) -> None:
     given = {key: value for key, value in (tensors() | changes).items() if value is not None}
     with pytest.raises(ValueError, match=message):
-        load(given)
-
-
-def test_too_large_for_the_dtype() -> None:
-    given = tensors() | {"old.bias": torch.tensor([1e5, 0.0, 0.0])}
-    with pytest.raises(ValueError, match="old.bias .* torch.float16"):
-        load(given, meta(torch.float16))
+        load(given, torch.float16)
 
 
 def test_nothing_keeps_a_value_it_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,19 +31,19 @@ from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
 from spec_trl.generation.drafters.feature_network import Rotary
 from spec_trl.generation.engine import captured
-from spec_trl.generation.engine.drafter import DraftSession
-from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
+from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
-from tests.generation.drafters.watching import make_checkpoint, watch
+from tests.generation.drafters.watching import before, check_frequencies, make_checkpoint, watch
 from tests.generation.engine.tape import Tape
+from tests.generation.races import Plans
 
 
 PROMPTS = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3]))
-STRATEGIES = ["eagle3", "dflash"]
 KINDS: dict[str, type[FeatureDrafter]] = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
+PRUNED = {"eagle3": eagle3.safeai(), "dflash": dflash.PRUNED}
 EOS = dict(eos_token_id=[7, 11, 12])
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -52,8 +52,16 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Drafters of each kind with 40 of the target's 64 tokens."""
     folder = tmp_path_factory.mktemp("pruned")
-    dflash.make_checkpoint(folder / "dflash", dflash.PRUNED)
-    return {"eagle3": eagle3.make_folder(folder / "eagle3", eagle3.safeai()), "dflash": folder / "dflash"}
+    for kind, config in PRUNED.items():
+        write_random(kind, folder / kind, config)
+    return {kind: folder / kind for kind in KINDS}
+
+
+def write_random(kind: str, folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float64) -> None:
+    if kind == "dflash":
+        dflash.make_checkpoint(folder, config, dtype=dtype)
+    else:
+        eagle3.make_folder(folder, config, dtype)
 
 
 @pytest.fixture
@@ -65,11 +73,10 @@ def drafter(kind: str, folders: dict[str, Path], tiny: PreTrainedModel) -> Featu
 
 
 @each_kind
-@pytest.mark.parametrize("options", [dict(do_sample=False), dict(), dict(temperature=0.6, top_k=20)])
-def test_tokens_are_those_of_none(kind: str, options: dict[str, Any], tiny, folders) -> None:
-    given = dict(max_new_tokens=16, **EOS, **options)
-    result = generate(tiny, PROMPTS, kind, {"max_batch_size": 5}, assistant_model=str(folders[kind]), **given)
-    expected = generate(tiny, PROMPTS, "none", {"max_batch_size": 5}, **given)
+def test_by_name(kind: str, tiny, folders) -> None:
+    config = {"max_batch_size": 5}
+    result = generate(tiny, PROMPTS, kind, config, assistant_model=str(folders[kind]), max_new_tokens=16, **EOS)
+    expected = generate(tiny, PROMPTS, "none", config, max_new_tokens=16, **EOS)
     assert outputs(result) == outputs(expected)
     statistics = result.statistics
     assert statistics.strategy == kind and statistics.drafter_failure is None and statistics.total.drafted > 0
@@ -80,19 +87,12 @@ def test_tokens_are_those_of_none(kind: str, options: dict[str, Any], tiny, fold
 def test_rejection_keeps_the_distribution(kind: str, drafter: FeatureDrafter, tiny: PreTrainedModel) -> None:
     """χ² on the first token after one prompt, drafted over a pruned vocabulary."""
     prompt, count = random_rows([4])[0], 1500
-    options = dict(max_new_tokens=3, temperature=1.5)
-    config = {"verification": "rejection", "draft_length": 2}
+    config, options = {"verification": "rejection", "draft_length": 2}, dict(max_new_tokens=3, temperature=1.5)
     result = generate(tiny, pad_left([prompt] * count), config=config, drafter=drafter, **options)
     assert result.statistics.drafter_failure is None and result.statistics.total.drafted > count
     with torch.no_grad():
         p = (tiny(prompt[None]).logits[0, -1] / 1.5).softmax(-1)  # [V]
-    expected = count * p
-    found = torch.tensor([tokens[0] for tokens in outputs(result)]).bincount(minlength=64)
-    common = expected > 5
-    rest = torch.stack([expected[~common].sum(), found[~common].sum().double()])
-    chi2 = ((found - expected)[common] ** 2 / expected[common]).sum() + (rest[1] - rest[0]) ** 2 / rest[0].clamp(min=1)
-    freedom = int(common.sum())
-    assert float(chi2) < freedom + 4 * (2 * freedom) ** 0.5
+    check_frequencies(torch.tensor([tokens[0] for tokens in outputs(result)]).bincount(minlength=64), p)
 
 
 class EveryOther(LogitsProcessor):
@@ -129,13 +129,10 @@ def test_processors(kind: str, verification: str, drafter: FeatureDrafter, tiny:
     ("kind", "runner"),
     [("eagle3", "graph"), ("dflash", "graph"), pytest.param("dflash", "compiled", marks=pytest.mark.slow)],
 )
-def test_under_captured_forwards(kind: str, runner: str, tiny, tmp_path, monkeypatch) -> None:
+def test_under_captured_forwards(kind: str, runner: str, tiny, checkpoints, tape: Tape) -> None:
     """The features come out of the captured target: the same drafts, of which the same are accepted."""
-    tape, compile_ = Tape(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
-    options = dict(assistant_model=make_checkpoint(tmp_path, kind), max_new_tokens=16)
-    expected = generate(tiny, PROMPTS, kind, {"draft_length": 3}, **options)
-    monkeypatch.setattr(captured, "recorder_for", lambda device: tape)
+    options = dict(assistant_model=checkpoints[kind], max_new_tokens=16)
+    expected = generate(tiny, PROMPTS, kind, {"draft_length": 3, "runner": "eager"}, **options)
     for _ in range(2):  # captured, then kept
         generate(tiny, PROMPTS, "none", {"runner": runner}, max_new_tokens=16)
         result = generate(tiny, PROMPTS, kind, {"draft_length": 3, "runner": runner}, **options)
@@ -146,23 +143,9 @@ def test_under_captured_forwards(kind: str, runner: str, tiny, tmp_path, monkeyp
 
 def test_two_at_once(folders: dict[str, Path], tiny: PreTrainedModel) -> None:
     """One runner tells both, each what it reads: they draft in turns, each as if alone."""
-
-    class InTurns(AlwaysSpeculate):
-        rounds = 0
-
-        def __init__(self) -> None:
-            super().__init__(Candidate("either", 3, 3.0, 100))
-
-        def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-            self.rounds += 1
-            return self.rounds % 2, 3
-
-        def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-            pass
-
     pair = [KINDS[kind](folders[kind], tiny) for kind in KINDS]
     for drafters in (pair, pair[::-1]):
-        result = generate(tiny, PROMPTS, drafter=drafters, control=InTurns())
+        result = generate(tiny, PROMPTS, drafter=drafters, control=Plans(2, [[Chain(0, 3)], [Chain(1, 3)]]))
         assert outputs(result) == outputs(generate(tiny, PROMPTS)) and result.statistics.drafter_failure is None
         assert all(counts.drafted > 20 for counts in result.statistics.per_drafter.values())
 
@@ -179,7 +162,7 @@ def test_the_target_is_read_live_and_left_alone(kind: str, fresh: PreTrainedMode
     assert not owned & {tensor.data_ptr() for tensor in fresh.parameters()}
     for module in (fresh.get_input_embeddings(), fresh.get_output_embeddings()):
         module.weight += torch.randn(module.weight.shape, dtype=torch.float64)
-    before = [copy.deepcopy(model.state_dict()) for model in (fresh, drafter.network)]
+    states = [copy.deepcopy(model.state_dict()) for model in (fresh, drafter.network)]
     seen = watch(drafter)
     generate(fresh, pad_left(random_rows([5])), drafter=drafter, max_new_tokens=8)
     weights = load_file(tmp_path / "model.safetensors")
@@ -189,20 +172,14 @@ def test_the_target_is_read_live_and_left_alone(kind: str, fresh: PreTrainedMode
         else:
             expected = dflash.straight_line(fresh, weights, dflash.zlab(), torch.tensor(tokens))[: len(drafts)]
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
-    for model, state in zip((fresh, drafter.network), before, strict=True):
+    for model, state in zip((fresh, drafter.network), states, strict=True):
         assert all(tensor.equal(state[name]) for name, tensor in model.state_dict().items())
 
 
 @each_kind
 def test_nothing_of_a_generation_outlives_it(kind: str, drafter: FeatureDrafter, tiny: PreTrainedModel) -> None:
     rows: list[Any] = []
-    begin = drafter.begin
-
-    def watched(session: DraftSession) -> None:
-        begin(session)
-        rows.append(weakref.ref(session.rows))
-
-    drafter.begin = watched  # type: ignore[method-assign]
+    before(drafter, "begin", lambda session: rows.append(weakref.ref(session.rows)))
     result = generate(tiny, PROMPTS, drafter=drafter)
     assert result.statistics.draft_forwards == drafter.forwards > 0
     del result
@@ -215,15 +192,12 @@ def test_nothing_of_a_generation_outlives_it(kind: str, drafter: FeatureDrafter,
 @each_kind
 @pytest.mark.parametrize("fault", ["features", "drafts", "NaN"])
 def test_a_drafter_that_fails_changes_no_output(kind: str, fault: str, drafter, tiny, monkeypatch) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("out of order")
-
     parts = {"eagle3": ("project", "logits"), "dflash": ("remember", "refine")}[kind]
     if fault == "NaN":
         drafter.network.norm.weight[3] = torch.nan
     else:
-        monkeypatch.setattr(drafter.network, parts[fault == "drafts"], broken)
-    with pytest.warns(UserWarning, match="NaN logits" if fault == "NaN" else "out of order"):
+        monkeypatch.setattr(drafter.network, parts[fault == "drafts"], lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="NaN logits" if fault == "NaN" else "division by zero"):
         result = generate(tiny, PROMPTS, drafter=drafter, **EOS)
     assert outputs(result) == outputs(generate(tiny, PROMPTS, **EOS))
 
@@ -272,69 +246,58 @@ def test_other_refusals(kind: str, drafter: FeatureDrafter, tiny: PreTrainedMode
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
 def test_saved_as_it_came(kind: str, stored: torch.dtype, tiny: PreTrainedModel, tmp_path: Path) -> None:
     """Bit for bit, whatever it ran in, spare tensors included; what was trained comes back in the stored dtype."""
-    config = {"eagle3": eagle3.safeai(), "dflash": dflash.PRUNED}[kind]
-    if kind == "eagle3":
-        before = eagle3.make_tensors(config, stored)
-    else:
-        before = dflash.make_checkpoint(tmp_path / "a", config, dtype=stored)
-    before["verifier_lm_head.weight"] = torch.randn(5, 3)
-    write_checkpoint(tmp_path / "a", config, before)
+    config = PRUNED[kind]
+    write_random(kind, tmp_path / "a", config, stored)
+    stored_tensors = load_file(tmp_path / "a/model.safetensors") | {"verifier_lm_head.weight": torch.randn(5, 3)}
+    write_checkpoint(tmp_path / "a", config, stored_tensors)
     text = json.dumps(config | {"torch_dtype": "x"}, indent=4) + "\n\n"  # not as this package would write it
     (tmp_path / "a/config.json").write_text(text)
     drafter = KINDS[kind](tmp_path / "a", tiny, dtype=torch.bfloat16)
     assert drafter.network.dtype == torch.bfloat16
     drafter.save(tmp_path / "b")
     after = load_file(tmp_path / "b/model.safetensors")
-    assert (tmp_path / "b/config.json").read_text() == text and before.keys() == after.keys()
-    assert all(tensor.dtype == after[key].dtype and tensor.equal(after[key]) for key, tensor in before.items())
+    assert (tmp_path / "b/config.json").read_text() == text and stored_tensors.keys() == after.keys()
+    assert all(tensor.dtype == after[key].dtype and tensor.equal(after[key]) for key, tensor in stored_tensors.items())
     with torch.no_grad():
         drafter.network.norm.weight += 1
     drafter.save(tmp_path / "b")  # over itself
     changed = load_file(tmp_path / "b/model.safetensors")
-    assert changed["norm.weight"].dtype == stored and changed["fc.weight"].equal(before["fc.weight"])
-    torch.testing.assert_close(changed["norm.weight"], before["norm.weight"] + 1, rtol=1e-2, atol=0)
+    assert changed["norm.weight"].dtype == stored and changed["fc.weight"].equal(after["fc.weight"])
+    torch.testing.assert_close(changed["norm.weight"], after["norm.weight"] + 1, rtol=1e-2, atol=0)
 
 
 REAL = {
-    "eagle3_train_llama31-8b": "Llama-3.1-8B-Instruct",
-    "specforge_qwen2.5-7b-eagle3": "Qwen2.5-7B-Instruct",
     "specforge_qwen3-4b-eagle3": "Qwen3-4B",
-    "specforge_qwen3-8b-eagle3": "Qwen3-8B",
     "specforge_qwen3-4b-dflash": "Qwen3-4B",
+    "specforge_qwen3-8b-eagle3": "Qwen3-8B",
+    "specforge_qwen2.5-7b-eagle3": "Qwen2.5-7B-Instruct",
+    "eagle3_train_llama31-8b": "Llama-3.1-8B-Instruct",
 }
-SLOW = ("eagle3_train_llama31-8b", "specforge_qwen2.5-7b-eagle3", "specforge_qwen3-8b-eagle3")
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in REAL
+    pytest.param(name, marks=[] if "4b" in name else [pytest.mark.slow]) for name in REAL
 ])  # fmt: skip
 def test_real_configs(shared: Callable[[str], Path], name: str, tmp_path: Path) -> None:
     """Real widths, random weights, without much MLP and vocabulary: the whole ones are GBs. A thin target."""
-    config = json.loads(shared(f"configs/drafter/{name}.json").read_text())
+    depth, kind = 4, "dflash" if "dflash" in name else "eagle3"
     changes: dict[str, Any] = dict(vocab_size=4096, pad_token_id=None, bos_token_id=None, eos_token_id=None)
-    config |= changes | dict(intermediate_size=64)
-    depth = 4
-    kind = "dflash" if "dflash" in name else "eagle3"
+    config = json.loads(shared(f"configs/drafter/{name}.json").read_text()) | changes | dict(intermediate_size=64)
+    target = random_target(AutoConfig.from_pretrained(shared(f"configs/target/{REAL[name]}"), **changes), depth)
     if kind == "dflash":
         config |= dict(num_hidden_layers=2, layer_types=["full_attention"] * 2, num_target_layers=depth)
         config["dflash_config"] |= dict(target_layer_ids=[0, 2], mask_token_id=7)
+        dflash.make_checkpoint(tmp_path / "a", config, 2 * target.config.hidden_size, torch.bfloat16)
     else:
-        config |= dict(draft_vocab_size=512)
-    target = random_target(AutoConfig.from_pretrained(shared(f"configs/target/{REAL[name]}"), **changes), depth)
-    if kind == "dflash":
-        width = 2 * target.config.hidden_size
-        before = dflash.make_checkpoint(tmp_path / "a", config, width, torch.bfloat16)
-    else:
-        before = eagle3.make_tensors(config, torch.bfloat16, depth)
-        write_checkpoint(tmp_path / "a", config, before)
+        eagle3.make_folder(tmp_path / "a", config | dict(draft_vocab_size=512), torch.bfloat16, depth)
     drafter = KINDS[kind](tmp_path / "a", target)
     assert drafter.feature_layers == ((1, 3) if kind == "dflash" else (2, 2, 1))
     result = generate(target, pad_left(random_rows([3, 5])), drafter=drafter, max_new_tokens=4, do_sample=False)
     assert result.statistics.drafter_failure is None and result.statistics.total.drafted > 0
     drafter.save(tmp_path / "b")
-    after = load_file(tmp_path / "b/model.safetensors")
     assert (tmp_path / "a/config.json").read_bytes() == (tmp_path / "b/config.json").read_bytes()
-    assert before.keys() == after.keys() and all(tensor.equal(after[key]) for key, tensor in before.items())
+    stored, saved = (load_file(tmp_path / f"{folder}/model.safetensors") for folder in "ab")
+    assert stored.keys() == saved.keys() and all(tensor.equal(saved[key]) for key, tensor in stored.items())
 
 
 def random_target(config: Any, depth: int) -> PreTrainedModel:
@@ -344,11 +307,8 @@ def random_target(config: Any, depth: int) -> PreTrainedModel:
         config.layer_types = config.layer_types[:depth]
     with no_init_weights():
         target = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    with torch.no_grad():
-        some = torch.empty(10**6 + 3, dtype=torch.bfloat16).uniform_(-0.03, 0.03)
-        for parameter in target.parameters():
-            many = some.repeat(-(-parameter.numel() // len(some)))[: parameter.numel()].view(parameter.shape)
-            parameter.copy_(many if parameter.ndim > 1 else torch.ones_like(parameter))
+    for parameter in target.parameters():
+        nn.init.uniform_(parameter, -0.03, 0.03) if parameter.ndim > 1 else nn.init.ones_(parameter)
     return target
 
 

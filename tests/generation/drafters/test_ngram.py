@@ -3,12 +3,10 @@
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessorList
 
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.engine.drafter import DraftSession
-from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
-from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.rows import Request
+from tests.generation.drafters.watching import begin_greedy
 
 
 Texts = list[list[int]]
@@ -16,20 +14,13 @@ Texts = list[list[int]]
 
 def propose(texts: Texts, ngram_size: int, draft_length: int) -> Texts:
     """What the drafter proposes after each text."""
-    rows = Rows(len(texts) + 1, max(map(len, texts)) + draft_length + 2, torch.device("cpu"))
-    rows.tokens.fill_(3)  # leftovers after a row's end must not be found
-    rows.admit([Request(index, torch.tensor(text), 1000, 0) for index, text in enumerate(texts)])
-    pipeline = LogitsPipeline(LogitsProcessorList(), PrefixView(rows, rows.tokens), len(texts))
     drafter = NgramDrafter(ngram_size)
-    drafter.begin(DraftSession(rows, pipeline, True, None, False))
+    rows = begin_greedy(drafter, len(texts) + 1, max(map(len, texts)) + draft_length + 2)
+    rows.admit([Request(index, torch.tensor(text), 1000, 0) for index, text in enumerate(texts)])
     proposal = drafter.propose(draft_length, None)
     assert proposal.tokens.shape == (len(texts), draft_length)
-    found: Texts = [[] for _ in texts]
-    for request, tokens, length in zip(
-        rows.requests.tolist(), proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True
-    ):
-        found[request] = tokens[:length]
-    return found
+    found = zip(rows.requests.tolist(), proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)
+    return [tokens[:length] for _, tokens, length in sorted(found)]
 
 
 def search(text: list[int], ngram_size: int, draft_length: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter, self_drafter_of
 from spec_trl.generation.engine.drafter import keep_drafters
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
+from tests.generation.drafters.watching import before
 
 
 OPTIONS = ("rtn-w4-g128", "reference", "auto")
@@ -24,7 +26,7 @@ def prompts() -> Prompts:
 
 def drafter_of(policy: PreTrainedModel, *options: str) -> SelfDrafter:
     """That of a call, which ends at once."""
-    drafter = self_drafter_of(policy, *options)
+    drafter = self_drafter_of(policy, *(options or OPTIONS))
     keep_drafters(policy, [drafter])
     return drafter
 
@@ -33,66 +35,51 @@ def packed_of(drafter: SelfDrafter) -> list[torch.Tensor]:
     return [buffer.clone() for layer in drafter.quantized.layers.values() for buffer in layer.packed.buffers()]
 
 
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def test_kept_between_calls(fresh: LlamaForCausalLM) -> None:
-    drafter = drafter_of(fresh, *OPTIONS)
-    assert drafter_of(fresh, *OPTIONS) is drafter
-    assert drafter_of(tiny_llama(), *OPTIONS) is not drafter
+    drafter = drafter_of(fresh)
+    assert drafter_of(fresh) is drafter
+    assert drafter_of(tiny_llama()) is not drafter
     assert drafter_of(fresh, "rtn-w8", *OPTIONS[1:]) is not drafter
     assert drafter_of(fresh, *OPTIONS[:2], "packed") is not drafter
 
 
-@pytest.mark.parametrize("change", ["optimizer", "no_grad", "data pointer"])
-def test_refreshed_when_weights_change(change: str, fresh: LlamaForCausalLM) -> None:
-    drafter = drafter_of(fresh, *OPTIONS)
-    before = packed_of(drafter)
+@pytest.mark.parametrize("change", ["optimizer", "no_grad", "data pointer", "a norm"])
+@torch.no_grad()
+def test_refreshed_once_when_weights_change(change: str, fresh: LlamaForCausalLM) -> None:
+    drafter, refreshed = drafter_of(fresh), []
+    before(drafter, "refresh", lambda: refreshed.append(1))
+    packed = packed_of(drafter)
     layer = drafter.quantized.layers["model.layers.0.mlp.up_proj"]
     addresses = [buffer.data_ptr() for buffer in layer.packed.buffers()]
     weight = fresh.model.layers[0].mlp.up_proj.weight
+    assert drafter_of(fresh) is drafter and not refreshed
     if change == "optimizer":
-        optimizer = torch.optim.SGD([weight], lr=0.5)
-        weight.sum().backward()
-        optimizer.step()
+        weight.grad = torch.ones_like(weight)
+        torch.optim.SGD([weight], lr=0.5).step()
     elif change == "no_grad":
-        with torch.no_grad():
-            weight.mul_(-1.0)
+        weight.mul_(-1.0)
+    elif change == "a norm":
+        fresh.model.norm.weight.mul_(1.0)
     else:
         weight.data = -weight.data  # new storage
-    assert drafter_of(fresh, *OPTIONS) is drafter
-    after = packed_of(drafter)
-    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    fresh_copy = packed_of(SelfDrafter(fresh, *OPTIONS))
-    assert all(torch.equal(a, b) for a, b in zip(after, fresh_copy, strict=True))
+    for _ in range(2):
+        assert drafter_of(fresh) is drafter and refreshed == [1]
+    assert equal(packed, packed_of(drafter)) == (change == "a norm")
+    assert equal(packed_of(drafter), packed_of(SelfDrafter(fresh, *OPTIONS)))
     assert addresses == [buffer.data_ptr() for buffer in layer.packed.buffers()], "captured graphs read the old ones"
-
-    def forbid(*_: object) -> None:
-        raise AssertionError("one change, refreshed twice")
-
-    drafter.refresh = forbid
-    assert drafter_of(fresh, *OPTIONS) is drafter
-
-
-def test_not_refreshed_when_nothing_changed(fresh: LlamaForCausalLM, monkeypatch) -> None:
-    drafter_of(fresh, *OPTIONS)
-
-    def forbid(self: SelfDrafter) -> None:
-        raise AssertionError("refreshed without need")
-
-    monkeypatch.setattr(SelfDrafter, "refresh", forbid)
-    drafter_of(fresh, *OPTIONS)
-    with torch.no_grad():
-        fresh.model.norm.weight.mul_(1.0)
-    with pytest.raises(AssertionError, match="without need"):
-        drafter_of(fresh, *OPTIONS)
 
 
 def test_a_change_that_nobody_sees_costs_acceptance_alone(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
-    drafter = drafter_of(fresh, *OPTIONS)
-    before = packed_of(drafter)
+    drafter = drafter_of(fresh)
+    packed = packed_of(drafter)
     for layer in fresh.model.layers:
         layer.mlp.down_proj.weight.data.neg_()  # does not count as a new version
     assert outputs(generate(fresh, prompts, "self")) == outputs(generate(fresh, prompts))
-    assert drafter_of(fresh, *OPTIONS) is drafter
-    assert all(torch.equal(a, b) for a, b in zip(before, packed_of(drafter), strict=True))
+    assert drafter_of(fresh) is drafter and equal(packed, packed_of(drafter))
 
 
 def test_kept_by_calls_and_rebuilt_when_the_structure_changes(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
@@ -108,19 +95,15 @@ def test_kept_by_calls_and_rebuilt_when_the_structure_changes(fresh: LlamaForCau
 
 
 def test_policy_is_untouched(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
-    names = {
-        name: (id(parameter), parameter.data_ptr(), parameter._version) for name, parameter in fresh.named_parameters()
-    }
-    values = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
-    modules = [id(module) for module in fresh.modules()]
+    def looks() -> list[Any]:
+        modules = [(name, id(module)) for name, module in fresh.named_modules()]
+        return modules + [(name, id(p), p.data_ptr(), p.requires_grad) for name, p in fresh.named_parameters()]
+
+    seen, values = looks(), {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
     generate(fresh, prompts, "self", max_new_tokens=6)
-    assert names == {
-        name: (id(parameter), parameter.data_ptr(), parameter._version) for name, parameter in fresh.named_parameters()
-    }
-    assert modules == [id(module) for module in fresh.modules()]
     after = fresh.state_dict()
-    assert after.keys() == values.keys() and all(torch.equal(after[name], values[name]) for name in values)
-    assert all(parameter.requires_grad for parameter in fresh.parameters())
+    assert looks() == seen and after.keys() == values.keys()
+    assert all(torch.equal(after[name], values[name]) for name in values)
     fresh(prompts["input_ids"]).logits.sum().backward()  # and still trains
     assert all(parameter.grad is not None for parameter in fresh.parameters())
 
@@ -136,32 +119,19 @@ def test_dies_with_its_policy(prompts: Prompts) -> None:
     assert drafter() is None
 
 
-@pytest.mark.parametrize(
-    ("quantization", "kernel", "lm_head"),
-    [
-        ("rtn-w4-g128", "reference", "auto"),
-        ("rtn-w4-g64", "auto", "packed"),
-        ("rtn-w4-g32", "reference", "dense"),
-        ("rtn-w8", "auto", "packed"),
-        ("awq-w4-g32", "auto", "auto"),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    ("rtn-w4-g128", "reference", "auto"), ("rtn-w4-g64", "auto", "packed"), ("rtn-w4-g32", "reference", "dense"),
+    ("rtn-w8", "auto", "packed"), ("awq-w4-g32", "auto", "auto"),
+])  # fmt: skip
 def test_every_quantization_drafts_without_a_cache_of_its_own(
-    kernel: str, lm_head: str, quantization: str, tiny: PreTrainedModel, prompts: Prompts
+    options: tuple[str, ...], tiny: PreTrainedModel, prompts: Prompts
 ) -> None:
-    drafter = SelfDrafter(tiny, quantization, kernel, lm_head)
-    shared = []
-    end = drafter.end
-
-    def watched_end() -> None:
-        shared.append(drafter.cache is drafter.session.target.cache)
-        shared.append(drafter.cache_bytes == 0)
-        end()
-
-    drafter.end = watched_end
+    drafter, shared = SelfDrafter(tiny, *options), []
+    before(drafter, "end", lambda: shared.append(drafter.cache is drafter.session.target.cache))
+    before(drafter, "end", lambda: shared.append(drafter.cache_bytes == 0))
     result, plain = generate(tiny, prompts, drafter=drafter), generate(tiny, prompts)
     assert outputs(result) == outputs(plain) and shared == [True, True]
-    assert result.statistics.acceptance_rate > (0.8 if quantization == "rtn-w8" else 0.5)
+    assert result.statistics.acceptance_rate > (0.8 if options[0] == "rtn-w8" else 0.5)
     assert result.statistics.drafter_failure is None
     assert result.statistics.cache_bytes == plain.statistics.cache_bytes
 

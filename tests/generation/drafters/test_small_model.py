@@ -10,9 +10,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from spec_trl.generation.drafters.autoregressive import CATCH_UP
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
-from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
+from spec_trl.generation.engine.verification import Proposal
+from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.drafters.watching import before
+from tests.generation.races import Plans
 
 
 EOS = dict(eos_token_id=[7, 11, 12])
@@ -46,27 +49,24 @@ def test_the_drafter_applies_the_targets_processors(options: dict[str, Any], tin
     assert result.statistics.acceptance_rate == 1
 
 
-def test_drafts_are_those_of_a_plain_forward(tiny, tiny_assistant, monkeypatch) -> None:
+def test_drafts_are_those_of_a_plain_forward(tiny, tiny_assistant) -> None:
     """Greedy: each draft token is the assistant's own continuation of the row and the drafts before it."""
-    seen = []
-    original = SmallModelDrafter.propose
+    drafter = SmallModelDrafter(tiny_assistant, tiny)
+    propose, seen = drafter.propose, []
 
-    def watch(self: SmallModelDrafter, draft_length: int, noise: object) -> object:
-        proposal = original(self, draft_length, noise)
-        rows = self.session.rows
+    def watched(*arguments: Any) -> Proposal:
+        proposal, rows = propose(*arguments), drafter.session.rows
         for tokens, length, drafts in zip(rows.tokens, rows.lengths.tolist(), proposal.tokens, strict=False):
-            seen.append((tokens[:length].clone(), drafts.clone()))
+            seen.append((length, torch.cat([tokens[:length], drafts])))
         return proposal
 
-    monkeypatch.setattr(SmallModelDrafter, "propose", watch)
-    prompts = pad_left(random_rows([5, 9, 1, 3]))
-    config = {"draft_length": 3, "max_batch_size": 2}
-    generate(tiny, prompts, "model", config, assistant_model=tiny_assistant, do_sample=False, **EOS)
+    drafter.propose = watched
+    prompts, config = pad_left(random_rows([5, 9, 1, 3])), {"draft_length": 3, "max_batch_size": 2}
+    generate(tiny, prompts, "model", config, drafter=drafter, do_sample=False, **EOS)
     assert len(seen) > 20
-    for committed, drafts in seen:
-        text = torch.cat([committed, drafts])
+    for length, text in seen:
         logits = tiny_assistant(text[None]).logits[0]  # [n, V]
-        assert logits[len(committed) - 1 : -1].argmax(-1).tolist() == drafts.tolist()
+        assert logits[length - 1 : -1].argmax(-1).tolist() == text[length:].tolist()
 
 
 def learned_positions() -> PreTrainedModel:
@@ -74,23 +74,20 @@ def learned_positions() -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=12)).double()
 
 
-@pytest.mark.parametrize(
-    ("make", "acceptance"),
-    [
-        (lambda: tiny_llama(max_position_embeddings=12), 0.0),
-        (learned_positions, 0.0),  # 12 of them: beyond, it drafts anything
-        (lambda: tiny_llama().bfloat16(), 0.5),
-    ],
-)
+@pytest.mark.parametrize(("make", "acceptance"), [
+    (lambda: tiny_llama(max_position_embeddings=12), 0.0),
+    (learned_positions, 0.0),  # 12 of them: beyond, it drafts anything
+    (lambda: tiny_llama().bfloat16(), 0.5),
+])  # fmt: skip
 def test_any_context_and_dtype_drafts_and_the_assistant_is_untouched(make, acceptance: float, tiny) -> None:
     prompts, assistant = pad_left(random_rows([5, 9])), make().train()
-    before = {name: tensor.clone() for name, tensor in assistant.state_dict().items()}
-    attention = assistant.config._attn_implementation
+    weights = {name: tensor.clone() for name, tensor in assistant.state_dict().items()}
+    config = dict(vars(assistant.config))
     result = generate(tiny, prompts, "model", assistant_model=assistant)
     assert outputs(result) == outputs(generate(tiny, prompts))
     assert result.statistics.drafter_failure is None and result.statistics.acceptance_rate >= acceptance
-    assert assistant.training and assistant.config._attn_implementation == attention
-    assert all(torch.equal(tensor, before[name]) for name, tensor in assistant.state_dict().items())
+    assert assistant.training and vars(assistant.config) == config
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in assistant.state_dict().items())
 
 
 def test_loading(tiny, tmp_path) -> None:
@@ -100,11 +97,10 @@ def test_loading(tiny, tmp_path) -> None:
     assert load_assistant(tiny, tiny) is tiny
 
 
-def test_forwards_and_cache_are_counted(tiny, tiny_assistant) -> None:
-    config = {"draft_length": 3}
-    statistics = generate(
-        tiny, pad_left(random_rows([3, 5])), "model", config, assistant_model=tiny_assistant, max_new_tokens=16
-    ).statistics
+def test_forwards_are_counted(tiny, tiny_assistant) -> None:
+    prompts, config = pad_left(random_rows([3, 5])), {"draft_length": 3}
+    result = generate(tiny, prompts, "model", config, assistant_model=tiny_assistant, max_new_tokens=16)
+    statistics = result.statistics
     # One prefill of both prompts, and γ forwards in each round; `speculating` tells γ from round to round.
     spans = [*statistics.speculating, (statistics.rounds, 0)]
     fed = sum((until - since) * gamma for (since, gamma), (until, _) in zip(spans, spans[1:], strict=False))
@@ -115,34 +111,24 @@ def test_forwards_and_cache_are_counted(tiny, tiny_assistant) -> None:
 def test_catching_up_after_rounds_without_it_goes_in_pieces(tiny: PreTrainedModel) -> None:
     """Forty rounds autoregressively, then drafts: the cache is filled by forwards of bounded width, and holds what it
     should, so the target as its own assistant is accepted throughout."""
-
-    class Late(AlwaysSpeculate):
-        rounds = 0
-
-        def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-            self.rounds += 1
-            index, draft_length = super().decide(batch, length, waiting)
-            return index, draft_length if self.rounds > 2.5 * CATCH_UP else 0
-
-    drafter = SmallModelDrafter(tiny, tiny)
+    drafter, away = SmallModelDrafter(tiny, tiny), int(2.5 * CATCH_UP)
     widths: list[int] = []
     drafter.network.register_forward_pre_hook(
         lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     prompts, options = pad_left(random_rows([5, 9, 3])), dict(max_new_tokens=60)
-    control = Late(Candidate("model", 3, 3.0, 100))
+    control = Plans(1, [[]] * away + [[Chain(0, 3)]] * 60)
     result = generate(tiny, prompts, "model", drafter=drafter, control=control, **options)
     assert outputs(result) == outputs(generate(tiny, prompts, **options))
     assert result.statistics.acceptance_rate == 1
     drafted = widths[widths.index(CATCH_UP) :]
-    assert drafted[:3] == [CATCH_UP, CATCH_UP, int(2.5 * CATCH_UP) + 1 - 2 * CATCH_UP] and max(drafted) == CATCH_UP
+    assert drafted[:3] == [CATCH_UP, CATCH_UP, away + 1 - 2 * CATCH_UP] and max(drafted) == CATCH_UP
 
 
 def test_nothing_of_a_generation_outlives_it(tiny: PreTrainedModel) -> None:
     drafter = SmallModelDrafter(tiny_llama(seed=1), tiny)
-    caches = []
-    admit = drafter.admit
-    drafter.admit = lambda admission: caches.append(weakref.ref(drafter.cache)) or admit(admission)
+    caches: list[weakref.ref] = []
+    before(drafter, "admit", lambda _: caches.append(weakref.ref(drafter.cache)))
     generate(tiny, pad_left(random_rows([5, 9])), "model", drafter=drafter, max_new_tokens=4)
     gc.collect()
     assert caches and not any(cache() for cache in caches) and "session" not in vars(drafter)

@@ -1,22 +1,32 @@
 """What a drafter drafts, seen through the session that it draws from; and random checkpoints of both kinds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, cat, nn
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
 
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
-from spec_trl.generation.engine.drafter import DraftSession
+from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
+from spec_trl.generation.engine.rows import Rows
 from spec_trl.generation.engine.verification import Proposal
+from tests.generation.drafters.dflash import reference as dflash
+from tests.generation.drafters.eagle3 import reference as eagle3
 
 
 Seen = list[tuple[list[int], list[int], Tensor]]
 
 
 @dataclass(frozen=True)
-class _Watched(DraftSession):
+class Watched(DraftSession):
+    """Collects the logits that drafts are drawn from."""
+
     steps: list[Tensor]
 
     def draw(self, logits: Tensor, *arguments: Any) -> Any:
@@ -30,47 +40,57 @@ def watch(drafter: FeatureDrafter) -> Seen:
     steps: list[Tensor] = []
     begin, propose = drafter.begin, drafter.propose
 
-    def watched_begin(session: DraftSession) -> None:
-        begin(_Watched(*vars(session).values(), steps))
-
     def watched(draft_length: int, noise: RoundNoise | None) -> Proposal:
         steps.clear()
         proposal = propose(draft_length, noise)
-        rows, logits = drafter.session.rows, cat(steps, dim=1)  # [B, γ, V]
+        rows, logits = drafter.session.rows, torch.cat(steps, dim=1)  # [B, γ, V]
         for row, (length, drafted) in enumerate(zip(rows.lengths.tolist(), proposal.lengths.tolist(), strict=True)):
             if drafted:
                 drafts = proposal.tokens[row, : len(steps)].tolist()
                 seen.append((rows.tokens[row, :length].tolist(), drafts, logits[row]))
         return proposal
 
-    drafter.begin, drafter.propose = watched_begin, watched  # type: ignore[method-assign]
+    drafter.begin = lambda session: begin(Watched(*vars(session).values(), steps))
+    drafter.propose = watched
     return seen
-
-
-def fed_per_round(drafter: FeatureDrafter) -> list[list[int]]:
-    """Collects the number of pairs per row of each forward of EAGLE-3's network: of prompts first, then by round."""
-    found: list[list[int]] = [[]]
-    propose = drafter.propose
-
-    def count(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        found[-1].append(arguments[0].shape[1])
-
-    def watched(draft_length: int, noise: RoundNoise | None) -> Proposal:
-        found.append([])
-        return propose(draft_length, noise)
-
-    drafter.network.register_forward_pre_hook(count)
-    drafter.propose = watched  # type: ignore[method-assign]
-    return found
 
 
 def make_checkpoint(folder: Path, kind: str, vocabulary: int = 64, **changes: Any) -> str:
     """A random drafter for a target of two layers and 64 hidden dimensions."""
-    from tests.generation.drafters.dflash import reference as dflash
-    from tests.generation.drafters.eagle3 import reference as eagle3
-
     if kind == "eagle3":
         eagle3.make_folder(folder, eagle3.safeai(vocab_size=vocabulary, draft_vocab_size=vocabulary) | changes)
     else:
         dflash.make_checkpoint(folder, dflash.zlab(vocab_size=vocabulary) | changes)
     return str(folder)
+
+
+def begin_greedy(drafter: Drafter, capacity: int, columns: int) -> Rows:
+    """Begins a greedy generation that has no model; returns its rows."""
+    rows = Rows(capacity, columns, torch.device("cpu"))
+    rows.tokens.fill_(3)  # leftovers after a row's end, which must not be found
+    pipeline = LogitsPipeline(LogitsProcessorList(), PrefixView(rows, rows.tokens), capacity)
+    drafter.begin(DraftSession(rows, pipeline, True, None, False))
+    return rows
+
+
+def before(
+    watched: object, method: str, action: Callable[..., object], patch: pytest.MonkeyPatch | None = None
+) -> None:
+    """Has `action` run before each call of the object's method, with the same arguments; while `patch` lasts."""
+    original = getattr(watched, method)
+
+    def replaced(*arguments: Any, **more: Any) -> Any:
+        action(*arguments)
+        return original(*arguments, **more)
+
+    patch.setattr(watched, method, replaced) if patch else setattr(watched, method, replaced)
+
+
+def check_frequencies(counts: Tensor, p: Tensor) -> None:
+    """χ² of the counts `[V]` of tokens drawn from `p` `[V]`, at four standard deviations; rare tokens count as one."""
+    expected = p * counts.sum()  # [V]
+    rare = expected < 5  # [V]
+    wanted, found = (torch.cat([each[~rare], each[rare].sum()[None]]) for each in (expected, counts))
+    freedom = len(wanted) - 1
+    assert freedom >= 3
+    assert float(((found - wanted) ** 2 / wanted.clamp(min=1)).sum()) < freedom + 4 * (2 * freedom) ** 0.5

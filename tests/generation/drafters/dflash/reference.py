@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
 from spec_trl.generation.drafters.dflash.config import DFlashConfig
 from spec_trl.generation.drafters.dflash.network import DFlashNetwork
-from tests.generation.drafters.straight_line import attend, norm, rotary, turned
+from tests.generation.drafters.straight_line import StraightLine, draw_vocabulary
 
 
 VOCABULARY, EPS = 64, 1e-6
@@ -59,11 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make_checkpoint(
-    folder: Path,
-    settings: dict[str, Any],
-    features: int = 128,
-    dtype: torch.dtype = torch.float64,
-    gain: float = 2.5,
+    folder: Path, settings: dict[str, Any], features: int = 128, dtype: torch.dtype = torch.float64
 ) -> dict[str, Tensor]:
     """A checkpoint with random weights, with embedding and head of its own where the vocabulary is pruned."""
     config = DFlashConfig.parse(settings)
@@ -74,12 +69,9 @@ def make_checkpoint(
     tensors = {}
     for name, tensor in network.state_dict().items():
         random = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-        # By default sharp enough that slots, positions and context all matter to the largest logit.
-        tensors[name] = (1 + 0.3 * random if "norm" in name else gain * random * tensor.shape[-1] ** -0.5).to(dtype)
-    if is_pruned:
-        ids = torch.randperm(VOCABULARY, generator=generator)[: config.draft_vocabulary].sort().values
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, ids, True)
+        # Sharp enough that slots, positions and context all matter to the largest logit.
+        tensors[name] = (1 + 0.3 * random if "norm" in name else 2.5 * random * tensor.shape[-1] ** -0.5).to(dtype)
+    tensors |= draw_vocabulary(config.draft_vocabulary, config.decoder.vocab_size, generator)
     write_checkpoint(folder, settings, tensors)
     return tensors
 
@@ -105,10 +97,8 @@ def straight_line(
     """Draft logits `[drafts, vocabulary]` after `row` `[n]` of committed tokens."""
     is_speculators = "speculators_model_type" in settings
     sizes = settings["transformer_layer_config"] if is_speculators else settings
-    extra = settings.get("dflash_config", {})
+    line, extra = StraightLine(sizes, weights), settings.get("dflash_config", {})
     block = settings["block_size"] or extra["block_size"]
-    heads, shared_heads, d = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
-    angles = rotary(sizes, d)
     anchor = len(row) - 1
     context: list[Tensor] = []
     if anchor:
@@ -116,44 +106,23 @@ def straight_line(
         ids = settings["aux_hidden_state_layer_ids"] if is_speculators else [i + 1 for i in extra["target_layer_ids"]]
         for position in range(anchor):
             feature = torch.cat([states[i][0, position] for i in ids])  # [features]
-            context.append(norm(weights["fc.weight"] @ feature, weights["hidden_norm.weight"], EPS))
-    own = weights.get("embed_tokens.weight")
-    table = target.get_input_embeddings().weight if own is None else own
-    tokens = [int(row[-1])] + [2] * (block - 1)
-    hidden = [table[token] * extra.get("input_embedding_scale", 1.0) for token in tokens]
-    for layer in range(sizes["num_hidden_layers"]):
-        own_of = {name.removeprefix(f"layers.{layer}."): weight for name, weight in weights.items()}
-
-        def normed(x: Tensor, name: str, of: dict[str, Tensor] = own_of) -> Tensor:
-            return norm(x, of[f"{name}.weight"], EPS)
-
-        def linear(x: Tensor, name: str, of: dict[str, Tensor] = own_of) -> Tensor:
-            y = of[f"{name}.weight"] @ x
-            return y + of[f"{name}.bias"] if f"{name}.bias" in of else y
-
-        inputs = [normed(x, "input_layernorm") for x in hidden]
-        keys, values = [], []
-        for position, x in enumerate(context + inputs):
-            k = linear(x, "self_attn.k_proj").view(shared_heads, d)
-            keys.append([turned(normed(head, "self_attn.k_norm"), position, *angles) for head in k])
-            values.append(linear(x, "self_attn.v_proj").view(shared_heads, d))
+            context.append(line.norm(line.linear(feature, "fc"), "hidden_norm"))
+    table = weights.get("embed_tokens.weight", target.get_input_embeddings().weight)
+    hidden = [table[t] * extra.get("input_embedding_scale", 1.0) for t in [int(row[-1])] + [2] * (block - 1)]
+    for index in range(sizes["num_hidden_layers"]):
+        layer = f"layers.{index}"
+        inputs = [line.norm(x, f"{layer}.input_layernorm") for x in hidden]
+        keys = [line.turned(x, layer, "k", position) for position, x in enumerate(context + inputs)]
+        values = [line.values(x, layer) for x in context + inputs]
         for slot, x in enumerate(inputs):
             at = anchor + slot
-            seen = [key for key in range(anchor + block) if sees(settings, layer, at, key, anchor, key >= anchor)]
-            q = linear(x, "self_attn.q_proj").view(heads, d)
-            queries = [turned(normed(head, "self_attn.q_norm"), at, *angles) for head in q]
-            attended = attend(queries, [keys[key] for key in seen], [values[key] for key in seen])
-            hidden[slot] = hidden[slot] + linear(attended, "self_attn.o_proj")
-        for slot in range(block):
-            x = normed(hidden[slot], "post_attention_layernorm")
-            gated = F.silu(linear(x, "mlp.gate_proj")) * linear(x, "mlp.up_proj")
-            hidden[slot] = hidden[slot] + linear(gated, "mlp.down_proj")
-    head = weights.get("lm_head.weight")
-    head = target.get_output_embeddings().weight if head is None else head
-    logits = torch.full((block, VOCABULARY), -torch.inf, dtype=torch.float64)
-    for slot in range(block):
-        scored = head @ norm(hidden[slot], weights["norm.weight"], EPS) * extra.get("output_multiplier", 1.0)
-        cap = extra.get("final_logit_softcapping")
-        for i, logit in enumerate(torch.tanh(scored / cap) * cap if cap else scored):
-            logits[slot, i + (int(weights["d2t"][i]) if "d2t" in weights else 0)] = logit
-    return logits if settings.get("sample_from_anchor") else logits[1:]
+            seen = [key for key in range(anchor + block) if sees(settings, index, at, key, anchor, key >= anchor)]
+            queries = line.turned(x, layer, "q", at)
+            attended = line.attend(queries, [keys[key] for key in seen], [values[key] for key in seen], layer)
+            hidden[slot] = line.mlp(hidden[slot] + attended, layer)
+    head = weights.get("lm_head.weight", target.get_output_embeddings().weight)
+    cap, logits = extra.get("final_logit_softcapping"), []
+    for state in hidden:
+        scored = head @ line.norm(state, "norm") * extra.get("output_multiplier", 1.0)
+        logits.append(line.over_target_vocabulary(torch.tanh(scored / cap) * cap if cap else scored, VOCABULARY))
+    return torch.stack(logits[0 if settings.get("sample_from_anchor") else 1 :])

@@ -14,7 +14,7 @@ from spec_trl.generation.drafters.checkpoints import write_checkpoint
 from spec_trl.generation.drafters.dflash.config import DFlashConfig
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
 from spec_trl.generation.drafters.dflash.network import DFlashNetwork
-from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
+from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash.reference import (
     PRUNED,
@@ -27,20 +27,10 @@ from tests.generation.drafters.dflash.reference import (
     zlab,
 )
 from tests.generation.drafters.watching import watch
+from tests.generation.races import Plans
 
 
 EOS = dict(eos_token_id=[7, 11, 12])
-
-
-class Sometimes(AlwaysSpeculate):
-    """Drafts in two rounds of three."""
-
-    rounds = 0
-
-    def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-        self.rounds += 1
-        index, draft_length = super().decide(batch, length, waiting)
-        return index, draft_length if self.rounds % 3 else 0
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -54,7 +44,7 @@ def test_drafts_are_those_of_the_straight_line(name: str, tiny: PreTrainedModel,
     seen = watch(drafter)
     rows = random_rows([5, 9, 1, 3, 12, 4])
     prompts = pad_left([rows[1], rows[0], rows[1], *rows[2:], rows[5]])  # two share a prompt, at once and later
-    options, control = dict(max_new_tokens=12, **EOS), Sometimes(Candidate("dflash", 4, 4.0, 100))
+    options, control = dict(max_new_tokens=12, **EOS), Plans(1, [[Chain(0, 4)], [Chain(0, 4)], []])
     result = generate(tiny, prompts, config={"max_batch_size": 3}, drafter=drafter, control=control, **options)
     assert outputs(result) == outputs(generate(tiny, prompts, **options))
     assert result.statistics.drafter_failure is None
@@ -80,41 +70,19 @@ def test_greedy_drafts(draft_length: int, name: str, tiny: PreTrainedModel, tmp_
         assert drafts == expected[: len(drafts)].tolist()
 
 
-@pytest.mark.parametrize("name", ["z-lab, causal window", "speculators, window to both sides", "speculators, pruned"])
-@torch.no_grad()
-def test_a_whole_forward_without_cache(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
-    """What training differentiates is what drafting computes; context at or after the anchor is not seen."""
-    settings = VARIANTS[name]
-    weights = make_checkpoint(tmp_path, settings)
-    drafter, text = DFlashDrafter(tmp_path, tiny), random_rows([17])[0]
-    network, config = drafter.network, drafter.config
-    states = tiny(text[None], output_hidden_states=True).hidden_states
-    features = torch.cat([states[i] for i in config.feature_layers], dim=-1)  # [1, 17, features]
-    anchors = torch.tensor([0, 4, 11])
-    tokens = torch.full((3, config.block_size), config.mask_token)
-    tokens[:, 0] = text[anchors]
-    embedded = network.embed(tokens, tiny.get_input_embeddings())  # [3, n, H]
-    hidden = network(features, torch.arange(17)[None], embedded, anchors)  # [3, n, H]
-    logits = network.logits(hidden, tiny.get_output_embeddings())  # [3, n, drafts]
-    ids = torch.arange(64) if drafter.target_ids is None else drafter.target_ids
-    for row, anchor in enumerate(anchors.tolist()):
-        expected = straight_line(tiny, weights, settings, text[: anchor + 1])[:, ids]
-        torch.testing.assert_close(logits[row, -len(expected) :], expected, rtol=0, atol=1e-9)
-
-
 # ---- formats --------------------------------------------------------------------------------------------------------
 
 
 def test_default_layers() -> None:
-    def layers(depth: int, count: int) -> list[int]:
-        settings = zlab(num_target_layers=depth, num_hidden_layers=count)
+    for depth, expected in (
+        (36, (1, 9, 17, 25, 33)),  # z-lab/Qwen3-8B-DFlash-b16
+        (24, (1, 6, 11, 16, 21)),
+        (36, (18,)),
+        (29, (1, 14, 26)),  # 13.5 rounds to even
+    ):
+        settings = zlab(num_target_layers=depth, num_hidden_layers=len(expected))
         del settings["dflash_config"]["target_layer_ids"]
-        return [index - 1 for index in DFlashConfig.parse(settings).feature_layers]
-
-    assert layers(36, 5) == [1, 9, 17, 25, 33]  # z-lab/Qwen3-8B-DFlash-b16
-    assert layers(24, 5) == [1, 6, 11, 16, 21]
-    assert layers(36, 1) == [18]
-    assert layers(29, 3) == [1, 14, 26]  # 13.5 rounds to even
+        assert DFlashConfig.parse(settings).feature_layers == tuple(index + 1 for index in expected)
 
 
 @pytest.mark.parametrize("name, width", [("qwen2.5-0.5b", 896), ("qwen3-4b", 2560), ("qwen3-8b", 4096)])
@@ -176,9 +144,10 @@ BAD: dict[str, tuple[dict[str, Any], str, Change | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_checkpoints(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
-    settings, message, change = BAD[name]
+@pytest.mark.parametrize("settings, message, change", BAD.values(), ids=BAD)
+def test_bad_checkpoints(
+    settings: dict[str, Any], message: str, change: Change | None, tiny: PreTrainedModel, tmp_path: Path
+) -> None:
     tensors = {"fc.weight": torch.zeros(1)}
     if change is not None:
         tensors = make_checkpoint(tmp_path, settings)

@@ -1,6 +1,5 @@
 """A second, slow implementation of EAGLE-3, and checkpoints to try it on."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,8 @@ from transformers import PreTrainedModel
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
 from spec_trl.generation.drafters.eagle3.config import Eagle3Config
 from spec_trl.generation.drafters.eagle3.network import Eagle3Network
-from tests.generation.drafters.straight_line import attend, norm, rotary, turned
-from tests.generation.drafters.watching import watch
+from tests.generation.drafters.straight_line import StraightLine, draw_vocabulary
 
-
-__all__ = ["Reference", "make_folder", "make_tensors", "safeai", "speculators", "watch"]
 
 HIDDEN, VOCABULARY = 64, 64  # of the tiny target
 LAYER = {
@@ -46,15 +42,11 @@ def speculators(layer: dict[str, Any] | None = None, **changes: Any) -> dict[str
     } | changes  # fmt: skip
 
 
-def without(config: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name != key}
-
-
 CONFIGS: dict[str, dict[str, Any]] = {
     "safeai": safeai(),
-    "safeai, whole vocabulary": without(safeai(), "draft_vocab_size"),
+    "safeai, whole vocabulary": safeai(draft_vocab_size=None),
     "safeai, own embedding, narrow": safeai(hidden_size=32, head_dim=8, target_hidden_size=HIDDEN),
-    "safeai, SpecForge's layer ids": without(safeai(eagle_config={IDS_KEY: [1, -1, 0]}), IDS_KEY),
+    "safeai, SpecForge's layer ids": safeai(eagle_config={IDS_KEY: [1, -1, 0]}, **{IDS_KEY: None}),
     "safeai, llama3": safeai(rope_theta=5000.0, rope_scaling=LLAMA3),
     "safeai, YaRN": safeai(rope_scaling=YARN),
     "safeai, bias": safeai(attention_bias=True, mlp_bias=True, rope_theta=1e6),
@@ -82,11 +74,7 @@ def make_tensors(config: dict[str, Any], dtype: torch.dtype = torch.float64, dep
         some.uniform_(middle - width, middle + width, generator=generator)
         stored = name if "speculators_model_type" in config else name.replace("layers.0.", "midlayer.")
         tensors[stored] = some.repeat(-(-tensor.numel() // len(some)))[: tensor.numel()].view(tensor.shape)
-    if (draft := parsed.draft_vocabulary) != (vocabulary := parsed.decoder.vocab_size):
-        ids = torch.randperm(vocabulary, generator=generator)[:draft].sort().values  # [draft]
-        tensors["d2t"] = ids - torch.arange(draft)
-        tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
-    return tensors
+    return tensors | draw_vocabulary(parsed.draft_vocabulary, parsed.decoder.vocab_size, generator)
 
 
 def make_folder(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float64, depth: int = 2) -> Path:
@@ -94,32 +82,16 @@ def make_folder(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch
     return folder
 
 
-class Reference:
+class Reference(StraightLine):
     """The facts of the two formats, written down once more: one row, one pair at a time, no cache."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel) -> None:
-        layer = config.get("transformer_layer_config", config)
-        self.t = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-        self.config, self.layer, self.target = config, layer, target
-        self.heads, self.kv = layer["num_attention_heads"], layer["num_key_value_heads"]
-        self.d = layer.get("head_dim", layer["hidden_size"] // self.heads)
-        self.rotary = rotary(layer, self.d)
-        ids = config.get(IDS_KEY)
-        self.ids = ids if ids is not None else [i + 1 for i in config["eagle_config"][IDS_KEY]]
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return norm(x, self.t[name], self.layer["rms_norm_eps"])
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        out = self.t[f"{name}.weight"] @ x
-        return out + self.t[f"{name}.bias"] if f"{name}.bias" in self.t else out
-
-    def heads_of(self, x: Tensor, name: str, count: int, position: int) -> list[Tensor]:
-        """Queries or keys, rotated."""
-        parts = list(self.linear(x, f"layers.0.self_attn.{name}_proj").view(count, self.d))
-        if f"layers.0.self_attn.{name}_norm.weight" in self.t:
-            parts = [self.norm(part, f"layers.0.self_attn.{name}_norm.weight") for part in parts]
-        return [turned(part, position, *self.rotary) for part in parts]
+        super().__init__(
+            config.get("transformer_layer_config", config),
+            {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()},
+        )
+        self.config, self.target = config, target
+        self.ids = config[IDS_KEY] or [i + 1 for i in config["eagle_config"][IDS_KEY]]
 
     def features(self, tokens: list[int]) -> list[Tensor]:
         states = self.target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
@@ -127,28 +99,23 @@ class Reference:
         for column in range(len(tokens)):
             g = torch.cat([states[i][0, column] for i in self.ids])
             if self.config.get("norm_before_fc"):
-                g = self.norm(g, "input_norm.weight")
+                g = self.norm(g, "input_norm")
             if self.config.get("fc_norm"):
-                parts = g.chunk(len(self.ids))
-                g = torch.cat([self.norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)])
+                g = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(g.chunk(len(self.ids)))])
             found.append(self.linear(g, "fc"))
         return found
 
     def layer_output(self, pairs: list[tuple[int, Tensor]]) -> Tensor:
         """h of the last of the pairs (token, state), which all attend as the last one needs."""
-        embedding = self.t.get("embed_tokens.weight", self.target.get_input_embeddings().weight)
-        keys, values = [], []
+        embedding = self.tensors.get("embed_tokens.weight", self.target.get_input_embeddings().weight)
+        layer, keys, values = "layers.0", [], []
         for position, (token, state) in enumerate(pairs, start=1):  # from 1, as speculators counts
-            normed = self.norm(state, "layers.0.hidden_norm.weight")
-            a = torch.cat([self.norm(embedding[token], "layers.0.input_layernorm.weight"), normed])
-            keys.append(self.heads_of(a, "k", self.kv, position))
-            values.append(self.linear(a, "layers.0.self_attn.v_proj").view(self.kv, self.d))
-        attended = attend(self.heads_of(a, "q", self.heads, len(pairs)), keys, values)
-        residual = normed if self.config.get("norm_before_residual") else state
-        h = residual + self.linear(attended, "layers.0.self_attn.o_proj")
-        x = self.norm(h, "layers.0.post_attention_layernorm.weight")
-        gate, up = self.linear(x, "layers.0.mlp.gate_proj"), self.linear(x, "layers.0.mlp.up_proj")
-        return h + self.linear(gate / (1 + (-gate).exp()) * up, "layers.0.mlp.down_proj")
+            normed = self.norm(state, f"{layer}.hidden_norm")
+            a = torch.cat([self.norm(embedding[token], f"{layer}.input_layernorm"), normed])
+            keys.append(self.turned(a, layer, "k", position))
+            values.append(self.values(a, layer))
+        attended = self.attend(self.turned(a, layer, "q", len(pairs)), keys, values, layer)
+        return self.mlp((normed if self.config.get("norm_before_residual") else state) + attended, layer)
 
     def logits(self, tokens: list[int], drafts: list[int]) -> Tensor:
         """Logits `[γ, V]` after `tokens`, the newest included, where `drafts` are drawn one after another."""
@@ -157,10 +124,7 @@ class Reference:
         found = []
         for token in drafts:
             h = self.layer_output(pairs)
-            short = self.linear(self.norm(h, "norm.weight"), "lm_head")
-            whole = torch.full((self.layer["vocab_size"],), -math.inf, dtype=short.dtype)
-            for i, logit in enumerate(short):
-                whole[i + int(self.t["d2t"][i]) if "d2t" in self.t else i] = logit
-            found.append(whole)
-            pairs.append((token, self.norm(h, "norm.weight") if self.config.get("norm_output") else h))
+            normed = self.norm(h, "norm")
+            found.append(self.over_target_vocabulary(self.linear(normed, "lm_head"), self.sizes["vocab_size"]))
+            pairs.append((token, normed if self.config.get("norm_output") else h))
         return torch.stack(found)

@@ -49,29 +49,18 @@ def test_rows_start_at_nothing_move_and_are_reset() -> None:
         assert torch.equal(tensor[1:], old[[3, 2, 3]])
 
 
-def test_half_precision_layers_are_corrected_in_float32() -> None:
-    layer = nn.Linear(6, 4, dtype=torch.bfloat16)
-    adapters = RowAdapters({"a": layer}, 1, rank=2)
-    adapters.attach({"a": layer}, lambda: 0)
-    assert adapters.down["a"].dtype == torch.float32
-    assert layer(torch.ones(1, 1, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
 @torch.no_grad()
 def test_a_step_changes_a_layer_by_its_own_scale() -> None:
     """Layers whose weights differ a thousandfold are changed by the same share."""
     torch.manual_seed(0)
-    layers = {"small": nn.Linear(64, 64, bias=False).double(), "large": nn.Linear(64, 64, bias=False).double()}
+    layers = {name: nn.Linear(64, 64, bias=False).double() for name in ("small", "large")}
     layers["large"].weight.data = 1000 * layers["small"].weight.data
-    adapters = RowAdapters(layers, 1, rank=8)
-    plain = {name: layer(torch.ones(1, 1, 64).double()) for name, layer in layers.items()}
+    adapters, x = RowAdapters(layers, 1, rank=8), torch.ones(1, 1, 64).double()
+    plain = {name: layer(x) for name, layer in layers.items()}
     adapters.attach(layers, lambda: 0)
     for up in adapters.tensors:
         up += 1e-3
-    shares = [
-        float((layer(torch.ones(1, 1, 64).double()) - plain[name]).norm() / plain[name].norm())
-        for name, layer in layers.items()
-    ]
+    shares = [float((layer(x) - plain[name]).norm() / plain[name].norm()) for name, layer in layers.items()]
     assert all(1e-4 < share < 1e-1 for share in shares) and max(shares) < 10 * min(shares)
 
 
@@ -100,14 +89,15 @@ def test_adam_is_torchs_for_each_row() -> None:
         torch.testing.assert_close(tensor, torch.stack([parameter.data for parameter in own]))
 
 
-def test_layers_that_see_no_rows() -> None:
-    """Corrections of rows need inputs by row; one correction for all does not."""
-    x = torch.randn(6, 4)
-    for rows in (1, 3):
-        layer = nn.Linear(4, 5)
-        RowAdapters({"layer": layer}, rows, rank=2).attach({"layer": layer}, lambda: 0)
-        if rows == 1:
-            assert layer(x).shape == (6, 5)
-        else:
-            with pytest.raises(ValueError, match='use tts_scope="rollout"'):
-                layer(x)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_layers_that_see_no_rows_and_half_precision(rows: int) -> None:
+    """Corrections of rows need inputs by row; one correction for all does not. They are float32 at least."""
+    x, layer = torch.randn(6, 4).bfloat16(), nn.Linear(4, 5).bfloat16()
+    adapters = RowAdapters({"layer": layer}, rows, rank=2)
+    adapters.attach({"layer": layer}, lambda: 0)
+    assert adapters.down["layer"].dtype == torch.float32
+    if rows == 1:
+        assert layer(x).shape == (6, 5) and layer(x).dtype == torch.bfloat16
+    else:
+        with pytest.raises(ValueError, match='use tts_scope="rollout"'):
+            layer(x)

@@ -20,37 +20,24 @@ def test_fixed(rounds: int) -> None:
     assert due_rounds(UpdateStride(rounds), 40) == list(range(0, 40, rounds))
 
 
-def feed(stride: UpdateStride, block_efficiency: float) -> int:
-    due_rounds(stride, WINDOW, block_efficiency)
-    return stride.rounds
-
-
-def test_adaptive_falls_level_and_rises() -> None:
+def test_adaptive() -> None:
     stride = UpdateStride(None)
     start = STRIDES.index(stride.rounds)
-    assert feed(stride, 4.0) == STRIDES[start]  # nothing to compare with
-    assert feed(stride, 4.0 * (1 - 2 * CHANGE)) == STRIDES[start - 1]
-    assert feed(stride, 4.0) == STRIDES[start - 1]  # it rose
-    assert feed(stride, 4.0) == STRIDES[start]
-    assert feed(stride, 4.0 * (1 - CHANGE / 2)) == STRIDES[start + 1]  # within what counts as level
-
-
-def test_adaptive_stays_on_its_ladder() -> None:
-    stride = UpdateStride(None)
-    for _ in range(20):
-        feed(stride, 3.0)
+    for block_efficiency, at in (
+        (4.0, start),  # nothing to compare with
+        (4.0 * (1 - 2 * CHANGE), start - 1),
+        (4.0, start - 1),  # it rose
+        (4.0, start),
+        (4.0 * (1 - CHANGE / 2), start + 1),  # within what counts as level
+    ):
+        due_rounds(stride, WINDOW, block_efficiency)
+        assert stride.rounds == STRIDES[at]
+    due_rounds(stride, 20 * WINDOW)  # it stays on its ladder
     assert stride.rounds == STRIDES[-1]
-    value = 3.0
-    for _ in range(20):
-        value *= 1 - 2 * CHANGE
-        feed(stride, value)
+    for fall in range(20):
+        due_rounds(stride, WINDOW, 3.0 * (1 - 2 * CHANGE) ** fall)
     assert stride.rounds == STRIDES[0] == 1
-
-
-def test_begins_anew() -> None:
-    stride = UpdateStride(None)
-    for _ in range(10):
-        feed(stride, 3.0)
+    due_rounds(stride, 10 * WINDOW + 1, 9.0)
+    assert stride.rounds == STRIDES[-1]
     stride.begin()
-    assert stride.rounds == UpdateStride(None).rounds
-    assert stride.is_due()
+    assert stride.rounds == STRIDES[start] and stride.is_due()
