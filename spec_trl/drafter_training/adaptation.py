@@ -137,7 +137,7 @@ class DrafterAdaptation:
         failed, learned, loss, agreement = 1.0, 0.0, 0.0, 0.0
         if problem is None:
             try:
-                learned, loss, agreement, gradients = self._learn_from(seen)
+                learned, loss, agreement, gradients = self.learn_from(seen)
                 failed = 0.0
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
@@ -155,12 +155,8 @@ class DrafterAdaptation:
             return
         if learned:
             gradients = [self._accelerator.reduce(gradient, "sum").div_(learned) for gradient in gradients]
-            for master, gradient in zip(self._masters, gradients, strict=True):
-                master.grad = gradient
             try:
-                self._optimizer.step()
-                self._optimizer.zero_grad(set_to_none=True)
-                self._copy_masters()
+                self.step(gradients)
             except Exception as error:  # this rank's alone: the others learn of it at the next micro-batch
                 self._problem = f"{type(error).__name__}: {error}"
         for name, value in zip(self._sums, (loss, agreement, learned, self._device_time() - started), strict=True):
@@ -175,7 +171,7 @@ class DrafterAdaptation:
         means = {name: sums[name] / sums["learned"] for name in ("loss", "agreement")} if sums["learned"] else {}
         return means | {"update_seconds": sums["seconds"]}
 
-    def _learn_from(
+    def learn_from(
         self, seen: tuple[Mapping[str, Any], dict[int, Tensor]] | None
     ) -> tuple[float, float, float, list[Tensor]]:
         """1 if there was something to learn from, else 0; the loss; the agreement; gradients of the masters."""
@@ -206,6 +202,15 @@ class DrafterAdaptation:
         if with_regression:
             loss = loss + self._hidden_weight * found.regression
         return loss, found.agreement
+
+    @torch.no_grad()
+    def step(self, gradients: list[Tensor]) -> None:
+        """One step of the optimizer on the masters, from `gradients` of them; the drafter takes the weights over."""
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            master.grad = gradient
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._copy_masters()
 
     @torch.no_grad()
     def _copy_masters(self) -> None:

@@ -88,8 +88,8 @@ def choose(folder: Path) -> dict[str, Any]:
     return {
         "completions": log.completions,
         "profiled": len(profiled),
-        "ladder": trainer._control.ladder,
-        "acceptance": trainer._acceptance.state_dict(),
+        "ladder": log.calls[-1].control.ladder,
+        "acceptance": log.calls[-1].control.history.state_dict(),
         "drafted_by": [log.metric(f"rollout/drafted_by_{name}") for name in ("self", "history")],
     }
 
@@ -98,7 +98,7 @@ def adapt(folder: Path, checkpoint: Path, rank: int, case: str) -> dict[str, Any
     """Trains a drafter on this rank's rows; on rank 1 things may go wrong."""
     local: list[list[Tensor]] = []
     stepped: list[list[Tensor]] = []
-    learn, step, loss = DrafterAdaptation._learn_from, DrafterAdaptation._step, adaptation.sequence_loss
+    learn, step, loss = DrafterAdaptation.learn_from, DrafterAdaptation.step, adaptation.sequence_loss
 
     def remember_own(adaptation: DrafterAdaptation, seen: Any) -> Any:
         found = learn(adaptation, seen)
@@ -125,8 +125,8 @@ def adapt(folder: Path, checkpoint: Path, rank: int, case: str) -> dict[str, Any
         return found
 
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as caught:
-        patched.setattr(DrafterAdaptation, "_learn_from", remember_own)
-        patched.setattr(DrafterAdaptation, "_step", remember_mean)
+        patched.setattr(DrafterAdaptation, "learn_from", remember_own)
+        patched.setattr(DrafterAdaptation, "step", remember_mean)
         patched.setattr(adaptation, "sequence_loss", fail)
         patched.setattr(adaptation, "target_view", blind)
         trainer, log = make_trainer(
