@@ -15,7 +15,7 @@ from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import before
-from tests.generation.races import Plans
+from tests.generation.races import Knowing, Plans
 
 
 EOS = dict(eos_token_id=[7, 11, 12])
@@ -49,8 +49,10 @@ def test_the_drafter_applies_the_targets_processors(options: dict[str, Any], tin
     assert result.statistics.acceptance_rate == 1
 
 
-def test_drafts_are_those_of_a_plain_forward(tiny, tiny_assistant) -> None:
-    """Greedy: each draft token is the assistant's own continuation of the row and the drafts before it."""
+@pytest.mark.parametrize("raced", [False, True])
+def test_drafts_are_those_of_a_plain_forward(raced: bool, tiny, tiny_assistant) -> None:
+    """Greedy: each draft token is the assistant's own continuation of the row and the drafts before it, also after
+    rounds in which the row took another drafter's tokens."""
     drafter = SmallModelDrafter(tiny_assistant, tiny)
     propose, seen = drafter.propose, []
 
@@ -62,8 +64,11 @@ def test_drafts_are_those_of_a_plain_forward(tiny, tiny_assistant) -> None:
 
     drafter.propose = watched
     prompts, config = pad_left(random_rows([5, 9, 1, 3])), {"draft_length": 3, "max_batch_size": 2}
-    generate(tiny, prompts, "model", config, drafter=drafter, do_sample=False, **EOS)
-    assert len(seen) > 20
+    answers = outputs(generate(tiny, prompts, config=config, do_sample=False, **EOS))
+    drafters = [drafter, Knowing(answers, None)][: 1 + raced]
+    control = Plans(len(drafters), [[Chain(which, 5) for which in range(len(drafters))]])
+    generate(tiny, prompts, "model", config, drafter=drafters, control=control, do_sample=False, **EOS)
+    assert len(seen) > 8
     for length, text in seen:
         logits = tiny_assistant(text[None]).logits[0]  # [n, V]
         assert logits[length - 1 : -1].argmax(-1).tolist() == text[length:].tolist()

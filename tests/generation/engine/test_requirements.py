@@ -137,7 +137,7 @@ def test_a_config_without_the_keyword(tiny: PreTrainedModel) -> None:
 
 
 def test_assistants_that_do_not_fit(refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    refuses("assistant_model is on meta and the target on cpu", "model", assistant_model=tiny_llama().to("meta"))
+    refuses("assistant_model is on meta, the target on cpu; call", "model", assistant_model=tiny_llama().to("meta"))
     monkeypatch.setattr(decoding, "find_profile", lambda *_: pytest.fail("calibrated"))
     other = tiny_llama(vocab_size=65)
     message = "vocabulary of 65 tokens and the target one of 64"

@@ -347,7 +347,7 @@ def test_rates_out_of_range(name: str, value: float) -> None:
 
 def test_the_assistant_must_fit_the_drafter(tiny, tiny_assistant, checkpoints) -> None:
     for kind, given, message in (
-        ("self", checkpoints["eagle3"], "Say what the assistant is: tts_drafter='eagle3'"),
+        ("self", checkpoints["eagle3"], "Drop it, or say what it is: tts_drafter='eagle3'"),
         ("eagle3", None, "give the folder or hub id"),
         ("dflash", tiny_assistant, "give the folder or hub id"),
         ("model", None, "needs assistant_model"),
