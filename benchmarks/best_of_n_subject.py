@@ -40,7 +40,7 @@ class Subject:
         loaded: the target.
         drafters: by method.
         processors: make synthetic weights copy.
-        config: γ of `self`, and the roofline beside which the ladder lies.
+        config: γ of `self`, and the roofline of the ladder.
         profile: that roofline.
         ladder: of the drafters.
         ladder_seconds: that it took.

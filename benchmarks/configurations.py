@@ -51,7 +51,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def learned(kind: str, checkpoint: str, learning_rate: float) -> dict[str, dict[str, Any]]:
-    """The learned auxiliary drafter of Table 2 (ER App. F.5), always on: kept, adapted to the policy behind each
+    """The learned auxiliary drafter of Table 2 (ER App. F.5), always on: kept, adapted to the policy after each
     micro-batch, and learning from each round (TTS).
 
     Args:

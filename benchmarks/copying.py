@@ -30,7 +30,7 @@ SHORTEST, LONGEST = 96, 128  # tokens of a text to learn from, of noise and of p
 HELD_OUT = 100  # stories from the beginning that prompts are taken from
 _RATE = 0.03  # of a step, over the standard deviation of a weight: sub-norms make the scale of weights arbitrary
 _VECTOR = 0.3  # stands for that deviation where weights are all ones
-_DISTANCE = 2.0  # weight of the distance to the teacher beside the copied tokens' loss
+_DISTANCE = 2.0  # weight of the distance to the teacher next to the copied tokens' loss
 
 
 class Copying(LogitsProcessor):
@@ -50,7 +50,7 @@ class Copying(LogitsProcessor):
         self._odds = math.log(probability / (1 - probability))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores `[B, V]` of the token behind `input_ids` `[B, n]` int64."""
+        """Scores `[B, V]` of the token after `input_ids` `[B, n]` int64."""
         if input_ids.shape[1] <= self._context:
             return scores
         windows = input_ids.unfold(1, self._context, 1)  # [B, n - context + 1, context]

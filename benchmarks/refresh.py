@@ -1,4 +1,4 @@
-"""What the self-drafter costs: milliseconds to requantize it after an optimizer step, and bytes beside the policy."""
+"""What the self-drafter costs: milliseconds to requantize it after an optimizer step, and bytes next to the policy."""
 
 import argparse
 import statistics

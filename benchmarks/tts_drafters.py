@@ -27,7 +27,7 @@ DRAFT_LENGTH = 7  # γ where no block decides; TTS App. B drafts 8 deep
 WINDOW = 64  # tokens that a drafter saw at most while it was trained
 HELD_OUT = 200  # prompts that no drafter is trained on, the last ones
 RECIPE_FILE = "recipe.json"
-# More than the example's minutes: what a drafter knows of its first 64 tokens is what it can lose behind them.
+# More than the example's minutes: what a drafter knows of its first 64 tokens is what it can lose after them.
 TRAINING = {
     "eagle3": ["--steps", "5000", "--batch-size", "8", "--learning-rate", "4e-3", "--depth", "6"],
     "dflash": ["--steps", "9000", "--batch-size", "8", "--learning-rate", "5e-3", "--anchors", "16", "--layers", "2"],
@@ -78,7 +78,7 @@ class Kind:
         return student if how is None else DistilledDrafter(student, how)
 
     def fixed_facts(self) -> dict[str, object]:
-        """What decides the results of its ways, beside what the ways say."""
+        """What decides the results of its ways, next to what the ways say."""
         return {name: value for name, value in self.facts().items() if name != "training"}
 
     def facts(self) -> dict[str, object]:

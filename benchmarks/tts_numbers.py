@@ -97,7 +97,7 @@ def gain_interval(
 def speed_ratio(frozen: Sequence[Record], other: Sequence[Record]) -> float:
     """Median over requests of the frozen drafter's seconds over the other's: both made the same number of tokens.
 
-    Where the frozen drafter ran once more beside the other one, those are its seconds.
+    Where the frozen drafter ran once more next to the other one, those are its seconds.
     """
     return statistics.median(
         b.get("frozen_seconds", a["seconds"]) / b["seconds"] for a, b in zip(frozen, other, strict=True)

@@ -205,7 +205,7 @@ def in_turns(
         shift: which way is the first.
         advance: called after each way.
         beside_frozen: run the frozen drafter once more right before each way that learns, or in every other cell
-            right behind it: "frozen_seconds". Many ways take minutes, in which a machine's load changes.
+            right after it: "frozen_seconds". Many ways take minutes, in which a machine's load changes.
     """
     names = list(drafters)
     made: dict[str, Generated] = {}

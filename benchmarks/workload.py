@@ -45,7 +45,7 @@ class Workload:
         }
 
     def trimmed(self, completion: list[int]) -> list[int]:
-        """`completion` up to its end of sequence, which counts, without the padding behind it, which does not."""
+        """`completion` up to its end of sequence, which counts, without the padding after it, which does not."""
         for place, token in enumerate(completion):
             if token in self.eos_token_ids:
                 return completion[: place + 1]

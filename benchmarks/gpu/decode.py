@@ -1,9 +1,9 @@
-"""Decoding by our engine's "none" and by transformers: seconds per token behind the prompt, at about 2048 tokens.
+"""Decoding by our engine's "none" and by transformers: seconds per token after the prompt, at about 2048 tokens.
 
 Each way to generate is timed in turns with "none", after a whole warm-up call that compiles and captures. Seconds per
 token leave the prompt out and are medians over the steps of a call: between tokens in transformers' loop, over rounds
 in ours. generate_batch is timed while all rows decode, and gets the better of its median and its mean, since it may
-hand out tokens in bursts. Whole calls are reported beside.
+hand out tokens in bursts. Whole calls are reported too.
 """
 
 import time

@@ -3,7 +3,7 @@
 The policy starts from random weights and learns, for a stated number of seconds, a language whose next token is drawn
 from a few successors of the last: its 4-bit copy then agrees with it as training made it, and τ is what it is. Tokens
 may end a text, so completions have a long tail. All ways sample from the same policy for the same prompts; ours alone
-share their noise, so tokens per second are given beside seconds. The first step is not counted: it compiles and, where
+share their noise, so tokens per second are given too. The first step is not counted: it compiles and, where
 captured forwards are kept, captures.
 """
 

@@ -88,7 +88,7 @@ class Matrix:
 def time_rows(
     part: Part, matrix: Matrix, packed: Sequence[PackedWeight], dense: Sequence[Tensor], m: int
 ) -> dict[str, Any]:
-    """Seconds and error with `m` rows, beside the dense layer's in the same turns."""
+    """Seconds and error with `m` rows, next to the dense layer's in the same turns."""
     x = matrix.inputs[m]  # [m, in]
     error = relative_error(packed[0].linear(x), matrix.expected(m))
     if not error < TOLERANCE:

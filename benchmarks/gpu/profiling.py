@@ -2,7 +2,7 @@
 
 Kernels are told apart by their names; the longest are listed by name, so that they can be told apart again. Gaps are
 the time in which no kernel runs. The profiler itself slows the host, so shares of captured rounds are more to be
-trusted than those of eager ones, whose unprofiled seconds stand beside.
+trusted than those of eager ones, whose unprofiled seconds are shown too.
 """
 
 import re

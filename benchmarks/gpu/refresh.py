@@ -65,7 +65,7 @@ def measure(part: Part, model: PreTrainedModel, head: str) -> dict[str, Any]:
         "by_pass": times,
         "weights": network.source_bytes // 2,
         "packed_bytes": network.packed_bytes,
-        "peak_bytes": peak.value,  # beside policy and drafter
+        "peak_bytes": peak.value,  # next to policy and drafter
         "kernels": sorted(kernels),
         "dense_layers": network.dense_layers,
     }

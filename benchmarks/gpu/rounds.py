@@ -28,7 +28,7 @@ from .timing import copy_bandwidth
 BATCHES = (1, 2, 4, 8, 32)
 LENGTH = 2048
 DRAFT_LENGTH = 5
-MARGIN = 16  # columns behind the longest row that a round may write
+MARGIN = 16  # columns after the longest row that a round may write
 VISITS = 3
 SECONDS = 0.6  # of one visit
 SAMPLING_PHASES = ("noise", "accept")

@@ -101,7 +101,7 @@ class _Reader:
 def _figures(parts: Parts) -> list[Figure]:
     reader = _Reader(parts)
     value = reader.value
-    per_token = "seconds per token behind the prompt"
+    per_token = "seconds per token after the prompt"
     rows = [
         figure(
             f"none over generate, batch {b}", ">=", wanted,

@@ -55,7 +55,8 @@ class DraftLengthController:
     def __post_init__(self) -> None:
         lengths = list(self.draft_lengths) if isinstance(self.draft_lengths, Iterable) else []
         if not lengths or any(type(n) is not int for n in lengths):
-            raise ValueError(f"draft_lengths={self.draft_lengths!r} must be a list of at least one integer, e.g. [5, 7, 9, 11].")
+            problem = "must be a list of at least one integer, e.g. [5, 7, 9, 11]."
+            raise ValueError(f"draft_lengths={self.draft_lengths!r} {problem}")
         if any(a >= b for a, b in zip(lengths, lengths[1:], strict=False)):
             raise ValueError(f"draft_lengths={lengths} is not ascending; use {sorted(set(lengths))}.")
         if lengths[0] < 1 or lengths[-1] > MAX_DRAFT_LENGTH:

@@ -1,4 +1,4 @@
-"""What rollouts delivered beside the autoregressive decoding of as many tokens, and what is expected after it."""
+"""What rollouts delivered next to the autoregressive decoding of as many tokens, and what is expected after it."""
 
 import pytest
 

@@ -81,7 +81,7 @@ def test_tau_prev_starts_at_gamma_and_follows_what_was_measured() -> None:
     assert controller.draft_length == 7
 
 
-# Design §7: from τ before each elevation, what is measured behind it (App. G.3: 7.37, 9.35, 11.25).
+# Design §7: from τ before each elevation, what is measured after it (App. G.3: 7.37, 9.35, 11.25).
 @pytest.mark.parametrize(
     ("tau", "old", "new", "expected"), [(5.73, 5, 7, 7.50), (7.60, 7, 9, 9.36), (9.48, 9, 11, 11.24)]
 )

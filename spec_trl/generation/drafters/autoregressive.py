@@ -51,7 +51,7 @@ class NetworkDrafter(TrainableDrafter):
         if not self._shares_target_cache or session.target is None:
             self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=rows.tokens.device)
         if session.target is not None:
-            self._runner = session.target.beside(self.network, self._shares_target_cache, self._made_of)
+            self._runner = session.target.for_drafter(self.network, self._shares_target_cache, self._made_of)
         else:
             cache = RaggedCache.for_network(self.network, rows.capacity, rows.columns)
             self._runner = EagerRunner(self.network, cache)
@@ -85,7 +85,7 @@ class NetworkDrafter(TrainableDrafter):
         proposal = self.draft(self._draft_logits(draft_length), noise)
         if self._cached is not None:  # all but the newest draft token were fed
             self._cached[: rows.active] = rows.lengths
-            self._fed = rows.columns_behind(0, draft_length - 1), rows.window(0, draft_length - 1)
+            self._fed = rows.columns_after(0, draft_length - 1), rows.window(0, draft_length - 1)
         return proposal
 
     @property
@@ -99,7 +99,7 @@ class NetworkDrafter(TrainableDrafter):
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
         # One forward instead of γ: what was drafted is known.
         count = canvas.tokens.shape[1] - 1
-        return self._runner.replay(network, canvas.tokens[:, :count], canvas.behind(-1, count), canvas.cache())
+        return self._runner.replay(network, canvas.tokens[:, :count], canvas.columns_after(-1, count), canvas.cache())
 
     def trained(self, network: PreTrainedModel) -> list[nn.Parameter]:
         return list(network.parameters())
@@ -120,13 +120,13 @@ class NetworkDrafter(TrainableDrafter):
             # that lack fewer feed some tokens again, which writes the same K/V.
             missing = int((rows.lengths - self._cached[: rows.active]).max())
         while missing > CATCH_UP:  # in pieces, without logits: all at once would need memory for a long prompt's
-            columns = rows.columns_behind(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]
+            columns = rows.columns_after(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]
             self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)
             missing -= CATCH_UP
-        columns = rows.columns_behind(-missing, missing).clamp(min=0)  # [B, missing]
+        columns = rows.columns_after(-missing, missing).clamp(min=0)  # [B, missing]
         yield self._forward(columns, rows.longest)[:, -1:]
         for step in range(count - 1):
-            yield self._forward(rows.columns_behind(step, 1), rows.longest + step + 1)
+            yield self._forward(rows.columns_after(step, 1), rows.longest + step + 1)
 
     def _forward(self, columns: Tensor, visible: int) -> Tensor:
         tokens = self.session.rows.tokens[: len(columns)].gather(1, columns)  # [B, q]

@@ -50,13 +50,13 @@ class Canvas:
         """γ."""
         return self.tokens.shape[1] - self.context - 1
 
-    def behind(self, offset: int, count: int) -> Tensor:
+    def columns_after(self, offset: int, count: int) -> Tensor:
         """`[B, count]` int64: columns n + offset .. of each row; the last column, which no replay reads, stands for
         those before the row's start."""
         columns = self.lengths[:, None] + torch.arange(offset, offset + count, device=self.lengths.device)
         return columns.where(columns >= 0, self.columns - 1)
 
-    def tokens_behind(self, offset: int, count: int) -> Tensor:
+    def tokens_after(self, offset: int, count: int) -> Tensor:
         """`[B, count]` int64: the tokens there."""
         first = self.context + 1 + offset
         return self.tokens[:, first : first + count]
@@ -117,7 +117,7 @@ class TrainableDrafter(Drafter):
         columns = rows.longest + self.columns_of_replay(draft_length)
         features = self.context_features()
         context = 0 if features is None else features.shape[1]
-        where = rows.columns_behind(-1 - context, context + 1 + draft_length).clamp(min=0)
+        where = rows.columns_after(-1 - context, context + 1 + draft_length).clamp(min=0)
         pairs = [
             (layer.keys[: rows.active, :, :columns], layer.values[: rows.active, :, :columns])
             if layer.is_initialized  # else a layer without attention

@@ -247,4 +247,4 @@ class FeatureDrafter(TrainableDrafter):
             return None
         rows, size = self.session.rows, self._recent.shape[1] - 1
         row = torch.arange(rows.active, device=rows.tokens.device)[:, None]  # [B, 1]
-        return self._recent[row, rows.columns_behind(-1 - self.context, self.context).clamp(min=0) % size]
+        return self._recent[row, rows.columns_after(-1 - self.context, self.context).clamp(min=0) % size]

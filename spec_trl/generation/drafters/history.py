@@ -78,7 +78,7 @@ class HistoryDrafter(Drafter):
     def _read(self, count: int) -> tuple[list[int], list[list[int]]]:
         """Length and last `count` committed tokens of each row, the first one repeated where there are fewer."""
         rows = self.session.rows
-        columns = rows.columns_behind(-count, count).clamp(min=0)  # [B, count]
+        columns = rows.columns_after(-count, count).clamp(min=0)  # [B, count]
         tails = rows.tokens[: rows.active].gather(1, columns)  # [B, count]
         values = torch.cat([rows.lengths[:, None], tails], dim=1).tolist()  # [B, 1 + count]
         return [row[0] for row in values], [row[1:] for row in values]

@@ -94,24 +94,26 @@ class GraphRunner(EagerRunner):
         self._mode = mode
         self._graphs: dict[_Key, _Graph] = {}
         self._asked: Counter[_Key] = Counter()
-        self._beside: list[GraphRunner] = []  # of drafters; each stays until another takes its place in a later call
+        self._of_drafters: list[
+            GraphRunner
+        ] = []  # of drafters; each stays until another takes its place in a later call
         self._in_use = False  # of such a one, in this generation
         self._failed: set[_Key] = set()
         self._gave_up = False
 
-    def beside(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "GraphRunner":
+    def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "GraphRunner":
         # Hooks are captured too, with the tensors that they read: a learner's corrections.
         hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())
         made_for = (*made_of, *addresses(network), *hooks)
-        same_kind = [each for each in self._beside if (each.cache is self.cache) == shares_cache]
+        same_kind = [each for each in self._of_drafters if (each.cache is self.cache) == shares_cache]
         found = next((each for each in same_kind if each.made_for == made_for), None)
         if found is None:
             for idle in [each for each in same_kind if not each._in_use]:  # drafters come and go
                 idle._drop_graphs()
-                self._beside.remove(idle)
+                self._of_drafters.remove(idle)
             cache = self._cache_for(network, shares_cache)
             found = GraphRunner(network, cache, self.budget, self._mode, made_for)
-            self._beside.append(found)
+            self._of_drafters.append(found)
         found._in_use = True
         found.begin()
         return found
@@ -120,7 +122,7 @@ class GraphRunner(EagerRunner):
         """A generation begins."""
         self.forwards = self.eager_forwards = 0
         self._listeners.clear()  # what an exception may have left
-        for each in self._beside:
+        for each in self._of_drafters:
             each._in_use = False
 
     @property

@@ -61,7 +61,7 @@ class ChainLayout:
     def of(cls, rows: Rows, widths: Tensor, proposals: Sequence[Proposal], width: int) -> "ChainLayout":
         """Lays out the chains of N lanes: one of `proposals` each, with `widths` `[N, B]` int64 slots; `width`: the
         largest Σγ of a row."""
-        columns = rows.columns_behind(-1, width + 1)  # [B, W]
+        columns = rows.columns_after(-1, width + 1)  # [B, W]
         slot = torch.arange(1, width + 1, device=columns.device)  # [W - 1]
         tokens = rows.window(-1, 1).expand(-1, width)  # [B, W - 1]
         ends = widths.cumsum(0)[..., None]  # [N, B, 1]

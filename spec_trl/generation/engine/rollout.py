@@ -215,7 +215,7 @@ class Rollout:
         """Feeds each row's last committed token and its drafts to the target; returns logits `[B, γ + 1, V]`."""
         rows, width = self._rows, proposal.tokens.shape[1]
         tokens = torch.cat([rows.window(-1, 1), proposal.tokens], dim=1)  # [B, γ + 1]
-        return self._target.forward(tokens, rows.columns_behind(-1, width + 1), rows.longest + width)
+        return self._target.forward(tokens, rows.columns_after(-1, width + 1), rows.longest + width)
 
     def _teach(self, which: int, proposal: Proposal, verified: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Shows a drafter that learns the target's logits on its drafts, and which rows they were verified for."""
@@ -342,7 +342,7 @@ class Rollout:
     def _raise_broken(self, row: int, position: int, draft_length: int) -> None:
         rows, count = self._rows, draft_length + 1
         # The verified tokens are the row's drafts up to the position.
-        tokens, columns = rows.window(-1, count), rows.columns_behind(-1, count)  # [B, γ + 1] each
+        tokens, columns = rows.window(-1, count), rows.columns_after(-1, count)  # [B, γ + 1] each
         where = self._target.first_broken_module(tokens, columns, rows.longest + draft_length)
         raise FloatingPointError(
             f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "

@@ -115,20 +115,20 @@ class Rows:
 
     def write(self, offset: int, tokens: Tensor) -> None:
         """Writes `[active, n]` tokens of each row after its committed ones, from `offset` on."""
-        self.tokens[self._index[: self.active], self.columns_behind(offset, tokens.shape[1])] = tokens
+        self.tokens[self._index[: self.active], self.columns_after(offset, tokens.shape[1])] = tokens
 
-    def columns_behind(self, offset: int, count: int) -> Tensor:
+    def columns_after(self, offset: int, count: int) -> Tensor:
         """`[active, count]` int64: columns `lengths + offset .. + count` of each row."""
         return self.lengths[:, None] + torch.arange(offset, offset + count, device=self.tokens.device)
 
     def window(self, offset: int, count: int) -> Tensor:
         """`[active, count]` int64 tokens from `lengths + offset` on."""
-        return self.tokens[self._index[: self.active], self.columns_behind(offset, count)]
+        return self.tokens[self._index[: self.active], self.columns_after(offset, count)]
 
     def commit(self, counts: Tensor, logprobs: Tensor | None) -> None:
         """Takes the first `counts[b]` (`[active]`) scratch tokens of each row into its output."""
         if logprobs is not None:
-            self.logprobs[self._index[: self.active], self.columns_behind(0, logprobs.shape[1])] = logprobs.float()
+            self.logprobs[self._index[: self.active], self.columns_after(0, logprobs.shape[1])] = logprobs.float()
         self.lengths += counts
 
     def drop(self, finished: list[int]) -> tuple[list[int], list[int]]:

@@ -118,7 +118,7 @@ class EagerRunner:
         if admission.followers:
             self.cache.copy_rows(admission.sources, admission.followers, max(lengths[admission.leaders :]))
 
-    def beside(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
+    def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
         """A runner of this kind for a drafter's `network`, over this cache or one of its own of the same size.
 
         `made_of`: as of :class:`~spec_trl.generation.drafters.autoregressive.NetworkDrafter`.

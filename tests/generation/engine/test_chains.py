@@ -177,7 +177,7 @@ def test_a_learner_hears_of_its_own_chain(tiny, drafters) -> None:
                 said = tiny(torch.cat([text, drafts])[None]).logits[0, len(text) - 1 :]  # [γ + 1, V]
                 torch.testing.assert_close(logits[row], said, rtol=0, atol=1e-9)
                 canvas = self.student.canvas(logits.shape[1] - 1, snapshot=False)
-                assert canvas.tokens_behind(0, len(drafts))[row].tolist() == drafts.tolist()
+                assert canvas.tokens_after(0, len(drafts))[row].tolist() == drafts.tolist()
                 checked.append(len(verified) - int(verified.sum()))
 
     learner = Comparing(*drafters("eagle3"), Distillation(1e-3, scope="rollout"))

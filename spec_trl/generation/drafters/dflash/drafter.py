@@ -52,7 +52,7 @@ class DFlashDrafter(FeatureDrafter):
     def draft_logits(self, count: int) -> Iterator[Tensor]:
         rows = self.session.rows
         self.forwards += 1
-        slots = rows.columns_behind(-1, self.config.block_size)  # [B, n]
+        slots = rows.columns_after(-1, self.config.block_size)  # [B, n]
         columns = rows.longest - 1 + self.config.block_size
         columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
         self.cache.point_at(slots, columns, 0)
@@ -65,13 +65,13 @@ class DFlashDrafter(FeatureDrafter):
     def replay(self, network: DFlashNetwork, canvas: Canvas) -> Tensor:
         cache = canvas.cache()
         if canvas.features is not None:
-            context = canvas.behind(-1 - canvas.context, canvas.context)  # [B, context]
+            context = canvas.columns_after(-1 - canvas.context, canvas.context)  # [B, context]
             cache.point_at(context)
             network.remember(canvas.features.to(network.dtype), context, cache.update)
-        slots = canvas.behind(-1, self.config.block_size)  # [B, n]
+        slots = canvas.columns_after(-1, self.config.block_size)  # [B, n]
         cache.point_at(slots)
         count = min(canvas.draft_length, self.config.drafts)
-        return self._block_logits(network, canvas.tokens_behind(-1, 1), slots, canvas.columns, cache.update, count)
+        return self._block_logits(network, canvas.tokens_after(-1, 1), slots, canvas.columns, cache.update, count)
 
     def position_weights(self, count: int) -> list[float]:
         """exp(-(k - 1) / γ_w), with γ_w 7 for blocks of 16 and 4 for blocks of 8 (published), and a straight line

@@ -101,7 +101,7 @@ class Eagle3Drafter(FeatureDrafter):
                 logits, states = self.network.logits(h), self.network.fed_back(h)
             yield logits
             if step + 1 < count:
-                h = self._feed(rows.columns_behind(step - 1, 1), rows.longest + step, states=states)
+                h = self._feed(rows.columns_after(step - 1, 1), rows.longest + step, states=states)
 
     @property
     def cache_bytes(self) -> int:
@@ -118,10 +118,10 @@ class Eagle3Drafter(FeatureDrafter):
 
         context = canvas.context
         states = network.project(canvas.features.to(network.dtype))  # [B, context, H]
-        h = feed(canvas.behind(-1 - context, context), canvas.tokens_behind(-context, context), states)[:, -1:]
+        h = feed(canvas.columns_after(-1 - context, context), canvas.tokens_after(-context, context), states)[:, -1:]
         logits = [network.logits(h)]  # [B, 1, draft vocabulary] each
         for step in range(canvas.draft_length - 1):
-            h = feed(canvas.behind(step - 1, 1), canvas.tokens_behind(step, 1), network.fed_back(h))  # [B, 1, H]
+            h = feed(canvas.columns_after(step - 1, 1), canvas.tokens_after(step, 1), network.fed_back(h))  # [B, 1, H]
             logits.append(network.logits(h))
         return torch.cat(logits, dim=1)
 
@@ -134,9 +134,9 @@ class Eagle3Drafter(FeatureDrafter):
         missing, self._missing = max(self._missing, 1), 0
         self._cached[: rows.active] = rows.lengths - 1
         while missing > CATCH_UP:
-            self._feed(rows.columns_behind(-1 - missing, CATCH_UP).clamp(min=0), rows.longest - 1)
+            self._feed(rows.columns_after(-1 - missing, CATCH_UP).clamp(min=0), rows.longest - 1)
             missing -= CATCH_UP
-        return self._feed(rows.columns_behind(-1 - missing, missing).clamp(min=0), max(rows.longest - 1, 1))[:, -1:]
+        return self._feed(rows.columns_after(-1 - missing, missing).clamp(min=0), max(rows.longest - 1, 1))[:, -1:]
 
     def _feed(self, columns: Tensor, visible: int, first_row: int = 0, states: Tensor | None = None) -> Tensor:
         """Runs the pairs of `columns` (`[B, q]`) over the cache's first columns, with the projected features or other
