@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("spec_trl", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "Makefile")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*_output", ".*_cache")
 SECONDS = 900  # for one run of the tests: a mutation that hangs counts as noticed
 
 
@@ -47,11 +47,7 @@ def main() -> None:
     places = tomllib.loads((ROOT / "tests" / "mutations.toml").read_text())["mutation"]
     chosen = [Mutation(**place) for place in places if wanted in place["file"] + place["old"]]
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "spec_trl"
-        copy.mkdir()
-        for name in COPIED:
-            source = ROOT / name
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
+        copy = Path(shutil.copytree(ROOT, Path(folder) / ROOT.name, ignore=LEFT_OUT))
         if not wanted and not _pass("tests", copy):
             sys.exit("The tests fail without any mutation: mend them first.")
         noticed = sum([_is_noticed(mutation, copy) for mutation in chosen])
