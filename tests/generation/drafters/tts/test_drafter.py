@@ -4,6 +4,7 @@ import copy
 import math
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter, distillation_loss
 from spec_trl.generation.drafters.tts.learners import CORRECTION_RATE
+from spec_trl.generation.engine.verification import Proposal
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.watching import before
@@ -330,6 +332,20 @@ def test_what_is_no_number_teaches_nothing(of_gradient: bool, make, tiny, monkey
     first = weights_of(drafter)
     result = generate(tiny, BATCH, "tts", drafter=drafter, max_new_tokens=8)
     assert result.statistics.drafter_failure is None and equal(first, weights_of(drafter))
+
+
+def test_rows_that_drafted_nothing_teach_nothing(make, tiny) -> None:
+    drafter = make("model", scope="run")
+    propose, first = drafter.student.propose, weights_of(drafter)
+
+    def nothing(*arguments: Any) -> Proposal:
+        proposal = propose(*arguments)
+        return replace(proposal, lengths=torch.zeros_like(proposal.lengths))
+
+    drafter.student.propose = nothing
+    statistics = generate(tiny, BATCH, "tts", drafter=drafter, max_new_tokens=8).statistics
+    assert statistics.drafter_failure is None and statistics.learning.updates > 3
+    assert equal(first, weights_of(drafter))
 
 
 def test_memory_of_learning_is_bounded(make, tiny) -> None:
