@@ -21,7 +21,7 @@ PIP := $(RUN) -m pip install -q --no-compile
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       GRPO on a small policy beside TRL's own trainer; table and plot in demo_output/"
+	@echo "make demo       GRPO on a small policy next to TRL's own trainer; table and plot in demo_output/"
 	@echo "make test       lint, type check, tests"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make unit       the tests alone"

@@ -4,9 +4,11 @@ A file holds one dataclass, whose annotations say what may stand in it; pydantic
 """
 
 import os
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
 
 
 if TYPE_CHECKING:
@@ -17,22 +19,29 @@ T = TypeVar("T")
 _adapters: "dict[Any, TypeAdapter[Any]]" = {}  # one per dataclass: making one takes milliseconds
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes `content` to `path` and makes its folder: a reader sees the old file or the new one, never half of it,
-    also where ranks of one job write the same file at once.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a file next to `path` to write to, which takes its place at the end, unless something is raised.
+
+    A reader sees the old file or the new one, never half of it, also where ranks of one job write `path` at once. The
+    folder is made.
 
     Raises:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    fresh = path.with_name(f".{path.name}.{uuid4().hex}.new")  # ranks on several hosts may share a process id
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        yield fresh
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes `content` to `path`, as :func:`replacing` does it."""
+    with replacing(path) as file:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

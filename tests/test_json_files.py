@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_trl.json_files import read_json, write_atomically, write_json
+from spec_trl.json_files import read_json, replacing, write_atomically, write_json
 
 
 @dataclass
@@ -75,3 +75,11 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, "new")
     assert [each.name for each in tmp_path.iterdir()] == ["file"] and path.read_text() == "old"
+
+
+def test_who_dies_while_writing_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "file", "old")
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "file") as fresh:
+        fresh.write_text("half")
+        raise KeyboardInterrupt
+    assert [each.name for each in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "old"

@@ -16,12 +16,12 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..generation.drafters.checkpoints import replacing
 from ..generation.drafters.dflash.drafter import DFlashDrafter
 from ..generation.drafters.eagle3.drafter import Eagle3Drafter
 from ..generation.engine.hidden_states import keep_states
 from ..generation.engine.noise import stream_keys
 from ..generation.engine.shadow import decoder_layers
+from ..json_files import replacing
 from .sequence_loss import TargetView, sequence_loss
 
 

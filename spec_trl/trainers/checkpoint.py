@@ -1,6 +1,5 @@
 """What a checkpoint keeps of the rollouts. Each file is written whole or not at all, also where a run dies."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
-from ..json_files import read_json, write_json
+from ..json_files import read_json, replacing, write_json
 
 
 STATE_FILE = "rollout_state.json"
@@ -69,7 +68,8 @@ class RankState:
         if self.acceptance is not None:
             write_json(Path(folder) / _ACCEPTANCE_FILE.format(rank), self.acceptance)
         for strategy, memory in self.memories.items():
-            save_tensors(Path(folder) / _MEMORY_FILES[strategy].format(rank), memory)
+            with replacing(Path(folder) / _MEMORY_FILES[strategy].format(rank)) as file:
+                torch.save(memory, file)
 
     @classmethod
     def load(cls, folder: str | Path, rank: int) -> "RankState":
@@ -85,13 +85,3 @@ class RankState:
                 memories[strategy] = torch.load(path, map_location="cpu", weights_only=True)
         path = Path(folder) / _ACCEPTANCE_FILE.format(rank)
         return cls(memories, read_json(path, dict, "history of acceptance", _REMEDY) if path.exists() else None)
-
-
-def save_tensors(path: Path, state: dict[str, Any]) -> None:
-    """Writes what torch saves: `path` is the old file or the new one, never half of it."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        torch.save(state, unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -128,7 +128,7 @@ def test_training_helps(kind: str, samples: Samples, tmp_path: Path) -> None:
     trainee = make(kind, tmp_path, target)
     trainee.save(tmp_path)
     untrained = efficiency(tmp_path)
-    progress = train(target, trainee, cut(samples, 12), options(steps=40, batch_size=12, learning_rate=1e-2), tmp_path)
+    progress = train(target, trainee, cut(samples, 12), options(steps=80, batch_size=12, learning_rate=1e-2), tmp_path)
     assert float(progress.cross_entropy[-10:].mean()) < float(progress.cross_entropy[:3].mean()) - 0.1
     assert efficiency(tmp_path) > untrained + 0.2
     assert all(torch.equal(state[name], tensor) for name, tensor in target.state_dict().items())

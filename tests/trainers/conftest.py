@@ -25,7 +25,7 @@ from spec_trl.scheduling.race_judge import RaceJudge
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.toggle import SpeculationToggle
 from spec_trl.trainers import shared_measurements
-from tests.generation.drafters.test_feature_drafter import make_checkpoint
+from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import Run, make_trainer, tiny_dataset, tiny_policy
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_trl.trainers import checkpoint
-from spec_trl.trainers.checkpoint import STATE_FILE, DraftLengthState, RankState, RolloutState, save_tensors
+from spec_trl.trainers.checkpoint import STATE_FILE, DraftLengthState, RankState, RolloutState
 
 
 STATE = RolloutState({"train": 3, "eval": 1}, {"self": DraftLengthState(7, 5.5, [5.25, 5.5])})
@@ -55,17 +54,3 @@ def test_damaged_files(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "rollout_acceptance_0.json").write_text("[1]")
     with pytest.raises(ValueError, match="rollout_acceptance_0.json is not a valid history of acceptance"):
         RankState.load(tmp_path, 0)
-
-
-def test_who_dies_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "memory.pt"
-    save_tensors(path, {"kept": torch.ones(2)})
-
-    def die(state: Any, file: Path) -> None:
-        file.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint.torch, "save", die)
-    with pytest.raises(KeyboardInterrupt):
-        save_tensors(path, {"kept": torch.zeros(2)})
-    assert torch.equal(torch.load(path)["kept"], torch.ones(2)) and list(tmp_path.iterdir()) == [path]

@@ -13,7 +13,7 @@ from trl import GRPOConfig, TrlParser
 
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpeculativeConfig
 from spec_trl.generation.configuration import OPTIONS
-from tests.generation.drafters.test_feature_drafter import make_checkpoint
+from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import make_trainer, tiny_dataset, tiny_policy
 
 

@@ -18,7 +18,7 @@ from spec_trl.generation.drafters.tts import drafter
 from spec_trl.generation.engine import captured
 from spec_trl.generation.engine.shadow import uncompiled
 from tests.conftest import STORY_MODEL
-from tests.generation.drafters.test_feature_drafter import make_checkpoint
+from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.tape import Tape
 from tests.trainers.conftest import Asked
 from tests.trainers.harness import (

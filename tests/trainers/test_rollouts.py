@@ -24,7 +24,7 @@ from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.roofline import Roofline
 from spec_trl.trainers import spec_grpo_trainer
 from spec_trl.trainers.run_log import read_run
-from tests.generation.drafters.test_feature_drafter import make_checkpoint
+from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.conftest import Asked
 from tests.trainers.harness import (
     PROMPTS,

@@ -4,6 +4,7 @@ policy, and a run goes on from a checkpoint as if it had never stopped (the loss
 import copy
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from itertools import groupby
@@ -214,7 +215,7 @@ def test_resumed_run_goes_on_with_what_it_knew_of_its_drafters(raced: Trained, r
 def test_a_run_that_dies_while_it_saves_loses_no_checkpoint(
     tmp_path: Path, drafted: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace, replaced = checkpoint.os.replace, []
+    replace, replaced = os.replace, []
 
     def die_in_the_second_checkpoint(source: str, target: str) -> None:
         if "checkpoint-4" in str(target):
@@ -222,7 +223,7 @@ def test_a_run_that_dies_while_it_saves_loses_no_checkpoint(
         replaced.append(Path(target).name)
         replace(source, target)
 
-    monkeypatch.setattr(checkpoint.os, "replace", die_in_the_second_checkpoint)
+    monkeypatch.setattr(os, "replace", die_in_the_second_checkpoint)
     with pytest.raises(OSError, match="No space left"):
         run_training(tmp_path, "self", save_total_limit=1, **CLIMBING)
     monkeypatch.undo()

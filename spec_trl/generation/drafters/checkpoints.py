@@ -1,11 +1,9 @@
 """Checkpoints of learned drafters: a folder or hub id with a config.json and tensors, read and written exactly."""
 
 import json
-import os
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from ...json_files import replacing
 
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -83,18 +83,6 @@ def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Map
         save_file(plain, file, metadata={"format": "pt"})
     with replacing(Path(folder) / "config.json") as file:
         file.write_bytes(text.encode())
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Gives a file next to `path` to write to. It takes the place of `path` at the end, unless something is raised."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        yield fresh
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def load_exactly(

@@ -16,7 +16,6 @@ from spec_trl.generation.drafters.checkpoints import (
     load_exactly,
     read_checkpoint,
     renamed,
-    replacing,
     tensors_to_store,
     write_checkpoint,
 )
@@ -173,15 +172,6 @@ def test_broken_folders(
         read_checkpoint(tmp_path)
     assert str(tmp_path) in str(error.value)
     assert "unpickled" not in capsys.readouterr().out  # nothing but tensors is
-
-
-def test_a_file_that_is_not_written_whole_replaces_nothing(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, CONFIG, tensors())
-    with pytest.raises(RuntimeError), replacing(tmp_path / "config.json") as fresh:
-        fresh.write_text("{")
-        raise RuntimeError
-    assert is_equal(read_checkpoint(tmp_path)[1], tensors())
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
 
 
 # ---- into a network ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ..noise import _TO_UNIT
 
 
 # Chosen by reasoning, not measured yet: 16 logits per thread, and 38 programs per row of 152k tokens.
-_CHUNK = 4096
+CHUNK = 4096
 _NUM_WARPS = 8
 
 _UNIT = tl.constexpr(_TO_UNIT)
@@ -140,7 +140,7 @@ def fused_draw(
     logprobs = torch.empty_like(scores)
     if rows == 0:
         return tokens, scores, logprobs
-    chunks = triton.cdiv(vocabulary, _CHUNK)
+    chunks = triton.cdiv(vocabulary, CHUNK)
     stats = logits.new_empty(rows, chunks, 3, dtype=torch.float32)
     indices = logits.new_empty(rows, chunks, dtype=torch.int32)
     # As torch does it on CUDA; in float32, so that the caller's floors and our x are rounded alike.
@@ -152,7 +152,7 @@ def fused_draw(
             logits, stats if keys is None else keys, stats if floors is None else floors, stats, indices,
             reciprocal, vocabulary, chunks, logits.stride(0), 0 if keys is None else keys.stride(0),
             0 if floors is None else floors.stride(0),
-            NOISE=keys is not None, FLOORS=floors is not None, CHUNK=_CHUNK, num_warps=_NUM_WARPS, **options,
+            NOISE=keys is not None, FLOORS=floors is not None, CHUNK=CHUNK, num_warps=_NUM_WARPS, **options,
         )  # fmt: skip
         _merge_chunks[(rows,)](
             stats, indices, logits, tokens, scores, logprobs, reciprocal, chunks, logits.stride(0),

@@ -56,7 +56,7 @@ def compare(logits: torch.Tensor, keys: torch.Tensor | None, temperature: float 
 def test_a_draw_from_two_chunks() -> None:
     """Rows and keys any stride apart, floors, a token below its floor, NaN, and rows with one token or none left."""
     torch.manual_seed(0)
-    vocabulary = gumbel_sampler._CHUNK + 3
+    vocabulary = gumbel_sampler.CHUNK + 3
     logits = random(8, 2, vocabulary + 5, dtype=torch.bfloat16)[:, 1, :vocabulary]  # [8, V]
     keys = torch.stack([keys_of(0, 8), torch.tensor([0, -1, 1, -(2**63), 2**63 - 1, 2**31, -12345, 1 << 40])], dim=1)
     keys, x = keys.to(DEVICE)[:, 1], divided(logits, 0.7)
@@ -97,7 +97,7 @@ def test_noise_is_that_of_torch() -> None:
 def test_noise_of_late_tokens_and_extreme_hashes() -> None:
     """Tokens beyond a chunk, and the draws where u is nearly 0 and nearly 1."""
     key = keys_of(3, 1)
-    noise = gumbel_noise(key, 3 * gumbel_sampler._CHUNK)[0]
+    noise = gumbel_noise(key, 3 * gumbel_sampler.CHUNK)[0]
     chosen = torch.cat([noise.topk(3).indices, (-noise).topk(3).indices])
     alone = torch.full((6, len(noise)), -torch.inf, device=DEVICE)
     alone[torch.arange(6), chosen] = 0
@@ -123,7 +123,7 @@ def test_any_vocabulary(dtype: torch.dtype, vocabulary: int, seed: int, temperat
 
 
 def test_the_first_of_equals_wins() -> None:
-    logits = torch.zeros(3, 2 * gumbel_sampler._CHUNK, device=DEVICE, dtype=torch.bfloat16)
+    logits = torch.zeros(3, 2 * gumbel_sampler.CHUNK, device=DEVICE, dtype=torch.bfloat16)
     logits[0, [8191, 5000, 5001]] = 2  # in the second chunk
     logits[1, [4000, 4095, 4096]] = 2  # on both sides of a border
     tokens, scores, logprobs = fused_draw(logits, None)
