@@ -49,10 +49,9 @@ def write_eagle3(
     layer_ids: list[int] | None = None,
     draft_vocab_size: int | None = None,
     token_counts: Tensor | None = None,
-    dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> None:
-    """Writes an untrained EAGLE-3 checkpoint for `target`, which `Eagle3Drafter` loads.
+    """Writes an untrained EAGLE-3 checkpoint in the target's dtype, which `Eagle3Drafter` loads.
 
     Args:
         folder: made where it does not exist.
@@ -63,7 +62,6 @@ def write_eagle3(
             layers where these ascend, else three evenly from the first layer's output to the last's.
         draft_vocab_size: size of a pruned vocabulary, of the most frequent tokens; None: the whole one.
         token_counts: `[V]` int64, how often each token occurs, for a pruned vocabulary.
-        dtype: of its tensors; None: the target's.
         seed: of its weights.
 
     Raises:
@@ -74,9 +72,10 @@ def write_eagle3(
     depth, vocabulary = own.num_hidden_layers, own.vocab_size
     rule = [2, depth // 2, depth - 3]
     ids = layer_ids if layer_ids is not None else rule if rule == sorted(set(rule)) else _evenly(depth, 3)
-    kept = _kept_tokens(vocabulary, draft_vocab_size, token_counts)  # [draft vocabulary], or None: all
+    kept = _kept_tokens(vocabulary, draft_vocab_size, token_counts)  # [draft vocabulary]
+    is_pruned = len(kept) < vocabulary
     layer = _layer_settings(target, sizes or LayerSizes()) | {"model_type": "llama", "num_hidden_layers": 1}
-    config: dict[str, Any] = {"draft_vocab_size": vocabulary if kept is None else len(kept)}
+    config: dict[str, Any] = {"draft_vocab_size": len(kept)}
     if format == "speculators":
         config |= _speculators_config("eagle3", target, 5) | {
             "architectures": ["Eagle3Speculator"],
@@ -89,16 +88,15 @@ def write_eagle3(
         config |= layer | {"architectures": ["LlamaForCausalLMEagle3"]} | ({_IDS: ids} if ids != rule else {})
     parsed = Eagle3Config.parse(config, depth)
     parsed.check_target(own, {"d2t", "lm_head.weight"})
-    network = Eagle3Network(parsed, own.hidden_size * len(ids), set() if kept is None else {"d2t", "t2d"})
+    network = Eagle3Network(parsed, own.hidden_size * len(ids), {"d2t", "t2d"} if is_pruned else ())
     _initialise(network, target, seed)
-    head = _weight(TargetHead(target).scores)  # [V, H]
     assert network.lm_head is not None
     with torch.no_grad():
-        network.lm_head.weight.copy_(head if kept is None else head[kept])
-    if kept is not None:
+        network.lm_head.weight.copy_(_weight(TargetHead(target).scores)[kept])
+    if is_pruned:
         network.d2t.copy_(kept - torch.arange(len(kept)))
         network.t2d[kept] = True
-    tensors = network.to(dtype or target.dtype).state_dict()
+    tensors = network.to(target.dtype).state_dict()
     if format == "safeai":
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     write_checkpoint(folder, config, tensors)
@@ -114,10 +112,9 @@ def write_dflash(
     sizes: LayerSizes | None = None,
     layer_ids: list[int] | None = None,
     mask_token: int | None = None,
-    dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> None:
-    """Writes an untrained DFlash checkpoint, which `DFlashDrafter` loads.
+    """Writes an untrained DFlash checkpoint in the target's dtype, which `DFlashDrafter` loads.
 
     Args:
         folder: made where it does not exist.
@@ -129,7 +126,6 @@ def write_dflash(
         layer_ids: the target's hidden states that it reads, in transformers' count (z-lab's own is one less). None: as
             many as it has layers, spaced as z-lab spaces them where these ascend, else evenly.
         mask_token: fills the slots to be drafted; a token that text does not contain. None: the target's pad token.
-        dtype: of its tensors; None: the target's.
         seed: of its weights.
 
     Raises:
@@ -171,7 +167,7 @@ def write_dflash(
         with torch.no_grad():
             network.embed_tokens.weight.copy_(_weight(target.get_input_embeddings()))
             network.lm_head.weight.copy_(_weight(head.scores) * head.factor)
-    write_checkpoint(folder, config, network.to(dtype or target.dtype).state_dict())
+    write_checkpoint(folder, config, network.to(target.dtype).state_dict())
 
 
 def _check_format(format: str, formats: tuple[str, ...]) -> None:
@@ -227,10 +223,10 @@ def _speculators_config(algorithm: str, target: PreTrainedModel, tokens: int) ->
     return {"speculators_model_type": algorithm, "speculators_config": config}
 
 
-def _kept_tokens(vocabulary: int, size: int | None, counts: Tensor | None) -> Tensor | None:
-    """`[size]` int64, ascending: the most frequent tokens, of equally frequent ones the lowest; None: all."""
+def _kept_tokens(vocabulary: int, size: int | None, counts: Tensor | None) -> Tensor:
+    """`[size]` int64, ascending: the most frequent tokens, of equally frequent ones the lowest; all without a size."""
     if size is None and counts is None:
-        return None
+        return torch.arange(vocabulary)
     if size is None or counts is None:
         raise ValueError("draft_vocab_size and token_counts belong together: give both, or neither.")
     if counts.shape != (vocabulary,) or not 1 <= size <= vocabulary:
@@ -238,8 +234,6 @@ def _kept_tokens(vocabulary: int, size: int | None, counts: Tensor | None) -> Te
             f"draft_vocab_size={size} with token_counts of shape {list(counts.shape)}; the target has {vocabulary} "
             "tokens, so give counts of all of them and a size of at most that."
         )
-    if size == vocabulary:
-        return None
     return counts.cpu().sort(descending=True, stable=True).indices[:size].sort().values
 
 

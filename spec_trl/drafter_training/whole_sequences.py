@@ -58,20 +58,35 @@ class _Appending:
 def block_states(
     network: DFlashNetwork, target: PreTrainedModel, tokens: Tensor, features: Tensor, anchors: Tensor
 ) -> Tensor:
-    """DFlash's states `[B, M, block_size, H]` of many blocks, whose context goes through the network once.
+    """DFlash's states `[B, M, n, H]` of many blocks of n slots, whose context goes through the network once.
 
     Args:
         network: DFlash.
         target: gives the embedding, unless the network has its own.
         tokens: `[B, T]` int64.
-        features: `[B, T, feature width]`.
+        features: `[B, T, feature width]`. Those at or after a block's anchor are not seen.
         anchors: `[B, M]` int64 positions.
     """
-    config = network.config
+    config, (count, length) = network.config, (anchors.shape[1], tokens.shape[1])
     canvas = torch.full((*anchors.shape, config.block_size), config.mask_token, device=tokens.device)  # [B, M, n]
     canvas[:, :, 0] = tokens.gather(1, anchors)
     with torch.no_grad():
         embedded = network.embed(canvas.flatten(0, 1), target.get_input_embeddings())  # [B * M, n, H]
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, T]
-    states = network(features.to(network.dtype), positions, embedded, anchors.flatten())  # [B * M, n, H]
-    return states.unflatten(0, anchors.shape)
+    first = anchors.flatten()  # [B * M]
+    positions = torch.arange(length, device=tokens.device)  # [T]
+    slots = first[:, None] + torch.arange(config.block_size, device=tokens.device)  # [B * M, n]
+    keys = torch.cat([positions.expand(len(slots), -1), slots], dim=1)  # [B * M, T + n]
+    is_block = torch.arange(keys.shape[1], device=keys.device).expand_as(keys) >= length
+    context: list[tuple[Tensor, Tensor]] = []  # of each layer, [B, kv_heads, T, d]
+
+    def keep(keys: Tensor, values: Tensor, _: int) -> tuple[Tensor, Tensor]:
+        context.append((keys, values))
+        return keys, values
+
+    def join(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        old_keys, old_values = (states.repeat_interleave(count, dim=0) for states in context[layer])
+        return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)  # [B * M, kv, T + n, d]
+
+    network.remember(features.to(network.dtype), positions.expand_as(tokens), keep)
+    states = network.refine(embedded, slots, config.masks(first, keys, is_block, embedded.dtype), join)
+    return states.unflatten(0, anchors.shape)  # [B, M, n, H]

@@ -26,6 +26,7 @@ from transformers import (
 from spec_trl.drafter_training import sequence_loss as module
 from spec_trl.drafter_training.sequence_loss import SequenceLoss, TargetView, causal_lm_loss, sequence_loss
 from spec_trl.drafter_training.target_head import TargetHead
+from spec_trl.drafter_training.whole_sequences import block_states
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
@@ -69,11 +70,8 @@ def gradients(loss: SequenceLoss, drafter: Drafter) -> list[Tensor]:
 
 def block_of(network: Any, target: PreTrainedModel, view: TargetView, row: int, anchor: int) -> Tensor:
     """`[n, H]` states of the block after `anchor`, with no other block and nothing after it."""
-    canvas = torch.full((1, network.config.block_size), 2)
-    canvas[0, 0] = view.tokens[row, anchor]
-    embedded = network.embed(canvas, target.get_input_embeddings())
-    features, positions = view.features[row : row + 1, :anchor], torch.arange(anchor)[None]
-    return network(features, positions, embedded, torch.tensor([anchor]))[0]
+    tokens, features = (each[row : row + 1, : anchor + 1] for each in (view.tokens, view.features))
+    return block_states(network, target, tokens, features, torch.tensor([[anchor]]))[0, 0]
 
 
 # ---- what counts, and how much -------------------------------------------------------------------------------------

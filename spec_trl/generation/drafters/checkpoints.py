@@ -3,7 +3,7 @@
 import json
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,11 @@ from ...json_files import replacing
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_SPARE = {
+    "rotary_emb.inv_freq", "midlayer.self_attn.rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq",
+    "verifier_norm.weight", "verifier_lm_head.weight",
+}  # fmt: skip
+"""Some files hold them; drafting does not need them."""
 
 
 class ConfigFile(dict[str, Any]):
@@ -86,26 +91,22 @@ def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Map
 
 
 def load_exactly(
-    network: nn.Module,
-    tensors: Mapping[str, Tensor],
-    renames: Mapping[str, str],
-    optional: Iterable[str],
-    device: torch.device,
+    network: nn.Module, tensors: Mapping[str, Tensor], renames: Mapping[str, str], device: torch.device
 ) -> None:
-    """Gives every parameter and persistent buffer of `network` the tensor of its name, and leaves none over.
+    """Gives every parameter and persistent buffer of `network` the tensor of its name, and leaves none over but spare
+    ones.
 
     Args:
         network: on the meta device, in the dtype it is to run in.
         tensors: of :func:`read_checkpoint`; floating ones are cast to the network's dtype.
         renames: stored prefix -> prefix in the network, e.g. `{"midlayer.": "layers.0."}`.
-        optional: stored names that may be there without a place in the network.
         device: to which the network goes.
 
     Raises:
         ValueError: a tensor is missing, left over, of another shape or kind, or not finite.
     """
     places = network.state_dict(keep_vars=True)
-    given = {stored: renamed(stored, renames) for stored in tensors if stored not in set(optional)}
+    given = {stored: _renamed(stored, renames) for stored in tensors if stored not in _SPARE}
     missing = sorted(set(places) - set(given.values()))
     unexpected = sorted(stored for stored, name in given.items() if name not in places)
     remedy = "Check that weights and config.json belong together."
@@ -148,14 +149,14 @@ def tensors_to_store(
     placed = network.state_dict()
     found = dict(tensors)
     for stored, original in tensors.items():
-        if (now := placed.get(renamed(stored, renames))) is not None:
+        if (now := placed.get(_renamed(stored, renames))) is not None:
             now = now.cpu()
             if not torch.equal(original.to(now.dtype), now):
                 found[stored] = now.to(original.dtype)
     return found
 
 
-def renamed(stored: str, renames: Mapping[str, str]) -> str:
+def _renamed(stored: str, renames: Mapping[str, str]) -> str:
     """The name in the network of the tensor `stored`."""
     for prefix, replacement in renames.items():
         if stored.startswith(prefix):

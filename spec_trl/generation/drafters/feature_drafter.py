@@ -16,21 +16,12 @@ from ..engine.cache import RaggedCache
 from ..engine.drafter import DraftCost, DraftSession
 from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
+from ..engine.runner import COLUMN_BUCKET
 from ..engine.verification import Proposal
 from .canvas import TrainableDrafter
 from .checkpoints import load_exactly, read_checkpoint, tensors_to_store, write_checkpoint
 from .feature_config import FeatureConfig
 from .feature_network import FeatureNetwork
-
-
-_SPARE_TENSORS = (
-    "rotary_emb.inv_freq",
-    "midlayer.self_attn.rotary_emb.inv_freq",
-    "layers.0.self_attn.rotary_emb.inv_freq",
-    "verifier_norm.weight",
-    "verifier_lm_head.weight",
-)
-"""Some files hold them; drafting does not need them."""
 
 
 class FeatureDrafter(TrainableDrafter):
@@ -42,10 +33,6 @@ class FeatureDrafter(TrainableDrafter):
             nothing of it is copied.
         dtype: in which the network runs; None: the target's.
 
-    Attributes:
-        feature_layers: which hidden states of the target it reads, in transformers' count.
-        position_limit: as in :class:`FeatureConfig`.
-
     Raises:
         ValueError: the checkpoint is broken, or was made for another target.
     """
@@ -54,6 +41,8 @@ class FeatureDrafter(TrainableDrafter):
     learned_context = 16
     network: FeatureNetwork
     network_type: type[Any]
+    config: FeatureConfig
+    """What the checkpoint's config.json says."""
     renames: Mapping[str, str] = {}
     """Stored prefix -> prefix in the network."""
     borrowed: tuple[str, ...] = ("embed_tokens.weight",)
@@ -65,16 +54,16 @@ class FeatureDrafter(TrainableDrafter):
         self._settings, self._stored = read_checkpoint(checkpoint)
         own = target.config.get_text_config(decoder=True)
         try:
-            config = self.parse(self._settings, own)
+            self.config = config = self.parse(self._settings, own)
             config.check_target(own, self._stored)
             with torch.device("meta"):
                 network = self.network_type(config, len(config.feature_layers) * own.hidden_size, set(self._stored))
             network = network.to(dtype or target.dtype).requires_grad_(False).eval()
-            load_exactly(network, self._stored, self.renames, _SPARE_TENSORS, target.device)
+            load_exactly(network, self._stored, self.renames, target.device)
             self.network, self.target_ids = network, network.target_ids()
         except ValueError as error:
             raise ValueError(f"assistant_model={str(checkpoint)!r}: {error}") from error
-        self.feature_layers, self.position_limit = config.feature_layers, config.position_limit
+        self.feature_layers = config.feature_layers
         self._vocabulary, self.width = config.decoder.vocab_size, config.decoder.hidden_size
         # What a forward reads and multiplies with: a borrowed head counts, embeddings, which are looked up, do not.
         weights = [p for name, p in network.named_parameters() if name != "embed_tokens.weight"]
@@ -108,10 +97,11 @@ class FeatureDrafter(TrainableDrafter):
         write_checkpoint(folder, self._settings, tensors_to_store(self.network, self._stored, self.renames))
 
     def check_length(self, columns: int) -> None:
-        if self.position_limit is not None and columns > self.position_limit:
+        limit = self.config.position_limit
+        if limit is not None and columns > limit:
             raise ValueError(
                 f"rows can reach {columns} tokens, drafts included, and the {self.strategy} drafter's positions reach "
-                f"{self.position_limit} (max_position_embeddings). Lower max_new_tokens, or use another drafter."
+                f"{limit} (max_position_embeddings). Lower max_new_tokens, or use another drafter."
             )
 
     def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
@@ -125,7 +115,7 @@ class FeatureDrafter(TrainableDrafter):
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
-        rows, decoder = session.rows, self.network.config.decoder
+        rows, decoder = session.rows, self.config.decoder
         self.forwards = 0
         self._failure: Exception | None = None
         self._recent: Tensor | None = None  # [capacity, ring + 1, F]
@@ -183,6 +173,13 @@ class FeatureDrafter(TrainableDrafter):
     def projections(self, network: Any) -> dict[str, nn.Module]:
         linear = ((name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear))
         return {name: module for name, module in linear if f"{name}.weight" not in self.borrowed}
+
+    def point_at(self, columns: Tensor, visible: int, first_row: int = 0) -> int:
+        """Has the next forward write to `columns` `[B, q]` of the rows from `first_row` on, and read the `visible`
+        first ones, rounded up so that there are few sizes; returns how many it reads."""
+        visible = min(-(-visible // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
+        self.cache.point_at(columns, visible, first_row)
+        return visible
 
     def own_dtype(self) -> torch.autocast:
         """Within it the network runs in its own dtype, whatever autocast the policy trains under."""

@@ -41,10 +41,6 @@ class SuffixIndex:
         self.root = self.extend(-1, prompt)
         """The prompt's last node, where every text begins."""
 
-    def __len__(self) -> int:
-        """Number of tokens, the prompt's included."""
-        return len(self._tokens)
-
     def extend(self, node: int, tokens: Sequence[int]) -> int:
         """Adds `tokens` after `node`, the newest node of its text; returns the text's newest node."""
         context = self._suffix(node, LONGEST_MATCH)

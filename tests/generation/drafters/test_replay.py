@@ -99,7 +99,7 @@ def test_an_update_during_later_rounds_sees_its_own_round(kind: str, student, ti
         def _learn_aside(self, learner, canvas, logits, drafted, dispatched) -> float:
             assert gate.wait(20)
             replayed, told = begun.pop(0)
-            found = self.student.replay(learner.initial(), canvas)
+            found = self.student.replay(learner.initial, canvas)
             checked.append(torch.allclose(found[drafted], replayed[drafted], atol=1e-9) and torch.equal(told, logits))
             return 0.0
 

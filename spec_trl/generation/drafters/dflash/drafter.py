@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...engine.runner import COLUMN_BUCKET
 from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
 from ..feature_network import Store
@@ -27,13 +26,9 @@ class DFlashDrafter(FeatureDrafter):
     strategy = "dflash"
     weight_rate = 0.25  # measured: benchmarks/results/tts_rates.md
     network: DFlashNetwork
+    config: DFlashConfig
     network_type = DFlashNetwork
     borrowed = ("embed_tokens.weight", "lm_head.weight")
-
-    @property
-    def config(self) -> DFlashConfig:
-        """What the checkpoint's config.json says."""
-        return self.network.config
 
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> DFlashConfig:
         return DFlashConfig.parse(settings)
@@ -53,9 +48,7 @@ class DFlashDrafter(FeatureDrafter):
         rows = self.session.rows
         self.forwards += 1
         slots = rows.columns_after(-1, self.config.block_size)  # [B, n]
-        columns = rows.longest - 1 + self.config.block_size
-        columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
-        self.cache.point_at(slots, columns, 0)
+        columns = self.point_at(slots, rows.longest - 1 + self.config.block_size)
         logits = self._block_logits(self.network, rows.window(-1, 1), slots, columns, self.cache.update, count)
         yield from logits.split(1, dim=1)  # [B, 1, draft vocabulary] each
 

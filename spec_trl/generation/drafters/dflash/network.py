@@ -31,33 +31,6 @@ class DFlashNetwork(FeatureNetwork):
         super().__init__(config, feature_width, layers, tensors)
         self.hidden_norm = nn.RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
 
-    def forward(self, features: Tensor, context_positions: Tensor, embedded: Tensor, anchors: Tensor) -> Tensor:
-        """Block states `[B * M, block_size, hidden]` from whole contexts, without a cache.
-
-        Args:
-            features: `[B, C, feature_width]` of the target. Those at or after a row's anchor are not seen.
-            context_positions: `[B, C]` int64.
-            embedded: `[B * M, block_size, hidden]` embeddings of anchor and masks, of M blocks per row.
-            anchors: `[B * M]` int64 positions.
-        """
-        slots = anchors[:, None] + torch.arange(embedded.shape[1], device=anchors.device)  # [B * M, n]
-        per_row = len(anchors) // len(context_positions)
-        keys = torch.cat([context_positions.repeat_interleave(per_row, dim=0), slots], dim=1)  # [B * M, C + n]
-        is_block = torch.arange(keys.shape[1], device=keys.device).expand_as(keys) >= context_positions.shape[1]
-        masks = self.config.masks(anchors, keys, is_block, embedded.dtype)
-        context: list[tuple[Tensor, Tensor]] = []  # of each layer, [B, kv_heads, C, d]
-
-        def keep(keys: Tensor, values: Tensor, _: int) -> tuple[Tensor, Tensor]:
-            context.append((keys, values))
-            return keys, values
-
-        def join(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-            old_keys, old_values = (states.repeat_interleave(per_row, dim=0) for states in context[layer])
-            return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)  # [B * M, kv, C + n, d]
-
-        self.remember(features, context_positions, keep)
-        return self.refine(embedded, slots, masks, join)
-
     def remember(self, features: Tensor, positions: Tensor, store: Store) -> None:
         """Hands the context K/V of `features` `[B, q, feature_width]` at `positions` `[B, q]` to `store`."""
         context = self.hidden_norm(self.fc(features))  # [B, q, hidden]

@@ -11,7 +11,6 @@ from ...engine.attention import FULL, MaskPlan
 from ...engine.cache import check_memory
 from ...engine.drafter import DraftSession
 from ...engine.rows import Admission
-from ...engine.runner import COLUMN_BUCKET
 from ..autoregressive import CATCH_UP
 from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
@@ -146,8 +145,7 @@ class Eagle3Drafter(FeatureDrafter):
         embedded = self._embed(self.session.rows.tokens[rows, columns + 1])  # [B, q, H]
         if states is None:
             states = self._projected[rows, columns]  # [B, q, H]
-        visible = min(-(-visible // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
-        self.cache.point_at(columns, visible, first_row)
+        visible = self.point_at(columns, visible, first_row)
         mask = CAUSAL.build(columns, visible, self.network.dtype)  # [B, 1, q, visible]
         with self.own_dtype():
             return self.network(embedded, states, columns, mask, self.cache.update)

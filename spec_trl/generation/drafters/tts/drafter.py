@@ -229,7 +229,7 @@ class DistilledDrafter(Drafter):
             anchor = None  # [B, C, draft V]
             if how.anchor_weight > 0 and how.anchor == "initial":
                 with torch.no_grad():
-                    anchor = student.replay(learner.initial(), canvas)
+                    anchor = student.replay(learner.initial, canvas)
             for _ in range(how.steps):
                 drafts = student.replay(learner.network, canvas)  # [B, C, draft V]
                 weights = student.position_weights(drafts.shape[1])

@@ -27,12 +27,14 @@ class Learner(ABC):
 
     Attributes:
         network: the copy of the drafting network that learns.
+        initial: a network with the weights before any learning, q_0; None where nobody asks for it.
         tensors: what is learned, each with gradient.
         rows: number of separate adapters, one per cache row; 1 = all rows share what is learned.
         learning_rate: η of Adam.
     """
 
     network: nn.Module
+    initial: nn.Module | None
     tensors: list[Tensor]
     rows: int
     learning_rate: float
@@ -56,10 +58,6 @@ class Learner(ABC):
     @abstractmethod
     def release(self) -> None:
         """Leaves the drafting network as it was before there was a learner."""
-
-    @abstractmethod
-    def initial(self) -> nn.Module:
-        """A network with the weights before any learning, q_0."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -87,7 +85,7 @@ class WeightLearner(Learner):
         wide = torch.promote_types(drafting[0].dtype, torch.float32)
         self.network = copy.deepcopy(drafter.network).to(wide).requires_grad_(False)
         self.tensors = [parameter.requires_grad_() for parameter in drafter.trained(self.network)]
-        self._initial = copy.deepcopy(self.network).requires_grad_(False) if keeps_initial else None
+        self.initial = copy.deepcopy(self.network).requires_grad_(False) if keeps_initial else None
         self.learning_rate = learning_rate
         self._drafting = [parameter.data for parameter in drafting]
         self._first = [tensor.clone() for tensor in self._drafting]
@@ -119,10 +117,6 @@ class WeightLearner(Learner):
     def release(self) -> None:
         torch._foreach_copy_(self._drafting, self._first)
 
-    def initial(self) -> nn.Module:
-        assert self._initial is not None
-        return self._initial
-
     def state_dict(self) -> dict[str, Any]:
         tensors = [tensor.detach() for tensor in self.tensors]
         return {"tensors": tensors, "moments": self._optimizer.state_dict()["state"]}
@@ -136,7 +130,7 @@ class WeightLearner(Learner):
 
     @property
     def bytes(self) -> int:
-        copies = [network for network in (self.network, self._initial) if network is not None]
+        copies = [network for network in (self.network, self.initial) if network is not None]
         held = [*(p for network in copies for p in network.parameters()), *self._first]
         return sum(tensor.nbytes for tensor in [*held, *3 * self.tensors])  # gradients and two moments
 
@@ -146,7 +140,7 @@ class AdapterLearner(Learner):
 
     def __init__(self, drafter: TrainableDrafter, learning_rate: float, rows: int, rank: int) -> None:
         self.rows, self.learning_rate = rows, learning_rate
-        self.network, self._initial = (_copy_that_learns(drafter.network) for _ in range(2))
+        self.network, self.initial = (_copy_that_learns(drafter.network) for _ in range(2))
         drafting, learning = drafter.projections(drafter.network), drafter.projections(self.network)
         self._drafting, self._learning = RowAdapters(drafting, rows, rank), RowAdapters(learning, rows, rank)
         self._handles = self._drafting.attach(drafting, lambda: drafter.cache.first_row)
@@ -178,9 +172,6 @@ class AdapterLearner(Learner):
     def release(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-    def initial(self) -> nn.Module:
-        return self._initial
 
     def state_dict(self) -> dict[str, Any]:
         return {"tensors": [tensor.detach() for tensor in self._kept()], "moments": self._adam.state_dict()}
