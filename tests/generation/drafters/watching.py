@@ -1,4 +1,4 @@
-"""What a drafter drafts, seen through the session that it draws from; and random checkpoints of both kinds."""
+"""What a drafter drafts, seen through the session that it draws from; and both kinds of drafters with checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 
+from spec_trl.generation.drafters.checkpoints import read_checkpoint
+from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
 from spec_trl.generation.engine.drafter import Drafter, DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
@@ -21,6 +24,9 @@ from tests.generation.drafters.eagle3 import reference as eagle3
 
 
 Seen = list[tuple[list[int], list[int], Tensor]]
+KINDS: dict[str, type[FeatureDrafter]] = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
+CONFIGS = {"eagle3": eagle3.CONFIGS, "dflash": dflash.VARIANTS}
+PRUNED = {"eagle3": eagle3.safeai(), "dflash": dflash.PRUNED}  # 40 of the target's 64 tokens
 
 
 @dataclass(frozen=True)
@@ -55,13 +61,30 @@ def watch(drafter: FeatureDrafter) -> Seen:
     return seen
 
 
-def make_checkpoint(folder: Path, kind: str, vocabulary: int = 64, **changes: Any) -> str:
-    """A random drafter for a target of two layers and 64 hidden dimensions."""
+def check_drafts(seen: Seen, kind: str, folder: Path, target: PreTrainedModel) -> None:
+    """Compares four or five of the rounds with an implementation without cache, batch or vectors."""
+    config, weights = read_checkpoint(folder)
+    for tokens, drafts, logits in seen[:: max(len(seen) // 4, 1)]:
+        if kind == "eagle3":
+            expected = eagle3.Reference(config, weights, target).logits(tokens, drafts)
+        else:
+            expected = dflash.straight_line(target, weights, config, torch.tensor(tokens))[: len(drafts)]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
+
+
+def write_random(kind: str, folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float64) -> Path:
+    """Random weights for a target of two layers and 64 hidden dimensions."""
     if kind == "eagle3":
-        eagle3.make_folder(folder, eagle3.safeai(vocab_size=vocabulary, draft_vocab_size=vocabulary) | changes)
+        eagle3.make_folder(folder, config, dtype)
     else:
-        dflash.make_checkpoint(folder, dflash.zlab(vocab_size=vocabulary) | changes)
-    return str(folder)
+        dflash.make_checkpoint(folder, config, dtype=dtype)
+    return folder
+
+
+def make_checkpoint(folder: Path, kind: str, vocabulary: int = 64, **changes: Any) -> str:
+    """A random drafter with the target's vocabulary."""
+    config = eagle3.safeai(draft_vocab_size=vocabulary) if kind == "eagle3" else dflash.zlab()
+    return str(write_random(kind, folder, config | {"vocab_size": vocabulary} | changes))
 
 
 def begin_greedy(drafter: Drafter, capacity: int, columns: int) -> Rows:

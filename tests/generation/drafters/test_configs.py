@@ -1,4 +1,4 @@
-"""DFlash against an implementation without cache, batch or vectors, and the checkpoints that are refused."""
+"""What config.json of EAGLE-3 and DFlash says, and the checkpoints that are refused."""
 
 import json
 from collections.abc import Callable
@@ -14,63 +14,9 @@ from spec_trl.generation.drafters.checkpoints import write_checkpoint
 from spec_trl.generation.drafters.dflash.config import DFlashConfig
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
 from spec_trl.generation.drafters.dflash.network import DFlashNetwork
-from spec_trl.scheduling.control import Chain
-from tests.generation.calls import generate, outputs, pad_left, random_rows
-from tests.generation.drafters.dflash.reference import (
-    PRUNED,
-    SIZES,
-    VARIANTS,
-    WINDOWED,
-    make_checkpoint,
-    speculators,
-    straight_line,
-    zlab,
-)
-from tests.generation.drafters.watching import watch
-from tests.generation.races import Plans
-
-
-EOS = dict(eos_token_id=[7, 11, 12])
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-@torch.no_grad()
-def test_drafts_are_those_of_the_straight_line(name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
-    """Ragged rows that share prompts, come in late and move, rounds with rejections and rounds that draft nothing: a
-    stale, missing or shifted column of context would show."""
-    settings = VARIANTS[name]
-    weights = make_checkpoint(tmp_path, settings)
-    drafter = DFlashDrafter(tmp_path, tiny)
-    seen = watch(drafter)
-    rows = random_rows([5, 9, 1, 3, 12, 4])
-    prompts = pad_left([rows[1], rows[0], rows[1], *rows[2:], rows[5]])  # two share a prompt, at once and later
-    options, control = dict(max_new_tokens=12, **EOS), Plans(1, [[Chain(0, 4)], [Chain(0, 4)], []])
-    result = generate(tiny, prompts, config={"max_batch_size": 3}, drafter=drafter, control=control, **options)
-    assert outputs(result) == outputs(generate(tiny, prompts, **options))
-    assert result.statistics.drafter_failure is None
-    assert len(seen) > 20 and len({len(committed) for committed, *_ in seen}) > 8
-    for committed, drafts, logits in seen[:: max(1, len(seen) // 4)]:
-        expected = straight_line(tiny, weights, settings, torch.tensor(committed))[: len(drafts)]
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("draft_length, name", [(1, "z-lab"), (11, "z-lab"), (11, "speculators, from the anchor")])
-@torch.no_grad()
-def test_greedy_drafts(draft_length: int, name: str, tiny: PreTrainedModel, tmp_path: Path) -> None:
-    """The largest logits of the slots, as many as there are slots: no more than γ, and no more than a block drafts."""
-    settings = VARIANTS[name]
-    weights = make_checkpoint(tmp_path, settings)
-    prompts, options = pad_left(random_rows([5, 9, 1])), dict(do_sample=False, max_new_tokens=14, **EOS)
-    drafter = DFlashDrafter(tmp_path, tiny)
-    seen = watch(drafter)
-    generate(tiny, prompts, config={"draft_length": draft_length}, drafter=drafter, **options)
-    assert len(seen) > 8 and max(len(drafts) for _, drafts, _ in seen) == min(draft_length, drafter.config.drafts)
-    for committed, drafts, _ in seen[::6]:
-        expected = straight_line(tiny, weights, settings, torch.tensor(committed)).argmax(-1)
-        assert drafts == expected[: len(drafts)].tolist()
-
-
-# ---- formats --------------------------------------------------------------------------------------------------------
+from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from tests.generation.drafters.dflash.reference import PRUNED, SIZES, WINDOWED, make_checkpoint, speculators, zlab
+from tests.generation.drafters.eagle3.reference import IDS_KEY, make_tensors, safeai
 
 
 def test_default_layers() -> None:
@@ -107,24 +53,61 @@ def test_shapes_of_real_checkpoints(shared: Callable[[str], Path], name: str, wi
     assert config.decoder.rope_parameters["rope_theta"] == 1e6 and not any(config.is_causal)
 
 
-@pytest.mark.parametrize("name", ["domino", "dspark"])
-def test_relatives_are_refused_by_name(shared: Callable[[str], Path], name: str) -> None:
-    settings = json.loads(shared(f"configs/drafter/specforge_qwen3-8b-{name}.json").read_text())
-    with pytest.raises(ValueError, match=f"projector_type='{name}'"):
-        DFlashConfig.parse(settings)
+# ---- refused --------------------------------------------------------------------------------------------------------
 
 
-Change = Callable[[dict[str, Tensor]], Any]
-BAD: dict[str, tuple[dict[str, Any], str, Change | None]] = {
+WHOLE = {"lm_head.weight": torch.zeros(64, 64)}
+EAGLE3: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] = {
+    "layer past the depth": (lambda c, t: c.update({IDS_KEY: [0, 1, 3]}), r"hidden states \[0, 1, 3\].*no \[3\]"),
+    "default layer ids": (lambda c, t: c.pop(IDS_KEY), r"\[2, 1, -1\] does not fit"),
+    "layer ids": (lambda c, t: c.update({IDS_KEY: "2"}), f"{IDS_KEY}='2'"),
+    "vocabulary": (lambda c, t: c.update(vocab_size=65), "vocab_size=65, .* has 64"),
+    "hidden size": (lambda c, t: c.update(target_hidden_size=32), "target_hidden_size=32, .* are 64 wide"),
+    "no embedding": (lambda c, t: c.update(hidden_size=32, target_hidden_size=64), "no embed_tokens.weight"),
+    "unknown key": (lambda c, t: c.update(residual_gain=0.5), "config.json has keys .*'residual_gain': 0.5"),
+    "unknown eagle_config": (lambda c, t: c.update(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm"),
+    "another speculator": (lambda c, t: c.update(speculators_model_type="dflash"), "speculators_model_type='dflash'"),
+    "model type": (lambda c, t: c.update(model_type="gemma2"), "model_type='gemma2'"),
+    "two layers": (lambda c, t: c.update(num_hidden_layers=2), "num_hidden_layers=2"),
+    "tied head": (lambda c, t: c.update(tie_word_embeddings=True), "tie_word_embeddings=True"),
+    "window": (lambda c, t: c.update(sliding_window=16), "sliding_window=16"),
+    "layer type": (lambda c, t: c.update(layer_types=["sliding_attention"]), "layer_types=.*must be full"),
+    "positions": (lambda c, t: c.update(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "type 'dynamic'"),
+    "activation": (lambda c, t: c.update(hidden_act="snake"), "hidden_act='snake'"),
+    "heads": (lambda c, t: c.update(num_key_value_heads=3), "num_key_value_heads=3 must divide"),
+    "flag": (lambda c, t: c.update(norm_output="yes"), "norm_output='yes'"),
+    "size": (lambda c, t: c.update(draft_vocab_size=-1), "draft_vocab_size=-1"),
+    "draft vocabulary": (lambda c, t: c.update(draft_vocab_size=99), "draft_vocab_size=99 is more"),
+    "a type": (lambda c, t: c.update(hidden_size="64"), "do not fit together"),
+    "missing": (lambda c, t: t.pop("midlayer.hidden_norm.weight"), r"missing \['layers.0.hidden_norm.weight'\]"),
+    "no d2t": (lambda c, t: t.pop("d2t"), "draft_vocab_size=40 .* and d2t"),
+    "t2d alone": (lambda c, t: (c.pop("draft_vocab_size"), t.pop("d2t"), t.update(WHOLE)), "t2d and no d2t"),
+    "t2d of other tokens": (lambda c, t: t.update(t2d=~t["t2d"]), "t2d marks other tokens"),
+    "d2t too large": (lambda c, t: t["d2t"][-1].fill_(64), "d2t must lead .* to 103"),
+    "d2t negative": (lambda c, t: t["d2t"][0].fill_(-1), "different ones from -1"),
+    "d2t twice": (lambda c, t: t["d2t"][1].copy_(t["d2t"][0] - 1), "to 39 different ones"),
+}
+
+
+@pytest.mark.parametrize("change, message", EAGLE3.values(), ids=EAGLE3)
+def test_bad_eagle3_checkpoints(
+    change: Callable[..., object], message: str, tiny: PreTrainedModel, tmp_path: Path
+) -> None:
+    config, tensors = safeai(), make_tensors(safeai())
+    change(config, tensors)
+    write_checkpoint(tmp_path, config, tensors)
+    with pytest.raises(ValueError, match=f"assistant_model=(.|\n)*{message}"):
+        Eagle3Drafter(tmp_path, tiny)
+
+
+DFLASH: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "neither format": (SIZES, "is no DFlash drafter", None),
     "another speculator": (speculators(speculators_model_type="eagle3"), "speculators_model_type='eagle3'", None),
-    "layer": (zlab(dflash_config={"target_layer_ids": [0, 2]}), r"states \[1, 3\].* 2 layers and so no \[3\]", None),
     "speculators' layer": (speculators(aux_hidden_state_layer_ids=[3]), r"\[3\].* has 2 layers", None),
     "negative layer": (zlab(dflash_config={"target_layer_ids": [-1]}), "target_layer_ids=-1", None),
     "no layers": (speculators(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids=None", None),
     "another depth": (zlab(num_target_layers=36), "num_target_layers=36.* has 2 layers", None),
     "no depth": (zlab(dflash_config={"target_layer_ids": None}), "target_layer_ids is missing.=2", None),
-    "vocabulary": (zlab(vocab_size=65), "vocab_size=65, .* has 64", None),
     "mask token": (zlab(dflash_config={"mask_token_id": 64}), "mask_token_id=64", None),
     "no mask token": (zlab(dflash_config={"mask_token_id": None}), "mask_token_id=None", None),
     "block size": (zlab(block_size=1), "block_size=1", None),
@@ -138,21 +121,18 @@ BAD: dict[str, tuple[dict[str, Any], str, Change | None]] = {
     "window off": (zlab(**WINDOWED | {"use_sliding_window": False}), "use_sliding_window=False", None),
     "layer types": (zlab(layer_types=["full_attention"]), "do not fit together(.|\n)*layer_types", None),
     "chunks": (zlab(layer_types=["full_attention", "chunked_attention"]), "layer_types=.*layers are full", None),
-    "RoPE": (zlab(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "RoPE of type 'dynamic'", None),
-    "missing": (zlab(), r"missing \['norm.weight'\]", lambda t: t.pop("norm.weight")),
-    "no head": (PRUNED, "needs a head of its own", lambda t: t.pop("lm_head.weight")),
+    "no head": (PRUNED, "needs a head of its own", "lm_head.weight"),
 }
 
 
-@pytest.mark.parametrize("settings, message, change", BAD.values(), ids=BAD)
-def test_bad_checkpoints(
-    settings: dict[str, Any], message: str, change: Change | None, tiny: PreTrainedModel, tmp_path: Path
+@pytest.mark.parametrize("settings, message, lost", DFLASH.values(), ids=DFLASH)
+def test_bad_dflash_checkpoints(
+    settings: dict[str, Any], message: str, lost: str | None, tiny: PreTrainedModel, tmp_path: Path
 ) -> None:
     tensors = {"fc.weight": torch.zeros(1)}
-    if change is not None:
+    if lost is not None:
         tensors = make_checkpoint(tmp_path, settings)
-        change(tensors)
+        del tensors[lost]
     write_checkpoint(tmp_path, settings, tensors)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=f"assistant_model=(.|\n)*{message}"):
         DFlashDrafter(tmp_path, tiny)
-    assert str(tmp_path) in str(caught.value)
