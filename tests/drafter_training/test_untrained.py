@@ -33,7 +33,7 @@ def test_eagle3_drafts(depth: int, layers: tuple[int, ...], tmp_path: Path) -> N
         drafter = Eagle3Drafter(tmp_path / format, target)
         assert drafter.feature_layers == layers
         assert torch.equal(drafter.network.lm_head.weight, target.lm_head.weight.float())  # float32 while it is made
-    if depth < 12:
+    if depth < 8:
         check_drafting("eagle3", tmp_path / EAGLE3_FORMATS[depth % 2], target)
 
 

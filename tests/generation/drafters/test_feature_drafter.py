@@ -63,17 +63,6 @@ def drafter(kind: str, folders: dict[str, Path], tiny: PreTrainedModel) -> Featu
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
-@each_kind
-def test_by_name(kind: str, tiny, folders) -> None:
-    config = {"max_batch_size": 5}
-    result = generate(tiny, PROMPTS, kind, config, assistant_model=str(folders[kind]), max_new_tokens=16, **EOS)
-    expected = generate(tiny, PROMPTS, "none", config, max_new_tokens=16, **EOS)
-    assert outputs(result) == outputs(expected)
-    statistics = result.statistics
-    assert statistics.strategy == kind and statistics.drafter_failure is None and statistics.total.drafted > 0
-    assert statistics.draft_forwards > 0 and statistics.cache_bytes > expected.statistics.cache_bytes
-
-
 @pytest.mark.parametrize("kind", ["eagle3"])
 def test_rejection_keeps_the_distribution(drafter: FeatureDrafter, tiny: PreTrainedModel) -> None:
     """χ² on the first token after one prompt, drafted over a pruned vocabulary."""
