@@ -68,8 +68,7 @@ class DrafterAdaptation:
         policy: the live policy, without peft's outer wrapper.
         accelerator: of the run.
         learning_rate: of AdamW, constant.
-        hidden_weight: 0 leaves the regression out.
-        token_weight: see above.
+        hidden_weight, token_weight: of the loss; a `hidden_weight` of 0 leaves the regression out.
         seed: of DFlash's anchors.
 
     Raises:

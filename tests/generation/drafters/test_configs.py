@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
 from spec_trl.generation.drafters.dflash.config import DFlashConfig
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
-from spec_trl.generation.drafters.dflash.network import DFlashNetwork
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from tests.generation.drafters.dflash.reference import PRUNED, SIZES, WINDOWED, make_checkpoint, speculators, zlab
 from tests.generation.drafters.eagle3.reference import IDS_KEY, make_tensors, safeai
@@ -31,26 +30,15 @@ def test_default_layers() -> None:
         assert DFlashConfig.parse(settings).feature_layers == tuple(index + 1 for index in expected)
 
 
-@pytest.mark.parametrize("name, width", [("qwen2.5-0.5b", 896), ("qwen3-4b", 2560), ("qwen3-8b", 4096)])
-def test_shapes_of_real_checkpoints(shared: Callable[[str], Path], name: str, width: int) -> None:
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen3-4b", "qwen3-8b"])
+def test_real_configs_of_dflash(shared: Callable[[str], Path], name: str) -> None:
     settings = json.loads(shared(f"configs/drafter/specforge_{name}-dflash.json").read_text())
     config = DFlashConfig.parse(settings)
-    with torch.device("meta"):
-        found = {key: list(tensor.shape) for key, tensor in DFlashNetwork(config, 5 * width).state_dict().items()}
-    d, inner = settings["head_dim"], settings["intermediate_size"]
-    queries, shared_ = settings["num_attention_heads"] * d, settings["num_key_value_heads"] * d
-    expected = {"fc": [width, 5 * width], "hidden_norm": [width], "norm": [width]}
-    for i in range(5):
-        expected |= {f"layers.{i}.{key}": shape for key, shape in {
-            "input_layernorm": [width], "post_attention_layernorm": [width], "self_attn.q_proj": [queries, width],
-            "self_attn.k_proj": [shared_, width], "self_attn.v_proj": [shared_, width],
-            "self_attn.o_proj": [width, queries], "self_attn.q_norm": [d], "self_attn.k_norm": [d],
-            "mlp.gate_proj": [inner, width], "mlp.up_proj": [inner, width], "mlp.down_proj": [width, inner],
-        }.items()}  # fmt: skip
-    assert found == {f"{key}.weight": shape for key, shape in expected.items()}
     assert config.feature_layers == tuple(i + 1 for i in settings["dflash_config"]["target_layer_ids"])
     assert (config.block_size, config.drafts, config.mask_token) == (16, 15, 151669)
     assert config.decoder.rope_parameters["rope_theta"] == 1e6 and not any(config.is_causal)
+    for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        assert getattr(config.decoder, size) == settings[size]
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class Learner(ABC):
         network: the copy of the drafting network that learns.
         initial: a network with the weights before any learning, q_0; None where nobody asks for it.
         tensors: what is learned, each with gradient.
+        published: where drafting reads it; captured forwards too, so it is written in place.
         rows: number of separate adapters, one per cache row; 1 = all rows share what is learned.
         learning_rate: η of Adam.
     """
@@ -36,6 +37,7 @@ class Learner(ABC):
     network: nn.Module
     initial: nn.Module | None
     tensors: list[Tensor]
+    published: list[Tensor]
     rows: int
     learning_rate: float
 
@@ -43,9 +45,10 @@ class Learner(ABC):
     def step(self, gradients: Sequence[Tensor | None], drafted: Tensor) -> None:
         """One step of Adam by the `gradients` of `tensors`, which come from the first rows `drafted` (`[B]` bool)."""
 
-    @abstractmethod
+    @torch.no_grad()
     def publish(self) -> None:
         """Copies what has been learned into the drafting network."""
+        torch._foreach_copy_(self.published, self.tensors)
 
     @abstractmethod
     def reset(self, rows: Iterable[int]) -> None:
@@ -87,8 +90,8 @@ class WeightLearner(Learner):
         self.tensors = [parameter.requires_grad_() for parameter in drafter.trained(self.network)]
         self.initial = copy.deepcopy(self.network).requires_grad_(False) if keeps_initial else None
         self.learning_rate = learning_rate
-        self._drafting = [parameter.data for parameter in drafting]
-        self._first = [tensor.clone() for tensor in self._drafting]
+        self.published = [parameter.data for parameter in drafting]
+        self._first = [tensor.clone() for tensor in self.published]
         self._start_adam()
 
     def _start_adam(self) -> None:
@@ -101,10 +104,6 @@ class WeightLearner(Learner):
         self._optimizer.zero_grad()
 
     @torch.no_grad()
-    def publish(self) -> None:
-        torch._foreach_copy_(self._drafting, self.tensors)
-
-    @torch.no_grad()
     def reset(self, rows: Iterable[int]) -> None:
         self.release()
         torch._foreach_copy_(self.tensors, self._first)
@@ -115,7 +114,7 @@ class WeightLearner(Learner):
 
     @torch.no_grad()
     def release(self) -> None:
-        torch._foreach_copy_(self._drafting, self._first)
+        torch._foreach_copy_(self.published, self._first)
 
     def state_dict(self) -> dict[str, Any]:
         tensors = [tensor.detach() for tensor in self.tensors]
@@ -146,16 +145,13 @@ class AdapterLearner(Learner):
         self._handles = self._drafting.attach(drafting, lambda: drafter.cache.first_row)
         self._learning.attach(learning, lambda: 0)
         self.tensors = [tensor.requires_grad_() for tensor in self._learning.tensors]
+        self.published = self._drafting.tensors
         self._adam = RowAdam(self.tensors, learning_rate)
         self._by_row = (self._drafting, self._learning, self._adam)
 
     def step(self, gradients: Sequence[Tensor | None], drafted: Tensor) -> None:
         found = [g if g is not None else torch.zeros_like(t) for g, t in zip(gradients, self.tensors, strict=True)]
         self._adam.step(found, drafted if self.rows > 1 else drafted.any(0, keepdim=True))
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        torch._foreach_copy_(self._drafting.tensors, self._learning.tensors)  # captured forwards read it where it is
 
     @torch.no_grad()
     def reset(self, rows: Iterable[int]) -> None:
