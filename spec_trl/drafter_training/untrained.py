@@ -117,16 +117,13 @@ def write_dflash(
     """Writes an untrained DFlash checkpoint in the target's dtype, which `DFlashDrafter` loads.
 
     Args:
-        folder: made where it does not exist.
-        target: what it is to draft for.
+        folder, target, sizes, seed: as of :func:`write_eagle3`.
         format: `"z-lab"` or `"speculators"`, which brings copies of the target's embedding and head.
         block_size: number of slots of a block, the anchor included.
         layers: number of the drafter's layers.
-        sizes: of its layers.
         layer_ids: the target's hidden states that it reads, in transformers' count (z-lab's own is one less). None: as
             many as it has layers, spaced as z-lab spaces them where these ascend, else evenly.
         mask_token: fills the slots to be drafted; a token that text does not contain. None: the target's pad token.
-        seed: of its weights.
 
     Raises:
         ValueError: an argument does not fit the target, or the target has no pad token to take.

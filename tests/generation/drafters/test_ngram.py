@@ -32,11 +32,6 @@ def search(text: list[int], ngram_size: int, draft_length: int) -> list[int]:
     return []
 
 
-def test_by_hand() -> None:
-    texts = [[1, 2, 3, 4, 1, 2], [1, 2, 3, 1, 4, 2, 3], [1, 2, 3], [5], [5, 5], [7, 1, 2, 8, 1, 2, 6, 1, 2]]
-    assert propose(texts, 3, 3) == [[3, 4, 1], [1, 4, 2], [], [], [5], [6, 1, 2]]
-
-
 @settings(deadline=None, max_examples=80, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=5), st.integers(1, 7),

@@ -17,6 +17,7 @@ from tests.generation.drafters.watching import (
     PRUNED,
     check_drafts,
     make_checkpoint,
+    untouched,
     watch,
     write_random,
 )
@@ -103,10 +104,7 @@ def test_the_target_is_read_live_and_left_alone(kind: str, fresh: PreTrainedMode
     assert not owned & {tensor.data_ptr() for tensor in fresh.parameters()}
     for module in (fresh.get_input_embeddings(), fresh.get_output_embeddings()):
         module.weight += torch.randn(module.weight.shape, dtype=torch.float64)
-    models = (fresh, drafter.network)
-    states = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
     seen = watch(drafter)
-    generate(fresh, pad_left(random_rows([5])), drafter=drafter, max_new_tokens=8)
+    with untouched(fresh, drafter.network):
+        generate(fresh, pad_left(random_rows([5])), drafter=drafter, max_new_tokens=8)
     check_drafts(seen, kind, tmp_path, fresh)
-    for model, state in zip(models, states, strict=True):
-        assert all(tensor.equal(state[name]) for name, tensor in model.state_dict().items())

@@ -1,13 +1,14 @@
 """What a drafter drafts, seen through the session that it draws from; and both kinds of drafters with checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from spec_trl.generation.drafters.checkpoints import read_checkpoint
@@ -107,6 +108,15 @@ def before(
         return original(*arguments, **more)
 
     patch.setattr(watched, method, replaced) if patch else setattr(watched, method, replaced)
+
+
+@contextmanager
+def untouched(*models: nn.Module) -> Iterator[None]:
+    """Nothing in the block changes their weights."""
+    states = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
+    yield
+    for model, state in zip(models, states, strict=True):
+        assert all(tensor.equal(state[name]) for name, tensor in model.state_dict().items())
 
 
 def check_frequencies(counts: Tensor, p: Tensor) -> None:

@@ -210,15 +210,8 @@ def _copy_tensors(saved: Sequence[Tensor], own: Sequence[Tensor]) -> None:
 def make_learner(
     drafter: TrainableDrafter, rows: int, learning_rate: float | None, rank: int, keeps_initial: bool
 ) -> Learner:
-    """All weights learn where the drafter owns some and all rows learn together; else low-rank corrections do.
-
-    Args:
-        drafter: the one that learns.
-        rows: number of cache rows that learn separately; 1: all together.
-        learning_rate: η; None: the drafter's `weight_rate` over its width, or `CORRECTION_RATE`.
-        rank: of corrections.
-        keeps_initial: whether q_0 will be asked for.
-    """
+    """All weights learn where the drafter owns some and `rows` is 1 (all rows learn together); else low-rank
+    corrections do. A `learning_rate` η of None is the drafter's `weight_rate` / width, or `CORRECTION_RATE`."""
     if rows == 1 and drafter.trained(drafter.network):
         return WeightLearner(drafter, learning_rate or drafter.weight_rate / drafter.width, keeps_initial)
     return AdapterLearner(drafter, learning_rate or CORRECTION_RATE, rows, rank)
