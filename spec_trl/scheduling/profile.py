@@ -66,9 +66,9 @@ class Profile:
     def require(self, key: ProfileKey, path: str | Path) -> None:
         """Raises ProfileMismatch, naming each differing field and both values, unless this profile is for `key`."""
         differing = [
-            f"{name} is {mine!r} there and {theirs!r} here"
-            for name, mine in dataclasses.asdict(self.key).items()
-            if mine != (theirs := dataclasses.asdict(key)[name])
+            f"{name} is {mine!r} there and {vars(key)[name]!r} here"
+            for name, mine in vars(self.key).items()
+            if mine != vars(key)[name]
         ]
         if differing:
             raise ProfileMismatch(

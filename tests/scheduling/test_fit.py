@@ -18,8 +18,6 @@ from spec_trl.scheduling.fit import (
     effective_flops,
     evaluate,
     fit,
-    forward_seconds,
-    sweep_grids,
 )
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.sweep import Sample
@@ -101,30 +99,6 @@ def test_a_machine_of_another_kind_is_fitted_too() -> None:
     found = evaluate(fitted, measured(Roofline(constants, truth), batches=(2, 8, 32)))
     assert max(found.target_mape, found.draft_mape, found.verify_mape) < 0.05
     assert min(sign.accuracy for sign in found.signs) > 0.9
-
-
-def test_vectorised_formulas_are_the_rooflines() -> None:
-    """With one candidate for each coefficient, the fit's formulas are `Roofline`'s."""
-    generator = np.random.default_rng(1)
-    moe = replace(CONSTANTS, expert_bytes=9e9, draft_expert_bytes=2e9, experts=16, experts_per_token=2)
-    samples = measured(Roofline(CONSTANTS, TRUTH), batches=(1, 3, 17, 100))
-    grids = sweep_grids(samples)
-    for tile, constants, loss in product((1, 16, 128), (CONSTANTS, moe), (0.0, 0.4, 1.0)):
-        values = {
-            name: value * generator.uniform(0.5, 1.5)
-            for name, value in vars(replace(TRUTH, sigma_V=1e-7, t_T=1e-3, t_D=2e-3, t_V=3e-3, phi_D=1.2)).items()
-        }
-        values |= {"overlap_loss": loss, "kv_exponent": 0.7, "tile": tile, "draft_tile": min(tile, 16)}
-        roofline = Roofline(constants, Coefficients(**values))
-        predict: dict[str, Callable[[Sample], float]] = {
-            "target": lambda s, roofline=roofline: roofline.target_seconds(s.batch, s.length),
-            "draft": lambda s, roofline=roofline: roofline.draft_seconds(s.batch, s.length),
-            "verify": lambda s, roofline=roofline: roofline.verify_seconds(s.batch, s.length, s.draft_length),
-        }
-        for mode, grid in grids.items():
-            expected = [predict[mode](s) for s in samples if s.mode == mode]
-            seconds = forward_seconds(constants, values, mode, grid)
-            assert seconds == pytest.approx(expected, rel=1e-3 if loss == 0.0 else 1e-12)
 
 
 def test_evaluate_counts_signs() -> None:

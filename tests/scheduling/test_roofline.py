@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline, padded_rows, smooth_maximum
+from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 
 
 CONSTANTS = ModelConstants(
@@ -74,16 +74,16 @@ def test_further_terms() -> None:
 
 
 def test_rows_are_padded_to_tiles() -> None:
-    assert [padded_rows(rows, 1) for rows in (1, 7, 100)] == [1, 7, 100]
-    assert [padded_rows(rows, 8) for rows in (1, 8, 9)] == [8, 8, 16]
-    assert [padded_rows(rows, 128) for rows in (1, 16, 17, 64, 65, 128, 129, 300)] == [
+    assert [Roofline.padded_rows(rows, 1) for rows in (1, 7, 100)] == [1, 7, 100]
+    assert [Roofline.padded_rows(rows, 8) for rows in (1, 8, 9)] == [8, 8, 16]
+    assert [Roofline.padded_rows(rows, 128) for rows in (1, 16, 17, 64, 65, 128, 129, 300)] == [
         16, 16, 32, 64, 128, 128, 256, 384
     ]  # fmt: skip
 
 
 def test_smooth_maximum() -> None:
-    assert smooth_maximum(3.0, 4.0, 0.0) == 4.0
-    assert smooth_maximum(3.0, 4.0, 0.5) == pytest.approx(5.0)
-    assert smooth_maximum(3.0, 4.0, 1.0) == pytest.approx(7.0)
-    assert smooth_maximum(0.0, 4.0, 0.5) == smooth_maximum(4.0, 0.0, 0.5) == 4.0
-    assert smooth_maximum(1e-9, 1.0, 0.01) == 1.0  # the tiny ratio underflows and does no harm
+    assert Roofline.smooth_maximum(3.0, 4.0, 0.0) == 4.0
+    assert Roofline.smooth_maximum(3.0, 4.0, 0.5) == pytest.approx(5.0)
+    assert Roofline.smooth_maximum(3.0, 4.0, 1.0) == pytest.approx(7.0)
+    assert Roofline.smooth_maximum(0.0, 4.0, 0.5) == Roofline.smooth_maximum(4.0, 0.0, 0.5) == 4.0
+    assert Roofline.smooth_maximum(1e-9, 1.0, 0.01) == 1.0  # the tiny ratio underflows and does no harm

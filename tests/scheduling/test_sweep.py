@@ -35,17 +35,17 @@ def test_points_pair_the_times() -> None:
     ("line", "message"),
     [
         *(
-            (f"m,16,128,3,verify,{value}", r"sweep\.csv, line 30, column seconds: .*measure the row again")
+            (f"m,16,128,3,verify,{value}", r"sweep\.csv, line 30: seconds=.*; measure the row again")
             for value in ("0", "-1", "nan", "inf", "", "fast")
         ),
-        ("m,0,128,3,verify,0.01", "column batch: 0 must be finite and at least 1"),
-        ("m,1.5,128,3,verify,0.01", "column batch: 1.5 must be an integer"),
-        ("m,1,-1,3,verify,0.01", "column length: -1"),
-        ("m,1,128,x,verify,0.01", "column draft_length: 'x' is not a number"),
-        ("m,1,128,3,prefill,0.01", "column mode: 'prefill' is unknown; choose one of"),
-        ("m,1,128,0,verify,0.01", "a verify row of draft length 0"),
+        ("m,0,128,3,verify,0.01", "batch=0 is out of range"),
+        ("m,1.5,128,3,verify,0.01", "batch=1.5 is a float; it must be an integer"),
+        ("m,1,-1,3,verify,0.01", "length=-1.0 is out of range"),
+        ("m,1,128,x,verify,0.01", "draft_length='x' is not a number"),
+        ("m,1,128,3,prefill,0.01", "mode='prefill' is unknown; choose one of"),
+        ("m,1,128,0,verify,0.01", "draft_length=0 of a verify sample"),
         ("m,1,128,3,verify,0.01", "a second verify row for the same point"),
-        ("m,1,128,3,verify", "column seconds: None is not a number"),
+        ("m,1,128,3,verify", "seconds=None is not a number"),
         ("other,16,128,0,target,0.01", r"several models, \['m', 'other'\]"),
     ],
 )
