@@ -22,13 +22,6 @@ def schedule(taus: list[float], **options: object) -> list[int]:
     return lengths
 
 
-def ramp(*points: float, steps: int = 6) -> list[float]:
-    """τ that rises evenly from each point to the next."""
-    return [
-        a + (b - a) * i / (steps - 1) for a, b in zip(points[::2], points[1::2], strict=True) for i in range(steps)
-    ]
-
-
 def moves(lengths: list[int]) -> list[int]:
     return [b for a, b in zip([0, *lengths], lengths, strict=False) if a != b]
 
@@ -37,9 +30,9 @@ def moves(lengths: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("taus", "lengths"),
     [
-        (ramp(5.2, 5.73) + [5.73] + ramp(7.37, 7.6) + [7.6] + ramp(9.35, 9.48) + [9.48] + [11.25] * 6, [5, 7, 9, 11]),
-        (ramp(5.2, 5.73) + [5.73] + ramp(7.37, 7.61) + [7.61] + [9.3] * 6, [5, 7, 9]),
-        (ramp(5.07, 5.5, steps=40), [5]),
+        ([5.2, 5.5, 5.73, 5.73, 7.37, 7.5, 7.6, 7.6, 9.35, 9.4, 9.48, 9.48, *[11.25] * 6], [5, 7, 9, 11]),
+        ([5.2, 5.5, 5.73, 5.73, 7.37, 7.5, 7.61, 7.61, *[9.3] * 6], [5, 7, 9]),
+        ([5.07, 5.2, 5.3, 5.4, 5.5, 5.5], [5]),
         ([1.0] * 5, [5]),
     ],
     ids=["qwen 7b", "qwen 14b", "llama", "bottom"],

@@ -179,18 +179,6 @@ def test_any_history(seed: int) -> None:
     assert [key for key, _ in fewer.state_dict()["prompts"]] == [key for key, _ in small.state_dict()["prompts"]]
 
 
-def test_certain_drafts_are_within_what_the_ladder_takes() -> None:
-    """Sums of many prompts' τ, each as large as it can be."""
-    history, random, keys = AcceptanceHistory(), Random(0), [f"p{n}" for n in range(50)]
-    for key in keys * 20:
-        history.record("ngram", key, at(1.0, random.random() * 10**9))
-        if random.random() < 0.05:
-            history.end_rollout()
-    expected = history.expected("ngram", keys)
-    assert expected is not None and expected(4) > 4.999
-    assert LADDER.best_draft_length("ngram", expected, 1)[1] == pytest.approx(5 / 1.1, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("rates", "batch", "expected"),
     [
@@ -206,13 +194,6 @@ def test_select_by_history_and_ladder(rates: dict[str, float], batch: int, expec
     taus = {method: Acceptance.geometric(rate).block_efficiency(4) for method, rate in rates.items()}
     best = max([1.0, *(LADDER.speedup(method, tau, batch, 4) for method, tau in taus.items())])
     assert choice.speedup == pytest.approx(best, rel=1e-4)
-
-
-def test_select_asks_for_the_prompts_of_the_batch() -> None:
-    history = history_of(ngram=0.2, self=0.7, model=0.2)
-    history.record("ngram", "copy", at(0.95, 9500))
-    assert select_method(LADDER, history, ["story"] * 4, 1, METHODS).method == "self"
-    assert select_method(LADDER, history, ["copy"] * 3 + ["story"], 1, METHODS).method == "ngram"
 
 
 @settings(deadline=None, max_examples=10, derandomize=True)
