@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.scheduling.sweep import MODES
 
 
 CONSTANTS = ModelConstants(
@@ -47,30 +48,25 @@ def test_experts_are_read_as_tokens_touch_them() -> None:
 
 
 def test_further_terms() -> None:
-    def change(**changes: float) -> tuple[float, float, float]:
-        changed = Roofline(CONSTANTS, replace(PAPER, **changes))
-        plain = Roofline(CONSTANTS, PAPER)
-        return (
-            changed.target_seconds(4, 1000.0) - plain.target_seconds(4, 1000.0),
-            changed.draft_seconds(4, 1000.0) - plain.draft_seconds(4, 1000.0),
-            changed.verify_seconds(4, 1000.0, 3) - plain.verify_seconds(4, 1000.0, 3),
-        )
+    def change(**changes: float) -> list[float]:
+        changed, plain = Roofline(CONSTANTS, replace(PAPER, **changes)), Roofline(CONSTANTS, PAPER)
+        return [changed.seconds(mode, 4, 1000.0, 3) - plain.seconds(mode, 4, 1000.0, 3) for mode in MODES]
 
-    assert change(sigma_V=1e-7) == pytest.approx((0, 0, 1e-4))
-    assert change(t_T=1e-3) == pytest.approx((1e-3, 0, 0))
-    assert change(t_D=1e-3) == pytest.approx((0, 1e-3, 0))
-    assert change(t_V=1e-3) == pytest.approx((0, 0, 1e-3))
+    assert change(sigma_V=1e-7) == pytest.approx([0, 0, 1e-4])
+    assert change(t_T=1e-3) == pytest.approx([1e-3, 0, 0])
+    assert change(t_D=1e-3) == pytest.approx([0, 1e-3, 0])
+    assert change(t_V=1e-3) == pytest.approx([0, 0, 1e-3])
     kv = 0.5 * 5e4 * 1000.0 / 1.5e12
-    assert change(kv_exponent=0.5) == pytest.approx((-2 * kv, -2 * kv, -2 * kv))
+    assert change(kv_exponent=0.5) == pytest.approx([-2 * kv, -2 * kv, -2 * kv])
     compute = 4 * (14e9 + 1000.0 * 4e5) / 2e14
-    assert change(overlap_loss=1.0) == pytest.approx((compute, compute, 4 * compute))
+    assert change(overlap_loss=1.0) == pytest.approx([compute, compute, 4 * compute])
     attention = 4 * 1000.0 * 4e5 / 2e14
     added = change(overlap_loss=1.0, attention_cost=3.0, phi_D=2.0)
     assert added == pytest.approx(
         (compute + 2 * attention, compute + 2 * attention + 4 * 14e9 / 2e14, 4 * compute + 8 * attention)
     )
     padded = change(overlap_loss=1.0, tile=16, draft_tile=16)
-    assert padded == pytest.approx((compute + 12 * 14e9 / 2e14, compute + 12 * 14e9 / 2e14, 4 * compute))
+    assert padded == pytest.approx([compute + 12 * 14e9 / 2e14, compute + 12 * 14e9 / 2e14, 4 * compute])
 
 
 def test_rows_are_padded_to_tiles() -> None:

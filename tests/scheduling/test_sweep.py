@@ -29,6 +29,9 @@ def test_points_pair_the_times() -> None:
     once = [s for s in samples if s.mode != "draft"] + [Sample(2, 128.0, 0, "draft", 0.008)]
     assert points(once) == points(samples)
     assert check_samples(once, "samples") is None
+    gapped = [s for s in grid() if (s.mode, s.batch, s.draft_length) != ("verify", 8, 11)]
+    gap = "1 of 12 grid points lack a draft or verify row: (batch=8, length=128, draft_length=11); they are left out."
+    assert check_samples(gapped, "some file") == f"some file: {gap}" and len(points(gapped)) == 11
 
 
 @pytest.mark.parametrize(
@@ -56,13 +59,10 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
         file.write(line + "\n")
     with pytest.raises(ValueError, match=message):
         read_sweep(path)
-
-
-@pytest.mark.parametrize("header", ["model,batch,length,mode\n", ""])
-def test_missing_columns(tmp_path: Path, header: str) -> None:
-    (tmp_path / "sweep.csv").write_text(header)
-    with pytest.raises(ValueError, match=r"lacks the columns \[.*'draft_length', .*'seconds'\]"):
-        read_sweep(tmp_path / "sweep.csv")
+    for header in ("model,batch,length,mode\n", ""):
+        path.write_text(header)
+        with pytest.raises(ValueError, match=r"lacks the columns \[.*'draft_length', .*'seconds'\]"):
+            read_sweep(path)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,3 @@ def test_missing_columns(tmp_path: Path, header: str) -> None:
 def test_missing_rows(without, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         check_samples([s for s in grid() if not without(s)], "some file")
-
-
-def test_a_gap_or_two_is_left_out() -> None:
-    one_gap = [s for s in grid() if (s.mode, s.batch, s.draft_length) != ("verify", 8, 11)]
-    gap = "1 of 12 grid points lack a draft or verify row: (batch=8, length=128, draft_length=11); they are left out."
-    assert check_samples(one_gap, "some file") == f"some file: {gap}"
-    assert len(points(one_gap)) == 11 and check_samples(grid(), "some file") is None
