@@ -42,14 +42,10 @@ def published(shared: Callable[[str], Path], request: pytest.FixtureRequest) -> 
 
 def measured(roofline: Roofline, noise: float = 0.0, batches: tuple[int, ...] = BATCHES) -> list[Sample]:
     """A sweep of what `roofline` predicts."""
-    generator = np.random.default_rng(0)
-    samples = []
+    generator, samples = np.random.default_rng(0), list[Sample]()
     for batch, length in product(batches, LENGTHS):
-        samples.append(Sample(batch, length, 0, "target", roofline.target_seconds(batch, length)))
-        for draft_length in (3, 7, 11):
-            samples.append(Sample(batch, length, draft_length, "draft", roofline.draft_seconds(batch, length)))
-            seconds = roofline.verify_seconds(batch, length, draft_length)
-            samples.append(Sample(batch, length, draft_length, "verify", seconds))
+        for mode, gamma in [("target", 0), *product(("draft", "verify"), (3, 7, 11))]:
+            samples.append(Sample(batch, length, gamma, mode, roofline.seconds(mode, batch, length, gamma)))
     return [replace(s, seconds=s.seconds * math.exp(noise * generator.standard_normal())) for s in samples]
 
 
@@ -105,22 +101,14 @@ def test_evaluate_counts_signs() -> None:
     roofline = Roofline(CONSTANTS, TRUTH)
     samples = measured(roofline)
     right = evaluate(roofline, samples, thresholds=(1.0, 1.3))
-    assert right.target_mape == right.cycle_mape == 0.0
-    assert [sign.accuracy for sign in right.signs] == [1.0, 1.0]
-    assert [sign.threshold for sign in right.signs] == [1.0, 1.3]
-    assert right.points == 63
+    assert right.target_mape == right.cycle_mape == 0.0 and right.points == 63
+    assert [(sign.threshold, sign.accuracy) for sign in right.signs] == [(1.0, 1.0), (1.3, 1.0)]
     # A drafter that is predicted to cost nothing makes every point look good.
-    eager = Roofline(replace(CONSTANTS, weight_bytes=1e15), replace(TRUTH, eta_D=0.0, c_D=0.0))
-    wrong = evaluate(eager, samples)
-    speedups = [
-        g * roofline.target_seconds(b, s) / roofline.cycle_seconds(b, s, g)
-        for b, s, g in product((1, 2, 4, 8, 16, 32, 64), (256.0, 1024.0, 4096.0), (3, 7, 11))
-    ]
-    share = sum(speedup >= 1.0 for speedup in speedups) / 63
-    assert 0 < share < 1
+    wrong = evaluate(Roofline(replace(CONSTANTS, weight_bytes=1e15), replace(TRUTH, eta_D=0.0, c_D=0.0)), samples)
+    share = sum(roofline.speedup(b, s, g, g) >= 1.0 for b, s, g in product(BATCHES, LENGTHS, (3, 7, 11))) / 63
+    assert 0 < share < 1 and wrong.target_mape > 1
     assert wrong.signs[0].accuracy == pytest.approx(share)
     assert wrong.signs[0].majority == pytest.approx(max(share, 1 - share))
-    assert wrong.target_mape > 1
 
 
 def test_effective_flops_of_the_published_benchmark(shared: Callable[[str], Path]) -> None:

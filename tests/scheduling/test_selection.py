@@ -65,25 +65,16 @@ def test_own_rates_where_there_are_some_and_else_the_average() -> None:
     history.record("self", "b", AcceptanceCounts(100, 1000, 60, 100))
     history.record("ngram", "c", AcceptanceCounts(0, 500, 0, 0))
     mean = Acceptance(average(1000, 2000), average(460, 600))
-    own = {
-        key: Acceptance(
-            (first + PROMPT_PRIOR * mean.first) / (1000 + PROMPT_PRIOR),
-            (further + PROMPT_PRIOR * mean.further) / (judged + PROMPT_PRIOR),
-        )
-        for key, first, further, judged in (("a", 900, 400, 500), ("b", 100, 60, 100))
-    }
-    for key, rates in own.items():
-        assert history.rates("self", key) == pytest.approx(rates)
+    for key, first, further, judged in (("a", 900, 400, 500), ("b", 100, 60, 100)):
+        own = (first + PROMPT_PRIOR * mean.first) / (1000 + PROMPT_PRIOR)
+        assert history.rates("self", key).first == pytest.approx(own)
+        own = (further + PROMPT_PRIOR * mean.further) / (judged + PROMPT_PRIOR)
+        assert history.rates("self", key).further == pytest.approx(own)
     assert history.rates("self", "c") == history.rates("self", "new") == history.rates("self") == pytest.approx(mean)
-    for gamma in GAMMAS:
-        a, b, others = (rates.block_efficiency(gamma) for rates in (own["a"], own["b"], mean))
-        for keys, expected in (
-            ([], others),
-            (["new", "c"], others),
-            (["a"], a),
-            (["a", "a", "b", "new"], 4 / (1 / a + 1 / a + 1 / b + 1 / others)),
-        ):
-            assert efficiency(history, "self", *keys, draft_length=gamma) == pytest.approx(expected)
+    a, b, others = (history.rates("self", key).block_efficiency(4) for key in ("a", "b", "new"))
+    harmonic = 4 / (1 / a + 1 / a + 1 / b + 1 / others)
+    for keys, expected in (("", others), ("cn", others), ("a", a), ("aabn", harmonic)):
+        assert efficiency(history, "self", *keys) == pytest.approx(expected)
 
 
 ROUNDS = st.lists(
