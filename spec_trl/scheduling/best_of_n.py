@@ -15,7 +15,7 @@ from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .plain_decoding import PlainRounds
 from .race_judge import Field, RacedRound, RaceJudge
 from .roofline import Roofline
-from .selection import OPTIMISTIC, AcceptanceHistory, counts_last_row, expectation, select_method, select_per_prompt
+from .selection import OPTIMISTIC, AcceptanceHistory, Selection, counts_last_row, expectation
 from .toggle import HOPELESS, WINDOW, Gain, SpeculationToggle
 
 
@@ -96,10 +96,9 @@ class BestOfN(Control):
         methods = [candidate.name for candidate in self.candidates if candidate.max_rows >= batch]
         if len(methods) < 2:
             return [None] * len(self._prompts)
-        known = self.ladder, self.history, self._prompts, batch, methods
-        common = select_method(*known, self.race)
-        own = select_per_prompt(*known, self.margin, self.race)
-        return [choice if choice.method != common.method else None for choice in own]
+        selection = Selection(self.ladder, self.history, self._prompts, batch, methods, self.race)
+        common, own = selection.common.method, selection.per_prompt(self.margin)
+        return [choice if choice.method != common else None for choice in own]
 
     def finish(self) -> None:
         self._settle(set())

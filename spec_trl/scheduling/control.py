@@ -31,9 +31,11 @@ class Candidate:
     roofline: Costs | None = None  # predicts its rounds; None: only measuring tells
     is_network: bool = True  # False: drafts are looked up, and cost no forward
 
-    def cycle_seconds(self, roofline: Costs, batch: int, length: float) -> float:
-        """γ T̂_q + T̂_V, without T̂_q where no network drafts."""
-        predict = roofline.cycle_seconds if self.is_network else roofline.verify_seconds
+    def cycle_seconds(self, batch: int, length: float) -> float:
+        """γ T̂_q + T̂_V of a round, without T̂_q where no network drafts; 0 where nothing predicts."""
+        if self.roofline is None:
+            return 0.0
+        predict = self.roofline.cycle_seconds if self.is_network else self.roofline.verify_seconds
         return predict(batch, length, self.draft_length)
 
 

@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -228,97 +229,75 @@ def expectation(
     )
 
 
-def select_method(
-    ladder: Ladder,
-    history: AcceptanceHistory,
-    prompt_keys: Sequence[str],
-    batch: int,
-    methods: Sequence[str],
-    races: bool = False,
-) -> Choice:
-    """The method for a whole batch: acceptance from `history`, speedup from `ladder` (①), the largest wins (②).
+@dataclass(frozen=True)
+class Selection:
+    """Methods for a batch of prompts: acceptance from `history` (①), speedup from `ladder` (②), the largest wins.
 
-    A method that never drafted is ranked at `OPTIMISTIC` and, if it wins so, returned for a trial: its only one, since
-    `history` knows it afterwards.
-
-    Args:
-        ladder: has all of `methods`; else ValueError.
-        history: acceptance so far.
-        prompt_keys: of the batch's prompts, one per row.
-        batch: rows decoded at a time.
-        methods: those that can draft at this batch.
-        races: whether rows may get chains of further methods.
-
-    Returns:
-        A method with its best γ; "none" where no method promises more.
+    A method that never drafted is ranked at `OPTIMISTIC` and, if it wins so, chosen for a trial: its only one, since
+    `history` knows it afterwards. Whatever is asked raises ValueError where a method is not in `ladder`.
     """
-    until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
-    expected = {method: expectation(ladder, history, method, prompt_keys, until_last_row) for method in methods}
-    shares = _shares(ladder, history, prompt_keys, batch, methods, races)
-    best = _best(ladder, {method: own for method, own in expected.items() if own}, batch, shares)
-    untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if not own}
-    trial = _best(ladder, untried, batch, shares)
-    return trial if trial.speedup > best.speedup else best
 
+    ladder: Ladder
+    history: AcceptanceHistory
+    prompt_keys: Sequence[str]  # of the batch's prompts, one per row
+    batch: int  # rows decoded at a time
+    methods: Sequence[str]  # those that can draft at this batch
+    races: bool = False  # whether rows may get chains of further methods
 
-def _shares(
-    ladder: Ladder,
-    history: AcceptanceHistory,
-    prompt_keys: Sequence[str],
-    batch: int,
-    methods: Sequence[str],
-    races: bool,
-) -> dict[str, float]:
-    """Share of its speedup that each method lets expect; 1 where a request waits, and rounds count as they are."""
-    if len(prompt_keys) > batch:
-        return dict.fromkeys(methods, 1.0)
-    until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
-    profiled = ladder.profiled_batch(batch)
-    return {method: history.delivered(method, profiled, until_last_row) for method in methods}
+    @cached_property
+    def common(self) -> Choice:
+        """The method for the whole batch with its best γ; "none" where no method promises more."""
+        until_last_row = self._until_last_row
+        expected = {
+            method: expectation(self.ladder, self.history, method, self.prompt_keys, until_last_row)
+            for method in self.methods
+        }
+        best = self._best({method: own for method, own in expected.items() if own}, self._shares)
+        untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if not own}
+        trial = self._best(untried, self._shares)
+        return trial if trial.speedup > best.speedup else best
 
+    def per_prompt(self, margin: float = 0.05) -> list[Choice]:
+        """A method for each of `prompt_keys`, for rows of different methods in one batch.
 
-def _best(ladder: Ladder, expected: Mapping[str, BlockEfficiency], batch: int, shares: Mapping[str, float]) -> Choice:
-    """The choice of largest speedup times the method's share; of equals "none"."""
-    ranked = ladder.rank(expected, batch)
-    choices = [replace(choice, speedup=choice.speedup * shares.get(choice.method, 1.0)) for choice in ranked]
-    return max(choices, key=lambda choice: (choice.speedup, choice.method == NO_METHOD))
+        A prompt keeps the batch's choice unless another method, one that has drafted for the prompt, is faster on it
+        by more than `margin` (at least 0): each further method costs drafting time, and all rows are verified at the
+        width of the widest. During a trial all prompts take part in it. Speedups are the ladder's for the batch, at
+        the prompt's own acceptance.
+        """
+        common, history = self.common, self.history
+        if common.method != NO_METHOD and history.expected(common.method, ()) is None:
+            return [common] * len(self.prompt_keys)
+        # Relative to the common method: what it did not deliver, others may not deliver either.
+        share = self._shares.get(common.method, 1.0)
+        relative = {method: min(own / share, 1.0) for method, own in self._shares.items()}
 
+        def select(key: str) -> Choice:
+            known = (method for method in self.methods if history.knows(method, key))
+            best = self._best({each: history.rates(each, key).block_efficiency for each in known}, relative)
+            speedup = 1.0
+            if common.method != NO_METHOD:
+                efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
+                speedup = self.ladder.speedup(common.method, efficiency, self.batch, common.draft_length)
+            return best if best.speedup > speedup * (1 + margin) else replace(common, speedup=speedup)
 
-def select_per_prompt(
-    ladder: Ladder,
-    history: AcceptanceHistory,
-    prompt_keys: Sequence[str],
-    batch: int,
-    methods: Sequence[str],
-    margin: float = 0.05,
-    races: bool = False,
-) -> list[Choice]:
-    """A method for each prompt, for rows of different methods in one batch.
+        own = {key: select(key) for key in set(self.prompt_keys)}
+        return [own[key] for key in self.prompt_keys]
 
-    A prompt keeps the batch's choice unless another method, one that has drafted for the prompt, is faster on it by
-    more than `margin` (at least 0): each further method costs drafting time, and all rows are verified at the width of
-    the widest. During a trial all prompts take part in it. Arguments as of `select_method`.
+    @cached_property
+    def _until_last_row(self) -> bool:
+        return counts_last_row(self.history, self.methods, self.prompt_keys, self.batch, self.races)
 
-    Returns:
-        A choice per entry of `prompt_keys`; its speedup is the ladder's for the batch, at the prompt's own acceptance.
-    """
-    common = select_method(ladder, history, prompt_keys, batch, methods, races)
-    if common.method != NO_METHOD and history.expected(common.method, ()) is None:
-        return [common] * len(prompt_keys)
-    shares = _shares(ladder, history, prompt_keys, batch, methods, races)
-    # Relative to the common method: what it did not deliver, others may not deliver either.
-    relative = {method: min(share / shares.get(common.method, 1.0), 1.0) for method, share in shares.items()}
+    @cached_property
+    def _shares(self) -> dict[str, float]:
+        """Share of its speedup that each method lets expect; 1 where a request waits, and rounds count as they are."""
+        if len(self.prompt_keys) > self.batch:
+            return dict.fromkeys(self.methods, 1.0)
+        batch = self.ladder.profiled_batch(self.batch)
+        return {method: self.history.delivered(method, batch, self._until_last_row) for method in self.methods}
 
-    def select(key: str) -> Choice:
-        known = (method for method in methods if history.knows(method, key))
-        best = _best(ladder, {each: history.rates(each, key).block_efficiency for each in known}, batch, relative)
-        speedup = 1.0
-        if common.method != NO_METHOD:
-            efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
-            speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length)
-        if best.speedup > speedup * (1 + margin):
-            return best
-        return Choice(common.method, common.draft_length, speedup)
-
-    own = {key: select(key) for key in set(prompt_keys)}
-    return [own[key] for key in prompt_keys]
+    def _best(self, expected: Mapping[str, BlockEfficiency], shares: Mapping[str, float]) -> Choice:
+        """The choice of largest speedup times the method's share; of equals "none"."""
+        ranked = self.ladder.rank(expected, self.batch)
+        choices = [replace(choice, speedup=choice.speedup * shares.get(choice.method, 1.0)) for choice in ranked]
+        return max(choices, key=lambda choice: (choice.speedup, choice.method == NO_METHOD))

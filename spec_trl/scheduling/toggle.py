@@ -130,7 +130,7 @@ class SpeculationToggle(OneDrafter):
                 return ()
             acceptance = acceptance_of(candidate.block_efficiency, candidate.draft_length)
             for batch in batches:
-                seconds = times.apply(batch, _predicted_cycle(candidate, batch, self._length))
+                seconds = times.apply(batch, candidate.cycle_seconds(batch, self._length))
                 plain = self.autoregressive_seconds(batch, self._length)
                 found.append(Rung(candidate.name, batch, candidate.draft_length, acceptance, seconds, plain))
         return tuple(found)
@@ -237,7 +237,7 @@ class SpeculationToggle(OneDrafter):
         """The same of a candidate that has a roofline, at a given τ."""
         candidate = self.candidates[index]
         correction = self._states[index].corrections[candidate.draft_length]
-        plain, cycle = self.autoregressive_seconds(batch, length), _predicted_cycle(candidate, batch, length)
+        plain, cycle = self.autoregressive_seconds(batch, length), candidate.cycle_seconds(batch, length)
         if not correction.is_empty:
             cycle = correction.apply(batch, cycle)
         else:  # until it is measured: off by the same factor as autoregressive rounds
@@ -279,8 +279,8 @@ class SpeculationToggle(OneDrafter):
         if candidate.roofline is not None:
             tally.predicted_sum += self.predicted_speedup(index, batch, length)
             tally.predicted_rounds += 1
-        cycle = _predicted_cycle(candidate, batch, length)
-        state.corrections[candidate.draft_length].record(batch, cycle, seconds)
+        # Without a profile corrections are whole times.
+        state.corrections[candidate.draft_length].record(batch, candidate.cycle_seconds(batch, length), seconds)
         tally.add_round(batch, tokens, seconds)
         tally.baseline_seconds += baseline * tokens / batch
         state.window.append(_Round(batch, length, seconds, tokens))
@@ -397,8 +397,3 @@ class SpeculationToggle(OneDrafter):
 
     def _who(self, index: int) -> str:
         return "speculation" if len(self.candidates) == 1 else f'speculation with "{self.candidates[index].name}"'
-
-
-def _predicted_cycle(candidate: Candidate, batch: int, length: float) -> float:
-    """Seconds of a round of `candidate`; 0 without a profile, whose corrections are whole times."""
-    return 0.0 if candidate.roofline is None else candidate.cycle_seconds(candidate.roofline, batch, length)

@@ -8,7 +8,7 @@ import pytest
 
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import Candidate
-from spec_trl.scheduling.selection import AcceptanceHistory, select_method
+from spec_trl.scheduling.selection import AcceptanceHistory, Selection
 from spec_trl.scheduling.toggle import PROBE_ROUNDS, WINDOW
 from tests.scheduling.machine import Machine, at, by_method, history_of
 from tests.scheduling.test_ladder import GROWING
@@ -23,7 +23,7 @@ def test_first_choice_is_that_of_history_and_ladder(drafting: float, first: tupl
     history = history_of(1000, **rates)
     control = Machine({"self": drafting, "ngram": 0.0, "model": 0.1}, by_method(**rates)).control(history)
     control.begin(4, keys)
-    choice = select_method(control.ladder, history, keys, 4, list(rates))
+    choice = Selection(control.ladder, history, keys, 4, list(rates)).common
     (chain,) = control.plan(range(4), 100.0, 0)
     # By hand: "self" makes 4.10 tokens of γ = 4 in 1 + 4 x 0.3 s, "model" 2.31 of γ = 4 in 1.4 s.
     assert (control.candidates[chain.which].name, chain.draft_length) == (choice.method, choice.draft_length) == first

@@ -3,7 +3,7 @@
 import pytest
 
 from spec_trl.scheduling.delivery import LEAST_TOKENS, RolloutWatch
-from spec_trl.scheduling.selection import MOST_DELIVERED, AcceptanceHistory, select_method, select_per_prompt
+from spec_trl.scheduling.selection import MOST_DELIVERED, AcceptanceHistory, Selection
 from tests.scheduling.machine import at, history_of
 from tests.scheduling.test_selection import LADDER, METHODS, methods_of
 
@@ -86,8 +86,11 @@ def test_what_was_not_delivered_is_not_expected() -> None:
     history, prompts = history_of(ngram=0.5, self=0.75, model=0.05), ["x", "y"]
 
     def chosen(in_flight: int = 2) -> list[str]:
-        choices = select_per_prompt(LADDER, history, prompts, in_flight, METHODS, races=True)
-        return [select_method(LADDER, history, prompts, in_flight, METHODS, True).method, *(c.method for c in choices)]
+        choices = Selection(LADDER, history, prompts, in_flight, METHODS, races=True).per_prompt()
+        return [
+            Selection(LADDER, history, prompts, in_flight, METHODS, True).common.method,
+            *(c.method for c in choices),
+        ]
 
     assert chosen() == ["ngram"] * 3
     history.record_delivery("ngram", LADDER.profiled_batch(2), True, 0.9, 1.6)
