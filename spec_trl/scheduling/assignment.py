@@ -1,8 +1,5 @@
-"""Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments").
-
-`greedy_assignments` is Algorithm 3: free workers take slow requests with another method. `Racing` does the same within
-one process: a row's methods are several chains in one target forward.
-"""
+"""Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments"): `greedy_assignments` is
+Algorithm 3, `Racing` the same within one process, where a row's methods are several chains in one target forward."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence

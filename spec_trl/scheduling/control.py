@@ -1,8 +1,5 @@
-"""A control decides when drafters draft: it plans each decoding round, and is told what the round did.
-
-`NeverSpeculate` and `AlwaysSpeculate` (the paper's always-on baseline) do not look at what they are told;
-`toggle.py` and `best_of_n.py` do.
-"""
+"""A control decides when drafters draft: it plans each decoding round, and is told what the round did. Those here do
+not look at what they are told; `toggle.py` and `best_of_n.py` do."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -31,11 +28,11 @@ class Candidate:
     roofline: Costs | None = None  # predicts its rounds; None: only measuring tells
     is_network: bool = True  # False: drafts are looked up, and cost no forward
 
-    def cycle_seconds(self, batch: int, length: float) -> float:
+    def cycle_seconds(self, roofline: Costs | None, batch: int, length: float) -> float:
         """γ T̂_q + T̂_V of a round, without T̂_q where no network drafts; 0 where nothing predicts."""
-        if self.roofline is None:
+        if roofline is None:
             return 0.0
-        predict = self.roofline.cycle_seconds if self.is_network else self.roofline.verify_seconds
+        predict = roofline.cycle_seconds if self.is_network else roofline.verify_seconds
         return predict(batch, length, self.draft_length)
 
 

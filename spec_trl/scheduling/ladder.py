@@ -26,11 +26,7 @@ BlockEfficiency: TypeAlias = Callable[[int], float]  # τ to expect of each γ
 
 @dataclass(frozen=True)
 class Rung:
-    """One profiled cell.
-
-    Raises:
-        ValueError: a value is of the wrong type or out of range.
-    """
+    """One profiled cell. ValueError: a value is of the wrong type or out of range."""
 
     method: str  # the drafter's strategy
     batch: int  # rows
@@ -71,10 +67,7 @@ class Choice:
 @dataclass(frozen=True)
 class Ladder:
     """Speedups of drafting methods, from profiled rounds; neither the target's nor the drafters' weights matter.
-
-    Raises:
-        ValueError: there is no rung, or two for one cell.
-    """
+    ValueError: there is no rung, or two for one cell."""
 
     rungs: tuple[Rung, ...]  # the profiled cells, each (method, batch, γ, acceptance) once
     shape: str  # fingerprint of the target's and the drafters' shapes, which the caller compares
@@ -195,12 +188,8 @@ class Ladder:
 
     @classmethod
     def load(cls, path: str | Path) -> "Ladder":
-        """Reads what `save` wrote; the file may have been edited by hand.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is no ladder of this version; the message names file, field and value.
-        """
+        """Reads what `save` wrote. FileNotFoundError: there is no such file. ValueError: it is no ladder of this
+        version; the message names file, field and value."""
         file = read_json(path, _File, "draft ladder", "correct it, or delete the file and profile again")
         return cls(file.rungs, file.shape)
 

@@ -130,7 +130,7 @@ class SpeculationToggle(OneDrafter):
                 return ()
             acceptance = acceptance_of(candidate.block_efficiency, candidate.draft_length)
             for batch in batches:
-                seconds = times.apply(batch, candidate.cycle_seconds(batch, self._length))
+                seconds = times.apply(batch, candidate.cycle_seconds(candidate.roofline, batch, self._length))
                 plain = self.autoregressive_seconds(batch, self._length)
                 found.append(Rung(candidate.name, batch, candidate.draft_length, acceptance, seconds, plain))
         return tuple(found)
@@ -237,7 +237,10 @@ class SpeculationToggle(OneDrafter):
         """The same of a candidate that has a roofline, at a given τ."""
         candidate = self.candidates[index]
         correction = self._states[index].corrections[candidate.draft_length]
-        plain, cycle = self.autoregressive_seconds(batch, length), candidate.cycle_seconds(batch, length)
+        plain, cycle = (
+            self.autoregressive_seconds(batch, length),
+            candidate.cycle_seconds(candidate.roofline, batch, length),
+        )
         if not correction.is_empty:
             cycle = correction.apply(batch, cycle)
         else:  # until it is measured: off by the same factor as autoregressive rounds
@@ -279,8 +282,8 @@ class SpeculationToggle(OneDrafter):
         if candidate.roofline is not None:
             tally.predicted_sum += self.predicted_speedup(index, batch, length)
             tally.predicted_rounds += 1
-        # Without a profile corrections are whole times.
-        state.corrections[candidate.draft_length].record(batch, candidate.cycle_seconds(batch, length), seconds)
+        cycle = candidate.cycle_seconds(candidate.roofline, batch, length)  # 0 without a profile
+        state.corrections[candidate.draft_length].record(batch, cycle, seconds)
         tally.add_round(batch, tokens, seconds)
         tally.baseline_seconds += baseline * tokens / batch
         state.window.append(_Round(batch, length, seconds, tokens))

@@ -86,11 +86,8 @@ def test_what_was_not_delivered_is_not_expected() -> None:
     history, prompts = history_of(ngram=0.5, self=0.75, model=0.05), ["x", "y"]
 
     def chosen(in_flight: int = 2) -> list[str]:
-        choices = Selection(LADDER, history, prompts, in_flight, METHODS, races=True).per_prompt()
-        return [
-            Selection(LADDER, history, prompts, in_flight, METHODS, True).common.method,
-            *(c.method for c in choices),
-        ]
+        selection = Selection(LADDER, history, prompts, in_flight, METHODS, races=True)
+        return [choice.method for choice in (selection.common, *selection.per_prompt())]
 
     assert chosen() == ["ngram"] * 3
     history.record_delivery("ngram", LADDER.profiled_batch(2), True, 0.9, 1.6)

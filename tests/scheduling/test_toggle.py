@@ -326,8 +326,8 @@ def test_each_candidate_gets_its_second_chance() -> None:
 
 def test_lookup_drafters_cost_no_draft_forwards() -> None:
     lookup, network = candidate(is_network=False), candidate()
-    assert lookup.cycle_seconds(8, 512.0) == A100.verify_seconds(8, 512.0, 5)
-    assert network.cycle_seconds(8, 512.0) == A100.cycle_seconds(8, 512.0, 5)
+    assert lookup.cycle_seconds(A100, 8, 512.0) == A100.verify_seconds(8, 512.0, 5)
+    assert network.cycle_seconds(A100, 8, 512.0) == A100.cycle_seconds(8, 512.0, 5)
 
 
 def test_tallies_count_what_was_speculated() -> None:
