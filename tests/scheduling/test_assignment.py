@@ -181,13 +181,7 @@ def play(racing: Racing, rounds: int, request: int = 0, **accepted: int) -> bool
     return racing.changed
 
 
-def test_a_rows_own_rounds_change_its_order_and_its_place() -> None:
-    racing, rows = Racing(LADDER), [row(0), row(1)]
-    racing.assign(rows, VIEWS, 100)
-    play(racing, PATIENCE - 1, 0, a=4, b=0, c=4, d=0)
-    play(racing, PATIENCE - 1, 1, a=4, b=4, c=4, d=0)
-    chains = racing.assign(rows, VIEWS, 100)
-    assert [[name for name, _ in chains[n]] for n in (0, 1)] == [["a", "c", "b", "d"], ["a", "b", "c", "d"]]
+def test_a_rows_own_rounds_change_its_place() -> None:
     racing, views, rows = Racing(LADDER), [view("b", max_rows=1)], [row(0, 0.7), row(1, 0.5)]
     assert [len(chains) for chains in racing.assign(rows, views, 100).values()] == [1, 2]
     play(racing, PATIENCE - 1, 0, a=0)

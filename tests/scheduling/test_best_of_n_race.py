@@ -140,6 +140,14 @@ def test_a_losing_network_of_a_prompts_own_stops(race: bool, monkeypatch: pytest
 # ---- the judge ------------------------------------------------------------------------------------------------------
 
 
+def judging(batch: int) -> RaceJudge:
+    """After rounds without a race, at a cost of 1."""
+    judge = RaceJudge()
+    for _ in range(PROBE_ROUNDS):
+        judge.record_unraced(batch, 1.0)
+    return judge
+
+
 @pytest.mark.parametrize(
     ("cost", "tokens", "plain_cost", "field"),
     [
@@ -155,9 +163,7 @@ def test_a_race_is_judged_by_tokens_gained_and_time_lost(
     cost: float, tokens: int, plain_cost: float, field: Field
 ) -> None:
     """Rounds of 8 rows in which the primary alone brings 16 tokens at a cost of 1."""
-    judge = RaceJudge()
-    for _ in range(PROBE_ROUNDS):
-        judge.record_unraced(8, 1.0)
+    judge = judging(8)
     for _ in range(WINDOW):
         assert judge.field(8) is Field.EVERYBODY
         judge.record_raced(RacedRound(cost, tokens, 16.0, plain_cost > 1, 2.0, plain_cost))
@@ -165,9 +171,7 @@ def test_a_race_is_judged_by_tokens_gained_and_time_lost(
 
 
 def test_hopeless_races_end_early_and_networks_leave_first() -> None:
-    judge = RaceJudge()
-    for _ in range(PROBE_ROUNDS):
-        judge.record_unraced(8, 1.0)
+    judge = judging(8)
     for networks, field in ((True, Field.LOOKUPS), (False, Field.NOBODY)):
         judge.field(8)
         for _ in range(min(HOPELESS)):
@@ -177,9 +181,7 @@ def test_hopeless_races_end_early_and_networks_leave_first() -> None:
 
 
 def test_a_verdict_waits_for_rounds_to_compare_with() -> None:
-    judge = RaceJudge()
-    for _ in range(PROBE_ROUNDS):
-        judge.record_unraced(64, 1.0)  # too many rows to say anything of 8
+    judge = judging(64)  # too many rows to say anything of 8
     for _ in range(WINDOW):
         judge.record_raced(RacedRound(2.0, 16, 16.0, False, 2.0, 1.0))
     for _ in range(PROBE_ROUNDS):
