@@ -222,7 +222,7 @@ class _Points:
         self.batch, self.length, self.draft_length, self.seconds = columns
 
 
-class _Rooflines(Roofline):
+class Rooflines(Roofline):
     """The roofline's formulas for many coefficients (`[P, 1]` each, or a number) at many points (`[N]`): `[P, N]`."""
 
     @staticmethod
@@ -276,7 +276,7 @@ class _Sweep:
         return np.asarray(total)
 
     def _seconds(self, values: Values, mode: Mode, at: _Points) -> Array:
-        rooflines: Any = _Rooflines(self._constants, SimpleNamespace(**values))  # type: ignore[arg-type]
+        rooflines: Any = Rooflines(self._constants, SimpleNamespace(**values))  # type: ignore[arg-type]
         return np.asarray(rooflines.seconds(mode, at.batch, at.length, at.draft_length))
 
 

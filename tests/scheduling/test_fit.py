@@ -15,6 +15,7 @@ from benchmarks.paper.published import read_fit, read_sweep
 from spec_trl.scheduling.fit import (
     BANDWIDTH_SHARE,
     GemmMeasurement,
+    Rooflines,
     effective_flops,
     evaluate,
     fit,
@@ -95,6 +96,16 @@ def test_a_machine_of_another_kind_is_fitted_too() -> None:
     found = evaluate(fitted, measured(Roofline(constants, truth), batches=(2, 8, 32)))
     assert max(found.target_mape, found.draft_mape, found.verify_mape) < 0.05
     assert min(sign.accuracy for sign in found.signs) > 0.9
+
+
+def test_what_arrays_do_otherwise_than_numbers_gives_the_same() -> None:
+    rows = [1, 7, 15, 16, 17, 64, 100, 128, 129, 300]
+    for tile in (1, 16, 128):
+        expected = [Roofline.padded_rows(count, tile) for count in rows]
+        assert Rooflines.padded_rows(np.array(rows), tile) == pytest.approx(expected)
+    for loss in (0.0, 0.4, 1.0):
+        expected = [Roofline.smooth_maximum(3.0, count, loss) for count in rows]
+        assert Rooflines.smooth_maximum(3.0, np.array(rows), loss) == pytest.approx(expected, rel=1e-3)
 
 
 def test_evaluate_counts_signs() -> None:
