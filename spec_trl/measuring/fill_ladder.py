@@ -2,11 +2,11 @@
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,18 +30,13 @@ from .profile_cache import cache_directory, read_kept, save_kept
 from .round_bench import RoundBench, bar_text, warm_up_rounds
 
 
-ACCEPTANCES = (0.6,)
-"""One p is enough: a round drafts and verifies the same number of tokens whatever is accepted."""
+ACCEPTANCE = 0.6  # one p is enough: a round drafts and verifies the same number of tokens whatever is accepted
 BATCHES = (1, 4, 16, 64, 256)
-PROMPT = 32
-"""Tokens of the random prompts."""
+PROMPT = 32  # tokens of the random prompts
 FEWEST_ROUNDS = 3
-STABLE = 0.03
-"""No more rounds are timed once half of a cell's slowdowns are within this share of their median."""
-LEAST_SECONDS = 0.5
-"""Least time per batch: where rounds are short, other work of a moment would touch all of the fewest rounds."""
-QUIET = 2.0
-"""Seconds of profiling after which a progress bar appears."""
+STABLE = 0.03  # no more rounds are timed once half of a cell's slowdowns are within this share of their median
+LEAST_SECONDS = 0.5  # per batch: where rounds are short, other work of a moment would touch all of the fewest rounds
+QUIET = 2.0  # seconds of profiling after which a progress bar appears
 
 
 def build_ladder(
@@ -49,14 +44,13 @@ def build_ladder(
     drafters: Sequence[Drafter],
     batches: Sequence[int],
     draft_lengths: Sequence[int],
-    acceptances: Sequence[float] = ACCEPTANCES,
     rounds: int = 9,
     budget_seconds: float = 60.0,
     progress: bool = True,
     config: SpeculativeConfig | None = None,
     kept_in: Path | None = None,
 ) -> Ladder:
-    """Times rounds of each drafter at each batch, γ and acceptance, each next to an autoregressive one; keeps medians.
+    """Times rounds of each drafter at each batch and γ, each next to an autoregressive one; keeps medians.
 
     On a quiet machine three rounds of a cell agree, and no more are run; on a busy one, or where rounds are short, up
     to `rounds`. They are real, on random prompts, but each draft token is marked as accepted with probability p, so no
@@ -67,15 +61,11 @@ def build_ladder(
         drafters: of different strategies.
         batches: numbers of rows, each at least 1; a drafter that serves fewer is timed at as many as it serves.
         draft_lengths: γ, ascending.
-        acceptances: p, 0 to 1.
         rounds: most timed rounds per cell, at least 1.
         budget_seconds: for all cells; each is timed at least once, after its warm-up.
-        progress: show a progress bar where it takes longer than two seconds.
+        progress: show a progress bar where it takes longer than `QUIET` seconds.
         config: names the runner, and what the quantized copy is packed with.
         kept_in: folder in which the caller keeps the ladder; the progress bar says so.
-
-    Returns:
-        The ladder, not saved.
 
     Raises:
         RuntimeError: a drafter failed.
@@ -92,17 +82,12 @@ def build_ladder(
     with torch.no_grad(), tqdm(cells, text, disable=not progress, delay=QUIET) as bar:
         for number, (drafter, batch) in enumerate(bar):
             share = max(deadline - time.perf_counter(), 0.0) / (len(cells) - number)
-            bench = _Bench(model, drafter, batch, draft_lengths, acceptances, rounds, config)
-            rungs += bench.measure(share)
-    timed = {(rung.method, rung.batch, rung.draft_length) for rung in rungs}
-    shapes = {cell[:2] for cell in timed}
+            rungs += _Bench(model, drafter, batch, draft_lengths, rounds, config).measure(share)
     # In a short context some γ fit into few rounds; a choice must not change with the batch.
-    kept_rungs = tuple(
-        rung
-        for rung in rungs
-        if all((name, batch, rung.draft_length) in timed for name, batch in shapes if name == rung.method)
-    )
-    return Ladder(kept_rungs, _fingerprint(profile_key(model, config), drafters, draft_lengths))
+    timed = Counter((rung.method, rung.draft_length) for rung in rungs)
+    batches_of = Counter(method for method, _ in {(rung.method, rung.batch) for rung in rungs})
+    everywhere = tuple(each for each in rungs if timed[each.method, each.draft_length] == batches_of[each.method])
+    return Ladder(everywhere, _fingerprint(profile_key(model, config), drafters, draft_lengths))
 
 
 def find_ladder(
@@ -116,14 +101,8 @@ def find_ladder(
     `sd_toggle="measured"` nothing is profiled, and the ladder is None until :func:`keep_measured` has made one.
 
     It lies next to `config.roofline_profile`, or in the user's cache. A ladder that was profiled for less than half of
-    `max_batch_size` is replaced.
-
-    Args:
-        model: the target.
-        drafters: of different strategies.
-        config: as of :func:`build_ladder`; also `sd_toggle` and `roofline_profile`.
-        max_batch_size: most rows in flight that will occur.
-        draft_lengths: γ, ascending; None: those of `config`.
+    `max_batch_size`, the most rows in flight that will occur, is replaced. `draft_lengths` are those of `config` where
+    None.
 
     Raises:
         ValueError: two drafters have the same strategy name.
@@ -154,10 +133,8 @@ def find_ladder(
 def keep_measured(
     model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig, rungs: Sequence[Rung]
 ) -> None:
-    """Keeps measured rounds of these drafters as their ladder, for later calls with `sd_toggle="measured"`.
-
-    It is not saved, having one γ per drafter and few rounds.
-    """
+    """Keeps measured rounds of these drafters as their ladder, for later calls with `sd_toggle="measured"`. It is not
+    saved, having one γ per drafter and few rounds."""
     shape = _fingerprint(profile_key(model, config), drafters, config.ladder_draft_lengths())
     kept.keep(model, _NAME, Ladder(tuple(rungs), shape + _MEASURED))
 
@@ -197,16 +174,15 @@ def _stand_in(drafter: Drafter) -> Drafter:
 
 
 class _MarkedRollout(Rollout):
-    """Draft tokens are accepted with probability `acceptance` each, whatever they are."""
+    """Draft tokens are accepted with probability `ACCEPTANCE` each, whatever they are."""
 
-    acceptance: float
     generator: torch.Generator
 
     def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
         verdict = super()._verdict(proposal, logits, noise)
         # A generator of its own, so that later samples do not depend on whether a ladder was profiled.
         coins = torch.rand(proposal.tokens.shape, generator=self.generator, device=logits.device)  # [B, γ]
-        accepted = (coins < self.acceptance).long().cumprod(1).sum(1)  # [B]
+        accepted = (coins < ACCEPTANCE).long().cumprod(1).sum(1)  # [B]
         step = torch.arange(proposal.tokens.shape[1], device=logits.device)  # [γ]
         # The drafts themselves are committed, since a network continues from its own K/V of them.
         drafted = step < torch.minimum(accepted, proposal.lengths)[:, None]  # [B, γ]
@@ -215,17 +191,8 @@ class _MarkedRollout(Rollout):
         return replace(verdict, tokens=tokens, accepted=accepted)
 
 
-class _Cell(NamedTuple):
-    draft_length: int
-    acceptance: float
-
-
-PLAIN = _Cell(0, 0.0)
-"""Autoregressive decoding."""
-
-
 class _Bench(RoundBench):
-    """An engine that decodes `batch` random prompts, in rounds of all cells in turn."""
+    """An engine that decodes `batch` random prompts, in rounds of each γ in turn; γ = 0: autoregressive ones."""
 
     _rollout: _MarkedRollout
 
@@ -235,15 +202,14 @@ class _Bench(RoundBench):
         drafter: Drafter,
         batch: int,
         draft_lengths: Sequence[int],
-        acceptances: Sequence[float],
         rounds: int,
         config: SpeculativeConfig,
     ) -> None:
         self._drafter, self._batch, self._visits = drafter, batch, rounds
-        self._cells = [PLAIN, *(_Cell(gamma, p) for gamma in draft_lengths for p in acceptances)]
+        self._gammas = [0, *draft_lengths]
         self._warm_ups = warm_up_rounds(model, config)
-        # Rows only grow, as the drafter's own cache does: a visit adds at most γ + 1 tokens per cell.
-        visit = sum(cell.draft_length + 1 for cell in self._cells)
+        # Rows only grow, as the drafter's own cache does.
+        visit = sum(gamma + 1 for gamma in self._gammas)  # most tokens that it adds
         columns = PROMPT + (self._warm_ups + rounds) * visit + max(draft_lengths) + 1
         limit = position_limit(model)
         self._columns = columns if limit is None else min(columns, limit)
@@ -255,36 +221,36 @@ class _Bench(RoundBench):
         self._rollout.generator = torch.Generator(model.device).manual_seed(0)
 
     def measure(self, seconds: float) -> list[Rung]:
-        """Visits all cells in turn until their times agree, for at most about `seconds`."""
-        times: dict[_Cell, list[float]] = {cell: [] for cell in self._cells}
+        """Visits each γ in turn until their times agree, for at most about `seconds`."""
+        times: dict[int, list[float]] = {gamma: [] for gamma in self._gammas}
         started_at = time.perf_counter()
         for visit in range(self._warm_ups + self._visits):
             spent = time.perf_counter() - started_at
             if visit > self._warm_ups and spent > seconds:
                 break
             is_enough = visit >= self._warm_ups + FEWEST_ROUNDS and spent >= LEAST_SECONDS
-            if is_enough and all(_agree(_slowdowns(found, times[PLAIN])) for found in times.values() if found):
+            if is_enough and all(_agree(_slowdowns(found, times[0])) for found in times.values() if found):
                 break
-            for cell, found in times.items():
-                if self._rows.longest + cell.draft_length + 1 > self._columns:
+            for gamma, found in times.items():
+                if self._rows.longest + gamma + 1 > self._columns:
                     break  # a short context is full before the visits end
-                self._rollout.acceptance = cell.acceptance
-                took = self.round([Chain(0, cell.draft_length)] if cell.draft_length else [])
+                took = self.round([Chain(0, gamma)] if gamma else [])
                 if visit >= self._warm_ups or not found:
                     found.append(took)
                 if visit == self._warm_ups:
                     del found[:-1]  # warm-up rounds count only where nothing else fits
         self.close()
         rungs = []
-        for cell, found in times.items():
-            if cell is not PLAIN and found:
-                seconds, slowdown = median(found), median(_slowdowns(found, times[PLAIN]))
-                rungs.append(Rung(self._drafter.strategy, self._batch, *cell, seconds, seconds / slowdown))
+        for gamma, found in times.items():
+            if gamma and found:
+                seconds, slowdown = median(found), median(_slowdowns(found, times[0]))
+                plain = seconds / slowdown
+                rungs.append(Rung(self._drafter.strategy, self._batch, gamma, ACCEPTANCE, seconds, plain))
         return rungs
 
 
 def _slowdowns(times: list[float], plain: list[float]) -> list[float]:
-    """A cell's seconds over those of the autoregressive round of the same visit, which other work slowed as much."""
+    """Seconds of rounds over those of the autoregressive one of the same visit, which other work slowed as much."""
     return [seconds / plain_seconds for seconds, plain_seconds in zip(times, plain, strict=False)]
 
 

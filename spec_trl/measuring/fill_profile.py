@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
-from ..generation.engine.cache import free_memory
+from ..generation.engine.cache import autocast_dtype, free_memory
 from ..generation.engine.captured import runner_mode
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.model_costs import model_constants
@@ -42,12 +42,9 @@ NO_KERNEL = "none"
 DRAFT_LENGTHS = (3, 7, 11)
 BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
-GEMM_ROWS = (256, 512, 1024)
-"""Rows at which GEMMs have long been bound by compute: F_eff is taken from them."""
-MEMORY_SHARE = 0.3
-"""Of the free memory, what the sweep's K/V cache may take."""
-FEWEST_ROUNDS, MOST_ROUNDS = 2, 15
-"""Timed rounds of one visit to a cell; there are two visits."""
+GEMM_ROWS = (256, 512, 1024)  # where GEMMs have long been bound by compute: F_eff is taken from them
+MEMORY_SHARE = 0.3  # of the free memory, what the sweep's K/V cache may take
+FEWEST_ROUNDS, MOST_ROUNDS = 2, 15  # timed rounds of one visit to a cell; there are two visits
 
 
 def calibrate(
@@ -72,9 +69,6 @@ def calibrate(
         budget_seconds: for the sweep; a large model on a slow machine may exceed it, with four times of every cell.
         progress: show a progress bar.
         kept_in: folder in which the caller keeps the profile; the progress bar says so.
-
-    Returns:
-        The profile, not saved.
 
     Raises:
         ValueError: no kernel can hold the drafter's layers, so there is nothing to calibrate.
@@ -125,8 +119,7 @@ def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey
 
 def _effective_dtype(model: PreTrainedModel) -> torch.dtype:
     """What the forwards compute in."""
-    device = model.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+    return autocast_dtype(model.device) or model.dtype
 
 
 def _projections(model: PreTrainedModel) -> Iterator[SourceSpec]:
@@ -209,11 +202,7 @@ def sweep(
 ) -> list[Sample]:
     """Times target, draft and verify over a grid that fits the machine, of at most `max_batch` rows of `max_length`
     tokens, a round's drafts included: in two passes through shuffled cells, within about `budget` seconds. `bar` is
-    the text of a progress bar; None: no bar.
-
-    Raises:
-        RuntimeError: the drafter failed.
-    """
+    the text of a progress bar; None: no bar. RuntimeError: the drafter failed."""
     limit = position_limit(model)
     margin = max(DRAFT_LENGTHS) + 1  # tokens that a round may write
     longest = max((max_length if limit is None else min(max_length, limit)) - margin, 1)
@@ -222,12 +211,11 @@ def sweep(
     bench = _Bench(model, drafter, max_batch, lengths, margin, config)
     lengths = [length for length in lengths if length <= bench.longest]
     batches = [batch for batch in BATCHES if batch <= bench.capacity]
-    cells = [(batch, length, 0) for batch, length in itertools.product(batches, lengths)]
-    cells += [
+    cells = [
         (batch, length, gamma)
-        for batch, length, gamma in itertools.product(batches, lengths, DRAFT_LENGTHS)
+        for batch, length, gamma in itertools.product(batches, lengths, (0, *DRAFT_LENGTHS))
         # With more rows than the kernels serve no network drafts: there one γ of verification is enough.
-        if batch <= drafter.max_rows or gamma == DRAFT_LENGTHS[1]
+        if batch <= drafter.max_rows or gamma in (0, DRAFT_LENGTHS[1])
     ]
     random.Random(0).shuffle(cells)
     times: dict[tuple[int, float, int, Mode], list[float]] = {}

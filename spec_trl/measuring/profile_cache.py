@@ -24,15 +24,11 @@ def find_profile(
     extra_copy: Path | None = None,
 ) -> Profile | None:
     """The profile of `config.roofline_profile` or of the user's cache; if there is none, `sd_toggle="roofline"`
-    calibrates this machine and saves one.
+    calibrates this machine and saves one. It is also saved as `extra_copy`.
 
-    Args:
-        model: the target.
-        config: `sd_toggle`, `roofline_profile`, `roofline_mismatch`, and the drafter's fields.
-        max_batch_size: most rows in flight that will occur.
-        max_length: longest total length that will occur. `sd_toggle="roofline"` replaces a cached profile that was
-            calibrated for less than half of either; a run beyond what was calibrated gets a warning.
-        extra_copy: also save it here (a run's output directory).
+    `sd_toggle="roofline"` replaces a cached profile that was calibrated for less than half of `max_batch_size`, the
+    most rows in flight that will occur, or of `max_length`, the longest total length; a run beyond what was calibrated
+    gets a warning.
 
     Returns:
         None: no kernel can hold the drafter's layers, calibrating failed, or `sd_toggle="measured"` finds no profile;

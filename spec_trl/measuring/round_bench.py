@@ -60,11 +60,7 @@ class RoundBench:
         self._rollout.admit()
 
     def round(self, plan: Sequence[Chain]) -> float:
-        """Decodes one round and returns its seconds.
-
-        Raises:
-            RuntimeError: a drafter failed.
-        """
+        """Decodes one round and returns its seconds. RuntimeError: a drafter failed."""
         started = time.perf_counter()
         self._rollout.decode_round(plan)
         seconds = time.perf_counter() - started

@@ -44,12 +44,8 @@ class AcceptanceCounts:
 
     @classmethod
     def of_round(cls, accepted: int, attempted: int) -> "AcceptanceCounts":
-        """Counts of one round that accepted `accepted` draft tokens; `attempted` also counts the position, if any, at
-        which a token was refused or the drafter had nothing to propose.
-
-        Raises:
-            ValueError: the counts are not 0 ≤ accepted ≤ attempted.
-        """
+        """Counts of a round; `attempted` is `accepted`, and one more where a token was refused or the drafter had
+        nothing to propose. ValueError unless 0 ≤ accepted ≤ attempted."""
         if not 0 <= accepted <= attempted:
             raise ValueError(f"accepted={accepted} of attempted={attempted} is out of range; it must be 0 to that.")
         return cls(min(accepted, 1), min(attempted, 1), max(accepted - 1, 0), max(attempted - 1, 0))

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 class Account:
     """Of one rollout."""
 
+    # Over plain decoding: the mean over the rounds that drafted or, where none did, the largest prediction. None:
+    # there is no profile and no ladder.
     predicted_speedup: float | None
-    """Over plain decoding: the mean over the rounds that drafted or, where none did, the largest prediction. None:
-    there is no profile and no ladder."""
     reason: str  # one sentence
 
 
-FAILED = "the drafter failed"
-"""The engine has already warned of the error."""
+FAILED = "the drafter failed"  # the engine has already warned of the error
 
 
 def too_many_rows(batch: int, max_rows: int) -> str:
@@ -23,7 +22,7 @@ def too_many_rows(batch: int, max_rows: int) -> str:
 
 
 def promise(name: str, speedup: float, batch: int, length: float, by: str = "predicted") -> str:
-    """Says what `name` promises for a round of `batch` rows of mean length `length`."""
+    """What `name` promises for a round of `batch` rows of mean length `length`."""
     return f"{name} {by} {speedup:.2f}× at {batch} {'row' if batch == 1 else 'rows'} × {length:.0f} tokens"
 
 

@@ -1,8 +1,5 @@
-"""Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments").
-
-`greedy_assignments` is Algorithm 3: free workers take slow requests with another method. `Racing` does the same within
-one process: a row's methods are several chains in one target forward.
-"""
+"""Further drafters for slow requests (SA §4.2 "Greedy Best-of-N assignments"): `greedy_assignments` is
+Algorithm 3, `Racing` the same within one process, where a row's methods are several chains in one target forward."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -17,19 +14,14 @@ from .selection import PROMPT_PRIOR
 Request = TypeVar("Request", bound=Hashable)
 Worker = TypeVar("Worker", bound=Hashable)
 
-PATIENCE = 16
-"""A further chain is dropped after it has lost this number of rounds in a row."""
-PROMOTION = 8
-"""A further chain becomes the primary when it has won this many more rounds, counted from the last tie."""
-RECENT = 0.95
-"""Weight of a round's counts one round later: acceptance is that of about the last 20 rounds."""
+PATIENCE = 16  # rounds in a row that a further chain may lose before it is dropped
+PROMOTION = 8  # a further chain becomes the primary when it has won this many more rounds, counted from the last tie
+RECENT = 0.95  # weight of a round's counts one round later: acceptance is that of about the last 20 rounds
 FALL = 0.15
 """Dropped chains have another chance when the accepted share of the row's drafts has fallen by this much: about twice
 the spread of a rate over 40 positions by chance alone."""
-YARDSTICK = 5
-"""γ at which accepted shares are compared, since shares at different γ cannot be."""
-GROWTH = 2.0
-"""Dropped chains have another chance when the row's room has grown by this factor."""
+YARDSTICK = 5  # γ at which accepted shares are compared, since shares at different γ cannot be
+GROWTH = 2.0  # dropped chains have another chance when the row's room has grown by this factor
 
 
 def greedy_assignments(
@@ -45,8 +37,7 @@ def greedy_assignments(
     """SA Algorithm 3: gives freed workers to methods, then the slowest requests to workers.
 
     Each freed worker leaves its old method and requests for the method with the fewest workers, among equals the
-    better one on the ladder. Each method then takes requests in ascending acceptance, so that the slowest gets all
-    drafters before the next one does (depth first).
+    better one on the ladder. Each method then takes requests in ascending acceptance (depth first).
 
     Args:
         requests: the active ones (R) with their acceptance; of equals the first comes first.
@@ -109,14 +100,14 @@ class MethodView:
 
 
 class _Drop(NamedTuple):
-    """The accepted share of the row's drafts, and the row's room, when a chain was dropped."""
+    """What was true when a chain was dropped."""
 
-    accepted_share: float
-    room: int
+    accepted_share: float  # of the row's drafts
+    room: int  # the row's
 
 
 @dataclass
-class Standing:
+class _Standing:
     """One method on one row."""
 
     expected: Acceptance  # before the row's own rounds
@@ -130,10 +121,6 @@ class Standing:
         """Over recent rounds."""
         return self.counts.rates(self.expected, 1.0)
 
-    def add(self, accepted: int, draft_length: int) -> None:
-        """Counts a round of γ = `draft_length` that accepted `accepted` draft tokens."""
-        self.counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, draft_length)), RECENT)
-
     def reinstate(self) -> None:
         """Gives a dropped method another chance."""
         self.dropped, self.lost, self.lead = None, 0, 0
@@ -144,24 +131,24 @@ class _Row:
     primary: str  # as laid out
     promoted: str | None = None
     chains: list[tuple[str, int]] = field(default_factory=list)
-    standings: dict[str, Standing] = field(default_factory=dict)
+    standings: dict[str, _Standing] = field(default_factory=dict)
 
     def lead_with(self, method: str, draft_length: int, acceptance: Acceptance) -> None:
         """Makes `method` the primary and its chain the only one; γ = 0: no chain."""
         self.primary = method
         self.chains = [(method, draft_length)] if draft_length else []
-        self.standing(method, acceptance).reinstate()
+        self.enter(method, acceptance)
+        self.standings[method].reinstate()
 
     @property
     def accepted_share(self) -> float:
         """Accepted share of the primary's drafts."""
         return _share(self.standings[self.primary].acceptance)
 
-    def standing(self, method: str, acceptance: Acceptance) -> Standing:
-        """The standing of `method`, which begins at the expected `acceptance`."""
+    def enter(self, method: str, acceptance: Acceptance) -> None:
+        """Gives `method` a standing, unless it has one, that begins at the expected `acceptance`."""
         if method not in self.standings:
-            self.standings[method] = Standing(acceptance, AcceptanceCounts.expecting(acceptance, PROMPT_PRIOR))
-        return self.standings[method]
+            self.standings[method] = _Standing(acceptance, AcceptanceCounts.expecting(acceptance, PROMPT_PRIOR))
 
 
 class Racing:
@@ -172,8 +159,7 @@ class Racing:
     (`max_rows`) go to the row of lowest acceptance first, all methods to one row before the next (SA: depth first).
 
     A chain that keeps losing is dropped for its row until the row's acceptance falls or its room grows; one that keeps
-    winning becomes the row's primary. `ladder` ranks the methods, at the row's own acceptance where they have drafted
-    for it. Nothing here is random.
+    winning becomes the row's primary. `ladder` ranks the methods, at the row's own acceptance where they have drafted.
     """
 
     def __init__(self, ladder: Ladder) -> None:
@@ -181,26 +167,23 @@ class Racing:
         self._rows: dict[int, _Row] = {}
         self._failed: set[str] = set()
         self._room = 0
+        # Whether `assign` would decide differently. It does not notice new rows or another primary of the control.
         self.changed = True
-        """Whether `assign` would decide differently. It does not notice new rows or another primary of the control."""
 
     def assign(
         self, rows: Sequence[RowView], methods: Sequence[MethodView], budget: int
     ) -> dict[int, list[tuple[str, int]]]:
-        """Lays out the chains of all rows: each row's primary, then further methods, best on the ladder first.
-
-        The last chain that has room is cut, but not below half of its γ. Primaries may exceed the budget.
+        """Lays out the chains of all rows: each row's primary, then further methods, best on the ladder first. The
+        last chain that has room is cut, but not below half of its γ. Primaries may exceed the budget.
 
         Args:
             rows: those in flight; of equal acceptance the first comes first.
-            methods: those that may draft further chains; also the control's primary, for rows that have another one.
+            methods: those that may draft further chains, in the ladder (else ValueError); also the control's primary,
+                for rows that have another one.
             budget: most tokens of a verification, all rows together.
 
         Returns:
             (method, γ) of each chain, in their order, by request; an empty list where a row decodes autoregressively.
-
-        Raises:
-            ValueError: a method is not in the ladder.
         """
         self.changed = False
         if not rows:
@@ -221,7 +204,7 @@ class Racing:
                     continue
                 if not (length := _cut(view.draft_length, room)):
                     break  # going on to a shorter one would let a larger budget take that one away again
-                state.standing(view.name, view.acceptance)
+                state.enter(view.name, view.acceptance)
                 state.chains.append((view.name, length))
                 load[view.name] += 1
                 room -= length
@@ -268,33 +251,31 @@ class Racing:
 
     def record(
         self, request: int, accepted_by_method: Mapping[str, int], draft_lengths: Mapping[str, int] | None = None
-    ) -> str:
-        """Takes a row's round.
+    ) -> None:
+        """Takes a row's round. The chain with most accepted tokens has won, of equals the earliest.
 
         Args:
             request: whose row it is.
             accepted_by_method: draft tokens accepted of each chain; methods without a laid-out chain are ignored.
             draft_lengths: γ of chains that were drafted otherwise than laid out, as in a round without a race.
-
-        Returns:
-            The winner: the chain with most accepted tokens, of equals the earliest.
         """
         row = self._rows[request]
-        raced = [(method, length) for method, length in row.chains if method in accepted_by_method]
-        winner = row.primary
-        for method, length in raced:
+        laid_out = dict(row.chains)
+        raced = [method for method in laid_out if method in accepted_by_method]
+        winner, drafted = row.primary, laid_out | dict(draft_lengths or {})
+        for method in raced:
             accepted = accepted_by_method[method]
-            row.standings[method].add(accepted, (draft_lengths or {}).get(method, length))
+            counts = AcceptanceCounts.of_round(accepted, min(accepted + 1, drafted[method]))
+            row.standings[method].counts.add(counts, RECENT)
             if accepted > accepted_by_method.get(winner, 0):
                 winner = method
-        led = row.primary in accepted_by_method or all(method != row.primary for method, _ in row.chains)
-        if led and any(method != row.primary for method, _ in raced):  # else the control's primary drafted alone
-            self._count(row, [method for method, _ in raced], winner)
+        led = row.primary in accepted_by_method or row.primary not in laid_out
+        if led and any(method != row.primary for method in raced):  # else the control's primary drafted alone
+            self._count(row, raced, winner)
         for standing in row.standings.values():
             if standing.dropped and row.accepted_share < standing.dropped.accepted_share - FALL:
                 standing.reinstate()
                 self.changed = True
-        return winner
 
     def _count(self, row: _Row, raced: Sequence[str], winner: str) -> None:
         """Counts one round's wins and losses; drops a chain, or promotes it."""
@@ -317,14 +298,10 @@ class Racing:
                 standing.lead = 0
             self.changed = True
 
-    def primary_of(self, request: int) -> str:
-        """The method that leads the row's chains since the last `assign`."""
-        return self._rows[request].primary
-
-    def remove(self, request: int) -> dict[str, Standing]:
-        """Frees the row of a request that has finished; returns how its methods did."""
+    def remove(self, request: int) -> None:
+        """Frees the row of a request that has finished."""
         self.changed = True
-        return self._rows.pop(request).standings
+        del self._rows[request]
 
     def drop(self, method: str) -> None:
         """The drafter failed: it gets no chain from now on. The control must give another primary to its rows."""
@@ -337,7 +314,7 @@ class Racing:
 
 
 def _share(acceptance: Acceptance) -> float:
-    """Expected accepted over drafted tokens, at γ = `YARDSTICK`."""
+    """Accepted over drafted tokens, at γ = `YARDSTICK`."""
     return (acceptance.block_efficiency(YARDSTICK) - 1) / YARDSTICK
 
 

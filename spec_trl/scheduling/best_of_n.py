@@ -15,7 +15,7 @@ from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
 from .plain_decoding import PlainRounds
 from .race_judge import Field, RacedRound, RaceJudge
 from .roofline import Roofline
-from .selection import OPTIMISTIC, AcceptanceHistory, counts_last_row, expectation, select_method, select_per_prompt
+from .selection import OPTIMISTIC, AcceptanceHistory, Selection, counts_last_row, expectation
 from .toggle import HOPELESS, WINDOW, Gain, SpeculationToggle
 
 
@@ -24,11 +24,9 @@ class BestOfN(Control):
     """One primary drafter for all rows, other methods for prompts that do better with them, and races in the tail.
 
     * The primary is a toggle's choice. At the start of a rollout each candidate gets the γ of largest speedup and the
-      τ that its acceptance so far lets expect, so the first choice is SA's: history (①), then ladder (②). A method
-      that never drafted is taken at `OPTIMISTIC`, and so it is tried.
+      τ that its acceptance so far lets expect (SA's ① and ②). A method that never drafted is taken at `OPTIMISTIC`.
     * A prompt whose own acceptance favours another method by more than `margin` drafts with that one.
-    * When no request waits and verification has room, rows get further chains: :class:`~.assignment.Racing`. A network
-      races only where the most that it could gain pays for its time.
+    * When no request waits and verification has room, rows get further chains: :class:`~.assignment.Racing`.
 
     The second and third begin after the primary was measured alone: for a few rounds, or a whole window on trial.
 
@@ -53,8 +51,7 @@ class BestOfN(Control):
             raise ValueError(f"candidates={names} must be one or more drafters of different names.")
         self._by_ladder = [candidate.roofline is None for candidate in self.candidates]
         self._toggle = SpeculationToggle(self.candidates, self.margin)
-        self.tallies = self._toggle.tallies
-        """Of the rounds in which a candidate drafted alone for all rows."""
+        self.tallies = self._toggle.tallies  # of the rounds in which a candidate drafted alone for all rows
 
     @property
     def most_drafted(self) -> int:
@@ -62,7 +59,7 @@ class BestOfN(Control):
         lengths = [max(max(ladder.draft_lengths(name, batch)) for batch in ladder.batches) for name in self._index]
         return sum(lengths) if self.race else max(lengths)
 
-    # ---- a rollout ------------------------------------------------------------------------------------------------
+    # ---- a rollout --------------------------------------------------------------------------------------------------
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         self._prompts = list(prompts)
@@ -99,10 +96,9 @@ class BestOfN(Control):
         methods = [candidate.name for candidate in self.candidates if candidate.max_rows >= batch]
         if len(methods) < 2:
             return [None] * len(self._prompts)
-        known = self.ladder, self.history, self._prompts, batch, methods
-        common = select_method(*known, self.race)
-        own = select_per_prompt(*known, self.margin, self.race)
-        return [choice if choice.method != common.method else None for choice in own]
+        selection = Selection(self.ladder, self.history, self._prompts, batch, methods, self.race)
+        common, own = selection.common.method, selection.per_prompt(self.margin)
+        return [choice if choice.method != common else None for choice in own]
 
     def finish(self) -> None:
         self._settle(set())
@@ -138,9 +134,9 @@ class BestOfN(Control):
         }
         if not promised:
             return Account(None, too_many_rows(batch, max(candidate.max_rows for candidate in self.candidates)))
-        best = max(promised, key=promised.__getitem__)
-        said = promise(f'speculation with "{best}"', promised[best], batch, length)
-        return Account(promised[best], f"{said}: {decision(promised[best], self.margin)}")
+        best, speedup = max(promised.items(), key=lambda pair: pair[1])
+        said = promise(f'speculation with "{best}"', speedup, batch, length)
+        return Account(speedup, f"{said}: {decision(speedup, self.margin)}")
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
         return self._toggle.plain_seconds(rounds)
@@ -208,11 +204,8 @@ class BestOfN(Control):
     def _others_can_help(self, requests: Sequence[int]) -> bool:
         """Whether another drafter could join the primary: in a race, or as a prompt's own."""
         verdict, primary = self._judge.verdict, self._primary
-        allowed = {
-            index
-            for index, candidate in enumerate(self.candidates)
-            if index != primary and self._can_draft(index) and verdict >= 1 + candidate.is_network
-        }
+        others = [index for index in range(len(self.candidates)) if index != primary and self._can_draft(index)]
+        allowed = {index for index in others if verdict >= 1 + self.candidates[index].is_network}
         own = {self._index.get(choice.method) for request in requests if (choice := self._own[request])}
         return bool(allowed and (self.race or own & allowed))
 
@@ -266,8 +259,8 @@ class BestOfN(Control):
         return index not in self._dropped and self._batch <= self.candidates[index].max_rows
 
     def _may_race(self, index: int, primary: int, batch: int, field: Field) -> bool:
-        """Verified tokens may be free, a network's drafts are not: it races where its accepted tokens would pay for
-        its forwards if they all came on top of the primary's."""
+        """A network's drafts are not free: it races where its accepted tokens would pay for its forwards if they all
+        came on top of the primary's."""
         if not self.candidates[index].is_network:
             return True
         plain = self.ladder.plain_seconds(batch)
@@ -287,7 +280,7 @@ class BestOfN(Control):
 
     def free_tokens(self, batch: int, length: float, draft_length: int) -> int:
         """Most tokens, all rows together, of a verification that takes no longer than the primary's own, of
-        γ = `draft_length`, for `batch` rows of mean length `length`."""
+        γ = `draft_length`."""
         if self.budget is not None:
             return self.budget
         if self.roofline is None:

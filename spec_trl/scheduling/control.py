@@ -1,8 +1,5 @@
-"""A control decides when drafters draft: it plans each decoding round, and is told what the round did.
-
-`NeverSpeculate` and `AlwaysSpeculate` (the paper's always-on baseline) do not look at what they are told;
-`toggle.py` and `best_of_n.py` do.
-"""
+"""A control decides when drafters draft: it plans each decoding round, and is told what the round did. Those here do
+not look at what they are told; `toggle.py` and `best_of_n.py` do."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -17,8 +14,7 @@ from .plain_decoding import PlainRounds, seconds_of
 from .roofline import Roofline
 
 
-Costs: TypeAlias = Roofline | LadderCosts
-"""Predicts rounds of some rows of some mean length, in seconds."""
+Costs: TypeAlias = Roofline | LadderCosts  # predicts rounds of some rows of some mean length, in seconds
 
 
 @dataclass
@@ -32,8 +28,10 @@ class Candidate:
     roofline: Costs | None = None  # predicts its rounds; None: only measuring tells
     is_network: bool = True  # False: drafts are looked up, and cost no forward
 
-    def cycle_seconds(self, roofline: Costs, batch: int, length: float) -> float:
-        """γ T̂_q + T̂_V, without T̂_q where no network drafts."""
+    def cycle_seconds(self, roofline: Costs | None, batch: int, length: float) -> float:
+        """γ T̂_q + T̂_V of a round, without T̂_q where no network drafts; 0 where nothing predicts."""
+        if roofline is None:
+            return 0.0
         predict = roofline.cycle_seconds if self.is_network else roofline.verify_seconds
         return predict(batch, length, self.draft_length)
 
@@ -94,8 +92,7 @@ class Control(ABC):
 
     candidates: Sequence[Candidate]
     tallies: list[Tally]
-    races = False
-    """Whether a row may get chains of several candidates in one round."""
+    races = False  # whether a row may get chains of several candidates in one round
 
     @property
     def most_drafted(self) -> int:
@@ -115,22 +112,21 @@ class Control(ABC):
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
         """The chains of a round; none: decode autoregressively.
 
-        A row that several candidates draft for is raced: all its chains are verified, and the one with most accepted
-        tokens counts, the first in the plan among equals. Of several chains of one candidate for a row the longest
-        counts. A row without a chain decodes autoregressively next to the others.
+        A row that several candidates draft for is raced: of its chains the one with most accepted tokens counts, the
+        first in the plan among equals; of several chains of one candidate the longest. A row without a chain decodes
+        autoregressively next to the others.
 
         Args:
             requests: index, in the caller's batch, of the request in each row.
             length: mean length of the rows.
-            waiting: requests that have no row yet.
+            waiting: number of requests that have no row yet.
         """
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         """Takes what the planned round did.
 
         Args:
-            draft_length: largest number of draft tokens verified in any row; less than planned where no row had room
-                for more.
+            draft_length: most draft tokens verified in any row; less than planned where no row had room for more.
             seconds: of the round.
             tokens: committed, all rows together.
             is_typical: False where forwards were captured in the round, or ran eagerly before they are: its seconds
@@ -145,8 +141,7 @@ class Control(ABC):
 
         Args:
             requests: those that the plan was made for.
-            accepted: of each candidate that had a chain, per row: draft tokens accepted, whether or not its chain won;
-                -1 where the row had none of it.
+            accepted: by candidate, per row: draft tokens accepted, whether or not its chain won; -1: it had none.
             drafted: likewise tokens drafted, up to the row's end; fewer than γ, or 0, where it found no more.
         """
         return
@@ -177,8 +172,7 @@ class OneDrafter(Control):
 
     @abstractmethod
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
-        """(index of the candidate, γ) for a round of `batch` rows of mean length `length`; γ = 0: decode
-        autoregressively. `waiting` requests have no row yet."""
+        """(index of the candidate, γ) of a round; γ = 0: decode autoregressively."""
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
         which, draft_length = self.decide(len(requests), length, waiting)

@@ -4,16 +4,14 @@ from collections import deque
 from statistics import median
 
 
-MEMORY = 16
-"""Rounds of one size that count."""
+MEMORY = 16  # rounds of one size that count
 
 
 class OverheadCorrection:
     """How many seconds longer than predicted rounds of one kind take.
 
-    Batches within a factor of 2 share one correction, since a profile errs differently for few rows and for many; for
-    a size that was never measured the nearest one counts. A correction is the median over the newest rounds, so that
-    one round that the machine spent elsewhere changes nothing.
+    Batches within a factor of 2 share one, since a profile errs differently for few rows and for many; for a size that
+    was never measured the nearest one counts. It is the median of the newest rounds: one slow round changes nothing.
     """
 
     def __init__(self) -> None:

@@ -1,22 +1,19 @@
 """Whether a rollout reached the speedup that was expected of the method that began to draft for it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 from .last_row import rollout_seconds
 
 
-LEAST_TOKENS = 16
-"""Least number of tokens of the longest row after an opening: fewer are over in a few rounds, which tell nothing."""
-OUTLIER = 3.0
-"""A round's cost counts at most this many times the usual one: in a longer round the machine was busy."""
+LEAST_TOKENS = 16  # of the longest row after an opening: fewer are over in a few rounds, which tell nothing
+OUTLIER = 3.0  # a round's cost counts at most this many times the usual one: in a longer round the machine was busy
 
 
 class Delivery(NamedTuple):
-    """Rollout speedup over plain decoding since candidate `which` began to draft for `requests` of mean length
-    `length`."""
+    """Speedup over plain decoding since `which` began to draft for `requests` of mean length `length`."""
 
     which: int
     requests: list[int]
@@ -24,8 +21,7 @@ class Delivery(NamedTuple):
     speedup: float
 
 
-@dataclass(frozen=True)
-class _Opening:
+class _Opening(NamedTuple):
     which: int
     length: float
     rounds: int  # of the rollout until then
@@ -68,7 +64,7 @@ class RolloutWatch:
             requests: one per row.
             accepted: by candidate, accepted draft tokens per row; -1: it had no chain there.
             seconds: of the round; None: not typical, so the usual time of rounds with drafts, or without, counts.
-            plain_seconds: predicted time of an autoregressive round.
+            plain_seconds: predicted, of an autoregressive round.
         """
         if not self._openings:
             return
@@ -78,8 +74,8 @@ class RolloutWatch:
         for request, count in zip(requests, chains[0] if len(chains) == 1 else map(max, *chains), strict=True):
             written[request] = written.get(request, 0) + (1 + count if count > 0 else 1)
 
-    def deliveries(self, plain_seconds: Callable[[int, float], float]) -> Iterator[Delivery]:
-        """Compares each opening; `plain_seconds` gives an autoregressive round's time by rows and mean length."""
+    def deliveries(self, plain_seconds: Callable[..., float]) -> Iterator[Delivery]:
+        """Compares each opening; `plain_seconds` gives an autoregressive round's time by rows and mean `length`."""
         costs = [(cost, drafted) for cost, _, drafted in self._rounds if cost is not None]
         if not costs:
             return
@@ -93,9 +89,5 @@ class RolloutWatch:
             ahead = [self._written.get(request, done) - done for request, done in opening.written.items()]
             seconds, length = sum(took[opening.rounds :]), opening.length + sum(ahead) / len(ahead) / 2
             if max(ahead) >= LEAST_TOKENS and seconds > 0:
-
-                def plain_round(rows: int, length: float = length) -> float:
-                    return plain_seconds(rows, length)
-
-                plain = rollout_seconds(ahead, plain_round)
+                plain = rollout_seconds(ahead, partial(plain_seconds, length=length))
                 yield Delivery(opening.which, list(opening.written), opening.length, plain / seconds)

@@ -35,7 +35,7 @@ def convert_block_efficiency(block_efficiency: float, old_draft_length: int, new
 class DraftLengthController:
     """Raises γ when τ stays near its ceiling γ + 1, lowers it when τ stays far below.
 
-    With τ the block efficiency of a training rollout, over the last P rollouts since the last move:
+    With τ of the last P training rollouts since the last move:
 
         min τ ≥ 1 + γ α_up    → next γ of Γ
         max τ ≤ 1 + γ α_down  → previous γ of Γ
@@ -100,11 +100,8 @@ class DraftLengthController:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; JSON."""
-        return {
-            "draft_length": self.draft_length,
-            "block_efficiency": self.block_efficiency,
-            "window": list(self._window),
-        }
+        own = {"draft_length": self.draft_length, "block_efficiency": self.block_efficiency}
+        return own | {"window": list(self._window)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up where a checkpoint stopped. A γ that is no longer in Γ starts over at γ₀."""

@@ -8,14 +8,15 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
 
-from .roofline import SMALLEST_TILE, Coefficients, ModelConstants, Roofline
-from .sweep import MODES, Mode, Sample, check_samples, points
+from .roofline import SMALLEST_TILE, Coefficients, Mode, ModelConstants, Roofline
+from .sweep import MODES, Sample, check_samples, points
 
 
 Form = Literal["paper", "improved"]
@@ -23,11 +24,9 @@ Array = NDArray[np.float64]
 Values = Mapping[str, Any]  # of coefficients: [P, 1] each, or a number where it is fixed
 
 SATURATED_ROWS = 256
-BANDWIDTH_SHARE = (0.4, 1.05)
-"""Bounds of BW_eff as shares of the peak bandwidth, for `bandwidth_bounds` (ER's calibration)."""
+BANDWIDTH_SHARE = (0.4, 1.05)  # bounds of BW_eff as shares of the peak bandwidth (ER's calibration)
 FLOPS_SHARE = (0.7, 1.5)  # a model's own GEMMs against the benchmarked ones
-THRESHOLDS = (1.0, 1.05)
-"""Speedups at which the toggle's sign is judged: break-even, and ER's margin above it (App. E.4)."""
+THRESHOLDS = (1.0, 1.05)  # speedups at which the toggle's sign is judged: break-even, and ER's margin (App. E.4)
 GENERATIONS = 100
 # No rounding; matrix units that take 16 rows; tensor-core kernels. Kernels for packed weights serve small batches:
 # their tiles are the smallest there are.
@@ -99,16 +98,9 @@ def evaluate(roofline: Roofline, samples: Sequence[Sample], thresholds: Sequence
         raise ValueError("samples hold no (batch, length, draft_length) with target, draft and verify times.")
     errors: dict[str, list[float]] = {"target": [], "draft": [], "verify": [], "cycle": []}
     for s in samples:
-        if s.mode == "target":
-            predicted = roofline.target_seconds(s.batch, s.length)
-        elif s.mode == "draft":
-            predicted = roofline.draft_seconds(s.batch, s.length)
-        else:
-            predicted = roofline.verify_seconds(s.batch, s.length, s.draft_length)
+        predicted = roofline.seconds(s.mode, s.batch, s.length, s.draft_length)
         errors[s.mode].append(abs(predicted / s.seconds - 1.0))
-    for p in grid:
-        cycle = roofline.cycle_seconds(p.batch, p.length, p.draft_length)
-        errors["cycle"].append(abs(cycle / p.cycle - 1.0))
+    errors["cycle"] = [abs(roofline.cycle_seconds(*p[:3]) / p.cycle - 1.0) for p in grid]
     measured = np.array([p.draft_length * p.target / p.cycle for p in grid])  # [N]
     expected = np.array([roofline.speedup(p.batch, p.length, p.draft_length, p.draft_length) for p in grid])  # [N]
     signs = []
@@ -153,7 +145,7 @@ def fit(
     return roofline, evaluate(roofline, samples)
 
 
-# ---------------------------------------------------------------- the search
+# ---- the search -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -222,55 +214,28 @@ class _Search:
         return float(losses[0]), (losses[1:] - losses[0]) / steps
 
 
-class Grid:
-    """Where forwards were timed: `batch`, `length`, `positions` (tokens per row) and `seconds`, each `[N]`."""
+class _Points:
+    """Where forwards were timed: `batch`, `length`, `draft_length` and `seconds`, each `[N]`."""
 
-    def __init__(self, entries: Sequence[tuple[int, float, int, float]]) -> None:
-        columns = np.array(entries, dtype=np.float64).reshape(-1, 4).T  # [4, N]
-        self.batch, self.length, self.positions, self.seconds = columns
-
-
-def sweep_grids(samples: Sequence[Sample]) -> dict[Mode, Grid]:
-    """The samples of each mode, in their order."""
-    entries: dict[Mode, list[tuple[int, float, int, float]]] = {mode: [] for mode in MODES}
-    for s in samples:
-        entries[s.mode].append((s.batch, s.length, s.draft_length + 1 if s.mode == "verify" else 1, s.seconds))
-    return {mode: Grid(found) for mode, found in entries.items()}
+    def __init__(self, entries: Iterable[tuple[int, float, int, float]]) -> None:
+        columns = np.array(list(entries), dtype=np.float64).reshape(-1, 4).T  # [4, N]
+        self.batch, self.length, self.draft_length, self.seconds = columns
 
 
-def forward_seconds(constants: ModelConstants, values: Values, mode: Mode, grid: Grid) -> Array:
-    """`Roofline`'s formulas for many coefficients (`values`, `[P, 1]` each) and many points at once: `[P, N]`."""
-    k, drafting = constants, mode == "draft"
-    tokens = grid.batch * grid.positions  # [N]
-    untouched = (1.0 - k.experts_per_token / k.experts) ** tokens if k.experts else np.zeros_like(tokens)
-    if drafting:
-        weights = values["eta_D"] * (k.draft_weight_bytes - k.draft_expert_bytes * untouched)  # [P, N]
-        rows = values["phi_D"] * _padded_rows(tokens, values["draft_tile"])
-    else:
-        weights = k.weight_bytes - k.expert_bytes * untouched  # [N]
-        rows = _padded_rows(tokens, values["tile"])  # [N]
-    cached = grid.batch ** values["kv_exponent"] * grid.length  # [P, N]
-    memory = (weights + values["rho_kappa"] * k.kv_bytes * cached) / values["BW_eff"]
-    attention = values["attention_cost"] * (tokens * grid.length * k.attention_flops)
-    compute = (rows * k.dense_flops + attention) / values["F_eff"]
-    suffix = mode[0].upper()
-    overhead = values[f"c_{suffix}"] * grid.batch + values[f"t_{suffix}"]
-    if mode == "verify":
-        overhead = overhead + values["sigma_V"] * grid.length
-    result: Array = _smooth_maximum(memory, compute, values["overlap_loss"]) + overhead
-    return result
+class Rooflines(Roofline):
+    """The roofline's formulas for many coefficients (`[P, 1]` each, or a number) at many points (`[N]`): `[P, N]`."""
 
+    @staticmethod
+    def padded_rows(rows: Any, tile: Any) -> Any:
+        below = np.maximum(SMALLEST_TILE, 2.0 ** np.ceil(np.log2(rows)))
+        tiles = np.where(rows < tile, np.minimum(tile, below), tile)
+        return np.ceil(rows / tiles) * tiles
 
-def _padded_rows(rows: Array, tile: int) -> Array:
-    below = np.maximum(SMALLEST_TILE, 2.0 ** np.ceil(np.log2(rows)))
-    tiles = np.where(rows < tile, np.minimum(tile, below), tile)
-    return np.asarray(np.ceil(rows / tiles) * tiles)
-
-
-def _smooth_maximum(a: Array, b: Array, loss: Array | float) -> Array:
-    high, low = np.maximum(a, b), np.minimum(a, b)
-    loss = np.maximum(loss, 1e-3)  # 0 is the maximum; so is this but for the last digits
-    return np.asarray(high * (1.0 + (low / high) ** (1.0 / loss)) ** loss)
+    @staticmethod
+    def smooth_maximum(a: Any, b: Any, loss: Any) -> Any:
+        high, low = np.maximum(a, b), np.minimum(a, b)
+        loss = np.maximum(loss, 1e-3)  # 0 is the maximum; so is this but for the last digits
+        return high * (1.0 + (low / high) ** (1.0 / loss)) ** loss
 
 
 TARGET_WEIGHT = 2.0  # of T_T, which every decision divides by
@@ -283,37 +248,41 @@ class _Sweep:
     """A sweep as arrays, and how far coefficients (`[P, 1]` each) are from it."""
 
     def __init__(self, samples: Sequence[Sample], constants: ModelConstants) -> None:
-        self._constants, self.grids, found = constants, sweep_grids(samples), points(samples)
-        self._draft_length = np.array([p.draft_length for p in found], dtype=np.float64)  # [N]
-        self._plain = Grid([(p.batch, p.length, 1, p.target) for p in found])
-        self._verify = Grid([(p.batch, p.length, 1 + p.draft_length, p.verify) for p in found])
-        self._cycle = np.array([p.cycle for p in found])  # [N]
+        self._constants, found = constants, points(samples)
+        self.of_mode = {
+            mode: _Points((s.batch, s.length, s.draft_length, s.seconds) for s in samples if s.mode == mode)
+            for mode in MODES
+        }
+        self._rounds = _Points((*p[:3], p.cycle) for p in found)
+        self._plain = np.array([p.target for p in found])  # [N]
 
     def error(self, values: Values, mode: Mode) -> Array:
         """Log of predicted over measured seconds: `[P, N]`."""
-        return np.asarray(np.log(self._seconds(values, mode, self.grids[mode]) / self.grids[mode].seconds))
+        return np.asarray(np.log(self._seconds(values, mode, self.of_mode[mode]) / self.of_mode[mode].seconds))
 
     def loss(self, values: Values, mean: Callable[[Array], Array], signs: float = 0.0) -> Array:
         """Half on the draft and verify times, half on the round and on the ratio that decides: `[P]`."""
-        cycle = self._draft_length * self._seconds(values, "draft", self._plain)  # [P, N]
-        cycle = cycle + self._seconds(values, "verify", self._verify)
-        ratio = self._seconds(values, "target", self._plain) / cycle  # T_T / T_cycle
-        measured = self._plain.seconds / self._cycle  # [N]
+        gamma = self._rounds.draft_length
+        cycle = gamma * self._seconds(values, "draft", self._rounds)  # [P, N]
+        cycle = cycle + self._seconds(values, "verify", self._rounds)
+        ratio = self._seconds(values, "target", self._rounds) / cycle  # T_T / T_cycle
+        measured = self._plain / self._rounds.seconds  # [N]
         parts = mean(self.error(values, "draft")) + mean(self.error(values, "verify"))
-        total = 0.5 * (parts + mean(np.log(cycle / self._cycle)) + mean(ratio - measured))
+        total = 0.5 * (parts + mean(np.log(cycle / self._rounds.seconds)) + mean(ratio - measured))
         for threshold in THRESHOLDS if signs else ():
-            beneficial = np.sign(np.log(self._draft_length * measured / threshold))
-            margin = beneficial * np.log(self._draft_length * ratio / threshold) / SIGN_WIDTH
+            beneficial = np.sign(np.log(gamma * measured / threshold))
+            margin = beneficial * np.log(gamma * ratio / threshold) / SIGN_WIDTH
             total = total + signs * np.mean(1.0 / (1.0 + np.exp(np.clip(margin, -50, 50))), axis=-1)
         return np.asarray(total)
 
-    def _seconds(self, values: Values, mode: Mode, grid: Grid) -> Array:
-        return forward_seconds(self._constants, values, mode, grid)
+    def _seconds(self, values: Values, mode: Mode, at: _Points) -> Array:
+        rooflines: Any = Rooflines(self._constants, SimpleNamespace(**values))  # type: ignore[arg-type]
+        return np.asarray(rooflines.seconds(mode, at.batch, at.length, at.draft_length))
 
 
 def _fit_paper(sweep: _Sweep, start: Coefficients, bandwidth: tuple[float, float]) -> Coefficients:
     """ER App. E.3, stages two and three."""
-    most = float(sweep.grids["target"].seconds.min())
+    most = float(sweep.of_mode["target"].seconds.min())
     first = [
         _Parameter("BW_eff", *bandwidth, "log"),
         _Parameter("rho_kappa", 0.1, 2.5),
@@ -330,8 +299,8 @@ def _fit_paper(sweep: _Sweep, start: Coefficients, bandwidth: tuple[float, float
 
 def _fit_improved(sweep: _Sweep, start: Coefficients, bandwidth: tuple[float, float]) -> Coefficients:
     """All coefficients at once: target and verification share what a forward over a number of rows costs."""
-    most = float(sweep.grids["target"].seconds.min())
-    longest = max(float(sweep.grids["verify"].length.max()), 1.0)
+    most = float(sweep.of_mode["target"].seconds.min())
+    longest = max(float(sweep.of_mode["verify"].length.max()), 1.0)
     parameters = [
         _Parameter("F_eff", FLOPS_SHARE[0] * start.F_eff, FLOPS_SHARE[1] * start.F_eff, "log"),
         _Parameter("BW_eff", *bandwidth, "log"),

@@ -1,8 +1,8 @@
 """The draft ladder: what acceptance a drafting method needs to be how fast, at which batch (SA §4.2, Fig. 10a).
 
 Acceptance here is p, the probability that a draft token is accepted when all before it were: rounds are profiled with
-tokens accepted at random with it, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. It is not accepted over drafted tokens,
-which falls as γ grows. A caller asks by τ: :class:`~.acceptance.Acceptance` knows more of it than p would say.
+tokens accepted at random with it, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. A caller asks by τ:
+:class:`~.acceptance.Acceptance` knows more of it than p would say.
 """
 
 from bisect import bisect_left
@@ -20,19 +20,13 @@ from .last_row import until_last_row
 from .roofline import Roofline, require_number
 
 
-NO_METHOD = "none"
-"""Plain decoding, γ = 0: in each ranking, at a speedup of 1."""
-BlockEfficiency: TypeAlias = Callable[[int], float]
-"""τ to expect of each γ."""
+NO_METHOD = "none"  # plain decoding, γ = 0: in each ranking, at a speedup of 1
+BlockEfficiency: TypeAlias = Callable[[int], float]  # τ to expect of each γ
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One profiled cell.
-
-    Raises:
-        ValueError: a value is of the wrong type or out of range.
-    """
+    """One profiled cell. ValueError: a value is of the wrong type or out of range."""
 
     method: str  # the drafter's strategy
     batch: int  # rows
@@ -73,10 +67,7 @@ class Choice:
 @dataclass(frozen=True)
 class Ladder:
     """Speedups of drafting methods, from profiled rounds; neither the target's nor the drafters' weights matter.
-
-    Raises:
-        ValueError: there is no rung, or two for one cell.
-    """
+    ValueError: there is no rung, or two for one cell."""
 
     rungs: tuple[Rung, ...]  # the profiled cells, each (method, batch, γ, acceptance) once
     shape: str  # fingerprint of the target's and the drafters' shapes, which the caller compares
@@ -93,7 +84,7 @@ class Ladder:
 
     @cached_property
     def methods(self) -> tuple[str, ...]:
-        """In the order in which they were profiled."""
+        """In the order of `rungs`."""
         return tuple(dict.fromkeys(rung.method for rung in self.rungs))
 
     @cached_property
@@ -119,14 +110,8 @@ class Ladder:
         Times are interpolated linearly between profiled τ and held outside them. They are those of the profiled batch
         with the smallest ratio to `batch`; of two equally near ones, of the larger, which flatters speculation less.
 
-        Args:
-            method: a profiled one.
-            block_efficiency: τ, 1 to γ + 1.
-            batch: rows, at least 1.
-            draft_length: γ, one of those profiled there.
-
         Raises:
-            ValueError: `method` or γ was not profiled, or τ or the batch is out of range.
+            ValueError: `method` or γ was not profiled, τ is not 1 to γ + 1, or `batch` is less than 1.
         """
         if not 1 <= block_efficiency <= draft_length + 1 + 1e-9:
             raise ValueError(
@@ -158,15 +143,11 @@ class Ladder:
     def until_last_row(self, method: str, efficiencies: Sequence[float], draft_length: int) -> float:
         """τ at which rows that are all alike would end as soon as the last of rows with these τ (`last_row.py`)."""
         lowest = min(efficiencies)
-
-        def seconds(batch: int) -> float:
-            of_method, plain_seconds = self.round_seconds(method, lowest, batch, draft_length)
-            # At the speed that the machine had while this batch was profiled.
-            return self.plain_seconds(batch) * of_method / plain_seconds
-
+        costs = LadderCosts(self, method, lowest)
+        found = until_last_row(efficiencies, lambda batch: costs.cycle_seconds(batch, 0.0, draft_length))
         # Profiled rounds of fewer rows may be dearer, by chance; or too cheap, being those of the nearest batch.
         harmonic_mean = len(efficiencies) / sum(1 / efficiency for efficiency in efficiencies)
-        return min(max(until_last_row(efficiencies, seconds), lowest), harmonic_mean)
+        return min(max(found, lowest), harmonic_mean)
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of an autoregressive round at the profiled batch nearest to `batch`: the same for all methods."""
@@ -178,14 +159,10 @@ class Ladder:
 
     @cached_property
     def _plain(self) -> dict[int, float]:
-        """Medians over all rungs by batch."""
-        return {
-            batch: median(rung.plain_seconds for rung in self.rungs if rung.batch == batch) for batch in self.batches
-        }
+        return {each: median(rung.plain_seconds for rung in self.rungs if rung.batch == each) for each in self.batches}
 
     def best_draft_length(self, method: str, expected: BlockEfficiency, batch: int) -> tuple[int, float]:
-        """The profiled γ of largest speedup, the smallest of equals, and that speedup; `expected` says τ of each γ.
-        Errors as in `speedup`."""
+        """The profiled γ of largest speedup, the smallest of equals, and that speedup. Errors as in `speedup`."""
         lengths = self.draft_lengths(method, batch)
         speedups = [self.speedup(method, expected(length), batch, length) for length in lengths]
         return max(zip(lengths, speedups, strict=True), key=lambda pair: pair[1])
@@ -211,12 +188,8 @@ class Ladder:
 
     @classmethod
     def load(cls, path: str | Path) -> "Ladder":
-        """Reads what `save` wrote; the file may have been edited by hand.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is no ladder of this version; the message names file, field and value.
-        """
+        """Reads what `save` wrote. FileNotFoundError: there is no such file. ValueError: it is no ladder of this
+        version; the message names file, field and value."""
         file = read_json(path, _File, "draft ladder", "correct it, or delete the file and profile again")
         return cls(file.rungs, file.shape)
 
@@ -238,25 +211,23 @@ class LadderCosts:
     """A method's round times by the ladder, which knows nothing of lengths; or, in proportion to the roofline's
     autoregressive rounds, of those too."""
 
-    ladder: Ladder  # the profiled rounds
+    ladder: Ladder
     method: str  # one of its methods
     block_efficiency: float  # τ at which its times are read
     roofline: Roofline | None = None  # the target's
 
     def target_seconds(self, batch: int, length: float) -> float:
         """Of an autoregressive round of `batch` rows."""
-        if self.roofline is not None:
-            return self.roofline.target_seconds(batch, length)
-        return self.ladder.plain_seconds(batch)
+        if self.roofline is None:
+            return self.ladder.plain_seconds(batch)
+        return self.roofline.target_seconds(batch, length)
 
     def cycle_seconds(self, batch: int, length: float, draft_length: int) -> float:
-        """Of a round of γ = `draft_length`, drafts included; in proportion to autoregressive rounds."""
+        """Of a round of γ = `draft_length`, drafts included."""
         seconds, plain_seconds = self.ladder.round_seconds(self.method, self.block_efficiency, batch, draft_length)
         return self.target_seconds(batch, length) * seconds / plain_seconds
 
-    def verify_seconds(self, batch: int, length: float, draft_length: int) -> float:
-        """The same: of a method that looks its drafts up, what a round takes."""
-        return self.cycle_seconds(batch, length, draft_length)
+    verify_seconds = cycle_seconds  # of a method that looks its drafts up, what a round takes
 
 
 def _nearest_batch(batches: Iterable[int], batch: int) -> int:

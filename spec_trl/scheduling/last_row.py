@@ -22,11 +22,7 @@ def until_last_row(efficiencies: Sequence[float], seconds: Callable[[int], float
              1  | ################      were all rounds as dear: the smallest, 1.0
                   rounds
 
-    All rows are taken to have the same number of tokens ahead.
-
-    Args:
-        efficiencies: τ of each row, at least one of them, each at least 1.
-        seconds: of a round, by the number of rows left.
+    All rows are taken to have the same number of tokens ahead. `seconds` gives a round's, by the number of rows left.
     """
     took = rollout_seconds([1 / efficiency for efficiency in efficiencies], seconds)
     return seconds(len(efficiencies)) / took

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from .correction import OverheadCorrection
 
 
-LEAST_ROUNDS = 3
-"""Measured rounds of a size that make a baseline by themselves: one alone may have been disturbed."""
+LEAST_ROUNDS = 3  # measured rounds of a size that make a baseline by themselves: one alone may have been disturbed
 
 
 class PlainRounds(NamedTuple):
@@ -55,11 +54,8 @@ def seconds_of(
     predicted: Callable[[int, float], float] | None = None,
 ) -> float | None:
     """Seconds that `rounds` of plain decoding take: as `predicted` by batch and mean length and corrected by how far
-    `measured` rounds were from that; or, where nothing predicts, as `measured`.
-
-    Returns:
-        None: nothing predicts, and most of these rounds have a size that was not measured, nor one next to it.
-    """
+    `measured` rounds were from that; or, where nothing predicts, as `measured`. None: nothing predicts, and most of
+    these rounds have a size that was not measured, nor one next to it."""
     if predicted is None:
         near = sum(each.rounds for each in rounds if measured.knows(each.batch, LEAST_ROUNDS, reach=1))
         if 2 * near < sum(each.rounds for each in rounds):

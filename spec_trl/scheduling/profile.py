@@ -54,21 +54,17 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
-        """Reads what `save` wrote; the file may have been edited by hand.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is no profile of this version; the message names file, field and value.
-        """
+        """Reads what `save` wrote. FileNotFoundError: there is no such file. ValueError: it is no profile of this
+        version; the message names file, field and value."""
         f = read_json(path, _File, "roofline profile", "correct it, or delete the file and calibrate again")
         return cls(f.key, Roofline(f.constants, f.coefficients), f.draft_max_rows, f.diagnostics, f.created, f.samples)
 
     def require(self, key: ProfileKey, path: str | Path) -> None:
         """Raises ProfileMismatch, naming each differing field and both values, unless this profile is for `key`."""
         differing = [
-            f"{name} is {mine!r} there and {theirs!r} here"
-            for name, mine in dataclasses.asdict(self.key).items()
-            if mine != (theirs := dataclasses.asdict(key)[name])
+            f"{name} is {mine!r} there and {vars(key)[name]!r} here"
+            for name, mine in vars(self.key).items()
+            if mine != vars(key)[name]
         ]
         if differing:
             raise ProfileMismatch(

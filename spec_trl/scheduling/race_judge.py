@@ -8,16 +8,14 @@ from typing import NamedTuple
 from .toggle import HOPELESS, PROBE_ROUNDS, WINDOW
 
 
-NEAR = 4 / 3
-"""Rounds are compared if their batches differ by at most this factor: their costs are relative to predicted times."""
+NEAR = 4 / 3  # rounds are compared if their batches differ by at most this factor
 
 
 class Field(IntEnum):
     """Who may race."""
 
     NOBODY = 0
-    LOOKUPS = 1
-    """Drafters that cost no forward."""
+    LOOKUPS = 1  # drafters that cost no forward
     EVERYBODY = 2
 
 
@@ -35,12 +33,10 @@ class RacedRound(NamedTuple):
 class RaceJudge:
     """Compares raced rounds with the unraced ones around them, over windows of 16.
 
-    * The tokens that a raced round would have had without the race are those of its primary's own chains. The time is
-      taken from unraced rounds at about this batch; if there are too few, some are run in between.
-    * A race pays where the share of tokens gained is larger than that of time lost, in medians.
+    * A race pays where the share of tokens gained over the primary's own chains is larger than that of time lost over
+      unraced rounds at about this batch. If there are too few of those, some are run in between.
     * One that does not pay goes on among lookups alone if networks drafted in it, else it is off, until the batch has
-      halved. It is also off where its rounds are slower than autoregressive decoding: then the primary is judged
-      alone.
+      halved. It is off too where its rounds are slower than autoregressive decoding: the primary is judged alone then.
 
     A round's cost is its seconds over the predicted seconds of an autoregressive round of the same batch. Without
     `race` rows have one chain each, prompts' own methods among them; a verdict then ends all of those.
@@ -50,7 +46,6 @@ class RaceJudge:
         self._race = race
         self._unraced: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self.verdict = Field.EVERYBODY
-        """Who may race."""
         self._judged_at = 0  # batch of the last verdict against the race
         self.forget()
 
@@ -77,7 +72,7 @@ class RaceJudge:
         return self.verdict
 
     def record_unraced(self, batch: int, cost: float) -> None:
-        """Takes a round in which the primary drafted alone."""
+        """Takes a round of the primary alone."""
         self._unraced.append((batch, cost))
 
     def record_raced(self, raced: RacedRound) -> None:

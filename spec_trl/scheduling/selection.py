@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,22 +13,18 @@ from .acceptance import Acceptance, AcceptanceCounts
 from .ladder import NO_METHOD, BlockEfficiency, Choice, Ladder
 
 
-VERSION = 2
-"""Of what a checkpoint keeps."""
+VERSION = 2  # of what a checkpoint keeps
 OPTIMISTIC = Acceptance.geometric(0.9)
 """Acceptance assumed of a method that never drafted: one that would not win with it is not worth a trial.
 
 A method's average counts it as one more draft position. The counts of a method that is not chosen fade, so its average
 rises back to this, and it is tried again: drafters improve with training (ER App. D)."""
 PROMPT_PRIOR = 20.0
-"""Draft positions that the method's average counts for, next to a prompt's own, of which a short completion has a few
-dozen. As the strength of a Beta prior, 20 assumes that prompts' rates spread by about 0.1: √(p (1 - p) / 21)."""
-RECENT_PROMPTS = 64
-"""Number of newest prompts that tell how much rows differ."""
-MOST_ALIKE = 200.0
-"""Most draft positions that the average counts for, where rows seem to differ by chance alone."""
-MOST_DELIVERED = 1.2
-"""Cap on a rollout's credit to its first drafter: other drafters may have helped."""
+"""Draft positions that the method's average counts for, next to a prompt's own. As the strength of a Beta prior, 20
+assumes that prompts' rates spread by about 0.1: √(p (1 - p) / 21)."""
+RECENT_PROMPTS = 64  # number of newest prompts that tell how much rows differ
+MOST_ALIKE = 200.0  # most positions that the average counts for, where rows seem to differ by chance alone
+MOST_DELIVERED = 1.2  # cap on a rollout's credit to its first drafter: other drafters may have helped
 
 
 @dataclass
@@ -53,9 +50,8 @@ class AcceptanceHistory:
     """Acceptance of each method over rollouts, on average and on each prompt, and what share of the speedup that it
     predicts was delivered.
 
-    Counts are summed, so completions of one prompt weigh by their draft positions. Older rollouts fade: a method's
-    counts with every rollout, a prompt's with every rollout that has the prompt again, since a prompt comes back once
-    per epoch and acceptance hardly moves over a hundred steps (SA §6).
+    Older rollouts fade: a method's counts with every rollout, a prompt's with every rollout that has the prompt again,
+    since a prompt comes back once per epoch and acceptance hardly moves over a hundred steps (SA §6).
 
     Raises:
         ValueError: a value is out of range.
@@ -96,9 +92,8 @@ class AcceptanceHistory:
             delivered.log_ratios *= self.decay
 
     def record_delivery(self, method: str, batch: int, until_last_row: bool, measured: float, expected: float) -> None:
-        """Adds the speedup over plain decoding from when `method` began to draft, for `batch` rows while none waited,
-        to the rollout's end: as `measured` and as `expected` by the acceptance there, until the last row ended or over
-        all rounds."""
+        """Adds the speedup over plain decoding from when `method` began to draft for `batch` rows, while none waited,
+        to the rollout's end: as `measured`, and as `expected` until the last row ended or over all rounds."""
         delivered = self._delivered.setdefault(_Opened(method, batch, until_last_row), _Delivered())
         delivered.rollouts += 1
         # Other methods take over from one that is expected to lose, which is no credit to it.
@@ -106,20 +101,15 @@ class AcceptanceHistory:
 
     def delivered(self, method: str, batch: int, until_last_row: bool) -> float:
         """Share of the expected speedup that rollouts delivered, at most 1: their geometric mean, which returns to 1
-        as they fade.
-
-        It tells what mean acceptance cannot: of rows that the method leaves behind, of acceptance that ends half way,
-        of rounds of other sizes than those profiled.
-        """
+        as they fade. It tells what mean acceptance cannot: of rows that the method leaves behind, of acceptance that
+        ends half way, of rounds of other sizes than those profiled."""
         found = self._delivered.get(_Opened(method, batch, until_last_row), _Delivered())
         return min(math.exp(found.log_ratios / max(found.rollouts, 1.0)), 1.0)
 
     def expected(self, method: str, prompt_keys: Sequence[str]) -> BlockEfficiency | None:
-        """τ by γ that `method` lets expect over all rounds of these prompts; None: it never drafted.
-
-        It is the harmonic mean of the prompts' τ, since a row of little acceptance has more rounds. A prompt that is
-        new to the method has its average, and so has an empty batch.
-        """
+        """τ by γ that `method` lets expect over all rounds of these prompts: the harmonic mean of theirs, since a row
+        of little acceptance has more rounds. New prompts and an empty batch have the method's average. None: it never
+        drafted."""
         if method not in self._methods:
             return None
         rows = Counter(self.rates(method, key) for key in prompt_keys) or Counter([self.rates(method)])
@@ -132,10 +122,8 @@ class AcceptanceHistory:
         return method in self._prompts.get(prompt_key, ())
 
     def rates_of_rows(self, method: str, prompt_keys: Sequence[str]) -> list[Acceptance]:
-        """Each prompt's own rates, drawn towards the average as far as recent prompts were alike.
-
-        Prompts that are new to the method are taken to differ as recent ones did; a single one has the average.
-        """
+        """Each prompt's own rates, drawn towards the average as far as recent prompts were alike. Prompts that are new
+        to the method are taken to differ as recent ones did; a single one has the average."""
         likeness = self._likeness(method)
         new = sum(not self.knows(method, key) for key in prompt_keys)
         recent = sorted(self.rates(method, key, likeness) for key in self._recent(method)) if new > 1 else []
@@ -144,11 +132,8 @@ class AcceptanceHistory:
         return [self.rates(method, key, likeness) if self.knows(method, key) else next(spread) for key in prompt_keys]
 
     def _likeness(self, method: str) -> float:
-        """Strength, in draft positions, of the Beta prior that explains how much recent prompts differ.
-
-        It follows from the intraclass correlation, by a one-way analysis of variance over first positions: the further
-        ones of a chain depend on each other.
-        """
+        """Strength, in draft positions, of the Beta prior that explains how much recent prompts differ: by the
+        intraclass correlation of first positions (one-way analysis of variance); further ones depend on each other."""
         counts = [self._prompts[key][method].counts for key in self._recent(method)]
         sizes = [own.first for own in counts]
         number, size = len(sizes), sum(sizes)
@@ -244,96 +229,75 @@ def expectation(
     )
 
 
-def select_method(
-    ladder: Ladder,
-    history: AcceptanceHistory,
-    prompt_keys: Sequence[str],
-    batch: int,
-    methods: Sequence[str],
-    races: bool = False,
-) -> Choice:
-    """The method for a whole batch: acceptance from `history`, speedup from `ladder` (①), the largest wins (②).
+@dataclass(frozen=True)
+class Selection:
+    """Methods for a batch of prompts: acceptance from `history` (①), speedup from `ladder` (②), the largest wins.
 
-    A method that never drafted is ranked at `OPTIMISTIC` and, if it wins so, returned for a trial. There are at most
-    as many trials as methods, since `history` knows a method after its trial.
-
-    Args:
-        ladder: has all of `methods`.
-        history: acceptance so far.
-        prompt_keys: of the batch's prompts, one per row.
-        batch: rows decoded at a time.
-        methods: those that can draft at this batch.
-        races: whether rows may get chains of further methods.
-
-    Returns:
-        A method with its best γ; "none" where no method promises more.
-
-    Raises:
-        ValueError: a method is not in `ladder`.
+    A method that never drafted is ranked at `OPTIMISTIC` and, if it wins so, chosen for a trial: its only one, since
+    `history` knows it afterwards. Whatever is asked raises ValueError where a method is not in `ladder`.
     """
-    until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
-    expected = {method: expectation(ladder, history, method, prompt_keys, until_last_row) for method in methods}
-    shares = _shares(ladder, history, methods, batch, len(prompt_keys) > batch, until_last_row)
-    best = _best(ladder, {method: own for method, own in expected.items() if own}, batch, shares)
-    untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if not own}
-    trial = _best(ladder, untried, batch, shares)
-    return trial if trial.speedup > best.speedup else best
 
+    ladder: Ladder
+    history: AcceptanceHistory
+    prompt_keys: Sequence[str]  # of the batch's prompts, one per row
+    batch: int  # rows decoded at a time
+    methods: Sequence[str]  # those that can draft at this batch
+    races: bool = False  # whether rows may get chains of further methods
 
-def _shares(
-    ladder: Ladder, history: AcceptanceHistory, methods: Sequence[str], batch: int, waits: bool, until_last_row: bool
-) -> dict[str, float]:
-    """Share of its speedup that each method lets expect; 1 where a request `waits`, and rounds count as they are."""
-    if waits:
-        return dict.fromkeys(methods, 1.0)
-    profiled = ladder.profiled_batch(batch)
-    return {method: history.delivered(method, profiled, until_last_row) for method in methods}
+    @cached_property
+    def common(self) -> Choice:
+        """The method for the whole batch with its best γ; "none" where no method promises more."""
+        until_last_row = self._until_last_row
+        expected = {
+            method: expectation(self.ladder, self.history, method, self.prompt_keys, until_last_row)
+            for method in self.methods
+        }
+        best = self._best({method: own for method, own in expected.items() if own}, self._shares)
+        untried = {method: OPTIMISTIC.block_efficiency for method, own in expected.items() if not own}
+        trial = self._best(untried, self._shares)
+        return trial if trial.speedup > best.speedup else best
 
+    def per_prompt(self, margin: float = 0.05) -> list[Choice]:
+        """A method for each of `prompt_keys`, for rows of different methods in one batch.
 
-def _best(ladder: Ladder, expected: Mapping[str, BlockEfficiency], batch: int, shares: Mapping[str, float]) -> Choice:
-    """The choice of largest speedup times the method's share; of equals "none"."""
-    ranked = ladder.rank(expected, batch)
-    choices = [replace(choice, speedup=choice.speedup * shares.get(choice.method, 1.0)) for choice in ranked]
-    return max(choices, key=lambda choice: (choice.speedup, choice.method == NO_METHOD))
+        A prompt keeps the batch's choice unless another method, one that has drafted for the prompt, is faster on it
+        by more than `margin` (at least 0): each further method costs drafting time, and all rows are verified at the
+        width of the widest. During a trial all prompts take part in it. Speedups are the ladder's for the batch, at
+        the prompt's own acceptance.
+        """
+        common, history = self.common, self.history
+        if common.method != NO_METHOD and history.expected(common.method, ()) is None:
+            return [common] * len(self.prompt_keys)
+        # Relative to the common method: what it did not deliver, others may not deliver either.
+        share = self._shares.get(common.method, 1.0)
+        relative = {method: min(own / share, 1.0) for method, own in self._shares.items()}
 
+        def select(key: str) -> Choice:
+            known = (method for method in self.methods if history.knows(method, key))
+            best = self._best({each: history.rates(each, key).block_efficiency for each in known}, relative)
+            speedup = 1.0
+            if common.method != NO_METHOD:
+                efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
+                speedup = self.ladder.speedup(common.method, efficiency, self.batch, common.draft_length)
+            return best if best.speedup > speedup * (1 + margin) else replace(common, speedup=speedup)
 
-def select_per_prompt(
-    ladder: Ladder,
-    history: AcceptanceHistory,
-    prompt_keys: Sequence[str],
-    batch: int,
-    methods: Sequence[str],
-    margin: float = 0.05,
-    races: bool = False,
-) -> list[Choice]:
-    """A method for each prompt, for rows of different methods in one batch.
+        own = {key: select(key) for key in set(self.prompt_keys)}
+        return [own[key] for key in self.prompt_keys]
 
-    A prompt keeps the batch's choice unless another method, one that has drafted for the prompt, is faster on it by
-    more than `margin` (at least 0): each further method costs drafting time, and all rows are verified at the width of
-    the widest. Both speedups are the ladder's for the whole batch at the prompt's own acceptance. During a trial all
-    prompts take part in it.
+    @cached_property
+    def _until_last_row(self) -> bool:
+        return counts_last_row(self.history, self.methods, self.prompt_keys, self.batch, self.races)
 
-    Returns:
-        A choice per entry of `prompt_keys`, with the prompt's own speedup. Arguments and errors as of `select_method`.
-    """
-    common = select_method(ladder, history, prompt_keys, batch, methods, races)
-    if common.method != NO_METHOD and history.expected(common.method, ()) is None:
-        return [common] * len(prompt_keys)
-    until_last_row = counts_last_row(history, methods, prompt_keys, batch, races)
-    shares = _shares(ladder, history, methods, batch, len(prompt_keys) > batch, until_last_row)
-    # Relative to the common method: what it did not deliver, others may not deliver either.
-    relative = {method: min(share / shares.get(common.method, 1.0), 1.0) for method, share in shares.items()}
+    @cached_property
+    def _shares(self) -> dict[str, float]:
+        """Share of its speedup that each method lets expect; 1 where a request waits, and rounds count as they are."""
+        if len(self.prompt_keys) > self.batch:
+            return dict.fromkeys(self.methods, 1.0)
+        batch = self.ladder.profiled_batch(self.batch)
+        return {method: self.history.delivered(method, batch, self._until_last_row) for method in self.methods}
 
-    def select(key: str) -> Choice:
-        known = (method for method in methods if history.knows(method, key))
-        best = _best(ladder, {each: history.rates(each, key).block_efficiency for each in known}, batch, relative)
-        speedup = 1.0
-        if common.method != NO_METHOD:
-            efficiency = history.rates(common.method, key).block_efficiency(common.draft_length)
-            speedup = ladder.speedup(common.method, efficiency, batch, common.draft_length)
-        if best.speedup > speedup * (1 + margin):
-            return best
-        return Choice(common.method, common.draft_length, speedup)
-
-    own = {key: select(key) for key in set(prompt_keys)}
-    return [own[key] for key in prompt_keys]
+    def _best(self, expected: Mapping[str, BlockEfficiency], shares: Mapping[str, float]) -> Choice:
+        """The choice of largest speedup times the method's share; of equals "none"."""
+        ranked = self.ladder.rank(expected, self.batch)
+        choices = [replace(choice, speedup=choice.speedup * shares.get(choice.method, 1.0)) for choice in ranked]
+        return max(choices, key=lambda choice: (choice.speedup, choice.method == NO_METHOD))

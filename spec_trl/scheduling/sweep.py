@@ -1,17 +1,15 @@
 """Measured forward times over batch size, cached length and draft length, and the CSV files that hold them."""
 
 import csv
-import math
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 
-from .roofline import require_number
+from .roofline import Mode, require_number
 
 
-Mode = Literal["target", "draft", "verify"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 COLUMNS = ("model", "batch", "length", "draft_length", "mode", "seconds")
 TOLERATED_GAPS = 0.1
@@ -20,11 +18,7 @@ TOLERATED_GAPS = 0.1
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured time.
-
-    Raises:
-        ValueError: a value is of the wrong type or out of range.
-    """
+    """One measured time. ValueError: a value is of the wrong type or out of range."""
 
     batch: int  # rows
     length: float  # cached tokens per row
@@ -33,10 +27,8 @@ class Sample:
     seconds: float  # of that forward
 
     def __post_init__(self) -> None:
-        require_number(self, "batch", above=0)
-        require_number(self, "length")
-        require_number(self, "draft_length")
-        require_number(self, "seconds", above=0)
+        for name, above in (("batch", 0), ("length", None), ("draft_length", None), ("seconds", 0)):
+            require_number(self, name, above)
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode!r} is unknown; choose one of {list(MODES)}.")
         if self.mode == "verify" and self.draft_length == 0:
@@ -72,10 +64,8 @@ def points(samples: Iterable[Sample]) -> list[Point]:
 
 
 def check_samples(samples: Iterable[Sample], source: str) -> str | None:
-    """Raises ValueError, which names `source`, unless `samples` can be fitted.
-
-    Up to a tenth of the (B, S, γ) may lack their draft or verify time; the text that is then returned names them.
-    """
+    """Raises ValueError, which names `source`, unless `samples` can be fitted. Up to a tenth of the (B, S, γ) may lack
+    their draft or verify time; the text that is then returned names them."""
     cells: dict[Mode, set[tuple[int, float, int]]] = {mode: set() for mode in MODES}
     for sample in samples:
         cells[sample.mode].add((sample.batch, sample.length, sample.draft_length))
@@ -112,7 +102,7 @@ def read_sweep(path: str | Path) -> list[Sample]:
     """Reads a sweep of one model. A few missing draft or verify rows are named in one warning.
 
     Raises:
-        ValueError: a column is missing, a time is not a positive number, or rows are missing; see `check_samples`.
+        ValueError: a column is missing, a row is bad, or rows are missing (`check_samples`).
     """
     path = Path(path)
     samples: dict[tuple[int, float, int, Mode], Sample] = {}
@@ -124,7 +114,10 @@ def read_sweep(path: str | Path) -> list[Sample]:
         for row in reader:
             place = f"{path}, line {reader.line_num}"
             models.add(row["model"])
-            sample = _parse(row, place)
+            try:
+                sample = _parse(row)
+            except ValueError as error:
+                raise ValueError(f"{place}: {str(error).rstrip('.')}; measure the row again.") from None
             key = (sample.batch, sample.length, sample.draft_length, sample.mode)
             if key in samples:
                 raise ValueError(f"{place}: a second {sample.mode} row for the same point; remove one of them.")
@@ -146,26 +139,14 @@ def write_sweep(path: str | Path, model: str, samples: Iterable[Sample]) -> None
             writer.writerow([model, s.batch, f"{s.length:g}", s.draft_length, s.mode, repr(s.seconds)])
 
 
-def _parse(row: Mapping[str, str | None], place: str) -> Sample:
-    def number(column: str, least: int | None, integer: bool = False) -> float:
-        """The number in `column`: at least `least`, or positive where that is None."""
-        text, at = row[column], f"{place}, column {column}"
+def _parse(row: Mapping[str, str | None]) -> Sample:
+    def number(column: str) -> Any:
         try:
-            value = float(cast(str, text))
-        except (TypeError, ValueError):
-            raise ValueError(f"{at}: {text!r} is not a number; measure the row again.") from None
-        if not math.isfinite(value) or (value <= 0 if least is None else value < least):
-            bound = "positive" if least is None else f"at least {least}"
-            raise ValueError(f"{at}: {text} must be finite and {bound}; measure the row again.")
-        if integer and value != int(value):
-            raise ValueError(f"{at}: {text} must be an integer.")
-        return value
+            value = float(row[column] or "")
+        except ValueError:
+            raise ValueError(f"{column}={row[column]!r} is not a number") from None
+        return int(value) if column in ("batch", "draft_length") and value.is_integer() else value
 
-    mode = row["mode"]
-    if mode not in MODES:
-        raise ValueError(f"{place}, column mode: {mode!r} is unknown; choose one of {list(MODES)}.")
-    draft_length = int(number("draft_length", 0, integer=True))
-    if mode == "verify" and draft_length == 0:
-        raise ValueError(f"{place}: a verify row of draft length 0; it must be at least 1.")
-    batch = int(number("batch", 1, integer=True))
-    return Sample(batch, number("length", 0), 0 if mode == "target" else draft_length, mode, number("seconds", None))
+    mode: Any = row["mode"]
+    sample = Sample(number("batch"), number("length"), number("draft_length"), mode, number("seconds"))
+    return replace(sample, draft_length=0) if mode == "target" else sample

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -15,35 +15,26 @@ from .ladder import Rung
 from .plain_decoding import PlainRounds, seconds_of
 
 
-PROBE_ROUNDS = 3
-"""Autoregressive rounds that measure the baseline before speculation is judged by it."""
-CONFIDENT = 1.25
-"""Least predicted speedup at which a toggle speculates before it has measured any baseline."""
-WINDOW = 16
-"""Speculative rounds over which a speedup is measured."""
+PROBE_ROUNDS = 3  # autoregressive rounds that measure the baseline before speculation is judged by it
+CONFIDENT = 1.25  # least predicted speedup at which a toggle speculates before it has measured any baseline
+WINDOW = 16  # speculative rounds over which a speedup is measured
 HOPELESS = {4: 0.6, 8: 0.8}
 """After this number of rounds of the first window a measured speedup below this is enough to give up."""
-FEWEST = min(HOPELESS)
-"""Rounds that later rollouts can go by."""
-DOUBT = 1.1
-"""Below this measured speedup the baseline is measured again at about this batch before it decides."""
-SURE = 1.5
-"""The same in a rollout without any autoregressive round: the machine may have been busy in an earlier one."""
-EVEN = 0.9
-"""Least evenness of a drafter that serves all rows alike."""
-DWELL = 8
-"""With refill: rounds between two changes, so that throughput does not fall off at the threshold."""
+FEWEST = min(HOPELESS)  # rounds that later rollouts can go by
+DOUBT = 1.1  # below this measured speedup the baseline is measured again at about this batch before it decides
+SURE = 1.5  # the same in a rollout without any autoregressive round: the machine may have been busy in an earlier one
+EVEN = 0.9  # least evenness of a drafter that serves all rows alike
+DWELL = 8  # with refill: rounds between two changes, so that throughput does not fall off at the threshold
 RETRY_AFTER = 20
 """After this number of rollouts without drafting, old measurements of a drafter are ignored once: it may have improved
 with training (ER App. D)."""
 
 
 class Gain(NamedTuple):
-    """τ of a candidate on the rows in flight: the mean of a round, and the one until the last row ends
-    (:func:`~.last_row.until_last_row`)."""
+    """τ of a candidate on the rows in flight."""
 
-    of_a_round: float
-    until_last_row: float
+    of_a_round: float  # the mean
+    until_last_row: float  # see `last_row.py`
 
 
 @dataclass
@@ -82,9 +73,8 @@ class SpeculationToggle(OneDrafter):
 
     * Without refill the batch only shrinks, so speculation stays on once it is on (ER App. E.4). With refill it goes
       off again below a predicted speedup of 1 (hysteresis).
-    * Measured rounds have the last word: they correct the profile's overhead terms, and a candidate that measures
-      slower than autoregressive decoding is off for the rest of the rollout. In doubt a few autoregressive rounds
-      measure the baseline anew.
+    * Measured rounds correct the profile's overhead terms, and a candidate that measures slower than autoregressive
+      decoding is off for the rest of the rollout. In doubt autoregressive rounds measure the baseline anew.
     * A candidate without a profile is tried, and tried again once the batch has halved; later rollouts go by the times
       that were measured at such a batch.
     * Requests that wait for a row count as part of the batch: a small batch is a tail only when nobody waits.
@@ -98,8 +88,7 @@ class SpeculationToggle(OneDrafter):
         self._baseline = OverheadCorrection()  # of autoregressive rounds; without a profile, their times themselves
         self.tallies = [Tally() for _ in self.candidates]
         self.weigh()
-        self.judgement_due = False
-        """Whether the next `decide` judges the measured rounds."""
+        self.judgement_due = False  # whether the next `decide` judges the measured rounds
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
         for state in self._states:
@@ -141,7 +130,7 @@ class SpeculationToggle(OneDrafter):
                 return ()
             acceptance = acceptance_of(candidate.block_efficiency, candidate.draft_length)
             for batch in batches:
-                seconds = times.apply(batch, _predicted_cycle(candidate, batch, self._length))
+                seconds = times.apply(batch, candidate.cycle_seconds(candidate.roofline, batch, self._length))
                 plain = self.autoregressive_seconds(batch, self._length)
                 found.append(Rung(candidate.name, batch, candidate.draft_length, acceptance, seconds, plain))
         return tuple(found)
@@ -191,11 +180,10 @@ class SpeculationToggle(OneDrafter):
         """Sets what the candidates do for the rows in flight; without arguments, that nothing is known of it.
 
         Args:
-            gains: of each candidate; None: nothing is known of these rows, and they are taken to be alike.
+            gains: of each candidate; None: these rows are taken to be alike.
             others_can_help: other drafters may draft for rows that one leaves behind. Then unevenness is a reason to
                 prefer another drafter, but not to stop.
-            delivered: share of each candidate's predicted speedup that earlier rollouts delivered at this batch; None:
-                all of it.
+            delivered: share of each candidate's predicted speedup that earlier rollouts delivered at this batch.
         """
         self._gains = gains or [None for _ in self.candidates]
         self._others_can_help = others_can_help
@@ -208,24 +196,25 @@ class SpeculationToggle(OneDrafter):
     def _best(self, batch: int, length: float) -> tuple[int | None, float]:
         """The candidate of largest predicted speedup, with that: of a round where others can help, else until the last
         row ends."""
-        speedups: dict[int | None, float] = {
-            index: self._promised_speedup(index, batch, length)
-            * (1.0 if self._others_can_help else self._evenness(index))
-            for index in range(len(self.candidates))
-            if self._eligible(index, batch)
-        }
-        return max(speedups.items(), key=lambda promise: promise[1], default=(None, 0.0))
+        best: tuple[int | None, float] = (None, 0.0)
+        for index in self._eligible(batch):
+            speedup = self._promised_speedup(index, batch, length)
+            speedup *= 1.0 if self._others_can_help else self._evenness(index)
+            if best[0] is None or speedup > best[1]:
+                best = index, speedup
+        return best
 
     def _turn(self, active: int | None, why: str | None = None) -> None:
         """Makes `active` draft from now on; None: nothing, for the reason `why`."""
         self._active, self._since_change = active, 0
         self._turned_off = why or self._turned_off
 
-    def _eligible(self, index: int, batch: int) -> bool:
-        candidate, state = self.candidates[index], self._states[index]
-        if state.dropped or batch > candidate.max_rows:
-            return False
-        return state.failed_at is None or (candidate.roofline is None and 2 * batch <= state.failed_at)
+    def _eligible(self, batch: int) -> Iterator[int]:
+        """Candidates that may draft for `batch` rows."""
+        for index, (candidate, state) in enumerate(zip(self.candidates, self._states, strict=True)):
+            if not state.dropped and batch <= candidate.max_rows:
+                if state.failed_at is None or (candidate.roofline is None and 2 * batch <= state.failed_at):
+                    yield index
 
     def _promised_speedup(self, index: int, batch: int, length: float) -> float:
         """The predicted speedup; until this rollout has measured its rows, the share that earlier ones delivered."""
@@ -248,7 +237,10 @@ class SpeculationToggle(OneDrafter):
         """The same of a candidate that has a roofline, at a given τ."""
         candidate = self.candidates[index]
         correction = self._states[index].corrections[candidate.draft_length]
-        plain, cycle = self.autoregressive_seconds(batch, length), _predicted_cycle(candidate, batch, length)
+        plain, cycle = (
+            self.autoregressive_seconds(batch, length),
+            candidate.cycle_seconds(candidate.roofline, batch, length),
+        )
         if not correction.is_empty:
             cycle = correction.apply(batch, cycle)
         else:  # until it is measured: off by the same factor as autoregressive rounds
@@ -290,7 +282,7 @@ class SpeculationToggle(OneDrafter):
         if candidate.roofline is not None:
             tally.predicted_sum += self.predicted_speedup(index, batch, length)
             tally.predicted_rounds += 1
-        cycle = _predicted_cycle(candidate, batch, length)
+        cycle = candidate.cycle_seconds(candidate.roofline, batch, length)  # 0 without a profile
         state.corrections[candidate.draft_length].record(batch, cycle, seconds)
         tally.add_round(batch, tokens, seconds)
         tally.baseline_seconds += baseline * tokens / batch
@@ -317,7 +309,7 @@ class SpeculationToggle(OneDrafter):
         # Without a profile nothing is known of this batch until it is measured.
         unknown = self.candidates[index].roofline is None
         doubtful = (SURE if self._anchor is None else DOUBT) if rounds >= WINDOW else enough
-        # Whether the newest autoregressive round of this rollout had within a factor of 2 of the present rows.
+        # Whether the newest autoregressive round of this rollout had half to twice the present rows.
         near = self._anchor is not None and 2 * min(self._anchor, self._batch) >= max(self._anchor, self._batch)
         if (unknown or worth < doubtful) and not near:
             self._probing, self.judgement_due = PROBE_ROUNDS, True  # measure the baseline here, then decide
@@ -338,8 +330,8 @@ class SpeculationToggle(OneDrafter):
         row ends no later; or, if they serve all rows alike, until the last row ends."""
         more = 1 + self.margin
         promises: dict[int, float] = {}
-        for index in range(len(self.candidates)):
-            if index == active or not self._eligible(index, self._batch):
+        for index in self._eligible(self._batch):
+            if index == active:
                 continue
             of_a_round = self._promised_speedup(index, self._batch, self._length)
             of_last_row = of_a_round * self._evenness(index)
@@ -354,7 +346,7 @@ class SpeculationToggle(OneDrafter):
         if self._active == index:
             self._turn(None, FAILED)
 
-    # ---- in words -------------------------------------------------------------------------------------------------
+    # ---- in words ---------------------------------------------------------------------------------------------------
 
     def account(self) -> Account:
         tally, refused = sum(self.tallies, Tally()), self._refused
@@ -376,9 +368,13 @@ class SpeculationToggle(OneDrafter):
             return f"{self._promise(*self._refused)}: {decision(self._refused.speedup, self.margin)}"
         if all(state.dropped for state in self._states):
             return FAILED
-        if self._batch > (most := max(candidate.max_rows for candidate in self.candidates)):
-            return too_many_rows(self._batch, most)
+        if self._batch > self._most_rows:
+            return too_many_rows(self._batch, self._most_rows)
         return "the rollout ended before a drafter was measured"
+
+    @property
+    def _most_rows(self) -> int:
+        return max(candidate.max_rows for candidate in self.candidates)
 
     def forecast(self, batch: int, length: float) -> Account:
         speedups = {
@@ -387,12 +383,12 @@ class SpeculationToggle(OneDrafter):
             if batch <= candidate.max_rows
         }
         if not speedups:
-            return Account(None, too_many_rows(batch, max(candidate.max_rows for candidate in self.candidates)))
-        best = max(speedups, key=speedups.__getitem__)
-        if speedups[best] == math.inf:
+            return Account(None, too_many_rows(batch, self._most_rows))
+        best, speedup = max(speedups.items(), key=lambda pair: pair[1])
+        if speedup == math.inf:
             return Account(None, "no profile: drafters are tried, and their rounds measured")
-        reason = f"{self._promise(best, speedups[best], batch, length)}: {decision(speedups[best], self.margin)}"
-        return Account(None if self.candidates[best].roofline is None else speedups[best], reason)
+        reason = f"{self._promise(best, speedup, batch, length)}: {decision(speedup, self.margin)}"
+        return Account(None if self.candidates[best].roofline is None else speedup, reason)
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
         is_profiled = self.candidates[0].roofline is not None
@@ -404,8 +400,3 @@ class SpeculationToggle(OneDrafter):
 
     def _who(self, index: int) -> str:
         return "speculation" if len(self.candidates) == 1 else f'speculation with "{self.candidates[index].name}"'
-
-
-def _predicted_cycle(candidate: Candidate, batch: int, length: float) -> float:
-    """Seconds of a round of `candidate`; 0 without a profile, whose corrections are whole times."""
-    return 0.0 if candidate.roofline is None else candidate.cycle_seconds(candidate.roofline, batch, length)

@@ -28,7 +28,7 @@ REFUSALS = [
     ("validate {hidden} --csv {times}", "which has no fit; give --refit"),
     ("validate {hidden} --csv {times} --refit", "says nothing about the hardware; give --flops and --bandwidth"),
     ("validate {hidden} --csv {times} --refit --flops 2e14", "give --flops and --bandwidth"),
-    ("validate {profile} --csv {sweep}", "line 2, column seconds: 0 must be finite and positive"),
+    ("validate {profile} --csv {sweep}", "line 2: seconds=0.0 is out of range; it must be finite and greater than 0"),
     ("calibrate model --quantization w3", "draft_quantization='w3' is unknown"),
     ("calibrate model --kernel fast", "draft_kernel='fast' is unknown"),
     ("calibrate model -o {folder}/no/profile.json", "there is no folder"),

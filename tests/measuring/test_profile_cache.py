@@ -35,12 +35,9 @@ Find = Callable[..., Profile | None]
 
 @pytest.fixture
 def find(policy: LlamaForCausalLM) -> Find:
-    def find(
-        rows: int = 4, length: int = 600, toggle: str = "roofline", copy: Path | None = None, **options: Any
-    ) -> Profile | None:
-        return find_profile(policy, SpeculativeConfig(sd_toggle=toggle, **options), rows, length, extra_copy=copy)
-
-    return find
+    return lambda rows=4, length=600, toggle="roofline", copy=None, **options: find_profile(
+        policy, SpeculativeConfig(sd_toggle=toggle, **options), rows, length, extra_copy=copy
+    )
 
 
 @pytest.fixture
@@ -92,17 +89,6 @@ def test_without_a_kernel_only_measuring_tells(
         calibrate(policy)
 
 
-def test_found_again_in_the_cache_and_where_it_was_written(
-    find: Find, profile: Profile, calibrations: list[Any], tmp_path: Path
-) -> None:
-    assert find(8, 100) == find(8, 100, copy=tmp_path / "copy.json") == Profile.load(tmp_path / "copy.json") == profile
-    path = str(tmp_path / "profile.json")
-    with pytest.warns(UserWarning, match="does not exist and is written now"):
-        assert find(roofline_profile=path) == profile
-    assert find(roofline_profile=path) == Profile.load(path) == profile
-    assert calibrations == [(8, 100)]
-
-
 def test_wrong_files_are_errors_before_any_work(
     find: Find, profile: Profile, calibrations: list[Any], alien: str, tmp_path: Path
 ) -> None:
@@ -120,28 +106,31 @@ def test_wrong_files_are_errors_before_any_work(
     assert Profile.load(alien).key.shape == "another"
 
 
-def test_measuring_uses_what_there_is_and_makes_nothing(
+def test_found_again_and_measuring_makes_nothing(
     find: Find, profile: Profile, calibrations: list[Any], alien: str, tmp_path: Path
 ) -> None:
     assert find(toggle="measured") is None and calibrations == []
+    assert find(8, 100) == find(8, 100, copy=tmp_path / "copy.json") == Profile.load(tmp_path / "copy.json") == profile
     path = str(tmp_path / "profile.json")
-    with pytest.warns(UserWarning, match="does not exist"):
-        find(roofline_profile=path)
-    assert find(toggle="measured") == find(toggle="measured", roofline_profile=path) == profile
+    with pytest.warns(UserWarning, match="does not exist and is written now"):
+        assert find(roofline_profile=path) == profile
+    for toggle in ("roofline", "measured"):
+        assert find(toggle=toggle, roofline_profile=path) == Profile.load(path) == profile
+    assert find(toggle="measured") == profile
     with pytest.warns(UserWarning, match="shape is 'another' there.*Rounds are measured instead"):
         find(toggle="measured", roofline_profile=alien)
-    assert len(calibrations) == 1
+    assert calibrations == [(8, 100)]
 
 
-@pytest.mark.parametrize("toggle", ["roofline", "measured"])
 def test_a_run_beyond_what_was_calibrated_is_told_so(
-    toggle: str, find: Find, calibrations: list[Any], recwarn: pytest.WarningsRecorder
+    find: Find, calibrations: list[Any], recwarn: pytest.WarningsRecorder
 ) -> None:
     find()
-    find(toggle=toggle)
-    assert not recwarn.list
-    with pytest.warns(UserWarning, match=r"less than this run: max_length 700 \(calibrated: 600\)"):
-        find(3, 700, toggle)
+    for toggle in ("roofline", "measured"):
+        find(toggle=toggle)
+        assert not recwarn.list
+        with pytest.warns(UserWarning, match=r"less than this run: max_length 700 \(calibrated: 600\)"):
+            find(3, 700, toggle)
 
 
 def test_generate_calibrates_when_the_toggle_asks_for_it(policy: LlamaForCausalLM, calibrations: list[Any]) -> None:

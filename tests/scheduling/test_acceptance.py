@@ -1,7 +1,5 @@
 """Two rates, of a chain's first token and of the further ones: what τ follows from them, and how they are counted."""
 
-import random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +8,6 @@ from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
 from spec_trl.scheduling.draft_length import expected_block_efficiency
 
 
-NOTHING_KNOWN = Acceptance.geometric(0.5), 1e-9  # a prior without weight
 RATES = st.floats(0, 1)
 
 
@@ -73,28 +70,3 @@ def test_rates_are_drawn_towards_the_prior_each_by_its_own_evidence() -> None:
     rates = AcceptanceCounts(8, 10, 0, 0).rates(prior, 10.0)
     assert rates == pytest.approx((0.7, 0.2))  # nothing was heard of further ones
     assert AcceptanceCounts(8, 10, 45, 90).rates(prior, 10.0) == pytest.approx((0.7, 0.47))
-
-
-def test_all_or_none() -> None:
-    """Every second lookup finds the right passage, of which 10 of 10 are accepted. A single p overrates it."""
-    counts = AcceptanceCounts()
-    for accepted in [10, 0] * 50:
-        counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, 10)))
-    rates = counts.rates(*NOTHING_KNOWN)
-    assert rates == pytest.approx((0.5, 1.0))
-    assert rates.block_efficiency(10) == pytest.approx(6.0) and rates.block_efficiency(5) == pytest.approx(3.5)
-    pooled = (counts.first_accepted + counts.further_accepted) / (counts.first + counts.further)
-    assert expected_block_efficiency(pooled, 10) == pytest.approx(7.1, abs=0.05)
-
-
-@pytest.mark.parametrize("truth", [Acceptance(0.5, 0.95), Acceptance(0.8, 0.6), Acceptance.geometric(0.7)])
-def test_drafts_of_any_length_tell_of_long_ones(truth: Acceptance) -> None:
-    """Rounds of short drafts end before it is known how far they would have got; rates do not suffer from that."""
-    counts, chance = AcceptanceCounts(), random.Random(0)
-    for gamma in (1, 2, 3, 10) * 6000:
-        rates = [truth.first] + [truth.further] * (gamma - 1)
-        accepted = next((k for k, rate in enumerate(rates) if chance.random() >= rate), gamma)
-        counts.add(AcceptanceCounts.of_round(accepted, min(accepted + 1, gamma)))
-    rates = counts.rates(*NOTHING_KNOWN)
-    assert rates == pytest.approx(truth, abs=0.02)
-    assert rates.block_efficiency(10) == pytest.approx(truth.block_efficiency(10), rel=0.05)

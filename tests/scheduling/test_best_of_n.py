@@ -1,14 +1,14 @@
 """Best-of-N over simulated machines: who drafts first, and when that stops."""
 
 import itertools
-import json
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import Candidate
-from spec_trl.scheduling.selection import AcceptanceHistory, select_method
+from spec_trl.scheduling.selection import AcceptanceHistory, Selection
 from spec_trl.scheduling.toggle import PROBE_ROUNDS, WINDOW
 from tests.scheduling.machine import Machine, at, by_method, history_of
 from tests.scheduling.test_ladder import GROWING
@@ -23,7 +23,7 @@ def test_first_choice_is_that_of_history_and_ladder(drafting: float, first: tupl
     history = history_of(1000, **rates)
     control = Machine({"self": drafting, "ngram": 0.0, "model": 0.1}, by_method(**rates)).control(history)
     control.begin(4, keys)
-    choice = select_method(control.ladder, history, keys, 4, list(rates))
+    choice = Selection(control.ladder, history, keys, 4, list(rates)).common
     (chain,) = control.plan(range(4), 100.0, 0)
     # By hand: "self" makes 4.10 tokens of γ = 4 in 1 + 4 x 0.3 s, "model" 2.31 of γ = 4 in 1.4 s.
     assert (control.candidates[chain.which].name, chain.draft_length) == (choice.method, choice.draft_length) == first
@@ -123,8 +123,7 @@ def test_best_method_is_found_and_known_from_then_on(best: str) -> None:
     assert all(drafters == {index} for drafters in machine.drafters())
 
 
-@pytest.mark.parametrize("race", [False, True])
-@pytest.mark.parametrize("tokens", [[200] * 4, [20, 20, 20, 60, 60, 100]], ids=["long", "short"])
+@pytest.mark.parametrize(("tokens", "race"), [([200] * 4, True), ([20, 20, 20, 60, 60, 100], False)])
 def test_rounds_that_capture_forwards_decide_nothing(tokens: list[int], race: bool) -> None:
     """Each shape's first rounds take much longer, the baseline's and the drafters'. At first a drafter that copies
     nothing is on, which the baseline would flatter; later on deliveries count."""
@@ -134,8 +133,7 @@ def test_rounds_that_capture_forwards_decide_nothing(tokens: list[int], race: bo
         control = machine.control(race=race)
         rollouts = [machine.run(control, tokens).drafters() for _ in range(3)]
         drafters.append([Counter(itertools.chain.from_iterable(rollout)) for rollout in rollouts])
-    for found in drafters:
-        for rollout, usual in zip(found, drafters[0], strict=True):
+        for rollout, usual in zip(drafters[-1], drafters[0], strict=True):
             assert rollout[0] > 8 and rollout[1] <= usual[1] + WINDOW
 
 
@@ -159,17 +157,6 @@ def test_history_has_each_verdict(name: str, b: tuple[int, int]) -> None:
     assert found == {"a": [1, 1, 7, 7], "b": [1, 1, *b], "c": [1, 1, 2, 2], "d": [0, 1, 0, 0]}
 
 
-def test_same_history_same_choice_after_a_checkpoint() -> None:
-    machine = Machine({"self": 0.1, "ngram": 0.02, "model": 0.05}, by_method(self=0.8, ngram=0.5, model=0.7))
-    history = AcceptanceHistory()
-    machine.run(machine.control(history), [200] * 8)
-    restored = AcceptanceHistory()
-    restored.load_state_dict(json.loads(json.dumps(history.state_dict())))
-    first = machine.run(machine.control(history), [200] * 8).plans
-    assert machine.run(machine.control(restored), [200] * 8).plans == first
-    assert history.state_dict() == restored.state_dict() and history.state_dict()["rollout"] == 2
-
-
 # ---- what rollouts delivered ----------------------------------------------------------------------------------------
 
 
@@ -178,24 +165,17 @@ def test_what_rollouts_did_not_deliver_is_not_tried_again_soon() -> None:
     than plain decoding each time; only the end of the last row tells."""
     machine = Machine({"self": 0.1, "ngram": 0.0}, lambda name, request: (name == "self") * (request % 8 > 0) * 0.98)
     machine.verifying = lambda tokens: 1 + 0.01 * tokens
-    history, unaware = AcceptanceHistory(), AcceptanceHistory()
-    unaware.record_delivery = lambda *told: None  # type: ignore[method-assign]
-    speedups: list[list[float]] = []
-    for known in (history, unaware):
-        control = machine.control(known)
-        runs = [machine.run(control, [60] * 16, prompts=f"rollout {rollout}").seconds for rollout in range(12)]
-        speedups.append([60 * machine.verifying(16) / seconds for seconds in runs])
-    assert speedups[0][0] < 0.8 and history.delivered("self", 16, False) < 0.5
-    assert [speedup > 0.99 for speedup in speedups[0]].count(False) == 2  # and once again, when it had faded
-    assert max(speedups[1]) < 0.8
+    history = AcceptanceHistory()
+    control = machine.control(history)
+    runs = [machine.run(control, [60] * 16, prompts=f"rollout {rollout}").seconds for rollout in range(12)]
+    speedups = [60 * machine.verifying(16) / seconds for seconds in runs]
+    assert speedups[0] < 0.8 and history.delivered("self", 16, False) < 0.5
+    assert [speedup > 0.99 for speedup in speedups].count(False) == 2  # and once again, when it had faded
 
 
-Delivered = list[tuple[str, int, bool, float, float]]  # method, batch, until the last row, measured, expected
-
-
-def deliveries(machine: Machine, tokens: list[int], history: AcceptanceHistory | None = None, **options) -> Delivered:  # type: ignore[no-untyped-def]
-    """What a rollout records."""
-    history, recorded = history or AcceptanceHistory(), Delivered()
+def deliveries(machine: Machine, tokens: list[int], history: AcceptanceHistory | None = None, **options: Any) -> Any:
+    """What a rollout records: method, batch, until the last row, measured, expected."""
+    history, recorded = history or AcceptanceHistory(), list[Any]()
     history.record_delivery = lambda *told: recorded.append(told)  # type: ignore[method-assign]
     machine.run(machine.control(history, race=options.pop("race", True)), tokens, **options)
     return recorded

@@ -37,6 +37,9 @@ def test_racing_ends_the_tail_in_fewer_rounds() -> None:
     assert raced.rounds < alone / 1.5
     first = next(rows * (1 + width) for rows, width, _ in raced.widths() if width)
     assert max(raced.verified_in_races()) <= first
+    for budget in (1, 40, 80):
+        races = machine.run(machine.control(known(machine), budget=budget), TAIL).verified_in_races()
+        assert all(verified <= budget for verified in races) and bool(races) is (budget > 1)
 
 
 @pytest.mark.parametrize(("tried", "rounds"), [(True, min(HOPELESS)), (False, 2 * WINDOW)])
@@ -49,13 +52,6 @@ def test_the_primary_is_measured_alone_first(tried: bool, rounds: int) -> None:
     assert sum(chains[: chains.index(2)]) == rounds
     alone = sum(len(plan) == 1 and plan[0].rows is None for _, _, plan in machine.plans)
     assert sum(tally.rounds for tally in control.tallies) <= alone < len(chains)
-
-
-@pytest.mark.parametrize("budget", [1, 40, 80])
-def test_races_stay_within_the_given_budget(budget: int) -> None:
-    machine = complementary()
-    races = machine.run(machine.control(known(machine), budget=budget), TAIL).verified_in_races()
-    assert all(verified <= budget for verified in races) and bool(races) is (budget > 1)
 
 
 ROOFLINE = Roofline(  # free up to 64 tokens, then in proportion to them
@@ -144,6 +140,14 @@ def test_a_losing_network_of_a_prompts_own_stops(race: bool, monkeypatch: pytest
 # ---- the judge ------------------------------------------------------------------------------------------------------
 
 
+def judging(batch: int) -> RaceJudge:
+    """After rounds without a race, at a cost of 1."""
+    judge = RaceJudge()
+    for _ in range(PROBE_ROUNDS):
+        judge.record_unraced(batch, 1.0)
+    return judge
+
+
 @pytest.mark.parametrize(
     ("cost", "tokens", "plain_cost", "field"),
     [
@@ -159,9 +163,7 @@ def test_a_race_is_judged_by_tokens_gained_and_time_lost(
     cost: float, tokens: int, plain_cost: float, field: Field
 ) -> None:
     """Rounds of 8 rows in which the primary alone brings 16 tokens at a cost of 1."""
-    judge = RaceJudge()
-    for _ in range(PROBE_ROUNDS):
-        judge.record_unraced(8, 1.0)
+    judge = judging(8)
     for _ in range(WINDOW):
         assert judge.field(8) is Field.EVERYBODY
         judge.record_raced(RacedRound(cost, tokens, 16.0, plain_cost > 1, 2.0, plain_cost))
@@ -169,9 +171,7 @@ def test_a_race_is_judged_by_tokens_gained_and_time_lost(
 
 
 def test_hopeless_races_end_early_and_networks_leave_first() -> None:
-    judge = RaceJudge()
-    for _ in range(PROBE_ROUNDS):
-        judge.record_unraced(8, 1.0)
+    judge = judging(8)
     for networks, field in ((True, Field.LOOKUPS), (False, Field.NOBODY)):
         judge.field(8)
         for _ in range(min(HOPELESS)):
@@ -181,9 +181,7 @@ def test_hopeless_races_end_early_and_networks_leave_first() -> None:
 
 
 def test_a_verdict_waits_for_rounds_to_compare_with() -> None:
-    judge = RaceJudge()
-    for _ in range(PROBE_ROUNDS):
-        judge.record_unraced(64, 1.0)  # too many rows to say anything of 8
+    judge = judging(64)  # too many rows to say anything of 8
     for _ in range(WINDOW):
         judge.record_raced(RacedRound(2.0, 16, 16.0, False, 2.0, 1.0))
     for _ in range(PROBE_ROUNDS):

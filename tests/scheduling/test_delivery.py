@@ -3,7 +3,7 @@
 import pytest
 
 from spec_trl.scheduling.delivery import LEAST_TOKENS, RolloutWatch
-from spec_trl.scheduling.selection import MOST_DELIVERED, AcceptanceHistory, select_method, select_per_prompt
+from spec_trl.scheduling.selection import MOST_DELIVERED, AcceptanceHistory, Selection
 from tests.scheduling.machine import at, history_of
 from tests.scheduling.test_selection import LADDER, METHODS, methods_of
 
@@ -72,22 +72,22 @@ def test_delivered_is_the_mean_of_rollouts_and_fades_with_the_last_of_them() -> 
     assert history.delivered("self", 4, False) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("measured", "credit"), [(2.1, MOST_DELIVERED), (1.0, 1.0)])
-def test_a_rescue_is_little_credit(measured: float, credit: float) -> None:
+def test_a_rescue_is_little_credit() -> None:
     """Others take over from a method that is expected to lose."""
-    history = AcceptanceHistory()
-    history.record_delivery("ngram", 4, False, measured, 0.6)
-    assert history.delivered("ngram", 4, False) == 1.0
-    history.record_delivery("ngram", 4, False, 0.9, 1.8)
-    assert history.delivered("ngram", 4, False) == pytest.approx((0.5 * credit) ** 0.5)
+    for measured, credit in ((2.1, MOST_DELIVERED), (1.0, 1.0)):
+        history = AcceptanceHistory()
+        history.record_delivery("ngram", 4, False, measured, 0.6)
+        assert history.delivered("ngram", 4, False) == 1.0
+        history.record_delivery("ngram", 4, False, 0.9, 1.8)
+        assert history.delivered("ngram", 4, False) == pytest.approx((0.5 * credit) ** 0.5)
 
 
 def test_what_was_not_delivered_is_not_expected() -> None:
     history, prompts = history_of(ngram=0.5, self=0.75, model=0.05), ["x", "y"]
 
     def chosen(in_flight: int = 2) -> list[str]:
-        choices = select_per_prompt(LADDER, history, prompts, in_flight, METHODS, races=True)
-        return [select_method(LADDER, history, prompts, in_flight, METHODS, True).method, *(c.method for c in choices)]
+        selection = Selection(LADDER, history, prompts, in_flight, METHODS, races=True)
+        return [choice.method for choice in (selection.common, *selection.per_prompt())]
 
     assert chosen() == ["ngram"] * 3
     history.record_delivery("ngram", LADDER.profiled_batch(2), True, 0.9, 1.6)

@@ -52,16 +52,6 @@ def test_what_is_known() -> None:
 # ---- plain decoding -------------------------------------------------------------------------------------------------
 
 
-def test_rounds_by_hand() -> None:
-    """Rows of 2, 5 and 3 tokens; the fourth request, of 1, waits for the first row to end."""
-    found = plain_rounds([10, 20, 30, 40], [2, 5, 3, 1], capacity=3)
-    assert found == [
-        PlainRounds(2, 3, (10 + 20 + 30) / 3 + 0.5),  # lengths grow by a token per round
-        PlainRounds(1, 3, (40 + 22 + 32) / 3),
-        PlainRounds(2, 1, 23.5),
-    ]
-
-
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 15)), min_size=1, max_size=12),

@@ -15,11 +15,10 @@ from benchmarks.paper.published import read_fit, read_sweep
 from spec_trl.scheduling.fit import (
     BANDWIDTH_SHARE,
     GemmMeasurement,
+    Rooflines,
     effective_flops,
     evaluate,
     fit,
-    forward_seconds,
-    sweep_grids,
 )
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.sweep import Sample
@@ -44,14 +43,10 @@ def published(shared: Callable[[str], Path], request: pytest.FixtureRequest) -> 
 
 def measured(roofline: Roofline, noise: float = 0.0, batches: tuple[int, ...] = BATCHES) -> list[Sample]:
     """A sweep of what `roofline` predicts."""
-    generator = np.random.default_rng(0)
-    samples = []
+    generator, samples = np.random.default_rng(0), list[Sample]()
     for batch, length in product(batches, LENGTHS):
-        samples.append(Sample(batch, length, 0, "target", roofline.target_seconds(batch, length)))
-        for draft_length in (3, 7, 11):
-            samples.append(Sample(batch, length, draft_length, "draft", roofline.draft_seconds(batch, length)))
-            seconds = roofline.verify_seconds(batch, length, draft_length)
-            samples.append(Sample(batch, length, draft_length, "verify", seconds))
+        for mode, gamma in [("target", 0), *product(("draft", "verify"), (3, 7, 11))]:
+            samples.append(Sample(batch, length, gamma, mode, roofline.seconds(mode, batch, length, gamma)))
     return [replace(s, seconds=s.seconds * math.exp(noise * generator.standard_normal())) for s in samples]
 
 
@@ -103,50 +98,28 @@ def test_a_machine_of_another_kind_is_fitted_too() -> None:
     assert min(sign.accuracy for sign in found.signs) > 0.9
 
 
-def test_vectorised_formulas_are_the_rooflines() -> None:
-    """With one candidate for each coefficient, the fit's formulas are `Roofline`'s."""
-    generator = np.random.default_rng(1)
-    moe = replace(CONSTANTS, expert_bytes=9e9, draft_expert_bytes=2e9, experts=16, experts_per_token=2)
-    samples = measured(Roofline(CONSTANTS, TRUTH), batches=(1, 3, 17, 100))
-    grids = sweep_grids(samples)
-    for tile, constants, loss in product((1, 16, 128), (CONSTANTS, moe), (0.0, 0.4, 1.0)):
-        values = {
-            name: value * generator.uniform(0.5, 1.5)
-            for name, value in vars(replace(TRUTH, sigma_V=1e-7, t_T=1e-3, t_D=2e-3, t_V=3e-3, phi_D=1.2)).items()
-        }
-        values |= {"overlap_loss": loss, "kv_exponent": 0.7, "tile": tile, "draft_tile": min(tile, 16)}
-        roofline = Roofline(constants, Coefficients(**values))
-        predict: dict[str, Callable[[Sample], float]] = {
-            "target": lambda s, roofline=roofline: roofline.target_seconds(s.batch, s.length),
-            "draft": lambda s, roofline=roofline: roofline.draft_seconds(s.batch, s.length),
-            "verify": lambda s, roofline=roofline: roofline.verify_seconds(s.batch, s.length, s.draft_length),
-        }
-        for mode, grid in grids.items():
-            expected = [predict[mode](s) for s in samples if s.mode == mode]
-            seconds = forward_seconds(constants, values, mode, grid)
-            assert seconds == pytest.approx(expected, rel=1e-3 if loss == 0.0 else 1e-12)
+def test_what_arrays_do_otherwise_than_numbers_gives_the_same() -> None:
+    rows = [1, 7, 15, 16, 17, 64, 100, 128, 129, 300]
+    for tile in (1, 16, 128):
+        expected = [Roofline.padded_rows(count, tile) for count in rows]
+        assert Rooflines.padded_rows(np.array(rows), tile) == pytest.approx(expected)
+    for loss in (0.0, 0.4, 1.0):
+        expected = [Roofline.smooth_maximum(3.0, count, loss) for count in rows]
+        assert Rooflines.smooth_maximum(3.0, np.array(rows), loss) == pytest.approx(expected, rel=1e-3)
 
 
 def test_evaluate_counts_signs() -> None:
     roofline = Roofline(CONSTANTS, TRUTH)
     samples = measured(roofline)
     right = evaluate(roofline, samples, thresholds=(1.0, 1.3))
-    assert right.target_mape == right.cycle_mape == 0.0
-    assert [sign.accuracy for sign in right.signs] == [1.0, 1.0]
-    assert [sign.threshold for sign in right.signs] == [1.0, 1.3]
-    assert right.points == 63
+    assert right.target_mape == right.cycle_mape == 0.0 and right.points == 63
+    assert [(sign.threshold, sign.accuracy) for sign in right.signs] == [(1.0, 1.0), (1.3, 1.0)]
     # A drafter that is predicted to cost nothing makes every point look good.
-    eager = Roofline(replace(CONSTANTS, weight_bytes=1e15), replace(TRUTH, eta_D=0.0, c_D=0.0))
-    wrong = evaluate(eager, samples)
-    speedups = [
-        g * roofline.target_seconds(b, s) / roofline.cycle_seconds(b, s, g)
-        for b, s, g in product((1, 2, 4, 8, 16, 32, 64), (256.0, 1024.0, 4096.0), (3, 7, 11))
-    ]
-    share = sum(speedup >= 1.0 for speedup in speedups) / 63
-    assert 0 < share < 1
+    wrong = evaluate(Roofline(replace(CONSTANTS, weight_bytes=1e15), replace(TRUTH, eta_D=0.0, c_D=0.0)), samples)
+    share = sum(roofline.speedup(b, s, g, g) >= 1.0 for b, s, g in product(BATCHES, LENGTHS, (3, 7, 11))) / 63
+    assert 0 < share < 1 and wrong.target_mape > 1
     assert wrong.signs[0].accuracy == pytest.approx(share)
     assert wrong.signs[0].majority == pytest.approx(max(share, 1 - share))
-    assert wrong.target_mape > 1
 
 
 def test_effective_flops_of_the_published_benchmark(shared: Callable[[str], Path]) -> None:

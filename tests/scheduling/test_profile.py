@@ -33,18 +33,9 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_round_trip(path: Path) -> None:
-    assert Profile.load(path) == PROFILE
-    unlimited = replace(PROFILE, draft_max_rows=None, samples=[])
-    unlimited.save(path)
-    assert Profile.load(str(path)) == unlimited
-    assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
-    replace(PROFILE, diagnostics={"target_mape": math.nan}).save(path)  # JSON has no NaN
-    assert Profile.load(path).diagnostics == {"target_mape": None}
-
-
-def test_the_format_on_disk(path: Path) -> None:
+def test_round_trip_and_the_format_on_disk(path: Path) -> None:
     """Files of earlier releases must be read."""
+    assert Profile.load(path) == PROFILE
     content = json.loads(path.read_text())
     assert list(content) == [
         "version", "created", "key", "constants", "coefficients", "draft_max_rows", "diagnostics", "samples"
@@ -54,6 +45,12 @@ def test_the_format_on_disk(path: Path) -> None:
     content["coefficients"]["c_V"] = 1  # an integer is a number
     path.write_text(json.dumps(content))
     assert Profile.load(path).roofline.coefficients.c_V == 1
+    unlimited = replace(PROFILE, draft_max_rows=None, samples=[])
+    unlimited.save(path)
+    assert Profile.load(str(path)) == unlimited
+    assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
+    replace(PROFILE, diagnostics={"target_mape": math.nan}).save(path)  # JSON has no NaN
+    assert Profile.load(path).diagnostics == {"target_mape": None}
 
 
 def test_every_truncation_is_one_clear_error(path: Path) -> None:
@@ -66,22 +63,16 @@ def test_every_truncation_is_one_clear_error(path: Path) -> None:
         Profile.load(path.with_name("absent.json"))
 
 
-def test_require_names_each_difference(path: Path) -> None:
+def test_keys_differ_with_every_field(path: Path) -> None:
     PROFILE.require(replace(KEY), path)
-    other = replace(KEY, hardware="Other CPU", kernel="marlin")
     with pytest.raises(ProfileMismatch) as caught:
-        PROFILE.require(other, path)
+        PROFILE.require(replace(KEY, hardware="Other CPU", kernel="marlin"), path)
     message = str(caught.value)
     assert str(path) in message and "Calibrate again" in message
     assert "hardware is 'Some CPU, 2 threads' there and 'Other CPU' here" in message
     assert "kernel is 'torch_int4' there and 'marlin' here" in message
     assert "dtype" not in message and "shape" not in message
-
-
-def test_file_names_are_safe_and_differ_with_every_field() -> None:
-    names = {KEY.file_name}
-    for field in vars(KEY):
-        names.add(replace(KEY, **{field: vars(KEY)[field] + "/x"}).file_name)
-    names.add(replace(KEY, hardware="a" * 300).file_name)
+    others = [replace(KEY, **{field: vars(KEY)[field] + "/x"}) for field in vars(KEY)]
+    names = {key.file_name for key in (KEY, *others, replace(KEY, hardware="a" * 300))}
     assert len(names) == 8
     assert all("/" not in name and " " not in name and len(name) < 150 for name in names)

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline, padded_rows, smooth_maximum
+from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.scheduling.sweep import MODES
 
 
 CONSTANTS = ModelConstants(
@@ -47,43 +48,38 @@ def test_experts_are_read_as_tokens_touch_them() -> None:
 
 
 def test_further_terms() -> None:
-    def change(**changes: float) -> tuple[float, float, float]:
-        changed = Roofline(CONSTANTS, replace(PAPER, **changes))
-        plain = Roofline(CONSTANTS, PAPER)
-        return (
-            changed.target_seconds(4, 1000.0) - plain.target_seconds(4, 1000.0),
-            changed.draft_seconds(4, 1000.0) - plain.draft_seconds(4, 1000.0),
-            changed.verify_seconds(4, 1000.0, 3) - plain.verify_seconds(4, 1000.0, 3),
-        )
+    def change(**changes: float) -> list[float]:
+        changed, plain = Roofline(CONSTANTS, replace(PAPER, **changes)), Roofline(CONSTANTS, PAPER)
+        return [changed.seconds(mode, 4, 1000.0, 3) - plain.seconds(mode, 4, 1000.0, 3) for mode in MODES]
 
-    assert change(sigma_V=1e-7) == pytest.approx((0, 0, 1e-4))
-    assert change(t_T=1e-3) == pytest.approx((1e-3, 0, 0))
-    assert change(t_D=1e-3) == pytest.approx((0, 1e-3, 0))
-    assert change(t_V=1e-3) == pytest.approx((0, 0, 1e-3))
+    assert change(sigma_V=1e-7) == pytest.approx([0, 0, 1e-4])
+    assert change(t_T=1e-3) == pytest.approx([1e-3, 0, 0])
+    assert change(t_D=1e-3) == pytest.approx([0, 1e-3, 0])
+    assert change(t_V=1e-3) == pytest.approx([0, 0, 1e-3])
     kv = 0.5 * 5e4 * 1000.0 / 1.5e12
-    assert change(kv_exponent=0.5) == pytest.approx((-2 * kv, -2 * kv, -2 * kv))
+    assert change(kv_exponent=0.5) == pytest.approx([-2 * kv, -2 * kv, -2 * kv])
     compute = 4 * (14e9 + 1000.0 * 4e5) / 2e14
-    assert change(overlap_loss=1.0) == pytest.approx((compute, compute, 4 * compute))
+    assert change(overlap_loss=1.0) == pytest.approx([compute, compute, 4 * compute])
     attention = 4 * 1000.0 * 4e5 / 2e14
     added = change(overlap_loss=1.0, attention_cost=3.0, phi_D=2.0)
     assert added == pytest.approx(
         (compute + 2 * attention, compute + 2 * attention + 4 * 14e9 / 2e14, 4 * compute + 8 * attention)
     )
     padded = change(overlap_loss=1.0, tile=16, draft_tile=16)
-    assert padded == pytest.approx((compute + 12 * 14e9 / 2e14, compute + 12 * 14e9 / 2e14, 4 * compute))
+    assert padded == pytest.approx([compute + 12 * 14e9 / 2e14, compute + 12 * 14e9 / 2e14, 4 * compute])
 
 
 def test_rows_are_padded_to_tiles() -> None:
-    assert [padded_rows(rows, 1) for rows in (1, 7, 100)] == [1, 7, 100]
-    assert [padded_rows(rows, 8) for rows in (1, 8, 9)] == [8, 8, 16]
-    assert [padded_rows(rows, 128) for rows in (1, 16, 17, 64, 65, 128, 129, 300)] == [
+    assert [Roofline.padded_rows(rows, 1) for rows in (1, 7, 100)] == [1, 7, 100]
+    assert [Roofline.padded_rows(rows, 8) for rows in (1, 8, 9)] == [8, 8, 16]
+    assert [Roofline.padded_rows(rows, 128) for rows in (1, 16, 17, 64, 65, 128, 129, 300)] == [
         16, 16, 32, 64, 128, 128, 256, 384
     ]  # fmt: skip
 
 
 def test_smooth_maximum() -> None:
-    assert smooth_maximum(3.0, 4.0, 0.0) == 4.0
-    assert smooth_maximum(3.0, 4.0, 0.5) == pytest.approx(5.0)
-    assert smooth_maximum(3.0, 4.0, 1.0) == pytest.approx(7.0)
-    assert smooth_maximum(0.0, 4.0, 0.5) == smooth_maximum(4.0, 0.0, 0.5) == 4.0
-    assert smooth_maximum(1e-9, 1.0, 0.01) == 1.0  # the tiny ratio underflows and does no harm
+    assert Roofline.smooth_maximum(3.0, 4.0, 0.0) == 4.0
+    assert Roofline.smooth_maximum(3.0, 4.0, 0.5) == pytest.approx(5.0)
+    assert Roofline.smooth_maximum(3.0, 4.0, 1.0) == pytest.approx(7.0)
+    assert Roofline.smooth_maximum(0.0, 4.0, 0.5) == Roofline.smooth_maximum(4.0, 0.0, 0.5) == 4.0
+    assert Roofline.smooth_maximum(1e-9, 1.0, 0.01) == 1.0  # the tiny ratio underflows and does no harm

@@ -14,10 +14,9 @@ from spec_trl.scheduling.selection import (
     OPTIMISTIC,
     PROMPT_PRIOR,
     AcceptanceHistory,
+    Selection,
     counts_last_row,
     expectation,
-    select_method,
-    select_per_prompt,
 )
 from tests.scheduling.machine import at, history_of
 
@@ -65,25 +64,16 @@ def test_own_rates_where_there_are_some_and_else_the_average() -> None:
     history.record("self", "b", AcceptanceCounts(100, 1000, 60, 100))
     history.record("ngram", "c", AcceptanceCounts(0, 500, 0, 0))
     mean = Acceptance(average(1000, 2000), average(460, 600))
-    own = {
-        key: Acceptance(
-            (first + PROMPT_PRIOR * mean.first) / (1000 + PROMPT_PRIOR),
-            (further + PROMPT_PRIOR * mean.further) / (judged + PROMPT_PRIOR),
-        )
-        for key, first, further, judged in (("a", 900, 400, 500), ("b", 100, 60, 100))
-    }
-    for key, rates in own.items():
-        assert history.rates("self", key) == pytest.approx(rates)
+    for key, first, further, judged in (("a", 900, 400, 500), ("b", 100, 60, 100)):
+        own = (first + PROMPT_PRIOR * mean.first) / (1000 + PROMPT_PRIOR)
+        assert history.rates("self", key).first == pytest.approx(own)
+        own = (further + PROMPT_PRIOR * mean.further) / (judged + PROMPT_PRIOR)
+        assert history.rates("self", key).further == pytest.approx(own)
     assert history.rates("self", "c") == history.rates("self", "new") == history.rates("self") == pytest.approx(mean)
-    for gamma in GAMMAS:
-        a, b, others = (rates.block_efficiency(gamma) for rates in (own["a"], own["b"], mean))
-        for keys, expected in (
-            ([], others),
-            (["new", "c"], others),
-            (["a"], a),
-            (["a", "a", "b", "new"], 4 / (1 / a + 1 / a + 1 / b + 1 / others)),
-        ):
-            assert efficiency(history, "self", *keys, draft_length=gamma) == pytest.approx(expected)
+    a, b, others = (history.rates("self", key).block_efficiency(4) for key in ("a", "b", "new"))
+    harmonic = 4 / (1 / a + 1 / a + 1 / b + 1 / others)
+    for keys, expected in (("", others), ("cn", others), ("a", a), ("aabn", harmonic)):
+        assert efficiency(history, "self", *keys) == pytest.approx(expected)
 
 
 ROUNDS = st.lists(
@@ -179,18 +169,6 @@ def test_any_history(seed: int) -> None:
     assert [key for key, _ in fewer.state_dict()["prompts"]] == [key for key, _ in small.state_dict()["prompts"]]
 
 
-def test_certain_drafts_are_within_what_the_ladder_takes() -> None:
-    """Sums of many prompts' τ, each as large as it can be."""
-    history, random, keys = AcceptanceHistory(), Random(0), [f"p{n}" for n in range(50)]
-    for key in keys * 20:
-        history.record("ngram", key, at(1.0, random.random() * 10**9))
-        if random.random() < 0.05:
-            history.end_rollout()
-    expected = history.expected("ngram", keys)
-    assert expected is not None and expected(4) > 4.999
-    assert LADDER.best_draft_length("ngram", expected, 1)[1] == pytest.approx(5 / 1.1, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("rates", "batch", "expected"),
     [
@@ -201,18 +179,11 @@ def test_certain_drafts_are_within_what_the_ladder_takes() -> None:
     ],
 )
 def test_select_by_history_and_ladder(rates: dict[str, float], batch: int, expected: str) -> None:
-    choice = select_method(LADDER, history_of(**rates), ["new"], batch, METHODS)
+    choice = Selection(LADDER, history_of(**rates), ["new"], batch, METHODS).common
     assert choice.method == expected
     taus = {method: Acceptance.geometric(rate).block_efficiency(4) for method, rate in rates.items()}
     best = max([1.0, *(LADDER.speedup(method, tau, batch, 4) for method, tau in taus.items())])
     assert choice.speedup == pytest.approx(best, rel=1e-4)
-
-
-def test_select_asks_for_the_prompts_of_the_batch() -> None:
-    history = history_of(ngram=0.2, self=0.7, model=0.2)
-    history.record("ngram", "copy", at(0.95, 9500))
-    assert select_method(LADDER, history, ["story"] * 4, 1, METHODS).method == "self"
-    assert select_method(LADDER, history, ["copy"] * 3 + ["story"], 1, METHODS).method == "ngram"
 
 
 @settings(deadline=None, max_examples=10, derandomize=True)
@@ -220,7 +191,7 @@ def test_select_asks_for_the_prompts_of_the_batch() -> None:
 def test_each_method_has_at_most_one_trial_and_then_the_best_one_wins(rates: tuple[float, ...], batch: int) -> None:
     truth, history, chosen = dict(zip(METHODS, rates, strict=True)), AcceptanceHistory(), []
     for _ in range(12):
-        choice = select_method(LADDER, history, ["a", "b"], batch, METHODS)
+        choice = Selection(LADDER, history, ["a", "b"], batch, METHODS).common
         chosen.append(choice.method)
         if choice.method != "none":
             history.record(choice.method, "a", at(truth[choice.method], 10**4))
@@ -233,12 +204,12 @@ def test_each_method_has_at_most_one_trial_and_then_the_best_one_wins(rates: tup
 
 def test_trials_go_in_the_ladders_order_and_only_where_they_could_win() -> None:
     optimistic = LADDER.rank(dict.fromkeys(METHODS, OPTIMISTIC.block_efficiency), 16)
-    assert optimistic[0] == select_method(LADDER, AcceptanceHistory(), ["a"], 16, METHODS)
+    assert optimistic[0] == Selection(LADDER, AcceptanceHistory(), ["a"], 16, METHODS).common
     history = history_of(ngram=0.02, self=0.02)
     assert LADDER.speedup("model", OPTIMISTIC.block_efficiency(4), 16, 4) < 1
-    assert select_method(LADDER, history, ["a"], 16, METHODS).method == "none"  # "model" has no trial here
-    assert select_method(LADDER, history, ["a"], 1, METHODS).method == "model"
-    assert select_method(LADDER, history, ["a"], 1, ("ngram", "self")).method == "none"
+    assert Selection(LADDER, history, ["a"], 16, METHODS).common.method == "none"  # "model" has no trial here
+    assert Selection(LADDER, history, ["a"], 1, METHODS).common.method == "model"
+    assert Selection(LADDER, history, ["a"], 1, ("ngram", "self")).common.method == "none"
 
 
 def test_a_method_that_is_never_chosen_is_tried_again_some_day() -> None:
@@ -246,7 +217,7 @@ def test_a_method_that_is_never_chosen_is_tried_again_some_day() -> None:
     history.record("ngram", "a", at(0.0, 10**4))
     history.record("self", "a", at(0.9, 10**6))
     waited = 0
-    while select_method(LADDER, history, ["new"], 1, ("ngram", "self")).method == "self":
+    while Selection(LADDER, history, ["new"], 1, ("ngram", "self")).common.method == "self":
         history.end_rollout()
         history.record("self", "a", at(0.9, 10**5))
         waited += 1
@@ -256,7 +227,7 @@ def test_a_method_that_is_never_chosen_is_tried_again_some_day() -> None:
 
 def methods_of(history: AcceptanceHistory, keys: list[str], batch: int = 1, margin: float = 0.05) -> list[str]:
     """Those of the prompts, by names."""
-    return [choice.method for choice in select_per_prompt(LADDER, history, keys, batch, METHODS, margin)]
+    return [choice.method for choice in Selection(LADDER, history, keys, batch, METHODS).per_prompt(margin)]
 
 
 def test_a_method_of_a_prompts_own() -> None:
@@ -266,15 +237,15 @@ def test_a_method_of_a_prompts_own() -> None:
     for key, rate in (("fine", 0.8), ("odd", 0.0)):
         history.record("self", key, at(rate, 10**4))
     keys = ["story", "copy", "story", "copy", "new", *["story"] * 5]
-    trial = select_method(LADDER, history, keys, 1, METHODS)
+    trial = Selection(LADDER, history, keys, 1, METHODS).common
     assert trial.method == "model" and methods_of(history, keys) == ["model"] * 10
     history.record("model", "old model", at(0.05, 10**6))
     assert methods_of(history, keys) == ["self", "ngram", "self", "ngram", *["self"] * 6]
-    common, own, *_ = select_per_prompt(LADDER, history, keys, 1, METHODS)
+    common, own, *_ = Selection(LADDER, history, keys, 1, METHODS).per_prompt()
     assert own == Choice("ngram", 4, LADDER.speedup("ngram", efficiency(history, "ngram", "copy"), 1, 4))
     gain = own.speedup / common.speedup
     assert [methods_of(history, keys, 1, gain - 1 + x)[1] for x in (-0.01, 0.01)] == ["ngram", "self"]
-    choices = select_per_prompt(LADDER, history, ["fine", "fine", "odd"], 1, METHODS)
+    choices = Selection(LADDER, history, ["fine", "fine", "odd"], 1, METHODS).per_prompt()
     assert [choice.method for choice in choices] == ["self", "self", "none"] and choices[2] == Choice("none", 0, 1.0)
     keys = [*["odd"] * 9, "new"]  # a prompt that is new to a method has it only with the batch
     assert methods_of(history, keys) == ["none"] * 10
@@ -335,9 +306,9 @@ def test_the_last_row_is_expected_where_all_are_in_flight() -> None:
     copied = history.rates("ngram", "0").block_efficiency(4)
     assert in_flight(4) == pytest.approx(1.5 / (1.5 / copied + 1.1 * (1 - 1 / copied)), rel=0.02)
     assert in_turns(4) == history.expected("ngram", prompts)(4) > 2.5
-    assert select_method(LADDER, history, prompts, 4, ("ngram", "self")).method == "self"
-    assert select_method(LADDER, history, prompts, 1, ("ngram", "self")).method == "ngram"
-    assert select_method(LADDER, copied_or_not(16, 0), prompts, 4, ("ngram", "self")).method == "ngram"
+    assert Selection(LADDER, history, prompts, 4, ("ngram", "self")).common.method == "self"
+    assert Selection(LADDER, history, prompts, 1, ("ngram", "self")).common.method == "ngram"
+    assert Selection(LADDER, copied_or_not(16, 0), prompts, 4, ("ngram", "self")).common.method == "ngram"
     assert expectation(LADDER, history, "model", prompts, until_last_row=True) is None
 
 

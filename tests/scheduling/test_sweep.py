@@ -29,23 +29,26 @@ def test_points_pair_the_times() -> None:
     once = [s for s in samples if s.mode != "draft"] + [Sample(2, 128.0, 0, "draft", 0.008)]
     assert points(once) == points(samples)
     assert check_samples(once, "samples") is None
+    gapped = [s for s in grid() if (s.mode, s.batch, s.draft_length) != ("verify", 8, 11)]
+    gap = "1 of 12 grid points lack a draft or verify row: (batch=8, length=128, draft_length=11); they are left out."
+    assert check_samples(gapped, "some file") == f"some file: {gap}" and len(points(gapped)) == 11
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         *(
-            (f"m,16,128,3,verify,{value}", r"sweep\.csv, line 30, column seconds: .*measure the row again")
+            (f"m,16,128,3,verify,{value}", r"sweep\.csv, line 30: seconds=.*; measure the row again")
             for value in ("0", "-1", "nan", "inf", "", "fast")
         ),
-        ("m,0,128,3,verify,0.01", "column batch: 0 must be finite and at least 1"),
-        ("m,1.5,128,3,verify,0.01", "column batch: 1.5 must be an integer"),
-        ("m,1,-1,3,verify,0.01", "column length: -1"),
-        ("m,1,128,x,verify,0.01", "column draft_length: 'x' is not a number"),
-        ("m,1,128,3,prefill,0.01", "column mode: 'prefill' is unknown; choose one of"),
-        ("m,1,128,0,verify,0.01", "a verify row of draft length 0"),
+        ("m,0,128,3,verify,0.01", "batch=0 is out of range"),
+        ("m,1.5,128,3,verify,0.01", "batch=1.5 is a float; it must be an integer"),
+        ("m,1,-1,3,verify,0.01", "length=-1.0 is out of range"),
+        ("m,1,128,x,verify,0.01", "draft_length='x' is not a number"),
+        ("m,1,128,3,prefill,0.01", "mode='prefill' is unknown; choose one of"),
+        ("m,1,128,0,verify,0.01", "draft_length=0 of a verify sample"),
         ("m,1,128,3,verify,0.01", "a second verify row for the same point"),
-        ("m,1,128,3,verify", "column seconds: None is not a number"),
+        ("m,1,128,3,verify", "seconds=None is not a number"),
         ("other,16,128,0,target,0.01", r"several models, \['m', 'other'\]"),
     ],
 )
@@ -56,13 +59,10 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
         file.write(line + "\n")
     with pytest.raises(ValueError, match=message):
         read_sweep(path)
-
-
-@pytest.mark.parametrize("header", ["model,batch,length,mode\n", ""])
-def test_missing_columns(tmp_path: Path, header: str) -> None:
-    (tmp_path / "sweep.csv").write_text(header)
-    with pytest.raises(ValueError, match=r"lacks the columns \[.*'draft_length', .*'seconds'\]"):
-        read_sweep(tmp_path / "sweep.csv")
+    for header in ("model,batch,length,mode\n", ""):
+        path.write_text(header)
+        with pytest.raises(ValueError, match=r"lacks the columns \[.*'draft_length', .*'seconds'\]"):
+            read_sweep(path)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,3 @@ def test_missing_columns(tmp_path: Path, header: str) -> None:
 def test_missing_rows(without, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         check_samples([s for s in grid() if not without(s)], "some file")
-
-
-def test_a_gap_or_two_is_left_out() -> None:
-    one_gap = [s for s in grid() if (s.mode, s.batch, s.draft_length) != ("verify", 8, 11)]
-    gap = "1 of 12 grid points lack a draft or verify row: (batch=8, length=128, draft_length=11); they are left out."
-    assert check_samples(one_gap, "some file") == f"some file: {gap}"
-    assert len(points(one_gap)) == 11 and check_samples(grid(), "some file") is None
