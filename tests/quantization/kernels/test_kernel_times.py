@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from spec_trl.quantization import kernels as kernel_choice
-from spec_trl.quantization.kernels import LayerSpec, PackedWeight, find_kernel, kernel_times, make_packed
+from spec_trl.quantization.kernels import PackedWeight, find_kernel, kernel_times, make_packed
 from spec_trl.quantization.kernels.base import Package
 from spec_trl.quantization.kernels.kernel_table import ROWS, KernelChoice, KernelTable, TableKey
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu
+from tests.quantization.conftest import layer_spec
 
 
-LAYER = LayerSpec(96, 256, 4, 128, torch.float32, torch.bfloat16, torch.device("cpu"))
+LAYER = layer_spec(96, activation_dtype=torch.bfloat16)
 
 
 def kernel(name: str, **members: Any) -> type[PackedWeight]:
@@ -180,7 +181,7 @@ def test_the_choice_on_a_gpu_goes_by_the_table(
     for names in ("FAST_KERNELS", "KERNELS"):
         monkeypatch.setattr(kernel_choice, names, (FIRST, SECOND))
     monkeypatch.setattr(kernel_times, "kernel_table", table and (lambda layer, kernels: table))
-    layer = replace(LAYER, activation_dtype=None, device=torch.device("cuda"))
+    layer = layer_spec(96, device="cuda")
     found, packed = find_kernel(name, layer), make_packed(name, layer)
     if expected is None:
         assert found == packed == "no kernel was measured to be faster than the dense layer"
