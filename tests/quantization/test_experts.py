@@ -12,8 +12,6 @@ from transformers import (
     GptOssForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
-    MixtralConfig,
-    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
@@ -37,7 +35,6 @@ FAMILIES = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**COMMON, num_experts=4, moe_intermediate_size=32, head_dim=16)
     ),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**COMMON, num_local_experts=4)),
     "gpt_oss": lambda: GptOssForCausalLM(GptOssConfig(**COMMON, num_local_experts=4, head_dim=16)),
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(
         DeepseekV3Config(
@@ -84,14 +81,14 @@ def test_the_drafter_is_the_fake_quantized_model(family: str) -> None:
 
 
 def test_fast_experts_agree_with_the_reference_and_many_tokens_run_the_dense_ones() -> None:
-    model = build("qwen3_moe", torch.float32)
+    model = build("qwen3_moe", torch.bfloat16)
     fast, reference = (
-        quantized(model, kernel=kernel, activation_dtype=torch.bfloat16)[0].model.layers[0].mlp.experts
-        for kernel in ("auto", "reference")
+        quantized(model, kernel=kernel)[0].model.layers[0].mlp.experts for kernel in ("auto", "reference")
     )
     limit = fast.first[0].max_rows * 4 // 2  # 4 experts, 2 per token
     for tokens, packed in ((5, True), (limit, True), (limit + 1, False)):
-        x, chosen, shares = torch.randn(tokens, 64), torch.randint(0, 4, (tokens, 2)), torch.rand(tokens, 2)
+        x, shares = torch.randn(tokens, 64).bfloat16(), torch.rand(tokens, 2).bfloat16()
+        chosen = torch.randint(0, 4, (tokens, 2))
         with torch.no_grad():
             y, expected = fast(x, chosen, shares), reference(x, chosen, shares)  # [tokens, 64] each
             dense = model.model.layers[0].mlp.experts(x, chosen, shares)  # [tokens, 64]

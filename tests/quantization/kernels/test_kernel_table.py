@@ -73,19 +73,16 @@ def test_a_table_for_something_else_is_refused() -> None:
             KernelTable.load(other)
 
 
-@pytest.mark.parametrize(
-    ("text", "damaged"),
-    [
-        ("0.000012", "0.0"), ("0.000012", "NaN"), ("0.000012", '"fast"'), ('"64"', '"65"'), ('"dense"', '"sparse"'),
-        ('"version": 1', '"version": 2'), ("{", ""),
-    ],
-)  # fmt: skip
-def test_a_damaged_table_is_refused(text: str, damaged: str) -> None:
+def test_a_damaged_table_is_refused() -> None:
     table().save()
-    assert text in KEY.path.read_text()
-    KEY.path.write_text(KEY.path.read_text().replace(text, damaged))
-    with pytest.raises(ValueError, match=r"json is not a valid table of kernels: .*it is measured again"):
-        KernelTable.load(KEY)
+    text = KEY.path.read_text()
+    for part, damaged in (
+        ("0.000012", "0.0"), ("0.000012", "NaN"), ('"64"', '"65"'), ('"version": 1', '"version": 2'), ("{", "")
+    ):  # fmt: skip
+        assert part in text
+        KEY.path.write_text(text.replace(part, damaged))
+        with pytest.raises(ValueError, match=r"json is not a valid table of kernels: .*it is measured again"):
+            KernelTable.load(KEY)
 
 
 def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
