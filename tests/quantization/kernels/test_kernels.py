@@ -47,15 +47,6 @@ def test_torch_multiplies_like_the_reference(out, groups, group, rows, dtype, se
         assert torch.equal(stored, slow.scales)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-@pytest.mark.parametrize("kernel", [ReferenceInt4, ReferenceInt8])
-def test_the_reference_computes_in_the_policys_dtype(kernel, dtype) -> None:
-    packed = pack(kernel, layer_spec(24, 64, 64, bits=kernel.bits, dtype=dtype), torch.randn(24, 64).to(dtype))
-    x = torch.randn(5, 64).to(dtype)
-    assert packed.dequantize().dtype == dtype
-    assert torch.equal(packed.linear(x), torch.nn.functional.linear(x, packed.dequantize()))
-
-
 @pytest.mark.parametrize("kernel", STORES_ON_CPU)
 @pytest.mark.parametrize("out", [40, 192])
 def test_rows_are_stored_in_place_block_by_block(kernel, out: int) -> None:
