@@ -96,7 +96,6 @@ def quantize_projections(
     scheme: str = "rtn-w4-g128",
     kernel: str = "auto",
     lm_head: str = "auto",
-    activation_dtype: torch.dtype | None = None,
 ) -> QuantizedNetwork:
     """Replaces the attention and FFN projections of `shadow` by quantized ones, in place.
 
@@ -111,7 +110,6 @@ def quantize_projections(
         kernel: "auto" = the best for each layer; or a kernel's name.
         lm_head: "dense", "packed", or "auto" = packed if, left dense, it would make up at least a third of the
             weight bytes that a draft step reads. A head whose forward is patched or hooked stays dense.
-        activation_dtype: dtype of activations and scales; None = the kernel's (the policy's own for "reference").
 
     Raises:
         ValueError: a name that is not known.
@@ -120,7 +118,7 @@ def quantize_projections(
     check_kernel_name(kernel)
     if lm_head not in LM_HEAD_CHOICES:
         raise ValueError(f"lm_head={lm_head!r} is not a choice; use one of {list(LM_HEAD_CHOICES)}")
-    builder = _Builder(shadow, wanted, kernel, activation_dtype)
+    builder = _Builder(shadow, wanted, kernel)
     with torch.inference_mode(False), torch.no_grad():  # buffers made in inference mode could not be refreshed outside
         builder.replace_projections(shadow.get_decoder())
         builder.replace_lm_head(lm_head)
@@ -144,7 +142,6 @@ class _Builder:
     shadow: PreTrainedModel
     scheme: Scheme
     kernel: str
-    activation_dtype: torch.dtype | None
     layers: dict[str, PackedLayer] = field(default_factory=dict)
     left_dense: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # reason → names
 
@@ -218,11 +215,8 @@ class _Builder:
         group = self.scheme.group_for(source.in_features)
         if group is None:
             return f"{source.in_features} input features are no multiple of {GROUP_SIZES[-1]}"
-        layer = LayerSpec(
-            source.out_features, source.in_features, self.scheme.bits, group,
-            source.dtype, self.activation_dtype, source.device,
-        )  # fmt: skip
-        return make_packed(self.kernel, layer)
+        sizes = source.out_features, source.in_features
+        return make_packed(self.kernel, LayerSpec(*sizes, self.scheme.bits, group, source.dtype, None, source.device))
 
 
 def _shorten(names: list[str]) -> str:

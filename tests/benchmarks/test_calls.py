@@ -44,11 +44,9 @@ def test_each_turn_starts_with_the_next_way() -> None:
     assert ["".join(name for name, seed in order if seed == s) for s in (7, 8, 9, 10)] == ["abc", "bca", "cab", "abc"]
 
 
-@pytest.mark.parametrize(
-    ("spans", "share"), [([(0, 0)], 0), ([(0, 0), (3, 5), (8, 0)], 0.5), ([(0, 0), (3, 5), (4, 7)], 0.7)]
-)
-def test_share_of_rounds_that_speculated(spans: list[tuple[int, int]], share: float) -> None:
-    assert call(1.0, [], spans).speculative_share == share
+def test_share_of_rounds_that_speculated() -> None:
+    for spans, share in (([(0, 0)], 0), ([(0, 0), (3, 5), (8, 0)], 0.5), ([(0, 0), (3, 5), (4, 7)], 0.7)):
+        assert call(1.0, [], spans).speculative_share == share
 
 
 def test_ratios_are_paired_within_repeats_and_taken_to_the_better() -> None:
@@ -76,13 +74,11 @@ def test_ratios_are_paired_within_repeats_and_taken_to_the_better() -> None:
     assert not cell.passes
 
 
-@pytest.mark.parametrize(
-    ("seconds", "most", "tokens"), [(6.5, 1000, 60), (6.5, 40, 40), (0.6, 1000, never_slower.FEWEST_TOKENS)]
-)
-def test_tokens_follow_the_time_within_bounds(seconds: float, most: int, tokens: int) -> None:
+def test_tokens_follow_the_time_within_bounds() -> None:
     """Ten rounds in a second after half a second of reading."""
     way: Way = lambda work, seed: call(1.5, [[1]], [(0, 0)], prefill=0.5)  # noqa: E731
-    assert never_slower.tokens_for(way, WORK, seconds, most) == tokens
+    for seconds, most, tokens in ((6.5, 1000, 60), (6.5, 40, 40), (0.6, 1000, never_slower.FEWEST_TOKENS)):
+        assert never_slower.tokens_for(way, WORK, seconds, most) == tokens
 
 
 def test_the_first_choice_is_judged_by_what_measured() -> None:

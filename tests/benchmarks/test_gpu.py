@@ -6,27 +6,14 @@ import math
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import (
-    attention,
-    decode,
-    grpo,
-    kernels,
-    machine,
-    part,
-    profiling,
-    refresh,
-    rounds,
-    sampler,
-    shapes,
-    speculation,
-    summary,
-)
+from benchmarks.gpu import machine, part, profiling, shapes, summary
 from spec_trl.quantization.kernels import KERNELS
 
 
@@ -34,12 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks/gpu/run_all.sh"
 
 
-def run(module: Any, folder: Path, *more: str) -> dict[str, Any]:
+def run(name: str, folder: Path, *more: str) -> dict[str, Any]:
     """The JSON of a part's run on the CPU."""
-    before = set(folder.glob("*.json"))
+    module = import_module(f"benchmarks.gpu.{name}")
     assert module.main(["--device", "cpu", "--shape", "tiny", "--output", str(folder), *more]) == 0
-    (written,) = {path for path in folder.glob("*.json") if "profile" not in path.name or module is profiling} - before
-    found = json.loads(written.read_text())
+    (found,) = (each for each in map(json.loads, map(Path.read_text, folder.glob("*.json"))) if "measured" in each)
     assert found["machine"]["accelerator"] is None
     return found
 
@@ -47,35 +33,32 @@ def run(module: Any, folder: Path, *more: str) -> dict[str, Any]:
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-PARTS = [
-    (machine, "", {"device", "versions", "copy_bandwidth", "gemm_bfloat16", "launch"}),
-    (kernels, "", {"gate_proj, up_proj | torch_int4"}),
-    (refresh, "", {"head packed", "head dense"}),
-    (decode, "--group default", {"default, B 2"}),
-    (decode, "--group runners", {"runners, B 2"}),
-    *(
-        pytest.param(*each, marks=pytest.mark.slow)
-        for each in (
-            (decode, "--group batched", {"batched, B 2"}),
-            (decode, "--group static", {"static, B 2"}),
-            (attention, "", {"B 2, q 6, ragged"}),
-            (sampler, "", {"B 2, q 6"}),
-            (rounds, "", {"roofline", "head packed", "head dense"}),
-            (profiling, "", {"eager", "roofline"}),
-            (speculation, "", {"policy", "identity, float32", "self, always, B 1", "self, roofline, B 2"}),
-            (grpo, "", {"TRL", "none", "self", "profile", "lesson", "ratios"}),
-        )
-    ),
-]
+PARTS = {
+    "machine": {"device", "versions", "copy_bandwidth", "gemm_bfloat16", "launch"},
+    "kernels": {"gate_proj, up_proj | torch_int4"},
+    "refresh": {"head packed", "head dense"},
+    "decode --group default": {"default, B 2"},
+    "decode --group runners": {"runners, B 2"},
+}
+SLOW_PARTS = {
+    "decode --group batched": {"batched, B 2"},
+    "decode --group static": {"static, B 2"},
+    "attention": {"B 2, q 6, ragged"},
+    "sampler": {"B 2, q 6"},
+    "rounds": {"roofline", "head packed", "head dense"},
+    "profiling": {"eager", "roofline"},
+    "speculation": {"policy", "identity, float32", "self, always, B 1", "self, roofline, B 2"},
+    "grpo": {"TRL", "none", "self", "profile", "lesson", "ratios"},
+}
 
 
-@pytest.mark.parametrize(("module", "more", "keys"), PARTS)
-def test_a_part_runs_on_the_tiny_shape(module: Any, more: str, keys: set[str], tmp_path: Path) -> None:
-    found = run(module, tmp_path, *more.split())
-    assert keys <= found["measured"].keys() and not found.get("errors")
+@pytest.mark.parametrize("command", [*PARTS, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW_PARTS)])
+def test_a_part_runs_on_the_tiny_shape(command: str, tmp_path: Path) -> None:
+    found = run(*command.split()[:1], tmp_path, *command.split()[1:])
+    assert (PARTS | SLOW_PARTS)[command] <= found["measured"].keys() and not found.get("errors")
     for value in entries(found["measured"], "relative_error"):
         assert 0 <= value < 0.01
-    if module in (decode, speculation) and "static" not in more and "default" not in more and "batched" not in more:
+    if command in ("decode --group runners", "speculation"):
         equal = entries(found["measured"], "identical_rows")  # same engine, same noise, float by float
         assert equal and equal[0][0] == equal[0][1]
 
@@ -91,7 +74,7 @@ def test_a_kernel_with_wrong_numbers_is_not_timed(tmp_path: Path, monkeypatch: p
     kernel = next(kernel for kernel in KERNELS if kernel.name == "torch_int4" and kernel.device_type == "cpu")
     right = kernel.linear
     monkeypatch.setattr(kernel, "linear", lambda self, x: right(self, x) * 1.1)
-    rows = run(kernels, tmp_path)["measured"]["down_proj | torch_int4"]["by_rows"]
+    rows = run("kernels", tmp_path)["measured"]["down_proj | torch_int4"]["by_rows"]
     assert all(row["wrong"] and row["relative_error"] == pytest.approx(0.1, rel=0.1) for row in rows.values())
     assert not any("packed" in row for row in rows.values())
 
@@ -193,14 +176,14 @@ def test_the_worst_batch_and_the_faster_baseline_count() -> None:
 
 
 def test_the_newest_folder_that_measured_counts(tmp_path: Path) -> None:
-    for folder, ratio in (("one", 2.0), ("two", 4.0), ("three", None)):
-        (tmp_path / folder).mkdir()
+    folders = []
+    for ratio in (2.0, 4.0, None):
+        folders.append(tmp_path / str(ratio))
+        folders[-1].mkdir()
         found = decoded(ratio or 0.0) | ({"measured": {}} if ratio is None else {})
-        (tmp_path / folder / "decode_default.json").write_text(json.dumps(found))
-    folders = [str(tmp_path / folder) for folder in ("one", "two", "three")]
-    assert summary.main([*folders, "--quiet"]) == 0
-    written = json.loads((tmp_path / "three" / summary.SUMMARY).read_text())
-    assert written["figures"][0]["measured"] == 4.0
+        (folders[-1] / "decode_default.json").write_text(json.dumps(found))
+    assert summary.main([*map(str, folders), "--quiet"]) == 0
+    assert json.loads((folders[-1] / summary.SUMMARY).read_text())["figures"][0]["measured"] == 4.0
 
 
 # ---- the script -----------------------------------------------------------------------------------------------------

@@ -9,11 +9,26 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from spec_trl.generation.engine.shadow import share_weights
 from spec_trl.quantization import quantize_projections
-from spec_trl.quantization.kernels import PackedWeight
+from spec_trl.quantization.kernels import LayerSpec, PackedWeight
 from spec_trl.quantization.quantized_copy import QuantizedNetwork
+from spec_trl.quantization.rtn import RoundToNearest
 
 
 IDS = torch.tensor([[3, 1, 4, 1], [9, 2, 6, 5]])
+
+
+def layer_spec(
+    out_features: int, in_features: int = 256, group: int = 128, bits: int = 4, device: str = "cpu",
+    dtype: torch.dtype = torch.float32, activation_dtype: torch.dtype | None = None,
+) -> LayerSpec:  # fmt: skip
+    return LayerSpec(out_features, in_features, bits, group, dtype, activation_dtype, torch.device(device))
+
+
+def pack(kernel: type[PackedWeight], layer: LayerSpec, weight: Tensor) -> Any:
+    """`weight`, rounded to nearest, in a kernel's layout."""
+    packed = kernel(layer)
+    RoundToNearest().quantize_(weight, packed)
+    return packed
 
 
 def quantized(policy: nn.Module, *scheme_and_kernel: str, **options: Any) -> tuple[Any, QuantizedNetwork]:

@@ -33,7 +33,6 @@ def two_adapters(model: nn.Module) -> Any:
 
 ADAPTERS = {
     "lora": lora,
-    "rank-stabilised": lambda model: lora(model, use_rslora=True),
     "dora": lambda model: lora(model, use_dora=True),
     "with bias": lambda model: lora(model, target_modules=["q_proj", "v_proj"], lora_bias=True),
     "two adapters": two_adapters,

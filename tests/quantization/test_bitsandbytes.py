@@ -50,8 +50,7 @@ def test_the_drafter_follows_the_dequantized_policy(llama: PreTrainedModel, bits
     assert (logits(never_dense(drafter)) - target).std() < 0.1 * target.std()
 
 
-@pytest.mark.parametrize("compress_statistics", [True, False])
-@pytest.mark.parametrize("shape", [(64, 128), (128, 192)])
+@pytest.mark.parametrize(("shape", "compress_statistics"), [((64, 128), True), ((128, 192), False)])
 def test_a_weight_that_bitsandbytes_permuted_in_its_forward_is_still_read(
     shape: tuple[int, int], compress_statistics: bool
 ) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -34,12 +33,8 @@ def fake_quantized(model: nn.Module, scheme: str = "rtn-w4-g128", lm_head: str =
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scheme"),
-    [
-        (torch.float64, "rtn-w4-g128"), (torch.float32, "rtn-w4-g32"), (torch.float32, "rtn-w8"),
-        (torch.bfloat16, "rtn-w8"),
-    ],
-)  # fmt: skip
+    ("dtype", "scheme"), [(torch.float64, "rtn-w4-g128"), (torch.float32, "rtn-w8"), (torch.bfloat16, "rtn-w8")]
+)
 def test_the_drafter_is_the_fake_quantized_model(llama: PreTrainedModel, dtype: torch.dtype, scheme: str) -> None:
     llama.to(dtype)
     expected = logits(fake_quantized(llama, scheme, lm_head="packed"))
@@ -96,32 +91,29 @@ def test_the_policy_is_untouched(llama: PreTrainedModel) -> None:
         assert parameter.dtype == torch.float32 and parameter.requires_grad
 
 
-@pytest.mark.parametrize(("scheme", "kernel"), [("rtn-w4-g128", "auto"), ("rtn-w8", "auto"), ("rtn-w8", "reference")])
-def test_refresh_follows_the_weights_in_place(llama: PreTrainedModel, scheme: str, kernel: str) -> None:
-    """Also where the drafter is made in inference mode, and refreshed in it and outside."""
+@pytest.mark.parametrize("scheme", ["rtn-w4-g128", "rtn-w8"])
+def test_refresh_follows_the_weights_in_place(llama: PreTrainedModel, scheme: str) -> None:
+    """Also where the drafter is made in inference mode, and refreshed in it and outside, and to new Parameters."""
     with torch.inference_mode():
-        drafter, network = quantized(llama, scheme, kernel, lm_head="packed")
+        drafter, network = quantized(llama, scheme, lm_head="packed")
     pointers, stale = addresses(network), logits(drafter)
     assert not any(buffer.is_inference() for buffer in packed_buffers(network))
     with torch.no_grad():
         for parameter in llama.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    q_proj = llama.model.layers[0].self_attn.q_proj
+    q_proj.weight = nn.Parameter(torch.zeros_like(q_proj.weight))
     network.refresh()
-    fresh, _ = quantized(llama, scheme, kernel, lm_head="packed")
+    fresh, _ = quantized(llama, scheme, lm_head="packed")
     assert torch.equal(logits(drafter), logits(fresh)) and not torch.equal(logits(drafter), stale)
     with torch.inference_mode():
         network.refresh()
     assert addresses(network) == pointers
-
-
-def test_new_parameter_objects_are_followed_and_biases_are_live(llama: PreTrainedModel) -> None:
-    _, network = quantized(llama)
-    q_proj, packed = llama.model.layers[0].self_attn.q_proj, network.layers["model.layers.0.self_attn.q_proj"]
-    q_proj.weight = nn.Parameter(torch.zeros_like(q_proj.weight))
-    network.refresh()
     with torch.no_grad():
-        q_proj.bias += 1
-        torch.testing.assert_close(packed(torch.ones(1, 128)), q_proj.bias[None])
+        q_proj.bias += 1  # biases are live
+        torch.testing.assert_close(
+            network.layers["model.layers.0.self_attn.q_proj"](torch.ones(1, 128))[0], q_proj.bias
+        )
 
 
 def test_many_rows_run_the_dense_layer(llama: PreTrainedModel) -> None:
@@ -197,29 +189,13 @@ def test_layers_that_nothing_fits_stay_dense_and_are_named_once(llama: PreTraine
     assert "o_proj (its weight is already quantized (torch.float8_e4m3fn))" in message
 
 
-@pytest.mark.parametrize(
-    ("argument", "valid"),
-    [
-        ({"scheme": "rtn-w3"}, "rtn-w4-g128', 'rtn-w4-g64', 'rtn-w4-g32', 'rtn-w8"),
-        ({"kernel": "marlln"}, "auto', 'torch_int4', 'triton', 'humming', 'marlin', 'torch_int8', 'reference"),
-        ({"lm_head": "tied"}, "auto', 'dense', 'packed"),
-    ],
-)
-def test_bad_names_are_refused_before_any_work(llama: PreTrainedModel, argument: dict[str, Any], valid: str) -> None:
+def test_bad_names_are_refused_before_any_work(llama: PreTrainedModel) -> None:
     drafter = share_weights(llama)
-    ((name, value),) = argument.items()
-    with pytest.raises(ValueError, match=f"{name}='{value}'.*{valid}"):
-        quantize_projections(drafter, **argument)
+    for name, value, valid in (
+        ("scheme", "rtn-w3", "rtn-w4-g128', 'rtn-w4-g64', 'rtn-w4-g32', 'rtn-w8"),
+        ("kernel", "marlln", "auto', 'torch_int4', 'triton', 'humming', 'marlin', 'torch_int8', 'reference"),
+        ("lm_head", "tied", "auto', 'dense', 'packed"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}='{value}'.*{valid}"):
+            quantize_projections(drafter, **{name: value})
     assert not any(isinstance(module, QuantizedLinear) for module in drafter.modules())
-
-
-def test_a_trained_model_keeps_its_predictions(stories: PreTrainedModel, story_tokenizer: Any) -> None:
-    model = copy.deepcopy(stories).float()
-    text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
-    ids = story_tokenizer(text, return_tensors="pt").input_ids
-    target = logits(model, ids).softmax(-1)  # [1, T, V]
-    for scheme, least in (("rtn-w4-g64", 0.75), ("rtn-w4-g32", 0.8), ("rtn-w8", 0.97)):
-        with pytest.warns(UserWarning, match="down_proj"):  # rows of 172 fit no group and no kernel
-            drafter, _ = quantized(model, scheme, lm_head="dense")
-        drafted = logits(never_dense(drafter), ids).softmax(-1)  # [1, T, V]
-        assert torch.minimum(drafted, target).sum(-1).mean() > least, scheme

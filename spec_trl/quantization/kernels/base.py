@@ -11,10 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-NVIDIA_CAPABILITY = (8, 0)
-"""Ampere: what every kernel for GPUs needs at least."""
-
-
 @dataclass(frozen=True)
 class LayerSpec:
     """One weight matrix, as a kernel must know it before it stores it.
@@ -116,7 +112,7 @@ class PackedWeight(nn.Module, ABC):
                 return f"{size} {which} features are no multiple of {multiple}"
         if cls.package is not None and importlib.util.find_spec(cls.package.module) is None:
             return f'{cls.package.name} is not installed; "pip install {cls.package.requirement}"'
-        return None if cls.device_type != "cuda" else gpu_unsupported(layer, NVIDIA_CAPABILITY)
+        return None if cls.device_type != "cuda" else gpu_unsupported(layer)
 
     @abstractmethod
     def pack_(self, first_row: int, rows: QuantizedRows) -> None:
@@ -148,8 +144,9 @@ def pad_rows(rows: QuantizedRows, multiple: int) -> QuantizedRows:
     return QuantizedRows(*(F.pad(part, padding) for part in (rows.codes, rows.scales, rows.zeros)))
 
 
-def gpu_unsupported(layer: LayerSpec, capability: tuple[int, int]) -> str | None:
-    """Why the GPU that holds `layer` cannot run a kernel for NVIDIA GPUs from `capability` on; None when it can."""
+def gpu_unsupported(layer: LayerSpec, capability: tuple[int, int] = (8, 0)) -> str | None:
+    """Why the GPU that holds `layer` cannot run a kernel for NVIDIA GPUs from `capability` (Ampere) on; None when it
+    can."""
     if torch.version.hip is not None:
         return "the GPU is not NVIDIA's"
     if torch.cuda.get_device_capability(layer.device) < capability:

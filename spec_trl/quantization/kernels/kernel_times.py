@@ -54,10 +54,7 @@ def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) ->
 
 
 def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> KernelChoice | None:
-    """The choice among `kernels` for `layer`, measured once and then kept, in memory and in the user's cache.
-
-    None where the dense layer is faster than each of them.
-    """
+    """The choice among `kernels` for `layer`; None where the dense layer is faster than each of them."""
     try:
         return kernel_table(layer, kernels).choose()
     except torch.OutOfMemoryError as error:
@@ -70,7 +67,8 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
 
 
 def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays) -> KernelTable:
-    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights; kept as above.
+    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once and
+    then kept, in memory and in the user's cache.
 
     A kernel that fails, or whose product differs from (code - zero) * scale by more than bfloat16 rounding, is not in
     the table. One warning names it, and such a table is not saved.

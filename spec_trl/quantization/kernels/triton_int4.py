@@ -11,8 +11,7 @@ columns, the matching rows of xᵀ are one contiguous slice of x, and a slice li
     words [rows / 16, spans, 16, W]: the same span of 16 rows lies together, 2 KiB; spans follow one another
 
 Rows and columns are padded, to 16 rows and whole spans, with scale 0. Each row and group has one more word: the scale
-in its upper half, and -(128 + zero) in its lower half, both in bfloat16 (float16: -(1024 + zero)). `triton_int4_mm`
-says why.
+in its upper half, and -(128 + zero) in its lower half, both in bfloat16. `triton_int4_mm` says why.
 """
 
 import torch
@@ -22,17 +21,14 @@ from torch import Tensor
 from .base import LayerSpec, Package, PackedWeight, QuantizedRows, join_nibbles, pad_rows
 
 
-CODE_BASES = {torch.bfloat16: 128, torch.float16: 1024}  # numbers whose lowest 4 bits count in ones
-
-
 class TritonInt4(PackedWeight):
-    """`spec_trl::triton_int4_mm`, in bfloat16, or float16 where asked for."""
+    """`spec_trl::triton_int4_mm`, in bfloat16."""
 
     name = "triton"
     bits = 4
     device_type = "cuda"
     package = Package("triton", "triton", "triton")
-    activation_dtypes = tuple(CODE_BASES)
+    activation_dtypes = (torch.bfloat16,)
     row_block = 16
 
     def __init__(self, layer: LayerSpec) -> None:
@@ -48,8 +44,7 @@ class TritonInt4(PackedWeight):
     def pack_(self, first_row: int, rows: QuantizedRows) -> None:
         _, spans, _, words = self.codes.shape
         count = len(rows.scales)
-        base = CODE_BASES[self.activation_dtype]
-        offsets = -(base + rows.zeros.to(self.activation_dtype))  # [rows, groups], exact
+        offsets = -(128 + rows.zeros.to(torch.bfloat16))  # [rows, groups], exact
         low = offsets.view(torch.int16).int() & 0xFFFF  # [rows, groups]
         high = rows.scales.view(torch.int16).int() << 16  # [rows, groups]
         self.scales_and_offsets[: self.layer.groups, first_row : first_row + count] = (high | low).T  # [groups, rows]
@@ -61,14 +56,6 @@ class TritonInt4(PackedWeight):
         packed = join_nibbles([nibbles[:, :, :, i] for i in range(8)])  # [rows/16, 16, spans, words]
         first = first_row // 16
         self.codes[first : first + len(packed)] = packed.transpose(1, 2)  # [rows/16, spans, 16, words]
-
-    def unpack(self) -> Tensor:
-        """The codes as they were given, int32 [out, in]."""
-        blocks, spans, _, words = self.codes.shape
-        shifts = torch.arange(0, 32, 4, device=self.codes.device)[:, None]  # [8, 1]
-        nibbles = (self.codes[:, :, :, None, :] >> shifts) & 15  # [rows/16, spans, 16, 8, words]
-        codes = nibbles.transpose(1, 2).reshape(blocks * 16, spans * 8 * words)  # [stored_rows, stored columns]
-        return codes[: self.layer.out_features, : self.layer.in_features]
 
     def linear(self, x: Tensor) -> Tensor:
         return torch.ops.spec_trl.triton_int4_mm(

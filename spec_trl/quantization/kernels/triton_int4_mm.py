@@ -1,9 +1,9 @@
 """The product of `TritonInt4`: y = x Wᵀ for few rows of x and a 4-bit W. Importing this file imports triton.
 
-A nibble becomes a number by OR-ing it into the bits of 128 (bfloat16; float16: 1024), which makes 128 + code exactly;
-adding -(128 + zero), one instruction for two weights and exact as well, leaves code - zero for the tensor cores. The
-scale multiplies a group's product, in fp32. W is the left operand: its unpacked weights stay in registers, and x is
-padded to 8 or 16 rows only.
+A nibble becomes a number by OR-ing it into the bits of 128 in bfloat16, which makes 128 + code exactly; adding
+-(128 + zero), one instruction for two weights and exact as well, leaves code - zero for the tensor cores. The scale
+multiplies a group's product, in fp32. W is the left operand: its unpacked weights stay in registers, and x is padded
+to 8 or 16 rows only.
 
 Where W has too few tiles for the device, the columns are divided among programs and a second kernel adds the parts in
 a fixed order: no atomics, the same bits at each call.
@@ -25,41 +25,38 @@ IMBALANCE = 1.35  # work of the busiest multiprocessor over the mean that is tol
 INTERPRETED_SMS = 132  # multiprocessors, where there is no device to ask
 
 
-def _assembly(nibble: int, one: str, magic: str) -> str:
+def _assembly(nibble: int) -> str:
     """PTX from two words ($1, $2) and their rows' parameters ($3, $4) to a register ($0) with two (code - zero)."""
     return f"""{{
         .reg .b32 codes, offset, one;
         prmt.b32 codes, $1, $2, {"0x5410" if nibble < 4 else "0x7632"};
         shr.u32 codes, codes, {4 * (nibble % 4)};
-        lop3.b32 codes, codes, 0x000f000f, {magic}, 0xea;
+        lop3.b32 codes, codes, 0x000f000f, 0x43004300, 0xea;
         prmt.b32 offset, $3, $4, 0x5410;
-        mov.b32 one, {one};
-        fma.rn.{"bf16x2" if magic == "0x43004300" else "f16x2"} $0, codes, one, offset;
+        mov.b32 one, 0x3f803f80;
+        fma.rn.bf16x2 $0, codes, one, offset;
         }}"""
 
 
-BF16_ASSEMBLY = tl.constexpr(tuple(_assembly(i, "0x3f803f80", "0x43004300") for i in range(8)))
-FP16_ASSEMBLY = tl.constexpr(tuple(_assembly(i, "0x3c003c00", "0x64006400") for i in range(8)))
+ASSEMBLY = tl.constexpr(tuple(map(_assembly, range(8))))
 
 
 @triton.jit
-def _steps(words, parameters, NIBBLE: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+def _steps(words, parameters, NIBBLE: tl.constexpr, INTERPRETED: tl.constexpr):
     """code - zero of one nibble of each word, [BLOCK_N, WORDS]; parameters [BLOCK_N, 1].
 
     Triton's interpreter knows neither assembly nor arithmetic in bfloat16, so there it is float32.
     """
-    IS_BF16: tl.constexpr = DTYPE == tl.bfloat16
     if INTERPRETED:
-        MAGIC: tl.constexpr = 0x4300 if IS_BF16 else 0x6400
-        codes = (((words >> (4 * NIBBLE)) & 0xF) | MAGIC).to(tl.int16).to(DTYPE, bitcast=True)
-        offset = parameters.to(tl.int16).to(DTYPE, bitcast=True)
+        codes = (((words >> (4 * NIBBLE)) & 0xF) | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        offset = parameters.to(tl.int16).to(tl.bfloat16, bitcast=True)
         steps = codes.to(tl.float32) + offset.to(tl.float32)
     else:
-        lines: tl.constexpr = BF16_ASSEMBLY[NIBBLE] if IS_BF16 else FP16_ASSEMBLY[NIBBLE]
+        lines: tl.constexpr = ASSEMBLY[NIBBLE]
         pairs = tl.inline_asm_elementwise(
             lines, "=r,r,r,r,r", [words, parameters], dtype=tl.int16, is_pure=True, pack=2
         )
-        steps = pairs.to(DTYPE, bitcast=True)
+        steps = pairs.to(tl.bfloat16, bitcast=True)
     return steps
 
 
@@ -70,7 +67,6 @@ def _int4_mm(
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One [BLOCK_N, BLOCK_M] tile of W xᵀ over a share of the spans; out [splits, m, n]."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     SPAN: tl.constexpr = 8 * WORDS
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N], of W
     split = tl.program_id(1)
@@ -91,12 +87,9 @@ def _int4_mm(
             for nibble in tl.static_range(group * (GROUP // WORDS), (group + 1) * (GROUP // WORDS)):
                 mask = wanted if EVEN_K else wanted & ((span * SPAN + nibble * WORDS + j)[:, None] < k)
                 x = tl.load(x_ptrs + span * SPAN + nibble * WORDS, mask=mask, other=0.0)  # [WORDS, BLOCK_M]
-                steps = _steps(words, parameters[:, None], nibble, dtype, INTERPRETED)  # [BLOCK_N, WORDS]
+                steps = _steps(words, parameters[:, None], nibble, INTERPRETED)  # [BLOCK_N, WORDS]
                 product = tl.dot(steps, x.to(steps.dtype), product, input_precision="ieee")
-            if dtype == tl.bfloat16:
-                scale = (parameters & -65536).to(tl.float32, bitcast=True)  # [BLOCK_N]
-            else:
-                scale = (parameters >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)  # [BLOCK_N]
+            scale = (parameters & -65536).to(tl.float32, bitcast=True)  # [BLOCK_N]
             y += scale[:, None] * product
     to = (split.to(tl.int64) * m + column[None, :]) * n + row[:, None]  # [BLOCK_N, BLOCK_M]
     tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=wanted & (row < n)[:, None])
@@ -126,10 +119,10 @@ def splits_for(tiles: int, spans: int, multiprocessors: int) -> int:
 
 @torch.library.custom_op("spec_trl::triton_int4_mm", mutates_args=())
 def triton_int4_mm(x: Tensor, words: Tensor, scales_and_offsets: Tensor, out_features: int, group: int) -> Tensor:
-    """x Wᵀ for a W in the layout of `TritonInt4`: [m, out_features] in x's dtype.
+    """x Wᵀ for a W in the layout of `TritonInt4`: [m, out_features] in bfloat16.
 
     Args:
-        x: [m, in], bfloat16 or float16, the last dimension contiguous.
+        x: [m, in], bfloat16, the last dimension contiguous.
         words: int32 [stored_rows / 16, spans, 16, words per row and span].
         scales_and_offsets: int32 [groups, stored_rows].
         out_features: rows of W; at most stored_rows.

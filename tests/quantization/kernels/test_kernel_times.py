@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from spec_trl.quantization import kernels as kernel_choice
-from spec_trl.quantization.kernels import LayerSpec, PackedWeight, find_kernel, kernel_times, make_packed
+from spec_trl.quantization.kernels import PackedWeight, find_kernel, kernel_times, make_packed
 from spec_trl.quantization.kernels.base import Package
 from spec_trl.quantization.kernels.kernel_table import ROWS, KernelChoice, KernelTable, TableKey
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu
+from tests.quantization.conftest import layer_spec
 
 
-LAYER = LayerSpec(96, 256, 4, 128, torch.float32, torch.bfloat16, torch.device("cpu"))
+LAYER = layer_spec(96, activation_dtype=torch.bfloat16)
 
 
 def kernel(name: str, **members: Any) -> type[PackedWeight]:
@@ -157,35 +158,22 @@ ON_GPU = dict(
 FIRST, SECOND = kernel("first", **ON_GPU), kernel("second", **ON_GPU)
 
 
-def times(first: float, second: float) -> KernelTable:
-    return KernelTable(
-        TableKey("GPU", "torch", "96x256", "first, second"),
-        dict.fromkeys(ROWS, 10.0),
-        {"first": dict.fromkeys(ROWS, first), "second": dict.fromkeys(ROWS, second) | {32: 11.0}},
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "table", "expected", "max_rows"),
-    [
-        ("auto", times(3, 2), SECOND, 16),
-        ("auto", times(3, 4), FIRST, 64),
-        ("second", None, SECOND, sys.maxsize),  # named: no table is asked for
-        ("auto", times(10, 10), None, 0),
-    ],
-)
-def test_the_choice_on_a_gpu_goes_by_the_table(
-    name: str, table: KernelTable | None, expected: type | None, max_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_choice_on_a_gpu_goes_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for names in ("FAST_KERNELS", "KERNELS"):
         monkeypatch.setattr(kernel_choice, names, (FIRST, SECOND))
-    monkeypatch.setattr(kernel_times, "kernel_table", table and (lambda layer, kernels: table))
-    layer = replace(LAYER, activation_dtype=None, device=torch.device("cuda"))
-    found, packed = find_kernel(name, layer), make_packed(name, layer)
-    if expected is None:
-        assert found == packed == "no kernel was measured to be faster than the dense layer"
-    else:
-        assert found is expected and type(packed) is expected and packed.max_rows == max_rows
+    layer = layer_spec(96, device="cuda")
+    for first, second, expected, max_rows in ((3, 2, SECOND, 16), (3, 4, FIRST, 64), (10, 10, None, 0)):
+        times = {"first": dict.fromkeys(ROWS, first), "second": dict.fromkeys(ROWS, second) | {32: 11}}
+        table = KernelTable(TableKey("GPU", "torch", "96x256", "first, second"), dict.fromkeys(ROWS, 10), times)
+        monkeypatch.setattr(kernel_times, "kernel_table", lambda layer, kernels, table=table: table)
+        found, packed = find_kernel("auto", layer), make_packed("auto", layer)
+        if expected is None:
+            assert found == packed == "no kernel was measured to be faster than the dense layer"
+        else:
+            assert found is expected and type(packed) is expected and packed.max_rows == max_rows
+    monkeypatch.setattr(kernel_times, "kernel_table", None)  # named: no table is asked for
+    packed = make_packed("second", layer)
+    assert type(packed) is find_kernel("second", layer) is SECOND and packed.max_rows == sys.maxsize
 
 
 def test_auto_on_a_cpu_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,29 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.quantization.kernels import LayerSpec, PackedWeight, QuantizedRows, find_kernel
+from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, find_kernel
 from spec_trl.quantization.kernels.humming import HummingInt4
 from spec_trl.quantization.kernels.marlin import MarlinInt4
 from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
 from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu, TorchInt4Cuda
 from spec_trl.quantization.kernels.torch_int8 import TorchInt8Cpu
 from spec_trl.quantization.kernels.triton_int4 import TritonInt4
-from spec_trl.quantization.rtn import RoundToNearest
+from tests.quantization.conftest import layer_spec, pack
 
 
 BF16 = torch.bfloat16
 STORES_ON_CPU = [TorchInt4Cpu, TritonInt4, MarlinInt4, ReferenceInt4, TorchInt8Cpu, ReferenceInt8]
 """Kernels whose layout needs no GPU; test_on_gpu.py has the others."""
-
-
-def spec(out_features, in_features=256, group=128, bits=4, device="cpu", dtype=torch.float32, activation_dtype=None):
-    return LayerSpec(out_features, in_features, bits, group, dtype, activation_dtype, torch.device(device))
-
-
-def pack(kernel: type[PackedWeight], layer: LayerSpec, weight: torch.Tensor) -> PackedWeight:
-    packed = kernel(layer)
-    RoundToNearest().quantize_(weight, packed)
-    return packed
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -42,7 +32,9 @@ def test_torch_multiplies_like_the_reference(out, groups, group, rows, dtype, se
     torch.manual_seed(seed)
     weight, x = torch.randn(out, groups * group).to(dtype), torch.randn(rows, groups * group).to(BF16)
     for bits, fast_kernel, slow_kernel in ((4, TorchInt4Cpu, ReferenceInt4), (8, TorchInt8Cpu, ReferenceInt8)):
-        layer = spec(*weight.shape, group if bits == 4 else groups * group, bits, dtype=dtype, activation_dtype=BF16)
+        layer = layer_spec(
+            *weight.shape, group if bits == 4 else groups * group, bits, dtype=dtype, activation_dtype=BF16
+        )
         assert find_kernel("auto", layer) is fast_kernel
         fast, slow = pack(fast_kernel, layer, weight), pack(slow_kernel, layer, weight)
         exact, y = x.double() @ slow.dequantize().double().T, fast.linear(x)  # [rows, out] each
@@ -55,21 +47,12 @@ def test_torch_multiplies_like_the_reference(out, groups, group, rows, dtype, se
         assert torch.equal(stored, slow.scales)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("kernel", [ReferenceInt4, ReferenceInt8])
-def test_the_reference_computes_in_the_policys_dtype(kernel, dtype) -> None:
-    packed = pack(kernel, spec(24, 64, 64, bits=kernel.bits, dtype=dtype), torch.randn(24, 64).to(dtype))
-    x = torch.randn(5, 64).to(dtype)
-    assert packed.dequantize().dtype == dtype
-    assert torch.equal(packed.linear(x), torch.nn.functional.linear(x, packed.dequantize()))
-
-
 @pytest.mark.parametrize("kernel", STORES_ON_CPU)
 @pytest.mark.parametrize("out", [40, 192])
 def test_rows_are_stored_in_place_block_by_block(kernel, out: int) -> None:
     torch.manual_seed(0)
     bits = kernel.bits
-    layer = spec(out, 256, 128 if bits == 4 else 256, bits, activation_dtype=BF16)
+    layer = layer_spec(out, 256, 128 if bits == 4 else 256, bits, activation_dtype=BF16)
     codes = torch.randint(0, 16, (out, 256), dtype=torch.int32)
     zeros = torch.randint(0, 16, (out, layer.groups)).to(BF16)
     rows = QuantizedRows(codes, torch.rand(out, layer.groups).to(BF16), zeros)
@@ -81,40 +64,40 @@ def test_rows_are_stored_in_place_block_by_block(kernel, out: int) -> None:
         packed.pack_(first, QuantizedRows(codes[block].clone(), rows.scales[block], zeros[block]))
     assert [buffer.data_ptr() for buffer in packed.buffers()] == pointers
     assert all(torch.equal(a, b) for a, b in zip(packed.buffers(), whole.buffers(), strict=True))
-    if kernel in (ReferenceInt4, TritonInt4):
+    if kernel is ReferenceInt4:
         assert torch.equal(packed.unpack(), codes)
-    large = kernel(spec(256, 1024, 128 if bits == 4 else 1024, bits, dtype=BF16))
+    large = kernel(layer_spec(256, 1024, 128 if bits == 4 else 1024, bits, dtype=BF16))
     assert large.nbytes / (2 * 256 * 1024) <= (0.27 if bits == 4 else 0.51) and not large.state_dict()
 
 
 def test_the_choice_by_name() -> None:
     """ "auto" takes the fast kernel and never the reference."""
-    assert find_kernel("reference", spec(64)) is ReferenceInt4
-    assert find_kernel("reference", spec(64, bits=8)) is ReferenceInt8
-    assert find_kernel("auto", spec(64)) is find_kernel("torch_int4", spec(64)) is TorchInt4Cpu
-    assert isinstance(find_kernel("auto", spec(64, activation_dtype=torch.float32)), str)
+    assert find_kernel("reference", layer_spec(64)) is ReferenceInt4
+    assert find_kernel("reference", layer_spec(64, bits=8)) is ReferenceInt8
+    assert find_kernel("auto", layer_spec(64)) is find_kernel("torch_int4", layer_spec(64)) is TorchInt4Cpu
 
 
-FLOAT16 = dict(device="cuda", activation_dtype=torch.float16)
+FLOAT32 = dict(activation_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
     ("kernel", "layer", "reason"),
     [
-        ("torch_int8", spec(40, 104, 104, bits=8), "torch_int8: 104 input features are no multiple of 16"),
-        ("torch_int8", spec(40, 96, 96, bits=8, activation_dtype=torch.float32), "activation_dtype=torch.float32"),
-        ("torch_int4", spec(64, bits=8), "kernel 'torch_int4' has nothing for 8-bit weights on cpu"),
-        ("torch_int8", spec(64), "kernel 'torch_int8' has nothing for 4-bit weights on cpu"),
-        ("triton", spec(64), "kernel 'triton' has nothing for 4-bit weights on cpu"),
-        ("torch_int4", spec(64, activation_dtype=torch.float32), "activation_dtype=torch.float32"),
-        ("auto", spec(64, device="cuda", bits=8), "kernel 'auto' has nothing for 8-bit weights on cuda"),
-        ("torch_int4", spec(36, device="cuda"), "torch_int4: 36 output features are no multiple of 8"),
-        ("triton", spec(64, device="cuda", activation_dtype=torch.float32), "triton: activation_dtype=torch.float32"),
-        ("humming", spec(64, **FLOAT16), "humming: activation_dtype=torch.float16"),
-        ("humming", spec(72, device="cuda"), "humming: 72 output features are no multiple of 64"),
-        ("marlin", spec(64, **FLOAT16), "marlin: activation_dtype=torch.float16"),
-        ("marlin", spec(64, 96, 32, device="cuda"), "96 input features are no multiple of 64"),
-        ("marlin", spec(64, 128, device="cuda"), "a row is a single group"),
+        ("torch_int8", layer_spec(40, 104, 104, bits=8), "torch_int8: 104 input features are no multiple of 16"),
+        (
+            "torch_int8",
+            layer_spec(40, 96, 96, bits=8, **FLOAT32),
+            "activation_dtype=torch.float32, and it computes in",
+        ),
+        ("auto", layer_spec(64, **FLOAT32), "torch_int4: activation_dtype=torch.float32"),  # never the reference
+        ("torch_int4", layer_spec(64, bits=8), "kernel 'torch_int4' has nothing for 8-bit weights on cpu"),
+        ("triton", layer_spec(64), "kernel 'triton' has nothing for 4-bit weights on cpu"),
+        ("torch_int4", layer_spec(36, device="cuda"), "torch_int4: 36 output features are no multiple of 8"),
+        ("triton", layer_spec(64, device="cuda", **FLOAT32), "triton: activation_dtype=torch.float32"),
+        ("humming", layer_spec(64, device="cuda", **FLOAT32), "humming: activation_dtype=torch.float32"),
+        ("humming", layer_spec(72, device="cuda"), "humming: 72 output features are no multiple of 64"),
+        ("marlin", layer_spec(64, 96, 32, device="cuda"), "96 input features are no multiple of 64"),
+        ("marlin", layer_spec(64, 128, device="cuda"), "a row is a single group"),
     ],
 )
 def test_what_does_not_fit_gets_a_reason(kernel: str, layer: LayerSpec, reason: str) -> None:
@@ -126,7 +109,7 @@ def test_what_does_not_fit_gets_a_reason(kernel: str, layer: LayerSpec, reason: 
     [(TritonInt4, "triton"), (HummingInt4, "spec-trl[humming]"), (MarlinInt4, "spec-trl[marlin]")],
 )
 def test_what_is_missing_is_named(kernel, requirement: str, monkeypatch) -> None:
-    layer = spec(64, device="cuda")
+    layer = layer_spec(64, device="cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert f'"pip install {requirement}"' in kernel.unsupported(layer)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -139,7 +122,7 @@ def test_what_is_missing_is_named(kernel, requirement: str, monkeypatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     needs = "64 output features are no multiple of 128, which this GPU needs"
     assert kernel.unsupported(layer) == (needs if kernel is HummingInt4 else None)
-    assert kernel.unsupported(spec(128, device="cuda")) is None
+    assert kernel.unsupported(layer_spec(128, device="cuda")) is None
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
     assert ("nvcc" in (kernel.unsupported(layer) or "")) == (kernel is MarlinInt4)
     monkeypatch.setattr(torch.version, "hip", "6.0")

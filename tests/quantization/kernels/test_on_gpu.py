@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from spec_trl.quantization.kernels import FAST_KERNELS, LayerSpec, fitting_kernels, kernel_times
+from spec_trl.quantization.kernels import FAST_KERNELS, fitting_kernels, kernel_times
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.rtn import RoundToNearest
+from tests.quantization.conftest import layer_spec, pack
 
 
 pytestmark = pytest.mark.cuda
@@ -20,7 +21,7 @@ def kernel(request):
 
 def layer_for(kernel, shape):
     """The layer of this shape (out, in, group); the test is skipped where the kernel cannot hold it."""
-    layer = LayerSpec(*shape[:2], 4, shape[2], torch.bfloat16, None, torch.device("cuda"))
+    layer = layer_spec(*shape, device="cuda", dtype=torch.bfloat16)
     reason = kernel.unsupported(layer)
     if reason is not None:
         pytest.skip(reason)
@@ -32,9 +33,7 @@ def test_multiplies_like_the_reference(kernel, shape):
     torch.manual_seed(0)
     layer = layer_for(kernel, shape)
     weight = torch.randn(*shape[:2], device="cuda") / 60
-    packed, reference = kernel(layer), ReferenceInt4(layer)
-    for target in (packed, reference):
-        RoundToNearest().quantize_(weight, target)
+    packed, reference = pack(kernel, layer, weight), pack(ReferenceInt4, layer, weight)
     exact_weight = reference.dequantize().double()
     for rows in (1, 3, 8, 16, 17, 64):
         x = torch.randn(rows, shape[1], device="cuda").bfloat16()
@@ -48,9 +47,8 @@ def test_multiplies_like_the_reference(kernel, shape):
 def test_a_captured_graph_survives_a_refresh(kernel):
     torch.manual_seed(0)
     layer = layer_for(kernel, (3584, 3584, 128))
-    packed, x = kernel(layer), torch.randn(1, 3584, device="cuda").bfloat16()
     old, new = (torch.randn(3584, 3584, device="cuda") for _ in range(2))
-    RoundToNearest().quantize_(old, packed)
+    packed, x = pack(kernel, layer, old), torch.randn(1, 3584, device="cuda").bfloat16()
     packed.linear(x)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -60,20 +58,17 @@ def test_a_captured_graph_survives_a_refresh(kernel):
     graph.replay()
     assert torch.equal(y, packed.linear(x))
     RoundToNearest().quantize_(old, packed)
-    fresh = kernel(layer)
-    RoundToNearest().quantize_(old, fresh)
     graph.replay()
-    torch.testing.assert_close(y, fresh.linear(x))
+    torch.testing.assert_close(y, pack(kernel, layer, old).linear(x))
 
 
 def test_large_blocks_of_rows_pack_like_small_ones(kernel, monkeypatch):
     torch.manual_seed(0)
     layer = layer_for(kernel, (18944, 512, 128))
     weight = torch.randn(18944, 512, device="cuda")
-    whole, blocks = kernel(layer), kernel(layer)
-    RoundToNearest().quantize_(weight, whole)
+    whole = pack(kernel, layer, weight)
     monkeypatch.setattr("spec_trl.quantization.rtn.GPU_CHUNK", 512 * 128)
-    RoundToNearest().quantize_(weight, blocks)
+    blocks = pack(kernel, layer, weight)
     assert all(torch.equal(a, b) for a, b in zip(whole.buffers(), blocks.buffers(), strict=True))
 
 
@@ -91,7 +86,7 @@ def test_quantizing_waits_for_nothing(kernel):
 def test_kernels_are_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_times, "tables", {})
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
-    layer = LayerSpec(3584, 3584, 4, 128, torch.bfloat16, None, torch.device("cuda"))
+    layer = layer_spec(3584, 3584, device="cuda", dtype=torch.bfloat16)
     fitting = fitting_kernels("auto", layer)
     assert not isinstance(fitting, str)
     table = kernel_times.kernel_table(layer, fitting)
