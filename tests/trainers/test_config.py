@@ -14,7 +14,7 @@ from trl import GRPOConfig, TrlParser
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpeculativeConfig
 from spec_trl.generation.configuration import OPTIONS
 from tests.generation.drafters.watching import make_checkpoint
-from tests.trainers.harness import make_trainer, tiny_dataset, tiny_policy
+from tests.trainers.harness import make_run, tiny_dataset, tiny_policy
 
 
 def make_config(**options: Any) -> SpecGRPOConfig:
@@ -175,11 +175,11 @@ def test_what_no_rollout_serves(
     tmp_path: Path, strategy: str, options: Callable[[], dict[str, Any]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, strategy, **options())
+        make_run(tmp_path, strategy, **options())
 
 
 def test_who_generates_by_himself_is_left_alone(tmp_path: Path) -> None:
-    make_trainer(tmp_path, generation_kwargs={"num_beams": 3}, trainer={"rollout_func": lambda *_: {}})
+    make_run(tmp_path, generation_kwargs={"num_beams": 3}, trainer={"rollout_func": lambda *_: {}})
 
 
 def test_files_and_configs_of_another_kind_are_refused(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_files_and_configs_of_another_kind_are_refused(tmp_path: Path) -> None:
         SpecGRPOTrainer(tiny_policy(), lambda completions, **_: [0.0], config, tiny_dataset())
     (tmp_path / "broken.json").write_text('{"version": 1, ')
     with pytest.raises(ValueError, match="broken.json is not a valid roofline profile"):
-        make_trainer(tmp_path, sd_toggle="roofline", roofline_profile=str(tmp_path / "broken.json"))
+        make_run(tmp_path, sd_toggle="roofline", roofline_profile=str(tmp_path / "broken.json"))
 
 
 RACE = {"strategy": "best_of_n", "best_of_n_drafters": ["model", "ngram"]}
@@ -222,7 +222,7 @@ def test_assistants_that_do_not_fit(tmp_path: Path, argument: str, options: dict
             {"assistant_model": path} if argument == "assistant_model" else {"best_of_n_assistants": {"model": path}}
         )
         with pytest.raises(ValueError, match=f"^{argument}='{path}' {message}"):
-            make_trainer(tmp_path, **options, **given)
+            make_run(tmp_path, **options, **given)
 
 
 def test_defaults_reach_generate() -> None:

@@ -24,7 +24,6 @@ from tests.trainers.conftest import Asked
 from tests.trainers.harness import (
     Run,
     assert_same_training,
-    make_trainer,
     tiny_dataset,
     tiny_policy,
     train,
@@ -167,16 +166,15 @@ def test_dropout_and_gradient_checkpointing(tmp_path: Path) -> None:
 
 def test_best_model_at_the_end(tmp_path: Path) -> None:
     """Its weights are drafted for, not those of the last step."""
-    trainer, run = make_trainer(
+    run = train(
         tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
         per_device_eval_batch_size=4, load_best_model_at_end=True, metric_for_best_model="eval_num_tokens",
         greater_is_better=False, trainer={"eval_dataset": tiny_dataset(1)},
     )  # fmt: skip
-    trainer.train()
-    assert trainer.state.best_global_step == 1
+    assert run.trainer.state.best_global_step == 1
     copy = run.calls[0].drafters[0]
     before = [buffer.clone() for buffer in copy.network.buffers()]
-    trainer.evaluate()
+    run.trainer.evaluate()
     assert any(not torch.equal(one, other) for one, other in zip(before, copy.network.buffers(), strict=True))
 
 
