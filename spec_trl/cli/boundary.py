@@ -1,6 +1,5 @@
 """Where speculation pays: predicted speedup over (S, B) with measured points on it (ER Fig. 11, App. E.4)."""
 
-import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -12,6 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
+from ..generation.engine.statistics import added
 from ..scheduling.roofline import Roofline
 from ..scheduling.sweep import Sample
 from ..scheduling.sweep import points as sweep_points
@@ -25,6 +25,11 @@ LEAST_ROUNDS = 3
 _GRID = 48  # background cells per axis
 # Pale, so that markers stand out at both ends; brown and violet differ for every kind of sight.
 _SURFACE = LinearSegmentedColormap.from_list("speedup", ["#C2A878", "#FFFFFF", "#9C8FC4"])
+_FASTER: dict[str, Any] = dict(color=GREEN, marker="o", markeredgecolor="white", linestyle="", markersize=6.6)
+_SLOWER: dict[str, Any] = dict(color=VERMILLION, marker="x", markeredgewidth=2, linestyle="", markersize=6.6)
+_SMALL: dict[str, Any] = dict(markersize=4.2, markeredgewidth=0.9)
+_IDLE: dict[str, Any] = dict(color="#555555", marker=".", markersize=4, linestyle="")
+_LIMIT: dict[str, Any] = dict(color="black", linestyle="--", linewidth=1)
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,9 @@ def points_of_run(
     """
     cells: dict[tuple[int, int, int], _Cell] = defaultdict(_Cell)
     for point in _points_of_profile(rollouts):
-        cell = cells[point.batch, round(2 * math.log2(max(point.length, 1.0))), point.draft_length]
-        cell.rounds += point.rounds
-        cell.seconds += point.rounds * point.seconds
-        cell.tokens += point.tokens
-        cell.length_sum += point.rounds * point.length
+        place = point.batch, round(2 * math.log2(max(point.length, 1.0))), point.draft_length
+        n = point.rounds
+        cells[place] = added(cells[place], _Cell(n, n * point.seconds, point.tokens, n * point.length))
     measured: list[MeasuredPoint] = []
     idle = {(batch, band): cell.length for (batch, band, gamma), cell in cells.items() if gamma == 0 and cell.rounds}
     for (batch, band, draft_length), cell in sorted(cells.items()):
@@ -101,10 +104,10 @@ def toggle_boundary(
     draft_max_rows: int | None = None,
     idle: Sequence[tuple[int, float]] = (),
 ) -> Drawing | None:
-    """One panel per γ of `block_efficiency` (τ by γ): the predicted speedup, the contour 1 + ε and the points.
+    """One panel per γ of `block_efficiency` (τ by γ): the predicted speedup, the contour 1 + ε and the points, with
+    `idle` (batch, length) that decoded autoregressively. None without points.
 
-    `idle` are (batch, length) that decoded autoregressively. The numbers, by γ: those of "beneficial" and "harmful"
-    points, and "agreement": the share of points on the predicted side of 1. None without points.
+    The text says for each γ how many points lie above and below 1, and how many of them on the predicted side.
     """
     if not points or not block_efficiency:
         return None
@@ -116,63 +119,43 @@ def toggle_boundary(
     }
     values = [value for surface in surfaces.values() for row in surface for value in row]
     norm = TwoSlopeNorm(vcenter=1.0, vmin=min(*values, 0.8), vmax=max(*values, 1.2))
-    figure, panels = canvas(len(surfaces), per_row=4, width=3.6, height=4.0)
-    numbers: dict[int, dict[str, Any]] = {}
+    labels = [("S (cached tokens per row)", "B (active rows)")] * len(surfaces)
+    figure, panels = canvas(*labels, per_row=4, width=3.6, height=4.0)
+    texts = []
     for axes, (gamma, surface) in zip(panels, surfaces.items(), strict=True):
+        tau, here = block_efficiency[gamma], [point for point in points if point.draft_length == gamma]
         mesh = axes.pcolormesh(lengths, batches, surface, cmap=_SURFACE, norm=norm, shading="gouraud")
         if min(map(min, surface)) < 1 + margin < max(map(max, surface)):
             axes.contour(lengths, batches, surface, levels=[1 + margin], colors=BLUE, linewidths=2)
         if draft_max_rows is not None and batches[0] < draft_max_rows < batches[-1]:
-            axes.axhline(draft_max_rows, color="black", linestyle="--", linewidth=1)
-        here = [point for point in points if point.draft_length == gamma]
-        axes.scatter([length for _, length in idle], [batch for batch, _ in idle], s=6, c="#555555")
-        for assumed, won in itertools.product((False, True), (True, False)):
-            chosen = [p for p in here if p.assumed_baseline == assumed and (p.speedup > 1) == won]
-            look: dict[str, Any] = dict(marker="x", c=VERMILLION, linewidths=1.0 if assumed else 2.0)
-            if won:
-                look = dict(marker="o", facecolors=GREEN, edgecolors="white", linewidths=0.6)
-            size = 18 if assumed else 44
-            axes.scatter([p.length for p in chosen], [p.batch for p in chosen], s=size, **look)
-        axes.set(title=f"γ = {gamma}, τ = {block_efficiency[gamma]:.3g}", xlabel="S (cached tokens per row)")
-        axes.set(ylabel="B (active rows)", xscale="log", yscale="log")
-        for axis, values in ((axes.xaxis, lengths), (axes.yaxis, batches)):
-            axis.set_major_locator(FixedLocator(_ticks(values)))
+            axes.axhline(draft_max_rows, **_LIMIT)
+        axes.plot([length for _, length in idle], [batch for batch, _ in idle], **_IDLE)
+        for point in here:
+            look = (_FASTER if point.speedup > 1 else _SLOWER) | (_SMALL if point.assumed_baseline else {})
+            axes.plot(point.length, point.batch, **look)
+        axes.set(title=f"γ = {gamma}, τ = {tau:.3g}", xscale="log", yscale="log")
+        for axis, places in ((axes.xaxis, lengths), (axes.yaxis, batches)):
+            axis.set_major_locator(FixedLocator(_ticks(places)))
             axis.set_major_formatter(ScalarFormatter())
             axis.set_minor_locator(NullLocator())
-        tau, beneficial = block_efficiency[gamma], sum(point.speedup > 1 for point in here)
-        right = [(roofline.speedup(p.batch, p.length, tau, gamma) > 1) == (p.speedup > 1) for p in here]
-        agreement = statistics.fmean(right) if right else None
-        numbers[gamma] = {"beneficial": beneficial, "harmful": len(here) - beneficial, "agreement": agreement}
+        beneficial = sum(point.speedup > 1 for point in here)
+        texts.append(f"γ = {gamma}: {beneficial} points beneficial, {len(here) - beneficial} harmful")
+        if here:
+            right = [(roofline.speedup(p.batch, p.length, tau, gamma) > 1) == (p.speedup > 1) for p in here]
+            texts[-1] += f", {statistics.fmean(right):.1%} predicted on the right side of 1"
     figure.colorbar(mesh, ax=panels, label="predicted speedup (×)")
-    figure.legend(handles=_legend(margin, points, draft_max_rows, idle), loc="outside lower center", ncols=3)
-    text = "; ".join(
-        f"γ = {gamma}: {n['beneficial']} points beneficial, {n['harmful']} harmful"
-        + ("" if n["agreement"] is None else f", {n['agreement']:.1%} predicted on the right side of 1")
-        for gamma, n in numbers.items()
-    )
-    if assumed_points := sum(point.assumed_baseline for point in points):
-        text += f"; {assumed_points} of the points take the autoregressive time from the profile"
-    return Drawing(figure, {"draft_lengths": numbers, "margin": margin}, f"{text}.")
-
-
-def _legend(
-    margin: float, points: Sequence[MeasuredPoint], draft_max_rows: int | None, idle: Sequence[tuple[int, float]]
-) -> list[Line2D]:
-    """Handles for what the panels show."""
-    looks: list[tuple[str, dict[str, Any]]] = [
-        ("measured: speculation faster", dict(color=GREEN, marker="o", linestyle="")),
-        ("measured: speculation slower", dict(color=VERMILLION, marker="x", linestyle="")),
-        (f"predicted speedup {1 + margin:g}", dict(color=BLUE, linewidth=2)),
-    ]
-    if any(point.assumed_baseline for point in points):
-        small = dict(color=GREEN, marker="o", markersize=3, linestyle="")
-        looks.append(("small: against the profile's autoregressive time", small))
+    looks = {"measured: speculation faster": _FASTER, "measured: speculation slower": _SLOWER}
+    looks[f"predicted speedup {1 + margin:g}"] = dict(color=BLUE, linewidth=2)
+    if assumed := sum(point.assumed_baseline for point in points):
+        looks["small: against the profile's autoregressive time"] = _FASTER | _SMALL
+        texts.append(f"{assumed} of the points take the autoregressive time from the profile")
     if idle:
-        looks.append(("decoded autoregressively", dict(color="#555555", marker=".", markersize=4, linestyle="")))
+        looks["decoded autoregressively"] = _IDLE
     if draft_max_rows is not None:
-        label = f"the drafter's kernel ends at {draft_max_rows} rows"
-        looks.append((label, dict(color="black", linestyle="--", linewidth=1)))
-    return [Line2D([], [], label=label, **look) for label, look in looks]
+        looks[f"the drafter's kernel ends at {draft_max_rows} rows"] = _LIMIT
+    handles = [Line2D([], [], label=label, **look) for label, look in looks.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return Drawing(figure, "; ".join(texts) + ".")
 
 
 @dataclass

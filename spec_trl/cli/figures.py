@@ -1,16 +1,14 @@
-"""Figures of a training run, each with the numbers it shows (ER Fig. 2, 4, 6, 8, 9, 12; Tab. 7).
+"""Figures of a training run, each with a sentence that says its numbers (ER Fig. 2, 4, 6, 8, 9, 12; Tab. 7).
 
 A function returns None where the run has no data for its figure.
 """
 
-import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -21,7 +19,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ..generation.engine.statistics import DraftCounts, added
-from ..json_files import write_atomically
 from ..trainers.run_log import RolloutRecord, Run, StepRecord
 from ..trainers.verdict import verdict_of
 
@@ -41,6 +38,7 @@ _PHASE_COLOURS = {
     "prefill": YELLOW, "noise": PURPLE, "draft": ORANGE, "verify": BLUE, "accept": GREEN, "compact": SKY,
     "control": VERMILLION, "refresh": "#000000",
 }  # fmt: skip
+_ROLLOUT = "training rollout"
 _MARKS = (50, 90, 99)  # per cent of requests, as in ER App. B
 _NEIGHBOURHOOD = 5  # rollouts at either end of a run that Tab. 7 and 8 would compare
 
@@ -50,30 +48,27 @@ Box = tuple[float, float, float, float]
 
 @dataclass
 class Drawing:
-    """A figure, the numbers in it, a sentence that says them, and a table (header first) where one says more."""
+    """A figure, a sentence that says its numbers, and a table (header first) where one says more."""
 
     figure: Figure
-    numbers: dict[str, Any]
     text: str
     table: Sequence[Sequence[str]] = ()
-
-    def write(self, path: Path, dpi: int = 130) -> bytes:
-        """Writes the figure to `path`, in the format of its suffix; returns the file's content."""
-        buffer = io.BytesIO()
-        self.figure.savefig(buffer, format=path.suffix[1:], dpi=dpi)
-        write_atomically(path, buffer.getvalue())
-        return buffer.getvalue()
 
 
 # ---- parts that several figures share -----------------------------------------------------------------------------
 
 
-def canvas(panels: int, per_row: int = 2, width: float = 4.8, height: float = 3.8) -> tuple[Figure, list[Axes]]:
-    """A figure of its own (pyplot would keep them all) with `panels` axes, whose width and height are in inches."""
-    columns = min(per_row, panels)
-    lines = math.ceil(panels / columns)
+def canvas(
+    *labels: tuple[str, str], per_row: int = 2, width: float = 4.8, height: float = 3.8
+) -> tuple[Figure, list[Axes]]:
+    """A figure of its own (pyplot would keep them all) with one panel for each (x label, y label); `width` and
+    `height` of a panel are in inches."""
+    columns = min(per_row, len(labels))
+    lines = math.ceil(len(labels) / columns)
     figure = Figure(figsize=(width * columns + 2, height * lines), layout="constrained")
-    return figure, [figure.add_subplot(lines, columns, 1 + panel) for panel in range(panels)]
+    return figure, [
+        figure.add_subplot(lines, columns, place, xlabel=x, ylabel=y) for place, (x, y) in enumerate(labels, start=1)
+    ]
 
 
 def draw_line(axes: Axes, xs: Sequence[float], ys: Sequence[float], **look: Any) -> None:
@@ -96,10 +91,10 @@ def drafter_colour(name: str) -> str:
     return _DRAFTER_COLOURS.get(name, YELLOW)
 
 
-def changes(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """(place, value) where the value begins or changes."""
-    pairs = list(zip(places, values, strict=True))
-    return [pair for at, pair in enumerate(pairs) if at == 0 or pairs[at - 1][1] != pair[1]]
+def percent(shares: Mapping[str, float]) -> str:
+    """Shares as text, the largest first."""
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {share:.1%}" for name, share in ordered) or "no phase took any time"
 
 
 def _known(rollouts: Sequence[RolloutRecord], *names: str) -> list[tuple[Any, ...]]:
@@ -114,20 +109,17 @@ def _known(rollouts: Sequence[RolloutRecord], *names: str) -> list[tuple[Any, ..
 def step_times(steps: Sequence[StepRecord]) -> Drawing | None:
     """Seconds of each phase, stacked, by optimizer step (ER Fig. 2a, 6b).
 
-    The numbers: "shares" of the phases and "mean_seconds". A run's first step, which builds the drafter and warms up,
-    is drawn but left out of both, as in ER App. F.
+    A run's first step, which builds the drafter and warms up, is drawn but left out of the means, as in ER App. F.
     """
     if not steps:
         return None
-    figure, (axes,) = canvas(1)
+    figure, (axes,) = canvas(("optimizer step", "seconds"))
     bars = [_with_rest(step.phases, step.seconds) for step in steps]
     _stack(axes, [step.step for step in steps], bars)
-    axes.set(xlabel="optimizer step", ylabel="seconds")
     first = min(1, len(steps) - 1)
-    shares, count = _shares(bars[first:]), len(steps) - first
-    seconds = statistics.fmean(step.seconds for step in steps[first:])
-    text = f"{seconds:.3g} s per step over {count} {'steps' if count > 1 else 'step'}: {percent(shares)}."
-    return Drawing(figure, {"shares": shares, "mean_seconds": seconds, "steps": count}, text)
+    count, seconds = len(steps) - first, statistics.fmean(step.seconds for step in steps[first:])
+    steps_ = "steps" if count > 1 else "step"
+    return Drawing(figure, f"{seconds:.3g} s per step over {count} {steps_}: {percent(_shares(bars[first:]))}.")
 
 
 def reward(steps: Sequence[StepRecord]) -> Drawing | None:
@@ -135,45 +127,37 @@ def reward(steps: Sequence[StepRecord]) -> Drawing | None:
     points = [(step.step, step.reward) for step in steps if step.reward is not None]
     if not points:
         return None
-    figure, (axes,) = canvas(1)
+    figure, (axes,) = canvas(("optimizer step", "mean reward"))
     steps_, rewards = zip(*points, strict=True)
     draw_line(axes, steps_, rewards, color=BLUE)
-    axes.set(xlabel="optimizer step", ylabel="mean reward")
-    numbers = {"first": rewards[0], "last": rewards[-1]}
-    return Drawing(figure, numbers, f"{rewards[0]:.3g} in the first step, {rewards[-1]:.3g} in the last one.")
+    return Drawing(figure, f"{rewards[0]:.3g} in the first step, {rewards[-1]:.3g} in the last one.")
 
 
 def rollout_phases(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     """Seconds of the engine's phases, stacked, by rollout, and tokens per second next to them (ER Fig. 12)."""
     if not rollouts:
         return None
-    figure, (left, right) = canvas(2)
+    figure, (left, right) = canvas((_ROLLOUT, "seconds"), (_ROLLOUT, "tokens per second"))
     counts = [record.rollout for record in rollouts]
     bars = [_with_rest(r.phase_seconds | {"refresh": r.refresh_seconds}, r.seconds) for r in rollouts]
     _stack(left, counts, bars)
-    left.set(xlabel="training rollout", ylabel="seconds")
     rates = [record.tokens / record.seconds if record.seconds else math.nan for record in rollouts]
     draw_line(right, counts, rates, color=BLUE)
-    right.set(xlabel="training rollout", ylabel="tokens per second", ylim=(0, None))
-    shares = _shares(bars)
+    right.set_ylim(0, None)
     seconds = statistics.fmean(record.seconds for record in rollouts)
     refresh = statistics.fmean(record.refresh_seconds for record in rollouts)
     rate = sum(record.tokens for record in rollouts) / (seconds * len(rollouts) or math.nan)
-    numbers = {"shares": shares, "mean_seconds": seconds, "mean_refresh_seconds": refresh, "tokens_per_second": rate}
     text = f"{seconds:.3g} s per rollout, of which {refresh:.3g} s made the drafter; {rate:.0f} tokens/s"
-    return Drawing(figure, numbers, f"{text}: {percent(shares)}.")
+    return Drawing(figure, f"{text}: {percent(_shares(bars))}.")
 
 
 def completion_curves(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """Requests finished over time in the first, middle and last rollout, with 50, 90 and 99 % marks (ER Fig. 6a, c).
-
-    The numbers: by rollout, the seconds after which each mark, and 100 %, was reached.
-    """
+    """Requests finished over time in the first, middle and last rollout, with marks at 50, 90 and 99 % (ER Fig. 6)."""
     drawn = [record for record in rollouts if record.completion_curve]
     if not drawn:
         return None
-    figure, (axes,) = canvas(1)
-    marks: dict[int, dict[int, float]] = {}
+    figure, (axes,) = canvas(("seconds since the rollout's start", "finished requests (%)"))
+    texts = []
     for index, colour in zip(sorted({0, len(drawn) // 2, len(drawn) - 1}), (BLUE, ORANGE, GREEN), strict=False):
         record = drawn[index]
         seconds, finished = zip(*record.completion_curve, strict=True)
@@ -182,74 +166,65 @@ def completion_curves(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
         axes.step([0, *seconds], [0, *shares], where="post", color=colour, label=f"rollout {record.rollout} ({total})")
         reached = {m: next(s for s, share in zip(seconds, shares, strict=True) if share >= m) for m in (*_MARKS, 100)}
         axes.plot([reached[mark] for mark in _MARKS], _MARKS, "o", color=colour)
-        marks[record.rollout] = reached
+        marks = ", ".join(f"{mark} % after {second:.3g} s" for mark, second in reached.items())
+        texts.append(f"rollout {record.rollout}: {marks}")
     for mark in _MARKS:
         axes.axhline(mark, color=GREY, linewidth=0.5, linestyle=":")
         axes.annotate(f"{mark} %", (1, mark), xycoords=("axes fraction", "data"), fontsize=8, ha="right", va="bottom")
-    axes.set(xlabel="seconds since the rollout's start", ylabel="finished requests (%)", ylim=(0, 103))
+    axes.set_ylim(0, 103)
     axes.legend(title="(requests)", loc="lower right")
-    texts = [
-        f"rollout {rollout}: " + ", ".join(f"{mark} % after {s:.3g} s" for mark, s in reached.items())
-        for rollout, reached in marks.items()
-    ]
-    return Drawing(figure, {"marks": marks}, "; ".join(texts) + ".")
+    return Drawing(figure, "; ".join(texts) + ".")
 
 
 def speculation_spans(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """For every rollout, which rounds decoded autoregressively and which speculated with what γ (ER §3.2).
-
-    The numbers: "rounds" by γ (0: autoregressive) and "on_fraction" of all rounds.
-    """
+    """For every rollout, which rounds decoded autoregressively and which speculated with what γ (ER §3.2)."""
     drawn = [record for record in rollouts if record.rounds and record.speculating]
     if not drawn:
         return None
     boxes: dict[int, list[Box]] = {}
-    rounds: dict[int, int] = {}
     for record in drawn:
         for (start, draft_length), (end, _) in pairwise([*record.speculating, (record.rounds, 0)]):
             boxes.setdefault(draft_length, []).append((start, end, record.rollout - 0.5, record.rollout + 0.5))
-            rounds[draft_length] = rounds.get(draft_length, 0) + end - start
-    figure, (axes,) = canvas(1)
-    labels = {gamma: f"γ = {gamma}" if gamma else "autoregressive" for gamma in sorted(rounds)}
+    boxes = dict(sorted(boxes.items()))
+    labels = {gamma: f"γ = {gamma}" if gamma else "autoregressive" for gamma in boxes}
     drafted = [label for gamma, label in labels.items() if gamma]
     shades = matplotlib.colormaps["viridis_r"]  # the longer the draft, the darker
     colours = {label: shades(0.15 + 0.8 * at / max(1, len(drafted) - 1)) for at, label in enumerate(drafted)}
-    draw_boxes(axes, {labels[gamma]: boxes[gamma] for gamma in labels}, {"autoregressive": PALE, **colours})
-    axes.set(xlabel="decoding round (rank 0)", ylabel="training rollout")
+    figure, (axes,) = canvas(("decoding round (rank 0)", _ROLLOUT))
+    draw_boxes(axes, {labels[gamma]: own for gamma, own in boxes.items()}, {"autoregressive": PALE, **colours})
     axes.set(xlim=(0, max(r.rounds for r in drawn)), ylim=(drawn[-1].rollout + 0.5, drawn[0].rollout - 0.5))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    on = sum(count for gamma, count in rounds.items() if gamma) / (sum(rounds.values()) or math.nan)
+    rounds = {gamma: sum(round(end - start) for start, end, *_ in own) for gamma, own in boxes.items()}
+    on = (sum(rounds.values()) - rounds.get(0, 0)) / (sum(rounds.values()) or math.nan)
     counts = ", ".join(f"{label}: {rounds[gamma]}" for gamma, label in labels.items())
-    numbers = {"rounds": dict(sorted(rounds.items())), "on_fraction": on}
-    return Drawing(figure, numbers, f"{on:.1%} of all rounds speculated (rounds: {counts}).")
+    return Drawing(figure, f"{on:.1%} of all rounds speculated (rounds: {counts}).")
 
 
 def draft_length_schedule(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """γ and its ceiling γ + 1 with the measured τ, by rollout (ER Fig. 4b, 14).
-
-    The numbers: "changes" of γ as (rollout, γ), the first included, and the "first" and "last" τ.
-    """
+    """γ and its ceiling γ + 1 with the measured τ, by rollout (ER Fig. 4b, 14)."""
     drawn = _known(rollouts, "draft_length", "block_efficiency")
     if not drawn:
         return None
-    figure, (axes,) = canvas(1)
+    figure, (axes,) = canvas((_ROLLOUT, "tokens per verified block"))
     counts, gammas, taus = zip(*drawn, strict=True)
     axes.step(counts, gammas, where="mid", color=ORANGE, label="draft length γ")
     axes.step(counts, [g + 1 for g in gammas], where="mid", color=GREY, linestyle="--", label="ceiling γ + 1")
     draw_line(axes, counts, taus, color=BLUE, label="block efficiency τ")
-    axes.set(xlabel="training rollout", ylabel="tokens per verified block", ylim=(0, None))
+    axes.set_ylim(0, None)
     axes.legend(loc="lower right")
-    moved = changes(counts, gammas)
-    moves = " → ".join(f"{gamma} (rollout {rollout})" for rollout, gamma in moved)
-    numbers = {"changes": moved, "first": taus[0], "last": taus[-1]}
-    return Drawing(figure, numbers, f"γ: {moves}; τ went from {taus[0]:.2f} to {taus[-1]:.2f}.")
+    moves = " → ".join(f"{gamma} (rollout {rollout})" for rollout, gamma in changes(counts, gammas))
+    return Drawing(figure, f"γ: {moves}; τ went from {taus[0]:.2f} to {taus[-1]:.2f}.")
+
+
+def changes(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """(place, value) where the value begins or changes."""
+    pairs = list(zip(places, values, strict=True))
+    return pairs[:1] + [after for before, after in pairwise(pairs) if before[1] != after[1]]
 
 
 def entropy_against(rollouts: Sequence[RolloutRecord], quantity: str) -> Drawing | None:
-    """Target entropy with "first_token_acceptance" or "block_efficiency", over time and as a scatter (ER Fig. 8, 9).
-
-    The numbers: Pearson's "r" (None below three points or without variance) and "points".
-    """
+    """Target entropy with "first_token_acceptance" or "block_efficiency", over time and as a scatter with Pearson's r
+    (ER Fig. 8, 9)."""
     label, colour = {
         "first_token_acceptance": ("first-token acceptance", VERMILLION),
         "block_efficiency": ("block efficiency τ (tokens per block)", ORANGE),
@@ -258,124 +233,95 @@ def entropy_against(rollouts: Sequence[RolloutRecord], quantity: str) -> Drawing
     if not kept:
         return None
     counts, entropies, measured = zip(*kept, strict=True)
-    r = pearson(entropies, measured)
-    figure, (left, right) = canvas(2)
+    figure, (left, right) = canvas((_ROLLOUT, ""), ("target entropy (nats)", label))
     draw_line(left, counts, entropies, color=BLUE)
-    left.set_xlabel("training rollout")
     left.set_ylabel("target entropy (nats)", color=BLUE)
     other = left.twinx()
     draw_line(other, counts, measured, color=colour, linestyle="--")
     other.set_ylabel(label, color=colour)
     right.scatter(entropies, measured, c=counts, cmap="cividis", s=16)
-    right.set(xlabel="target entropy (nats)", ylabel=label)
-    if r is None:
+    if len(kept) < 3 or any(min(values) == max(values) for values in (entropies, measured)):
         text = f"No Pearson r: it needs three rollouts that differ in both, and there are {len(kept)} rollouts."
-    else:
-        text = f"Pearson r = {r:.2f} over {len(kept)} rollouts."
-        right.set_title(f"Pearson r = {r:.2f}")
-    return Drawing(figure, {"r": r, "points": len(kept)}, text)
-
-
-def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Pearson's correlation; None below three points or where either side does not vary."""
-    if len(xs) < 3 or min(xs) == max(xs) or min(ys) == max(ys):
-        return None
-    return statistics.correlation(xs, ys)
+        return Drawing(figure, text)
+    r = f"Pearson r = {statistics.correlation(entropies, measured):.2f}"
+    right.set_title(r)
+    return Drawing(figure, f"{r} over {len(kept)} rollouts.")
 
 
 def depth_efficiency(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """τ by output depth at the start of a block (ER Tab. 7, 8).
-
-    The numbers: by lower edge of the bin, "blocks", "block_efficiency" and "acceptance_rate" over all rollouts, and τ
-    of the "first" and "last" five that speculated (NaN: no blocks there).
-    """
-    drawn = [record for record in rollouts if record.per_depth]
-    if not drawn:
-        return None
+    """τ by output depth at the start of a block (ER Tab. 7, 8). The table also has that of the first and the last five
+    rollouts that speculated."""
+    drawn = [record.per_depth for record in rollouts if record.per_depth]
     total, first, last = (
-        reduce(added, [record.per_depth for record in part], dict[int, DraftCounts]())
+        reduce(added, part, dict[int, DraftCounts]())
         for part in (drawn, drawn[:_NEIGHBOURHOOD], drawn[-_NEIGHBOURHOOD:])
     )
     edges = sorted(edge for edge, counts in total.items() if counts.blocks)
     if not edges:
         return None
-    figure, (axes,) = canvas(1)
+    figure, (axes,) = canvas(("output depth (tokens)", "block efficiency τ (tokens per block)"))
     names = [f"{low}-{high}" for low, high in pairwise(edges)] + [f"{edges[-1]}-"]
     taus = [total[edge].block_efficiency for edge in edges]
     axes.bar(range(len(edges)), taus, color=BLUE)
     axes.set_xticks(range(len(edges)), names, rotation=30)
-    axes.set(xlabel="output depth (tokens)", ylabel="block efficiency τ (tokens per block)")
-    numbers: dict[int, dict[str, float]] = {}
-    table = [("depth (tokens)", "blocks", "τ", "accepted", "τ, first 5 rollouts", "τ, last 5 rollouts")]
+    table = [["depth (tokens)", "blocks", "τ", "accepted", "τ, first 5 rollouts", "τ, last 5 rollouts"]]
     for name, edge in zip(names, edges, strict=True):
-        ends = [part.get(edge, DraftCounts()).block_efficiency for part in (first, last)]
-        tau, accepted = total[edge].block_efficiency, total[edge].acceptance_rate
-        numbers[edge] = {"blocks": total[edge].blocks, "block_efficiency": tau, "acceptance_rate": accepted}
-        numbers[edge] |= {"first": ends[0], "last": ends[1]}
-        cells = ["-" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in (tau, accepted, *ends)]
-        table.append((name, str(total[edge].blocks), cells[0], cells[1], cells[2], cells[3]))
+        ratios = [total[edge].block_efficiency, total[edge].acceptance_rate]
+        ratios += [part.get(edge, DraftCounts()).block_efficiency for part in (first, last)]
+        cells = ("-" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios)  # NaN: no blocks there
+        table.append([name, str(total[edge].blocks), *cells])
     text = ", ".join(f"τ {tau:.2f} at {name}" for name, tau in zip(names, taus, strict=True))
-    return Drawing(figure, {"depths": numbers}, f"{text} tokens.", table)
+    return Drawing(figure, f"{text} tokens.", table)
 
 
 def speedups(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """Speedup that the roofline predicted and that was measured, by rollout and against each other (ER Eq. 1, E.4).
-
-    The numbers: "mape" of the prediction, "same_sign": share of rollouts on the same side of 1, means, and "points".
-    """
+    """Speedup that the roofline predicted and that was measured, by rollout and against each other (ER Eq. 1, E.4)."""
     kept = _known(rollouts, "predicted_speedup", "measured_speedup")
     if not kept:
         return None
     counts, predicted, measured = zip(*kept, strict=True)
-    figure, (left, right) = canvas(2)
+    figure, (left, right) = canvas(
+        (_ROLLOUT, "speedup over autoregressive rounds (×)"), ("predicted speedup (×)", "measured speedup (×)")
+    )
     left.plot(counts, predicted, color=ORANGE, linestyle="--", marker=".", label="predicted")
     left.plot(counts, measured, color=BLUE, marker=".", label="measured")
     left.axhline(1, color=GREY, linewidth=0.8)
-    left.set(xlabel="training rollout", ylabel="speedup over autoregressive rounds (×)")
     left.legend()
     bounds = [min(*predicted, *measured, 1.0), max(*predicted, *measured, 1.0)]
     right.plot(bounds, bounds, color=GREY, linewidth=0.8)
     right.axhline(1, color=GREY, linewidth=0.5, linestyle=":")
     right.axvline(1, color=GREY, linewidth=0.5, linestyle=":")
     right.scatter(predicted, measured, color=BLUE, s=16)
-    right.set(xlabel="predicted speedup (×)", ylabel="measured speedup (×)")
-    means = statistics.fmean(predicted), statistics.fmean(measured)
-    mape = statistics.fmean(abs(p - m) / m for p, m in zip(predicted, measured, strict=True) if m)
-    same_sign = statistics.fmean((p > 1) == (m > 1) for p, m in zip(predicted, measured, strict=True))
-    numbers = {"points": len(kept), "mean_predicted": means[0], "mean_measured": means[1]}
+    pairs = list(zip(predicted, measured, strict=True))
+    mape = statistics.fmean(abs(p - m) / m for p, m in pairs if m)
+    same_sign = statistics.fmean((p > 1) == (m > 1) for p, m in pairs)
     return Drawing(
         figure,
-        numbers | {"mape": mape, "same_sign": same_sign},
-        f"predicted {means[0]:.2f}×, measured {means[1]:.2f}× on average over {len(kept)} rollouts; mean error of the "
-        f"prediction {mape:.1%}; it was on the right side of 1 in {same_sign:.0%} of them.",
+        f"predicted {statistics.fmean(predicted):.2f}×, measured {statistics.fmean(measured):.2f}× on average over "
+        f"{len(kept)} rollouts; mean error of the prediction {mape:.1%}; it was on the right side of 1 in "
+        f"{same_sign:.0%} of them.",
     )
 
 
 def verdict_of_run(run: Run) -> Drawing | None:
-    """Speedup over plain decoding by rollout, and the seconds saved so far.
-
-    The numbers: "speedups" by rollout (NaN: not known), and "saved" after each of them. None where no training rollout
-    says what plain decoding would have taken.
-    """
+    """Speedup over plain decoding by rollout, and the seconds saved so far. None where no training rollout says what
+    plain decoding would have taken."""
     rollouts = run.of("train")
     if all(record.plain_seconds is None for record in rollouts):
         return None
     verdict, saved = verdict_of(run)
     counts = [record.rollout for record in rollouts]
     speedups = [(record.plain_seconds or math.nan) / (record.seconds or math.nan) for record in rollouts]
-    figure, (left, right) = canvas(2)
+    figure, (left, right) = canvas((_ROLLOUT, "speedup over plain decoding (×)"), (_ROLLOUT, "seconds saved so far"))
     left.axhline(1, color=GREY, linewidth=0.8)
     left.plot(counts, speedups, color=GREY, linewidth=0.8)
+    size = 6 if len(counts) < 60 else 3
     for drafted, colour, label in ((True, BLUE, "drafted"), (False, VERMILLION, "decoded plainly")):
-        own = [at for at, record in enumerate(rollouts) if bool(record.sd_on_fraction) == drafted]
-        if own:
-            draw_line(
-                left, [counts[at] for at in own], [speedups[at] for at in own], color=colour, linestyle="", marker=".",
-                markersize=6 if len(counts) < 60 else 3, label=label,
-            )  # fmt: skip
+        if own := [at for at, record in enumerate(rollouts) if bool(record.sd_on_fraction) == drafted]:
+            xs, ys = [counts[at] for at in own], [speedups[at] for at in own]
+            draw_line(left, xs, ys, color=colour, linestyle="", marker=".", markersize=size, label=label)
     highest = max([1.0, *filter(math.isfinite, speedups)])
-    left.set(xlabel="training rollout", ylabel="speedup over plain decoding (×)", ylim=(0, 1.15 * highest))
-    left.set_title("each rollout, refresh included")
+    left.set(title="each rollout, refresh included", ylim=(0, 1.15 * highest))
     left.legend(loc="lower right")
     edges, heights = [counts[0] - 1, *counts], [-verdict.calibration_seconds, *saved]
     right.axhline(0, color=GREY, linewidth=0.8)
@@ -383,9 +329,8 @@ def verdict_of_run(run: Run) -> Drawing | None:
     for sign, colour in ((1, GREEN), (-1, VERMILLION)):
         where = [sign * height >= 0 for height in heights]
         right.fill_between(edges, heights, where=where, interpolate=True, color=colour, alpha=0.3, linewidth=0)
-    right.set(xlabel="training rollout", ylabel="seconds saved so far")
     right.set_title(f"begins at {heights[0]:,.1f} s (calibration), ends at {heights[-1]:,.1f} s")
-    return Drawing(figure, {"speedups": speedups, "saved": saved}, str(verdict))
+    return Drawing(figure, str(verdict))
 
 
 def _with_rest(phases: dict[str, float], seconds: float) -> dict[str, float]:
@@ -414,9 +359,3 @@ def _shares(bars: Sequence[dict[str, float]]) -> dict[str, float]:
     timed = [bar for bar in bars if any(bar.values())]
     names = dict.fromkeys(name for bar in timed for name in bar if bar[name])
     return {name: statistics.fmean(bar.get(name, 0.0) / sum(bar.values()) for bar in timed) for name in names}
-
-
-def percent(shares: Mapping[str, float]) -> str:
-    """Shares as text, the largest first."""
-    ordered = sorted(shares.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {share:.1%}" for name, share in ordered) or "no phase took any time"

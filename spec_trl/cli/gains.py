@@ -75,7 +75,7 @@ class Way:
 
     @property
     def config(self) -> SpeculativeConfig:
-        """A config that drafts in every round, so that its gain is seen."""
+        """Drafts in every round, so that its gain is seen."""
         return SpeculativeConfig(draft_length=self.draft_length or 1, sd_toggle="always")
 
     def __call__(self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float]) -> Call:
@@ -195,22 +195,17 @@ def compare(
     for visit, (reference, call) in enumerate(zip(plain, calls, strict=True)):
         for row, (theirs, ours) in enumerate(zip(reference.completions, call.completions, strict=True)):
             found.rows += 1
-            if ours == theirs:
-                found.identical += 1
-                continue
-            # Where a row only ends early there is no token to tie with.
+            found.identical += ours == theirs
             same = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
-            if same is None:
-                found.unexplained += 1
+            if same is None:  # where a row only ends early there is no token to tie with
+                found.unexplained += ours != theirs
                 continue
-            if noise is None:
-                noise = logit_noise(model, work, reference, draft_length)
+            noise = logit_noise(model, work, reference, draft_length) if noise is None else noise
             prefix = work.prompts[row] + theirs[:same]
             scores = reference_scores(model, prefix, work.temperature, seed + visit, row, same)  # [vocab]
-            if distance(scores, (theirs[same], ours[same])) < noise / (work.temperature or 1.0):
-                found.near_ties += 1
-            else:
-                found.unexplained += 1
+            is_near_tie = distance(scores, (theirs[same], ours[same])) < noise / (work.temperature or 1.0)
+            found.near_ties += is_near_tie
+            found.unexplained += not is_near_tie
     return found
 
 
@@ -239,7 +234,6 @@ class Gain:
     """
 
     way: Way
-    batch: int
     tokens_per_second: float
     of_generate: float
     of_none: float
@@ -268,7 +262,6 @@ def summarise(
         tau = median(statistics.block_efficiency for statistics in drafted) if drafted else None
         return Gain(
             way=way,
-            batch=len(work.prompts),
             tokens_per_second=median(call.tokens_per_second for call in made[timed]),
             of_generate=speedup(made, generate),
             of_none=speedup(made, none),

@@ -3,6 +3,7 @@
 import argparse
 import base64
 import html
+import io
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,11 +41,13 @@ def run(arguments: argparse.Namespace) -> None:
     profile, missing = _profile_of(log, arguments.profile)
     output = arguments.output or log.path.parent / "report"
     sections = _build(log, profile, arguments.margin, missing)
-    images = {
-        section.name: section.drawing.write(output / f"{section.name}.png", dpi=110)
-        for section in tqdm(sections, desc="drawing", unit="figure")
-        if section.drawing is not None
-    }
+    images: dict[str, bytes] = {}
+    for section in tqdm(sections, desc="drawing", unit="figure"):
+        if section.drawing is not None:
+            image = io.BytesIO()
+            section.drawing.figure.savefig(image, format="png", dpi=110)
+            images[section.name] = image.getvalue()
+            write_atomically(output / f"{section.name}.png", image.getvalue())
     page = output / "report.html"
     write_atomically(page, _render(log, sections, images))
     header, rollouts, evaluation = log.header, len(log.of("train")), len(log.of("eval"))
@@ -62,18 +65,14 @@ def _build(log: Run, profile: Profile | None, margin: float, missing: str) -> li
     boundary, whose = None, ""
     if profile is not None:
         points, idle = points_of_run(train, profile.roofline)
-        boundary = toggle_boundary(
-            profile.roofline, points, block_efficiency_of_run(train), margin, profile.draft_max_rows, idle
-        )
-        missing = "no speculative rounds were measured often enough, and the profile holds no times."
-        if boundary is None:  # the run never speculated: what calibration measured says why
-            points = points_of_sweep(profile.samples, float)
+        taus = block_efficiency_of_run(train)
+        if not points or not taus:  # the run never speculated: what calibration measured says why
+            points, whose = points_of_sweep(profile.samples, float), " by the calibration's times at τ = γ"
             taus = {gamma: float(gamma) for gamma in sorted({point.draft_length for point in points})}
-            boundary = toggle_boundary(profile.roofline, points, taus, margin, profile.draft_max_rows, idle)
-            whose = " by the calibration's times at τ = γ"
+        boundary = toggle_boundary(profile.roofline, points, taus, margin, profile.draft_max_rows, idle)
+        missing = "no speculative rounds were measured often enough, and the profile holds no times."
     silent = "no training rollout speculated."
-    by_first = figures.entropy_against(train, "first_token_acceptance")
-    by_tau = figures.entropy_against(train, "block_efficiency")
+    by_first, by_tau = (figures.entropy_against(train, of) for of in ("first_token_acceptance", "block_efficiency"))
     return [
         Section("verdict", "Verdict", figures.verdict_of_run(log), str(verdict_of(log)[0])),
         Section("step_time", "Step time", figures.step_times(log.steps), "no step was logged."),

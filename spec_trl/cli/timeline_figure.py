@@ -16,10 +16,6 @@ def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) 
     """One lane per request, that of the first to end on top: a colour per drafter, stripes of all racers where they
     race, grey where the request decodes autoregressively. None without timelines.
 
-    The numbers: "drawn" and "requests"; of the lanes drawn, "shares" of their seconds by drafters (racers joined by
-    "+"), "raced", the number of those that ever did, "first_race", the seconds after which the first race began (None:
-    nobody raced), and "ended", the seconds after which the last lane ended.
-
     Args:
         timelines: as `SpeculationStatistics.timeline` and `RolloutRecord.timeline` hold them. Of more than
             `TIMELINES` those that ended last are drawn.
@@ -43,30 +39,25 @@ def timeline(timelines: Sequence[RequestTimeline], requests: int | None = None) 
                 boxes.setdefault(name, []).append((start, end, low, low + height))
             if len(names) > 1:
                 raced.setdefault(lane.request, start)
-    figure, (axes,) = canvas(1)
-    draw_boxes(axes, boxes, {name: PALE if name == _PLAIN else drafter_colour(name) for name in boxes})
     whose = f"all {requests}" if len(lanes) == requests else f"the slowest {len(lanes)} of {requests}"
-    ended, first_race = lanes[-1].ended, min(raced.values(), default=None)
+    figure, (axes,) = canvas(("seconds since the rollout's start", f"{whose} requests, by when they ended"))
+    draw_boxes(axes, boxes, {name: PALE if name == _PLAIN else drafter_colour(name) for name in boxes})
+    ended = lanes[-1].ended
     axes.set(xlim=(0, ended), ylim=(len(lanes) - 0.5, -0.5), yticks=[])
-    axes.set(xlabel="seconds since the rollout's start", ylabel=f"{whose} requests, by when they ended")
     shares = {together: spent / sum(seconds.values()) for together, spent in seconds.items()}
-    numbers = {"drawn": len(lanes), "requests": requests, "shares": shares}
-    numbers |= {"raced": len(raced), "first_race": first_race, "ended": ended}
-    races = "nobody raced" if first_race is None else f"{len(raced)} of them raced, the first after {first_race:.3g} s"
+    races = f"{len(raced)} of them raced, the first after {min(raced.values()):.3g} s" if raced else "nobody raced"
     text = f"{whose} requests, the last of which ended after {ended:.3g} s: {percent(shares)} of their time; {races}."
-    return Drawing(figure, numbers, text)
+    return Drawing(figure, text)
 
 
 def timeline_of_run(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """The last rollout in which anybody raced, or else the last one in which anybody drafted; its number is in the
-    numbers as "rollout"."""
+    """The last rollout in which anybody raced, or else the last one in which anybody drafted."""
     for least in (2, 1):
         for record in reversed(rollouts):
             if any(len(names) >= least for lane in record.timeline for _, _, names in lane.changes):
                 finished = record.completion_curve[-1][1] if record.completion_curve else 0  # requests of rank 0
                 drawing = timeline(record.timeline, max(len(record.timeline), finished))
                 assert drawing is not None  # there are changes
-                drawing.numbers["rollout"] = record.rollout
                 drawing.text = f"rollout {record.rollout}, {drawing.text}"
                 return drawing
     return None

@@ -130,7 +130,7 @@ def test_a_row_that_differs_is_a_near_tie_or_an_error(tiny: LlamaForCausalLM, mo
 
 def gain_of(way: Way, of_generate: float, **facts: Any) -> Gain:
     names = ("predicted", "drafting", "acceptance_rate", "block_efficiency", "identity", "failure")
-    return Gain(way, 1, 10.0, of_generate, of_generate, **(dict.fromkeys(names) | facts))
+    return Gain(way, 10.0, of_generate, of_generate, **(dict.fromkeys(names) | facts))
 
 
 def test_what_gains_too_little_or_is_wrong_is_not_recommended() -> None:

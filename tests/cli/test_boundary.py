@@ -22,63 +22,50 @@ def test_sweep_points_are_equation_four() -> None:
         assert point.speedup == pytest.approx(point.draft_length * target / cycle)
 
 
-def test_run_points_compare_tokens_per_second() -> None:
-    rounds = [
+def test_run_points_pool_rounds_and_compare_tokens_per_second() -> None:
+    first = [
         RoundPoint(4, 500.0, 0, 10, 0.2, 40),
-        RoundPoint(4, 520.0, 5, 10, 0.5, 160),
-        RoundPoint(2, 900.0, 5, 8, 0.4, 64),
-        RoundPoint(1, 900.0, 5, 2, 0.4, 8),  # too few rounds
+        RoundPoint(4, 520.0, 5, 30, 0.5, 160),
+        RoundPoint(8, 520.0, 5, 30, 0.5, 160, "ngram"),  # of which a profile says nothing
         RoundPoint(64, 60.0, 0, 50, 0.9, 3200),
     ]
-    points, idle = points_of_run(
-        [make_rollout(0, points=rounds[:2]), make_rollout(1, points=rounds[2:])], make_roofline()
-    )
-    lone, both = points
-    assert (both.batch, both.length, both.draft_length, both.assumed_baseline) == (4, 520.0, 5, False)
-    assert both.speedup == pytest.approx((160 / 5.0) / (40 / 2.0))
+    second = [
+        RoundPoint(4, 510.0, 5, 10, 0.7, 240),
+        RoundPoint(2, 900.0, 5, 8, 0.4, 64),
+        RoundPoint(1, 900.0, 5, 2, 0.4, 8),  # too few rounds
+    ]
+    records, roofline = [make_rollout(0, points=first), make_rollout(1, points=second)], make_roofline()
+    (lone, both), idle = points_of_run(records, roofline)
+    assert (both.batch, both.draft_length, both.assumed_baseline) == (4, 5, False)
+    assert both.length == pytest.approx((30 * 520 + 10 * 510) / 40)
+    assert both.speedup == pytest.approx(400 / (30 * 0.5 + 10 * 0.7) / (40 / 2.0))
     assert lone.assumed_baseline
-    assert lone.speedup == pytest.approx((64 / 3.2) / (2 / make_roofline().target_seconds(2, 900.0)))
+    assert lone.speedup == pytest.approx((64 / 3.2) / (2 / roofline.target_seconds(2, 900.0)))
     assert idle == [(64, 60.0)]
-
-
-def test_run_points_pool_rollouts_by_rounds() -> None:
-    plain, drafted = RoundPoint(4, 500.0, 0, 30, 0.1, 120), RoundPoint(4, 500.0, 5, 30, 0.3, 360)
-    later = RoundPoint(4, 510.0, 5, 10, 0.7, 240)
-    records = [make_rollout(0, points=[plain, drafted]), make_rollout(1, points=[later])]
-    (point,), _ = points_of_run(records, make_roofline())
-    assert point.length == pytest.approx((30 * 500 + 10 * 510) / 40)
-    assert point.speedup == pytest.approx(600 / (30 * 0.3 + 10 * 0.7) / (120 / 3.0))
-    assert block_efficiency_of_run(records) == {5: pytest.approx(600 / (40 * 4))}
+    assert block_efficiency_of_run(records) == {5: pytest.approx((400 + 64) / (40 * 4 + 8 * 2))}
     # One point is enough for a drawing, and none is not.
-    alone = [make_rollout(0, points=[later])]
-    points, idle = points_of_run(alone, make_roofline())
-    drawing = toggle_boundary(make_roofline(), points, block_efficiency_of_run(alone), idle=idle)
-    assert drawing is not None and "1 of the points" in drawing.text
+    drawing = toggle_boundary(roofline, [lone], {5: 4.0}, idle=idle)
+    assert drawing is not None
+    assert drawing.text.endswith("; 1 of the points take the autoregressive time from the profile.")
     drawing.figure.savefig(io.BytesIO(), format="png")
-    assert toggle_boundary(make_roofline(), [], {5: 4.0}) is None
+    assert toggle_boundary(roofline, [], {5: 4.0}) is None
 
 
-def test_counts_and_agreement_by_draft_length() -> None:
-    profile = make_profile()
-    drawing = toggle_boundary(profile.roofline, points_of_sweep(profile.samples, float), {3: 3.0, 7: 7.0}, 0.05, 48)
-    assert drawing is not None
-    for gamma, numbers in drawing.numbers["draft_lengths"].items():
-        predicted = [
-            profile.roofline.speedup(b, s, gamma, gamma) > 1 for b in (1, 2, 4, 8, 16, 32, 64) for s in (128, 512)
-        ]
-        wrong = sum(predicted[2:4])  # at 2 rows verification took nine times as long as predicted
-        assert wrong == 2
-        assert numbers["beneficial"] == sum(predicted) - wrong
-        assert numbers["harmful"] == 14 - numbers["beneficial"]
-        assert numbers["agreement"] == pytest.approx(12 / 14)
+@pytest.mark.parametrize("scale", [1, 1e-3, 1e3])
+def test_counts_and_agreement_by_draft_length(scale: float) -> None:
+    """Also where the whole surface lies on one side: without a contour, and the colours need 1 in their range."""
+    profile, expected = make_profile(), []
+    speedup = profile.roofline.speedup
+    for gamma in (3, 7):
+        cells = [(b, s) for b in (1, 2, 4, 8, 16, 32, 64) for s in (128, 512)]
+        won = [speedup(b, s, gamma, gamma) > 1 and b != 2 for b, s in cells]  # see make_profile
+        right = sum((speedup(*at, scale * gamma, gamma) > 1) == faster for at, faster in zip(cells, won, strict=True))
+        text = f"γ = {gamma}: {sum(won)} points beneficial, {14 - sum(won)} harmful"
+        expected.append(f"{text}, {right / 14:.1%} predicted on the right side of 1")
+    points, taus = points_of_sweep(profile.samples, float), {3: 3.0 * scale, 7: 7.0 * scale}
+    drawing = toggle_boundary(profile.roofline, points, taus, 0.05, 48)
+    assert drawing is not None and drawing.text == "; ".join(expected) + "."
     panels = [axes for axes in drawing.figure.axes if axes.get_title()]
-    assert [axes.get_title() for axes in panels] == ["γ = 3, τ = 3", "γ = 7, τ = 7"]
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_a_surface_all_on_one_side_of_the_boundary(scale: float) -> None:
-    """There is nothing to draw a contour of; the colours still need 1 inside their range."""
-    profile = make_profile()
-    drawing = toggle_boundary(profile.roofline, points_of_sweep(profile.samples, float), {3: 3.0 * scale})
-    assert drawing is not None
+    assert [axes.get_title() for axes in panels] == [f"γ = {gamma}, τ = {tau:.3g}" for gamma, tau in taus.items()]
+    assert [len(axes.collections) for axes in panels] == [2 if scale == 1 else 1] * 2
     drawing.figure.savefig(io.BytesIO(), format="png")

@@ -2,15 +2,14 @@
 waits for a measurement or depends on what it would find."""
 
 import itertools
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from peft import LoraConfig
-from trl import GRPOTrainer
 
 from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -18,7 +17,6 @@ from spec_trl.generation.engine import rollout
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.measuring import profile_cache as profiles_module
 from spec_trl.measuring.fill_profile import profile_key
-from spec_trl.quantization.awq import ActivationStatistics
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.race_judge import RaceJudge
@@ -26,7 +24,7 @@ from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.toggle import SpeculationToggle
 from spec_trl.trainers import shared_measurements
 from tests.generation.drafters.watching import make_checkpoint
-from tests.trainers.harness import Run, make_trainer, tiny_dataset, tiny_policy
+from tests.trainers.harness import Run, make_run, tiny_dataset, tiny_policy
 
 
 # A forward costs a whole second, however many tokens it holds and much more than any real one of these models: what
@@ -120,118 +118,77 @@ def ignore_round_times(patch: pytest.MonkeyPatch) -> None:
 # ---- The trainings ------------------------------------------------------------------------------------------------
 
 STEPS = 4
-RACING: dict[str, Any] = dict(best_of_n_budget=1000, draft_lengths=[2, 3])
-CLIMBING: dict[str, Any] = dict(
-    draft_lengths=[1, 2, 3, 4, 5], draft_length_up=1e-3, draft_length_down=1e-4, draft_length_patience=1
-)
 
 
-def schedule() -> dict[str, Any]:
-    """Two micro-steps per optimizer step; evaluations and checkpoints after every second one."""
+def schedule(**options: Any) -> dict[str, Any]:
+    """Two micro-steps per optimizer step; evaluations and checkpoints after every second one; and `options`."""
     return dict(
         max_steps=STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,
         eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4, save_strategy="steps", save_steps=2,
         trainer={"train_dataset": tiny_dataset(8), "eval_dataset": tiny_dataset(1)},
+    ) | options  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def none(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Autoregressive rollouts: what all others must equal."""
+    return make_run(tmp_path_factory.mktemp("none"), "none", **schedule(save_strategy="no")).train()
+
+
+LEARNING: dict[str, Any] = schedule(
+    tts_learning_rate=1e-3, save_total_limit=1, draft_lengths=[1, 2, 3, 4, 5], draft_length_up=1e-3,
+    draft_length_down=1e-4, draft_length_patience=1,
+)  # fmt: skip
+"""Drafts grow longer from rollout to rollout."""
+
+
+@pytest.fixture(scope="session")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Drafts by the quantized copy, which learns from them. The run dies while it saves its last checkpoint."""
+    run, replace_file = make_run(tmp_path_factory.mktemp("learned"), "tts", **LEARNING), os.replace
+
+    def die_in_the_second_checkpoint(source: str, target: str) -> None:
+        if "checkpoint-4" in str(target):
+            raise OSError(28, "No space left on device")
+        replace_file(source, target)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "replace", die_in_the_second_checkpoint)
+        run.train()
+    return run
+
+
+@pytest.fixture(scope="session")
+def learned_resumed(learned: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The second half of `learned`, from the checkpoint that is left."""
+    return make_run(tmp_path_factory.mktemp("resumed"), "tts", **LEARNING).train(learned.folder / "checkpoint-2")
+
+
+@pytest.fixture(scope="session")
+def racing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options of races between the quantized copy (by AWQ), the history, and a DFlash drafter that is trained too."""
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("drafter") / "dflash", "dflash", 48)
+    return schedule(
+        best_of_n_drafters=["self", "history", "dflash"], assistant_model=checkpoint, best_of_n_budget=1000,
+        draft_lengths=[2, 3], drafter_learning_rate=1e-3, draft_quantization="awq-w4-g128",
     )  # fmt: skip
 
 
-@dataclass
-class Trained:
-    """A training that is over.
-
-    `refreshed` are the steps at which copies were requantized; `asked` are the ladders that were to be profiled.
-    """
-
-    trainer: GRPOTrainer
-    run: Run
-    folder: Path
-    refreshed: list[int] = field(default_factory=list)
-    asked: Asked = field(default_factory=list)
-
-
-def run_training(folder: Path, strategy: str, resume: Path | None = None, **options: Any) -> Trained:
-    """Trains as :func:`schedule` says, but for `options`."""
-    given = {**schedule(), **options}
-    trainer, run = make_trainer(folder, strategy, **given)
-    trained = Trained(trainer, run, folder)
-    refresh = SelfDrafter.refresh
-
-    def watched(drafter: SelfDrafter, statistics: ActivationStatistics | None = None) -> None:
-        trained.refreshed.append(trainer.state.global_step)
-        refresh(drafter, statistics)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SelfDrafter, "refresh", watched)
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    run.weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    return trained
-
-
-@pytest.fixture(scope="session")
-def none(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Autoregressive rollouts: what all others must equal."""
-    return run_training(tmp_path_factory.mktemp("none"), "none")
-
-
-@pytest.fixture(scope="session")
-def drafted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Drafts by the quantized copy, longer from rollout to rollout."""
-    return run_training(tmp_path_factory.mktemp("self"), "self", **CLIMBING)
-
-
-@pytest.fixture(scope="session")
-def drafted_resumed(drafted: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The second half of `drafted`, from its checkpoint."""
-    return run_training(tmp_path_factory.mktemp("resumed"), "self", drafted.folder / "checkpoint-2", **CLIMBING)
-
-
-@pytest.fixture(scope="session")
-def learning(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Options of an EAGLE-3 drafter that learns while it drafts."""
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("drafter") / "eagle3", "eagle3", 48)
-    return dict(tts_drafter="eagle3", assistant_model=checkpoint, tts_learning_rate=1e-3, draft_lengths=[3])
-
-
-@pytest.fixture(scope="session")
-def learned(learning: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Drafts by a drafter that learns from them."""
-    return run_training(tmp_path_factory.mktemp("tts"), "tts", **learning)
-
-
-@pytest.fixture(scope="session")
-def learned_resumed(learning: dict[str, Any], learned: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The second half of `learned`, from its checkpoint."""
-    return run_training(tmp_path_factory.mktemp("resumed"), "tts", learned.folder / "checkpoint-2", **learning)
-
-
-def race(folder: Path, resume: Path | None = None) -> Trained:
-    """Races of the quantized copy, the history and prompt lookup, on a level ladder."""
+def race(folder: Path, options: dict[str, Any], resume: Path | None = None) -> tuple[Run, Asked]:
+    """A run of races on a level ladder, and what was to be profiled."""
     with pytest.MonkeyPatch.context() as patch:
         asked = use_level_ladder(patch)
         ignore_round_times(patch)
-        return replace(run_training(folder, "best_of_n", resume, **RACING), asked=asked)
+        return make_run(folder, "best_of_n", **options).train(resume), asked
 
 
 @pytest.fixture(scope="session")
-def raced(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def raced(racing: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Asked]:
     """See :func:`race`."""
-    return race(tmp_path_factory.mktemp("best_of_n"))
+    return race(tmp_path_factory.mktemp("best_of_n"), racing)
 
 
 @pytest.fixture(scope="session")
-def raced_resumed(raced: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def raced_resumed(raced: tuple[Run, Asked], racing: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The second half of `raced`, from its checkpoint."""
-    return race(tmp_path_factory.mktemp("resumed"), raced.folder / "checkpoint-2")
-
-
-@pytest.fixture(scope="session")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """LoRA with each batch used twice: without drafts, and drafted by the quantized copy."""
-    trained = {}
-    for strategy in ("none", "self"):
-        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        trained[strategy] = run_training(
-            tmp_path_factory.mktemp(strategy), strategy, num_iterations=2, learning_rate=5e-2, eval_strategy="no",
-            trainer={"train_dataset": tiny_dataset(8), "peft_config": lora},
-        )  # fmt: skip
-    return trained
+    return race(tmp_path_factory.mktemp("resumed"), racing, raced[0].folder / "checkpoint-2")[0]

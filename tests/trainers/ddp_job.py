@@ -19,24 +19,10 @@ from spec_trl.drafter_training.adaptation import DrafterAdaptation
 from spec_trl.drafter_training.sequence_loss import TargetView
 from spec_trl.scheduling.ladder import Ladder
 from spec_trl.trainers import shared_measurements
-from tests.trainers.harness import Run, make_trainer, tiny_dataset
+from tests.trainers.harness import Run, tiny_dataset, train
 
 
 ADAPTATIONS = ("plain", "loss fails on one", "step fails on one", "nothing on one")
-
-
-def train_on_each_rank(folder: Path, rows_per_rank: int) -> Run:
-    """Trains and evaluates with a global batch of 8 rows; any number of ranks must sample the same."""
-    trainer, run = make_trainer(
-        folder, max_steps=3, per_device_train_batch_size=rows_per_rank, per_device_eval_batch_size=rows_per_rank,
-        gradient_accumulation_steps=2, draft_kernel="reference", eval_strategy="steps", eval_steps=2,
-        draft_lengths=[2, 3, 4], draft_length_up=0.05, draft_length_down=0.01, draft_length_patience=1,
-        optim="sgd", learning_rate=0.1,  # Adam turns the rounding of a vanishing gradient into a full step
-        trainer={"eval_dataset": tiny_dataset(2)},
-    )  # fmt: skip
-    trainer.train()
-    run.weights = {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
-    return run
 
 
 def same_batch(rows_per_rank: int) -> dict[str, Any]:
@@ -47,22 +33,30 @@ def same_batch(rows_per_rank: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def train_on_each_rank(folder: Path, rows_per_rank: int) -> Run:
+    """Trains and evaluates with a global batch of 8 rows."""
+    options = same_batch(rows_per_rank) | dict(
+        max_steps=3, per_device_eval_batch_size=rows_per_rank, draft_kernel="reference", eval_strategy="steps",
+        eval_steps=2, draft_lengths=[2, 3, 4], draft_length_up=0.05, draft_length_down=0.01, draft_length_patience=1,
+        trainer={"eval_dataset": tiny_dataset(2)},
+    )  # fmt: skip
+    return train(folder, **options)
+
+
 def learn_while_drafting(folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Trains with Test-Time Speculation, saves, and goes on in another trainer."""
     given = same_batch(rows_per_rank=4) | dict(
         tts_drafter="eagle3", assistant_model=str(checkpoint), tts_learning_rate=1e-3, draft_lengths=[3],
     )  # fmt: skip
-    first, log = make_trainer(folder, "tts", **given, save_strategy="steps", save_steps=2)
-    first.train()
-    rest, more = make_trainer(folder, "tts", **given | {"max_steps": 3})
+    first = train(folder, "tts", **given, save_strategy="steps", save_steps=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        rest.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    states = [run.calls[-1].drafters[0].state_dict() for run in (log, more)]
+        rest = train(folder, "tts", folder / "checkpoint-2", **given | {"max_steps": 3})
+    states = [run.calls[-1].drafters[0].state_dict() for run in (first, rest)]
     return {
-        "completions": log.completions + more.completions,
+        "completions": first.completions + rest.completions,
         "steps": [int(state["moments"][0]["step"]) for state in states],
-        "updates": [run.metric("rollout/drafter_updates") for run in (log, more)],
+        "updates": [run.metric("rollout/drafter_updates") for run in (first, rest)],
         "tensors": states[0]["tensors"],
         "warned": [str(warning.message) for warning in caught if "Test-Time" in str(warning.message)],
     }
@@ -80,11 +74,10 @@ def choose(folder: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shared_measurements, "find_ladder", watch)
         patched.setenv("SPEC_TRL_CACHE", str(folder / "cache"))
-        trainer, log = make_trainer(
+        log = train(
             folder, "auto", **same_batch(rows_per_rank=4), draft_kernel="reference", draft_lengths=[3],
             save_strategy="steps", save_steps=2,
         )  # fmt: skip
-        trainer.train()
     return {
         "completions": log.completions,
         "profiled": len(profiled),
@@ -129,19 +122,18 @@ def adapt(folder: Path, checkpoint: Path, rank: int, case: str) -> dict[str, Any
         patched.setattr(DrafterAdaptation, "step", remember_mean)
         patched.setattr(adaptation, "sequence_loss", fail)
         patched.setattr(adaptation, "target_view", blind)
-        trainer, log = make_trainer(
+        warnings.simplefilter("always")
+        log = train(
             folder / f"rank{rank}", "dflash", assistant_model=str(checkpoint), max_steps=3,
             per_device_train_batch_size=4, gradient_accumulation_steps=2, drafter_learning_rate=1e-3,
         )  # fmt: skip
-        warnings.simplefilter("always")
-        trainer.train()
     return {
         "local": local,
         "stepped": stepped,
         "drafter": list(log.calls[-1].drafters[0].network.state_dict().values()),
         "warned": [str(warning.message) for warning in caught if "adapted no further" in str(warning.message)],
         "metrics": log.metric("drafter/loss"),
-        "steps": trainer.state.global_step,
+        "steps": log.trainer.state.global_step,
     }
 
 

@@ -1,28 +1,27 @@
-"""A tiny policy, a tiny task, and one call that trains on them and keeps what was sampled."""
+"""A tiny policy, a tiny task, and runs on them that keep what was sampled."""
 
+import io
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-    TrainerCallback,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.quantization.awq import ActivationStatistics
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import Control
+from spec_trl.trainers.run_log import LOG_FILE, read_run
 
 
 PROMPTS = ["a3+b8=", "c5+d9+e1=", "f2+g2=", "1+2+3+4=", "k=", "p7+q6+r5=", "z9=", "a1+b1+c1+d1="]
@@ -38,6 +37,11 @@ def tiny_policy(seed: int = 0, **config: Any) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**(sizes | config))).double()
+
+
+def tiny_dataset(rows: int = 64) -> Dataset:
+    """Prompts of different lengths."""
+    return Dataset.from_list([{"prompt": PROMPTS[i % len(PROMPTS)]} for i in range(rows)])
 
 
 @dataclass(frozen=True)
@@ -57,16 +61,22 @@ class Call:
 
 @dataclass
 class Run(TrainerCallback):
-    """What one training run left behind.
+    """What a trainer left behind.
 
     `rewarded` holds, per call of the reward function, whether it was in training and the completions' token ids;
-    `calls` are those of `generate` by SpecGRPOTrainer; `logs` is what a callback such as W&B's was given.
+    `calls` are those of `generate` by SpecGRPOTrainer; `logs` is what a callback such as W&B's was given; `refreshed`
+    are the steps at which copies were requantized. `weights`, the `log` for `spec-trl report` and the `lines` that we
+    printed are those after `train`.
     """
 
     rewarded: list[tuple[str, list[list[int]]]] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     logs: list[dict[str, float]] = field(default_factory=list)
+    refreshed: list[int] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    log: Any = None
+    trainer: Any = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         self.logs.append(dict(logs))
@@ -80,26 +90,44 @@ class Run(TrainerCallback):
     def losses(self) -> list[float]:
         return [entry["loss"] for entry in self.logs if "loss" in entry]
 
+    @property
+    def folder(self) -> Path:
+        return Path(self.trainer.args.output_dir)
+
     def metric(self, name: str) -> list[float]:
         """Logged values of `name`, in order."""
         return [entry[name] for entry in self.logs if name in entry]
 
+    def train(self, resume: Path | None = None) -> "Run":
+        """Trains, from the checkpoint `resume` on if there is one. What is left can be seen after an error too."""
+        refresh = SelfDrafter.refresh
 
-def tiny_dataset(rows: int = 64) -> Dataset:
-    """Prompts of different lengths."""
-    return Dataset.from_list([{"prompt": PROMPTS[i % len(PROMPTS)]} for i in range(rows)])
+        def watched(drafter: SelfDrafter, statistics: ActivationStatistics | None = None) -> None:
+            self.refreshed.append(self.trainer.state.global_step)
+            refresh(drafter, statistics)
+
+        printed = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+            patch.setattr(SelfDrafter, "refresh", watched)
+            try:
+                self.trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+            finally:
+                self.lines = [line for line in printed.getvalue().splitlines() if line.startswith("spec_trl ")]
+                self.weights = {name: p.detach().clone() for name, p in self.trainer.model.named_parameters()}
+                self.log = read_run(self.folder) if (self.folder / LOG_FILE).exists() else None
+        return self
 
 
-def make_trainer(
+def make_run(
     output_dir: Path,
     strategy: str = "self",
     policy: PreTrainedModel | None = None,
-    tokenizer: PreTrainedTokenizerFast | None = None,
+    tokenizer: Any = None,
     trainer: dict[str, Any] | None = None,
     kind: type[GRPOTrainer] = SpecGRPOTrainer,
     **config: Any,
-) -> tuple[GRPOTrainer, Run]:
-    """A trainer of class `kind` on the tiny task, and the Run that it will fill.
+) -> Run:
+    """A run, not begun, whose trainer is a `kind` on the tiny task.
 
     `trainer` has further arguments of the trainer, `config` further fields of SpecGRPOConfig.
     """
@@ -107,7 +135,8 @@ def make_trainer(
 
     def count_digits(completion_ids: list[list[int]], **_: Any) -> list[float]:
         """Digits count one, "+" counts against: any reward will do that differs between completions."""
-        run.rewarded.append(("train" if built.model.training else "eval", [list(ids) for ids in completion_ids]))
+        mode = "train" if run.trainer.model.training else "eval"
+        run.rewarded.append((mode, [list(ids) for ids in completion_ids]))
         return [sum((4 <= i < 14) - 0.5 * (i % 7 == 0) for i in ids) / len(ids) for ids in completion_ids]
 
     policy = policy if policy is not None else tiny_policy()
@@ -118,43 +147,47 @@ def make_trainer(
         disable_tqdm=True, seed=3, sd_toggle="always",
     )  # fmt: skip
     arguments = dict(reward_funcs=count_digits, train_dataset=tiny_dataset(), callbacks=[run])
-    built = kind(
+    run.trainer = kind(
         model=policy,
         args=SpecGRPOConfig(**(settings | config)),
         processing_class=tokenizer or build_tokenizer(),
         **(arguments | (trainer or {})),
     )
-    built.remove_callback(PrinterCallback)  # comes with disable_tqdm
+    run.trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm
     generate = policy.generate
 
     def watched(*inputs: Any, **given: Any) -> Any:
         if "control" in given:  # not in calls by TRL's own trainer
-            control, step = given["control"], built.state.global_step
+            control, step = given["control"], run.trainer.state.global_step
             lengths = [candidate.draft_length for candidate in control.candidates]
             known = control.history.state_dict() if isinstance(control, BestOfN) else {}
             run.calls.append(Call(step, given["request_ids"], given["drafter"], control, lengths, known))
         return generate(*inputs, **given)
 
     policy.generate = watched
-    return built, run
+    return run
+
+
+def train(output_dir: Path, strategy: str = "self", resume: Path | None = None, **options: Any) -> Run:
+    """Trains; takes the options of :func:`make_run`."""
+    return make_run(output_dir, strategy, **options).train(resume)
+
+
+def roll_out(output_dir: Path, strategy: str = "self", dataset: Dataset | None = None, **options: Any) -> Run:
+    """One rollout, that of an evaluation of eight rows."""
+    run = make_run(output_dir, strategy, per_device_eval_batch_size=8, **options)
+    run.trainer.evaluate(dataset or tiny_dataset(2))
+    return run
 
 
 def assert_same_training(one: Run, other: Run) -> None:
     """Every sampled token, every loss and every final weight are equal to the last bit."""
-    for step, (ours, theirs) in enumerate(zip(one.completions, other.completions, strict=True)):
+    for step, (ours, theirs) in enumerate(zip(one.rewarded, other.rewarded, strict=True)):
         assert ours == theirs, f"completions differ in rollout {step}"
     assert one.losses == other.losses
     assert one.weights.keys() == other.weights.keys()
     for name, weight in one.weights.items():
         assert torch.equal(weight, other.weights[name]), f"{name} differs"
-
-
-def train(output_dir: Path, strategy: str = "self", resume: Path | None = None, **options: Any) -> Run:
-    """Trains; takes the options of :func:`make_trainer`."""
-    trainer, run = make_trainer(output_dir, strategy, **options)
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    run.weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    return run
 
 
 _plain: dict[str, Run] = {}

@@ -14,7 +14,7 @@ from trl import GRPOConfig, TrlParser
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpeculativeConfig
 from spec_trl.generation.configuration import OPTIONS
 from tests.generation.drafters.watching import make_checkpoint
-from tests.trainers.harness import make_trainer, tiny_dataset, tiny_policy
+from tests.trainers.harness import make_run, tiny_dataset, tiny_policy
 
 
 def make_config(**options: Any) -> SpecGRPOConfig:
@@ -104,11 +104,14 @@ def test_every_option_reaches_generate() -> None:
     assert {name: passed[name] for name in expected} == expected
     assert OPTIONS.keys() - expected.keys() == {"ngram_size"}
     assert make_config(tts_stride="3").speculative_config().tts_stride == 3
-    for strategy, races in (("self", False), ("best_of_n", True)):
-        assert make_config(assistant_strategy=strategy).speculative_config().best_of_n_race is races
+    assert make_config(assistant_strategy="best_of_n").speculative_config().best_of_n_race is True
     inherited = {option.name for option in fields(GRPOConfig)}
     assert config.own_options() == VALUES | OWN
     assert config.own_options().keys() == {option.name for option in fields(SpecGRPOConfig)} - inherited
+    ours, theirs = vars(make_config().speculative_config()), vars(SpeculativeConfig())
+    differ = {name for name in theirs if ours[name] != theirs[name]}
+    assert differ == {"seed", "keep_graphs", "tts_scope", "best_of_n_drafters", "best_of_n_race"}
+    assert tuple(ours["best_of_n_drafters"]) == theirs["best_of_n_drafters"]
 
 
 def test_the_controller_of_the_draft_length() -> None:
@@ -175,11 +178,11 @@ def test_what_no_rollout_serves(
     tmp_path: Path, strategy: str, options: Callable[[], dict[str, Any]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, strategy, **options())
+        make_run(tmp_path, strategy, **options())
 
 
 def test_who_generates_by_himself_is_left_alone(tmp_path: Path) -> None:
-    make_trainer(tmp_path, generation_kwargs={"num_beams": 3}, trainer={"rollout_func": lambda *_: {}})
+    make_run(tmp_path, generation_kwargs={"num_beams": 3}, trainer={"rollout_func": lambda *_: {}})
 
 
 def test_files_and_configs_of_another_kind_are_refused(tmp_path: Path) -> None:
@@ -188,7 +191,7 @@ def test_files_and_configs_of_another_kind_are_refused(tmp_path: Path) -> None:
         SpecGRPOTrainer(tiny_policy(), lambda completions, **_: [0.0], config, tiny_dataset())
     (tmp_path / "broken.json").write_text('{"version": 1, ')
     with pytest.raises(ValueError, match="broken.json is not a valid roofline profile"):
-        make_trainer(tmp_path, sd_toggle="roofline", roofline_profile=str(tmp_path / "broken.json"))
+        make_run(tmp_path, sd_toggle="roofline", roofline_profile=str(tmp_path / "broken.json"))
 
 
 RACE = {"strategy": "best_of_n", "best_of_n_drafters": ["model", "ngram"]}
@@ -200,33 +203,23 @@ RACE = {"strategy": "best_of_n", "best_of_n_drafters": ["model", "ngram"]}
         ("assistant_model", {"strategy": "model"}),
         ("assistant_model", {"strategy": "auto"}),
         ("assistant_model", {"strategy": "tts", "tts_drafter": "model"}),
-        ("assistant_model", RACE),
         (r"best_of_n_assistants\['model'\]", RACE),
         ("assistant_model", {"strategy": "eagle3"}),
         ("assistant_model", {"strategy": "dflash"}),
     ],
 )
 def test_assistants_that_do_not_fit(tmp_path: Path, argument: str, options: dict[str, Any]) -> None:
-    kind, other = options["strategy"], str(tmp_path / "other")
-    is_learned = kind in ("eagle3", "dflash")
-    if is_learned:
+    kind, other, is_no_model = options["strategy"], str(tmp_path / "other"), "is no causal LM that can be loaded"
+    if kind in ("eagle3", "dflash"):
         make_checkpoint(tmp_path / "other", kind, 50)
+        is_no_model = "has no config.json"
     else:
         tiny_policy(vocab_size=50, num_hidden_layers=1).save_pretrained(other)
     for path, message in (
         ("/no/such/folder", "is a folder that does not exist"),
-        (str(tmp_path), "has no config.json" if is_learned else "is no causal LM that can be loaded"),
+        (str(tmp_path), is_no_model),
         (other, "has a vocabulary of 50 tokens"),
     ):
-        given = (
-            {"assistant_model": path} if argument == "assistant_model" else {"best_of_n_assistants": {"model": path}}
-        )
+        given = {"best_of_n_assistants": {"model": path}} if options is RACE else {"assistant_model": path}
         with pytest.raises(ValueError, match=f"^{argument}='{path}' {message}"):
-            make_trainer(tmp_path, **options, **given)
-
-
-def test_defaults_reach_generate() -> None:
-    ours, theirs = vars(make_config().speculative_config()), vars(SpeculativeConfig())
-    differ = {name for name in theirs if ours[name] != theirs[name]}
-    assert differ == {"seed", "keep_graphs", "tts_scope", "best_of_n_drafters", "best_of_n_race"}
-    assert tuple(ours["best_of_n_drafters"]) == theirs["best_of_n_drafters"]
+            make_run(tmp_path, **options, **given)

@@ -1,7 +1,6 @@
 """Whole trainings compared with one without drafts, to the last bit: more steps, drafters, policies and schedules than
 test_training.py has time for."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,15 @@ from tests.conftest import STORY_MODEL
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.tape import Tape
 from tests.trainers.conftest import Asked
-from tests.trainers.harness import (
-    Run,
-    assert_same_training,
-    make_trainer,
-    tiny_dataset,
-    tiny_policy,
-    train,
-    train_plainly,
-)
+from tests.trainers.harness import Run, assert_same_training, tiny_dataset, tiny_policy, train, train_plainly
 
 
 pytestmark = pytest.mark.slow
+Options = dict[str, Any]
 FAST = dict(tts_learning_rate=1e-3, draft_lengths=[3])
-Named = Callable[[str], dict[str, Any]]
+ASYNC = dict(tts_asynchronous=True, tts_stride="2")
+LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+Named = Callable[[str], Options]
 
 
 @pytest.fixture(scope="module")
@@ -47,60 +41,14 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Named:
     return lambda kind: dict(tts_drafter=kind, assistant_model=paths[kind])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "ngram"},
-        {"strategy": "model"},
-        {"strategy": "history"},
-        {"draft_lengths": [2], "rollout_batch_size": 3},
-        {"draft_quantization": "rtn-w8", "draft_lm_head": "packed"},
-        {"draft_kernel": "reference", "draft_lengths": [9]},
-        {"draft_lengths": [1, 2, 3, 5], "draft_length_up": 0.1, "draft_length_down": 0.05},
-        {"draft_quantization": "awq-w4-g128"},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
-def test_ten_steps_with_other_drafters(tmp_path: Path, options: dict[str, Any], named: Named) -> None:
-    if options.get("strategy") == "model":
-        options = options | {"assistant_model": named("model")["assistant_model"]}
-    none, drafted = train_plainly(max_steps=10), train(tmp_path, max_steps=10, **options)
-    assert_same_training(none, drafted)
-    assert max(drafted.metric("rollout/block_efficiency")) > 1
+# ---- Policies that are those of a training without drafts --------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep_graphs", [True, False])
-def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_graphs: bool) -> None:
-    """A tape stands in for CUDA graphs: it replays on the same memory while the optimizer updates the weights."""
-    steps = 6 if keep_graphs else 3  # recorded anew in each
-    none = train_plainly(max_steps=steps)
-    monkeypatch.setattr(captured, "recorder_for", lambda device: tape)
-    for strategy in ("none", "self"):
-        tape = Tape()
-        policy = tiny_policy()
-        run = train(tmp_path, strategy, policy=policy, max_steps=steps, runner="graph", keep_graphs=keep_graphs)
-        assert_same_training(none, run)
-        assert tape.replayed > 8 * steps
-        assert (kept.look(policy, "runner") is not None) == keep_graphs
-    assert min(run.metric("rollout/acceptance_rate")) > 0.25
+def lora(**options: Any) -> Options:
+    return dict(trainer={"peft_config": LORA}, learning_rate=5e-2) | options
 
 
-def test_rollouts_that_choose_when_to_draft(tmp_path: Path, profiles: dict[str, str], level_ladder: Asked) -> None:
-    """By a profile and by what rounds really take: they begin autoregressively and end with speculation. By a ladder:
-    rounds have their say, whatever they make of it."""
-    options: dict[str, Any] = dict(max_steps=6, max_completion_length=48, trainer={"train_dataset": tiny_dataset(8)})
-    none = train(tmp_path, "none", **options)
-    toggled = train(tmp_path, sd_toggle="roofline", roofline_profile=profiles["pays"], **options)
-    assert_same_training(none, toggled)
-    assert 0 < toggled.metric("rollout/sd_on_fraction")[0] < 1
-    assert_same_training(none, train(tmp_path, "auto", **options))
-    assert len(level_ladder) == 1
-
-
-# ---- Schedules and policies ----------------------------------------------------------------------------------
-
-
-def stories() -> dict[str, Any]:
+def stories() -> Options:
     """A trained policy; its name is known, so that TRL can load it again as the reference model."""
     prompts = [{"prompt": prompt} for prompt in ("Once upon a time", "Lily had a", "The dog", "One day, Tom")]
     return dict(
@@ -110,31 +58,110 @@ def stories() -> dict[str, Any]:
     )  # fmt: skip
 
 
-REUSE = dict(
-    max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=4,
-    num_iterations=2, learning_rate=1e-2,
-)  # fmt: skip
+def dropping(dropout: float = 0.3) -> Options:
+    """With dropout in training, and gradient checkpointing."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=48, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2, resid_pdrop=dropout,
+        embd_pdrop=dropout, attn_pdrop=dropout, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return dict(policy=GPT2LMHeadModel(config).double(), gradient_checkpointing=True, disable_dropout=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "rollouts"),
-    [
-        (lambda: dict(max_steps=50), [8] * 50),
-        (lambda: REUSE, [16, 16]),
-        # The reference kernel: the fast one leaves a batch of eight to the policy's own layers.
-        (lambda: dict(policy=tiny_policy().float(), draft_kernel="reference"), [8] * 3),
-        (stories, [8] * 4),
-    ],
-    ids=["fifty steps", "micro-steps, reuse and accumulation", "float32", "trained, with a reference model"],
-)
-def test_the_self_drafter(tmp_path: Path, options: Callable[[], dict[str, Any]], rollouts: list[int]) -> None:
-    """It is at work all along, and still fits the policy after the last update."""
-    none, drafted = (train(tmp_path, strategy, **options()) for strategy in ("none", "self"))
-    assert_same_training(none, drafted)
-    assert [len(rows) for rows in drafted.completions] == rollouts
-    assert min(drafted.metric("rollout/acceptance_rate")) > 0.25
-    assert min(drafted.metric("rollout/block_efficiency")) > (2 if len(rollouts) > 3 else 1)
-    assert "beta" not in options() or drafted.metric("kl")[-1] > 0
+def plain(**options: Any) -> Callable[[], Options]:
+    return lambda: options
+
+
+SHORT = dict(gradient_accumulation_steps=2, per_device_train_batch_size=4)
+TWICE = dict(num_iterations=2, steps_per_generation=2, max_steps=4)
+CASES: list[tuple[str, Options, Callable[[], Options]]] = [
+    ("ngram", {}, plain(max_steps=10)),
+    ("history", {}, plain(max_steps=10)),
+    ("self", dict(draft_lengths=[2], rollout_batch_size=3), plain(max_steps=10)),
+    ("self", dict(draft_quantization="rtn-w8", draft_lm_head="packed"), plain(max_steps=10)),
+    ("self", dict(draft_kernel="reference", draft_lengths=[9]), plain(max_steps=10)),
+    (
+        "self", dict(draft_lengths=[1, 2, 3, 5], draft_length_up=0.1, draft_length_down=0.05), plain(max_steps=10)
+    ),
+    ("self", dict(draft_quantization="awq-w4-g128"), plain(max_steps=10)),
+    ("self", {}, plain(max_steps=50)),
+    ("self", {}, plain(**SHORT, max_steps=6, steps_per_generation=4, num_iterations=2, learning_rate=1e-2)),
+    # The reference kernel: the fast one leaves a batch of eight to the policy's own layers.
+    ("self", dict(draft_kernel="reference"), lambda: dict(policy=tiny_policy().float())),
+    ("self", {}, stories),
+    ("self", {}, dropping),
+    ("self", {}, lambda: lora(num_iterations=2, max_steps=4)),
+    ("model", {}, plain(max_steps=10)),
+    ("eagle3", {}, plain(**TWICE)),
+    ("eagle3", {}, lora),
+    ("dflash", {}, lambda: lora(beta=0.1)),
+    ("eagle3", {}, plain(mask_truncated_completions=True)),
+    ("dflash", {}, dropping),
+    ("dflash", dict(drafter_adaptation=False), dict),
+    ("tts model", ASYNC, dict),
+    ("tts dflash", ASYNC, dict),
+    ("tts eagle3", dict(tts_scope="request"), plain(**SHORT)),
+    ("tts self", {}, plain(**TWICE)),
+    ("tts eagle3", {}, plain(gradient_checkpointing=True)),
+    ("tts self", {}, lora),
+    ("tts self", dict(tts_scope="request", rollout_batch_size=3), dict),
+    ("tts eagle3", dict(tts_scope="request", rollout_batch_size=3), dict),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "how", "training"), CASES)
+def test_the_policy_trains_as_without(
+    strategy: str, how: Options, training: Callable[[], Options], tmp_path: Path, named: Named
+) -> None:
+    """The copy is at work all along, and still fits the policy after the last update."""
+    strategy, _, student = strategy.partition(" ")
+    learns, along = strategy == "tts", strategy in ("eagle3", "dflash")
+    if learns:
+        how = FAST | how | named(student)
+    elif strategy in ("model", "eagle3", "dflash"):
+        how = dict(assistant_model=named(strategy)["assistant_model"], drafter_learning_rate=1e-3) | how
+    run = train(tmp_path / "run", strategy, **training(), **how)
+    assert_same_training(train(tmp_path / "none", "none", **training()), run)
+    assert along or max(run.metric("rollout/block_efficiency")) > 1
+    assert strategy != "self" or min(run.metric("rollout/acceptance_rate")) > 0.25
+    assert all(count > 0 for count in run.metric("rollout/drafter_updates"))
+    assert bool(run.metric("rollout/drafter_updates")) is learns
+    assert bool(run.metric("rollout/drafter_refresh_seconds")) is ("self" in (strategy, student))
+    assert not run.trainer.args.beta or run.metric("kl")[-1] > 0
+    run.trainer.save_model(str(tmp_path / "final"))
+    is_adapted = along and how.get("drafter_adaptation", True)
+    assert (tmp_path / "final/drafter").exists() is bool(run.metric("drafter/loss")) is is_adapted
+
+
+@pytest.mark.parametrize("keep_graphs", [True, False])
+def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_graphs: bool) -> None:
+    """A tape stands in for CUDA graphs: it replays on the same memory while the optimizer updates the weights."""
+    steps = 6 if keep_graphs else 3  # recorded anew in each
+    monkeypatch.setattr(captured, "recorder_for", lambda device: tape)
+    for strategy in ("none", "self"):
+        tape, policy = Tape(), tiny_policy()
+        run = train(tmp_path, strategy, policy=policy, max_steps=steps, runner="graph", keep_graphs=keep_graphs)
+        assert_same_training(train_plainly(max_steps=steps), run)
+        assert tape.replayed > 8 * steps
+        assert (kept.look(policy, "runner") is not None) == keep_graphs
+    assert min(run.metric("rollout/acceptance_rate")) > 0.25
+
+
+def test_rollouts_that_choose_when_to_draft(tmp_path: Path, profiles: dict[str, str], level_ladder: Asked) -> None:
+    """By a profile and by what rounds really take: they begin autoregressively and end with speculation. By a ladder:
+    rounds have their say, whatever they make of it."""
+    options: Options = dict(max_steps=6, max_completion_length=48, trainer={"train_dataset": tiny_dataset(8)})
+    none = train(tmp_path, "none", **options)
+    toggled = train(tmp_path, sd_toggle="roofline", roofline_profile=profiles["pays"], **options)
+    assert_same_training(none, toggled)
+    assert 0 < toggled.metric("rollout/sd_on_fraction")[0] < 1
+    assert_same_training(none, train(tmp_path, "auto", **options))
+    assert len(level_ladder) == 1
+
+
+def test_rollouts_see_no_dropout_and_training_does(tmp_path: Path) -> None:
+    drafted, still = (train(tmp_path, **dropping(dropout)) for dropout in (0.3, 0.0))
+    assert drafted.completions[0] == still.completions[0] and drafted.losses != still.losses
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["autocast", "bf16-weights"])
@@ -149,34 +176,17 @@ def test_bfloat16(tmp_path: Path, weights: torch.dtype) -> None:
     assert sum(ours == theirs for ours, theirs in pairs) >= len(pairs) // 2
 
 
-def test_dropout_and_gradient_checkpointing(tmp_path: Path) -> None:
-    def run(strategy: str, dropout: float) -> Run:
-        torch.manual_seed(0)
-        config = GPT2Config(
-            vocab_size=48, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2, resid_pdrop=dropout,
-            embd_pdrop=dropout, attn_pdrop=dropout, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
-        policy = GPT2LMHeadModel(config).double()
-        return train(tmp_path, strategy, policy=policy, gradient_checkpointing=True, disable_dropout=False)
-
-    none, drafted, still = run("none", 0.3), run("self", 0.3), run("self", 0.0)
-    assert_same_training(none, drafted)
-    assert drafted.completions[0] == still.completions[0]  # rollouts see no dropout
-    assert drafted.losses != still.losses  # training does
-
-
 def test_best_model_at_the_end(tmp_path: Path) -> None:
     """Its weights are drafted for, not those of the last step."""
-    trainer, run = make_trainer(
+    run = train(
         tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
         per_device_eval_batch_size=4, load_best_model_at_end=True, metric_for_best_model="eval_num_tokens",
         greater_is_better=False, trainer={"eval_dataset": tiny_dataset(1)},
     )  # fmt: skip
-    trainer.train()
-    assert trainer.state.best_global_step == 1
+    assert run.trainer.state.best_global_step == 1
     copy = run.calls[0].drafters[0]
     before = [buffer.clone() for buffer in copy.network.buffers()]
-    trainer.evaluate()
+    run.trainer.evaluate()
     assert any(not torch.equal(one, other) for one, other in zip(before, copy.network.buffers(), strict=True))
 
 
@@ -191,7 +201,7 @@ def test_a_compiled_policy_is_drafted_for(
         return sum(parameter.sum() for parameter in model.parameters())  # a forward would be traced for seconds
 
     monkeypatch.setattr(GRPOTrainer, "compute_loss", loss)
-    options: dict[str, Any] = dict(max_steps=2, trainer={"peft_config": adapter})
+    options: Options = dict(max_steps=2, trainer={"peft_config": adapter})
     run = train(tmp_path, torch_compile=True, torch_compile_backend="eager", **options)
     assert all(is_compiled)
     assert_same_training(run, train(tmp_path, "none", **options))
@@ -199,32 +209,6 @@ def test_a_compiled_policy_is_drafted_for(
 
 
 # ---- Test-Time Speculation ----------------------------------------------------------------------------------------
-
-
-LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
-
-
-@pytest.mark.parametrize(
-    ("kind", "scope", "options"),
-    [
-        ("model", "run", dict(tts_asynchronous=True, tts_stride="2")),
-        ("dflash", "run", dict(tts_asynchronous=True, tts_stride="2")),
-        ("eagle3", "request", dict(gradient_accumulation_steps=2, per_device_train_batch_size=4)),
-        ("self", "run", dict(num_iterations=2, steps_per_generation=2, max_steps=4)),
-        ("eagle3", "run", dict(gradient_checkpointing=True)),
-        ("self", "run", dict(trainer={"peft_config": LORA}, learning_rate=5e-2)),
-        ("self", "request", dict(rollout_batch_size=3)),
-        ("eagle3", "request", dict(rollout_batch_size=3)),
-    ],
-)
-def test_policies_of_drafters_that_learn(
-    kind: str, scope: str, options: dict[str, Any], tmp_path: Path, named: Named
-) -> None:
-    plain = {name: value for name, value in options.items() if not name.startswith("tts_")}
-    run = train(tmp_path, "tts", tts_scope=scope, **FAST, **options, **named(kind))
-    assert_same_training(train(tmp_path / "none", "none", **plain), run)
-    assert min(run.metric("rollout/drafter_updates")) > 0
-    assert bool(run.metric("rollout/drafter_refresh_seconds")) is (kind == "self")
 
 
 @pytest.mark.parametrize("kind", ["self", "dflash"])
@@ -241,7 +225,6 @@ def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("self", {}),
         ("model", {}),
         ("self", dict(tts_asynchronous=True, tts_stride="2")),
         ("eagle3", dict(tts_asynchronous=True, tts_stride="2")),
@@ -250,7 +233,7 @@ def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
     ],
     ids=str,
 )
-def test_resumed_run_goes_on_bit_for_bit(kind: str, how: dict[str, Any], tmp_path: Path, named: Named) -> None:
+def test_resumed_run_goes_on_bit_for_bit(kind: str, how: Options, tmp_path: Path, named: Named) -> None:
     def run(folder: str, **options: Any) -> Run:
         policy = tiny_policy().to(torch.bfloat16 if how.get("bf16") else torch.float64)
         return train(tmp_path / folder, "tts", policy=policy, max_steps=4, **FAST, **how, **named(kind), **options)
@@ -282,20 +265,3 @@ def test_a_failure_ends_no_training(tmp_path: Path, named: Named, monkeypatch: p
     with pytest.warns(UserWarning, match="ZeroDivisionError"):
         run = train(tmp_path, "tts", save_strategy="steps", save_steps=3, **FAST, **named("dflash"))
     assert_same_training(none, run)
-
-
-def test_options_of_learning(tmp_path: Path, named: Named) -> None:
-    """Each changes what is learned, or how often."""
-
-    def learn(**options: Any) -> tuple[list[torch.Tensor], float]:
-        given = FAST | {"max_steps": 1, "max_completion_length": 48} | options
-        run = train(tmp_path, "tts", **given, **named("dflash"))
-        return run.calls[0].drafters[0].state_dict()["tensors"], run.metric("rollout/drafter_updates")[0]
-
-    plain, count = learn(tts_steps=2)
-    anchored, _ = learn(tts_steps=2, tts_anchor_weight=5.0)
-    initial, _ = learn(tts_steps=2, tts_anchor_weight=5.0, tts_anchor="initial")
-    for one, other in ((plain, anchored), (anchored, initial)):
-        assert any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    for stride, every in (("4", 4), ("adaptive", 5)):  # an adaptive one starts there
-        assert learn(tts_steps=2, tts_stride=stride)[1] <= math.ceil(count / every) + 1 < count

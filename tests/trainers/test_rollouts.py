@@ -1,5 +1,6 @@
 """Single rollouts of a trainer: when it speculates, what it measures once, and TRL's other ways into a rollout."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,23 +27,7 @@ from spec_trl.trainers import spec_grpo_trainer
 from spec_trl.trainers.run_log import read_run
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.conftest import Asked
-from tests.trainers.harness import (
-    PROMPTS,
-    Call,
-    Run,
-    assert_same_training,
-    make_trainer,
-    tiny_dataset,
-    tiny_policy,
-    train,
-)
-
-
-def roll_out(folder: Path, strategy: str = "self", **options: Any) -> tuple[Call, Run]:
-    """What the trainer gave to `generate` in one rollout of an evaluation, and its run."""
-    trainer, run = make_trainer(folder, strategy, per_device_eval_batch_size=8, **options)
-    trainer.evaluate(tiny_dataset(2))
-    return run.calls[0], run
+from tests.trainers.harness import PROMPTS, Run, make_run, roll_out, tiny_dataset, tiny_policy, train
 
 
 # ---- Who drafts ----------------------------------------------------------------------------------------------------
@@ -63,8 +48,8 @@ def test_strategies(tmp_path: Path, level_ladder: Asked) -> None:
         (best_of_n | {"best_of_n_assistants": {"model": small}}, [NgramDrafter, SmallModelDrafter]),
         ({"strategy": "self", "sd_toggle": "never"}, []),
     ):
-        call, _ = roll_out(tmp_path, **options)
-        assert [type(drafter) for drafter in call.drafters] == expected
+        drafters = roll_out(tmp_path, **options).calls[0].drafters
+        assert [type(drafter) for drafter in drafters] == expected
 
 
 def test_options_of_adaptation_and_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level_ladder: Asked) -> None:
@@ -85,13 +70,36 @@ def test_options_of_adaptation_and_races(tmp_path: Path, monkeypatch: pytest.Mon
 # ---- When it speculates, and what is measured for that -----------------------------------------------------------
 
 
-def test_profiles_decide(tmp_path: Path, profiles: dict[str, str]) -> None:
-    """Of imaginary machines: speculation pays on one, not on the other, nor where the margin is large."""
+def test_profiles_decide(tmp_path: Path, profiles: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of imaginary machines: speculation pays on one, not on the other, nor where the margin is large. The record says
+    why, and what plain decoding would have taken."""
     for which, margin, pays in (("pays", 0.05, True), ("does not", 0.05, False), ("pays", 1e6, False)):
+        folder = tmp_path / f"{which} {margin}"
         options = dict(sd_toggle="roofline", roofline_profile=profiles[which], sd_margin=margin)
-        _, run = roll_out(tmp_path, **options)
-        assert (run.metric("eval_rollout/sd_on_fraction")[0] > 0) is pays
-        assert "eval_rollout/predicted_speedup" in run.logs[0]
+        run = roll_out(folder, max_completion_length=48, **options)
+        log = read_run(folder)
+        (record,) = log.rollouts
+        assert (run.metric("eval_rollout/sd_on_fraction")[0] > 0) is pays is (record.drafter is not None)
+        assert run.metric("eval_rollout/predicted_speedup") == [record.predicted_speedup]
+        assert 0 < log.header.calibration_seconds < 60
+        assert log.header.profile == str(folder / "roofline_profile.json") and Path(log.header.profile).exists()
+        # 8 rows of at most 17 tokens of prompt and 24 of output; by the profile 5 / (5 × 0.63 + 1).
+        said = capsys.readouterr().out.splitlines()[0]
+        decision = "speculating" if pays else "decoding plainly"
+        assert re.search(
+            rf"^spec_trl rollouts: speculation predicted \d\.\d\d× at 8 rows × \d\d tokens: {decision}", said
+        )
+        assert ("predicted 1.20×" if which == "pays" else "predicted 0.10×") in said
+        if pays:
+            assert record.plain_seconds > 0 and record.reason.startswith("speculation ")
+            assert [length > 0 for _, length in record.speculating][:2] == [False, True]
+            assert {point.draft_length for point in record.points} >= {0, 5}
+            assert record.phase_seconds["control"] > 0 and record.predicted_speedup > 1
+        else:
+            assert record.reason.startswith(said.removeprefix("spec_trl rollouts: ").partition(" at ")[0])
+            assert record.plain_seconds == pytest.approx(record.seconds - record.refresh_seconds, rel=1e-6)
+        if which == "does not":
+            assert record.predicted_speedup == pytest.approx(5 / 51, rel=0.01)
 
 
 def test_a_missing_profile_is_calibrated_once(tmp_path: Path, quick_calibration: list[int]) -> None:
@@ -127,8 +135,8 @@ def test_a_ladder_is_profiled_where_it_is_asked_for(
         ({"sd_toggle": "always"}, LadderCosts, 1),
         ({"sd_toggle": "roofline", "roofline_profile": profiles["pays"]}, Roofline, 2),
     ):
-        call, _ = roll_out(tmp_path, "auto", **options)
-        assert {type(candidate.roofline) for candidate in call.control.candidates} == ({kind} if kind else set())
+        candidates = roll_out(tmp_path, "auto", **options).calls[0].control.candidates
+        assert {type(candidate.roofline) for candidate in candidates} == ({kind} if kind else set())
         assert len(level_ladder) == asked
     assert level_ladder[0] == (["self", "history"], 8, [5, 7, 9, 11])
 
@@ -157,10 +165,9 @@ def test_rollout_func_is_left_alone(tmp_path: Path) -> None:
         completion_ids = [[4 + row, 2] for row in range(len(prompts))]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": [[-1.0, -1.0]] * len(prompts)}
 
-    run = train(tmp_path, max_steps=1, trainer={"rollout_func": answer})
-    assert run.completions == [[[4 + row, 2] for row in range(8)]]
-    assert run.calls == []
-    assert not [name for entry in run.logs for name in entry if name.startswith("rollout/")]
+    run = roll_out(tmp_path, trainer={"rollout_func": answer})
+    assert run.rewarded == [("eval", [[4 + row, 2] for row in range(8)])] and run.calls == []
+    assert not [name for entry in run.logs for name in entry if "rollout/" in name]
 
 
 CHAT_TEMPLATE = (
@@ -197,25 +204,23 @@ def add(a: int, b: int) -> int:
 
 
 def test_tool_loop(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
-    questions = [[{"role": "user", "content": text}] for text in ("a3+b8", "c5", "f2")]
-    prompts = Dataset.from_list([{"prompt": question} for question in questions * 8])
+    prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in ("a3+b8", "c5")])
     none, drafted = (
-        train(
-            tmp_path / strategy, strategy, tokenizer=chat_tokenizer, max_steps=1, max_completion_length=48,
-            max_tool_calling_iterations=3, trainer={"train_dataset": prompts, "tools": [add]},
+        roll_out(
+            tmp_path / strategy, strategy, prompts, tokenizer=chat_tokenizer, max_completion_length=48,
+            max_tool_calling_iterations=3, trainer={"tools": [add]},
         )
         for strategy in ("none", "self")
     )  # fmt: skip
-    assert drafted.completions == none.completions and drafted.losses == none.losses
+    assert drafted.rewarded == none.rewarded
     turns = [call.request_ids for call in drafted.calls]
     assert turns == [call.request_ids for call in none.calls]
     assert len(turns[0]) == 8 and len(turns) > 1 and min(map(len, turns)) < 8  # later turns, of some of the rows
     ids = [request for turn in turns for request in turn]
     assert len(set(ids)) == len(ids)
-    assert none.metric("tools/call_frequency")[0] > 0
     # One record per rollout, over all of its turns, with one lane per request and turn, after the turns before it.
-    (record,) = read_run(tmp_path / "self").of("train")
-    assert len(drafted.metric("rollout/seconds")) == 1 and record.requests == len(ids)
+    (record,) = read_run(tmp_path / "self").of("eval")
+    assert len(drafted.metric("eval_rollout/seconds")) == 1 and record.requests == len(ids)
     lanes = sorted(record.timeline, key=lambda lane: lane.request)
     assert [lane.request for lane in lanes] == list(range(record.requests))
     assert max(lane.ended for lane in lanes[:8]) < min(lane.changes[0][0] for lane in lanes[8:])
@@ -224,11 +229,9 @@ def test_tool_loop(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> N
 
 def test_images_are_refused(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
     row = {"prompt": [{"role": "user", "content": "a3"}], "image": Image.new("RGB", (2, 2))}
-    trainer, _ = make_trainer(
-        tmp_path, tokenizer=chat_tokenizer, trainer={"train_dataset": Dataset.from_list([row] * 8)}
-    )
+    run = make_run(tmp_path, tokenizer=chat_tokenizer, trainer={"train_dataset": Dataset.from_list([row] * 8)})
     with pytest.raises(ValueError, match="the prompts carry images; SpecGRPOTrainer generates from text"):
-        trainer.train()
+        run.trainer.train()
 
 
 # ---- A vision-language model that is given text ------------------------------------------------------------------
@@ -246,8 +249,8 @@ class Processor(ProcessorMixin):
         return {"input_ids": ids, self.field: [[self.mark] * len(row) for row in ids]}
 
 
-def train_on_text(folder: Path, strategy: str, **processor: Any) -> Run:
-    """Trains a tiny Gemma 3 with a vision tower on conversations without images."""
+def roll_out_text(folder: Path, strategy: str, **processor: Any) -> Run:
+    """A rollout of a tiny Gemma 3 with a vision tower on conversations without images."""
     torch.manual_seed(0)
     text = dict(
         vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -257,18 +260,15 @@ def train_on_text(folder: Path, strategy: str, **processor: Any) -> Run:
     vision = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, intermediate_size=32)
     tokens = dict(mm_tokens_per_image=4, boi_token_index=45, eoi_token_index=46, image_token_index=47)
     policy = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **tokens)).double()
-    conversations = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS]
-    return train(
-        folder, strategy, policy=policy, max_steps=1, tokenizer=Processor(build_tokenizer(), **processor),
-        trainer={"train_dataset": Dataset.from_list(conversations)},
-    )  # fmt: skip
+    conversations = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:2]]
+    processing = Processor(build_tokenizer(), **processor)
+    return roll_out(folder, strategy, Dataset.from_list(conversations), policy=policy, tokenizer=processing)
 
 
 def test_text_for_a_vision_language_model(tmp_path: Path) -> None:
-    none = train_on_text(tmp_path, "none")
-    drafted = train_on_text(tmp_path, "self", field="mm_token_type_ids")
-    assert_same_training(drafted, none)
-    assert len({str(ids) for ids in none.completions[0]}) > 4
+    none, drafted = roll_out_text(tmp_path, "none"), roll_out_text(tmp_path, "self", field="mm_token_type_ids")
+    assert drafted.rewarded == none.rewarded
+    assert len({str(ids) for _, rows in none.rewarded for ids in rows}) > 4
     for field in ("token_type_ids", "pixel_values"):
         with pytest.raises(ValueError, match=f"the prompts carry .'{field}'.*Use trl.GRPOTrainer"):
-            train_on_text(tmp_path, "self", field=field, mark=1)
+            roll_out_text(tmp_path, "self", field=field, mark=1)
