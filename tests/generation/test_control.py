@@ -61,8 +61,6 @@ def test_a_control_is_told_what_happened(tiny: LlamaForCausalLM, four: list[Draf
     ).statistics  # fmt: skip
     capacity, keys = control.begun
     assert capacity == 2 and len(set(keys)) == len(keys) == 5
-    assert sum(p.rounds for p in statistics.points) == len(control.rounds)
-    assert sum(each["tokens"] for each in control.rounds) == sum(p.tokens for p in statistics.points)
     assert 0 < sum(each["seconds"] for each in control.rounds) <= statistics.seconds
     first, second = control.rounds[:2]
     assert (len(first["requests"]), first["length"], first["waiting"]) == (2, (5 + 9) / 2, 3)
@@ -90,7 +88,7 @@ def test_a_failed_drafter_leaves_the_others(tiny: LlamaForCausalLM, drafters: Ma
     assert result.statistics.speculating[0] == (0, 0)  # the baseline first
 
 
-@pytest.mark.parametrize("strategy", ["self", "best_of_n", "auto"])
+@pytest.mark.parametrize("strategy", ["self", "best_of_n"])
 def test_never_builds_no_drafter(tiny: LlamaForCausalLM, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SelfDrafter, "__init__", lambda *_, **__: pytest.fail("a drafter was built"))
     result = generate(tiny, TWO, strategy, {"sd_toggle": "never"})

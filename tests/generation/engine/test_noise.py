@@ -65,6 +65,12 @@ def test_the_noise_of_a_seed_is_what_it_has_always_been() -> None:
     ]  # fmt: skip
     noise = torch.tensor([0.2715192, 1.2206273, -0.4253611, 2.454185])
     torch.testing.assert_close(gumbel_noise(keys.flatten(), 5)[:, 0], noise)
+    torch.testing.assert_close(
+        gumbel_noise(keys.flatten(), 5)[0],
+        torch.tensor([0.2715, -0.2048, -0.4058, -0.5860, -0.2282]),
+        rtol=0,
+        atol=1e-4,
+    )
     assert derive(stream_keys(-5, torch.arange(1)), 2).tolist() == [2332777945548389549]
     assert uniform_coins(keys)[1, 1] == 0.9860789840371091
 
