@@ -17,14 +17,14 @@ from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
 from tests.generation.calls import generate, outputs
-from tests.generation.races import PROMPTS, Fixed, Knowing, Plans, RandomPlans
+from tests.generation.races import PROMPTS, Knowing, Plans, random_plans
 
 
 def test_the_longest_accepted_chain_wins(tiny) -> None:
     """How chains are counted, `test_statistics.py` says; how far a round gets, `test_token_identity.py`."""
     expected = outputs(generate(tiny, PROMPTS, max_new_tokens=40))
     members = [Knowing(expected, seed, f"k{seed}") for seed in range(4)]
-    control = RandomPlans(4, 2)
+    control = random_plans(4, 2)
     statistics = generate(tiny, PROMPTS, drafter=members, control=control, max_new_tokens=40).statistics
     asked = [iter(member.right) for member in members]
     wins: list[Counter[str]] = [Counter() for _ in expected]
@@ -49,7 +49,7 @@ def test_the_longest_accepted_chain_wins(tiny) -> None:
 
 def test_rejection_verification_is_not_raced(tiny, drafters, monkeypatch) -> None:
     monkeypatch.setattr(SelfDrafter, "begin", lambda *_: pytest.fail("work was begun"))
-    options = dict(config={"verification": "rejection"}, drafter=drafters("self", "model"), control=RandomPlans(2))
+    options = dict(config={"verification": "rejection"}, drafter=drafters("self", "model"), control=random_plans(2))
     with pytest.raises(ValueError, match='verification="rejection" cannot be raced'):
         generate(tiny, PROMPTS, **options)
 
@@ -90,10 +90,10 @@ def test_drafts_depend_on_the_committed_text_alone(kind: str, tiny, drafters: Ca
     """In races over rows that come and go, a drafter says what it says where each round commits a single token."""
     alone: dict[tuple[int, ...], list[int]] = {}
     among: dict[tuple[int, ...], list[int]] = {}
-    plain = generate(tiny, PROMPTS, drafter=watched(*drafters(kind), alone, False), control=Fixed(Chain(0, 4)))
+    plain = generate(tiny, PROMPTS, drafter=watched(*drafters(kind), alone, False), control=Plans(1, [[Chain(0, 4)]]))
     expected = outputs(plain)
     members = [watched(*drafters(kind), among, True), Knowing(expected, 0), Knowing(expected, 1)]
-    result = generate(tiny, PROMPTS, config={"max_batch_size": 3}, drafter=members, control=RandomPlans(3, 1))
+    result = generate(tiny, PROMPTS, config={"max_batch_size": 3}, drafter=members, control=random_plans(3, 1))
     assert outputs(result) == expected and result.statistics.drafter_failure is None
     shared = among.keys() & alone.keys()  # nobody drafts where one token is left unless other rows have more
     assert len(shared) > 15 and len(shared) > 0.8 * len(among)
@@ -126,6 +126,6 @@ def test_a_learner_hears_of_its_own_chain(tiny, drafters) -> None:
     learner = Comparing(*drafters("eagle3"), Distillation(1e-3, scope="rollout"))
     expected = outputs(generate(tiny, PROMPTS, max_new_tokens=20))
     members = [learner, Knowing(expected, 0), Knowing(expected, 1)]
-    result = generate(tiny, PROMPTS, drafter=members, control=RandomPlans(3, 3), max_new_tokens=20)
+    result = generate(tiny, PROMPTS, drafter=members, control=random_plans(3, 3), max_new_tokens=20)
     assert outputs(result) == expected and result.statistics.drafter_failure is None
     assert len(checked) > 10 and max(checked) > 0
