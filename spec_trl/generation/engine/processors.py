@@ -133,8 +133,7 @@ class LogitsPipeline:
         temperature, top-k and min-p where nothing else is set."""
         if self._filters is None or not _is_fused(logits):
             return draw_processed(self(widen(logits), offset), noise, offset, want_logprobs)
-        floors = self._filters.floors(logits.flatten(0, 1))  # [B * n]
-        return _draw_fused(logits, noise, offset, want_logprobs, self._filters.temperature, floors)
+        return draw_processed(logits, noise, offset, want_logprobs, self._filters)
 
     def draw_verified(
         self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool
@@ -276,31 +275,23 @@ class Filters:
         return torch.stack(bounds).amax(0) / self.temperature if bounds else None
 
 
-def draw_processed(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False) -> Draw:
-    """As :func:`~spec_trl.generation.engine.noise.draw`, on CUDA by one kernel."""
-    if _is_fused(logits):
-        return _draw_fused(logits, noise, first, want_logprobs)
-    return draw(logits, noise, first, want_logprobs)
-
-
 def _is_fused(logits: Tensor) -> bool:
     """Whether one kernel draws from these logits."""
     return run_on(logits.device) and logits.dtype != torch.float64
 
 
-def _draw_fused(
-    logits: Tensor,
-    noise: RoundNoise | None,
-    first: int,
-    want_logprobs: bool,
-    temperature: float = 1.0,
-    floors: Tensor | None = None,
+def draw_processed(
+    logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False, filters: Filters = Filters()
 ) -> Draw:
+    """As :func:`~spec_trl.generation.engine.noise.draw`, on CUDA by one kernel, which alone applies `filters`."""
+    if not _is_fused(logits):
+        return draw(logits, noise, first, want_logprobs)
     from .kernels.gumbel_sampler import fused_draw  # imports Triton
 
     batch, count, _ = logits.shape
     keys = None if noise is None else noise.keys[:, first : first + count].reshape(-1)  # [B * n]
-    drawn = fused_draw(logits.flatten(0, 1), keys, temperature, floors)  # of [B * n] each
+    floors = filters.floors(logits.flatten(0, 1))  # [B * n]
+    drawn = fused_draw(logits.flatten(0, 1), keys, filters.temperature, floors)  # of [B * n] each
     tokens, scores, logprobs = (part.view(batch, count) for part in drawn)
     return Draw(tokens, scores, logprobs if want_logprobs else None)
 

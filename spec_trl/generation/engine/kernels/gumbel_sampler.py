@@ -1,8 +1,8 @@
 """Drawing tokens in one pass over the logits, in Triton. Import it only where Triton is wanted.
 
 The same draw as `engine.noise` makes in torch, whose noise would cost as many bytes as float32 logits, written and
-read again: here it is hashed in registers. Each program reads a chunk of one row once and leaves four numbers; a second
-kernel merges a row's chunks in a fixed order: no atomics, the same bits at each call.
+read again: here it is hashed in registers. Each program reads a chunk of one row once and leaves four numbers; a
+second kernel merges a row's chunks in a fixed order: no atomics, the same bits at each call.
 """
 
 import torch
