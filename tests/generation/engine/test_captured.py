@@ -11,6 +11,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 import spec_trl
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine import captured, processors, runner
 from spec_trl.generation.engine.captured import column_bucket, row_bucket
@@ -373,3 +374,14 @@ def test_a_compiled_trial_writes_what_the_call_writes(fresh, tape, monkeypatch) 
     result, expected = graph(fresh, "self", {"runner": "auto", "draft_length": 3}, **EOS), eager(fresh, **EOS)
     assert outputs(result) == outputs(expected) and result.statistics.drafter_failure is None
     torch.testing.assert_close(result.logprobs, expected.logprobs, rtol=0, atol=1e-6)
+
+
+def test_a_drafter_that_returns_nan_is_dropped(fresh, tape) -> None:
+    drafter = SelfDrafter(fresh, kernel="reference")
+    drafter.network.lm_head = nn.Linear(64, 64, dtype=torch.float64)
+    nn.init.constant_(drafter.network.lm_head.weight, float("nan"))
+    drafter.quantized.layers.clear()  # that they run is not what is tested
+    with pytest.warns(UserWarning, match="the draft network returned NaN logits"):
+        result = graph(fresh, drafter=drafter)
+    assert outputs(result) == outputs(eager(fresh))
+    assert result.statistics.drafter_failure is not None and result.statistics.total.accepted == 0
