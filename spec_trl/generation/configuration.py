@@ -362,12 +362,14 @@ def check_strategy(strategy: str) -> str:
 
 def check_verification(strategy: str, verification: str) -> None:
     """Raises ValueError where `strategy` cannot be verified so."""
-    if strategy == "best_of_n" and verification == "rejection":
+    if verification != "rejection":
+        return
+    if strategy == "best_of_n":
         raise ValueError(
             'verification="rejection" does not go with assistant_strategy="best_of_n", which races: taking the '
             'longest of chains accepted by chance favours what is easy to draft. Use verification="exact".'
         )
-    if strategy == "auto" and verification == "rejection":
+    if strategy == "auto":
         raise ValueError(
             'verification="rejection" needs draft probabilities, which the history among the drafters of '
             'assistant_strategy="auto" has none of. Use verification="exact", or name the drafter.'

@@ -49,10 +49,7 @@ def make_drafters(
 
     The self-drafter of a model and a drafter that learns are kept between calls: they are the caller's until
     :func:`~spec_trl.generation.engine.drafter.keep_drafters`, and who asks meanwhile gets others. Other drafters are
-    made in each call: to go on with one, pass it to the next call.
-
-    Raises:
-        ValueError: the strategy is unknown, or does not go with the assistant.
+    made in each call. Raises ValueError where the strategy is unknown, or does not go with the assistant.
     """
     check_strategy(strategy)
     if assistant is not None and strategy not in TAKE_ASSISTANT:
@@ -197,18 +194,11 @@ def make_control(
     ladder: Ladder | None = None,
     history: AcceptanceHistory | None = None,
 ) -> Control:
-    """The control that `config.sd_toggle` asks for, over `drafters` in their order; with a ladder, that of
-    `"best_of_n"` and `"auto"`.
+    """The control that `config.sd_toggle` asks for, over `drafters` in their order; with a `ladder` of them, that of
+    `"best_of_n"` and `"auto"`, which raises ValueError where two drafters have the same strategy name.
 
-    Args:
-        drafters: none: autoregressive decoding.
-        config: `sd_toggle`, `sd_margin`, `draft_length`; τ_prev is γ at first (ER Algorithm 1 line 1).
-        profile: predicts their rounds; None: only measuring tells.
-        ladder: of these drafters.
-        history: their acceptance so far; with `ladder`, None: nothing is known.
-
-    Raises:
-        ValueError: with `ladder`, two drafters have the same strategy name.
+    The `profile` predicts their rounds, and `history` is their acceptance so far. τ_prev is γ at first (ER Algorithm 1
+    line 1).
     """
     if config.sd_toggle == "never":
         return NeverSpeculate("sd_toggle=never")

@@ -29,8 +29,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of random drafters for the tiny target, by kind."""
     folder = tmp_path_factory.mktemp("drafters")
     eagle3.make_folder(folder / "eagle3", eagle3.safeai(vocab_size=64, draft_vocab_size=64))
+    eagle3.make_folder(folder / "pruned", eagle3.safeai())  # eagle3 with a part of the vocabulary
     dflash.make_checkpoint(folder / "dflash", dflash.zlab(vocab_size=64))
-    return {kind: str(folder / kind) for kind in ("eagle3", "dflash")}
+    return {kind: str(folder / kind) for kind in ("eagle3", "pruned", "dflash")}
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +48,7 @@ def drafters(tiny, tiny_assistant, checkpoints) -> Make:
         if name == "history":
             return HistoryDrafter(10_000)
         if name in checkpoints:
-            return (Eagle3Drafter if name == "eagle3" else DFlashDrafter)(checkpoints[name], tiny)
+            return (DFlashDrafter if name == "dflash" else Eagle3Drafter)(checkpoints[name], tiny)
         _, kind, scope, *together = name.split()
         students: dict[str, Callable[[], Drafter]] = {
             "self": lambda: SelfDrafter(tiny, "rtn-w4-g32", "reference", "packed"),

@@ -67,33 +67,16 @@ class Plans(Control):
         self.alive.discard(index)
 
 
-class Fixed(Plans):
-    """The same chains in every round."""
+def random_plans(count: int, seed: int = 0) -> Plans:
+    """Rounds of up to four chains of `count` drafters, with γ up to 4 and rows at random; now and then none."""
+    draw = random.Random(seed)
 
-    def __init__(self, *plan: Chain) -> None:
-        super().__init__(1 + max(chain.which for chain in plan), [plan])
+    def chain(which: int) -> Chain:
+        some = tuple(draw.sample(range(7), draw.randint(1, 7)))
+        return Chain(which, draw.randint(1, 4), draw.choice([None, some]))
 
-
-class RandomPlans(Plans):
-    """In each round up to four chains of `count` drafters, with γ up to 4 and rows at random; now and then none."""
-
-    def __init__(self, count: int, seed: int = 0) -> None:
-        super().__init__(count, [[Chain(0, 4)] * 4])
-        self._seed = seed
-
-    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
-        super().begin(capacity, prompts)
-        self._random = random.Random(self._seed)
-
-    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
-        super().plan(requests, length, waiting)
-        count = self._random.randint(0, min(4, len(self.alive)))
-        plan = []
-        for which in self._random.sample(sorted(self.alive), count):
-            some = self._random.sample(range(len(requests)), self._random.randint(1, len(requests)))
-            plan.append(Chain(which, self._random.randint(1, 4), self._random.choice([None, tuple(some)])))
-        self.rounds[-1]["plan"] = plan
-        return plan
+    members = [draw.sample(range(count), draw.randint(0, min(4, count))) for _ in range(60)]
+    return Plans(count, [[chain(which) for which in each] for each in members])
 
 
 class Knowing(Drafter):

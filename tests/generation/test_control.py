@@ -1,7 +1,6 @@
 """Which drafter drafts and when is a matter of time alone: what controls are made of, asked and told, and what the
 default toggle, which measures, learns."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -61,8 +60,6 @@ def test_a_control_is_told_what_happened(tiny: LlamaForCausalLM, four: list[Draf
     ).statistics  # fmt: skip
     capacity, keys = control.begun
     assert capacity == 2 and len(set(keys)) == len(keys) == 5
-    assert sum(p.rounds for p in statistics.points) == len(control.rounds)
-    assert sum(each["tokens"] for each in control.rounds) == sum(p.tokens for p in statistics.points)
     assert 0 < sum(each["seconds"] for each in control.rounds) <= statistics.seconds
     first, second = control.rounds[:2]
     assert (len(first["requests"]), first["length"], first["waiting"]) == (2, (5 + 9) / 2, 3)
@@ -72,25 +69,7 @@ def test_a_control_is_told_what_happened(tiny: LlamaForCausalLM, four: list[Draf
     assert second["waiting"] != 3 or second["length"] == first["length"] + first["tokens"] / 2
 
 
-def test_a_failed_drafter_leaves_the_others(tiny: LlamaForCausalLM, drafters: Make) -> None:
-    """To a control that measures, too: it was not made for the test."""
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of luck")
-
-    members = drafters("self", "model")
-    members[0].propose = fail  # type: ignore[method-assign,assignment]
-    with pytest.warns(UserWarning, match="SelfDrafter failed"):
-        result = generate(tiny, TWO, "self", drafter=members, max_new_tokens=60)
-    assert outputs(result) == outputs(generate(tiny, TWO, max_new_tokens=60))
-    drafted: Counter[str | None] = Counter()
-    for point in result.statistics.points:
-        drafted[point.drafter] += point.rounds * (point.draft_length > 0)
-    assert drafted["self"] == 1 and drafted["model"] > 0  # the round in which it failed, and no other
-    assert result.statistics.speculating[0] == (0, 0)  # the baseline first
-
-
-@pytest.mark.parametrize("strategy", ["self", "best_of_n", "auto"])
+@pytest.mark.parametrize("strategy", ["self", "best_of_n"])
 def test_never_builds_no_drafter(tiny: LlamaForCausalLM, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SelfDrafter, "__init__", lambda *_, **__: pytest.fail("a drafter was built"))
     result = generate(tiny, TWO, strategy, {"sd_toggle": "never"})

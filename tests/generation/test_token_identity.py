@@ -1,5 +1,5 @@
 """The lossless contract: whatever drafts, however rounds are planned and whatever fails, tokens, lengths and logprobs
-are those of plain decoding with the same seed."""
+are those of plain decoding with the same seed; and what is said of the rounds agrees with them."""
 
 import functools
 import itertools
@@ -19,15 +19,18 @@ from spec_trl import release
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import runner
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
+from tests.generation import grammars
 from tests.generation.calls import Alternate, EndByPrefix, generate, outputs, pad_left, plain_decoding, random_rows
 from tests.generation.conftest import Make
 from tests.generation.engine.tape import install_tape
-from tests.generation.races import Knowing, Plans
+from tests.generation.grammars import WIDTH, EndsOnce, Trie, grammar
+from tests.generation.races import Knowing, Plans, raced
 
 
-WIDTH, NEW = 14, 24
+NEW = 24
 ROWS = random_rows((5, 1, 9, 12, 3, 9))
 ROWS += [ROWS[2]] * 2  # three copies of one prompt
 Answers = list[tuple[list[int], list[float]]]
@@ -43,7 +46,18 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "bad words": dict(bad_words_ids=[[44], [6, 56], [38, 45]]),
     "own processor": dict(logits_processor=[Alternate()]),
     "own criterion": dict(stopping_criteria=[EndByPrefix()]),
+    "criterion that refuses": {},
+    **{f"grammar as {kind}": {} for kind in grammars.KINDS},
 }
+
+
+def sampling_options(name: str, rows: Sequence[int], lenient: bool = False) -> tuple[Trie | None, dict[str, Any]]:
+    """The options of one of `SAMPLING`, with its grammar if it is one; `lenient`: for `generate`'s own loop."""
+    if name == "criterion that refuses":
+        return None, dict(stopping_criteria=[EndsOnce(lenient)])
+    if name.startswith("grammar"):
+        return grammar(name.removeprefix("grammar as "), rows, lenient)
+    return None, SAMPLING[name]
 
 
 def spoiled(**parts: Callable[[Tensor], Any]) -> Callable[[Proposal], Any]:
@@ -153,7 +167,8 @@ class Scenario:
 
 LEARNING = [f"tts {kind} {how}" for kind in ("self", "model", "eagle3", "dflash")
             for how in ("request", "rollout", "rollout together", "request together")]  # fmt: skip
-NAMES = ["right", "half right", "self", "model", "ngram", "history", "eagle3", "dflash", "tts"]
+NAMES = ["right", "half right", "self", "model", "ngram", "history", "eagle3", "pruned", "dflash", "tts"]
+LOOKUPS = {"right", "half right", "ngram", "history"}
 
 
 @st.composite
@@ -191,20 +206,21 @@ def plain(tiny: LlamaForCausalLM) -> Callable[[str, tuple[tuple[int, int], ...]]
     @functools.cache
     def decode(sampling: str, eos: tuple[int, ...]) -> Answers:
         options = dict(do_sample=True, top_k=0, max_new_tokens=NEW, pad_token_id=0, eos_token_id=list(eos) or None)
-        prompts = pad_left(ROWS, WIDTH)
-        found = tiny.generate(**prompts, custom_generate=plain_decoding, **(options | SAMPLING[sampling]))
+        _, own = sampling_options(sampling, range(len(ROWS)), lenient=True)
+        found = tiny.generate(**pad_left(ROWS, WIDTH), custom_generate=plain_decoding, **(options | own))
         return list(zip(*found, strict=True))
 
     def find(sampling: str, places: tuple[tuple[int, int], ...]) -> tuple[Answers, list[int]]:
-        texts = [tokens for tokens, _ in decode(sampling, ())]
-        eos = sorted({texts[row][min(position, len(texts[row]) - 1)] for row, position in places})
+        always = {grammars.EOS} if sampling.startswith("grammar") else set()
+        texts = [tokens for tokens, _ in decode(sampling, tuple(always))]
+        eos = sorted(always | {texts[row][min(position, len(texts[row]) - 1)] for row, position in places})
         return decode(sampling, tuple(eos)), eos
 
     return find
 
 
 @settings(
-    deadline=None, max_examples=120, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    deadline=None, max_examples=140, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.generate], report_multiple_bugs=False,  # a scenario is short enough without minutes of shrinking
 )  # fmt: skip
 @given(scenario=scenarios())
@@ -232,6 +248,7 @@ def check(
     ]
     happened = scenario.fault.put_into(members[scenario.fault.which]) if scenario.fault else []
     control = Plans(len(members), scenario.rounds)
+    trie, options = sampling_options(scenario.sampling, rows)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         result = generate(
@@ -243,18 +260,64 @@ def check(
             request_ids=rows,
             max_new_tokens=scenario.new_tokens,
             eos_token_id=eos or None,
-            **SAMPLING[scenario.sampling],
+            **options,
         )
+    if trie is not None:
+        trie.check()
+        if LOOKUPS.issuperset(scenario.drafters):  # the drafts of others are shown while they draw them
+            starts = [tokens[:count] for tokens in texts for count in range(NEW + 1)]
+            assert all(output in starts for _, output in trie.shown), "shown a draft that the target did not take"
     assert outputs(result) == [tokens[: scenario.new_tokens] for tokens in texts]
     for row, (_, logprobs) in enumerate(expected):
         own = torch.tensor(logprobs[: scenario.new_tokens])
         torch.testing.assert_close(result.logprobs[row, : len(own)], own, rtol=0, atol=1e-5)
         assert not result.logprobs[row, len(own) :].any()
     statistics = result.statistics
-    assert sum(each["tokens"] for each in control.rounds) == statistics.tokens == int(result.lengths.sum())
-    assert len(control.rounds) == statistics.rounds == max(statistics.ended_in)
-    assert all(0 <= counts.accepted <= counts.drafted for counts in statistics.per_request)
+    assert statistics.logprob_sum == pytest.approx(float(result.logprobs.double().sum()), rel=1e-6)
+    check_rounds(control, statistics, result.lengths.tolist(), [member.strategy for member in members])
+    for which, name in enumerate(scenario.drafters):
+        if name == "right" and trie is None and not (scenario.fault and scenario.fault.which == which):
+            assert all(each["accepted"].get(which) == each["drafted"].get(which) for each in control.rounds)
     failures = [str(warning.message) for warning in warned if "failed" in str(warning.message)]
     lost = {scenario.fault.which} if happened and scenario.fault and scenario.fault.is_fatal else set()
     assert len(failures) == bool(statistics.drafter_failure) == len(lost), failures
     assert control.alive == set(range(len(members))) - lost
+
+
+def check_rounds(control: Plans, found: SpeculationStatistics, lengths: list[int], names: list[str]) -> None:
+    """Statistics, and what the control was told, agree with the rounds that it planned and with one another.
+
+    Args:
+        control: knows what it planned.
+        found: of the generation.
+        lengths: of the outputs.
+        names: of the drafters.
+    """
+    done, ended = [0] * len(lengths), [0] * len(lengths)
+    changes: list[list[tuple[int, list[str]]]] = [[] for _ in lengths]
+    for number, each in enumerate(control.rounds):
+        before = sum(done)
+        for row, request in enumerate(each["requests"]):
+            longest = max([0, *(own[row] for own in each["accepted"].values())])
+            done[request] = min(done[request] + 1 + longest, lengths[request])
+            ended[request] = number + 1
+            chains = [chain for chain in each["plan"] if chain.rows is None or row in chain.rows]
+            own = list(dict.fromkeys(names[chain.which] for chain in chains if each["width"]))
+            if not changes[request] or changes[request][-1][1] != own:
+                changes[request].append((number, own))
+        assert each["tokens"] == sum(done) - before
+    assert done == lengths and found.tokens == sum(lengths)
+    assert found.ended_in == ended and found.rounds == len(control.rounds)
+    assert sum(point.tokens for point in found.points) == found.tokens
+    assert sum(point.rounds for point in found.points) == found.rounds
+    assert sum(found.per_depth.values(), DraftCounts()) == sum(found.per_request, DraftCounts()) == found.total
+    assert 0 <= found.total.accepted <= found.total.drafted and found.total.committed <= found.tokens
+    assert (found.racing.rounds if found.racing else 0) == raced(control)
+    steps = sorted(set(ended))
+    assert [count for _, count in found.completion_curve] == [sum(end <= step for end in ended) for step in steps]
+    assert [timeline.request for timeline in found.timeline] == list(range(len(lengths)))
+    assert [[(number, own) for _, number, own in timeline.changes] for timeline in found.timeline] == changes
+    assert {timeline.ended for timeline in found.timeline} == {second for second, _ in found.completion_curve}
+    for timeline in found.timeline:
+        seconds = [second for second, _, _ in timeline.changes] + [timeline.ended]
+        assert seconds == sorted(seconds) and seconds[0] > 0

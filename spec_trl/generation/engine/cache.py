@@ -36,12 +36,8 @@ class RaggedCache(Cache):
         row 1   p p o o o o o o o o .      left there is overwritten by the next forward
         row 2   p p p o . . . . . . .
 
-    Buffers are allocated at the first write, in the dtypes and head counts that the layer really has.
-
-    Args:
-        layers: number of decoder layers.
-        rows: largest number of rows in flight.
-        columns: largest number of tokens a row can hold, drafts included.
+    Buffers are allocated at the first write, in the dtypes and head counts that the layer really has, with `columns`
+    for all tokens that a row can hold, drafts included.
     """
 
     def __init__(self, layers: int, rows: int, columns: int) -> None:

@@ -23,7 +23,7 @@ from .. import kept
 from ..configuration import SpeculativeConfig
 from .cache import RaggedCache, autocast_dtype
 from .compiled import compiled_twin
-from .cuda_graphs import CudaRecorder, GraphBudget, Outputs, Recorder, Recording
+from .cuda_graphs import CudaRecorder, GraphBudget, Outputs, Recording
 from .runner import EagerRunner, Heard
 from .shadow import addresses, fingerprint, make_shadow
 
@@ -75,8 +75,7 @@ class GraphRunner(EagerRunner):
         network: as for the eager runner.
         cache: its rows must be a bucket (:func:`row_bucket`): rows that pad a batch write into free cache rows.
         budget: shared by a model and its drafters.
-        mode: "graph": the forward as it is; "compiled": with compiled layers; "auto": as it is, and after many replays
-            of a shape whichever of the two measures faster.
+        mode: "graph", "compiled", or "auto": after many replays of a shape whichever of the two measures faster.
         made_for: calls with the same are served by what it captured.
     """
 
@@ -94,10 +93,9 @@ class GraphRunner(EagerRunner):
         self._mode = mode
         self._graphs: dict[_Key, _Graph] = {}
         self._asked: Counter[_Key] = Counter()
-        self._of_drafters: list[
-            GraphRunner
-        ] = []  # of drafters; each stays until another takes its place in a later call
-        self._in_use = False  # of such a one, in this generation
+        # Each stays until another takes its place in a later call.
+        self._of_drafters: list[GraphRunner] = []
+        self._in_use = False  # by a drafter, in this generation
         self._failed: set[_Key] = set()
         self._gave_up = False
 
@@ -336,7 +334,7 @@ def _pad(values: Tensor, rows: int) -> Tensor:
 _NAME = "runner"
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
+def recorder_for(device: torch.device) -> CudaRecorder | None:
     """What captures forwards on `device`, or None where nothing does."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
@@ -356,14 +354,11 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
 
 def runner_for(model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig) -> EagerRunner:
     """A runner of `model`'s shadow, which never changes the model, over a cache for `rows` in flight of `columns`
-    tokens.
+    tokens; raises ValueError where captured forwards are wanted on a device without them.
 
     One with captured forwards serves one call at a time. :func:`keep_runner` keeps it, with its cache, for the next,
     until the model dies, changes (other modules, hooks or weight tensors; the values of the weights may change) or
-    needs more room. Of `config` it reads `runner` and `max_graph_memory`.
-
-    Raises:
-        ValueError: captured forwards are wanted on a device without them.
+    needs more room.
     """
     mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
     if mode == "eager" or recorder is None:

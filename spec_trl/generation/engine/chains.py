@@ -166,14 +166,8 @@ def _of_winner(parts: Sequence[Tensor], winner: Tensor) -> Tensor:
 
 
 def _merge(members: Mapping[int, Proposal], drafters: Tensor, widths: Tensor, tokens: Tensor) -> Proposal:
-    """One proposal `[B, γ]` of those of several drafters.
-
-    Args:
-        members: by drafter, of any γ.
-        drafters: `[B]` int64, whose chain each row takes; -1: none.
-        widths: `[B]` int64, most tokens of it.
-        tokens: `[B, γ]` int64, what is verified where a row has no chain.
-    """
+    """One proposal `[B, γ]` of those of several drafters, the `members`, which may have any γ: each row takes at most
+    `widths` tokens of the one in `drafters` (`[B]` int64 each), and `tokens` `[B, γ]` where that is -1."""
     lengths, logits = torch.zeros_like(widths), None  # [B]
     for which, proposal in members.items():
         own = drafters == which  # [B]

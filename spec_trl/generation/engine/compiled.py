@@ -31,10 +31,7 @@ def compiled_twin(network: PreTrainedModel, cache: RaggedCache) -> PreTrainedMod
 
     Layer by layer rather than whole: that takes seconds and not minutes, since layers of one class, shape and layer
     type share what is compiled. Embedding, final norm and head stay eager, and so does whatever is patched onto them.
-    `cache` is that of its forwards, of which one has run.
-
-    Raises:
-        ValueError: the network has no list of decoder layers.
+    `cache` is that of its forwards, of which one has run. A network without a list of decoder layers is a ValueError.
     """
     twin = make_shadow(network)
     layers = decoder_layers(twin)

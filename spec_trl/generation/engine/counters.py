@@ -47,13 +47,8 @@ class RoundLog:
 
 
 class DraftCounter:
-    """Counts drafts on the device, by a few additions per round; they are read once, at the end.
-
-    Args:
-        requests: rows of the caller's batch.
-        names: of the drafters; those of one name are counted together.
-        device: where the rows live.
-    """
+    """Counts drafts of `requests` rows on the device, by a few additions per round; they are read once, at the end.
+    Drafters of one name are counted together."""
 
     def __init__(self, requests: int, names: Sequence[str], device: torch.device) -> None:
         def zeros(*shape: int) -> Tensor:
@@ -79,14 +74,11 @@ class DraftCounter:
         kept: Tensor,
         winner: Tensor,
     ) -> None:
-        """Adds one round that drafted for `requests` (`[B]` int64) at the generated positions `depths` (`[B]` int64).
+        """Adds one round that drafted for `requests` at the generated positions `depths`, and committed `kept` tokens
+        of the lanes `winner` (`[B]` int64 each).
 
-        Args:
-            drafters: `[N, B]` int64, whose chain each row has in each lane; -1: it has none there.
-            drafted: `[N, B]` int64, its draft tokens up to the row's end.
-            accepted: `[N, B]` int64, how many of them were accepted.
-            kept: `[B]` int64, tokens committed.
-            winner: `[B]` int64, the lane that was taken.
+        In each lane a row has a chain of `drafters`, -1 where it has none, of which `drafted` tokens up to the row's
+        end were verified and `accepted` accepted (`[N, B]` int64 each).
         """
         ones, lanes = torch.ones_like(drafted), len(drafters)
         columns = [drafted, accepted, ones, drafted.clamp(max=1), accepted.clamp(max=1)]

@@ -5,7 +5,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,22 +28,6 @@ class Recording(NamedTuple):
     features: Tensor | None = None
 
 
-class Recorder(Protocol):
-    """Captures forwards; the CUDA one is :class:`CudaRecorder`."""
-
-    def record(self, forward: Callable[[], Outputs]) -> Recording:
-        """Captures the device work of `forward`, which must not wait for the device."""
-        ...
-
-    def seconds(self, replay: Callable[[], None]) -> float:
-        """Seconds of the device that one replay takes."""
-        ...
-
-    def bytes(self) -> int:
-        """Bytes of device memory in use now."""
-        ...
-
-
 class CudaRecorder:
     """CUDA graphs of one device that share a memory pool, since they are replayed one after the other."""
 
@@ -52,6 +36,7 @@ class CudaRecorder:
         self._pool: Any = None
 
     def record(self, forward: Callable[[], Outputs]) -> Recording:
+        """Captures the device work of `forward`, which must not wait for the device."""
         with CAPTURING, torch.cuda.device(self._device):
             self._refuse_waiting(forward)
             if self._pool is None:
@@ -90,6 +75,7 @@ class CudaRecorder:
         return graph, result
 
     def seconds(self, replay: Callable[[], None]) -> float:
+        """Seconds of the device that one replay takes."""
         with torch.cuda.device(self._device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             replay()
@@ -101,6 +87,7 @@ class CudaRecorder:
         return start.elapsed_time(end) / 1e3 / _TIMED_REPLAYS
 
     def bytes(self) -> int:
+        """Bytes of device memory in use now."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # capturing does so too, and what it frees is not the graph's
         free, total = torch.cuda.mem_get_info(self._device)
@@ -112,7 +99,7 @@ class GraphBudget:
     """What the captured forwards of one model and its drafters, captured by `recorder`, may take together: from
     `limit` bytes on shapes make do with a larger one that is captured, or run eagerly."""
 
-    recorder: Recorder
+    recorder: CudaRecorder
     limit: float
     bytes: int = 0
     graphs: int = 0

@@ -43,18 +43,11 @@ class DraftSession:
     def draw(
         self, logits: Tensor, noise: RoundNoise | None, step: int, previous: Draw | None = None
     ) -> tuple[Draw, Tensor | None]:
-        """Draws each row's draft token at `step` as the target would from the same logits.
+        """Draws each row's draft token at `step` as the target would from the same logits `[B, 1, V]`; returns the
+        draw and, where proposals must carry them, the processed logits `[B, 1, V]`.
 
-        A row that processors leave no token, or whose prefix they refuse, has a score of -inf: it drafts up to there.
-
-        Args:
-            logits: `[B, 1, V]`.
-            noise: of the round; None: greedy.
-            step: draft tokens before this one.
-            previous: the draw at the step before; rows with a score of -inf there are not shown to processors again.
-
-        Returns:
-            The draw and, where proposals must carry them, the processed logits `[B, 1, V]`.
+        A row that processors leave no token, or whose prefix they refuse, has a score of -inf: it drafts up to there,
+        and is not shown to processors again (`previous` is the draw at the step before).
         """
         if not self.pipeline.may_refuse:
             if not self.keep_logits:
@@ -180,13 +173,8 @@ class Drafter(CandidateGenerator):
     ) -> "Drafter":
         """Makes the drafter ready for `GenerationMixin._assisted_decoding`, which calls `get_candidates`.
 
-        Args:
-            draft_length: γ.
-            max_length: largest total length, as in the generation config.
-            do_sample: whether the target samples.
-            processors: the target's processors.
-            seed: of the drafter's own noise.
-            eos_token_ids: of the target: drafts end with one, since that loop goes on after it in transformers 5.17.
+        `max_length` is the largest total length, as in the generation config, and `seed` that of the drafter's own
+        noise. Drafts end with one of the target's `eos_token_ids`: that loop goes on after it in transformers 5.17.
         """
         self._solo_arguments = (draft_length, max_length, do_sample, processors, seed, eos_token_ids)
         self._solo_prompt_length = 0

@@ -13,16 +13,11 @@ from .shadow import decoder_layers
 
 
 def keep_states(network: PreTrainedModel, layers: Iterable[int], states: dict[int, Tensor]) -> list[RemovableHandle]:
-    """Has every forward of `network` leave its hidden states `[B, q, hidden]` in `states` until its hooks go.
+    """Has every forward of `network` leave its hidden states `[B, q, hidden]` in `states`, in place of those of the
+    forward before, until its hooks go; raises ValueError where it has no such layer.
 
-    Args:
-        network: a causal language model.
-        layers: which ones, in transformers' count: 0 is the embedding's output, i the input of layer i, and the number
-            of layers the output of the final norm.
-        states: where to; each forward overwrites what the one before left.
-
-    Raises:
-        ValueError: the network has no such layer.
+    `layers` go by transformers' count: 0 is the embedding's output, i the input of layer i, and the number of layers
+    the output of the final norm.
     """
     layers, blocks = list(dict.fromkeys(layers)), decoder_layers(network)
     beyond = [index for index in layers if not 0 <= index <= len(blocks)]

@@ -13,16 +13,12 @@ from ...scheduling.roofline import ModelConstants
 def model_constants(
     model: PreTrainedModel, quantized: QuantizedNetwork | None = None, dtype: torch.dtype | None = None
 ) -> ModelConstants:
-    """W_T, W_D, C_dense, C_attn and κ of `model` (ER App. E.3), with what `quantized` packs of it as drafter.
+    """W_T, W_D, C_dense, C_attn and κ of `model` (ER App. E.3), which may be on the meta device, with what `quantized`
+    packs of it as drafter; None: no drafter, W_D = 0.
 
     Counted over the text decoder and its head. Tied embeddings are one weight that is used twice: they count once in
-    bytes and, through the head, in FLOP. Adapters count as the matrices they are.
-
-    Args:
-        model: the target, or a skeleton of it on the meta device.
-        quantized: the drafter's packed layers; None: no drafter, W_D = 0.
-        dtype: what forwards compute in: autocast keeps its casts of wider weights for a whole rollout; None: the
-            weights' own.
+    bytes and, through the head, in FLOP. Adapters count as the matrices they are. Forwards compute in `dtype`:
+    autocast keeps its casts of wider weights for a whole rollout; None: the weights' own.
     """
     itemsize = (dtype or model.dtype).itemsize
     config = model.config.get_text_config(decoder=True)

@@ -149,15 +149,8 @@ def draw(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs
 
 
 def sample(logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Draws from softmax(logits) by the Gumbel-max trick, or takes the argmax where `noise` is None.
-
-    Args:
-        logits: `[B, vocabulary]` processed logits, float32 or float64.
-        noise: `[B, vocabulary]` float32.
-
-    Returns:
-        The winning scores `[B]` (NaN where a logit is NaN) and tokens `[B]` int64.
-    """
+    """Draws from softmax(logits) by the Gumbel-max trick, or takes the argmax where `noise` is None; both
+    `[B, vocabulary]`. Returns scores `[B]`, NaN where a logit is NaN, and tokens `[B]` int64."""
     return torch.max(logits if noise is None else logits + noise, dim=-1)
 
 

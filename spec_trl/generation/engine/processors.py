@@ -86,15 +86,8 @@ class PrefixView:
         self._input_ids = input_ids.to(rows.tokens.device)
 
     def groups(self, row: Tensor, step: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Positions in groups of equal width, each with the prefixes that end before them.
-
-        Args:
-            row: `[n]` int64.
-            step: `[n]` int64, number of tokens after the row's committed ones.
-
-        Yields:
-            Members of a group `[m]` int64, as indices into `row`, and their prefixes `[m, width]`.
-        """
+        """Groups the positions `step` tokens after the committed ones of `row` (`[n]` int64 each) by the widths of the
+        prefixes before them; yields indices into `row` `[m]` int64 and prefixes `[m, width]`."""
         widths = self._input_ids.shape[1] + self.rows.generated[row] + step  # [n]
         for width in widths.unique().tolist():
             member = (widths == width).nonzero().flatten()  # [m]
@@ -117,16 +110,8 @@ class PrefixView:
 
 
 class LogitsPipeline:
-    """`generate`'s processors over `[B, n, vocabulary]` logits of rows of different lengths.
-
-    Args:
-        processors: in the order in which `generate` applies them.
-        prefixes: the rows they belong to.
-        batch_size: rows of the caller's batch.
-
-    Attributes:
-        may_refuse: whether one of them may raise on a prefix that it forbids.
-    """
+    """`generate`'s processors, in its order, over logits of rows of different lengths; `batch_size` is the number of
+    rows of the caller's batch, and `may_refuse` says whether one of them may raise on a prefix that it forbids."""
 
     def __init__(self, processors: LogitsProcessorList, prefixes: PrefixView, batch_size: int) -> None:
         self._processors = processors
@@ -144,72 +129,51 @@ class LogitsPipeline:
         return self._process(logits.flatten(0, 1), row, step).reshape(logits.shape)
 
     def draw(self, logits: Tensor, noise: RoundNoise | None, offset: int = 0, want_logprobs: bool = False) -> Draw:
-        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` and draws a token at each.
-
-        On CUDA one kernel draws, and makes the noise as it goes; it also applies temperature, top-k and min-p where
-        nothing else is set.
-        """
+        """Processes logits as above and draws a token at each position. On CUDA one kernel draws, which also applies
+        temperature, top-k and min-p where nothing else is set."""
         if self._filters is None or not _is_fused(logits):
             return draw_processed(self(widen(logits), offset), noise, offset, want_logprobs)
-        floors = self._filters.floors(logits.flatten(0, 1))  # [B * n]
-        return _draw_fused(logits, noise, offset, want_logprobs, self._filters.temperature, floors)
+        return draw_processed(logits, noise, offset, want_logprobs, self._filters)
 
     def draw_verified(
         self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool
     ) -> tuple[Draw, Tensor]:
         """As :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
-        tokens drawn.
-
-        Returns:
-            The draws, and the most drafts that each row may take: `[B]` int64, see :meth:`_walk`.
-        """
-        self._show(proposal)
+        tokens drawn; second result as of :meth:`process_verified`."""
         if not self.may_refuse:
+            self._show(proposal)
             return self.draw(logits, noise, want_logprobs=want_logprobs), proposal.lengths
-        draws: list[Draw] = []
 
-        def drawn(step: int, scores: Tensor) -> Tensor:
-            draws.append(draw_processed(scores[:, None], noise, step, want_logprobs))
-            return draws[-1].tokens[:, 0]
+        def is_drawn(step: int, scores: Tensor, draft: Tensor) -> Tensor:
+            return draw_processed(scores[:, None], noise, step).tokens[:, 0] == draft
 
-        most = self._walk(logits, proposal, lambda step, scores, draft: drawn(step, scores) == draft)
-        tokens, scores = torch.cat([d.tokens for d in draws], dim=1), torch.cat([d.scores for d in draws], dim=1)
-        logprobs = [d.logprobs for d in draws if d.logprobs is not None]
-        return Draw(tokens, scores, torch.cat(logprobs, dim=1) if logprobs else None), most
+        scores, most = self.process_verified(logits, proposal, is_drawn)
+        return draw_processed(scores, noise, 0, want_logprobs), most
 
-    def process_verified(self, logits: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
-        """Processes the same logits as far as a row's drafts have a probability; second result as of
-        :meth:`draw_verified`."""
-        self._show(proposal)
-        if not self.may_refuse:
-            return self(widen(logits)), proposal.lengths
-        processed: list[Tensor] = []
-
-        def has_probability(step: int, scores: Tensor, draft: Tensor) -> Tensor:
-            processed.append(scores)
-            return scores.gather(1, draft[:, None])[:, 0] > -torch.inf
-
-        most = self._walk(logits, proposal, has_probability)
-        return torch.stack(processed, dim=1), most
-
-    def _show(self, proposal: Proposal) -> None:
-        """Writes the drafts after the committed tokens, where processors look for them."""
-        if self._looks_at_prefixes:
-            self._prefixes.rows.write(0, proposal.tokens)
-
-    def _walk(self, logits: Tensor, proposal: Proposal, takes: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
-        """Processes the positions of a round one after the other, those of a row as far as it takes its drafts.
+    def process_verified(
+        self, logits: Tensor, proposal: Proposal, takes: Callable[[int, Tensor, Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Processes the positions of a round, one after the other where a processor may refuse a prefix.
 
         What raises on a row's own text raises here as in `generate`. A prefix that ends with drafts may be refused, as
         one that goes on after EOS may be: then no token can be drawn after these drafts, and the last of them is the
-        row's last token of this round. `takes` is called with each step, its processed scores `[B, vocabulary]` and
-        the drafts there `[B]`; it returns `[B]` bool, which rows take their draft.
+        row's last token of this round.
+
+        Args:
+            logits: `[B, γ + 1, vocabulary]`.
+            proposal: the drafts.
+            takes: called with a step, its processed scores `[B, vocabulary]` and the drafts there `[B]`; returns `[B]`
+                bool, which rows take their draft, and are shown further. None: those that it has a probability of.
 
         Returns:
-            `[B]` int64: how many drafts each row may take and still draw a token after them.
+            The processed logits, and `[B]` int64: how many drafts each row may take and still draw a token after them.
         """
+        self._show(proposal)
+        if not self.may_refuse:
+            return self(widen(logits)), proposal.lengths
         drafts = F.pad(proposal.tokens, (0, 1))  # [B, γ + 1], the last one is no draft
         most, going = proposal.lengths, torch.ones_like(proposal.lengths, dtype=torch.bool)
+        processed: list[Tensor] = []
         for step in range(logits.shape[1]):
             scores = widen(logits[:, step])  # [B, V]
             if step == 0:
@@ -218,15 +182,23 @@ class LogitsPipeline:
                 scores, passed = self.attempt(scores, step, going)
                 most = most.where(passed | ~going, step - 1)
                 going = passed
-            going = going & takes(step, scores, drafts[:, step]) & (proposal.lengths > step)
-        return most
+            processed.append(scores)
+            draft = drafts[:, step]  # [B]
+            taken = (
+                scores.gather(1, draft[:, None])[:, 0] > -torch.inf if takes is None else takes(step, scores, draft)
+            )
+            going = going & taken & (proposal.lengths > step)
+        return torch.stack(processed, dim=1), most
+
+    def _show(self, proposal: Proposal) -> None:
+        """Writes the drafts after the committed tokens, where processors look for them."""
+        if self._looks_at_prefixes:
+            self._prefixes.rows.write(0, proposal.tokens)
 
     def attempt(self, scores: Tensor, step: int, shown: Tensor) -> tuple[Tensor, Tensor]:
-        """Processes scores `[B, vocabulary]` of a position `step` tokens after the committed ones; drafts may stand
-        before it.
+        """Processes scores `[B, vocabulary]` at the place `step` of the rows `shown` (`[B]` bool).
 
-        Processors see the rows `shown` (`[B]` bool). Returns the scores, processed where no processor refused the
-        prefix, and `[B]` bool which rows these are.
+        Returns the scores, processed where no processor refused the prefix, and `[B]` bool which rows these are.
         """
         processed, passed = scores.clone(), shown.clone()
         row = shown.nonzero().flatten()  # [n]
@@ -269,13 +241,7 @@ class LogitsPipeline:
 
 @dataclass(frozen=True)
 class Filters:
-    """Temperature, top-k and min-p. The last two only set the smallest logit that may be drawn.
-
-    Attributes:
-        temperature: divides the logits.
-        top_k: tokens that may be drawn; None: all.
-        min_p: least probability, as a share of the largest one; None: none.
-    """
+    """Temperature, top-k and min-p (None: unset). The last two only set the smallest logit that may be drawn."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -309,31 +275,23 @@ class Filters:
         return torch.stack(bounds).amax(0) / self.temperature if bounds else None
 
 
-def draw_processed(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False) -> Draw:
-    """As :func:`~spec_trl.generation.engine.noise.draw`, on CUDA by one kernel."""
-    if _is_fused(logits):
-        return _draw_fused(logits, noise, first, want_logprobs)
-    return draw(logits, noise, first, want_logprobs)
-
-
 def _is_fused(logits: Tensor) -> bool:
     """Whether one kernel draws from these logits."""
     return run_on(logits.device) and logits.dtype != torch.float64
 
 
-def _draw_fused(
-    logits: Tensor,
-    noise: RoundNoise | None,
-    first: int,
-    want_logprobs: bool,
-    temperature: float = 1.0,
-    floors: Tensor | None = None,
+def draw_processed(
+    logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False, filters: Filters = Filters()
 ) -> Draw:
+    """As :func:`~spec_trl.generation.engine.noise.draw`, on CUDA by one kernel, which alone applies `filters`."""
+    if not _is_fused(logits):
+        return draw(logits, noise, first, want_logprobs)
     from .kernels.gumbel_sampler import fused_draw  # imports Triton
 
     batch, count, _ = logits.shape
     keys = None if noise is None else noise.keys[:, first : first + count].reshape(-1)  # [B * n]
-    drawn = fused_draw(logits.flatten(0, 1), keys, temperature, floors)  # of [B * n] each
+    floors = filters.floors(logits.flatten(0, 1))  # [B * n]
+    drawn = fused_draw(logits.flatten(0, 1), keys, filters.temperature, floors)  # of [B * n] each
     tokens, scores, logprobs = (part.view(batch, count) for part in drawn)
     return Draw(tokens, scores, logprobs if want_logprobs else None)
 

@@ -58,19 +58,23 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
-    """Why a model with the text config `config` is not served, to be read after its name; None: it is."""
+    """Why `model`, with the text config `config`, is not served, to be read after its name; None: it is."""
     settings, decoder = config.to_dict(), model.get_decoder()
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
     if model._is_stateful:
-        text = "keeps a recurrent state, which rejected tokens cannot be taken out of. "
-        return text + "Generate without `assistant_strategy`"
+        return (
+            "keeps a recurrent state, which rejected tokens cannot be taken out of. Generate without "
+            "`assistant_strategy`"
+        )
     MaskPlan.from_config(config)
     if "past_key_values" not in forward_parameters(decoder) | forward_parameters(model):
         return "is not served: its forward takes no K/V cache (past_key_values)"
     if not takes_positions(model) and not position_tables(model):
-        text = "is not served: its forward takes no position_ids, and counts positions from the length of a cache "
-        return text + "whose rows are all equally long"
+        return (
+            "is not served: its forward takes no position_ids, and counts positions from the length of a cache whose "
+            "rows are all equally long"
+        )
     if "max_position_embeddings" not in settings.keys() | config.attribute_map.keys():
         return "is not served: its config has no max_position_embeddings, so nothing says how long its rows may become"
     sees_both_ways = "create_bidirectional_mask" in vars(sys.modules[type(decoder).__module__])
@@ -154,12 +158,8 @@ def check_not_diverted(model: GenerationMixin, config: GenerationConfig | None, 
 
 
 def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> None:
-    """Raises ValueError for modes of generate that are not sampling or greedy search.
-
-    Args:
-        config: as `generate` has completed it.
-        own: the model's, whose number of assistant tokens the caller has not asked for.
-    """
+    """Raises ValueError for modes of generate that are not sampling or greedy search; `config` is the one that
+    `generate` has completed, and `own` the model's, whose number of assistant tokens the caller has not asked for."""
     assistant_tokens = (own.num_assistant_tokens, own._get_default_generation_params()["num_assistant_tokens"])
     served: dict[str, tuple[object, ...]] = {
         "num_beams": (None, 0, 1),
@@ -253,13 +253,8 @@ def split_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tens
 
 
 def check_positions(position_ids: Tensor | None, input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Raises ValueError for positions that the engine would not use: it counts from each row's first token.
-
-    Args:
-        position_ids: `[B, width]` int64, or with axes before them; None: `generate` counts them itself.
-        input_ids: `[B, width]` int64.
-        attention_mask: `[B, width]` of 0 and 1, or None for no padding.
-    """
+    """Raises ValueError for `position_ids`, `[B, width]` int64 or with axes before them, that do not count from each
+    row's first token."""
     if position_ids is None:
         return
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -273,13 +268,8 @@ def check_positions(position_ids: Tensor | None, input_ids: Tensor, attention_ma
 
 
 def check_lengths(model: PreTrainedModel, longest_prompt: int, longest_total: int) -> None:
-    """Raises ValueError where prompts exceed the model's context, or outputs its :func:`position_limit`.
-
-    Args:
-        model: the target.
-        longest_prompt: in tokens.
-        longest_total: longest prompt plus its new tokens.
-    """
+    """Raises ValueError where the longest prompt exceeds the model's context, or with its new tokens
+    (`longest_total`) the :func:`position_limit`."""
     config = model.config.get_text_config(decoder=True)
     context, limit = config.max_position_embeddings, position_limit(model)
     if longest_prompt > context:

@@ -39,21 +39,11 @@ class Completion:
 
 
 class Rollout:
-    """One batched generation.
+    """One batched generation of `requests`.
 
-    Args:
-        requests: what to generate.
-        target: the target over its cache.
-        drafters: propose drafts; none: decode autoregressively.
-        control: plans each round's chains; its candidates are the drafters in order.
-        rows: buffers for the rows in flight; their capacity bounds the batch.
-        pipeline: logits processors.
-        stopping: when a row ends.
-        do_sample: False: greedy.
-        rejection: where it samples, verify by rejection sampling instead of exactly.
-        want_logprobs: whether completions carry logprobs.
-        strategy: name for the statistics.
-        on_tokens: called with `[n]` new tokens in each round; batch 1 only (a streamer).
+    The candidates of `control` are the `drafters` in their order; the capacity of `rows` bounds the batch. `rejection`
+    verifies by rejection sampling where it samples. `on_tokens` is called with `[n]` new tokens in each round, at
+    batch 1 only (a streamer).
     """
 
     def __init__(

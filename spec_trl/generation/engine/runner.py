@@ -65,8 +65,8 @@ class EagerRunner:
     def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:
         """Runs several chains of each row at once over columns `0..columns`; returns logits `[B, W, vocab]`.
 
-        Listeners hear nothing until :meth:`keep_chains` says which chains are kept. Any runner runs it eagerly: races
-        are a rollout's last rounds, and have many shapes.
+        Listeners hear nothing until :meth:`keep_chains`. Any runner runs it eagerly: races are a rollout's last
+        rounds, and have many shapes.
         """
         self.forwards += 1
         logits, features = self._run(layout.tokens, layout.positions, columns, places=layout.columns)
@@ -74,12 +74,8 @@ class EagerRunner:
         return logits
 
     def keep_chains(self, slots: Tensor) -> None:
-        """Keeps one chain per row of those that just ran, as if it alone had run.
-
-        Args:
-            slots: `[B, n]` int64 of the layout, those of the chain to keep. Its K/V moves to the columns of its
-                positions, and listeners are told its hidden states.
-        """
+        """Keeps one chain per row of those that just ran, in `slots` (`[B, n]` int64) of the layout, as if it alone
+        had run: its K/V moves to the columns of its positions, and listeners are told its hidden states."""
         layout, features = self._raced
         del self._raced
         first = layout.columns[:, :1]  # [B, 1]
@@ -96,11 +92,8 @@ class EagerRunner:
         self._tell(features, positions, first_row)
 
     def read_prompts(self, rows: Rows, admission: Admission) -> None:
-        """Writes the K/V of newly admitted prompts, each distinct one once, all but their last tokens.
-
-        The first decoding round feeds the last prompt token, like any other last committed token. So no logits are
-        needed here, and a row that shares its prompt with another only copies K/V.
-        """
+        """Writes the K/V of newly admitted prompts, each distinct one once, without their last tokens: the first
+        decoding round feeds those, like any other last committed token."""
         device = rows.tokens.device
         lengths = (rows.lengths[admission.first :] - 1).tolist()  # ascending over the leaders
         start = 0
@@ -126,13 +119,11 @@ class EagerRunner:
         return EagerRunner(network, self._cache_for(network, shares_cache))
 
     def listen(self, layers: Sequence[int], heard: Heard) -> None:
-        """Has every further forward tell its hidden states too, for a drafter that reads them.
+        """Calls `heard` after every further forward with its hidden states, for a drafter that reads them.
 
-        Args:
-            layers: which ones, as :func:`~spec_trl.generation.engine.hidden_states.keep_states` counts them.
-            heard: called after each forward with features `[B, q, len(layers) * hidden]`, the states concatenated in
-                the order of `layers`, the positions `[B, q]` they belong to, and the first cache row. The features are
-                valid until the next forward. It must not raise: that would end the generation.
+        It gets features `[B, q, len(layers) * hidden]`, the states in the order of `layers` (see
+        :func:`~spec_trl.generation.engine.hidden_states.keep_states`), which are valid until the next forward, the
+        positions `[B, q]` they belong to, and the first cache row. It must not raise: that would end the generation.
 
         Raises:
             ValueError: the network has no such layer.
@@ -160,14 +151,8 @@ class EagerRunner:
         return 0
 
     def replay(self, network: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: ReplayCache) -> Tensor:
-        """Logits `[B, q, vocab]` of `tokens` at `positions` (`[B, q]` int64 each), with gradient.
-
-        Args:
-            network: a copy of this runner's.
-            tokens: what it reads.
-            positions: where.
-            cache: K/V that it continues.
-        """
+        """Logits `[B, q, vocab]` of `network`, a copy of this runner's, for `tokens` at `positions` (`[B, q]` int64
+        each) that continue `cache`; with gradient."""
         cache.point_at(positions)
         return network(
             input_ids=tokens,

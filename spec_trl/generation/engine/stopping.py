@@ -22,15 +22,8 @@ class Stopping:
         self._may_refuse = not all(map(is_known, self._by_prefix))
 
     def first_stop(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of the next tokens each row keeps.
-
-        Args:
-            tokens: `[B, n]` next tokens, already written after the committed ones.
-            counts: `[B]` int64, how many of them were verified.
-
-        Returns:
-            Tokens kept `[B]` int64 (at least one) and whether the row ends there `[B]` bool.
-        """
+        """How many of the next `tokens` (`[B, n]`, already written after the committed ones), of which `counts` (`[B]`
+        int64) were verified, each row keeps (`[B]` int64, at least one), and whether it ends there (`[B]` bool)."""
         rows = self._prefixes.rows
         room = rows.limits - rows.lengths  # [B]
         keep = torch.minimum(counts, room)

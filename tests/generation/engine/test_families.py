@@ -208,7 +208,7 @@ HYBRID = dict(
         ("mpt", {}, "'mpt'.*ALiBi"),
         ("mamba", {}, "recurrent state"),
         ("qwen3_next", HYBRID, "recurrent state"),
-        ("lfm2", dict(layer_types=["conv", "full_attention"]), "conv"),
+        ("lfm2", dict(layer_types=["conv", "full_attention"]), "'lfm2' has layers of type .*'conv'"),
         ("t5", dict(d_kv=16), "encoder-decoder"),
     ],
 )

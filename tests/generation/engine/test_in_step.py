@@ -73,11 +73,6 @@ def by_call(call: int, input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores + 6.0 * (torch.arange(scores.shape[1]) == (5 * call) % 64)
 
 
-def mean(call: int, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """Couples all rows, those that have ended too."""
-    return scores - 2 * scores.mean(0) + (torch.arange(scores.shape[1]) == input_ids.sum() % 64) * 4.0
-
-
 def grammar() -> Processor:
     """An automaton for each row, which advances by the newest token at each call, as grammar libraries have it."""
     states: list[int] = []
@@ -99,10 +94,8 @@ def patience(call: int, input_ids: Tensor, scores: Any) -> Tensor:
 
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "by row": lambda: dict(logits_processor=[Processor(by_row)]),
     "counting": lambda: dict(logits_processor=[Processor(by_call)]),
     "grammar": lambda: dict(logits_processor=[grammar()]),
-    "coupling rows": lambda: dict(logits_processor=[Processor(mean)]),
     "subclass": lambda: dict(logits_processor=[Seldom(9)]),
     "function": lambda: dict(logits_processor=[by_function]),
     "between others": lambda: dict(

@@ -21,9 +21,6 @@ from spec_trl.generation.engine.noise import (
 )
 
 
-EULER = 0.5772156649015329
-
-
 def noise_of(seed: int, requests: int, positions: int, vocabulary: int) -> torch.Tensor:
     """`[requests, positions, vocabulary]` as the engine draws it."""
     streams = stream_keys(seed, torch.arange(requests))
@@ -41,10 +38,8 @@ def is_even(values: torch.Tensor, bins: int) -> bool:
     return float(((counts - expected) ** 2 / expected).sum()) < bins - 1 + 5 * math.sqrt(2 * (bins - 1))
 
 
-def test_mean_variance_and_shape() -> None:
+def test_standard_gumbel() -> None:
     noise = noise_of(0, 64, 32, 512).double()  # 2**20 numbers
-    assert abs(float(noise.mean()) - EULER) < 5 * (math.pi / math.sqrt(6)) / 2**10
-    assert abs(float(noise.var()) - math.pi**2 / 6) < 0.02
     assert is_even(torch.exp(-torch.exp(-noise)), 128)  # by the Gumbel distribution function
 
 
@@ -70,6 +65,12 @@ def test_the_noise_of_a_seed_is_what_it_has_always_been() -> None:
     ]  # fmt: skip
     noise = torch.tensor([0.2715192, 1.2206273, -0.4253611, 2.454185])
     torch.testing.assert_close(gumbel_noise(keys.flatten(), 5)[:, 0], noise)
+    torch.testing.assert_close(
+        gumbel_noise(keys.flatten(), 5)[0],
+        torch.tensor([0.2715, -0.2048, -0.4058, -0.5860, -0.2282]),
+        rtol=0,
+        atol=1e-4,
+    )
     assert derive(stream_keys(-5, torch.arange(1)), 2).tolist() == [2332777945548389549]
     assert uniform_coins(keys)[1, 1] == 0.9860789840371091
 
@@ -103,16 +104,10 @@ def test_requests_positions_and_seeds_are_independent(seed: int) -> None:
     assert abs(correlation(noise, noise_of(seed + 1, 8, 8, 4096))) < limit, "seeds"
 
 
-def test_no_stream_is_a_shifted_copy_of_another() -> None:
+def test_no_stream_is_a_copy_of_another() -> None:
     """Keys that are linear in request and position would repeat: (r, t + 1) = (r + 1, t), and so on."""
-    noise = noise_of(3, 24, 24, 16)  # [24, 24, 16]
-    fingerprints = {tuple(row) for row in noise.flatten(0, 1).tolist()}
+    fingerprints = {tuple(row) for row in noise_of(3, 24, 24, 16).flatten(0, 1).tolist()}
     assert len(fingerprints) == 24 * 24
-    flat = noise.flatten(0, 1)  # [576, 16]
-    for shift in range(1, 6):  # nor is one row another one moved along the vocabulary
-        moved = {tuple(row) for row in flat[:, shift:].tolist()}
-        kept = {tuple(row) for row in flat[:, :-shift].tolist()}
-        assert not moved & kept
 
 
 def test_round_noise_is_the_noise_of_its_positions() -> None:

@@ -14,13 +14,11 @@ from transformers import (
     WatermarkingConfig,
 )
 from transformers.generation import logits_process as hf
-from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from spec_trl.generation.engine import processors
 from spec_trl.generation.engine.noise import RoundNoise, draw, stream_keys
 from spec_trl.generation.engine.processors import Filters, LogitsPipeline, PrefixView
 from spec_trl.generation.engine.rows import Request, Rows
-from spec_trl.generation.engine.stopping import Stopping
 from tests.conftest import tiny_llama
 from tests.generation.calls import (
     Alternate,
@@ -161,34 +159,6 @@ def view() -> PrefixView:
     rows = Rows(2, 16, torch.device("cpu"))
     rows.admit([Request(0, torch.tensor([3]), 3, 0), Request(1, torch.tensor([4, 5, 6]), 9, 0)])
     return PrefixView(rows, torch.tensor([[60, 61, 62, 63, 3], [60, 61, 4, 5, 6]]))
-
-
-Case = tuple[list[list[int]], list[int], bool, list[int], list[bool]]
-STOPS: dict[str, Case] = {
-    "only verified": ([[1, 99, 99], [1, 1, 99]], [1, 2], True, [1, 2], [False, False]),
-    "limit": ([[1, 1, 1], [1, 1, 1]], [1, 3], False, [1, 3], [False, False]),
-    "the first of two EOS": ([[1, 1, 1], [1, 7, 8]], [3, 3], False, [2, 2], [True, True]),
-    "an EOS that was not verified": ([[1, 7, 1], [1, 1, 7]], [1, 2], False, [1, 2], [False, False]),
-    "EOS": ([[7, 1, 1], [1, 1, 8]], [1, 3], False, [1, 3], [True, True]),
-    "criterion": ([[1, 5, 1], [1, 5, 1]], [2, 3], True, [2, 2], [True, True]),
-    "whichever comes first": ([[1, 1, 5], [7, 5, 1]], [2, 3], True, [2, 1], [True, True]),
-    "not verified": ([[1, 5, 1], [1, 1, 5]], [1, 2], True, [1, 2], [False, False]),
-}
-
-
-@pytest.mark.parametrize(("tokens", "counts", "with_own", "keep", "ends"), STOPS.values(), ids=STOPS)
-def test_first_stop(view: PrefixView, tokens, counts, with_own: bool, keep: list[int], ends: list[bool]) -> None:
-    """EOS is 7 or 8, a criterion of the user's ends rows at 5; rows have room for 6 and 2 new tokens."""
-
-    def own(ids: Tensor, scores: Tensor | None) -> Tensor:
-        assert not (ids == 99).any(), "a criterion was shown a token that was not verified"
-        return ids[:, -1] == 5
-
-    own.prefix_only = True
-    criteria = StoppingCriteriaList([EosTokenCriteria(torch.tensor([7, 8])), *[own] * with_own])
-    view.rows.write(0, torch.tensor(tokens))
-    found = Stopping(criteria, view).first_stop(torch.tensor(tokens), torch.tensor(counts))
-    assert [each.tolist() for each in found] == [keep, ends]
 
 
 TEMPERATURE, TOP_K, MIN_P, TOP_P = (

@@ -59,17 +59,13 @@ def masked(*rows: list[int]) -> dict[str, Any]:
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     # the keyword and its options
     (r"assistant_strategy='eagle' is unknown.*'none', 'self', 'model', 'ngram'", dict(strategy="eagle")),
-    (r"assistant_strategy='Self' is unknown", dict(strategy="Self")),
     (r"assistant_strategy='n-gram' is unknown.*Did you mean 'ngram", dict(strategy="n-gram")),
-    (r"has no field \['gamma'\]; its fields are \['draft_length'", dict(config={"gamma": 5})),
-    (r"best_of_n_drafters=5 must be one or more", dict(config={"best_of_n_drafters": 5})),
     (r"^draft_length=0 is out of range", dict(strategy="self", config={"draft_length": 0})),
     (r"inputs_embeds|input_ids is empty",
         dict(inputs_embeds=torch.zeros(2, 6, 64), input_ids=None, attention_mask=None)),
     (r"assistant_strategy='off' is unknown", dict(strategy="off", custom_generate=speculative_decoding)),
     (r"^drafter='self' is neither a Drafter nor a list of them; a strategy is named by assist", dict(drafter="self")),
     (r"^drafter=\['self'\] is neither a Drafter nor a list", dict(drafter=["self"])),
-    (r"^drafter=5 is neither a Drafter nor a list", dict(drafter=5)),
     (r"both name", dict(custom_generate=lambda *_, **__: None)),
     (r"both name", dict(custom_generate="somebody/method")),
     (r"synced_gpus=True cannot be combined with assistant_strategy", dict(synced_gpus=True)),
@@ -89,7 +85,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         dict(strategy="ngram", config={"verification": "rejection"})),
     # prompts
     (r"prompt 1 is not left-padded.*padding_side='left'", masked([1, 1, 1, 1, 1], [1, 1, 1, 0, 0])),
-    (r"prompt 0 is not left-padded", masked([1, 0, 1, 1, 1], [1, 1, 1, 1, 1])),
     (r"prompt 1 is empty: its attention_mask has no 1", masked([0, 0, 1, 1, 1], [0, 0, 0, 0, 0])),
     (r"attention_mask has shape \[2, 4\] and input_ids \[2, 5\]", masked([1, 1, 1, 1], [0, 1, 1, 1])),
     (r"input_ids is empty", dict(input_ids=IDS[:, :0], attention_mask=torch.ones(2, 0).long())),

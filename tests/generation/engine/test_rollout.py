@@ -1,14 +1,11 @@
 """What a row samples depends on its seed and request; and what `test_token_identity.py` cannot say."""
 
-import json
 from typing import Any
 
-import pytest
 import torch
 from transformers import PreTrainedModel
 
 from spec_trl.generation.engine.runner import EagerRunner
-from tests.conftest import DATA
 from tests.generation.calls import Prompts, generate, outputs, pad_left
 from tests.generation.races import PROMPTS, ROWS
 
@@ -50,23 +47,3 @@ def test_float32_and_bfloat16_run(fresh: PreTrainedModel) -> None:
         result = generate(fresh.to(dtype), PROMPTS, "self", {"draft_quantization": "rtn-w8"}, temperature=0.3)
         assert result.lengths.tolist() == [24] * 7 and result.logprobs.dtype == torch.float32
         assert result.statistics.acceptance_rate > 0.5
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        ("self", dict(do_sample=False)),
-        ("history", dict(top_p=0.9)),
-        pytest.param("model", dict(temperature=0.7), marks=pytest.mark.shared),
-    ],
-)
-def test_a_trained_model(strategy: str, options: dict[str, Any], request, stories, story_tokenizer) -> None:
-    """It agrees with its drafters more often than a random one; beginnings of 2 to 34 tokens, two of them twice."""
-    texts = json.loads((DATA / "stories.json").read_text())[:7]
-    rows = [torch.tensor(story_tokenizer(text).input_ids[: 2 + 7 * i % 39]) for i, text in enumerate(texts)]
-    prompts, options = pad_left(rows + rows[:2], pad=2), options | dict(pad_token_id=2, max_new_tokens=32)
-    assistant = {"assistant_model": request.getfixturevalue("bit_stories")} if strategy == "model" else {}
-    result = generate(stories, prompts, strategy, {"max_batch_size": 4}, **assistant, **options)
-    assert outputs(result) == outputs(generate(stories, prompts, **options))
-    assert result.statistics.drafter_failure is None and result.statistics.total.blocks > 0
-    assert strategy == "history" or result.statistics.acceptance_rate > 0.3

@@ -23,7 +23,7 @@ from spec_trl.generation.engine.statistics import (
 )
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
 from spec_trl.scheduling.plain_decoding import PlainRounds
-from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.calls import generate, pad_left, random_rows
 
 
 SEVEN = pad_left(random_rows([5, 3, 8, 2, 9, 4, 4]))
@@ -136,26 +136,19 @@ def test_tail_by_hand() -> None:
             statistics.tail(share)
 
 
-@pytest.mark.parametrize(("max_batch_size", "verification"), [(None, "exact"), (3, "rejection")])
-def test_fields_agree_with_the_output(max_batch_size: int | None, verification: str, tiny) -> None:
-    config = {"max_batch_size": max_batch_size, "draft_length": 4, "verification": verification}
+def test_fields_agree_with_the_output(tiny) -> None:
+    """Those that `test_token_identity.py` does not look at."""
+    config = {"max_batch_size": 3, "draft_length": 4, "verification": "rejection"}
     result = generate(tiny, SEVEN, "self", config, eos_token_id=7, max_new_tokens=90)
-    found = result.statistics
-    assert found.tokens == sum(map(len, outputs(result))) == int(result.lengths.sum())
-    assert found.logprob_sum == pytest.approx(float(result.logprobs.double().sum()), rel=1e-6)
+    found, width = result.statistics, SEVEN["input_ids"].shape[1]
     for row, length in enumerate(result.lengths.tolist()):
-        assert not result.logprobs[row, length:].any() and (result.logprobs[row, :length] < 0).all()
-        assert (result.sequences[row, SEVEN["input_ids"].shape[1] + length :] == 0).all()
+        assert not result.sequences[row, width + length :].any() and (result.logprobs[row, :length] < 0).all()
     # Every token comes out of a round; rounds that drafted nothing for a row do not count as blocks of it.
-    assert sum(counts.committed for counts in found.per_request) == found.total.committed <= found.tokens
-    assert found.total.committed > 0.9 * found.tokens
-    assert sum(found.per_depth.values(), DraftCounts()) == found.total == found.per_drafter["self"]
+    assert found.total.committed > 0.9 * found.tokens and found.per_drafter == {"self": found.total}
     assert {0, 64} <= set(found.per_depth) <= set(DEPTH_EDGES)
     assert 0 < found.acceptance_rate < 1 < found.block_efficiency <= 5 and 0 < found.first_token_acceptance <= 1
-    # The curve ends with everybody and never falls.
-    seconds, finished = zip(*found.completion_curve, strict=True)
-    assert found.tail(0) == Tail(seconds[-1], found.rounds) and found.tail(1) == Tail(0.0, 0)
-    assert finished[-1] == 7 and list(finished) == sorted(set(finished)) and list(seconds) == sorted(seconds)
+    seconds = [second for second, _ in found.completion_curve]
+    assert seconds == sorted(seconds) and found.tail(0) == Tail(seconds[-1], found.rounds)
     assert set(found.phase_seconds) == {"prefill", "noise", "draft", "verify", "accept", "compact", "control"}
     assert 0 < sum(found.phase_seconds.values()) <= found.seconds
     assert found.tokens_per_second == found.tokens / found.seconds

@@ -1,8 +1,8 @@
 """Drawing tokens in one pass over the logits, in Triton. Import it only where Triton is wanted.
 
-The same draw as `engine.noise` makes in torch, whose noise would cost as many bytes as float32
-logits, written and read again: here it is hashed in registers. Each program reads a chunk of one row once and leaves
-four numbers; a second kernel merges a row's chunks in a fixed order: no atomics, the same bits at each call.
+The same draw as `engine.noise` makes in torch, whose noise would cost as many bytes as float32 logits, written and
+read again: here it is hashed in registers. Each program reads a chunk of one row once and leaves four numbers; a
+second kernel merges a row's chunks in a fixed order: no atomics, the same bits at each call.
 """
 
 import torch
@@ -24,7 +24,7 @@ _UNIT = tl.constexpr(_TO_UNIT)
 def _gumbel(key: tl.tensor, token: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise of (key, token): int64 scalar and int32 `[n]` to float32 `[n]`.
 
-    The bits are those of `sampling._hash_into`, in unsigned numbers, which wrap and shift logically.
+    The bits are those of `noise._hash_into`, in unsigned numbers, which wrap and shift logically.
     """
     low = key.to(tl.uint32)
     high = (key >> 32).to(tl.uint32)

@@ -219,9 +219,6 @@ def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
 
 
 # Query heads, K/V heads, queries, d, d_v, dtype, softcap, sinks.
-
-
-# Query heads, K/V heads, queries, d, d_v, dtype, softcap, sinks.
 SHAPES = [
     (28, 4, 1, 128, 128, "bfloat16", None, False), (28, 4, 64, 128, 128, "bfloat16", None, False),
     (32, 32, 6, 80, 80, "float16", None, False), (8, 4, 64, 256, 256, "bfloat16", 50.0, False),
