@@ -85,7 +85,7 @@ def build_ladder(
             rungs += _Bench(model, drafter, batch, draft_lengths, rounds, config).measure(share)
     # In a short context some γ fit into few rounds; a choice must not change with the batch.
     timed = Counter((rung.method, rung.draft_length) for rung in rungs)
-    batches_of = Counter(method for method, _ in {(rung.method, rung.batch) for rung in rungs})
+    batches_of = Counter(drafter.strategy for drafter, _ in cells)
     everywhere = tuple(each for each in rungs if timed[each.method, each.draft_length] == batches_of[each.method])
     return Ladder(everywhere, _fingerprint(profile_key(model, config), drafters, draft_lengths))
 

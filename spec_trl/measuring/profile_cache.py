@@ -91,8 +91,12 @@ def _load_named(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profi
 
 
 def _load_cached(key: ProfileKey) -> Profile | None:
-    profile = read_kept(cache_directory() / key.file_name, Profile)
-    return profile if profile is not None and profile.key == key else None
+    path = cache_directory() / key.file_name
+    profile = read_kept(path, Profile)
+    if profile is not None and profile.key != key:  # somebody has edited it or put it there
+        warnings.warn(f"{path} is left aside: it was calibrated for something else.", stacklevel=2)
+        return None
+    return profile
 
 
 def _cached_or_new(

@@ -117,7 +117,7 @@ class FeatureDrafter(TrainableDrafter):
         super().begin(session)
         rows, decoder = session.rows, self.config.decoder
         self.forwards = 0
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
         self._recent: Tensor | None = None  # [capacity, ring + 1, F]
         self._prompt_ends: Tensor | None = None  # [capacity, context, F]
         # A draft starts at a row's newest token.
@@ -133,7 +133,7 @@ class FeatureDrafter(TrainableDrafter):
         assert self.session.target is not None
         self.session.target.stop_listening(self._hear)
         super().end()
-        del self.cache, self._failure, self._recent, self._prompt_ends
+        del self.cache, self.failure, self._recent, self._prompt_ends
 
     def admit(self, admission: Admission) -> None:
         if admission.followers:
@@ -151,8 +151,8 @@ class FeatureDrafter(TrainableDrafter):
         self.cache.copy_rows(source, destination, columns)
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         steps = min(draft_length, self.most_drafts)
         drafted = self.draft(map(self._over_target, self.draft_logits(steps)), noise)
         lengths = drafted.lengths.masked_fill(self.session.rows.lengths < self.least_tokens, 0)  # [B]
@@ -187,7 +187,7 @@ class FeatureDrafter(TrainableDrafter):
 
     def _hear(self, features: Tensor, positions: Tensor, first_row: int) -> None:
         # It runs within the target's forward, where an exception would end the generation and not the drafter alone.
-        if self._failure is not None:
+        if self.failure is not None:
             return
         try:
             self._keep_recent(features, positions, first_row)
@@ -195,7 +195,7 @@ class FeatureDrafter(TrainableDrafter):
             with self.own_dtype():
                 self.take_features(features.to(self.network.dtype), positions, first_row)
         except Exception as error:
-            self._failure = error
+            self.failure = error
 
     def _over_target(self, logits: Tensor) -> Tensor:
         """`[B, 1, V]` of logits over the draft vocabulary `[B, 1, draft vocabulary]`; tokens it lacks have -inf."""

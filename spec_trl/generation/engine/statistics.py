@@ -13,7 +13,7 @@ DEPTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 def added(one: Any, other: Any) -> Any:
-    """The sum of two records of one kind: fields by field, dictionaries by key (a missing key counts as zero)."""
+    """The sum of two records of one kind: field by field, dictionaries by key (a missing key counts as zero)."""
     if isinstance(one, Mapping):
         missing = {key: value for key, value in other.items() if key not in one}
         return {key: added(value, other[key]) if key in other else value for key, value in one.items()} | missing

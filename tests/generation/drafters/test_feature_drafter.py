@@ -158,6 +158,13 @@ def test_a_drafter_that_fails_changes_no_output(kind: str, fault: str, drafter, 
     assert outputs(result) == outputs(generate(tiny, PROMPTS, **EOS))
 
 
+@pytest.mark.parametrize("kind", ["eagle3"])
+def test_a_failure_is_told_where_the_drafter_is_not_asked_again(kind: str, drafter, tiny, monkeypatch) -> None:
+    monkeypatch.setattr(drafter.network, "project", lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="division by zero"):
+        generate(tiny, PROMPTS, drafter=drafter, control=Plans(1, [[]] * 9 + [[Chain(0, 3)]]), max_new_tokens=5)
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_autocast_leaves_its_dtype_alone(dtype: torch.dtype | None, folders: dict[str, Path]) -> None:
     model = tiny_llama().float()

@@ -1,5 +1,6 @@
 """What a round drafted, computed again with gradient: the same numbers, of its own round, from all that it read."""
 
+import copy
 import dataclasses
 import threading
 
@@ -106,6 +107,21 @@ def test_an_update_during_later_rounds_sees_its_own_round(kind: str, student, ti
     result = generate(tiny, BATCH, "tts", {"draft_length": 3}, drafter=drafter, max_new_tokens=30)
     assert result.statistics.drafter_failure is None
     assert len(checked) > 2 and all(checked)
+
+
+def test_a_wider_copy_replays_in_its_own_dtype(tiny, tmp_path) -> None:
+    """What learns is float32, and wider than a drafter in bfloat16."""
+    dtypes: list[torch.dtype] = []
+
+    class Wide(DistilledDrafter):
+        def learn(self, logits: Tensor, verified: Tensor) -> None:
+            network = copy.deepcopy(self.student.network).float()
+            network.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
+            self.student.replay(network, self.student.canvas(logits.shape[1] - 1, snapshot=False))
+
+    own = Eagle3Drafter(reference.make_folder(tmp_path, reference.safeai()), tiny, dtype=torch.bfloat16)
+    result = generate(tiny, ALONE, "tts", {"draft_length": 4}, drafter=Wide(own, Distillation(1e-3)))
+    assert result.statistics.drafter_failure is None and set(dtypes) == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])

@@ -6,6 +6,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel, Qwen2Config
 
+from spec_trl.generation.drafters.tts.row_adapters import RowAdapters
 from spec_trl.generation.engine import compiled
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.compiled import compiled_twin
@@ -68,6 +69,17 @@ def test_one_compilation_serves_all_layers(counter, layers: str, quantized: bool
     network = make_shadow(AutoModelForCausalLM.from_config(CONFIGS[layers]).double().eval())
     if quantized:
         quantize_projections(network, kernel="reference")
+    torch.testing.assert_close(forward_twice(network, compiled=True), forward_twice(network))
+    assert counter.frame_count == 2  # one token per row, and four
+
+
+def test_one_compilation_serves_all_layers_of_a_copy_that_learns(counter) -> None:
+    network = make_shadow(AutoModelForCausalLM.from_config(CONFIGS["alike"]).double().eval())
+    layers = {name: each for name, each in network.named_modules() if isinstance(each, nn.Linear) and "layers" in name}
+    adapters = RowAdapters(layers, rows=1, rank=2)
+    for up in adapters.tensors:
+        up.normal_()
+    adapters.attach(layers, lambda: 0)
     torch.testing.assert_close(forward_twice(network, compiled=True), forward_twice(network))
     assert counter.frame_count == 2  # one token per row, and four
 

@@ -24,7 +24,7 @@ class DFlashDrafter(FeatureDrafter):
     """
 
     strategy = "dflash"
-    weight_rate = 0.25  # measured: benchmarks/results/tts_rates.md
+    weight_rate = 0.25  # measured: benchmarks/results/tts_rates.json
     network: DFlashNetwork
     config: DFlashConfig
     network_type = DFlashNetwork

@@ -85,6 +85,8 @@ class Eagle3Drafter(FeatureDrafter):
         self._projected[destination, :columns] = self._projected[source, :columns]
 
     def observe(self, tokens: int) -> None:
+        if self.failure is not None:  # also where it is not asked to draft again
+            raise self.failure
         self._missing += self._heard  # no row gained more than was verified
 
     def take_features(self, features: Tensor, positions: Tensor, first_row: int) -> None:
@@ -108,12 +110,14 @@ class Eagle3Drafter(FeatureDrafter):
 
     def replay(self, network: Eagle3Network, canvas: Canvas) -> Tensor:
         assert canvas.features is not None
-        cache = canvas.cache()
+        assert self.session.target is not None
+        cache, embeddings = canvas.cache(), self.session.target.network.get_input_embeddings()
 
         def feed(columns: Tensor, tokens: Tensor, states: Tensor) -> Tensor:
             cache.point_at(columns)
             mask = CAUSAL.build(columns, canvas.columns, network.dtype)  # [B, 1, q, columns]
-            return network(self._embed(tokens), states, columns, mask, cache.update)
+            # The network's own dtype counts: it may be a wider copy of the one that drafts.
+            return network(network.embed(tokens, embeddings), states, columns, mask, cache.update)
 
         context = canvas.context
         states = network.project(canvas.features.to(network.dtype))  # [B, context, H]
@@ -142,15 +146,12 @@ class Eagle3Drafter(FeatureDrafter):
         `states` (`[B, q, H]`); returns h `[B, q, H]`."""
         self.forwards += 1
         rows = torch.arange(first_row, first_row + len(columns), device=columns.device)[:, None]  # [B, 1]
-        embedded = self._embed(self.session.rows.tokens[rows, columns + 1])  # [B, q, H]
+        assert self.session.target is not None
+        embeddings = self.session.target.network.get_input_embeddings()
+        embedded = self.network.embed(self.session.rows.tokens[rows, columns + 1], embeddings)  # [B, q, H]
         if states is None:
             states = self._projected[rows, columns]  # [B, q, H]
         visible = self.point_at(columns, visible, first_row)
         mask = CAUSAL.build(columns, visible, self.network.dtype)  # [B, 1, q, visible]
         with self.own_dtype():
             return self.network(embedded, states, columns, mask, self.cache.update)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """`[B, q, H]` of tokens `[B, q]`."""
-        assert self.session.target is not None
-        return self.network.embed(tokens, self.session.target.network.get_input_embeddings())

@@ -5,7 +5,6 @@ over weights that all rows share. And a drafter whose weights are packed, and so
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,21 +85,29 @@ class RowAdapters(RowTensors):
         `first_row` returns the first cache row of the forward under way, which raises ValueError where rows learn
         separately and a layer's inputs have no batch dimension."""
 
-        def correct(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            down, up = self.down[name], self.up[name]
-            x = args[0].to(down.dtype)  # [B, q, in]
-            own = up[0]  # [out, r]
-            if self.rows > 1:
-                if x.dim() != 3:
-                    raise ValueError(
-                        f"the inputs of layer {name!r} have no batch dimension (shape {list(x.shape)}): rows cannot "
-                        'learn separately; use tts_scope="rollout" or "run", or one row at a time (max_batch_size=1)'
-                    )
-                first = first_row()
-                own = up[first : first + len(x)]  # [B, out, r]
-            return output + (x @ down.mT @ own.mT).to(output.dtype)  # [B, q, out]
+        # Each hook holds its own tensors: a compiler makes one graph of it for all layers, and one for each of them where
+        # it looks them up by name.
+        def correction(name: str, down: Tensor, up: Tensor) -> Callable[..., Tensor]:
+            def correct(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+                x = args[0].to(down.dtype)  # [B, q, in]
+                own = up[0]  # [out, r]
+                if self.rows > 1:
+                    if x.dim() != 3:
+                        raise ValueError(
+                            f"the inputs of layer {name!r} have no batch dimension (shape {list(x.shape)}): rows "
+                            'cannot learn separately; use tts_scope="rollout" or "run", or one row at a time '
+                            "(max_batch_size=1)"
+                        )
+                    first = first_row()
+                    own = up[first : first + len(x)]  # [B, out, r]
+                return output + (x @ down.mT @ own.mT).to(output.dtype)  # [B, q, out]
 
-        return [layer.register_forward_hook(partial(correct, name)) for name, layer in layers.items()]
+            return correct
+
+        return [
+            layer.register_forward_hook(correction(name, self.down[name], self.up[name]))
+            for name, layer in layers.items()
+        ]
 
 
 class RowAdam(RowTensors):
