@@ -85,8 +85,7 @@ class RowAdapters(RowTensors):
         `first_row` returns the first cache row of the forward under way, which raises ValueError where rows learn
         separately and a layer's inputs have no batch dimension."""
 
-        # Each hook holds its own tensors: a compiler makes one graph of it for all layers, and one for each of them where
-        # it looks them up by name.
+        # Each hook holds its own tensors: one that looks them up by name would be compiled for each layer anew.
         def correction(name: str, down: Tensor, up: Tensor) -> Callable[..., Tensor]:
             def correct(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
                 x = args[0].to(down.dtype)  # [B, q, in]
