@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     add_option(parser, "--best_of_n_drafters", "best_of_n_drafters", nargs="+")
     add_option(parser, "--draft_length", "draft_length", type=whole_number)
     add_option(parser, "--verification", "verification", choices=kinds_of("verification"))
-    add_option(parser, "--batch_size", "max_batch_size", type=whole_number)
+    add("--batch_size", type=whole_number, help="rows decoded at a time (default: all)")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (auto: the checkpoint's)")
     add("--device", help="e.g. cuda or cpu (default: cuda where there is one, else cpu)")
     add("--show", type=int, default=3, help="number of completions to print (default: %(default)s)")

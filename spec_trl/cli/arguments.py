@@ -72,7 +72,11 @@ def _validate(parser: argparse.ArgumentParser) -> None:
     add("--csv", type=Path, metavar="SWEEP", help="measured times (default: those in the profile)")
     add("--refit", action="store_true", help="also fit the times, in the paper's form and in the improved one")
     add("--flops", type=positive, help="--refit: effective FLOP/s of matrix products (default: the profile's)")
-    add("--bandwidth", type=positive, help="--refit: peak bandwidth in B/s (default: no bound)")
+    add(
+        "--bandwidth",
+        type=positive,
+        help="--refit: peak bandwidth in B/s (default: within a factor of four of the profile's)",
+    )
     add("-o", "--output", type=Path, metavar="JSON", help="write the last fit of the table as a profile")
 
 

@@ -17,7 +17,8 @@ def add_option(parser: argparse.ArgumentParser, flag: str, name: str, **changes:
     """Adds `flag` for the option `name` of :class:`SpeculativeConfig`, with its default and help. `changes` are
     arguments of `add_argument` and go first."""
     default = OPTIONS[name].default
-    shown = "" if default is None else " (%(default)s)"
+    text = " ".join(default) if isinstance(default, tuple) else "%(default)s"
+    shown = "" if default is None else f" (default: {text})"
     given = {"default": default, "help": OPTIONS[name].metadata["help"] + shown} | changes
     parser.add_argument(flag, **given)
 

@@ -1,5 +1,5 @@
-"""A control decides when drafters draft: it plans each decoding round, and is told what the round did. Those here do
-not look at what they are told; `toggle.py` and `best_of_n.py` do."""
+"""A control decides when drafters draft: it plans each decoding round, and is told what the round did.
+`NeverSpeculate` and `AlwaysSpeculate` plan the same whatever they are told; `toggle.py` and `best_of_n.py` learn."""
 
 import operator
 from abc import ABC, abstractmethod

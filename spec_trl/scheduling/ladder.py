@@ -26,7 +26,7 @@ BlockEfficiency: TypeAlias = Callable[[int], float]  # τ to expect of each γ
 
 @dataclass(frozen=True)
 class Rung:
-    """One profiled cell. ValueError: a value is of the wrong type or out of range."""
+    """One profiled cell. Raises ValueError if a value is of the wrong type or out of range."""
 
     method: str  # the drafter's strategy
     batch: int  # rows
@@ -67,7 +67,7 @@ class Choice:
 @dataclass(frozen=True)
 class Ladder:
     """Speedups of drafting methods, from profiled rounds; neither the target's nor the drafters' weights matter.
-    ValueError: there is no rung, or two for one cell."""
+    Raises ValueError if there is no rung, or two for one cell."""
 
     rungs: tuple[Rung, ...]  # the profiled cells, each (method, batch, γ, acceptance) once
     shape: str  # fingerprint of the target's and the drafters' shapes, which the caller compares
@@ -188,8 +188,8 @@ class Ladder:
 
     @classmethod
     def load(cls, path: str | Path) -> "Ladder":
-        """Reads what `save` wrote. FileNotFoundError: there is no such file. ValueError: it is no ladder of this
-        version; the message names file, field and value."""
+        """Reads what `save` wrote. Raises FileNotFoundError if there is no such file, ValueError if it is no
+        ladder of this version; the message names file, field and value."""
         file = read_json(path, _File, "draft ladder", "correct it, or delete the file and profile again")
         return cls(file.rungs, file.shape)
 
@@ -227,7 +227,7 @@ class LadderCosts:
         seconds, plain_seconds = self.ladder.round_seconds(self.method, self.block_efficiency, batch, draft_length)
         return self.target_seconds(batch, length) * seconds / plain_seconds
 
-    verify_seconds = cycle_seconds  # of a method that looks its drafts up, what a round takes
+    verify_seconds = cycle_seconds  # asked of lookups alone, whose drafts take no time
 
 
 def _nearest_batch(batches: Iterable[int], batch: int) -> int:

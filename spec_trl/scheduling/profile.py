@@ -54,8 +54,8 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
-        """Reads what `save` wrote. FileNotFoundError: there is no such file. ValueError: it is no profile of this
-        version; the message names file, field and value."""
+        """Reads what `save` wrote. Raises FileNotFoundError if there is no such file, ValueError if it is no
+        profile of this version; the message names file, field and value."""
         f = read_json(path, _File, "roofline profile", "correct it, or delete the file and calibrate again")
         return cls(f.key, Roofline(f.constants, f.coefficients), f.draft_max_rows, f.diagnostics, f.created, f.samples)
 

@@ -15,7 +15,7 @@ SMALLEST_TILE = 16  # the least number of rows that a tensor core takes
 @dataclass(frozen=True)
 class ModelConstants:
     """What a forward of one target and of its drafter moves and computes, from the model's shape alone (ER App. E.3).
-    ValueError: a number is out of range, or a part exceeds its whole."""
+    Raises ValueError if a number is out of range or a part exceeds its whole."""
 
     name: str  # shown in tables and plots; nothing depends on it
     weight_bytes: float  # W_T: of the target's weights; tied embeddings count once
@@ -55,7 +55,7 @@ class ModelConstants:
 @dataclass(frozen=True)
 class Coefficients:
     """What the calibration measures and fits. With the defaults of the second group the formulas are ER §3.2's own.
-    ValueError: a number is out of range."""
+    Raises ValueError if a number is out of range."""
 
     # ER §3.2 and App. E.3
     F_eff: float  # compute throughput, FLOP/s, from GEMMs

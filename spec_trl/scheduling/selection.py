@@ -233,8 +233,8 @@ def expectation(
 class Selection:
     """Methods for a batch of prompts: acceptance from `history` (①), speedup from `ladder` (②), the largest wins.
 
-    A method that never drafted is ranked at `OPTIMISTIC` and, if it wins so, chosen for a trial: its only one, since
-    `history` knows it afterwards. Whatever is asked raises ValueError where a method is not in `ladder`.
+    A method that never drafted is ranked at `OPTIMISTIC` and, if it wins so, chosen for a trial; `history`
+    knows it afterwards. All methods raise ValueError if a method is not in `ladder`.
     """
 
     ladder: Ladder

@@ -18,7 +18,7 @@ TOLERATED_GAPS = 0.1
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured time. ValueError: a value is of the wrong type or out of range."""
+    """One measured time. Raises ValueError if a value is of the wrong type or out of range."""
 
     batch: int  # rows
     length: float  # cached tokens per row

@@ -5,6 +5,7 @@ written after the checkpoint. Reading it needs neither torch nor transformers.
 """
 
 import json
+import os
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from tqdm import tqdm
 
 from ..generation.engine.statistics import DraftCounts
 from ..generation.engine.timeline import RequestTimeline
-from ..json_files import from_json, to_json, write_atomically
+from ..json_files import from_json, to_json
 
 
 LOG_FILE = "rollout_log.jsonl"
@@ -193,13 +194,15 @@ class RunLog:
         if not self.path.exists():
             return
         complete, end, rest = self.path.read_bytes().rpartition(b"\n")
-        if rest:
+        if not rest:
+            return
+        with self.path.open("r+b") as file:  # in place: the file may be a link
             try:
                 json.loads(rest)
-                rest += b"\n"
+                file.seek(0, os.SEEK_END)
+                file.write(b"\n")
             except ValueError:
-                rest = b""
-            write_atomically(self.path, complete + end + rest)
+                file.truncate(len(complete + end))
 
     def append(self, record: Record) -> None:
         """Writes one line and closes the file again. NaN and infinity become null."""

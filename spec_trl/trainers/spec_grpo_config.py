@@ -10,16 +10,7 @@ from ..generation.configuration import (
     NEED_ASSISTANT,
     OPTIONS,
     TAKE_ASSISTANT,
-    Head,
-    Mismatch,
-    Runner,
     SpeculativeConfig,
-    Strategy,
-    Toggle,
-    TTSAnchor,
-    TTSDrafter,
-    TTSScope,
-    Verification,
     check_strategy,
     check_verification,
     document,
@@ -51,9 +42,11 @@ class SpecGRPOConfig(GRPOConfig):
     rollouts are drafted and verified.
     """
 
+    # Choices are `str` here: of a Literal, TrlParser answers a misspelt one with its whole usage.
+
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
 
-    assistant_strategy: Strategy = option(
+    assistant_strategy: str = option(
         "self",
         'How rollouts are drafted; the tokens are the same under each strategy. "self": by the quantized copy of the '
         'policy, refreshed when the weights have changed. "model": by a smaller causal LM. "ngram": by lookup in the '
@@ -82,21 +75,21 @@ class SpecGRPOConfig(GRPOConfig):
         0.85, "The draft length γ falls when the block efficiency stays at 1 + γ draft_length_down or less."
     )
     draft_length_patience: int = option(2, "Number of training rollouts in a row after which the draft length moves.")
-    sd_toggle: Toggle = shared("sd_toggle")
+    sd_toggle: str = shared("sd_toggle")
     sd_margin: float = shared("sd_margin")
     roofline_profile: str | None = shared("roofline_profile")
-    roofline_mismatch: Mismatch = shared("roofline_mismatch")
+    roofline_mismatch: str = shared("roofline_mismatch")
     history_max_tokens: int = shared("history_max_tokens")
-    verification: Verification = shared("verification")
+    verification: str = shared("verification")
     draft_quantization: str = shared("draft_quantization")
     draft_kernel: str = shared("draft_kernel")
-    draft_lm_head: Head = shared("draft_lm_head")
+    draft_lm_head: str = shared("draft_lm_head")
     rollout_batch_size: int | None = option(
         None,
         "Number of rows that each device decodes together; the others of the generation batch follow as rows finish. "
         "None: all at once.",
     )
-    runner: Runner = shared("runner")
+    runner: str = shared("runner")
     max_graph_memory: float = shared("max_graph_memory")
     keep_graphs: bool = shared("keep_graphs", False)
 
@@ -114,13 +107,13 @@ class SpecGRPOConfig(GRPOConfig):
         0.1, "Weight of the drafter's soft cross-entropy against the policy's distributions."
     )
 
-    tts_drafter: TTSDrafter = shared("tts_drafter")
+    tts_drafter: str = shared("tts_drafter")
     tts_learning_rate: float | None = shared("tts_learning_rate")
-    tts_scope: TTSScope = shared("tts_scope", "run")  # training comes back to the same task in every rollout
+    tts_scope: str = shared("tts_scope", "run")  # training comes back to the same task in every rollout
     tts_steps: int = shared("tts_steps")
     tts_stride: str = shared("tts_stride", "1")  # a text: the command line knows no union of types
     tts_anchor_weight: float = shared("tts_anchor_weight")
-    tts_anchor: TTSAnchor = shared("tts_anchor")
+    tts_anchor: str = shared("tts_anchor")
     tts_asynchronous: bool = shared("tts_asynchronous")
     tts_rank: int = shared("tts_rank")
 
@@ -151,6 +144,12 @@ class SpecGRPOConfig(GRPOConfig):
         config = self.speculative_config()
         if self.assistant_strategy == "best_of_n":
             config.assistants_of_best_of_n(self.assistant_model)
+            learned = [name for name in self.best_of_n_drafters if name in ADAPTABLE]
+            if self.drafter_adaptation and len(learned) > 1:
+                raise ValueError(
+                    f"best_of_n_drafters={self.best_of_n_drafters} has {learned}, and drafter_adaptation=True trains "
+                    "one drafter. Name one of them, or set drafter_adaptation=False."
+                )
 
     def _check_generation(self) -> None:
         for other in ("use_vllm", "use_transformers_continuous_batching"):
@@ -188,12 +187,6 @@ class SpecGRPOConfig(GRPOConfig):
             raise ValueError(
                 "drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn. Raise one of "
                 "them, or set drafter_adaptation=False."
-            )
-        learned = [name for name in self.best_of_n_drafters if name in ADAPTABLE]
-        if self.assistant_strategy == "best_of_n" and self.drafter_adaptation and len(learned) > 1:
-            raise ValueError(
-                f"best_of_n_drafters={self.best_of_n_drafters} has {learned}, and drafter_adaptation=True trains one "
-                "drafter. Name one of them, or set drafter_adaptation=False."
             )
 
     def speculative_config(self) -> SpeculativeConfig:

@@ -58,6 +58,7 @@ TTS = {"assistant_strategy": "tts"}
         ({"use_transformers_continuous_batching": True}, "continuous_batching=True contradicts assistant_strategy="),
         ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False contradicts SpecGRPOTrainer"),
         ({"assistant_strategy": "auto", "verification": "rejection"}, 'verification="rejection" needs draft prob'),
+        ({"best_of_n_drafters": 5}, "^best_of_n_drafters=5 must be one or more different ones of"),
         (BEST_OF_N | {"best_of_n_drafters": ["model"]}, r"assistant_model=None with best_of_n_drafters=\['model'\]"),
         (BEST_OF_N | {"assistant_model": "some/drafter"}, "assistant_model serves exactly one of them"),
         (
@@ -131,6 +132,8 @@ def test_the_command_line() -> None:
         arguments += [f"--{name}", *map(str, words)]
     (config,) = parser.parse_args_and_config(arguments)
     assert config.own_options() == VALUES | OWN
+    with pytest.raises(ValueError, match="Did you mean 'always'"):  # one sentence, not the parser's usage
+        parser.parse_args_and_config([*arguments, "--sd_toggle", "alway"])
     usage = " ".join(parser.format_help().split())
     for option in fields(SpecGRPOConfig):
         if option.name in VALUES | OWN:
