@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +57,8 @@ def test_the_trainer_has_the_options_of_generate() -> None:
         assert default_of(own[name]) == (list(expected) if isinstance(expected, tuple) else expected), name
         assert own[name].metadata["help"] == OPTIONS[name].metadata["help"]
         if name not in ("tts_stride", "best_of_n_drafters", "best_of_n_assistants"):  # what parses a command line
-            assert SpecGRPOConfig.__annotations__[name] == OPTIONS[name].type, name
+            is_choice = get_origin(OPTIONS[name].type) is Literal
+            assert SpecGRPOConfig.__annotations__[name] == (str if is_choice else OPTIONS[name].type), name
     assert all(option.metadata["help"] for option in own.values())
 
 
