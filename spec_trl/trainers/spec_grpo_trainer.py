@@ -101,6 +101,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         # Number of rollouts by mode: evaluation in between must not change what training samples.
         self._rollouts = {"train": 0, "eval": 0}
         self._totals = RolloutTotals()
+        self._last_turn: list[tuple[int, list[int]]] = []  # global row, and its tokens at the turn's end
         self._alarm = CollapseAlarm(by_first_token=args.assistant_strategy in CHOOSE_BY_LADDER)
         self._log: RunLog | None = None
         self._verdict = Verdict()
@@ -196,6 +197,7 @@ class SpecGRPOTrainer(GRPOTrainer):
                 f"the prompts carry {carried or 'images'}; SpecGRPOTrainer generates from text. "
                 "Use trl.GRPOTrainer for multimodal prompts."
             )
+        rows = self._global_rows(prompt_ids)
         prompts = [torch.tensor(ids, device=self.accelerator.device) for ids in prompt_ids]
         input_ids = pad(prompts, padding_value=self._tokenizer.pad_token_id, padding_side="left")  # [B, width]
         attention_mask = pad([torch.ones_like(p) for p in prompts], padding_value=0, padding_side="left")  # [B, width]
@@ -225,7 +227,7 @@ class SpecGRPOTrainer(GRPOTrainer):
                 assistant_strategy=self.args.assistant_strategy,
                 speculative_config=self._speculative_config,
                 drafter=drafters,
-                request_ids=self._request_ids(len(prompt_ids)),
+                request_ids=self._request_ids(rows),
                 control=control,
             )
         self._totals.add(output.statistics, control, len(prompt_ids), time.perf_counter() - started)
@@ -234,6 +236,8 @@ class SpecGRPOTrainer(GRPOTrainer):
             copied.refresh_seconds = 0.0
         new = output.sequences[:, input_ids.shape[1] :].tolist()  # [B, new]
         completions = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]
+        told = zip(rows, prompt_ids, completions, strict=True)
+        self._last_turn = [(row, prompt + completion) for row, prompt, completion in told]
         # No logprobs, as in TRL's own transformers path: the loss recomputes them in the training forward.
         return completions, None
 
@@ -306,17 +310,29 @@ class SpecGRPOTrainer(GRPOTrainer):
             print(f"spec_trl rollouts: {forecast.reason}{took}")
         return self._control
 
-    def _request_ids(self, count: int) -> list[int]:
-        """Ids that key the noise: (mode, rollout, turn of a tool loop, global row), the same for any number of ranks.
+    def _global_rows(self, prompt_ids: list[list[int]]) -> list[int]:
+        """The rows of `prompt_ids` among those of all ranks, so that noise is the same for any number of ranks.
 
-        After the first turn a rank numbers the rows it has left, so ids depend on how rows are spread over ranks.
+        After the first turn of a tool loop some rows are left, in their order; each prompt begins with what its row
+        had at the end of the turn before. Rows that are equal so far are taken in their order.
         """
-        mode = "train" if self.model.training else "eval"
         if self._totals.turns == 0:
-            self._rows_per_rank = count
-        first = self.accelerator.process_index * self._rows_per_rank
+            first = self.accelerator.process_index * len(prompt_ids)
+            return list(range(first, first + len(prompt_ids)))
+        before = iter(self._last_turn)
+        rows = [next((row for row, seen in before if ids[: len(seen)] == seen), None) for ids in prompt_ids]
+        if None in rows:
+            raise RuntimeError(
+                "a prompt of a later turn does not begin with prompt and completion of the turn before, in the order "
+                "of the rows, so that its noise cannot be keyed; leave GRPOTrainer._tool_call_loop as it is."
+            )
+        return [row for row in rows if row is not None]
+
+    def _request_ids(self, rows: list[int]) -> list[int]:
+        """Ids that key the noise of these global rows: (mode, rollout, turn of a tool loop, global row)."""
+        mode = "train" if self.model.training else "eval"
         base = (mode == "eval") << 62 | self._rollouts[mode] << 36 | self._totals.turns << 24
-        return [base | row for row in range(first, first + count)]
+        return [base | row for row in rows]
 
     # ---- after a rollout --------------------------------------------------------------------------------------------
 

@@ -187,8 +187,10 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     def parse_response(ids: list[int], **_: Any) -> dict[str, Any]:
         text = tokenizer.decode(ids, skip_special_tokens=True)
         call = {"type": "function", "function": {"name": "add", "arguments": {"a": text.count("a"), "b": 1}}}
-        return {"role": "assistant", "content": text} | ({"tool_calls": [call]} if set(text) & set("78a") else {})
+        tokenizer.asked.append(bool(set(text) & set("78a")))
+        return {"role": "assistant", "content": text} | ({"tool_calls": [call]} if tokenizer.asked[-1] else {})
 
+    tokenizer.asked = []
     tokenizer.parse_response = parse_response
     return tokenizer
 
@@ -216,6 +218,8 @@ def test_tool_loop(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> N
     turns = [call.request_ids for call in drafted.calls]
     assert turns == [call.request_ids for call in none.calls]
     assert len(turns[0]) == 8 and len(turns) > 1 and min(map(len, turns)) < 8  # later turns, of some of the rows
+    # Ids tell the row, whichever rows go on: they are the same where these are spread over more ranks.
+    assert {request & 0xFFFFFF for request in turns[1]} <= {row for row in range(8) if chat_tokenizer.asked[row]}
     ids = [request for turn in turns for request in turn]
     assert len(set(ids)) == len(ids)
     # One record per rollout, over all of its turns, with one lane per request and turn, after the turns before it.
