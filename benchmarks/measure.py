@@ -34,6 +34,7 @@ THEMES = {
     "lossless": "Losslessness",
     "tts": "Drafters that learn while they draft (TTS)",
     "best_of_n": "Best-of-N",
+    "workers": "Many workers",
     "quantization": "Quantization",
     "calibration": "Calibration",
 }
@@ -235,7 +236,8 @@ def write_result(
 
 def command_line() -> str:
     """The command of this process; absolute paths, which are one machine's own, without their folders."""
-    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *map(_without_folder, sys.argv[1:])])
+    module = sys.argv[0].removesuffix(".py").rpartition("/benchmarks/")[2].replace("/", ".")
+    return shlex.join(["python", "-m", f"benchmarks.{module}", *map(_without_folder, sys.argv[1:])])
 
 
 def commit() -> str | None:

@@ -28,6 +28,7 @@ FIGURES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "tts": ("±%", "change of the acceptance length against the frozen drafter",
             ("tts_drafters", "tts_drafters_self", "tts_run", "tts_run_S5")),
     "best_of_n": ("×", "over the baseline's", ("best_of_n", "best_of_n_05b", "best_of_n_05b_seed1")),
+    "workers": ("×", "over the baseline's", ("specactor",)),
     "quantization": ("tokens per round", "block efficiency, or its gain over the baseline's", ("rtn_awq",)),
     "calibration": ("%", "error of a time, or agreement of the sign", ("calibration",)),
 }  # fmt: skip

@@ -109,6 +109,13 @@ def _report(parser: argparse.ArgumentParser) -> None:
     add_margin(parser)
 
 
+def _simulate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("cluster", type=Path, metavar="YAML", help="description of a cluster and its rollouts")
+    add("--seed", type=int, default=0, help="of the requests' lengths and acceptance (%(default)s)")
+    add("-o", "--output", type=Path, metavar="FILE", help="PNG, PDF or SVG: which worker did what, and when")
+
+
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="e.g. cuda or cpu (default: cuda where there is one, else cpu)")
 
@@ -182,5 +189,17 @@ efficiency, entropy against acceptance, block efficiency by depth, predicted aga
 boundary with the run's own rounds on it. A run that is still going on, or was killed, can be drawn too.""",
         "spec-trl report out --profile profile.json     (out: the output_dir of the run)",
         _report,
+    ),
+    "simulate": Command(
+        "simulate rollouts on a cluster that a YAML file describes, and plan them",
+        """\
+Simulates a training step's rollout on a cluster, for each way to speculate there (SpecActor §4, §5).
+
+The YAML file states GPUs, requests, the distribution of response lengths, seconds of forwards, and acceptance. Each
+method is planned by the classes that plan real rollouts: which GPUs draft and which verify, and the window w that a
+drafter may run ahead. Printed are the plan, the rollout's and the step's speed next to plain decoding, and the share
+of the workers' time in which they idle.""",
+        "spec-trl simulate examples/clusters/dapo-32b-20k.yaml -o workers.png",
+        _simulate,
     ),
 }

@@ -36,6 +36,10 @@ REFUSALS = [
     ("calibrate model --device nowhere", "--device nowhere cannot be used here"),
     ("calibrate model --max-length 2.5", "'2.5' is not an integer of at least 1"),
     ("calibrate model --dtype int8", "invalid choice: 'int8'"),
+    # ---- simulate
+    ("simulate {none}", "none.json: No such file or directory"),
+    ("simulate {cut}", "cut.json is not a valid cluster"),
+    ("simulate {profile}", "Unexpected keyword argument"),
     # ---- plot
     ("plot p.json --margin -1", "argument --margin: '-1' is not a number from 0 to 1"),
     ("plot -o {out}", "PROFILE is missing; name one that `spec-trl calibrate` wrote, or give --ladder"),

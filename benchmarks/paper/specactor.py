@@ -1,0 +1,133 @@
+"""SpecActor's Fig. 11 and 13 by simulation, next to what the paper says, and Fig. 14 (SA §5.2, §5.4, §5.5).
+
+Each trace is a file in `examples/clusters`, which states every assumption: the paper gives the GPUs, the requests, the
+longest response, and one latency ("lower than 13 ms"), all else is ours. None differs between methods or traces.
+
+    python -m benchmarks.paper.specactor --output benchmarks/results/specactor.json --figure workers.png
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from spec_trl.cli.cluster_figure import workers_over_time
+from spec_trl.cli.options import table
+from spec_trl.cli.simulate import as_table, read_cluster
+from spec_trl.scheduling.cluster import Cluster
+from spec_trl.scheduling.simulator import Method, Outcome, simulate
+
+from ..measure import Finding, describe_machine, write_result
+
+
+CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
+TRACES = {"GRPO-32B-20K": "grpo-32b-20k.yaml", "DAPO-32B-20K": "dapo-32b-20k.yaml"}
+DRAFTERS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "n-gram")
+SMALL = DRAFTERS[:1]
+METHODS = [
+    Method("veRL"),
+    Method("RLHFuse", overlap=True),
+    Method("veRL 2×", gpus=2),
+    Method("VanillaSpec", "coupled", SMALL),
+    Method("n-gram", "coupled", DRAFTERS[2:]),
+    Method("disaggregated", "disaggregated", SMALL),
+    Method("decoupled", "decoupled", SMALL),
+    Method("+ reconfiguration", "decoupled", SMALL, reconfigure=True),
+    Method("+ best of N", "decoupled", DRAFTERS, reconfigure=True, best_of_n=True),
+    Method("+ shared pool", "decoupled", DRAFTERS, reconfigure=True, best_of_n=True, shared_pool=True),
+]
+SPECACTOR = "+ best of N"
+BASELINES = [method.name for method in METHODS[:5]]
+
+
+class Claim(NamedTuple):
+    """What the paper says, and what the simulation gives."""
+
+    what: str
+    low: float
+    high: float
+    simulated: float
+
+    @property
+    def deviation(self) -> float:
+        """Of the simulated number from the nearer end of the paper's range, as a share of that."""
+        nearest = min(max(self.simulated, self.low), self.high)
+        return self.simulated / nearest - 1
+
+
+def claims(trace: str, outcomes: Mapping[str, Outcome]) -> list[Claim]:
+    """Those of SA §2.2, §5.2 and, for DAPO-32B-20K, §5.4."""
+
+    def rollout(faster: str, slower: str) -> float:
+        return outcomes[slower].rollout_seconds / outcomes[faster].rollout_seconds
+
+    def step(faster: str, slower: str) -> float:
+        return outcomes[slower].step_seconds / outcomes[faster].step_seconds
+
+    best = min(BASELINES, key=lambda name: outcomes[name].step_seconds)
+    others = [name for name in BASELINES if name != best]
+    found = [
+        Claim("rollout, SpecActor over veRL", 2.0, 2.4, rollout(SPECACTOR, "veRL")),
+        Claim("rollout, SpecActor over veRL 2×", 1.8, 2.3, rollout(SPECACTOR, "veRL 2×")),
+        Claim("rollout, SpecActor over VanillaSpec", 1.7, 2.0, rollout(SPECACTOR, "VanillaSpec")),
+        Claim("rollout, SpecActor over n-gram", 1.7, 2.0, rollout(SPECACTOR, "n-gram")),
+        Claim(f"step, SpecActor over the best baseline ({best})", 1.3, 1.3, step(SPECACTOR, best)),
+        *(Claim(f"step, SpecActor over {name}", 1.5, 1.7, step(SPECACTOR, name)) for name in others),
+        Claim("step, RLHFuse over veRL", 1.03, 1.03, step("RLHFuse", "veRL")),
+        Claim("idle share of veRL's workers", 0.5, 0.5, outcomes["veRL"].idle_share),
+    ]
+    if trace.startswith("DAPO"):
+        found += [
+            Claim("Fig. 13: VanillaSpec over veRL", 1.026, 1.026, rollout("VanillaSpec", "veRL")),
+            Claim("Fig. 13: disaggregated over veRL", 0.75, 0.75, rollout("disaggregated", "veRL")),
+            Claim("Fig. 13: decoupled over VanillaSpec", 1.3, 1.3, rollout("decoupled", "VanillaSpec")),
+            Claim("Fig. 13: + reconfiguration", 1.2, 1.2, rollout("+ reconfiguration", "decoupled")),
+            Claim("Fig. 13: + best of N", 1.2, 1.2, rollout("+ best of N", "+ reconfiguration")),
+        ]
+    found.append(Claim("beyond the paper: + shared pool", 1.0, 1.0, rollout("+ shared pool", "+ best of N")))
+    return found
+
+
+def simulate_all(cluster: Cluster, seed: int) -> dict[str, Outcome]:
+    """One step by each method."""
+    return {method.name: simulate(cluster, method, seed) for method in METHODS}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and acceptance (%(default)s)")
+    parser.add_argument("--output", type=Path, help="result to write")
+    parser.add_argument("--figure", type=Path, help="Fig. 14 for DAPO-32B-20K")
+    options = parser.parse_args(arguments)
+    findings = []
+    for trace, file in TRACES.items():
+        outcomes = simulate_all(read_cluster(CLUSTERS / file), options.seed)
+        found = claims(trace, outcomes)
+        print(f"\n{trace}\n{as_table(outcomes)}\n")
+        rows = [
+            [each.what, f"{each.low:g} to {each.high:g}" if each.low < each.high else f"{each.low:g}",
+             f"{each.simulated:.3f}", f"{each.deviation:+.0%}"]
+            for each in found
+        ]  # fmt: skip
+        print(table([trace, "paper", "simulated", "off by"], rows))
+        findings += [
+            Finding(
+                f"{trace}: {each.what}; the paper: {row[1]}", each.simulated, "×" if "idle" not in each.what else ""
+            )
+            for each, row in zip(found, rows, strict=True)
+        ]
+    if options.figure is not None:
+        drawing = workers_over_time(outcomes)  # of the last trace, DAPO's
+        drawing.figure.savefig(options.figure)
+    if options.output is not None:
+        write_result(
+            options.output, "workers", "SpecActor's cluster, simulated",
+            "Both traces as `examples/clusters` describes them, one seed. Nothing was timed: the clock is simulated.",
+            describe_machine(torch.device("cpu")), findings, {"seed": options.seed},
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

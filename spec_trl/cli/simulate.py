@@ -1,0 +1,75 @@
+"""``spec-trl simulate``: what each way of rolling out would take on a described cluster (SA §5)."""
+
+import argparse
+import json
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ..json_files import from_json
+from ..scheduling.cluster import Cluster
+from ..scheduling.simulator import Method, Outcome, simulate
+from .options import table
+
+
+def run(arguments: argparse.Namespace) -> None:
+    cluster = read_cluster(arguments.cluster)
+    outcomes = {}
+    for method in tqdm(methods_for(cluster), "simulating", delay=2, leave=False):
+        outcomes[method.name] = simulate(cluster, method, arguments.seed)
+    print(f"{cluster.name}: {cluster.requests} requests on {cluster.gpus} GPUs, {cluster.worker_gpus} per worker")
+    print(as_table(outcomes))
+    if arguments.output is not None:
+        from .cluster_figure import workers_over_time
+
+        drawing = workers_over_time(outcomes)
+        drawing.figure.savefig(arguments.output)
+        print(f"{arguments.output}: {drawing.text}")
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster that a YAML file describes.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no YAML, or a field is missing, unknown or out of range; names file and field.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        return from_json(json.dumps(yaml.safe_load(path.read_text())), Cluster)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is not a valid cluster: {error}; examples/clusters has two.") from None
+
+
+def methods_for(cluster: Cluster) -> list[Method]:
+    """Those of SA §5, and a shared pool; with each drafter alone where the baselines have one."""
+    names = tuple(drafter.name for drafter in cluster.drafters)
+    first = names[:1]
+    return [
+        Method("plain"),
+        Method("plain, preparing meanwhile", overlap=True),
+        Method("plain, 2× the GPUs", gpus=2),
+        *(Method(f"coupled, {name}", "coupled", (name,)) for name in names),
+        Method("disaggregated", "disaggregated", first),
+        Method("decoupled", "decoupled", first),
+        Method("+ reconfiguration", "decoupled", first, reconfigure=True),
+        Method("+ best of N", "decoupled", names, reconfigure=True, best_of_n=True),
+        Method("+ shared pool", "decoupled", names, reconfigure=True, best_of_n=True, shared_pool=True),
+    ]
+
+
+def as_table(outcomes: dict[str, Outcome]) -> str:
+    """One line per method, with its plan and its times next to the first one's."""
+    base = next(iter(outcomes.values()))
+    rows = []
+    for name, outcome in outcomes.items():
+        plan = outcome.plan
+        layout = f"{plan.draft_gpus}+{plan.verify_gpus}" if plan.draft_gpus else str(plan.verify_gpus)
+        rows.append(
+            [name, outcome.drafter or "", layout, str(plan.batch), str(plan.window or ""),
+             f"{outcome.rollout_seconds:.1f}", f"{base.rollout_seconds / outcome.rollout_seconds:.2f}",
+             f"{base.step_seconds / outcome.step_seconds:.2f}", f"{outcome.idle_share:.0%}"]
+        )  # fmt: skip
+    head = ["method", "drafter", "GPUs", "batch", "w", "rollout s", "rollout ×", "step ×", "idle"]
+    return table(head, rows)

@@ -1,0 +1,50 @@
+"""``spec-trl simulate`` on a small cluster, and the two that ship."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from benchmarks.paper.specactor import CLUSTERS, DRAFTERS, TRACES, Claim, claims, simulate_all
+from spec_trl.cli.main import main
+from spec_trl.cli.simulate import read_cluster
+from tests.scheduling.test_simulator import CLUSTER
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, figure = tmp_path / "cluster.yaml", tmp_path / "workers.png"
+    file.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(CLUSTER)))))
+    assert read_cluster(file) == CLUSTER
+    assert main(["simulate", str(file), "-o", str(figure)]) == 0
+    head, columns, *rows, said = capsys.readouterr().out.strip().splitlines()
+    assert head == "small: 64 requests on 16 GPUs, 2 per worker"
+    assert columns.split()[0] == "method" and len(rows) == 11
+    plain, pool = rows[0].split(), rows[-1].split()
+    assert plain[0] == "plain" and plain[-3:-1] == ["1.00", "1.00"] and float(pool[-3]) > 1
+    assert said.startswith(f"{figure}: the last request ends after: plain ") and figure.stat().st_size > 0
+
+
+def test_the_papers_clusters_are_as_it_says() -> None:
+    clusters = [read_cluster(CLUSTERS / file) for file in TRACES.values()]
+    for cluster, name, requests in zip(clusters, TRACES, (8192, 16384), strict=True):
+        assert (cluster.name, cluster.requests, cluster.gpus, cluster.worker_gpus) == (name, requests, 256, 4)
+        assert cluster.lengths.maximum == 20_000 and cluster.target.seconds(1, 500)(1) < 0.013
+        assert tuple(drafter.name for drafter in cluster.drafters) == DRAFTERS
+    one, other = (dataclasses.replace(cluster, name="", requests=1) for cluster in clusters)
+    assert one == other  # no assumption is made for one trace
+
+
+def test_claims_of_the_paper() -> None:
+    assert Claim("", 2.0, 2.4, 2.2).deviation == 0
+    assert Claim("", 2.0, 2.4, 1.0).deviation == -0.5 and Claim("", 1.0, 2.0, 3.0).deviation == 0.5
+    drafters = tuple(
+        dataclasses.replace(each, name=name) for each, name in zip(CLUSTER.drafters, DRAFTERS, strict=True)
+    )
+    outcomes = simulate_all(dataclasses.replace(CLUSTER, drafters=drafters), 0)
+    found = {claim.what: claim.simulated for claim in claims("DAPO", outcomes)}
+    ratio = outcomes["veRL"].rollout_seconds / outcomes["+ best of N"].rollout_seconds
+    assert found["rollout, SpecActor over veRL"] == ratio
+    assert found["idle share of veRL's workers"] == outcomes["veRL"].idle_share
+    assert len(claims("GRPO", outcomes)) == len(found) - 5
