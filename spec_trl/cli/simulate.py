@@ -43,10 +43,11 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def methods_for(cluster: Cluster) -> list[Method]:
-    """Those of SA §5, and a shared pool; with each drafter alone where the baselines have one."""
+    """Those of SA §5, and a shared pool; with each drafter alone where the baselines have one. Drafters have GPUs of
+    their own where one is left beyond a worker's."""
     names = tuple(drafter.name for drafter in cluster.drafters)
     first = names[:1]
-    return [
+    methods = [
         Method("plain"),
         Method("plain, preparing meanwhile", overlap=True),
         Method("plain, 2× the GPUs", gpus=2),
@@ -57,6 +58,8 @@ def methods_for(cluster: Cluster) -> list[Method]:
         Method("+ best of N", "decoupled", names, reconfigure=True, best_of_n=True),
         Method("+ shared pool", "decoupled", names, reconfigure=True, best_of_n=True, shared_pool=True),
     ]
+    shared = cluster.gpus == cluster.worker_gpus
+    return [method for method in methods if not shared or method.execution in ("plain", "coupled")]
 
 
 def as_table(outcomes: dict[str, Outcome]) -> str:

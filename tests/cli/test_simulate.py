@@ -9,7 +9,8 @@ import yaml  # type: ignore[import-untyped]
 
 from benchmarks.paper.specactor import CLUSTERS, DRAFTERS, TRACES, Claim, claims, simulate_all
 from spec_trl.cli.main import main
-from spec_trl.cli.simulate import read_cluster
+from spec_trl.cli.simulate import methods_for, read_cluster
+from spec_trl.scheduling.simulator import simulate
 from tests.scheduling.test_simulator import CLUSTER
 
 
@@ -24,6 +25,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     plain, pool = rows[0].split(), rows[-1].split()
     assert plain[0] == "plain" and plain[-3:-1] == ["1.00", "1.00"] and float(pool[-3]) > 1
     assert said.startswith(f"{figure}: the last request ends after: plain ") and figure.stat().st_size > 0
+
+
+@pytest.mark.parametrize("changes", [{"requests": 1}, {"gpus": 2}, {"gpus": 3}, {"gpus": 1, "worker_gpus": 1}])
+def test_small_clusters(changes: dict[str, int]) -> None:
+    cluster = dataclasses.replace(CLUSTER, **changes)
+    methods = methods_for(cluster)
+    assert all(simulate(cluster, method).rollout_seconds > 0 for method in methods)
+    assert any(method.execution == "decoupled" for method in methods) == (cluster.gpus > cluster.worker_gpus)
 
 
 def test_the_papers_clusters_are_as_it_says() -> None:
