@@ -38,7 +38,7 @@ def read_cluster(path: Path) -> Cluster:
 
     try:
         return from_json(json.dumps(yaml.safe_load(path.read_text())), Cluster)
-    except (ValueError, yaml.YAMLError) as error:
+    except (TypeError, ValueError, yaml.YAMLError) as error:  # TypeError: YAML has dates, JSON has none
         raise ValueError(f"{path} is not a valid cluster: {error}; examples/clusters has two.") from None
 
 

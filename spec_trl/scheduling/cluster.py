@@ -105,5 +105,8 @@ class Cluster:
         require_number(self, "learn_seconds")
         if self.worker_gpus > self.gpus:
             raise ValueError(f"worker_gpus={self.worker_gpus} exceeds gpus={self.gpus}; no worker fits.")
-        if not self.drafters:
-            raise ValueError("drafters is empty; name at least one.")
+        names = [drafter.name for drafter in self.drafters]
+        if not names or len(set(names)) < len(names) or "none" in names:
+            raise ValueError(
+                f"drafters has the names {names}; it must have one or more different ones, none of 'none'."
+            )

@@ -100,6 +100,7 @@ class _Worker:
     seconds: float = 0.0  # of a period
     version: int = 0  # of its entry among the events
     copies: dict[_Copy, None] = field(default_factory=dict)
+    arriving: list[tuple[_Copy, float]] = field(default_factory=list)  # with the seconds until their K/V is there
     ends: list[tuple[float, int, _Copy]] = field(default_factory=list)  # a heap; those that have left stay in it
     start: float = 0.0  # sum over copies
     rate: float = 0.0  # likewise
@@ -218,23 +219,23 @@ class _Simulation:
         return replace(plan, window=window)
 
     def _begin(self, row: _Row, worker: _Worker, plan: RequestPlan, done: float, delay: float = 0.0) -> None:
-        """Gives `worker` a request with `done` tokens, which waits `delay` seconds for its K/V and so lags behind by
-        the tokens of that time."""
+        """Gives `worker` a request with `done` tokens, which waits `delay` seconds for its K/V."""
         rate, share = _progress(plan, row.acceptance[worker.drafter.name] if worker.drafter else 0.0, worker)
-        if delay:
-            done -= rate * delay / (worker.seconds or self.cluster.target.fixed_seconds)
         copy = _Copy(row, worker, plan, rate, share, done - rate * worker.periods)
         row.copies.append(copy)
         worker.add(copy)
+        worker.arriving.append((copy, delay))
 
     def _period_seconds(self, worker: _Worker) -> float:
         """One verification of the requests of `worker` whose drafts are there, and the drafting that it waits for."""
         target, prompt = self.cluster.target, self.cluster.prompt_tokens
-        read = worker.read_start + worker.read_rate * worker.periods + worker.verified * prompt
+        read = max(worker.read_start + worker.read_rate * worker.periods, 0.0) + worker.verified * prompt
         verifying = target.fixed_seconds + worker.positions * target.token_seconds + read * target.cached_token_seconds
         if worker.drafter is None:
             return verifying
-        draft = self._draft(worker.drafter, worker.tokens / len(worker.copies) + prompt)(self.plan.draft_gpus or 1)
+        draft = self._draft(worker.drafter, max(worker.tokens, 0.0) / len(worker.copies) + prompt)(
+            self.plan.draft_gpus or 1
+        )
         drafting = {"coupled": 0.0, "decoupled": 0.0}
         for mode in drafting:
             windows = {plan.window: count for plan, count in worker.plans.items() if plan.mode == mode}
@@ -251,6 +252,12 @@ class _Simulation:
         worker.version += 1
         if worker.copies:
             worker.seconds = self._period_seconds(worker)
+            for copy, delay in worker.arriving:  # each lags behind by the tokens of the time that it waits
+                if delay and copy in worker.copies:
+                    worker.remove(copy)
+                    copy.start -= copy.rate * delay / worker.seconds
+                    worker.add(copy)
+            worker.arriving.clear()
             ahead = min(worker.next_end() - worker.periods, HORIZON * len(worker.copies) / worker.rate)
             heapq.heappush(self.events, (worker.now + max(ahead, 0.0) * worker.seconds, worker.index, worker.version))
 
@@ -366,7 +373,7 @@ class _Simulation:
     def _outcome(self) -> Outcome:
         cluster, seconds = self.cluster, max(self.ends)
         busy = sum(end - start for worker in self.workers for start, end, _ in worker.spans)
-        idle = 1 - busy / (seconds * len(self.workers))
+        idle = max(1 - busy / (seconds * len(self.workers)), 0.0)
         prepare = cluster.prepare_seconds / self.method.gpus
         if self.method.overlap:
             prepare = max(prepare - idle * seconds, prepare / cluster.requests)

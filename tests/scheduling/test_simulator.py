@@ -90,7 +90,8 @@ def test_helpers_shorten_the_tail() -> None:
     [
         (CLUSTER, {"requests": 0}, "requests=0"),
         (CLUSTER, {"worker_gpus": 17}, "worker_gpus=17 exceeds gpus=16"),
-        (CLUSTER, {"drafters": ()}, "drafters is empty"),
+        (CLUSTER, {"drafters": ()}, r"drafters has the names \[\]"),
+        (CLUSTER, {"drafters": DRAFTERS[:1] * 2}, r"drafters has the names \['a', 'a'\]"),
         (CLUSTER, {"learn_seconds": -1.0}, "learn_seconds=-1.0"),
         (CLUSTER.target, {"fixed_seconds": 0.0}, "fixed_seconds=0.0"),
         (CLUSTER.lengths, {"sigma": 0.0}, "sigma=0.0"),
