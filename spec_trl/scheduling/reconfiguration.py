@@ -4,8 +4,8 @@ from collections.abc import Hashable, Mapping
 from functools import cache, partial
 from typing import NamedTuple, TypeVar
 
-from .decoupled_plan import ExecutionPlan, Mode, SpeedModel, best_coupled_window, best_decoupled_window
-from .token_speed import DraftSeconds, VerifySeconds, alternating_speed, coupled_speed, decoupled_speed
+from .decoupled_plan import ExecutionPlan, Mode, best_coupled_window, best_decoupled_window
+from .token_speed import DraftSeconds, VerifySeconds, alternating_speed, coupled_speed
 
 
 Request = TypeVar("Request", bound=Hashable)
@@ -28,7 +28,6 @@ def reconfigured(
     draft: DraftSeconds,
     verify: VerifySeconds,
     batch: int = 1,
-    speed: SpeedModel = decoupled_speed,
 ) -> dict[Request, RequestPlan]:
     """The plan of each request: the group's own from the mean acceptance upwards, the fastest for it below the mean.
 
@@ -38,7 +37,6 @@ def reconfigured(
         draft: D of g_d.
         verify: V of (g_v, positions).
         batch: b at which forwards are timed. The paper takes 1, as if the request had its workers for itself.
-        speed: the model of decoupled execution.
     """
     mean = sum(acceptance.values()) / len(acceptance) if acceptance else 0.0
     own = RequestPlan(plan.mode, plan.window)
@@ -48,7 +46,7 @@ def reconfigured(
     def fastest(p: float) -> RequestPlan:
         choices: list[tuple[float, Mode, int]] = [(1.0 / verifier(1)(batch), "plain", 0)]
         if plan.mode == "decoupled":
-            window, tgs = best_decoupled_window(p, batch, drafter, verifier, speed)
+            window, tgs = best_decoupled_window(p, batch, drafter, verifier)
             choices.append((tgs, "decoupled", window))
         waits = alternating_speed if plan.mode == "decoupled" else coupled_speed
         window, tgs = best_coupled_window(p, batch, drafter, verifier, waits)

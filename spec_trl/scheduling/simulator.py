@@ -224,7 +224,8 @@ class _Simulation:
         copy = _Copy(row, worker, plan, rate, share, done - rate * worker.periods)
         row.copies.append(copy)
         worker.add(copy)
-        worker.arriving.append((copy, delay))
+        if delay:
+            worker.arriving.append((copy, delay))
 
     def _period_seconds(self, worker: _Worker) -> float:
         """One verification of the requests of `worker` whose drafts are there, and the drafting that it waits for."""
@@ -253,7 +254,7 @@ class _Simulation:
         if worker.copies:
             worker.seconds = self._period_seconds(worker)
             for copy, delay in worker.arriving:  # each lags behind by the tokens of the time that it waits
-                if delay and copy in worker.copies:
+                if copy in worker.copies:
                     worker.remove(copy)
                     copy.start -= copy.rate * delay / worker.seconds
                     worker.add(copy)

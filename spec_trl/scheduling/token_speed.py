@@ -6,7 +6,7 @@ before it were. A verification over `positions` tokens of each request judges `p
 ahead, since the bonus token is one that it has drafted already, and `positions` - 1 drafts where it waits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -34,29 +34,6 @@ class AffineSeconds:
     def __call__(self, batch: int) -> float:
         """Seconds of a forward over `batch` requests."""
         return batch * self.per_request + self.fixed
-
-    @classmethod
-    def fitted(cls, seconds: Callable[[int], float], batches: Sequence[int]) -> "AffineSeconds":
-        """The line of least squared relative error through `seconds` at `batches`, neither slope nor offset negative.
-
-        Raises:
-            ValueError: there are fewer than two different batches.
-        """
-        if len(set(batches)) < 2:
-            raise ValueError(f"batches={list(batches)} has fewer than two values; a line needs two.")
-        times = [seconds(batch) for batch in batches]
-        weights = [time**-2 for time in times]  # relative errors count, not seconds: small batches matter as much
-        total = sum(weights)
-        mean_batch = sum(w * batch for w, batch in zip(weights, batches, strict=True)) / total
-        mean_time = sum(w * time for w, time in zip(weights, times, strict=True)) / total
-        spread = sum(w * (batch - mean_batch) ** 2 for w, batch in zip(weights, batches, strict=True))
-        joint = sum(w * (b - mean_batch) * (t - mean_time) for w, b, t in zip(weights, batches, times, strict=True))
-        slope = max(joint / spread, 0.0)
-        if (offset := mean_time - slope * mean_batch) < 0:  # then the best line goes through the origin
-            squares = sum(w * batch**2 for w, batch in zip(weights, batches, strict=True))
-            products = sum(w * b * t for w, b, t in zip(weights, batches, times, strict=True))
-            slope, offset = products / squares, 0.0
-        return cls(slope, offset)
 
 
 DraftSeconds: TypeAlias = Callable[[int], AffineSeconds]

@@ -106,21 +106,6 @@ def test_the_printed_model_flatters(p: float, window: int) -> None:
     assert exact * (1 - 1e-9) <= printed <= 1.3 * exact
 
 
-@given(
-    slope=st.floats(0, 1), offset=st.floats(1e-6, 1), batches=st.lists(st.integers(1, 512), min_size=2, unique=True)
-)
-def test_a_line_is_fitted_exactly(slope: float, offset: float, batches: list[int]) -> None:
-    line = AffineSeconds.fitted(AffineSeconds(slope, offset), batches)
-    for batch in (1, 600):
-        assert line(batch) == pytest.approx(AffineSeconds(slope, offset)(batch), rel=1e-4, abs=1e-9)
-
-
-def test_a_fit_has_no_negative_time() -> None:
-    convex = AffineSeconds.fitted(lambda b: b * b * 1e-3, [1, 8, 64])
-    assert convex.fixed == 0 and convex.per_request > 0
-    assert AffineSeconds.fitted(lambda b: 1 / b, [1, 8, 64]).per_request == 0
-
-
 def test_low_acceptance_leaves_the_groups_plan() -> None:
     """The better half keeps the plan; a request whose drafts fail gets a shorter window, then another mode."""
     draft, verify = replicated(AffineSeconds(0.0, 0.1)), lambda gpus, positions: AffineSeconds(0.01 * positions, 1.0)
@@ -155,5 +140,3 @@ def test_refusals(changes: dict[str, object], message: str) -> None:
     for numbers in ((-1, 1), (0, 0)):
         with pytest.raises(ValueError, match="per_request="):
             AffineSeconds(*numbers)
-    with pytest.raises(ValueError, match="fewer than two values"):
-        AffineSeconds.fitted(lambda batch: 1.0, [3, 3])
