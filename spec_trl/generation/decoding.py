@@ -24,6 +24,7 @@ from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
 from .engine.noise import stream_keys
 from .engine.processors import LogitsPipeline, PrefixView
+from .engine.request_queue import RequestQueue
 from .engine.rollout import Completion, Rollout
 from .engine.rows import Request, Rows
 from .engine.runner import EagerRunner
@@ -64,6 +65,7 @@ class _Call:
     drafter: Drafter | Sequence[Drafter] | None
     request_ids: Sequence[int] | None
     control: Control | None
+    make_queue: Callable[[list[Request]], RequestQueue]
     assistant: PreTrainedModel | str | None
     streamer: BaseStreamer | None
 
@@ -102,6 +104,7 @@ def speculative_decoding(
     drafter: Drafter | Sequence[Drafter] | None = None,
     request_ids: Sequence[int] | None = None,
     control: Control | None = None,
+    make_queue: Callable[[list[Request]], RequestQueue] = RequestQueue,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Tensor:
     """Batched, lossless speculative decoding, as `generate(custom_generate=speculative_decoding)` calls it.
@@ -118,6 +121,8 @@ def speculative_decoding(
         request_ids: B ints that key the noise with the seed; by default 0..B. Two calls with the same seed and the
             same ids sample the same tokens, whatever else differs.
         control: decides in each round which of the drafters given with it draft; by default one made from the config.
+        make_queue: gives the requests of all rows to those in flight; some queues share them with other ranks
+            (:class:`~spec_trl.distributed.pool.SharedPool`), and rows that these decode have a length of 0 here.
         model_kwargs: `attention_mask` and what else `generate` prepares.
 
     Returns:
@@ -131,7 +136,8 @@ def speculative_decoding(
     assistant, streamer = model_kwargs.pop("_assistant", None), model_kwargs.pop("_streamer", None)
     call = _Call(
         model, input_ids, logits_processor, stopping_criteria, generation_config, assistant_strategy,
-        SpeculativeConfig.coerce(speculative_config), drafter, request_ids, control, assistant, streamer,
+        SpeculativeConfig.coerce(speculative_config), drafter, request_ids, control, make_queue, assistant,
+        streamer,
     )  # fmt: skip
     prompts, in_step = _validate(call, model_kwargs)
     with ExitStack() as at_end:  # puts back what the call takes of what is kept for the model
@@ -201,7 +207,7 @@ def _prepare(
     if in_step:
         ends_by_token = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)  # as generate asks
         make = partial(RolloutInStep, padding=call.pad_token_id if ends_by_token else None)
-    rollout = make(_requests(call, prompts), runner, drafters, control, rows, **options)
+    rollout = make(call.make_queue(_requests(call, prompts)), runner, drafters, control, rows, **options)
     return rollout, runner, drafters, control
 
 
@@ -255,7 +261,7 @@ def _chooses_drafters(call: _Call, drafters: list[Drafter]) -> bool:
 
 def _roll_out(
     call: _Call, rollout: Rollout, runner: EagerRunner, drafters: list[Drafter], control: Control
-) -> tuple[list[Completion], SpeculationStatistics]:
+) -> tuple[list[Completion | None], SpeculationStatistics]:
     """Generates, and keeps for later calls what this one captured and measured."""
     try:
         completions, statistics = rollout.run()
@@ -273,13 +279,15 @@ def _roll_out(
 
 
 def _assemble(
-    call: _Call, completions: list[Completion], statistics: SpeculationStatistics
+    call: _Call, completions: list[Completion | None], statistics: SpeculationStatistics
 ) -> SpeculativeOutput | Tensor:
     """Puts prompts and completions into rectangles."""
-    lengths = torch.tensor([len(completion.tokens) for completion in completions])  # [B]
+    lengths = torch.tensor([0 if completion is None else len(completion.tokens) for completion in completions])  # [B]
     new = torch.full((len(completions), int(lengths.max())), call.pad_token_id, dtype=call.input_ids.dtype)  # [B, new]
     logprobs = torch.zeros(new.shape)  # [B, new]
     for row, completion in enumerate(completions):
+        if completion is None:
+            continue
         new[row, : lengths[row]] = completion.tokens
         if completion.logprobs is not None:
             logprobs[row, : lengths[row]] = completion.logprobs

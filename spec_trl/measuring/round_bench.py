@@ -12,6 +12,7 @@ from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.captured import CAPTURE_AFTER, runner_for, runner_mode
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.processors import LogitsPipeline, PrefixView
+from ..generation.engine.request_queue import RequestQueue
 from ..generation.engine.rollout import Rollout
 from ..generation.engine.rows import Request, Rows
 from ..generation.engine.stopping import Stopping
@@ -43,7 +44,7 @@ class RoundBench:
         self._rows = Rows(batch, columns, model.device)
         view = PrefixView(self._rows, prompts)
         self._rollout = rollout(
-            [Request(i, prompts[i], 2**62, i) for i in range(batch)],
+            RequestQueue([Request(i, prompts[i], 2**62, i) for i in range(batch)]),
             runner_for(model, batch, columns, config),
             drafters,
             NeverSpeculate(),

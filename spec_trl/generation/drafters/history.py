@@ -52,6 +52,8 @@ class HistoryDrafter(Drafter):
         self.history.drop_indexes(set(prompts))
         del self._texts[admission.first :]
         self._texts += [self.history.start(prompt) for prompt in prompts[admission.first :]]
+        for row, progress in admission.moved.items():
+            self.history.extend(self._texts[row], progress.tokens.tolist())
 
     def move(self, source: list[int], destination: list[int], columns: int) -> None:
         for row, target in zip(source, destination, strict=True):
@@ -82,6 +84,11 @@ class HistoryDrafter(Drafter):
         tails = rows.tokens[: rows.active].gather(1, columns)  # [B, count]
         values = torch.cat([rows.lengths[:, None], tails], dim=1).tolist()  # [B, 1 + count]
         return [row[0] for row in values], [row[1:] for row in values]
+
+    def remember(self, prompt: Sequence[int], completion: Sequence[int]) -> None:
+        """Takes in a completion that another rank has decoded; not while a generation runs."""
+        self.history.extend(self.history.start(array("q", prompt).tobytes()), completion)
+        self.history.evict()
 
     def state_dict(self) -> dict[str, Tensor]:
         """See :meth:`RolloutHistory.state_dict`."""

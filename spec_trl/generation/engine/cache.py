@@ -2,13 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+RowStates: TypeAlias = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values `[kv_heads, columns, head_dim]` of some columns of a row, by layer."""
 
 
 @dataclass
@@ -76,6 +80,24 @@ class RaggedCache(Cache):
         for layer in self._allocated:  # what is read is gathered before anything is written
             layer.keys[row, :, destination] = layer.keys[row, :, source]  # [B, n, kv, d]
             layer.values[row, :, destination] = layer.values[row, :, source]
+
+    def export_row(self, row: int, start: int, stop: int) -> RowStates:
+        """A copy of a row's columns `start..stop`; nothing where that is none."""
+        layers = enumerate(self.layers) if stop > start else ()
+        return {
+            index: (layer.keys[row, :, start:stop].clone(), layer.values[row, :, start:stop].clone())
+            for index, layer in layers
+            if layer.is_initialized
+        }
+
+    def import_row(self, row: int, start: int, states: RowStates) -> None:
+        """Writes what :meth:`export_row` gave to a row's columns from `start` on."""
+        for index, (keys, values) in states.items():
+            layer = self.layers[index]
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys[None], values[None])
+            layer.keys[row, :, start : start + keys.shape[1]] = keys
+            layer.values[row, :, start : start + values.shape[1]] = values
 
     @property
     def bytes(self) -> int:

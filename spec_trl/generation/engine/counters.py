@@ -42,8 +42,12 @@ class RoundLog:
 
     def write_to(self, statistics: SpeculationStatistics) -> None:
         """Fills in `rounds`, `speculating` and `points`."""
-        statistics.rounds, statistics.speculating = self.rounds, self._spans
-        statistics.points = list(self._points.values())
+        statistics.rounds, statistics.speculating, statistics.points = self.rounds, self._spans, self.points
+
+    @property
+    def points(self) -> list[RoundPoint]:
+        """What the rounds took so far."""
+        return list(self._points.values())
 
 
 class DraftCounter:

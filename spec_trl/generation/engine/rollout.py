@@ -19,7 +19,8 @@ from .counters import DraftCounter, PhaseTimer, RoundLog
 from .drafter import Drafter, DraftSession
 from .noise import RoundNoise, derive, position_keys
 from .processors import LogitsPipeline
-from .rows import Request, Rows, prompt_key
+from .request_queue import RequestQueue
+from .rows import Progress, Request, Rows, prompt_key
 from .runner import EagerRunner
 from .statistics import SpeculationStatistics
 from .stopping import Stopping
@@ -39,7 +40,7 @@ class Completion:
 
 
 class Rollout:
-    """One batched generation of `requests`.
+    """One batched generation of the requests that `queue` gives out.
 
     The candidates of `control` are the `drafters` in their order; the capacity of `rows` bounds the batch. `rejection`
     verifies by rejection sampling where it samples. `on_tokens` is called with `[n]` new tokens in each round, at
@@ -48,7 +49,7 @@ class Rollout:
 
     def __init__(
         self,
-        requests: list[Request],
+        queue: RequestQueue,
         target: EagerRunner,
         drafters: Sequence[Drafter],
         control: Control,
@@ -61,7 +62,8 @@ class Rollout:
         strategy: str,
         on_tokens: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self._waiting = list(reversed(requests))
+        requests = queue.requests
+        self._queue = queue
         self._completions: list[Completion | None] = [None] * len(requests)
         self._target, self._rows = target, rows
         self._drafters: list[Drafter | None] = list(drafters)
@@ -75,21 +77,22 @@ class Rollout:
         self._timeline = TimelineLog(len(requests), self._names)
         self._ended_in = [0] * len(requests)
         self._prompt_keys = [prompt_key(request.prompt) for request in requests]
-        self._prompt_lengths = [len(request.prompt) for request in requests]
+        self._tokens_read = 0
         self._counter = DraftCounter(len(requests), self._names, rows.tokens.device)
         self._timer = PhaseTimer(rows.tokens.device)
 
-    def run(self) -> tuple[list[Completion], SpeculationStatistics]:
-        """Generates every request; completions come in the order of their indices."""
+    def run(self) -> tuple[list[Completion | None], SpeculationStatistics]:
+        """Generates until the queue and the rows are empty. Completions come in the order of their indices; None: the
+        queue gave the request to another rank."""
         self._started = time.perf_counter()
         self.begin()
-        while self._waiting or self._rows.active:
-            self.admit()
+        while self.admit():
             self.decode_round(self._plan())
+            self._queue.after_round(self)
         self._control.finish()
         self._finish_statistics()
         self.end()
-        return [completion for completion in self._completions if completion is not None], self._statistics
+        return self._completions, self._statistics
 
     def begin(self) -> None:
         """Makes drafters and control ready."""
@@ -102,17 +105,22 @@ class Rollout:
         """Lets drafters go of the rows and caches, which would otherwise outlive the generation."""
         self._for_each_drafter(lambda drafter: drafter.end())
 
-    def admit(self) -> None:
-        """Gives free rows to waiting requests and reads their prompts."""
+    def admit(self) -> bool:
+        """Gives free rows to waiting requests and reads their prompts; returns whether there are rows to decode."""
         rows = self._rows
-        free = min(rows.capacity - rows.active, len(self._waiting))
-        if free:
+        free = rows.capacity - rows.active
+        taken = self._queue.take(free, rows.active) if free and (self._queue.waiting or not rows.active) else []
+        if taken:
             with self._timer.phase("prefill"):
-                admission = rows.admit([self._waiting.pop() for _ in range(free)])
-                self._target.read_prompts(rows, admission)
+                admission = rows.admit(taken)
+                heads = {row: progress.head for row, progress in admission.moved.items()}
+                self._tokens_read += self._target.read_prompts(rows, admission, heads)
+                for row, progress in admission.moved.items():
+                    self._target.cache.import_row(row, progress.head, progress.tail())
             with self._timer.phase("draft"):
                 self._for_each_drafter(lambda drafter: drafter.admit(admission))
             self.look()
+        return rows.active > 0
 
     def look(self) -> None:
         """Reads from the device what the control asks for; later rounds bring it along with what they commit."""
@@ -178,7 +186,7 @@ class Rollout:
         """The chains that the control wants, no longer than the row with most room could use."""
         rows = self._rows
         with self._timer.phase("control"):
-            plan = self._control.plan(list(rows.indices), self._total_length / rows.active, len(self._waiting))
+            plan = self._control.plan(list(rows.indices), self._total_length / rows.active, self._queue.waiting)
             chains = [replace(chain, draft_length=min(chain.draft_length, self._room - 1)) for chain in plan]
             plan = [chain for chain in chains if chain.draft_length > 0 and self._drafters[chain.which] is not None]
             self._timeline.record(time.perf_counter() - self._started, self._log.rounds, plan, rows.indices)
@@ -187,7 +195,7 @@ class Rollout:
     def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
         """What drafter `which` drafts, as far as rows have room for it and tokens exist; nothing where it fails."""
         rows, shape = self._rows, (self._rows.active, draft_length, self._vocabulary)
-        proposal = self._guard(which, lambda drafter: _checked(drafter.propose(draft_length, noise), shape))
+        proposal = self._guard(which, lambda drafter: drafter.propose(draft_length, noise).checked(*shape))
         if proposal is None:
             # Its K/V in the columns it drafted may be broken: verifying as many tokens overwrites it.
             return self._nothing(draft_length)
@@ -298,6 +306,51 @@ class Rollout:
         self._for_each_drafter(lambda drafter: drafter.move(source, destination, rows.longest))
         rows.longest = max(rows.lengths.tolist(), default=0)
 
+    # ---- rows that another rank goes on with ----------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        """Rows in flight."""
+        return self._rows.active
+
+    def lengths(self) -> list[int]:
+        """Tokens of each row, its prompt's included."""
+        lengths: list[int] = self._rows.lengths.tolist()
+        return lengths
+
+    def expected_tokens(self) -> float:
+        """Tokens that a row in flight will generate yet: as many as it has, which is what long-tailed lengths make
+        most likely, and no more than it may."""
+        rows = self._rows
+        return float(torch.minimum(rows.generated, rows.limits - rows.lengths).double().mean())
+
+    def rounds_by_batch(self) -> list[tuple[int, int, float]]:
+        """(rows, tokens, seconds) of the rounds so far."""
+        return [(point.batch, point.tokens, point.seconds) for point in self._log.points]
+
+    def seconds_per_prompt_token(self) -> float:
+        """What reading a prompt took, per token."""
+        return self._timer.seconds().get("prefill", 0.0) / max(self._tokens_read, 1)
+
+    def give_away(self, rows: Sequence[int], head_share: float) -> list[Request]:
+        """Takes `rows` out of flight and returns their requests with what they have come to. The K/V of the first
+        `head_share` of their columns is left out; all of it where drafters read hidden states, which only a forward
+        over these columns gives."""
+        lengths, prompts = self._rows.lengths.tolist(), self._rows.prompt_lengths.tolist()
+        share = 1.0 if self._target.is_heard else head_share
+        moved = []
+        for row in rows:
+            index, columns = self._rows.indices[row], lengths[row] - 1
+            head, span = round(share * columns), slice(prompts[row], lengths[row])
+            logprobs = self._rows.logprobs[row, span].clone() if self._want_logprobs else None
+            states = self._target.cache.export_row(row, head, columns)
+            progress = Progress(self._rows.tokens[row, span].clone(), logprobs, head, columns, partial(dict, states))
+            moved.append(replace(self._queue.requests[index], progress=progress))
+        self._timeline.end([request.index for request in moved], time.perf_counter() - self._started)
+        self._free(list(rows))
+        self.look()
+        return moved
+
     # ---- faults ---------------------------------------------------------------------------------------------------
 
     @property
@@ -352,7 +405,8 @@ class Rollout:
         completions = [completion for completion in self._completions if completion is not None]
         self._counter.write_to(statistics)
         self._log.write_to(statistics)
-        statistics.ended_in, statistics.timeline = self._ended_in, self._timeline.timelines
+        statistics.ended_in = [ended for ended in self._ended_in if ended]
+        statistics.timeline = [own for own in self._timeline.timelines if own.changes]
         lengths = [len(completion.tokens) for completion in completions]
         statistics.tokens = sum(lengths)
         logprobs = [completion.logprobs for completion in completions if completion.logprobs is not None]
@@ -377,7 +431,8 @@ class Rollout:
         """What plain decoding would have taken: the same prefill, the rounds before the first draft, and the rest."""
         if self._log.plain_rounds == self._log.rounds:
             return self._statistics.seconds
-        left = plain_rounds(self._prompt_lengths, tokens, self._rows.capacity, done=self._log.plain_rounds)
+        prompts = [len(request.prompt) for request in self._queue.requests if self._completions[request.index]]
+        left = plain_rounds(prompts, tokens, self._rows.capacity, done=self._log.plain_rounds)
         rest = self._control.plain_seconds(left)
         known = self._statistics.phase_seconds["prefill"] + self._log.plain_seconds
         return None if rest is None else known + rest
@@ -385,16 +440,3 @@ class Rollout:
 
 def _report_broken(_: Drafter) -> None:
     raise FloatingPointError("the draft network returned NaN logits")
-
-
-def _checked(proposal: Proposal, expected: tuple[int, int, int]) -> Proposal:
-    """Refuses a proposal whose tokens are not `[B, γ]` int64, lengths `[B]` int64, logits `[B, γ, vocabulary]`."""
-    parts = [("tokens", proposal.tokens, expected[:2]), ("lengths", proposal.lengths, expected[:1])]
-    for name, tensor, shape in parts:
-        if tuple(tensor.shape) != shape or tensor.dtype != torch.int64:
-            raise ValueError(
-                f"proposed {name} of shape {tuple(tensor.shape)} ({tensor.dtype}); expected {shape} of int64"
-            )
-    if proposal.logits is not None and tuple(proposal.logits.shape) != expected:
-        raise ValueError(f"proposed logits of shape {tuple(proposal.logits.shape)}; expected {expected}")
-    return proposal

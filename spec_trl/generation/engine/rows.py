@@ -1,12 +1,32 @@
 """The rows in flight: which request sits in which row of the cache, and its tokens so far."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .cache import check_memory
+from .cache import RowStates, check_memory
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far another rank has decoded a request.
+
+    Args:
+        tokens: `[n]` int64, generated so far.
+        logprobs: `[n]` float32; None: nobody asks for them.
+        head: columns of K/V that have to be computed again.
+        columns: all columns of its text but for the last token's, which the next forward writes.
+        tail: waits for the K/V of the columns from `head` on.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor | None
+    head: int
+    columns: int
+    tail: Callable[[], RowStates]
 
 
 @dataclass(frozen=True)
@@ -18,6 +38,7 @@ class Request:
     prompt: Tensor
     limit: int
     stream: int
+    progress: Progress | None = None
 
 
 def prompt_key(prompt: Tensor) -> str:
@@ -29,14 +50,16 @@ def prompt_key(prompt: Tensor) -> str:
 class Admission:
     """Requests that have just been given rows.
 
-    Rows `first..first + leaders` hold prompts that have to be prefilled; row `followers[i]` has the same prompt as
-    row `sources[i]` (prefix sharing: the G copies of a GRPO prompt are prefilled once).
+    Rows `first..first + leaders` hold texts that have to be prefilled; row `followers[i]` has the same prompt as
+    row `sources[i]` (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved` are the leaders that
+    another rank has begun, with what it has computed.
     """
 
     first: int
     leaders: int
     followers: list[int]
     sources: list[int]
+    moved: dict[int, Progress]
 
 
 class Rows:
@@ -95,23 +118,29 @@ class Rows:
         row_of_prompt = {prompt: row for row, prompt in enumerate(self.prompts)}
         leaders: list[tuple[bytes, Request]] = []
         followers: list[tuple[bytes, Request]] = []
+        moved: dict[int, Progress] = {}
         seen = set(row_of_prompt)
         for request in requests:
             key = request.prompt.cpu().numpy().tobytes()
-            (followers if key in seen else leaders).append((key, request))
+            (followers if key in seen and request.progress is None else leaders).append((key, request))
             seen.add(key)
-        leaders.sort(key=lambda leader: len(leader[1].prompt))  # rows of like length prefill with little padding
+        leaders.sort(key=lambda leader: _text_length(leader[1]))  # rows of like length prefill with little padding
         for row, (key, request) in enumerate(leaders + followers, start=first):
-            length = len(request.prompt)
-            self.tokens[row, :length] = request.prompt
-            self._state[:, row] = torch.tensor([length, length, request.limit, request.index, request.stream])
+            prompt, length = len(request.prompt), _text_length(request)
+            self.tokens[row, :prompt] = request.prompt
+            if (progress := request.progress) is not None:
+                moved[row] = progress
+                self.tokens[row, prompt:length] = progress.tokens
+                if progress.logprobs is not None:
+                    self.logprobs[row, prompt:length] = progress.logprobs
+            self._state[:, row] = torch.tensor([length, prompt, request.limit, request.index, request.stream])
             self.longest = max(self.longest, length)
             self.prompts.append(key)
             self.indices.append(request.index)
             row_of_prompt.setdefault(key, row)
         self.active += len(requests)
         follower_rows = list(range(first + len(leaders), self.active))
-        return Admission(first, len(leaders), follower_rows, [row_of_prompt[key] for key, _ in followers])
+        return Admission(first, len(leaders), follower_rows, [row_of_prompt[key] for key, _ in followers], moved)
 
     def write(self, offset: int, tokens: Tensor) -> None:
         """Writes `[active, n]` tokens of each row after its committed ones, from `offset` on."""
@@ -149,3 +178,8 @@ class Rows:
         del self.prompts[remaining:], self.indices[remaining:]
         self.active = remaining
         return source, destination
+
+
+def _text_length(request: Request) -> int:
+    """Tokens of the prompt and of what has been generated."""
+    return len(request.prompt) + (0 if request.progress is None else len(request.progress.tokens))

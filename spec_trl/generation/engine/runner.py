@@ -1,6 +1,6 @@
 """Runs one network over a ragged cache. Every forward of generation, target's or drafter's, goes through here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -91,11 +91,14 @@ class EagerRunner:
         _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # 1: no head computes fewer
         self._tell(features, positions, first_row)
 
-    def read_prompts(self, rows: Rows, admission: Admission) -> None:
+    def read_prompts(self, rows: Rows, admission: Admission, heads: Mapping[int, int] | None = None) -> int:
         """Writes the K/V of newly admitted prompts, each distinct one once, without their last tokens: the first
-        decoding round feeds those, like any other last committed token."""
+        decoding round feeds those, like any other last committed token. `heads`: how many columns to write of rows of
+        which the others are known. Returns the number of tokens read."""
         device = rows.tokens.device
         lengths = (rows.lengths[admission.first :] - 1).tolist()  # ascending over the leaders
+        for row, columns in (heads or {}).items():
+            lengths[row - admission.first] = columns
         start = 0
         while start < admission.leaders:
             end = start + 1
@@ -110,6 +113,7 @@ class EagerRunner:
             start = end
         if admission.followers:
             self.cache.copy_rows(admission.sources, admission.followers, max(lengths[admission.leaders :]))
+        return sum(lengths[: admission.leaders])
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
         """A runner of this kind for a drafter's `network`, over this cache or one of its own of the same size.
@@ -135,6 +139,11 @@ class EagerRunner:
                 hook.remove()
             self._hooks, self._kept = hooks, tuple(wanted)
         self._listeners.append((tuple(layers), heard))
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether somebody listens."""
+        return bool(self._listeners)
 
     def stop_listening(self, heard: Heard) -> None:
         """Tells `heard` no more. The states are kept all the same, so that captured forwards stay as they are."""

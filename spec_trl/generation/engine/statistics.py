@@ -144,8 +144,8 @@ class SpeculationStatistics:
             asked for.
         target_forwards, draft_forwards: network forwards, prefill included.
         rounds: decoding rounds until the last row ended, of one target forward each.
-        ended_in: the round in which each row of the batch ended, counted from 1.
-        timeline: who drafted for each row of the batch, and when.
+        ended_in: the rounds in which rows of the batch ended, in their order, counted from 1.
+        timeline: who drafted for each row of the batch, and when. Neither has rows that other ranks decoded.
         speculating: (round, draft length) at each change; 0 is autoregressive decoding.
         points: measured rounds by batch, bin of length, γ and drafter.
         predicted_speedup: mean over the speculative rounds by the roofline or ladder; without such rounds the largest

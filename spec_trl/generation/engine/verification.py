@@ -26,6 +26,19 @@ class Proposal:
     logits: Tensor | None = None
     broken: Tensor | None = None
 
+    def checked(self, batch: int, draft_length: int, vocabulary: int) -> "Proposal":
+        """Itself; raises ValueError where tokens are not `[batch, draft_length]` int64, lengths `[batch]` int64, or
+        logits `[batch, draft_length, vocabulary]`."""
+        shape = (batch, draft_length, vocabulary)
+        for name, tensor, expected in (("tokens", self.tokens, shape[:2]), ("lengths", self.lengths, shape[:1])):
+            if tuple(tensor.shape) != expected or tensor.dtype != torch.int64:
+                raise ValueError(
+                    f"proposed {name} of shape {tuple(tensor.shape)} ({tensor.dtype}); expected {expected} of int64"
+                )
+        if self.logits is not None and tuple(self.logits.shape) != shape:
+            raise ValueError(f"proposed logits of shape {tuple(self.logits.shape)}; expected {shape}")
+        return self
+
 
 @dataclass(frozen=True)
 class Verdict:
