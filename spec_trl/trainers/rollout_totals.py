@@ -7,6 +7,7 @@ from functools import reduce
 
 from accelerate.utils import gather_object
 
+from ..distributed.pool import SharedPool
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.statistics import DraftCounts, SpeculationStatistics, added
 from ..generation.engine.timeline import RequestTimeline, slowest
@@ -33,6 +34,7 @@ class Counts:
     per_depth: dict[int, DraftCounts] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)  # by strategy
     race_wins: dict[str, int] = field(default_factory=dict)  # by strategy
+    moved_rows: int = 0  # from rank to rank
 
 
 @dataclass
@@ -53,11 +55,13 @@ class RolloutTotals:
     """Sums over the `generate` calls of one rollout.
 
     Args:
-        turns: number of calls.
+        turns: number of turns of a tool loop.
         counts, durations: of this rank, or of all after `over_ranks`.
         rounds, phase_seconds, speculating, completion_curve, points, timeline: of this rank. A later call goes on
             after the requests, rounds and seconds of those before it.
         account: of the first call, which had all requests.
+        idle_seconds: in which this rank waited for the others of its pool.
+        rank_seconds: in which each rank decoded; after `over_ranks`.
     """
 
     turns: int = 0
@@ -70,9 +74,19 @@ class RolloutTotals:
     points: list[RoundPoint] = field(default_factory=list)
     timeline: list[RequestTimeline] = field(default_factory=list)
     account: Account | None = None
+    idle_seconds: float = 0.0
+    rank_seconds: list[float] = field(default_factory=list)
 
-    def add(self, statistics: SpeculationStatistics, control: Control, requests: int, seconds: float) -> None:
-        """Adds one `generate` call of `requests` rows that took `seconds`, preparation included."""
+    def add(
+        self,
+        statistics: SpeculationStatistics,
+        control: Control,
+        requests: int,
+        seconds: float,
+        pool: SharedPool | None = None,
+    ) -> None:
+        """Adds one `generate` call that decoded `requests` rows, of the `pool` if there is one, and took `seconds`,
+        preparation included."""
         begun, rounds, done = self.durations.seconds, self.rounds, self.counts.requests
         self.phase_seconds = added(self.phase_seconds, statistics.phase_seconds)
         self.speculating += [(rounds + start, draft_length) for start, draft_length in statistics.speculating]
@@ -86,7 +100,6 @@ class RolloutTotals:
             self.timeline.append(RequestTimeline(done + own.request, moved, begun + own.ended))
         if self.account is None:
             self.account = Account(statistics.predicted_speedup, statistics.reason)
-        self.turns += 1
         self.rounds += statistics.rounds
         learning, racing = statistics.learning, statistics.racing
         updates, waited = (0, 0.0) if learning is None else (learning.updates, learning.waited)
@@ -97,19 +110,23 @@ class RolloutTotals:
             requests, statistics.tokens, statistics.logprob_sum, statistics.rounds, statistics.drafted_rounds,
             sum(point.rounds * point.draft_length for point in statistics.points), updates,
             statistics.per_depth, tallies, {} if racing is None else racing.wins,
+            0 if pool is None else pool.taken_over,
         )  # fmt: skip
         self.counts = added(self.counts, counts)
         tail, plain = statistics.tail(), statistics.plain_seconds
+        self.idle_seconds += 0.0 if pool is None else pool.idle_seconds
         plain = math.inf if plain is None else seconds - statistics.seconds + plain
         self.durations = added(self.durations, Durations(seconds, 0.0, waited, tail.seconds, tail.rounds, plain))
 
     def over_ranks(self, strategies: Sequence[str]) -> "RolloutTotals":
         """All ranks together, with a tally for each of `strategies`. Each rank must call it."""
-        ranks = gather_object([(self.counts, self.durations)])
+        ranks = gather_object([(self.counts, self.durations, self.durations.seconds - self.idle_seconds)])
         none = Counts(tallies={name: Tally() for name in strategies})
-        counts = reduce(added, [counts for counts, _ in ranks], none)
-        longest = map(max, zip(*(astuple(durations) for _, durations in ranks), strict=True))
-        return replace(self, counts=counts, durations=Durations(*longest))
+        counts = reduce(added, [counts for counts, _, _ in ranks], none)
+        longest = map(max, zip(*(astuple(durations) for _, durations, _ in ranks), strict=True))
+        return replace(
+            self, counts=counts, durations=Durations(*longest), rank_seconds=[seconds for _, _, seconds in ranks]
+        )
 
     def record(
         self, mode: Mode, rollout: int, step: int, strategy: str, draft_lengths: dict[str, int]
@@ -152,6 +169,8 @@ class RolloutTotals:
             reason=None if self.account is None else self.account.reason,
             drafted_by=drafted_by,
             race_wins=counts.race_wins,
+            rank_seconds=self.rank_seconds,
+            moved_rows=counts.moved_rows,
             drafter_updates=counts.drafter_updates if DistilledDrafter.strategy in drafted_by else None,
             **vars(self.durations) | {"plain_seconds": plain if math.isfinite(plain) else None},
         )
@@ -176,7 +195,9 @@ def metrics(record: RolloutRecord, refreshes: bool, races: bool) -> dict[str, fl
         names += ["drafter_updates", "drafter_update_seconds"]
     if refreshes:
         logged["drafter_refresh_seconds"] = record.refresh_seconds
-    logged |= {name: vars(record)[name] for name in names}
+    if len(record.rank_seconds) > 1:
+        names += ["idle_share", "moved_rows"]
+    logged |= {name: getattr(record, name) for name in names}
     if len(record.drafted_by) > 1:
         logged |= {f"drafted_by_{name}": share for name, share in record.drafted_by.items()}
     if races:

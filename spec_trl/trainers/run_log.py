@@ -9,6 +9,7 @@ import os
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator
@@ -100,6 +101,8 @@ class RolloutRecord:
         plain_seconds: what plain decoding would have taken; None: not known.
         tail_seconds, tail_rounds: from when half of a call's requests had ended until the last one had.
         drafted_by, race_wins: by strategy, the share of rounds in which it drafted, and the races that it won.
+        rank_seconds: in which each rank decoded; of a pool, without waiting for others.
+        moved_rows: rows that one rank took over from another.
         drafter_updates: of a drafter that learned while it drafted; None: none learns.
         drafter_update_seconds: time in which decoding stood still for these updates.
     """
@@ -138,6 +141,13 @@ class RolloutRecord:
     race_wins: dict[str, int] = field(default_factory=dict)
     drafter_updates: int | None = None
     drafter_update_seconds: float = 0.0
+    rank_seconds: list[float] = field(default_factory=list)
+    moved_rows: int = 0
+
+    @property
+    def idle_share(self) -> float | None:
+        """Share of the ranks' time in which they had nothing to decode; None: not logged."""
+        return 1 - fmean(self.rank_seconds) / self.seconds if self.rank_seconds else None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from ..generation.configuration import (
     check_verification,
     document,
     require_bool,
+    require_choice,
     require_folder_or_id,
     require_int,
     require_number,
@@ -89,6 +90,12 @@ class SpecGRPOConfig(GRPOConfig):
         "Number of rows that each device decodes together; the others of the generation batch follow as rows finish. "
         "None: all at once.",
     )
+    rollout_sharing: str = option(
+        "pool",
+        'How several ranks decode a generation batch; the tokens are the same. "pool": together. A rank with free '
+        "rows takes the next prompt, whoever owns it, and those first that were long before; when none is left, a "
+        'rank without rows takes over some of another. "own": each its own prompts, and all wait for the slowest.',
+    )
     runner: str = shared("runner")
     max_graph_memory: float = shared("max_graph_memory")
     keep_graphs: bool = shared("keep_graphs", False)
@@ -127,6 +134,7 @@ class SpecGRPOConfig(GRPOConfig):
         super().__post_init__()
         self._check_generation()
         check_strategy(self.assistant_strategy)
+        require_choice("rollout_sharing", self.rollout_sharing, ("pool", "own"))
         self._check_assistant()
         if self.assistant_strategy in ("ngram", "history") and self.verification == "rejection":
             raise ValueError(

@@ -4,6 +4,7 @@ import copy
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
-from trl.trainer.utils import pad
 
+from ..distributed.shared_rollouts import SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..generation.configuration import CHOOSE_BY_LADDER
 from ..generation.drafters.history import HistoryDrafter
@@ -101,7 +102,10 @@ class SpecGRPOTrainer(GRPOTrainer):
         # Number of rollouts by mode: evaluation in between must not change what training samples.
         self._rollouts = {"train": 0, "eval": 0}
         self._totals = RolloutTotals()
-        self._last_turn: list[tuple[int, list[int]]] = []  # global row, and its tokens at the turn's end
+        self._sharing = SharedRollouts(
+            args.rollout_sharing == "pool", self.accelerator.process_index, self.accelerator.num_processes,
+            args.ddp_timeout,
+        )  # fmt: skip
         self._alarm = CollapseAlarm(by_first_token=args.assistant_strategy in CHOOSE_BY_LADDER)
         self._log: RunLog | None = None
         self._verdict = Verdict()
@@ -172,6 +176,7 @@ class SpecGRPOTrainer(GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> Any:
         mode: Mode = "train" if self.model.training else "eval"
         self._totals = RolloutTotals()
+        self._sharing.begin()
         with self._clock.phase("rollout"):
             result = super()._generate(prompts)
         if self.rollout_func is None:
@@ -197,12 +202,27 @@ class SpecGRPOTrainer(GRPOTrainer):
                 f"the prompts carry {carried or 'images'}; SpecGRPOTrainer generates from text. "
                 "Use trl.GRPOTrainer for multimodal prompts."
             )
-        rows = self._global_rows(prompt_ids)
-        prompts = [torch.tensor(ids, device=self.accelerator.device) for ids in prompt_ids]
-        input_ids = pad(prompts, padding_value=self._tokenizer.pad_token_id, padding_side="left")  # [B, width]
-        attention_mask = pad([torch.ones_like(p) for p in prompts], padding_value=0, padding_side="left")  # [B, width]
+        # No logprobs, as in TRL's own transformers path: the loss recomputes them in the training forward.
+        return self._take_turn(self._sharing.gather(prompt_ids)), None
+
+    def _tool_call_loop(self, *args: Any) -> Any:
+        result = super()._tool_call_loop(*args)
+        # Other ranks may have tool calls yet, and a turn is all ranks': they gather weights, and may share rows.
+        while self.accelerator.num_processes > 1 and (turn := self._sharing.gather([])).rows:
+            self._take_turn(turn)
+        return result
+
+    def _take_turn(self, turn: Turn) -> list[list[int]]:
+        """Takes part in a turn of all ranks; returns the completions of this rank's rows."""
+        # Prompts are padded as on one rank, since some processors see the padding.
+        padding, width = self._tokenizer.pad_token_id, max(map(len, turn.prompts))
+        prompts = [turn.prompts[place] for place in turn.decoded]
+        ids = [[padding] * (width - len(prompt)) + prompt for prompt in prompts]  # [B, width]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]  # [B, width]
+        rows = self._sharing.rows_in_flight(turn, self.args.rollout_batch_size)
         generation_config = copy.copy(self.generation_config)
         generation_config.return_dict_in_generate = True  # next to a config, as an argument, it is deprecated
+        decoded: dict[int, list[int]] = {}
         with (
             profiling_context(self, "spec_trl.generate"),
             unwrap_model_for_generation(
@@ -217,29 +237,36 @@ class SpecGRPOTrainer(GRPOTrainer):
         ):
             policy = policy_in(wrapped)
             drafters = self._make_drafters(policy)
-            control = self._current_control(policy, drafters, input_ids.shape)  # may calibrate, once
+            control = self._current_control(policy, drafters, rows, width)  # may calibrate, once
             self._announce_new_weights(drafters)
-            started = time.perf_counter()
-            output = policy.generate(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                generation_config=generation_config,
-                assistant_strategy=self.args.assistant_strategy,
-                speculative_config=self._speculative_config,
-                drafter=drafters,
-                request_ids=self._request_ids(rows),
-                control=control,
-            )
-        self._totals.add(output.statistics, control, len(prompt_ids), time.perf_counter() - started)
+            if prompts:
+                started = time.perf_counter()
+                output = policy.generate(
+                    input_ids=torch.tensor(ids, device=self.accelerator.device),
+                    attention_mask=torch.tensor(mask, device=self.accelerator.device),
+                    generation_config=generation_config,
+                    assistant_strategy=self.args.assistant_strategy,
+                    speculative_config=replace(self._speculative_config, max_batch_size=rows),
+                    drafter=drafters,
+                    request_ids=self._request_ids([turn.rows[place] for place in turn.decoded]),
+                    control=control,
+                    make_queue=self._sharing.make_queue(turn, rows),
+                )
+                new = output.sequences[:, width:].tolist()  # [B, new]
+                found = zip(turn.decoded, new, output.lengths.tolist(), strict=True)
+                decoded = {place: tokens[:length] for place, tokens, length in found if length}
+                seconds = time.perf_counter() - started
+                self._totals.add(output.statistics, control, len(decoded), seconds, self._sharing.pool)
+        self._totals.turns += 1
         for copied in _policy_copies(drafters):
             self._totals.durations.refresh_seconds += copied.refresh_seconds
             copied.refresh_seconds = 0.0
-        new = output.sequences[:, input_ids.shape[1] :].tolist()  # [B, new]
-        completions = [row[:length] for row, length in zip(new, output.lengths.tolist(), strict=True)]
-        told = zip(rows, prompt_ids, completions, strict=True)
-        self._last_turn = [(row, prompt + completion) for row, prompt, completion in told]
-        # No logprobs, as in TRL's own transformers path: the loss recomputes them in the training forward.
-        return completions, None
+        completions = self._sharing.exchange(turn, decoded)
+        for drafter in drafters:
+            if isinstance(drafter, HistoryDrafter):
+                for place in completions.keys() - decoded.keys():
+                    drafter.remember(turn.prompts[place], completions[place])
+        return [completions[place] for place in turn.own]
 
     def _make_drafters(self, policy: PreTrainedModel) -> list[Drafter]:
         """The drafters, made at the first rollout, which pays for it like for a refresh."""
@@ -279,15 +306,16 @@ class SpecGRPOTrainer(GRPOTrainer):
                 copied.refresh_before_drafting(self._activations)
             self._drafted_step = self.state.global_step
 
-    def _current_control(self, policy: PreTrainedModel, drafters: list[Drafter], shape: torch.Size) -> Control:
-        """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8)."""
+    def _current_control(self, policy: PreTrainedModel, drafters: list[Drafter], rows: int, width: int) -> Control:
+        """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8), for
+        so many `rows` in flight of prompts of `width` tokens."""
         config, chooses = self._speculative_config, self.args.assistant_strategy in CHOOSE_BY_LADDER
         is_new = self._control is None
-        rows = max(shape[0], self.args.per_device_train_batch_size * self.args.steps_per_generation)
+        rows = max(rows, self.args.per_device_train_batch_size * self.args.steps_per_generation)
         rows = min(self.args.rollout_batch_size or rows, rows)  # in flight at most, in this rollout or a later one
         if self._control is None:
             started = time.perf_counter()
-            length = shape[1] + self.args.max_completion_length
+            length = width + self.args.max_completion_length
             if drafters and self.args.sd_toggle in ("measured", "roofline"):
                 self._profile = shared_profile(self.accelerator, policy, self.args, rows, length)
             ladder = None
@@ -305,28 +333,10 @@ class SpecGRPOTrainer(GRPOTrainer):
                 candidate.draft_length = controller.draft_length
                 candidate.block_efficiency = controller.block_efficiency
         if is_new and drafters and self.accelerator.is_main_process:
-            forecast = self._control.forecast(rows, shape[1] + self.args.max_completion_length / 2)
+            forecast = self._control.forecast(rows, width + self.args.max_completion_length / 2)
             took = f" (calibration took {self._calibration_seconds:.0f} s)" if self._calibration_seconds >= 1 else ""
             print(f"spec_trl rollouts: {forecast.reason}{took}")
         return self._control
-
-    def _global_rows(self, prompt_ids: list[list[int]]) -> list[int]:
-        """The rows of `prompt_ids` among those of all ranks, so that noise is the same for any number of ranks.
-
-        After the first turn of a tool loop some rows are left, in their order; each prompt begins with what its row
-        had at the end of the turn before. Rows that are equal so far are taken in their order.
-        """
-        if self._totals.turns == 0:
-            first = self.accelerator.process_index * len(prompt_ids)
-            return list(range(first, first + len(prompt_ids)))
-        before = iter(self._last_turn)
-        rows = [next((row for row, seen in before if ids[: len(seen)] == seen), None) for ids in prompt_ids]
-        if None in rows:
-            raise RuntimeError(
-                "a prompt of a later turn does not begin with prompt and completion of the turn before, in the order "
-                "of the rows, so that its noise cannot be keyed; leave GRPOTrainer._tool_call_loop as it is."
-            )
-        return [row for row in rows if row is not None]
 
     def _request_ids(self, rows: list[int]) -> list[int]:
         """Ids that key the noise of these global rows: (mode, rollout, turn of a tool loop, global row)."""

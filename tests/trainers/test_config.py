@@ -44,6 +44,7 @@ TTS = {"assistant_strategy": "tts"}
         ({"draft_length_down": 0.94}, "^draft_length_down=0.94 must be above 0 and below draft_length_up=0.94"),
         ({"draft_length_patience": 0}, "^draft_length_patience=0 must be an integer of at least 1"),
         ({"roofline_profile": "p.json", "assistant_strategy": "none"}, "^roofline_profile='p.json' has no use with"),
+        ({"rollout_sharing": "all"}, "^rollout_sharing='all' is unknown; choose one of"),
         ({"rollout_batch_size": 0}, "^rollout_batch_size=0 is out of range; it must be at least 1"),
         ({"rollout_batch_size": "8"}, "^rollout_batch_size='8' is a str; pass an integer"),
         ({"drafter_adaptation": "no"}, "^drafter_adaptation='no' is no bool"),
@@ -92,7 +93,7 @@ VALUES: dict[str, Any] = {
 OWN: dict[str, Any] = {
     "assistant_strategy": "model", "assistant_model": "some/drafter", "draft_lengths": [3, 7],
     "initial_draft_length": 7, "draft_length_up": 0.9, "draft_length_down": 0.8, "draft_length_patience": 3,
-    "rollout_batch_size": 4, "drafter_adaptation": False, "drafter_learning_rate": 2e-6,
+    "rollout_batch_size": 4, "rollout_sharing": "own", "drafter_adaptation": False, "drafter_learning_rate": 2e-6,
     "drafter_hidden_weight": 0.5, "drafter_token_weight": 0.2,
 }  # fmt: skip
 """The same for the trainer's own options."""

@@ -1,0 +1,93 @@
+"""What ranks tell each other while they decode: counters and notes in torch.distributed's store, tensors from one rank
+to another. Nothing here is a collective call: no rank waits for one that decodes."""
+
+import time
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+POLL_SECONDS = 0.002
+"""Between two looks of a waiting rank at the store: less than a decoding round, and some hundred looks per second."""
+
+
+class Link:
+    """One rank's end.
+
+    Args:
+        store: that of all ranks; keys of one rollout begin with a prefix of its own.
+        rank, ranks: this rank, and how many there are.
+        timeout: seconds after which a rank that nobody tells anything gives up.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int, timeout: float) -> None:
+        self._store = store
+        self.rank, self.ranks, self.timeout = rank, ranks, timeout
+
+    @staticmethod
+    def rows_of(rank: int) -> str:
+        """The note on which `rank` writes how many rows it has, and something new each time."""
+        return f"rows/{rank}"
+
+    @property
+    def rows_of_all(self) -> list[str]:
+        """These notes of all ranks."""
+        return [self.rows_of(rank) for rank in range(self.ranks)]
+
+    def count(self, counter: str, by: int = 0) -> int:
+        """Adds to a counter, which begins at 0, and returns it: of several ranks each gets another result."""
+        return self._store.add(counter, by)
+
+    def post(self, note: str, text: str) -> None:
+        """Writes a note for all ranks, in place of an older one."""
+        self._store.set(note, text)
+
+    def claim(self, note: str) -> bool:
+        """Writes this rank on a note that is not written yet; of several ranks one succeeds."""
+        return self._store.compare_set(note, "", str(self.rank)) == str(self.rank).encode()
+
+    def read(self, notes: list[str]) -> list[str]:
+        """Notes that have been written, or will be at once."""
+        return [text.decode() for text in self._store.multi_get(notes)]
+
+    def erase(self, notes: list[str]) -> None:
+        """Removes notes and counters, those that exist."""
+        for note in notes:
+            self._store.delete_key(note)
+
+    def await_note(self, note: str) -> str:
+        """Waits for a note and returns it.
+
+        Raises:
+            RuntimeError: no rank that decodes has been heard of for `timeout` seconds.
+        """
+        heard, last = time.perf_counter(), self.read(self.rows_of_all)
+        looked = heard
+        while not self._store.check([note]):
+            time.sleep(POLL_SECONDS)
+            now = time.perf_counter()
+            if now - looked < min(1.0, self.timeout / 4):
+                continue
+            looked, beat = now, self.read(self.rows_of_all)
+            if beat != last:
+                heard, last = now, beat
+            if now - heard > self.timeout:
+                silent = [rank for rank, text in enumerate(last) if not text.startswith("0 ")]
+                raise RuntimeError(
+                    f"rank {self.rank} waits for the rollout of ranks {silent}, which have said nothing for "
+                    f"{self.timeout:.0f} s: they died or hang. Look at their output, and resume from the last "
+                    "checkpoint; ddp_timeout sets how long to wait."
+                )
+        return self._store.get(note).decode()
+
+    def send(self, tensor: Tensor, rank: int) -> dist.Work:
+        """Begins to send a tensor, which must stay as it is until the result's `wait`."""
+        work = dist.isend(tensor, rank)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: Tensor, rank: int) -> dist.Work:
+        """Begins to fill `tensor` with one that `rank` sends, of the same shape and dtype."""
+        work = dist.irecv(tensor, rank)
+        assert work is not None
+        return work

@@ -1,0 +1,117 @@
+"""Rows on their way from one rank to another: their tokens, and the tail of their K/V; the head is computed again."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ..generation.engine.cache import RowStates
+from ..generation.engine.rows import Progress, Request
+from ..scheduling.migration import measured_send_seconds
+from .link import Link
+
+
+class Sending:
+    """Begins to send rows, as :meth:`Rollout.give_away` returns them, to `rank`; `header` tells it what comes."""
+
+    def __init__(self, moved: Sequence[Request], link: Link, rank: int) -> None:
+        progress = [request.progress for request in moved if request.progress is not None]
+        states = [own.tail() for own in progress]
+        parts = [torch.cat([own.tokens for own in progress])]  # [Σ tokens]
+        logprobs = [own.logprobs for own in progress if own.logprobs is not None]
+        if logprobs:
+            parts.append(torch.cat(logprobs))  # [Σ tokens]
+        layers = {}
+        for layer, (keys, values) in states[0].items():
+            layers[layer] = (keys.shape[0], keys.shape[2], values.shape[2], str(keys.dtype).removeprefix("torch."))
+            own = [row[layer] for row in states]
+            parts.append(torch.cat([keys.flatten() for keys, _ in own] + [values.flatten() for _, values in own]))
+        rows = [
+            (request.index, len(own.tokens), own.head, own.columns)
+            for request, own in zip(moved, progress, strict=True)
+        ]
+        self.header = json.dumps({"from": link.rank, "rows": rows, "logprobs": bool(logprobs), "layers": layers})
+        self._parts = parts  # until they have been sent
+        self._works = [link.send(part, rank) for part in parts]
+
+    def wait(self) -> None:
+        """Waits until the other rank has everything."""
+        for work in self._works:
+            work.wait()
+        self._parts, self._works = [], []
+
+
+class MovedRows:
+    """Rows that another rank sends. Their K/V arrives while the head of it is computed.
+
+    Args:
+        header: of :class:`Sending`.
+        link: to that rank.
+        requests: all of the pool, by index.
+
+    Attributes:
+        requests: those that come, with their progress.
+        send_seconds: of the K/V, per token; None: not all of it is here yet, or none was sent.
+    """
+
+    def __init__(self, header: str, link: Link, requests: Sequence[Request]) -> None:
+        note = json.loads(header)
+        rank, rows = note["from"], [tuple(row) for row in note["rows"]]
+        self._device = device = requests[0].prompt.device
+        tokens = torch.empty(sum(count for _, count, _, _ in rows), dtype=torch.int64, device=device)
+        logprobs = torch.empty(len(tokens), dtype=torch.float32, device=device) if note["logprobs"] else None
+        for part in (tokens,) if logprobs is None else (tokens, logprobs):
+            link.receive(part, rank).wait()
+        self._tails = [columns - head for _, _, head, columns in rows]
+        self._layers = {int(layer): tuple(shape) for layer, shape in note["layers"].items()}
+        self._parts = [
+            torch.empty(heads * (d_k + d_v) * sum(self._tails), dtype=getattr(torch, dtype), device=device)
+            for heads, d_k, d_v, dtype in self._layers.values()
+        ]
+        self._works = [link.receive(part, rank) for part in self._parts]
+        self._begun = time.perf_counter()
+        self._states: list[RowStates] = []
+        self.send_seconds: float | None = None
+        counts = [count for _, count, _, _ in rows]
+        own = zip(
+            tokens.split(counts), [None] * len(rows) if logprobs is None else logprobs.split(counts), strict=True
+        )
+        self.requests = [
+            replace(requests[index], progress=Progress(text, scores, head, columns, partial(self._tail, place)))
+            for place, ((index, _, head, columns), (text, scores)) in enumerate(zip(rows, own, strict=True))
+        ]
+
+    def _tail(self, place: int) -> RowStates:
+        """The K/V of the row at `place`, once all have come."""
+        if self._works:
+            self._synchronize()
+            computed = time.perf_counter()
+            for work in self._works:
+                work.wait()
+            self._synchronize()
+            waited = time.perf_counter() - computed
+            self.send_seconds = measured_send_seconds(sum(self._tails), computed - self._begun, waited)
+            self._works = []
+            self._states = list(self._split())
+            self._parts = []
+        return self._states[place] if self._states else {}
+
+    def _split(self) -> Iterator[RowStates]:
+        """The states of each row."""
+        for place, tail in enumerate(self._tails):
+            states: RowStates = {}
+            for (layer, (heads, d_k, d_v, _)), part in zip(self._layers.items(), self._parts, strict=True):
+                keys, values = part.split([heads * d_k * sum(self._tails), heads * d_v * sum(self._tails)])
+                own = [
+                    flat.split([heads * d * each for each in self._tails])[place]
+                    for flat, d in ((keys, d_k), (values, d_v))
+                ]
+                states[layer] = own[0].view(heads, tail, d_k), own[1].view(heads, tail, d_v)
+            yield states
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,133 @@
+"""One pool of requests for all ranks: a rank with free rows takes the next request, whoever owns it; when none is
+left, a rank without rows takes over rows of the rank that has most."""
+
+import time
+from collections.abc import Sequence
+
+from ..generation.engine.request_queue import RequestQueue
+from ..generation.engine.rollout import Rollout
+from ..generation.engine.rows import Request
+from ..scheduling.migration import MoveCosts, StepSeconds, rows_to_give
+from ..scheduling.shared_order import dealt
+from .link import Link
+from .moved_rows import MovedRows, Sending
+
+
+POLL_SHARE = 0.01
+"""Share of a rank's time that it spends at most on looking whether another rank has nothing to do."""
+_NOTHING = "nothing"
+
+
+class SharedPool(RequestQueue):
+    """One rank's view of the pool.
+
+    Args:
+        requests: of all ranks, the same on each.
+        order: their indices, in the order in which they are to be decoded, the same on each rank.
+        rows: number of rows that a rank decodes together, the same on each rank.
+        link: to the other ranks.
+        send_seconds: of a row's K/V, per token, as measured in earlier rollouts; None: nothing was sent yet.
+
+    Attributes:
+        send_seconds: the same after what this rank received.
+        idle_seconds: in which this rank had nothing to decode.
+        taken_over: number of rows that other ranks had begun.
+    """
+
+    def __init__(
+        self, requests: list[Request], order: Sequence[int], rows: int, link: Link, send_seconds: float | None
+    ) -> None:
+        super().__init__(requests)
+        self.send_seconds = send_seconds
+        self.idle_seconds, self.taken_over = 0.0, 0
+        self._link = link
+        self._own = [requests[index] for index in dealt(order, link.rank, link.ranks, rows)]
+        self._rest = [requests[index] for index in order[rows * link.ranks :]]
+        self._left = len(self._rest)
+        self.waiting = len(self._own) + self._left
+        self._began, self._polled, self._rounds = time.perf_counter(), 0.0, 0
+        self._asked = 0  # times that a rank has asked for work so far
+        self._open: list[int] = []  # those to which nobody may have answered yet
+        self._sending: list[Sending] = []
+        self._arriving: MovedRows | None = None
+        self._tell(len(self._own))
+
+    def take(self, free: int, active: int) -> list[Request]:
+        taken, self._own = self._own[:free], self._own[free:]
+        missing = free - len(taken)
+        if missing and self._left:
+            end = self._link.count("taken", missing)
+            taken += self._rest[end - missing : end]
+            self._left = max(len(self._rest) - end, 0)
+        self.waiting = len(self._own) + self._left
+        return taken if taken or active else self._ask_for_work()
+
+    def forget(self) -> None:
+        """Erases what was written for this pool; no rank may use it any more."""
+        asked = range(1, self._link.count("asked") + 1)
+        numbered = [f"{note}/{number}" for note in ("asker", "helper", "work") for number in asked]
+        self._link.erase(["taken", "idle", "asked", *self._link.rows_of_all, *numbered])
+
+    # ---- a rank that has rows ---------------------------------------------------------------------------------------
+
+    def after_round(self, rollout: Rollout) -> None:
+        self._rounds += 1
+        started = time.perf_counter()
+        if self.waiting or self._polled > POLL_SHARE * (started - self._began):
+            return
+        self._tell(rollout.active)
+        asked = self._link.count("asked")
+        self._open += range(self._asked + 1, asked + 1)
+        self._asked = asked
+        self._polled += time.perf_counter() - started
+        while self._open and self._has_most(rollout.active):
+            lengths = rollout.lengths()
+            shortest = sorted(range(len(lengths)), key=lengths.__getitem__)
+            costs = MoveCosts(rollout.seconds_per_prompt_token(), self.send_seconds)
+            steps = StepSeconds(rollout.rounds_by_batch())
+            count = rows_to_give([lengths[row] for row in shortest], rollout.expected_tokens(), steps, costs)
+            if not count:
+                return
+            number = self._open.pop(0)
+            if self._link.claim(f"helper/{number}"):
+                self._link.count("idle", -1)
+                (helper,) = self._link.read([f"asker/{number}"])
+                moved = rollout.give_away(sorted(shortest[:count]), costs.head_share)
+                self._sending.append(Sending(moved, self._link, int(helper)))
+                self._link.post(f"work/{number}", self._sending[-1].header)
+                self._tell(rollout.active)
+
+    def _tell(self, rows: int) -> None:
+        """Tells the other ranks how many rows this one has, and that it is alive."""
+        self._link.post(self._link.rows_of(self._link.rank), f"{rows} {self._rounds}")
+
+    def _has_most(self, rows: int) -> bool:
+        """Whether no other rank has more rows than this one, the first of them among equals."""
+        others = [int(note.split()[0]) for note in self._link.read(self._link.rows_of_all)]
+        return rows > 1 and all(
+            rows > other or (rows == other and self._link.rank <= rank) for rank, other in enumerate(others)
+        )
+
+    # ---- a rank that has none ---------------------------------------------------------------------------------------
+
+    def _ask_for_work(self) -> list[Request]:
+        """Waits until another rank hands rows over; none: all ranks are done."""
+        link, started = self._link, time.perf_counter()
+        for sending in self._sending:
+            sending.wait()
+        if self._arriving is not None:
+            self.send_seconds = self._arriving.send_seconds or self.send_seconds
+        self._tell(0)
+        number = link.count("asked", 1)
+        link.post(f"asker/{number}", str(link.rank))
+        if link.count("idle", 1) == link.ranks:
+            for other in range(1, link.count("asked") + 1):
+                if link.claim(f"helper/{other}"):
+                    link.post(f"work/{other}", _NOTHING)
+        header = link.await_note(f"work/{number}")
+        self.idle_seconds += time.perf_counter() - started
+        if header == _NOTHING:
+            return []
+        self._arriving = MovedRows(header, link, self.requests)
+        self.taken_over += len(self._arriving.requests)
+        return self._arriving.requests

@@ -1,0 +1,136 @@
+"""One turn of a rollout on all ranks: who decodes which rows, and how completions come home."""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ..generation.engine.request_queue import RequestQueue
+from ..generation.engine.rows import Request, prompt_key
+from ..scheduling.shared_order import ExpectedLengths, longest_first
+from .link import Link
+from .pool import SharedPool
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The rows of all ranks, those of one rank after those of another.
+
+    Args:
+        rows: their numbers in the global batch.
+        prompts: token ids of each.
+        own: places of this rank's rows among them.
+        decoded: places of the rows that this rank may decode.
+    """
+
+    rows: list[int]
+    prompts: list[list[int]]
+    own: range
+    decoded: range
+
+
+class SharedRollouts:
+    """Has ranks decode their rows, together or each its own.
+
+    Args:
+        shares: whether together.
+        rank, ranks: this rank, and how many there are.
+        timeout: seconds after which a rank gives up that waits for others of which nothing is heard.
+
+    Attributes:
+        pool: that of the newest turn; None: this rank decoded its own rows.
+    """
+
+    def __init__(self, shares: bool, rank: int, ranks: int, timeout: float) -> None:
+        self._rank, self._ranks, self._timeout = rank, ranks, timeout
+        self._shares = shares and ranks > 1
+        self._expected = ExpectedLengths()
+        self._turns = 0
+        self._last_turn: list[tuple[int, list[int]]] | None = None  # own rows, and their tokens at the turn's end
+        self._send_seconds: float | None = None
+        self.pool: SharedPool | None = None
+
+    def begin(self) -> None:
+        """A rollout begins: its rows are numbered anew."""
+        self._last_turn = None
+
+    def gather(self, prompts: list[list[int]]) -> Turn:
+        """The next turn of the rollout, to which each rank brings some `prompts` of token ids, or none. All ranks must
+        call it."""
+        ranks = gather_object([(self._rows_of(prompts), prompts)])
+        counts = [len(own) for own, _ in ranks]
+        first = sum(counts[: self._rank])
+        own = range(first, first + counts[self._rank])
+        every = range(sum(counts))
+        turn = Turn(
+            [row for rows, _ in ranks for row in rows], [prompt for _, prompts in ranks for prompt in prompts], own,
+            every if self._shares else own,
+        )  # fmt: skip
+        self._turns += 1
+        self.pool = None
+        return turn
+
+    def _rows_of(self, prompts: list[list[int]]) -> list[int]:
+        """The numbers of these rows among those of all ranks, so that noise is the same for any number of ranks.
+
+        After the first turn of a tool loop some rows are left, in their order; each prompt begins with what its row
+        had at the end of the turn before. Rows that are equal so far are taken in their order.
+        """
+        if self._last_turn is None:
+            first = self._rank * len(prompts)
+            return list(range(first, first + len(prompts)))
+        before = iter(self._last_turn)
+        rows = [next((row for row, seen in before if ids[: len(seen)] == seen), None) for ids in prompts]
+        if None in rows:
+            raise RuntimeError(
+                "a prompt of a later turn does not begin with prompt and completion of the turn before, in the order "
+                "of the rows, so that its noise cannot be keyed; leave GRPOTrainer._tool_call_loop as it is."
+            )
+        return [row for row in rows if row is not None]
+
+    def rows_in_flight(self, turn: Turn, limit: int | None) -> int:
+        """Rows that this rank decodes together: its share of the turn's, at most `limit`."""
+        share = -(-len(turn.rows) // self._ranks) if self._shares else len(turn.own)
+        return min(limit or share, share)
+
+    def make_queue(self, turn: Turn, rows: int) -> Callable[[list[Request]], RequestQueue]:
+        """Makes the queue of a turn for `generate`, with so many `rows` in flight."""
+        if not self._shares:
+            return RequestQueue
+        keys = [prompt_key(torch.tensor(prompt)) for prompt in turn.prompts]
+        order = longest_first(keys, self._expected.of(keys))
+        store = dist.PrefixStore(f"spec_trl/{self._turns}", _get_default_store())
+        link = Link(store, self._rank, self._ranks, self._timeout)
+
+        def make(requests: list[Request]) -> RequestQueue:
+            self.pool = SharedPool(requests, order, rows, link, self._send_seconds)
+            return self.pool
+
+        return make
+
+    def exchange(self, turn: Turn, decoded: dict[int, list[int]]) -> dict[int, list[int]]:
+        """Completions by place: those that this rank has `decoded`, and of a pool all others too. All ranks of a pool
+        must call it."""
+        completions = self._of_all_ranks(turn, decoded) if self._shares else decoded
+        self._last_turn = [(turn.rows[place], turn.prompts[place] + completions[place]) for place in turn.own]
+        return completions
+
+    def _of_all_ranks(self, turn: Turn, decoded: dict[int, list[int]]) -> dict[int, list[int]]:
+        if self.pool is not None:
+            self._send_seconds = self.pool.send_seconds
+        ranks = gather_object([({place: array("i", tokens) for place, tokens in decoded.items()}, self._send_seconds)])
+        completions = {place: tokens.tolist() for own, _ in ranks for place, tokens in own.items()}
+        measured = [seconds for _, seconds in ranks if seconds is not None]
+        self._send_seconds = median(measured) if measured else None  # the rank that gives away decides by it
+        lengths: dict[str, list[int]] = {}
+        for place, prompt in enumerate(turn.prompts):
+            lengths.setdefault(prompt_key(torch.tensor(prompt)), []).append(len(completions[place]))
+        self._expected.record(lengths)
+        if self.pool is not None and self._rank == 0:
+            self.pool.forget()  # every rank is through with it
+        return completions
