@@ -26,7 +26,7 @@ class Link:
 
     @staticmethod
     def rows_of(rank: int) -> str:
-        """The note on which `rank` writes how many rows it has, and something new each time."""
+        """The note on which `rank` writes how many rows it has, -1: it waits for some, and something new each time."""
         return f"rows/{rank}"
 
     @property
@@ -45,6 +45,10 @@ class Link:
     def claim(self, note: str) -> bool:
         """Writes this rank on a note that is not written yet; of several ranks one succeeds."""
         return self._store.compare_set(note, "", str(self.rank)) == str(self.rank).encode()
+
+    def is_written(self, note: str) -> bool:
+        """Whether some rank has written the note."""
+        return self._store.check([note])
 
     def read(self, notes: list[str]) -> list[str]:
         """Notes that have been written, or will be at once."""
@@ -72,7 +76,7 @@ class Link:
             if beat != last:
                 heard, last = now, beat
             if now - heard > self.timeout:
-                silent = [rank for rank, text in enumerate(last) if not text.startswith("0 ")]
+                silent = [rank for rank, text in enumerate(last) if not text.startswith("-1 ")]
                 raise RuntimeError(
                     f"rank {self.rank} waits for the rollout of ranks {silent}, which have said nothing for "
                     f"{self.timeout:.0f} s: they died or hang. Look at their output, and resume from the last "

@@ -15,7 +15,7 @@ from .link import Link
 
 
 class Sending:
-    """Begins to send rows, as :meth:`Rollout.give_away` returns them, to `rank`; `header` tells it what comes."""
+    """Begins to send rows, as :meth:`Rollout.hand_over` returns them, to `rank`; `header` tells it what comes."""
 
     def __init__(self, moved: Sequence[Request], link: Link, rank: int) -> None:
         progress = [request.progress for request in moved if request.progress is not None]
@@ -33,7 +33,8 @@ class Sending:
             (request.index, len(own.tokens), own.head, own.columns)
             for request, own in zip(moved, progress, strict=True)
         ]
-        self.header = json.dumps({"from": link.rank, "rows": rows, "logprobs": bool(logprobs), "layers": layers})
+        note = {"from": link.rank, "rows": rows, "logprobs": bool(logprobs), "layers": layers}
+        self.header = json.dumps(note | {"method": progress[0].method})
         self._parts = parts  # until they have been sent
         self._works = [link.send(part, rank) for part in parts]
 
@@ -54,6 +55,7 @@ class MovedRows:
 
     Attributes:
         requests: those that come, with their progress.
+        is_race: whether the other rank goes on with them too.
         send_seconds: of the K/V, per token; None: not all of it is here yet, or none was sent.
     """
 
@@ -79,10 +81,12 @@ class MovedRows:
         own = zip(
             tokens.split(counts), [None] * len(rows) if logprobs is None else logprobs.split(counts), strict=True
         )
-        self.requests = [
-            replace(requests[index], progress=Progress(text, scores, head, columns, partial(self._tail, place)))
-            for place, ((index, _, head, columns), (text, scores)) in enumerate(zip(rows, own, strict=True))
-        ]
+        self.is_race = note["method"] is not None
+        self.requests = []
+        for place, ((index, _, head, columns), (text, scores)) in enumerate(zip(rows, own, strict=True)):
+            tail = partial(self._tail, place)
+            progress = Progress(text, scores, head, columns, tail, note["method"])
+            self.requests.append(replace(requests[index], progress=progress))
 
     def _tail(self, place: int) -> RowStates:
         """The K/V of the row at `place`, once all have come."""

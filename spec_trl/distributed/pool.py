@@ -1,5 +1,5 @@
 """One pool of requests for all ranks: a rank with free rows takes the next request, whoever owns it; when none is
-left, a rank without rows takes over rows of the rank that has most."""
+left, a rank without rows takes over rows of the rank that has most, or races for them with another drafter."""
 
 import time
 from collections.abc import Sequence
@@ -50,6 +50,8 @@ class SharedPool(RequestQueue):
         self._open: list[int] = []  # those to which nobody may have answered yet
         self._sending: list[Sending] = []
         self._arriving: MovedRows | None = None
+        self._raced: set[int] = set()  # requests that other ranks decode as well
+        self._methods: dict[tuple[int, str], int] = {}  # who races for a request, and with which method
         self._tell(len(self._own))
 
     def take(self, free: int, active: int) -> list[Request]:
@@ -66,36 +68,60 @@ class SharedPool(RequestQueue):
         """Erases what was written for this pool; no rank may use it any more."""
         asked = range(1, self._link.count("asked") + 1)
         numbered = [f"{note}/{number}" for note in ("asker", "helper", "work") for number in asked]
-        self._link.erase(["taken", "idle", "asked", *self._link.rows_of_all, *numbered])
+        ended = [f"ended/{request.index}" for request in self.requests]
+        self._link.erase(["taken", "idle", "asked", *self._link.rows_of_all, *numbered, *ended])
 
     # ---- a rank that has rows ---------------------------------------------------------------------------------------
+
+    def keeps(self, index: int) -> bool:
+        return index not in self._raced or self._link.claim(f"ended/{index}")
 
     def after_round(self, rollout: Rollout) -> None:
         self._rounds += 1
         started = time.perf_counter()
         if self.waiting or self._polled > POLL_SHARE * (started - self._began):
             return
-        self._tell(rollout.active)
+        lost = [row for row, index in enumerate(rollout.in_flight) if index in self._raced and self._has_ended(index)]
+        if lost:
+            rollout.drop(lost)
         asked = self._link.count("asked")
         self._open += range(self._asked + 1, asked + 1)
         self._asked = asked
+        self._tell(len(rollout.in_flight))
         self._polled += time.perf_counter() - started
-        while self._open and self._has_most(rollout.active):
-            lengths = rollout.lengths()
-            shortest = sorted(range(len(lengths)), key=lengths.__getitem__)
-            costs = MoveCosts(rollout.seconds_per_prompt_token(), self.send_seconds)
-            steps = StepSeconds(rollout.rounds_by_batch())
-            count = rows_to_give([lengths[row] for row in shortest], rollout.expected_tokens(), steps, costs)
-            if not count:
-                return
-            number = self._open.pop(0)
-            if self._link.claim(f"helper/{number}"):
-                self._link.count("idle", -1)
-                (helper,) = self._link.read([f"asker/{number}"])
-                moved = rollout.give_away(sorted(shortest[:count]), costs.head_share)
-                self._sending.append(Sending(moved, self._link, int(helper)))
-                self._link.post(f"work/{number}", self._sending[-1].header)
-                self._tell(rollout.active)
+        while self._open and self._has_most(len(rollout.in_flight)) and self._help(rollout):
+            self._tell(len(rollout.in_flight))
+
+    def _has_ended(self, index: int) -> bool:
+        """Whether another rank has won the race for a request."""
+        return self._link.is_written(f"ended/{index}")
+
+    def _help(self, rollout: Rollout) -> bool:
+        """Hands rows over to the rank that has waited longest, or has it race for some; False: neither pays."""
+        free = [row for row, index in enumerate(rollout.in_flight) if index not in self._raced]
+        lengths = rollout.lengths()
+        free.sort(key=lengths.__getitem__)
+        costs = MoveCosts(rollout.seconds_per_prompt_token(), self.send_seconds)
+        steps = StepSeconds(rollout.rounds_by_batch())
+        own = [lengths[row] for row in free]
+        rows, method = free[: rows_to_give(own, rollout.expected_tokens(), steps, costs)], None
+        if not rows:
+            assigned = rollout.control.further_method(rollout.in_flight, self._methods)
+            if assigned is None:
+                return False
+            method, requests = assigned
+            rows = [row for row, index in enumerate(rollout.in_flight) if index in requests]
+        number = self._open.pop(0)
+        if self._link.claim(f"helper/{number}"):
+            self._link.count("idle", -1)
+            (helper,) = self._link.read([f"asker/{number}"])
+            moved = rollout.hand_over(sorted(rows), costs.head_share, method)
+            if method is not None:
+                self._raced.update(request.index for request in moved)
+                self._methods |= {(request.index, method): number for request in moved}
+            self._sending.append(Sending(moved, self._link, int(helper)))
+            self._link.post(f"work/{number}", self._sending[-1].header)
+        return True
 
     def _tell(self, rows: int) -> None:
         """Tells the other ranks how many rows this one has, and that it is alive."""
@@ -104,9 +130,7 @@ class SharedPool(RequestQueue):
     def _has_most(self, rows: int) -> bool:
         """Whether no other rank has more rows than this one, the first of them among equals."""
         others = [int(note.split()[0]) for note in self._link.read(self._link.rows_of_all)]
-        return rows > 1 and all(
-            rows > other or (rows == other and self._link.rank <= rank) for rank, other in enumerate(others)
-        )
+        return all(rows > other or (rows == other and self._link.rank <= rank) for rank, other in enumerate(others))
 
     # ---- a rank that has none ---------------------------------------------------------------------------------------
 
@@ -117,7 +141,7 @@ class SharedPool(RequestQueue):
             sending.wait()
         if self._arriving is not None:
             self.send_seconds = self._arriving.send_seconds or self.send_seconds
-        self._tell(0)
+        self._tell(-1)
         number = link.count("asked", 1)
         link.post(f"asker/{number}", str(link.rank))
         if link.count("idle", 1) == link.ranks:
@@ -129,5 +153,8 @@ class SharedPool(RequestQueue):
         if header == _NOTHING:
             return []
         self._arriving = MovedRows(header, link, self.requests)
-        self.taken_over += len(self._arriving.requests)
+        if self._arriving.is_race:
+            self._raced.update(request.index for request in self._arriving.requests)
+        else:
+            self.taken_over += len(self._arriving.requests)
         return self._arriving.requests

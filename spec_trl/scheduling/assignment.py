@@ -79,6 +79,31 @@ def greedy_assignments(
     return added
 
 
+def further_method(
+    requests: Mapping[Request, float], methods: Sequence[str], own: str, helpers: Mapping[tuple[Request, str], int]
+) -> tuple[str, list[Request]] | None:
+    """What Algorithm 3 gives to one freed worker, seen by the worker that has the requests.
+
+    Args:
+        requests: with their acceptance.
+        methods: candidates, the best one on the ladder first.
+        own: the method that drafts for them here.
+        helpers: the worker of each (request, method) that has been given away before.
+
+    Returns:
+        The method, and the requests it takes, the slowest first; None: nobody needs it.
+    """
+    here, freed = -1, -2
+    workers = {name: sorted({worker for (_, other), worker in helpers.items() if other == name}) for name in methods}
+    if own in workers:
+        workers[own].append(here)
+    load = Counter(helpers.values()) + Counter({here: len(requests)})
+    assigned = {**helpers, **{(request, own): here for request in requests}}
+    added = greedy_assignments(requests, methods, [freed], workers, load, len(requests), methods, assigned)
+    mine = [pair for pair, worker in added.items() if worker == freed]
+    return (mine[0][1], [request for request, _ in mine]) if mine else None
+
+
 @dataclass(frozen=True)
 class RowView:
     """A row as the race sees it."""

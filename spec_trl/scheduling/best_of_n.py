@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .acceptance import Acceptance, AcceptanceCounts
 from .account import Account, decision, promise, too_many_rows
-from .assignment import MethodView, Racing, RowView
+from .assignment import YARDSTICK, MethodView, Racing, RowView, further_method
 from .control import Candidate, Chain, Control
 from .delivery import RolloutWatch
 from .ladder import NO_METHOD, Choice, Ladder, LadderCosts
@@ -121,6 +121,21 @@ class BestOfN(Control):
         self._racing.drop(self.candidates[index].name)
         self._laid_out = None
         self._weighed = 0
+
+    def further_method(
+        self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
+    ) -> tuple[str, list[int]] | None:
+        """By SA Algorithm 3, for the requests of this rank."""
+        names = [candidate.name for index, candidate in enumerate(self.candidates) if self._can_draft(index)]
+        if not self.race or not names:
+            return None
+        speedups = {
+            name: self.ladder.best_draft_length(name, self._expected(name).block_efficiency, 1)[1] for name in names
+        }
+        own = self.candidates[self._plan[0].which].name if self._plan else NO_METHOD
+        judge = own if own in names else names[0]
+        rates = {request: self._expected(judge, request).block_efficiency(YARDSTICK) for request in requests}
+        return further_method(rates, sorted(names, key=speedups.__getitem__, reverse=True), own, helpers)
 
     def account(self) -> Account:
         return self._toggle.account()

@@ -146,6 +146,13 @@ class Control(ABC):
         """
         return
 
+    def further_method(
+        self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
+    ) -> tuple[str, list[int]] | None:
+        """A method with which a free rank may race for some of `requests`, and for which; None: nothing is to be
+        gained. `helpers`: the ranks that race already, by request and method."""
+        return None
+
     @abstractmethod
     def drop(self, index: int) -> None:
         """Candidate `index` failed and must not be chosen again in this rollout."""

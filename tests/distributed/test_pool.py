@@ -1,18 +1,29 @@
 """Ranks that share a pool decode what one rank decodes, whoever decodes what; ranks are threads here."""
 
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import pytest
 from transformers import LlamaForCausalLM
 
+from spec_trl import SpeculativeOutput
 from spec_trl.distributed import pool as pool_module
 from spec_trl.distributed.pool import SharedPool
+from spec_trl.generation.drafters.ngram import NgramDrafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.rollout import Rollout
+from spec_trl.generation.engine.rows import Request
+from spec_trl.scheduling.control import Chain
 from spec_trl.scheduling.migration import MoveCosts
 from spec_trl.scheduling.shared_order import longest_first
-from tests.distributed.thread_ranks import links, run_ranks
-from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.distributed.thread_ranks import ThreadLink, links, run_ranks
+from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.eagle3 import reference as eagle3
+from tests.generation.races import Plans
 
 
-ENDS = {"eos_token_id": [5, 6], "max_new_tokens": 100}  # lengths with a long tail, about 32 on average
+ENDS: dict[str, Any] = {"eos_token_id": [5, 6], "max_new_tokens": 100}  # lengths with a long tail, 32 on average
 
 
 @pytest.fixture(scope="module")
@@ -23,26 +34,54 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def prompts(count: int, copies: int = 2) -> dict:
-    rows = random_rows([4 + 3 * (index % 4) for index in range(count // copies)])
-    return pad_left([row for row in rows for _ in range(copies)])
+def prompts(count: int) -> Prompts:
+    """Two copies of each prompt."""
+    rows = random_rows([4 + 3 * (index % 4) for index in range(count // 2)])
+    return pad_left([row for row in rows for _ in range(2)])
 
 
-def decode(model: LlamaForCausalLM, ranks: int, rows: int, given: dict, order: list[int], strategy: str, **config):
-    """Completions as the ranks have them together, and each rank's pool and statistics."""
+class Patient(SharedPool):
+    """The first rank's first round lasts until another rank has nothing left."""
+
+    def after_round(self, rollout: Rollout) -> None:
+        while self.link.rank == 0 and not self.link.count("asked"):
+            time.sleep(0.001)
+        super().after_round(rollout)
+
+    link: ThreadLink
+
+
+def decode(
+    ranks: int,
+    order: Sequence[int],
+    rows: int,
+    call: Callable[[int, Callable[[list[Request]], SharedPool]], SpeculativeOutput],
+    kind: type[SharedPool] = SharedPool,
+) -> tuple[list[list[int]], list[SharedPool], list[SpeculativeOutput]]:
+    """Completions of all ranks, each from the one rank that has it, and the ranks' pools and outputs. `call` generates
+    on a rank, with a queue of `kind`."""
     ends, pools = links(ranks), {}
 
-    def job(rank: int):
-        def make(requests):
-            pools[rank] = SharedPool(requests, order, rows, ends[rank], None)
+    def job(rank: int) -> SpeculativeOutput:
+        def make(requests: list[Request]) -> SharedPool:
+            pools[rank] = kind(requests, order, rows, ends[rank], None)
+            pools[rank].link = ends[rank]
             return pools[rank]
 
-        return generate(model, given, strategy, {"max_batch_size": rows} | config, make_queue=make, **ENDS)
+        return call(rank, make)
 
     found = run_ranks(ranks, job)
-    texts = [[tokens for tokens in each if tokens] for each in zip(*map(outputs, found), strict=True)]
-    assert all(len(each) == 1 for each in texts), "a request was decoded twice, or not at all"
+    texts = [[text for text in each if text] for each in zip(*map(outputs, found), strict=True)]
+    assert all(len(each) == 1 for each in texts), "a request has two completions, or none"
     return [each[0] for each in texts], [pools[rank] for rank in range(ranks)], found
+
+
+def unfair(texts: list[list[int]]) -> list[int]:
+    """An order by which the first of two ranks is dealt the longer half of the requests."""
+    longest = longest_first([""] * len(texts), [len(text) for text in texts])
+    half = len(texts) // 2
+    pairs = list(zip(longest[:half], longest[half:], strict=True))
+    return [index for place, pair in enumerate(pairs) for index in (pair if place % 2 == 0 else pair[::-1])]
 
 
 @pytest.mark.parametrize("strategy", ["none", "self", "ngram", "history"])
@@ -50,7 +89,10 @@ def decode(model: LlamaForCausalLM, ranks: int, rows: int, given: dict, order: l
 def test_ranks_decode_what_one_decodes(tiny: LlamaForCausalLM, ranks: int, rows: int, strategy: str) -> None:
     given = prompts(16)
     alone = outputs(generate(tiny, given, **ENDS))
-    texts, pools, found = decode(tiny, ranks, rows, given, list(range(16)), strategy)
+    config = {"max_batch_size": rows}
+    texts, pools, found = decode(
+        ranks, range(16), rows, lambda _, make: generate(tiny, given, strategy, config, make_queue=make, **ENDS)
+    )
     assert texts == alone
     assert sum(len(each.statistics.ended_in) for each in found) == 16
     assert sum(each.statistics.tokens for each in found) == sum(map(len, alone))
@@ -60,31 +102,58 @@ def test_ranks_decode_what_one_decodes(tiny: LlamaForCausalLM, ranks: int, rows:
 @pytest.mark.parametrize("head_share", [0.0, 0.37, 1.0])
 @pytest.mark.parametrize("strategy", ["none", "self", "model", "eagle3", "history"])
 def test_moved_rows_go_on_where_they_were(
-    tiny: LlamaForCausalLM, tiny_assistant, eagle, strategy: str, head_share: float, monkeypatch
-) -> None:
+    tiny: LlamaForCausalLM, tiny_assistant: LlamaForCausalLM, eagle: str, strategy: str, head_share: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """A rank that has nothing left gets half of the rows of the one that has most, as often as it asks."""
     monkeypatch.setattr(pool_module, "rows_to_give", lambda lengths, *_: len(lengths) // 2)
+    monkeypatch.setattr(pool_module, "POLL_SHARE", 1e9)
     monkeypatch.setattr(MoveCosts, "head_share", property(lambda _: head_share))
-    given = prompts(8)
+    given, config = prompts(8), {"max_batch_size": 4}
     reference = generate(tiny, given, **ENDS)
     alone = outputs(reference)
-    by_length = longest_first([""] * 8, [len(text) for text in alone])
-    unfair = [by_length[place] for place in (0, 4, 5, 1, 2, 6, 7, 3)]  # the first rank is dealt the four longest
     assistants = {"model": tiny_assistant, "eagle3": eagle}
     more = {"assistant_model": assistants[strategy]} if strategy in assistants else {}
-    ends, pools = links(2), {}
-
-    def job(rank: int):
-        def make(requests):
-            pools[rank] = SharedPool(requests, unfair, 4, ends[rank], None)
-            return pools[rank]
-
-        return generate(tiny, given, strategy, {"max_batch_size": 4}, make_queue=make, **ENDS, **more)
-
-    found = run_ranks(2, job)
-    assert [one or other for one, other in zip(*map(outputs, found), strict=True)] == alone
-    assert pools[0].taken_over + pools[1].taken_over > 0
-    for row, text in enumerate(alone):  # logprobs of both parts
+    texts, pools, found = decode(
+        2, unfair(alone), 4,
+        lambda _, make: generate(tiny, given, strategy, config, make_queue=make, **ENDS, **more), Patient,
+    )  # fmt: skip
+    assert texts == alone
+    assert pools[1].taken_over > 0
+    assert (pools[1].send_seconds is None) == (head_share == 1.0 or strategy == "eagle3")
+    assert pools[1].idle_seconds > 0
+    for row, text in enumerate(alone):  # those of both parts
         mine = found[0] if found[0].lengths[row] else found[1]
-        given_by = mine.logprobs[row, : len(text)]
-        assert given_by.allclose(reference.logprobs[row, : len(text)], atol=1e-6)
+        assert mine.logprobs[row, : len(text)].allclose(reference.logprobs[row, : len(text)], atol=1e-6)
+
+
+class Helped(Plans):
+    """Drafts with the first drafter, and lets each free rank race for all rows with the second one."""
+
+    def __init__(self) -> None:
+        super().__init__(2, [[Chain(0, 2)]])
+
+    def further_method(
+        self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
+    ) -> tuple[str, list[int]] | None:
+        wanted = [request for request in requests if (request, "ngram") not in helpers]
+        return ("ngram", wanted) if wanted else None
+
+
+def test_ranks_race_for_the_rows_of_another(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that two ranks decode has one completion, that of the first one to end it."""
+    monkeypatch.setattr(pool_module, "rows_to_give", lambda *_: 0)
+    monkeypatch.setattr(pool_module, "POLL_SHARE", 1e9)
+    given, config = prompts(6), {"max_batch_size": 3}
+    alone = outputs(generate(tiny, given, **ENDS))
+    controls = [Helped(), Helped()]
+
+    def call(rank: int, make: Callable[[list[Request]], SharedPool]) -> SpeculativeOutput:
+        drafters = [SelfDrafter(tiny, kernel="reference"), NgramDrafter(2)]
+        more = dict(drafter=drafters, control=controls[rank], make_queue=make)
+        return generate(tiny, given, "best_of_n", config, **ENDS, **more)
+
+    texts, pools, _ = decode(2, unfair(alone), 3, call, Patient)
+    assert texts == alone
+    assert controls[1].tallies[1].rounds > 0  # the lookup drafts for helpers alone
+    assert pools[1].taken_over == 0

@@ -28,5 +28,9 @@ class RequestQueue:
         self.waiting -= len(taken)
         return taken
 
+    def keeps(self, index: int) -> bool:
+        """Whether what request `index` has come to counts: a row has ended. Asked once."""
+        return True
+
     def after_round(self, rollout: "Rollout") -> None:
         """A round is over and its ended rows have left: the queue may take further rows out of `rollout`."""

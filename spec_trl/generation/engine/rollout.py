@@ -1,22 +1,22 @@
 """The decoding loop: draft, verify, accept, commit, for rows of different lengths."""
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ...scheduling.control import Chain, Control, Tally
 from ...scheduling.plain_decoding import plain_rounds
+from ...scheduling.race_helper import RaceHelper
+from .cache import RowStates, free_memory
 from .chains import Lanes, draft_lengths, is_one_chain
 from .counters import DraftCounter, PhaseTimer, RoundLog
 from .drafter import Drafter, DraftSession
+from .guarded_drafters import GuardedDrafters, report_broken
 from .noise import RoundNoise, derive, position_keys
 from .processors import LogitsPipeline
 from .request_queue import RequestQueue
@@ -26,9 +26,6 @@ from .statistics import SpeculationStatistics
 from .stopping import Stopping
 from .timeline import TimelineLog
 from .verification import Outcome, Proposal, Verdict, verify_exact, verify_rejection
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,19 +63,18 @@ class Rollout:
         self._queue = queue
         self._completions: list[Completion | None] = [None] * len(requests)
         self._target, self._rows = target, rows
-        self._drafters: list[Drafter | None] = list(drafters)
-        self._control = control
+        self._drafters = GuardedDrafters(drafters, lambda which: self._control.drop(which))
+        self._control = self._own_control = control
         self._pipeline, self._stopping = pipeline, stopping
         self._do_sample, self._rejection = do_sample, rejection and do_sample
         self._want_logprobs, self._on_tokens = want_logprobs, on_tokens
         self._vocabulary = target.network.config.get_text_config(decoder=True).vocab_size
         self._statistics, self._log = SpeculationStatistics(strategy), RoundLog()
-        self._names = [drafter.strategy for drafter in drafters]
-        self._timeline = TimelineLog(len(requests), self._names)
+        self._timeline = TimelineLog(len(requests), self._drafters.names)
         self._ended_in = [0] * len(requests)
         self._prompt_keys = [prompt_key(request.prompt) for request in requests]
         self._tokens_read = 0
-        self._counter = DraftCounter(len(requests), self._names, rows.tokens.device)
+        self._counter = DraftCounter(len(requests), self._drafters.names, rows.tokens.device)
         self._timer = PhaseTimer(rows.tokens.device)
 
     def run(self) -> tuple[list[Completion | None], SpeculationStatistics]:
@@ -99,11 +95,11 @@ class Rollout:
         with self._timer.phase("control"):
             self._control.begin(self._rows.capacity, self._prompt_keys)
         session = DraftSession(self._rows, self._pipeline, self._do_sample, self._target, self._rejection)
-        self._for_each_drafter(lambda drafter: drafter.begin(session))
+        self._drafters.each(lambda drafter: drafter.begin(session))
 
     def end(self) -> None:
         """Lets drafters go of the rows and caches, which would otherwise outlive the generation."""
-        self._for_each_drafter(lambda drafter: drafter.end())
+        self._drafters.each(lambda drafter: drafter.end())
 
     def admit(self) -> bool:
         """Gives free rows to waiting requests and reads their prompts; returns whether there are rows to decode."""
@@ -115,10 +111,12 @@ class Rollout:
                 admission = rows.admit(taken)
                 heads = {row: progress.head for row, progress in admission.moved.items()}
                 self._tokens_read += self._target.read_prompts(rows, admission, heads)
+                raced = {self._drafters.names.index(own.method) for own in admission.moved.values() if own.method}
+                self._control = RaceHelper(self._own_control, raced.pop()) if raced else self._own_control
                 for row, progress in admission.moved.items():
                     self._target.cache.import_row(row, progress.head, progress.tail())
             with self._timer.phase("draft"):
-                self._for_each_drafter(lambda drafter: drafter.admit(admission))
+                self._drafters.each(lambda drafter: drafter.admit(admission))
             self.look()
         return rows.active > 0
 
@@ -146,7 +144,7 @@ class Rollout:
         with self._timer.phase("compact"):
             self._retire(finished)
         seconds = time.perf_counter() - started  # of the device too: the commit waited for it
-        names = dict.fromkeys(self._names[which] for which in outcome.by_drafter)
+        names = dict.fromkeys(self._drafters.names[which] for which in outcome.by_drafter)
         self._log.add(batch, length, outcome.width, "+".join(names) or None, seconds, tokens)
         with self._timer.phase("control"):
             self._control.record(outcome.width, seconds, tokens, self._target.preparations == prepared)
@@ -188,14 +186,14 @@ class Rollout:
         with self._timer.phase("control"):
             plan = self._control.plan(list(rows.indices), self._total_length / rows.active, self._queue.waiting)
             chains = [replace(chain, draft_length=min(chain.draft_length, self._room - 1)) for chain in plan]
-            plan = [chain for chain in chains if chain.draft_length > 0 and self._drafters[chain.which] is not None]
+            plan = [chain for chain in chains if chain.draft_length > 0 and self._drafters.has(chain.which)]
             self._timeline.record(time.perf_counter() - self._started, self._log.rounds, plan, rows.indices)
         return plan
 
     def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
         """What drafter `which` drafts, as far as rows have room for it and tokens exist; nothing where it fails."""
         rows, shape = self._rows, (self._rows.active, draft_length, self._vocabulary)
-        proposal = self._guard(which, lambda drafter: drafter.propose(draft_length, noise).checked(*shape))
+        proposal = self._drafters.ask(which, lambda drafter: drafter.propose(draft_length, noise).checked(*shape))
         if proposal is None:
             # Its K/V in the columns it drafted may be broken: verifying as many tokens overwrites it.
             return self._nothing(draft_length)
@@ -217,11 +215,10 @@ class Rollout:
 
     def _teach(self, which: int, proposal: Proposal, verified: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Shows a drafter that learns the target's logits on its drafts, and which rows they were verified for."""
-        drafter = self._drafters[which]
-        if drafter is not None and drafter.learns:
+        if self._drafters.learns(which):
             with self._timer.phase("learn"):
                 self._rows.write(0, proposal.tokens)  # where the drafter looks for them
-                self._guard(which, methodcaller("learn", *verified()))
+                self._drafters.ask(which, methodcaller("learn", *verified()))
 
     def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
         if self._rejection and proposal.logits is not None:
@@ -274,8 +271,8 @@ class Rollout:
             self._control.record_rows(list(rows.indices), *by_drafter)
         for which, flag in zip(suspects, more[2 * len(drafted) :], strict=True):
             if any(flag):
-                self._guard(which, _report_broken)
-        self._for_each_drafter(lambda drafter: drafter.observe(tokens))
+                self._drafters.ask(which, report_broken)
+        self._drafters.each(lambda drafter: drafter.observe(tokens))
         return [row for row, has_ended in enumerate(ended) if has_ended], tokens
 
     def _retire(self, finished: list[int]) -> None:
@@ -288,6 +285,8 @@ class Rollout:
         rows = self._rows
         lengths, prompts = rows.lengths.tolist(), rows.prompt_lengths.tolist()
         for row in finished:
+            if not self._queue.keeps(rows.indices[row]):
+                continue
             span = slice(prompts[row], lengths[row])
             logprobs = rows.logprobs[row, span].clone() if self._want_logprobs else None
             self._completions[rows.indices[row]] = Completion(rows.tokens[row, span].clone(), logprobs)
@@ -303,15 +302,20 @@ class Rollout:
         source, destination = rows.drop(finished)
         if source:
             self._target.cache.copy_rows(source, destination, rows.longest)
-        self._for_each_drafter(lambda drafter: drafter.move(source, destination, rows.longest))
+        self._drafters.each(lambda drafter: drafter.move(source, destination, rows.longest))
         rows.longest = max(rows.lengths.tolist(), default=0)
 
     # ---- rows that another rank goes on with ----------------------------------------------------------------------
 
     @property
-    def active(self) -> int:
-        """Rows in flight."""
-        return self._rows.active
+    def in_flight(self) -> list[int]:
+        """Index of the request in each row."""
+        return list(self._rows.indices)
+
+    @property
+    def control(self) -> Control:
+        """Decides what drafts now."""
+        return self._control
 
     def lengths(self) -> list[int]:
         """Tokens of each row, its prompt's included."""
@@ -332,55 +336,42 @@ class Rollout:
         """What reading a prompt took, per token."""
         return self._timer.seconds().get("prefill", 0.0) / max(self._tokens_read, 1)
 
-    def give_away(self, rows: Sequence[int], head_share: float) -> list[Request]:
-        """Takes `rows` out of flight and returns their requests with what they have come to. The K/V of the first
-        `head_share` of their columns is left out; all of it where drafters read hidden states, which only a forward
-        over these columns gives."""
+    def hand_over(self, rows: Sequence[int], head_share: float, method: str | None = None) -> list[Request]:
+        """Returns the requests of `rows` with what they have come to. They leave; or they stay, and another rank races
+        for them with its drafter named `method`.
+
+        The K/V of the first `head_share` of their columns is left out; all of it where there is no memory for a copy,
+        or where drafters read hidden states, which only a forward over these columns gives.
+        """
         lengths, prompts = self._rows.lengths.tolist(), self._rows.prompt_lengths.tolist()
-        share = 1.0 if self._target.is_heard else head_share
+        cache = self._target.cache
+        needed = sum(lengths[row] for row in rows) * cache.bytes // (cache.rows * cache.columns)
+        share = 1.0 if self._target.is_heard or 2 * needed > free_memory(self._rows.tokens.device) else head_share
         moved = []
         for row in rows:
             index, columns = self._rows.indices[row], lengths[row] - 1
             head, span = round(share * columns), slice(prompts[row], lengths[row])
             logprobs = self._rows.logprobs[row, span].clone() if self._want_logprobs else None
-            states = self._target.cache.export_row(row, head, columns)
-            progress = Progress(self._rows.tokens[row, span].clone(), logprobs, head, columns, partial(dict, states))
+            tail: Callable[[], RowStates] = partial(dict, cache.export_row(row, head, columns))
+            progress = Progress(self._rows.tokens[row, span].clone(), logprobs, head, columns, tail, method)
             moved.append(replace(self._queue.requests[index], progress=progress))
-        self._timeline.end([request.index for request in moved], time.perf_counter() - self._started)
-        self._free(list(rows))
-        self.look()
+        if method is None:
+            self.drop(rows)
         return moved
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Takes `rows` out of flight, with which another rank goes on, or has ended first."""
+        self._timeline.end([self._rows.indices[row] for row in rows], time.perf_counter() - self._started)
+        self._free(list(rows))
+        if self._rows.active:
+            self.look()
 
     # ---- faults ---------------------------------------------------------------------------------------------------
 
     @property
     def drafter_failure(self) -> str | None:
         """Why a drafter was dropped, or None."""
-        return self._statistics.drafter_failure
-
-    def _for_each_drafter(self, action: Callable[[Drafter], None]) -> None:
-        for which in range(len(self._drafters)):
-            self._guard(which, action)
-
-    def _guard(self, which: int, action: Callable[[Drafter], T]) -> T | None:
-        """Runs `action` on a drafter. A drafter may fail in any way and changes no output: it is dropped."""
-        drafter = self._drafters[which]
-        if drafter is None:
-            return None
-        try:
-            return action(drafter)
-        except Exception as error:
-            self._statistics.drafter_failure = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"the drafter {type(drafter).__name__} failed and is not used for the rest of this generation, "
-                f"which goes on without it and with the same tokens. {self._statistics.drafter_failure}",
-                stacklevel=2,
-            )
-            self._drafters[which] = None
-            self._control.drop(which)
-            with suppress(Exception):
-                drafter.end()
-            return None
+        return self._drafters.failure
 
     def _raise_broken(self, row: int, position: int, draft_length: int) -> None:
         rows, count = self._rows, draft_length + 1
@@ -414,12 +405,12 @@ class Rollout:
         statistics.target_forwards = self._target.forwards
         statistics.cache_bytes = self._target.cache.bytes
         statistics.graphs, statistics.graph_bytes = self._target.captured
+        statistics.drafter_failure = self._drafters.failure
         for drafter in self._drafters:
-            if drafter is not None:
-                statistics.draft_forwards += drafter.forwards
-                statistics.cache_bytes += drafter.cache_bytes
-                if drafter.learns:
-                    statistics.learning = drafter.learning
+            statistics.draft_forwards += drafter.forwards
+            statistics.cache_bytes += drafter.cache_bytes
+            if drafter.learns:
+                statistics.learning = drafter.learning
         account = self._control.account()
         statistics.predicted_speedup, statistics.reason = account.predicted_speedup, account.reason
         statistics.measured_speedup = sum(self._control.tallies, Tally()).measured_speedup
@@ -436,7 +427,3 @@ class Rollout:
         rest = self._control.plain_seconds(left)
         known = self._statistics.phase_seconds["prefill"] + self._log.plain_seconds
         return None if rest is None else known + rest
-
-
-def _report_broken(_: Drafter) -> None:
-    raise FloatingPointError("the draft network returned NaN logits")

@@ -20,6 +20,7 @@ class Progress:
         head: columns of K/V that have to be computed again.
         columns: all columns of its text but for the last token's, which the next forward writes.
         tail: waits for the K/V of the columns from `head` on.
+        method: of the drafter with which this rank races against that one; None: that one has it no more.
     """
 
     tokens: Tensor
@@ -27,6 +28,7 @@ class Progress:
     head: int
     columns: int
     tail: Callable[[], RowStates]
+    method: str | None = None
 
 
 @dataclass(frozen=True)
