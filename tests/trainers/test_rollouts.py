@@ -28,6 +28,7 @@ from spec_trl.trainers.run_log import read_run
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.conftest import Asked
 from tests.trainers.harness import PROMPTS, Run, make_run, roll_out, tiny_dataset, tiny_policy, train
+from tests.trainers.tool_task import add, conversations, make_chat_tokenizer
 
 
 # ---- Who drafts ----------------------------------------------------------------------------------------------------
@@ -170,43 +171,13 @@ def test_rollout_func_is_left_alone(tmp_path: Path) -> None:
     assert not [name for entry in run.logs for name in entry if "rollout/" in name]
 
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}={% elif m.role == 'tool' %};{% else %}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<eos>"
-    "{% endif %}{% endfor %}"
-)
-
-
 @pytest.fixture
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """Every completion with a "7" or "8" in it, or with an "a", is read as a call of the tool `add`."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.response_template = {"read by": "parse_response below"}
-
-    def parse_response(ids: list[int], **_: Any) -> dict[str, Any]:
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        call = {"type": "function", "function": {"name": "add", "arguments": {"a": text.count("a"), "b": 1}}}
-        tokenizer.asked.append(bool(set(text) & set("78a")))
-        return {"role": "assistant", "content": text} | ({"tool_calls": [call]} if tokenizer.asked[-1] else {})
-
-    tokenizer.asked = []
-    tokenizer.parse_response = parse_response
-    return tokenizer
-
-
-def add(a: int, b: int) -> int:
-    """Adds.
-
-    Args:
-        a: one number.
-        b: another.
-    """
-    return a + b
+    return make_chat_tokenizer()
 
 
 def test_tool_loop(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
-    prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in ("a3+b8", "c5")])
+    prompts = conversations("a3+b8", "c5")
     none, drafted = (
         roll_out(
             tmp_path / strategy, strategy, prompts, tokenizer=chat_tokenizer, max_completion_length=48,

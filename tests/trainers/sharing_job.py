@@ -1,0 +1,77 @@
+"""What each rank of the tests of shared rollouts runs: ``torchrun -m tests.trainers.sharing_job FOLDER``.
+
+The global batch is the same for any number of ranks.
+"""
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.trainers.harness import Run, tiny_dataset, train
+from tests.trainers.tool_task import add, conversations, make_chat_tokenizer
+
+
+BATCH = 16  # rows of a rollout, all ranks together
+CASES: dict[str, dict[str, Any]] = {
+    "own": {"rollout_sharing": "own"},
+    "pool": {},
+    "two rows in flight": {"rollout_batch_size": 2},
+    "history": {"strategy": "history", "rollout_batch_size": 1},
+    "padding seen": {"strategy": "ngram", "generation_kwargs": {"repetition_penalty": 1.3}},
+    "padding seen, own": {
+        "strategy": "ngram", "generation_kwargs": {"repetition_penalty": 1.3}, "rollout_sharing": "own",
+    },
+}  # fmt: skip
+"""Options by case; each but those with the penalty samples the same completions."""
+TOOLS = {"tools": {}, "tools, own": {"rollout_sharing": "own"}}
+
+
+def train_case(folder: Path, ranks: int, strategy: str = "self", steps: int = 3, **options: Any) -> Run:
+    """Trains and evaluates with the global batch; the policy follows plain gradient descent, since Adam turns the
+    rounding of a vanishing gradient into a full step."""
+    given = dict(
+        max_steps=steps, per_device_train_batch_size=BATCH // 2 // ranks, gradient_accumulation_steps=2, optim="sgd",
+        learning_rate=0.1, draft_kernel="reference", draft_lengths=[3],
+    ) | options  # fmt: skip
+    if "trainer" not in given:
+        given |= {
+            "per_device_eval_batch_size": 8 // ranks, "eval_strategy": "steps", "eval_steps": 2,
+            "trainer": {"eval_dataset": tiny_dataset(2)},
+        }  # fmt: skip
+    return train(folder, strategy, **given)
+
+
+def train_with_tools(folder: Path, ranks: int, **options: Any) -> Run:
+    """The same in conversations whose loops have different numbers of turns on different ranks."""
+    trainer = {"tools": [add], "train_dataset": conversations(*["a3+b8", "c5", "k", "z9"] * 8)}
+    return train_case(
+        folder, ranks, tokenizer=make_chat_tokenizer(), max_completion_length=48, max_tool_calling_iterations=3,
+        trainer=trainer, **options,
+    )  # fmt: skip
+
+
+def kept(run: Run) -> dict[str, Any]:
+    """What the tests look at."""
+    return {
+        "rewarded": run.rewarded, "losses": run.losses, "logs": run.logs, "weights": run.weights,
+        "ids": [call.request_ids for call in run.calls],
+    }  # fmt: skip
+
+
+def all_cases(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
+    """What each case left."""
+    done = {name: kept(train_case(folder / name, ranks, **options)) for name, options in CASES.items()}
+    done |= {name: kept(train_with_tools(folder / name, ranks, **options)) for name, options in TOOLS.items()}
+    twenty = train_case(folder / "twenty", ranks, steps=20, trainer={}, rollout_batch_size=4)
+    return done | {"twenty steps": kept(twenty)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    gc.freeze()  # see tests/conftest.py
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    torch.save(all_cases(folder / f"rank{rank}", int(os.environ["WORLD_SIZE"])), folder / f"rank{rank}.pt")
