@@ -2,9 +2,14 @@
 to another. Nothing here is a collective call: no rank waits for one that decodes."""
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+
+
+T = TypeVar("T")
 
 
 POLL_SECONDS = 0.002
@@ -36,28 +41,28 @@ class Link:
 
     def count(self, counter: str, by: int = 0) -> int:
         """Adds to a counter, which begins at 0, and returns it: of several ranks each gets another result."""
-        return self._store.add(counter, by)
+        return self._ask(self._store.add, counter, by)
 
     def post(self, note: str, text: str) -> None:
         """Writes a note for all ranks, in place of an older one."""
-        self._store.set(note, text)
+        self._ask(self._store.set, note, text)
 
     def claim(self, note: str) -> bool:
         """Writes this rank on a note that is not written yet; of several ranks one succeeds."""
-        return self._store.compare_set(note, "", str(self.rank)) == str(self.rank).encode()
+        return self._ask(self._store.compare_set, note, "", str(self.rank)) == str(self.rank).encode()
 
     def is_written(self, note: str) -> bool:
         """Whether some rank has written the note."""
-        return self._store.check([note])
+        return self._ask(self._store.check, [note])
 
     def read(self, notes: list[str]) -> list[str]:
         """Notes that have been written, or will be at once."""
-        return [text.decode() for text in self._store.multi_get(notes)]
+        return [text.decode() for text in self._ask(self._store.multi_get, notes)]
 
     def erase(self, notes: list[str]) -> None:
         """Removes notes and counters, those that exist."""
         for note in notes:
-            self._store.delete_key(note)
+            self._ask(self._store.delete_key, note)
 
     def await_note(self, note: str) -> str:
         """Waits for a note and returns it.
@@ -67,7 +72,7 @@ class Link:
         """
         heard, last = time.perf_counter(), self.read(self.rows_of_all)
         looked = heard
-        while not self._store.check([note]):
+        while not self.is_written(note):
             time.sleep(POLL_SECONDS)
             now = time.perf_counter()
             if now - looked < min(1.0, self.timeout / 4):
@@ -82,7 +87,21 @@ class Link:
                     f"{self.timeout:.0f} s: they died or hang. Look at their output, and resume from the last "
                     "checkpoint; ddp_timeout sets how long to wait."
                 )
-        return self._store.get(note).decode()
+        return self.read([note])[0]
+
+    def _ask(self, action: Callable[..., T], *given: object) -> T:
+        """What the store answers.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        try:
+            return action(*given)
+        except dist.DistError as error:
+            raise RuntimeError(
+                f"rank {self.rank} no longer reaches the store of the job: the process that holds it, rank 0 or the "
+                f"launcher, died or hangs. Look at its output, and resume from the last checkpoint. {error}"
+            ) from error
 
     def send(self, tensor: Tensor, rank: int) -> dist.Work:
         """Begins to send a tensor, which must stay as it is until the result's `wait`."""
