@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.distributed.fault_job import ENDS, ROWS, TIMEOUT
 from tests.generation.calls import generate, outputs, pad_left
+from tests.trainers.sharing_job import train_case
 
 
 pytestmark = pytest.mark.slow
@@ -19,13 +20,13 @@ ROOT = Path(__file__).parents[2]
 BOUND = 120 + 4 * TIMEOUT  # seconds, of which most go by before the rollout begins
 
 
-def run(folder: Path, ranks: int, who: int = -1, how: int = 0) -> list[object]:
-    """What each rank left, None where it died; `who` sends itself the signal `how`."""
+def launch(command: list[str], ranks: int, who: int) -> list[str]:
+    """Runs `python -m` with `command`, in which {rank} stands for the rank, until all ranks but `who` have ended;
+    returns what they printed as errors."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as a launcher has it
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.fault_job", str(folder / f"{rank}.pt"), str(who), str(int(how))],
-            cwd=ROOT, stderr=subprocess.DEVNULL,
+            [sys.executable, "-m", *(part.format(rank=rank) for part in command)], cwd=ROOT, stderr=subprocess.PIPE,
             env={
                 **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(ranks),
                 "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
@@ -35,12 +36,17 @@ def run(folder: Path, ranks: int, who: int = -1, how: int = 0) -> list[object]:
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        for rank, process in enumerate(processes):
-            if rank != who:
-                process.wait(timeout=BOUND)
+        return [
+            process.communicate(timeout=BOUND)[1].decode() for rank, process in enumerate(processes) if rank != who
+        ]
     finally:
         for process in processes:
             process.kill()
+
+
+def run(folder: Path, ranks: int, who: int = -1, how: int = 0) -> list[object]:
+    """What each rank left, None where it died; `who` sends itself the signal `how`."""
+    launch(["tests.distributed.fault_job", str(folder / "{rank}.pt"), str(who), str(int(how))], ranks, who)
     paths = [folder / f"{rank}.pt" for rank in range(ranks)]
     return [torch.load(path) if path.exists() else None for path in paths]
 
@@ -61,3 +67,13 @@ def test_a_rank_fails(tmp_path: Path, ranks: int, who: int, how: signal.Signals)
         else:
             assert isinstance(left, str) and left.startswith("RuntimeError: rank"), left
             assert "died or hang" in left and "resume from the last checkpoint" in left
+
+
+def test_a_run_that_dies_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """On one rank here, with the same global batch."""
+    (errors,) = launch(["tests.trainers.dying_job", str(tmp_path / "died")], 2, who=1)
+    assert "died or hang" in errors and "resume from the last checkpoint" in errors
+    options = {"steps": 4, "trainer": {}}
+    whole = train_case(tmp_path / "whole", 1, **options)
+    rest = train_case(tmp_path / "rest", 1, resume=tmp_path / "died" / "checkpoint-2", **options)
+    assert rest.completions == whole.completions[2:]

@@ -30,7 +30,9 @@ CASES: dict[str, dict[str, Any]] = {
 TOOLS = {"tools": {}, "tools, own": {"rollout_sharing": "own"}}
 
 
-def train_case(folder: Path, ranks: int, strategy: str = "self", steps: int = 3, **options: Any) -> Run:
+def train_case(
+    folder: Path, ranks: int, strategy: str = "self", steps: int = 3, resume: Path | None = None, **options: Any
+) -> Run:
     """Trains and evaluates with the global batch; the policy follows plain gradient descent, since Adam turns the
     rounding of a vanishing gradient into a full step."""
     given = dict(
@@ -42,7 +44,7 @@ def train_case(folder: Path, ranks: int, strategy: str = "self", steps: int = 3,
             "per_device_eval_batch_size": 8 // ranks, "eval_strategy": "steps", "eval_steps": 2,
             "trainer": {"eval_dataset": tiny_dataset(2)},
         }  # fmt: skip
-    return train(folder, strategy, **given)
+    return train(folder, strategy, resume, **given)
 
 
 def train_with_tools(folder: Path, ranks: int, **options: Any) -> Run:

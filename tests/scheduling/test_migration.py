@@ -1,0 +1,68 @@
+"""What moves between ranks, and what it costs."""
+
+from itertools import pairwise
+
+import pytest
+
+from spec_trl.scheduling.migration import MoveCosts, StepSeconds, measured_send_seconds, rows_to_give
+
+
+def line(fixed: float, per_row: float) -> StepSeconds:
+    """Rounds of one token per row."""
+    return StepSeconds((batch, batch, fixed + per_row * batch) for batch in (1, 4, 16))
+
+
+def test_head_and_tail_take_equally_long() -> None:
+    costs = MoveCosts(compute=0.003, send=0.001)
+    assert costs.head_share * 0.003 == pytest.approx((1 - costs.head_share) * 0.001) == costs.seconds(1)
+    assert MoveCosts(0.003, None).head_share == 0.5
+    assert MoveCosts(0.003, 0.0).head_share == 0.0  # sending is free
+
+
+def test_what_sending_took_is_measured_by_waiting() -> None:
+    assert measured_send_seconds(100, computing=2.0, waiting=3.0) == 0.05
+    assert measured_send_seconds(100, computing=2.0, waiting=0.001) == 0.01  # at most that: the next move tells
+    assert measured_send_seconds(0, computing=2.0, waiting=0.0) is None
+    # Where sending is faster than is thought, further moves find out.
+    sent, true = 0.5, 0.001
+    for _ in range(20):
+        share = MoveCosts(0.003, sent).head_share
+        computing, sending = 100 * share * 0.003, 100 * (1 - share) * true
+        sent = measured_send_seconds(round(100 * (1 - share)), computing, max(sending - computing, 0.0)) or 0.0
+    assert sent == pytest.approx(true, rel=0.6)
+
+
+def test_steps_are_a_line_over_the_batch() -> None:
+    steps = line(0.02, 0.003)
+    assert [steps(batch) for batch in (2, 8, 32)] == pytest.approx([0.026, 0.044, 0.116])
+    # Drafts commit more than a token per row: a step is what one of them takes.
+    assert StepSeconds([(4, 12, 0.3)])(4) == pytest.approx(0.1)
+    one = StepSeconds([(8, 8, 0.1)] * 3)  # of one batch alone nothing is known about others
+    assert one(8) == one(1) == pytest.approx(0.1)
+    assert StepSeconds([(1, 1, 0.5), (8, 8, 0.1)])(4) > 0  # noise: less for more rows
+    assert line(-0.01, 0.02)(1) > 0
+
+
+def test_half_the_rows_go_where_each_row_costs() -> None:
+    lengths = sorted(range(100, 132))
+    assert rows_to_give(lengths, 1000, line(0.0, 0.01), MoveCosts(1e-6, 1e-6)) == 16
+    counts = [rows_to_give(lengths, 1000, line(0.0, 0.01), MoveCosts(cost, cost)) for cost in (1e-6, 1e-2, 0.1, 10)]
+    assert all(more >= less for more, less in pairwise(counts)) and counts[0] > counts[2] and counts[-1] == 0
+
+
+def test_none_go_where_rows_are_free_or_about_to_end() -> None:
+    lengths = [100] * 8
+    assert rows_to_give(lengths, 1000, line(0.02, 0.0), MoveCosts(1e-6, None)) == 0
+    assert rows_to_give(lengths, 1, line(0.0, 0.001), MoveCosts(1e-3, None)) == 0
+    assert rows_to_give([100], 1000, line(0.0, 0.01), MoveCosts(1e-9, None)) == 0
+    assert rows_to_give([], 1000, line(0.0, 0.01), MoveCosts(1e-9, None)) == 0
+
+
+def test_the_end_is_as_early_as_any_choice_makes_it() -> None:
+    lengths, steps, costs = [50, 60, 400, 900, 3000], line(0.01, 0.004), MoveCosts(2e-4, 1e-4)
+
+    def end(count: int) -> float:
+        there = costs.seconds(sum(lengths[:count])) + 500 * steps(count) if count else 0.0
+        return max(500 * steps(len(lengths) - count), there)
+
+    assert end(rows_to_give(lengths, 500, steps, costs)) == min(map(end, range(len(lengths))))
