@@ -19,8 +19,9 @@ from .family_hooks import adapt
 
 # What accelerate and TRL leave on the root of a prepared policy; generation runs the class's own forward.
 _ROOT_PATCHES = ("forward", "_original_forward")
-# A forward with `output_hidden_states` leaves hooks of this module, which torch.compile cannot trace.
-_CAPTURING = "transformers.utils.output_capturing"
+# Hooks of these modules stay behind. A forward with `output_hidden_states` leaves the first one's, which torch.compile
+# cannot trace; FSDP2's would gather and free weights, and generation runs on gathered ones.
+_LEFT_BEHIND = ("transformers.utils.output_capturing", "torch.distributed.fsdp")
 _PLAIN = (bool, int, float, str)
 _HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 
@@ -89,7 +90,10 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     module = uncompiled(module)
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]
-    clone = module.__class__.__new__(module.__class__)
+    kind = type(module)
+    if kind.__module__.startswith("torch.distributed.fsdp"):  # FSDP2 puts a class of its own before the module's
+        kind = kind.__bases__[-1]
+    clone = kind.__new__(kind)
     clones[id(module)] = clone
     state = dict(module.__dict__)
     # `_parameters` and `_buffers` stay the very same dicts: `.to(device)` and weight swaps reach the shadow too.
@@ -98,10 +102,11 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     }
     state["training"] = False
     state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's own forward
+    state.pop("_is_fsdp_managed_module", None)
     for name in _HOOK_DICTS:  # copied, not cleared: TRL's `cast_lm_head_to_fp32` lives in hooks
         state[name] = state[name].copy()
         for key, hook in module.__dict__[name].items():
-            if hook.__module__ == _CAPTURING:
+            if hook.__module__.startswith(_LEFT_BEHIND):
                 del state[name][key]
     for name, value in module.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is module:
