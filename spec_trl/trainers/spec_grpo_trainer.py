@@ -211,7 +211,8 @@ class SpecGRPOTrainer(GRPOTrainer):
                 gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
             ) as wrapped,
             torch.no_grad(),
-            whole_weights(wrapped, self.accelerator) as policy,
+            whole_weights(wrapped) as policy,
+            self.accelerator.autocast(),  # around the whole rollout, so that fp32 weights are cast once
         ):
             drafters = self._make_drafters(policy)
             control = self._current_control(policy, drafters, input_ids.shape)  # may calibrate, once

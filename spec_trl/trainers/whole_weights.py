@@ -7,7 +7,6 @@ DeepSpeed ZeRO-3 has sharded; under FSDP2 it leaves gathering to the hooks of ea
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -26,21 +25,17 @@ def check_fsdp(version: int | None) -> None:
 
 
 @contextmanager
-def whole_weights(model: nn.Module, accelerator: Accelerator) -> Iterator[PreTrainedModel]:
-    """Gives the policy in `model`, with plain Parameters in the precision that training computes in.
-
-    Under FSDP2 that is the `param_dtype` of its mixed precision, and without autocast; elsewhere the accelerator's
-    autocast, around the whole rollout so that fp32 weights are cast once. All ranks must enter and leave.
-    """
+def whole_weights(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """Gives the policy in `model` with plain Parameters, under FSDP2 in the `param_dtype` of its mixed precision. All
+    ranks must enter and leave."""
     policy, sharded = policy_in(model), [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
-        with accelerator.autocast():
-            yield policy
+        yield policy
         return
     try:
         for module in sharded:
             module.unshard()
-        policy._is_fsdp_managed_module = False  # what transformers asks whether forwards have to wait for other ranks
+        policy._is_fsdp_managed_module = False  # transformers asks it whether a forward has to wait for other ranks
         yield policy
     finally:
         policy._is_fsdp_managed_module = True

@@ -13,15 +13,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...quantization.source_weight import WRAPPED
 from .attention import RAGGED_ATTENTION
 from .family_hooks import adapt
 
 
 # What accelerate and TRL leave on the root of a prepared policy; generation runs the class's own forward.
 _ROOT_PATCHES = ("forward", "_original_forward")
-# Hooks of these modules stay behind. A forward with `output_hidden_states` leaves the first one's, which torch.compile
-# cannot trace; FSDP2's would gather and free weights, and generation runs on gathered ones.
-_LEFT_BEHIND = ("transformers.utils.output_capturing", "torch.distributed.fsdp")
+# Hooks of these packages stay behind. A forward with `output_hidden_states` leaves the first one's, which torch.compile
+# cannot trace. Those of FSDP2 would gather and free weights in each forward, and ZeRO-3's on the root, which TRL does
+# not take off for generation, compares notes with the other ranks: but ranks run different numbers of forwards.
+_LEFT_BEHIND = ("transformers.utils.output_capturing", "torch.distributed.fsdp", "deepspeed")
 _PLAIN = (bool, int, float, str)
 _HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 
@@ -81,18 +83,21 @@ def addresses(network: nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers()))
 
 
-def uncompiled(module: nn.Module) -> Any:
-    """The module that torch.compile wrapped, told by the name it has there: torch._dynamo takes seconds to import."""
-    return module._modules.get("_orig_mod", module)
+def unwrapped(module: nn.Module) -> Any:
+    """The module inside the wrappers of torch.compile and of FSDP's activation checkpointing, told by the name it has
+    there: torch._dynamo takes seconds to import."""
+    while inside := [module._modules[name] for name in WRAPPED if name in module._modules]:
+        module = inside[0]
+    return module
 
 
 def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any]) -> Any:
-    module = uncompiled(module)
+    module = unwrapped(module)
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]
     kind = type(module)
-    if kind.__module__.startswith("torch.distributed.fsdp"):  # FSDP2 puts a class of its own before the module's
-        kind = kind.__bases__[-1]
+    if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 puts a class of its own before the module's
+        kind = kind.__bases__[1]
     clone = kind.__new__(kind)
     clones[id(module)] = clone
     state = dict(module.__dict__)
