@@ -1,8 +1,8 @@
 """What each rank runs where weights are sharded: ``torchrun --nproc_per_node 2 -m tests.trainers.sharded_job FOLDER
 CASE...``, for instance with all of FSDP2, or all of ZERO.
 
-accelerate shards on accelerators alone: in CPU processes it takes a configuration of FSDP, and runs DDP without a word.
-Here it is told that these processes are to shard; all that follows is FSDP2 itself, over gloo.
+accelerate shards on accelerators alone: in CPU processes it takes a configuration of FSDP and runs DDP, without a
+word. Here it is told that these processes are to shard; all that follows is FSDP2 itself, over gloo.
 """
 
 import gc

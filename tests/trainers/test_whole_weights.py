@@ -17,7 +17,7 @@ from tests.trainers.harness import tiny_policy
 
 @pytest.fixture
 def sharded() -> Iterator[LlamaForCausalLM]:
-    """A policy under FSDP2 as accelerate wraps it, activation checkpointing included: float64, computes in bfloat16."""
+    """A float64 policy that computes in bfloat16 under FSDP2, its layers in wrappers of activation checkpointing."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     mesh = distributed.init_device_mesh("cpu", (1,))
     policy, precision = tiny_policy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)

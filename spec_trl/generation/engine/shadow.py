@@ -20,9 +20,9 @@ from .family_hooks import adapt
 
 # What accelerate and TRL leave on the root of a prepared policy; generation runs the class's own forward.
 _ROOT_PATCHES = ("forward", "_original_forward")
-# Hooks of these packages stay behind. A forward with `output_hidden_states` leaves the first one's, which torch.compile
-# cannot trace. Those of FSDP2 would gather and free weights in each forward, and ZeRO-3's on the root, which TRL does
-# not take off for generation, compares notes with the other ranks: but ranks run different numbers of forwards.
+# Hooks of these stay behind. A forward with `output_hidden_states` leaves the first one's, which torch.compile cannot
+# trace. FSDP2's would gather and free weights in each forward. ZeRO-3's on the root, which TRL does not take off for
+# generation, compares notes with the other ranks, and ranks run different numbers of forwards.
 _LEFT_BEHIND = ("transformers.utils.output_capturing", "torch.distributed.fsdp", "deepspeed")
 _PLAIN = (bool, int, float, str)
 _HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
