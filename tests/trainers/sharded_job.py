@@ -56,9 +56,15 @@ FSDP2: dict[str, Case] = {
     "lora": ({}, fsdp2()),
     "saved": (SAVING, fsdp2()),
     "awq": ({"draft_quantization": "awq-w4-g32"}, fsdp2(activation_checkpointing=True)),
+    "auto": ({"assistant_strategy": "auto", "draft_lengths": [3]}, fsdp2()),  # profiled on one rank, the other waits
     "bf16": ({"bf16": True}, fsdp2()),
 }
-ZERO: dict[str, Case] = {"zero2": ({}, zero(2)), "zero3": (EVALUATING, zero(3)), "saved3": (SAVING, zero(3))}
+ZERO: dict[str, Case] = {
+    "zero2": ({}, zero(2)),
+    "zero3": (EVALUATING, zero(3)),
+    "saved3": (SAVING, zero(3)),
+    "auto3": (FSDP2["auto"][0], zero(3)),
+}
 CASES = FSDP2 | ZERO
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 
