@@ -1,29 +1,36 @@
 """Gathering FSDP2's weights, in one process: all that does not need a second rank."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
+from trl.distributed import DistributedBackend
 
 from spec_trl.generation.engine.shadow import make_shadow
-from spec_trl.trainers.whole_weights import check_fsdp, whole_weights
-from tests.trainers.harness import tiny_policy
+from spec_trl.trainers.whole_weights import whole_weights
+from tests.trainers.harness import make_run, tiny_policy
 
 
 @pytest.fixture
 def sharded() -> Iterator[LlamaForCausalLM]:
-    """A float64 policy that computes in bfloat16 under FSDP2, its layers in wrappers of activation checkpointing."""
+    """A float64 policy that computes in bfloat16 under FSDP2, with CPU offloading and activation checkpointing."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    mesh = distributed.init_device_mesh("cpu", (1,))
-    policy, precision = tiny_policy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    options = {
+        "mesh": distributed.init_device_mesh("cpu", (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+    }
+    policy = tiny_policy()
     for index, layer in enumerate(policy.model.layers):
-        policy.model.layers[index] = fully_shard(checkpoint_wrapper(layer), mesh=mesh, mp_policy=precision)
-    yield fully_shard(policy, mesh=mesh, mp_policy=precision)
+        policy.model.layers[index] = fully_shard(checkpoint_wrapper(layer), **options)
+    yield fully_shard(policy, **options)
     distributed.destroy_process_group()
 
 
@@ -31,11 +38,22 @@ def kinds(policy: nn.Module) -> set[type]:
     return {type(parameter.data) for parameter in policy.parameters()}
 
 
-def test_fsdp1_is_refused_with_a_remedy() -> None:
-    for version in (None, 2):
-        check_fsdp(version)
-    with pytest.raises(ValueError, match="fsdp_version=1 is not served: .* Set fsdp_version: 2"):
-        check_fsdp(1)
+@pytest.mark.parametrize("version, strategy, message", [
+    (1, "none", "fsdp_version=1 is not served: .* Set fsdp_version: 2"),
+    (2, "eagle3", "drafter_adaptation=True is not served with FSDP"),
+])  # fmt: skip
+def test_what_is_refused(
+    version: int, strategy: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = DistributedBackend.__init__
+
+    def pretend(backend: DistributedBackend, accelerator: Accelerator) -> None:
+        begin(backend, accelerator)
+        backend.fsdp_version = version
+
+    monkeypatch.setattr(DistributedBackend, "__init__", pretend)
+    with pytest.raises(ValueError, match=message):
+        make_run(tmp_path, strategy, assistant_model=None if strategy == "none" else "not/looked/at")
 
 
 def test_weights_are_whole_inside_and_sharded_outside(sharded: LlamaForCausalLM) -> None:

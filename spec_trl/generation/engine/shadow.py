@@ -86,9 +86,8 @@ def addresses(network: nn.Module) -> tuple[int, ...]:
 def unwrapped(module: nn.Module) -> Any:
     """The module inside the wrappers of torch.compile and of FSDP's activation checkpointing, told by the name it has
     there: torch._dynamo takes seconds to import."""
-    while inside := [module._modules[name] for name in WRAPPED if name in module._modules]:
-        module = inside[0]
-    return module
+    inside: Any = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
+    return module if inside is None else unwrapped(inside)
 
 
 def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any]) -> Any:
