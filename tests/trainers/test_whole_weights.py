@@ -53,7 +53,7 @@ def test_what_is_refused(
 
     monkeypatch.setattr(DistributedBackend, "__init__", pretend)
     with pytest.raises(ValueError, match=message):
-        make_run(tmp_path, strategy, assistant_model=None if strategy == "none" else "not/looked/at")
+        make_run(tmp_path, strategy, assistant_model=None if strategy == "none" else str(tmp_path))
 
 
 def test_weights_are_whole_inside_and_sharded_outside(sharded: LlamaForCausalLM) -> None:

@@ -110,7 +110,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     for name in _HOOK_DICTS:  # copied, not cleared: TRL's `cast_lm_head_to_fp32` lives in hooks
         state[name] = state[name].copy()
         for key, hook in module.__dict__[name].items():
-            if hook.__module__.startswith(_LEFT_BEHIND):
+            if str(hook.__module__).startswith(_LEFT_BEHIND):
                 del state[name][key]
     for name, value in module.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is module:
