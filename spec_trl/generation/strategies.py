@@ -29,7 +29,7 @@ from .drafters.self_copy import SelfDrafter, self_drafter_of, versions
 from .drafters.small_model import SmallModelDrafter, load_assistant
 from .drafters.tts.drafter import DistilledDrafter
 from .engine.drafter import Drafter
-from .engine.shadow import uncompiled
+from .engine.shadow import unwrapped
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"
@@ -68,7 +68,7 @@ def make_drafters(
 
 def _make_drafter(kind: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> Drafter:
     if isinstance(assistant, nn.Module):
-        assistant = uncompiled(assistant)
+        assistant = unwrapped(assistant)
     match kind:
         case "self":
             return self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .kernels import PackedWeight
 from .rtn import RoundToNearest, computing_dtype
+from .source_weight import modules_by_name
 
 
 ALPHAS = tuple(i / 10 for i in range(11))  # 0 first: it is round-to-nearest, and wins ties
@@ -51,7 +52,7 @@ class ActivationStatistics:
     """
 
     def __init__(self, policy: nn.Module, names: Iterable[str]) -> None:
-        modules, names = dict(policy.named_modules()), list(names)
+        modules, names = modules_by_name(policy), list(names)
         if unknown := [name for name in names if name not in modules]:
             raise ValueError(
                 f"names: the policy has no module {unknown[0]!r}; pass the activation_aware_layers of a drafter of "

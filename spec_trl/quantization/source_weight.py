@@ -17,6 +17,9 @@ from transformers.pytorch_utils import Conv1D
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BNB_WEIGHTS = ("Params4bit", "Int8Params")  # told by name: importing bitsandbytes takes seconds and a GPU build
 
+# What torch.compile and FSDP's activation checkpointing call the module that they wrap.
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+
 
 @dataclass(frozen=True)
 class SourceSpec:
@@ -26,6 +29,11 @@ class SourceSpec:
     in_features: int
     dtype: torch.dtype
     device: torch.device
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of `model` by the names that they would have without wrappers, which yield to what they wrap."""
+    return {".".join(part for part in name.split(".") if part not in WRAPPED): m for name, m in model.named_modules()}
 
 
 def is_adapter(module: nn.Module) -> bool:

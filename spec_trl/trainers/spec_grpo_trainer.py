@@ -42,6 +42,7 @@ from .shared_measurements import PROFILE_FILE, shared_ladder, shared_profile
 from .spec_grpo_config import SpecGRPOConfig
 from .step_clock import StepClock
 from .verdict import Verdict
+from .whole_weights import check_fsdp, whole_weights
 
 
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -76,13 +77,10 @@ class SpecGRPOTrainer(GRPOTrainer):
         elif not isinstance(args, SpecGRPOConfig):
             raise ValueError(f"args is a {type(args).__name__}; SpecGRPOTrainer needs a SpecGRPOConfig.")
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
-        if self._dist.is_fsdp:
-            raise ValueError(
-                "FSDP is not served yet: the drafter needs the gathered weights of each layer. Use DDP or DeepSpeed."
-            )
+        check_fsdp(self._dist.fsdp_version)
         members = args.best_of_n_drafters if args.assistant_strategy == "best_of_n" else [args.assistant_strategy]
         if args.drafter_adaptation and set(members) & set(ADAPTABLE):
-            check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage)
+            check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
         self._speculative_config = args.speculative_config()
         if self.rollout_func is None:
             self._check_rollouts(policy_in(self.model))
@@ -233,9 +231,9 @@ class SpecGRPOTrainer(GRPOTrainer):
                 gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
             ) as wrapped,
             torch.no_grad(),
+            whole_weights(wrapped) as policy,
             self.accelerator.autocast(),  # around the whole rollout, so that fp32 weights are cast once
         ):
-            policy = policy_in(wrapped)
             drafters = self._make_drafters(policy)
             control = self._current_control(policy, drafters, rows, width)  # may calibrate, once
             self._announce_new_weights(drafters)

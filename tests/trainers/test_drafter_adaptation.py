@@ -305,9 +305,10 @@ def test_widths_that_cannot_be_compared(tmp_path: Path) -> None:
     (dict(torch_compile=True), "torch_compile=True"),
     (dict(data_parallel_devices=2), "torch.nn.DataParallel on 2 devices"),
     (dict(zero_stage=3), "DeepSpeed ZeRO-3"),
+    (dict(is_fsdp=True), "FSDP"),
 ])  # fmt: skip
 def test_what_is_not_served(case: dict[str, Any], named: str, checkpoints: dict[str, str], tmp_path: Path) -> None:
-    served = dict(torch_compile=False, data_parallel_devices=1, zero_stage=2)
+    served = dict(torch_compile=False, data_parallel_devices=1, zero_stage=2, is_fsdp=False)
     check_adaptation(**served)
     with pytest.raises(ValueError, match=f"drafter_adaptation=True is not served with {named}.*drafter_adaptation=F"):
         check_adaptation(**served | case)

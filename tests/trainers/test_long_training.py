@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 from spec_trl.generation import kept
 from spec_trl.generation.drafters.tts import drafter
 from spec_trl.generation.engine import captured
-from spec_trl.generation.engine.shadow import uncompiled
+from spec_trl.generation.engine.shadow import unwrapped
 from tests.conftest import STORY_MODEL
 from tests.generation.drafters.watching import make_checkpoint
 from tests.generation.engine.tape import Tape
@@ -197,7 +197,7 @@ def test_a_compiled_policy_is_drafted_for(
     is_compiled = []
 
     def loss(trainer: Any, model: Any, inputs: Any, **_: Any) -> Any:
-        is_compiled.append(model is not uncompiled(model))
+        is_compiled.append(model is not unwrapped(model))
         return sum(parameter.sum() for parameter in model.parameters())  # a forward would be traced for seconds
 
     monkeypatch.setattr(GRPOTrainer, "compute_loss", loss)

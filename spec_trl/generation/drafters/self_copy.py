@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...quantization import quantize_projections
 from ...quantization.awq import ActivationStatistics
+from ...quantization.source_weight import modules_by_name
 from .. import kept
 from ..engine.drafter import DraftSession
 from ..engine.noise import RoundNoise
@@ -91,8 +92,7 @@ class SelfDrafter(NetworkDrafter):
         ran: set[str] = set()
         policy = self._policy()
         assert policy is not None
-        # A layer that torch.compile wrapped is called after its wrapper.
-        modules = {name.replace("_orig_mod.", ""): module for name, module in policy.named_modules()}
+        modules = modules_by_name(policy)
         hooks = [
             modules[name].register_forward_pre_hook(lambda *_, name=name: ran.add(name))
             for name in self.quantized.layers

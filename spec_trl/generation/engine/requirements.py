@@ -14,7 +14,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .attention import MaskPlan
 from .family_hooks import forward_parameters, position_tables, takes_positions
-from .shadow import uncompiled
+from .shadow import unwrapped
 
 
 if TYPE_CHECKING:
@@ -123,10 +123,10 @@ def policy_in(model: nn.Module) -> PreTrainedModel:
     PEFT, which the model inside knows nothing of."""
     from peft import PeftModel
 
-    model = uncompiled(model)
+    model = unwrapped(model)
     while isinstance(model, PeftModel):
         _check_prompt_learning(model)
-        model = uncompiled(model.get_base_model())
+        model = unwrapped(model.get_base_model())
     return model
 
 

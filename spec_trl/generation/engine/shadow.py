@@ -13,14 +13,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...quantization.source_weight import WRAPPED
 from .attention import RAGGED_ATTENTION
 from .family_hooks import adapt
 
 
 # What accelerate and TRL leave on the root of a prepared policy; generation runs the class's own forward.
 _ROOT_PATCHES = ("forward", "_original_forward")
-# A forward with `output_hidden_states` leaves hooks of this module, which torch.compile cannot trace.
-_CAPTURING = "transformers.utils.output_capturing"
+# Hooks of these stay behind. A forward with `output_hidden_states` leaves the first one's, which torch.compile cannot
+# trace. FSDP2's would gather and free weights in each forward. ZeRO-3's on the root, which TRL does not take off for
+# generation, compares notes with the other ranks, and ranks run different numbers of forwards.
+_LEFT_BEHIND = ("transformers.utils.output_capturing", "torch.distributed.fsdp", "deepspeed")
 _PLAIN = (bool, int, float, str)
 _HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 
@@ -80,16 +83,21 @@ def addresses(network: nn.Module) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers()))
 
 
-def uncompiled(module: nn.Module) -> Any:
-    """The module that torch.compile wrapped, told by the name it has there: torch._dynamo takes seconds to import."""
-    return module._modules.get("_orig_mod", module)
+def unwrapped(module: nn.Module) -> Any:
+    """The module inside the wrappers of torch.compile and of FSDP's activation checkpointing, told by the name it has
+    there: torch._dynamo takes seconds to import."""
+    inside: Any = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
+    return module if inside is None else unwrapped(inside)
 
 
 def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any]) -> Any:
-    module = uncompiled(module)
+    module = unwrapped(module)
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]
-    clone = module.__class__.__new__(module.__class__)
+    kind = type(module)
+    if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 puts a class of its own before the module's
+        kind = kind.__bases__[1]
+    clone = kind.__new__(kind)
     clones[id(module)] = clone
     state = dict(module.__dict__)
     # `_parameters` and `_buffers` stay the very same dicts: `.to(device)` and weight swaps reach the shadow too.
@@ -98,10 +106,11 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     }
     state["training"] = False
     state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's own forward
+    state.pop("_is_fsdp_managed_module", None)
     for name in _HOOK_DICTS:  # copied, not cleared: TRL's `cast_lm_head_to_fp32` lives in hooks
         state[name] = state[name].copy()
         for key, hook in module.__dict__[name].items():
-            if hook.__module__ == _CAPTURING:
+            if str(hook.__module__).startswith(_LEFT_BEHIND):
                 del state[name][key]
     for name, value in module.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is module:
