@@ -17,11 +17,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PYTHONDONTWRITEBYTECODE =
 PIP := $(RUN) -m pip install -q --no-compile
 
-.PHONY: help venv demo test test-all lint typecheck unit unit-all mutations bench clean
+.PHONY: help venv demo demo-ranks test test-all lint typecheck unit unit-all mutations bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       GRPO on a small policy next to TRL's own trainer; table and plot in demo_output/"
+	@echo "make demo-ranks the same on two CPU processes: how long they wait for each other"
 	@echo "make test       lint, type check, tests"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make unit       the tests alone"
@@ -45,6 +46,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing spec_trl and its dependencies"
 	@$(PIP) -e ".[test,dev]" -c constraints.txt
 	@touch $@
+
+demo-ranks: $(READY)
+	@$(RUN) -m examples.demo.ranks
 
 demo: $(READY)
 	@$(RUN) -m examples.demo.run

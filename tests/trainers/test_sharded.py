@@ -73,10 +73,10 @@ def test_ranks_sample_and_learn_what_one_process_does(name: str, ranks: Ranks, a
 
 @pytest.mark.parametrize("name", [*FSDP2, *zero])
 def test_a_rollout_waits_for_nobody(name: str, ranks: Ranks) -> None:
-    """Its forwards call no collective, so that ranks end after different numbers of rounds."""
+    """Its forwards call no collective, so that ranks may end after different numbers of rounds."""
     one, other = (rank[name] for rank in ranks)
     assert one["collectives"] == other["collectives"] == [0] * len(one["rounds"])
-    if name not in ("none", "auto", "auto3"):  # which may decode a row of the full length on each rank without drafts
+    if name in ("saved", "saved3"):
         assert one["rounds"] != other["rounds"]
     # Between rollouts each rank holds its shard alone; stage 2 shards no weights.
     assert one["held"] == [1.0 if name == "zero2" else pytest.approx(0.5 if name in FSDP2 else 0.0)] * 3
