@@ -12,8 +12,9 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-POLL_SECONDS = 0.002
-"""Between two looks of a waiting rank at the store: less than a decoding round, and some hundred looks per second."""
+POLL_SECONDS = (0.001, 0.02)
+"""Between two looks of a waiting rank at the store: at first much less than a decoding round, and with each look a
+tenth more, up to fifty looks per second: one store serves all ranks."""
 
 
 class Link:
@@ -71,9 +72,10 @@ class Link:
             RuntimeError: no rank that decodes has been heard of for `timeout` seconds.
         """
         heard, last = time.perf_counter(), self.read(self.rows_of_all)
-        looked = heard
+        looked, pause = heard, POLL_SECONDS[0]
         while not self.is_written(note):
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(1.1 * pause, POLL_SECONDS[1])
             now = time.perf_counter()
             if now - looked < min(1.0, self.timeout / 4):
                 continue

@@ -46,11 +46,13 @@ class SharedPool(RequestQueue):
         self._left = len(self._rest)
         self.waiting = len(self._own) + self._left
         self._began, self._polled, self._rounds = time.perf_counter(), 0.0, 0
-        self._asked = 0  # times that a rank has asked for work so far
+        self._numbers: list[int] = []  # of the times that this rank asked for work
+        self._asked = 0  # times that any rank did so far
         self._open: list[int] = []  # those to which nobody may have answered yet
         self._sending: list[Sending] = []
         self._arriving: MovedRows | None = None
         self._raced: set[int] = set()  # requests that other ranks decode as well
+        self._copied: set[int] = set()  # those of them that other ranks had before
         self._methods: dict[tuple[int, str], int] = {}  # who races for a request, and with which method
         self._tell(len(self._own))
 
@@ -65,11 +67,11 @@ class SharedPool(RequestQueue):
         return taken if taken or active else self._ask_for_work()
 
     def forget(self) -> None:
-        """Erases what was written for this pool; no rank may use it any more."""
-        asked = range(1, self._link.count("asked") + 1)
-        numbered = [f"{note}/{number}" for note in ("asker", "helper", "work") for number in asked]
-        ended = [f"ended/{request.index}" for request in self.requests]
-        self._link.erase(["taken", "idle", "asked", *self._link.rows_of_all, *numbered, *ended])
+        """Erases what this rank has written; no rank may use the pool any more."""
+        numbered = [f"{note}/{number}" for note in ("asker", "helper", "work") for number in self._numbers]
+        ended = [f"ended/{index}" for index in self._raced]
+        shared = ["taken", "idle", "asked"] if self._link.rank == 0 else []
+        self._link.erase([self._link.rows_of(self._link.rank), *numbered, *ended, *shared])
 
     # ---- a rank that has rows ---------------------------------------------------------------------------------------
 
@@ -79,7 +81,7 @@ class SharedPool(RequestQueue):
     def after_round(self, rollout: Rollout) -> None:
         self._rounds += 1
         started = time.perf_counter()
-        if self.waiting or self._polled > POLL_SHARE * (started - self._began):
+        if self._polled > POLL_SHARE * (started - self._began):
             return
         lost = [row for row, index in enumerate(rollout.in_flight) if index in self._raced and self._has_ended(index)]
         if lost:
@@ -87,10 +89,20 @@ class SharedPool(RequestQueue):
         asked = self._link.count("asked")
         self._open += range(self._asked + 1, asked + 1)
         self._asked = asked
-        self._tell(len(rollout.in_flight))
+        if self._open:  # a rank asks where nothing is left to take
+            self._left, self.waiting = 0, len(self._own)
+        self._tell(self._rows_of_its_own(rollout))
+        while self._open and self._has_most(self._rows_of_its_own(rollout)):
+            self._polled += time.perf_counter() - started
+            helped, started = self._help(rollout), time.perf_counter()
+            if not helped:
+                break
+            self._tell(self._rows_of_its_own(rollout))
         self._polled += time.perf_counter() - started
-        while self._open and self._has_most(len(rollout.in_flight)) and self._help(rollout):
-            self._tell(len(rollout.in_flight))
+
+    def _rows_of_its_own(self, rollout: Rollout) -> int:
+        """Rows that this rank does not just race for."""
+        return sum(index not in self._copied for index in rollout.in_flight)
 
     def _has_ended(self, index: int) -> bool:
         """Whether another rank has won the race for a request."""
@@ -101,8 +113,8 @@ class SharedPool(RequestQueue):
         free = [row for row, index in enumerate(rollout.in_flight) if index not in self._raced]
         lengths = rollout.lengths()
         free.sort(key=lengths.__getitem__)
-        costs = MoveCosts(rollout.seconds_per_prompt_token(), self.send_seconds)
         steps = StepSeconds(rollout.rounds_by_batch())
+        costs = MoveCosts(min(rollout.seconds_per_prompt_token(), steps(1)), self.send_seconds)
         own = [lengths[row] for row in free]
         rows, method = free[: rows_to_give(own, rollout.expected_tokens(), steps, costs)], None
         if not rows:
@@ -130,7 +142,9 @@ class SharedPool(RequestQueue):
     def _has_most(self, rows: int) -> bool:
         """Whether no other rank has more rows than this one, the first of them among equals."""
         others = [int(note.split()[0]) for note in self._link.read(self._link.rows_of_all)]
-        return all(rows > other or (rows == other and self._link.rank <= rank) for rank, other in enumerate(others))
+        return rows > 0 and all(
+            rows > other or (rows == other and self._link.rank <= rank) for rank, other in enumerate(others)
+        )
 
     # ---- a rank that has none ---------------------------------------------------------------------------------------
 
@@ -143,6 +157,7 @@ class SharedPool(RequestQueue):
             self.send_seconds = self._arriving.send_seconds or self.send_seconds
         self._tell(-1)
         number = link.count("asked", 1)
+        self._numbers.append(number)
         link.post(f"asker/{number}", str(link.rank))
         if link.count("idle", 1) == link.ranks:
             for other in range(1, link.count("asked") + 1):
@@ -154,7 +169,8 @@ class SharedPool(RequestQueue):
             return []
         self._arriving = MovedRows(header, link, self.requests)
         if self._arriving.is_race:
-            self._raced.update(request.index for request in self._arriving.requests)
+            self._copied.update(request.index for request in self._arriving.requests)
+            self._raced |= self._copied
         else:
             self.taken_over += len(self._arriving.requests)
         return self._arriving.requests

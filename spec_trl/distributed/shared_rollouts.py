@@ -63,27 +63,23 @@ class SharedRollouts:
         """The next turn of the rollout, to which each rank brings some `prompts` of token ids, or none. All ranks must
         call it."""
         ranks = gather_object([(self._rows_of(prompts), prompts)])
-        counts = [len(own) for own, _ in ranks]
+        counts = [len(prompts) for _, prompts in ranks]
         first = sum(counts[: self._rank])
-        own = range(first, first + counts[self._rank])
-        every = range(sum(counts))
-        turn = Turn(
-            [row for rows, _ in ranks for row in rows], [prompt for _, prompts in ranks for prompt in prompts], own,
-            every if self._shares else own,
-        )  # fmt: skip
+        own, every = range(first, first + counts[self._rank]), range(sum(counts))
+        rows = list(every) if self._last_turn is None else [row for rows, _ in ranks for row in rows]
         self._turns += 1
         self.pool = None
-        return turn
+        return Turn(rows, [prompt for _, own in ranks for prompt in own], own, every if self._shares else own)
 
     def _rows_of(self, prompts: list[list[int]]) -> list[int]:
-        """The numbers of these rows among those of all ranks, so that noise is the same for any number of ranks.
+        """The numbers of these rows among those of all ranks, so that noise is the same for any number of ranks; in the
+        first turn they are counted.
 
-        After the first turn of a tool loop some rows are left, in their order; each prompt begins with what its row
-        had at the end of the turn before. Rows that are equal so far are taken in their order.
+        After it some rows of a tool loop are left, in their order; each prompt begins with what its row had at the end
+        of the turn before. Rows that are equal so far are taken in their order.
         """
         if self._last_turn is None:
-            first = self._rank * len(prompts)
-            return list(range(first, first + len(prompts)))
+            return []
         before = iter(self._last_turn)
         rows = [next((row for row, seen in before if ids[: len(seen)] == seen), None) for ids in prompts]
         if None in rows:
@@ -131,6 +127,6 @@ class SharedRollouts:
         for place, prompt in enumerate(turn.prompts):
             lengths.setdefault(prompt_key(torch.tensor(prompt)), []).append(len(completions[place]))
         self._expected.record(lengths)
-        if self.pool is not None and self._rank == 0:
+        if self.pool is not None:
             self.pool.forget()  # every rank is through with it
         return completions
