@@ -141,10 +141,9 @@ class SharedPool(RequestQueue):
 
     def _has_most(self, rows: int) -> bool:
         """Whether no other rank has more rows than this one, the first of them among equals."""
-        others = [int(note.split()[0]) for note in self._link.read(self._link.rows_of_all)]
-        return rows > 0 and all(
-            rows > other or (rows == other and self._link.rank <= rank) for rank, other in enumerate(others)
-        )
+        notes = self._link.read(self._link.rows_of_all)
+        others = [(-int(note.split()[0]), rank) for rank, note in enumerate(notes) if rank != self._link.rank]
+        return rows > 0 and (-rows, self._link.rank) < min(others)
 
     # ---- a rank that has none ---------------------------------------------------------------------------------------
 

@@ -72,8 +72,8 @@ class SharedRollouts:
         return Turn(rows, [prompt for _, own in ranks for prompt in own], own, every if self._shares else own)
 
     def _rows_of(self, prompts: list[list[int]]) -> list[int]:
-        """The numbers of these rows among those of all ranks, so that noise is the same for any number of ranks; in the
-        first turn they are counted.
+        """The numbers of these rows among those of all ranks, so that noise is the same for any number of ranks. Those
+        of the first turn are counted elsewhere.
 
         After it some rows of a tool loop are left, in their order; each prompt begins with what its row had at the end
         of the turn before. Rows that are equal so far are taken in their order.
