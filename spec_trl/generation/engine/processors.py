@@ -85,6 +85,10 @@ class PrefixView:
         self.rows = rows
         self._input_ids = input_ids.to(rows.tokens.device)
 
+    def over(self, rows: Rows) -> "PrefixView":
+        """The same view of other `rows` of the same requests."""
+        return PrefixView(rows, self._input_ids)
+
     def groups(self, row: Tensor, step: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Groups the positions `step` tokens after the committed ones of `row` (`[n]` int64 each) by the widths of the
         prefixes before them; yields indices into `row` `[m]` int64 and prefixes `[m, width]`."""
@@ -120,6 +124,13 @@ class LogitsPipeline:
         self._batch_size = batch_size
         self._looks_at_prefixes = any(type(processor) not in _SCORES_ONLY for processor in processors)
         self.may_refuse = any(type(p) is hf.PrefixConstrainedLogitsProcessor or not is_known(p) for p in processors)
+
+    def over(self, rows: Rows) -> "LogitsPipeline":
+        """The same over other `rows` of the same requests, for another thread: copies of transformers' own processors,
+        without those that run a user's function or draw random numbers."""
+        own = [p for p in self._processors if type(p) in (*_SCORES_ONLY, *_BY_PREFIX)]
+        own = [copy.deepcopy(p) for p in own if type(p) is not hf.WatermarkLogitsProcessor]
+        return LogitsPipeline(LogitsProcessorList(own), self._prefixes.over(rows), self._batch_size)
 
     def __call__(self, logits: Tensor, offset: int = 0) -> Tensor:
         """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens."""
