@@ -26,7 +26,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("generation.drafters",),
     ("measuring",),
     ("generation",),
-    ("drafter_training",),
+    ("drafter_training", "distributed"),
     ("trainers",),
     ("cli",),
 ]

@@ -110,21 +110,16 @@ class RequestPlans(Generic[Request]):
         """Takes what one round did for each of the `requests` in flight: tokens committed, drafts judged, and how many
         of these were right."""
         is_due = False
-        for request, *own in zip(requests, tokens, judged, right, strict=True):
-            count = self._counts.setdefault(request, _Count())
-            count.tokens, count.judged, count.right = (
-                count.tokens + own[0],
-                count.judged + own[1],
-                count.right + own[2],
-            )
-            is_due |= count.tokens // self._every > count.looks
+        for request, *done in zip(requests, tokens, judged, right, strict=True):
+            own = self._counts.setdefault(request, _Count())
+            own.tokens, own.judged, own.right = own.tokens + done[0], own.judged + done[1], own.right + done[2]
+            is_due |= own.tokens // self._every > own.looks
         if not is_due:
             return
         counts = {request: self._counts[request] for request in requests}
-        acceptance = {request: own.right / own.judged for request, own in counts.items() if own.judged}
         plans = reconfigured(
-            acceptance, self._plan, self._draft, self._verify, len(requests),
-            busy_decoupled_speed, busy_alternating_speed,
+            {request: own.right / own.judged for request, own in counts.items() if own.judged},
+            self._plan, self._draft, self._verify, len(requests), busy_decoupled_speed, busy_alternating_speed,
         )  # fmt: skip
         for request, own in counts.items():
             if own.tokens // self._every > own.looks:

@@ -14,7 +14,7 @@ that have generated different numbers of tokens:
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -113,6 +113,14 @@ class PrefixView:
         return torch.cat([self._input_ids[rows.requests[row]], rows.tokens[row].gather(1, output)], dim=1)
 
 
+_WARPERS = (
+    (hf.TemperatureLogitsWarper, "temperature"),
+    (hf.TopKLogitsWarper, "top_k"),
+    (hf.TopPLogitsWarper, "top_p"),
+    (hf.MinPLogitsWarper, "min_p"),
+)
+
+
 class LogitsPipeline:
     """`generate`'s processors, in its order, over logits of rows of different lengths; `batch_size` is the number of
     rows of the caller's batch, and `may_refuse` says whether one of them may raise on a prefix that it forbids."""
@@ -131,6 +139,18 @@ class LogitsPipeline:
         own = [p for p in self._processors if type(p) in (*_SCORES_ONLY, *_BY_PREFIX)]
         own = [copy.deepcopy(p) for p in own if type(p) is not hf.WatermarkLogitsProcessor]
         return LogitsPipeline(LogitsProcessorList(own), self._prefixes.over(rows), self._batch_size)
+
+    def warpers(self) -> list[float]:
+        """Temperature, top-k, top-p and min-p; NaN: unset."""
+        found = {type(p): p for p in self._processors}
+        return [float(vars(found[kind])[name]) if kind in found else math.nan for kind, name in _WARPERS]
+
+    @classmethod
+    def of_warpers(cls, values: Sequence[float], rows: Rows) -> "LogitsPipeline":
+        """A pipeline over `rows` of what :meth:`warpers` gave, in `generate`'s order."""
+        given = [(kind, value) for (kind, _), value in zip(_WARPERS, values, strict=True) if not math.isnan(value)]
+        own = [kind(int(value) if kind is hf.TopKLogitsWarper else value) for kind, value in given]
+        return cls(LogitsProcessorList(own), PrefixView(rows, rows.tokens[:, :0]), rows.capacity)
 
     def __call__(self, logits: Tensor, offset: int = 0) -> Tensor:
         """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens."""

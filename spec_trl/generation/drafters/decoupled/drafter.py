@@ -53,11 +53,11 @@ class DecoupledDrafter(Drafter):
         super().begin(session)
         assert session.target is not None
         self._vocabulary = session.target.network.config.get_text_config(decoder=True).vocab_size
-        capacity, own = session.rows.capacity, dict(dtype=torch.int64)
+        capacity = session.rows.capacity
         self._active = 0
         # In host memory, by row: committed tokens, their limit, drafts that follow them, and these drafts.
-        self._lengths, self._limits, self._ahead = torch.zeros(3, capacity, **own)  # [capacity] each
-        self._drafts = torch.zeros(capacity, 2 * (MAX_DRAFT_LENGTH + 1), **own)  # [capacity, 2w]
+        self._lengths, self._limits, self._ahead = torch.zeros(3, capacity, dtype=torch.int64)  # [capacity] each
+        self._drafts = torch.zeros(capacity, 2 * (MAX_DRAFT_LENGTH + 1), dtype=torch.int64)  # [capacity, 2w]
         self._asked: Tensor | None = None  # [B], of the window that is being drafted
         self.drafted, self.dropped = 0, 0  # tokens
         if self._plans is not None:

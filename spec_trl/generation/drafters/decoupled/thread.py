@@ -18,8 +18,8 @@ from .worker import DraftWorker
 
 
 DRAFT_TIMEOUT = 60.0
-"""Seconds that a window may take. The first one waits for the reading of the prompts and the requantization of a copy,
-which take seconds for billions of weights; what is slower hangs. It is waited for once: then the drafter is dropped."""
+"""Seconds that a window may take. The first one waits until prompts are read and a copy is requantized, which takes
+seconds for billions of weights; what is slower hangs. It is waited for once: then the drafter is dropped."""
 
 _Messages: TypeAlias = "SimpleQueue[tuple[Kind, Tensor]]"
 _Answers: TypeAlias = "SimpleQueue[Tensor | Exception]"
