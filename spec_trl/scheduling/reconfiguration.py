@@ -83,7 +83,7 @@ class RequestPlans(Generic[Request]):
     """The plan of each request of a running group, decided anew after every 1000 tokens of its own.
 
     Args:
-        plan: the group's.
+        plan: the group's, kept as `group`.
         draft: D of g_d.
         verify: V of (g_v, positions).
         every: tokens of a request between two looks at its plan.
@@ -92,7 +92,7 @@ class RequestPlans(Generic[Request]):
     def __init__(
         self, plan: ExecutionPlan, draft: DraftSeconds, verify: VerifySeconds, every: int = RECONFIGURATION_TOKENS
     ) -> None:
-        self._plan, self._draft, self._verify, self._every = plan, draft, verify, every
+        self.group, self._draft, self._verify, self._every = plan, draft, verify, every
         self.begin()
 
     def begin(self) -> None:
@@ -102,7 +102,7 @@ class RequestPlans(Generic[Request]):
 
     def of(self, request: Request) -> RequestPlan:
         """The present plan of `request`."""
-        return self._own.get(request, RequestPlan(self._plan.mode, self._plan.window))
+        return self._own.get(request, RequestPlan(self.group.mode, self.group.window))
 
     def record(
         self, requests: Sequence[Request], tokens: Sequence[int], judged: Sequence[int], right: Sequence[int]
@@ -116,12 +116,12 @@ class RequestPlans(Generic[Request]):
             is_due |= own.tokens // self._every > own.looks
         if not is_due:
             return
-        counts = {request: self._counts[request] for request in requests}
-        plans = reconfigured(
-            {request: own.right / own.judged for request, own in counts.items() if own.judged},
-            self._plan, self._draft, self._verify, len(requests), busy_decoupled_speed, busy_alternating_speed,
+        plans = reconfigured(  # those that have ended count for the mean: the tail is to be compared with the batch
+            {request: own.right / own.judged for request, own in self._counts.items() if own.judged},
+            self.group, self._draft, self._verify, len(requests), busy_decoupled_speed, busy_alternating_speed,
         )  # fmt: skip
-        for request, own in counts.items():
+        for request in requests:
+            own = self._counts[request]
             if own.tokens // self._every > own.looks:
                 own.looks = own.tokens // self._every
                 self._own[request] = plans.get(request, self.of(request))
