@@ -2,8 +2,8 @@
 
 Coupled, both run in this process, one after the other. Decoupled, the drafter runs on a thread or in a second process,
 a rank of its own. Each has the threads of --threads. The ratio is compared with what `scheduling/token_speed.py`
-predicts from the coupled runs: their acceptance, and their seconds of a draft token (D) and of the rest of a round (V).
-Where prediction and measurement differ, the parts say why: tokens per period, and its seconds beside max(w D, V).
+predicts from the coupled runs: from their acceptance, and their seconds of a draft token (D) and of the rest of a round
+(V). Where prediction and measurement differ, the parts say why: a period's tokens, and its seconds, max(w D, V).
 """
 
 import argparse
@@ -37,7 +37,7 @@ def generate(loaded: LoadedModel, work: Workload, drafter: Drafter, options: arg
     """One call, and what its rounds did."""
     result = loaded.model.generate(
         **work.padded(torch.device("cpu")), do_sample=True, top_k=0, max_new_tokens=work.max_new_tokens,
-        pad_token_id=work.pad_token_id, return_dict_in_generate=True, drafter=drafter,
+        pad_token_id=work.pad_token_id, assistant_strategy="self", return_dict_in_generate=True, drafter=drafter,
         speculative_config={"seed": seed, "draft_length": options.draft_length, "sd_toggle": "always"},
     )  # fmt: skip
     found = result.statistics
@@ -169,7 +169,7 @@ def main() -> None:
     machine = begin(options)
     link, other = None, None
     if "rank" in options.ways:
-        other = mp.spawn(draft, (options,), join=False)
+        other = mp.spawn(draft, (options,), join=False, daemon=True)  # ends with this process, whatever ends it
         join(0, options)
         link = DraftRank(1, strategy="self")
     details = measure(options, link)
