@@ -107,6 +107,7 @@ class DraftRank(DraftLink):
         self.strategy, self.max_rows, self.cost = strategy, max_rows, cost
         self._channel, self._timeout = Channel(rank, group), timeout
         self._loss: str | None = None
+        self._owed = 0  # windows that were asked for and have not come
 
     def begin(self, session: DraftSession, vocabulary: int) -> None:
         rows = session.rows
@@ -116,6 +117,7 @@ class DraftRank(DraftLink):
 
     def send(self, kind: Kind, values: Tensor) -> None:
         self._require()
+        self._owed += kind == Kind.DRAFT
         try:
             self._channel.send(kind, values, self._timeout)
         except Exception as error:
@@ -125,6 +127,7 @@ class DraftRank(DraftLink):
         self._require()
         try:
             kind, values = self._channel.receive(self._timeout)
+            self._owed -= 1
             if kind not in (Kind.WINDOW, Kind.FAILED):
                 raise ValueError(f"a {kind.name} came in place of a WINDOW")
         except Exception as error:
@@ -137,6 +140,8 @@ class DraftRank(DraftLink):
     def end(self) -> None:
         if self._loss is None:
             self.send(Kind.END, torch.zeros(0, dtype=torch.int64))
+            while self._owed:  # where the target failed; the next generation must not take it for its own
+                self.receive()
 
     def close(self) -> None:
         """Ends the other rank's :func:`serve`."""
@@ -159,7 +164,7 @@ def serve(
     """Drafts for the rank `verifier` until it closes its :class:`DraftRank`, or is gone.
 
     Args:
-        drafter: drafts on this rank; must be able to draft ahead.
+        drafter: drafts on this rank; must be able to draft ahead. A copy does not keep its policy alive: keep it.
         verifier: a rank of the default group.
         device: where it drafts.
         group: that both are in, as given to :class:`DraftRank`.
@@ -169,15 +174,20 @@ def serve(
     """
     if not drafter.drafts_ahead:
         raise ValueError(f"drafter={type(drafter).__name__} cannot draft ahead; serve a small model or the copy.")
-    channel, worker, failure = Channel(verifier, group), None, ""
+    channel = Channel(verifier, group)
+    try:
+        _serve(drafter, channel, device)
+    except (RuntimeError, ValueError) as error:  # the verifier is gone, or what it sent is damaged
+        warnings.warn(f"nothing is drafted for rank {verifier} any more: {error}", stacklevel=2)
+        with suppress(RuntimeError):
+            channel.send(Kind.FAILED, _text(error), DRAFT_TIMEOUT)
+
+
+def _serve(drafter: Drafter, channel: Channel, device: torch.device | str) -> None:
+    """Carries out messages until CLOSE."""
+    worker, failure = None, ""
     while True:
-        try:
-            kind, values = channel.receive(IDLE_SECONDS)
-        except (RuntimeError, ValueError) as error:
-            warnings.warn(f"nothing is drafted for rank {verifier} any more: {error}", stacklevel=2)
-            with suppress(RuntimeError):
-                channel.send(Kind.FAILED, _text(error), DRAFT_TIMEOUT)
-            return
+        kind, values = channel.receive(IDLE_SECONDS)
         if kind == Kind.CLOSE:
             return
         window = None

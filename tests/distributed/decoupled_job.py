@@ -9,11 +9,13 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from spec_trl.distributed import decoupled
 from spec_trl.distributed.decoupled import Channel, DraftRank, serve
@@ -23,7 +25,7 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.verification import Proposal
 from tests.conftest import tiny_llama
-from tests.generation.calls import generate, outputs
+from tests.generation.calls import EachRound, generate, outputs
 from tests.generation.races import EOS, PROMPTS
 
 
@@ -88,8 +90,30 @@ def verify() -> dict[str, Any]:
                     "accepted": result.statistics.total.accepted,
                 }
             )
+    if found[-1]["failure"] is None:
+        found.append(verify_after_an_error(model, link))
     link.close()
     return {"generations": found}
+
+
+def verify_after_an_error(model: PreTrainedModel, link: DraftRank) -> dict[str, Any]:
+    """The same of a generation after one that the caller's criterion broke off while a window was being drafted."""
+
+    def fail(number: int) -> None:
+        if number == 3:
+            raise ArithmeticError
+
+    drafter = DecoupledDrafter(link)
+    before = generate(model, PROMPTS, drafter=drafter).statistics
+    with suppress(ArithmeticError):
+        generate(model, PROMPTS, drafter=drafter, stopping_criteria=[EachRound(fail)])
+    after = generate(model, PROMPTS, drafter=drafter).statistics
+    return {
+        "same": before.total == after.total,
+        "seconds": after.seconds,
+        "failure": after.drafter_failure,
+        "accepted": after.total.accepted,
+    }
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def run(trouble: str) -> tuple[list[dict[str, Any]], str]:
 @pytest.mark.slow
 def test_two_ranks() -> None:
     generations, ended = run("none")
-    assert len(generations) == 6
+    assert len(generations) == 7
     for each in generations:
         assert each["same"] and each["failure"] is None and each["accepted"] > 0, each
     assert ended.splitlines()[-1] == "closed"
