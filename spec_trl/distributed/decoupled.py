@@ -138,10 +138,11 @@ class DraftRank(DraftLink):
         return values
 
     def end(self) -> None:
-        if self._loss is None:
-            self.send(Kind.END, torch.zeros(0, dtype=torch.int64))
-            while self._owed:  # where the target failed; the next generation must not take it for its own
-                self.receive()
+        if self._loss is not None:
+            return
+        while self._owed:  # where the target failed. First: with gloo a send waits for its receive, on either side
+            self.receive()
+        self.send(Kind.END, torch.zeros(0, dtype=torch.int64))
 
     def close(self) -> None:
         """Ends the other rank's :func:`serve`."""

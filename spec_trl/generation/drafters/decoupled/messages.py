@@ -54,7 +54,7 @@ class DraftLink(ABC):
 
     @abstractmethod
     def send(self, kind: Kind, values: Tensor) -> None:
-        """Sends a message; does not wait until it is read."""
+        """Sends a message; does not wait until it is carried out."""
 
     @abstractmethod
     def receive(self) -> Tensor:
