@@ -18,6 +18,7 @@ Strategy = Literal["none", "self", "model", "ngram", "history", "eagle3", "dflas
 Verification = Literal["exact", "rejection"]
 Toggle = Literal["measured", "roofline", "always", "never"]
 Mismatch = Literal["recalibrate", "error"]
+Decoupled = Literal["never", "always", "auto"]
 Runner = Literal["auto", "eager", "graph", "compiled"]
 Head = Literal["auto", "dense", "packed"]
 TTSDrafter = Literal["self", "model", "eagle3", "dflash"]
@@ -26,6 +27,7 @@ TTSAnchor = Literal["current", "initial"]
 
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 BEST_OF_N_DRAFTERS = ("self", "history", "ngram", "model", "eagle3", "dflash", "tts")
+DECOUPLED = ("self", "model", "ngram")
 CHOOSE_BY_LADDER = ("auto", "best_of_n")
 NEED_ASSISTANT = ("model", "eagle3", "dflash")
 TAKE_ASSISTANT = (*NEED_ASSISTANT, "tts", "auto", "best_of_n")
@@ -106,6 +108,13 @@ class SpeculativeConfig:
         'calibrate into the user\'s cache (under sd_toggle="measured": measure rounds instead). "error": refuse it.',
     )
 
+    decoupled_execution: Decoupled = option(
+        "never",
+        "Draft the next window while the target verifies the one before (SpecActor §4.1), on a thread that has the "
+        'CPU cores that torch leaves, with a K/V cache of its own. "always": with "self", "model" and "ngram". '
+        '"auto": where cores are left, and a roofline profile and the acceptance of earlier calls predict that it '
+        "beats drafting and verifying in turns.",
+    )
     max_batch_size: int | None = option(
         None, "Number of rows in flight; further prompts are admitted as rows finish. None: all at once.", low=1
     )
@@ -373,6 +382,23 @@ def check_verification(strategy: str, verification: str) -> None:
         raise ValueError(
             'verification="rejection" needs draft probabilities, which the history among the drafters of '
             'assistant_strategy="auto" has none of. Use verification="exact", or name the drafter.'
+        )
+
+
+def check_decoupled(strategy: str, config: SpeculativeConfig) -> None:
+    """Raises ValueError where the drafter of `strategy` must run decoupled and cannot."""
+    if config.decoupled_execution != "always":
+        return
+    if strategy not in DECOUPLED:
+        raise ValueError(
+            f'decoupled_execution="always" does not go with assistant_strategy={strategy!r}: only the drafters of '
+            f"{list(DECOUPLED)} can draft on from their own drafts. Name one of these, or set "
+            'decoupled_execution="never".'
+        )
+    if config.verification == "rejection":
+        raise ValueError(
+            'verification="rejection" does not go with decoupled_execution="always": a draft stays valid only where '
+            'it equals what the target samples. Use verification="exact", or decoupled_execution="never".'
         )
 
 

@@ -17,7 +17,8 @@ from ..measuring.fill_ladder import find_ladder, keep_measured
 from ..measuring.profile_cache import find_profile
 from ..scheduling.control import Control, NeverSpeculate
 from ..scheduling.toggle import SpeculationToggle
-from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_strategy, check_verification
+from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_decoupled, check_strategy, check_verification
+from .decoupling import decoupled, keep_acceptance
 from .engine import requirements
 from .engine.captured import GraphRunner, keep_runner, runner_for, runner_mode
 from .engine.drafter import Drafter, keep_drafters
@@ -152,6 +153,8 @@ def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], 
     model, batch = call.model, len(call.input_ids)
     check_strategy(call.strategy)
     check_verification(call.strategy, call.config.verification)
+    if call.drafter is None:
+        check_decoupled(call.strategy, call.config)
     requirements.check_model(model)
     runner_mode(call.config, model.device)
     requirements.check_generation_config(call.generation_config, model.generation_config)
@@ -186,6 +189,7 @@ def _prepare(
             'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking the '
             'longest would favour what is easy to draft. Use verification="exact", or one drafter per row.'
         )
+    drafters = decoupled(drafters, model, config, call.rejects, call.capacity, longest)
     # "none" gets the same columns: attention over other widths would differ in the last bits.
     columns = longest + max(config.draft_length, control.most_drafted)
     for drafter in drafters:
@@ -273,6 +277,8 @@ def _roll_out(
         keep_runner(call.model, runner)
     if _chooses_drafters(call, drafters) and isinstance(control, SpeculationToggle) and (rungs := control.rungs()):
         keep_measured(call.model, drafters, call.config, rungs)
+    if call.config.decoupled_execution != "never":
+        keep_acceptance(call.model, drafters, statistics)
     if call.streamer is not None:
         call.streamer.end()
     return completions, statistics

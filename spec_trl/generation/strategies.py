@@ -208,7 +208,7 @@ def make_control(
     candidates = [
         Candidate(
             drafter.strategy, gamma, block_efficiency=float(gamma), max_rows=drafter.max_rows,
-            roofline=_roofline_of(drafter, profile, ladder, gamma), is_network=drafter.has_probabilities,
+            roofline=roofline_of(drafter, profile, ladder, gamma), is_network=drafter.has_probabilities,
         )
         for drafter in drafters
     ]  # fmt: skip
@@ -277,7 +277,7 @@ def keep_control(model: PreTrainedModel, taken: KeptControl) -> None:
     kept.keep(model, _HISTORY, taken.history)
 
 
-def _roofline_of(drafter: Drafter, profile: Profile | None, ladder: Ladder | None, gamma: int) -> Roofline | None:
+def roofline_of(drafter: Drafter, profile: Profile | None, ladder: Ladder | None, gamma: int) -> Roofline | None:
     """Predicts rounds of `drafter` with γ = `gamma`; None where only measuring tells, or the ladder has measured.
 
     For another network than the policy's copy its own forwards stand in place of the self-drafter's. Their kernels are

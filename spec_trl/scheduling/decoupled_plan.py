@@ -15,6 +15,7 @@ from .token_speed import (
     AffineSeconds,
     DraftSeconds,
     VerifySeconds,
+    busy_decoupled_speed,
     committed_tokens,
     coupled_speed,
     decoupled_speed,
@@ -78,6 +79,37 @@ def execution_plan(
     if best is None:
         raise ValueError(f"no plan fits: gpus={gpus}, verify_gpus={list(verify_gpus)}, modes={list(modes)}.")
     return best
+
+
+def plan_of_machine(
+    acceptance: float,
+    draft_length: int,
+    batch: int,
+    coupled_draft: AffineSeconds,
+    decoupled_draft: AffineSeconds,
+    verify: Callable[[int], AffineSeconds],
+) -> ExecutionPlan:
+    """How one machine executes a batch with γ given: the fastest of plain, coupled, and decoupled by
+    :func:`~.token_speed.busy_decoupled_speed`, the rule of this package's engine; of equal ones the first.
+
+    Algorithm 1 splits a cluster among groups; here the group is the machine and b its whole batch.
+
+    Args:
+        acceptance: p, 0 to 1.
+        draft_length: γ; decoupled the window is γ + 1, so that a verification has γ + 1 positions in both.
+        batch: b, rows.
+        coupled_draft, decoupled_draft: D where the drafter has the machine to itself, and next to the target.
+        verify: V of positions per row.
+    """
+    positions = draft_length + 1
+    seconds = verify(positions)(batch)
+    choices: list[tuple[float, Mode, int]] = [
+        (1.0 / verify(1)(batch), "plain", 0),
+        (coupled_speed(acceptance, draft_length, coupled_draft(batch), seconds), "coupled", draft_length),
+        (busy_decoupled_speed(acceptance, positions, decoupled_draft(batch), seconds), "decoupled", positions),
+    ]
+    speed, mode, window = max(choices, key=lambda choice: choice[0])
+    return ExecutionPlan(mode, int(mode == "decoupled"), 1, window, batch, speed)
 
 
 def _plans(

@@ -11,6 +11,7 @@ from ..generation.configuration import (
     OPTIONS,
     TAKE_ASSISTANT,
     SpeculativeConfig,
+    check_decoupled,
     check_strategy,
     check_verification,
     document,
@@ -82,6 +83,7 @@ class SpecGRPOConfig(GRPOConfig):
     roofline_mismatch: str = shared("roofline_mismatch")
     history_max_tokens: int = shared("history_max_tokens")
     verification: str = shared("verification")
+    decoupled_execution: str = shared("decoupled_execution")
     draft_quantization: str = shared("draft_quantization")
     draft_kernel: str = shared("draft_kernel")
     draft_lm_head: str = shared("draft_lm_head")
@@ -150,6 +152,7 @@ class SpecGRPOConfig(GRPOConfig):
         if self.rollout_batch_size is not None:  # SpeculativeConfig's error would call it max_batch_size
             require_int("rollout_batch_size", self.rollout_batch_size, 1, None)
         config = self.speculative_config()
+        check_decoupled(self.assistant_strategy, config)
         if self.assistant_strategy == "best_of_n":
             config.assistants_of_best_of_n(self.assistant_model)
             learned = [name for name in self.best_of_n_drafters if name in ADAPTABLE]

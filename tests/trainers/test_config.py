@@ -59,6 +59,7 @@ TTS = {"assistant_strategy": "tts"}
         ({"use_transformers_continuous_batching": True}, "continuous_batching=True contradicts assistant_strategy="),
         ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False contradicts SpecGRPOTrainer"),
         ({"assistant_strategy": "auto", "verification": "rejection"}, 'verification="rejection" needs draft prob'),
+        ({"assistant_strategy": "history", "decoupled_execution": "always"}, "does not go with .*'history'"),
         ({"best_of_n_drafters": 5}, "^best_of_n_drafters=5 must be one or more different ones of"),
         (BEST_OF_N | {"best_of_n_drafters": ["model"]}, r"assistant_model=None with best_of_n_drafters=\['model'\]"),
         (BEST_OF_N | {"assistant_model": "some/drafter"}, "assistant_model serves exactly one of them"),
@@ -88,6 +89,7 @@ VALUES: dict[str, Any] = {
     "tts_stride": "adaptive", "tts_anchor_weight": 0.5, "tts_anchor": "initial", "tts_asynchronous": True,
     "tts_rank": 4, "best_of_n_drafters": ["ngram", "model"], "best_of_n_assistants": {"model": "some/drafter"},
     "best_of_n_budget": 64, "best_of_n_tolerance": 0.1, "best_of_n_race": False,
+    "decoupled_execution": "auto",
 }  # fmt: skip
 """Another value than the default of each option that the trainer shares with `generate`."""
 OWN: dict[str, Any] = {

@@ -73,12 +73,15 @@ class NetworkDrafter(TrainableDrafter):
             self._cached[destination] = self._cached[source]
 
     def observe(self, tokens: int) -> None:
-        if self._cached is not None and self._fed is not None:
+        if self._cached is None:
+            return
+        rows, cached = self.session.rows, self._cached[: self.session.rows.active]  # [B]
+        if self._fed is not None:
             # What was fed counts as far as it was committed: drafts may be rejected, or another drafter's taken.
-            rows, (columns, drafts), self._fed = self.session.rows, self._fed, None
+            (columns, drafts), self._fed = self._fed, None
             same = rows.tokens[: rows.active].gather(1, columns) == drafts  # [B, γ - 1]
-            cached = self._cached[: rows.active] + same.long().cumprod(1).sum(1)  # [B]
-            self._cached[: rows.active] = torch.minimum(cached, rows.lengths - 1)
+            cached += same.long().cumprod(1).sum(1)
+        torch.minimum(cached, rows.lengths - 1, out=cached)  # also where a drafter that ran ahead goes back
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         rows = self.session.rows

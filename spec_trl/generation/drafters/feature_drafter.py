@@ -38,6 +38,7 @@ class FeatureDrafter(TrainableDrafter):
     """
 
     has_probabilities = True
+    drafts_ahead = False
     learned_context = 16
     network: FeatureNetwork
     network_type: type[Any]

@@ -37,6 +37,7 @@ class HistoryDrafter(Drafter):
 
     strategy = "history"
     has_probabilities = False
+    drafts_ahead = False
 
     def __init__(self, history_max_tokens: int) -> None:
         self.history = RolloutHistory(history_max_tokens)

@@ -93,6 +93,9 @@ class Drafter(CandidateGenerator):
     """With more rows in flight a draft costs what the target costs; such rounds decode autoregressively."""
     cost: DraftCost | None = None
     """Of a network other than the policy's packed copy, whose cost a profile knows."""
+    drafts_ahead: bool = True
+    """Whether it can draft on from its own drafts, and go back when its rows have become shorter. Not where it drafts
+    from what the target has computed, or keeps what was committed."""
     learns: bool = False
     """Whether it wants to see the target's logits (`learn`)."""
     learning: LearningStatistics

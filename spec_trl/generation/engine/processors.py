@@ -14,7 +14,7 @@ that have generated different numbers of tokens:
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,6 +85,10 @@ class PrefixView:
         self.rows = rows
         self._input_ids = input_ids.to(rows.tokens.device)
 
+    def over(self, rows: Rows) -> "PrefixView":
+        """The same view of other `rows` of the same requests."""
+        return PrefixView(rows, self._input_ids)
+
     def groups(self, row: Tensor, step: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Groups the positions `step` tokens after the committed ones of `row` (`[n]` int64 each) by the widths of the
         prefixes before them; yields indices into `row` `[m]` int64 and prefixes `[m, width]`."""
@@ -109,6 +113,14 @@ class PrefixView:
         return torch.cat([self._input_ids[rows.requests[row]], rows.tokens[row].gather(1, output)], dim=1)
 
 
+_WARPERS = (
+    (hf.TemperatureLogitsWarper, "temperature"),
+    (hf.TopKLogitsWarper, "top_k"),
+    (hf.TopPLogitsWarper, "top_p"),
+    (hf.MinPLogitsWarper, "min_p"),
+)
+
+
 class LogitsPipeline:
     """`generate`'s processors, in its order, over logits of rows of different lengths; `batch_size` is the number of
     rows of the caller's batch, and `may_refuse` says whether one of them may raise on a prefix that it forbids."""
@@ -120,6 +132,25 @@ class LogitsPipeline:
         self._batch_size = batch_size
         self._looks_at_prefixes = any(type(processor) not in _SCORES_ONLY for processor in processors)
         self.may_refuse = any(type(p) is hf.PrefixConstrainedLogitsProcessor or not is_known(p) for p in processors)
+
+    def over(self, rows: Rows) -> "LogitsPipeline":
+        """The same over other `rows` of the same requests, for another thread: copies of transformers' own processors,
+        without those that run a user's function or draw random numbers."""
+        own = [p for p in self._processors if type(p) in (*_SCORES_ONLY, *_BY_PREFIX)]
+        own = [copy.deepcopy(p) for p in own if type(p) is not hf.WatermarkLogitsProcessor]
+        return LogitsPipeline(LogitsProcessorList(own), self._prefixes.over(rows), self._batch_size)
+
+    def warpers(self) -> list[float]:
+        """Temperature, top-k, top-p and min-p; NaN: unset."""
+        found = {type(p): p for p in self._processors}
+        return [float(vars(found[kind])[name]) if kind in found else math.nan for kind, name in _WARPERS]
+
+    @classmethod
+    def of_warpers(cls, values: Sequence[float], rows: Rows) -> "LogitsPipeline":
+        """A pipeline over `rows` of what :meth:`warpers` gave, in `generate`'s order."""
+        given = [(kind, value) for (kind, _), value in zip(_WARPERS, values, strict=True) if not math.isnan(value)]
+        own = [kind(int(value) if kind is hf.TopKLogitsWarper else value) for kind, value in given]
+        return cls(LogitsProcessorList(own), PrefixView(rows, rows.tokens[:, :0]), rows.capacity)
 
     def __call__(self, logits: Tensor, offset: int = 0) -> Tensor:
         """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens."""

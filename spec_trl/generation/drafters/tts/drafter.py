@@ -45,6 +45,7 @@ class DistilledDrafter(Drafter):
     """
 
     strategy = "tts"
+    drafts_ahead = False
     learns = True
 
     def __init__(self, student: TrainableDrafter, how: Distillation) -> None:

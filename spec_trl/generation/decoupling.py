@@ -1,0 +1,102 @@
+"""Whether the drafter of a call runs decoupled (SA §4.1), and by which plan."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from ..measuring.profile_cache import find_profile
+from ..scheduling.affine_times import affine_times
+from ..scheduling.decoupled_plan import plan_of_machine
+from ..scheduling.reconfiguration import RequestPlans
+from . import kept
+from .configuration import SpeculativeConfig
+from .drafters.decoupled.drafter import DecoupledDrafter
+from .drafters.decoupled.thread import DraftThread
+from .engine.drafter import Drafter
+from .engine.statistics import SpeculationStatistics
+from .strategies import roofline_of
+
+
+def decoupled(
+    drafters: list[Drafter],
+    model: PreTrainedModel,
+    config: SpeculativeConfig,
+    rejects: bool,
+    capacity: int,
+    length: int,
+) -> list[Drafter]:
+    """The call's `drafters`, those that run decoupled on a thread each.
+
+    Args:
+        drafters: made for the call, or given to it.
+        model: the target.
+        config: its `decoupled_execution` decides.
+        rejects: whether rejection sampling verifies.
+        capacity: most rows in flight.
+        length: the longest total length of a row, tokens.
+
+    Raises:
+        ValueError: one of them must run decoupled and cannot.
+    """
+    if config.decoupled_execution == "always":
+        if rejects and drafters:
+            raise ValueError(
+                'verification="rejection" does not go with decoupled_execution="always". Use verification="exact".'
+            )
+        return [
+            each
+            if isinstance(each, DecoupledDrafter)
+            else DecoupledDrafter(DraftThread(each), _plans(each, model, config, capacity, length))
+            for each in drafters
+        ]
+    # Whoever runs on a GPU shares it: only a CPU's idle cores make a second worker.
+    is_open = config.decoupled_execution == "auto" and model.device.type == "cpu" and _drafting_share() > 0
+    if is_open and len(drafters) == 1 and drafters[0].drafts_ahead and not rejects:
+        plans = _plans(drafters[0], model, config, capacity, length)
+        if plans is not None and plans.group.mode == "decoupled":
+            return [DecoupledDrafter(DraftThread(drafters[0]), plans)]
+    return drafters
+
+
+def keep_acceptance(model: PreTrainedModel, drafters: Sequence[Drafter], statistics: SpeculationStatistics) -> None:
+    """Keeps how often first drafts were accepted, by which later calls plan."""
+    for drafter in drafters:
+        found = statistics.per_drafter[drafter.strategy].first_token_acceptance
+        if not math.isnan(found):
+            kept.keep(model, _name(drafter), found)
+
+
+def _name(drafter: Drafter) -> str:
+    return f"first-token acceptance of {drafter.strategy}"
+
+
+def _drafting_share() -> float:
+    """The cores that the drafter's thread gets over those that a profile was measured with, at most 1."""
+    return min((len(os.sched_getaffinity(0)) - torch.get_num_threads()) / torch.get_num_threads(), 1.0)
+
+
+def _plans(
+    drafter: Drafter, model: PreTrainedModel, config: SpeculativeConfig, capacity: int, length: int
+) -> RequestPlans[int] | None:
+    """The plans of requests, all that of the machine at first; None: there is no profile to predict by, or no
+    acceptance of an earlier call."""
+    acceptance: float | None = kept.look(model, _name(drafter))
+    if acceptance is None:
+        return None
+    profile = find_profile(model, replace(config, sd_toggle="measured"), capacity, length)  # one that exists
+    roofline = roofline_of(drafter, profile, None, config.draft_length)
+    if roofline is None:
+        return None
+    share = _drafting_share()
+    draft, verify = affine_times(roofline, capacity, length / 2, share if share > 0 else 1.0)
+    alone, _ = affine_times(roofline, capacity, length / 2)
+    plan = plan_of_machine(
+        acceptance, config.draft_length, capacity, alone(1), draft(1), lambda positions: verify(1, positions)
+    )
+    if config.decoupled_execution == "always":
+        plan = replace(plan, mode="decoupled", window=config.draft_length + 1)
+    return RequestPlans(plan, draft, verify)

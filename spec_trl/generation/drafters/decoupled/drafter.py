@@ -1,0 +1,173 @@
+"""The verifier's side of decoupled execution (SA §4.1): a drafter whose windows are drafted elsewhere, meanwhile."""
+
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....scheduling.draft_length import MAX_DRAFT_LENGTH
+from ....scheduling.reconfiguration import RequestPlans
+from ...engine.drafter import Drafter, DraftSession
+from ...engine.noise import RoundNoise
+from ...engine.rows import Admission
+from ...engine.verification import Proposal
+from .messages import DraftLink, Kind
+
+
+class DecoupledDrafter(Drafter):
+    """Proposes at once what was drafted while the target verified the round before, and has the next window drafted
+    while it verifies this one. The engine's loop is the same as with any drafter.
+
+    A period is a round. A row of L committed tokens has drafts that wait for verification, at most γ of which a round
+    verifies, and meanwhile the drafter adds a window of w = γ + 1:
+
+        period 1   verifies  p1 p2 p3        drafts  n1 n2 n3 n4     (γ = 3)
+                   target's  p1 p2 p3 n1     all as drafted: n2 n3 n4 are verified next, γ + 1 tokens are committed
+        period 2   verifies  n2 n3 n4        drafts  m1 m2 m3 m4
+                   target's  n2 x            other than drafted: the rest is dropped, 2w - 1 tokens at most
+        period 3   verifies  nothing         drafts  o1 o2 o3 o4     from x on; the row decodes one token, y
+                   target's  y               y = o1: o2 o3 o4 are verified next; else again as in period 3
+
+    One rule covers all of it: drafts stay as far as they follow the committed text. So it does not matter which
+    drafts were verified, and another drafter's, or none, may have been. In the paper's period 3 the verifier waits for
+    the drafter; here it decodes (:func:`~spec_trl.scheduling.token_speed.busy_window_tokens`).
+
+    Drafter and target wait for each other after each period. So drafts and statistics do not depend on how fast
+    either is, as tokens never do.
+
+    Args:
+        link: to the drafter.
+        plans: gives each request a window and a mode of its own (SA Algorithm 2); None: all run ahead by w. A request
+            in coupled mode drafts only when nothing of it waits for verification; one in plain mode never.
+    """
+
+    has_probabilities = False  # its drafts are verified exactly
+
+    def __init__(self, link: DraftLink, plans: RequestPlans[int] | None = None) -> None:
+        self.link = link
+        self.strategy, self.max_rows, self.cost = link.strategy, link.max_rows, link.cost
+        self._plans = plans
+
+    def begin(self, session: DraftSession) -> None:
+        super().begin(session)
+        assert session.target is not None
+        self._vocabulary = session.target.network.config.get_text_config(decoder=True).vocab_size
+        capacity = session.rows.capacity
+        self._active = 0
+        # In host memory, by row: committed tokens, their limit, drafts that follow them, and these drafts.
+        self._lengths, self._limits, self._ahead = torch.zeros(3, capacity, dtype=torch.int64)  # [capacity] each
+        self._drafts = torch.zeros(capacity, 2 * (MAX_DRAFT_LENGTH + 1), dtype=torch.int64)  # [capacity, 2w]
+        self._asked: Tensor | None = None  # [B], of the window that is being drafted
+        self.drafted, self.dropped = 0, 0  # tokens
+        if self._plans is not None:
+            self._plans.begin()
+        self.link.begin(session, self._vocabulary)
+
+    def end(self) -> None:
+        super().end()
+        self.link.end()
+
+    def admit(self, admission: Admission) -> None:
+        rows, first = self.session.rows, admission.first
+        state = torch.stack([rows.limits, rows.streams]).cpu()  # [2, B]
+        parts = []
+        for row in range(first, rows.active):
+            prompt = np.frombuffer(rows.prompts[row], dtype=np.int64)  # [prompt length]
+            parts += [np.array([rows.indices[row], *state[:, row].tolist(), len(prompt)]), prompt]
+            self._lengths[row], self._limits[row], self._ahead[row] = len(prompt), state[0, row], 0
+        self._active = rows.active
+        self.link.send(Kind.ADMIT, torch.from_numpy(np.concatenate(parts)))
+
+    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+        remaining = self.session.rows.active
+        ended = [row for row in range(remaining, self._active) if row not in source]
+        for state in (self._lengths, self._limits, self._ahead, self._drafts):
+            state[destination] = state[source]
+        self._active = remaining
+        self.link.send(Kind.MOVE, torch.tensor([*destination, *ended]))
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        rows, batch = self.session.rows, self._active
+        ahead = self._ahead[:batch]  # [B]
+        window, waits = self._windows(draft_length + 1)  # [B] each
+        room = self._limits[:batch] - self._lengths[:batch] - ahead  # [B]
+        # 2w - 1 are ahead at most, of which the first is sure to be right if all before it are.
+        asked = torch.minimum(window, torch.minimum(2 * window - 1 - ahead, room)).clamp(min=0)
+        self._asked = asked.masked_fill(waits & (ahead > 0), 0)  # [B]
+        self.link.send(Kind.DRAFT, self._asked)
+        tokens = self._drafts[:batch, :draft_length].to(rows.tokens.device, copy=True)  # [B, γ]
+        return Proposal(tokens, ahead.clamp(max=draft_length).to(tokens.device))
+
+    def observe(self, tokens: int) -> None:
+        rows, batch = self.session.rows, self._active
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            self._take(self.link.receive(), asked)
+        ahead, drafts, before = (
+            self._ahead[:batch],
+            self._drafts[:batch],
+            self._lengths[:batch].clone(),
+        )  # [B], [B, 2w]
+        lengths = rows.lengths.cpu()  # [B]
+        kept = lengths - before  # [B]
+        step = torch.arange(int(kept.max()))  # [K]
+        columns = (before[:, None] + step).to(rows.tokens.device)  # [B, K]
+        text = rows.tokens[:batch].gather(1, columns).cpu()  # [B, K]
+        judged = torch.minimum(kept, ahead)  # [B]
+        is_right = (drafts[:, : len(step)] == text) & (step < judged[:, None])  # [B, K]
+        right = is_right.long().cumprod(1).sum(1)  # [B]
+        stays = right == kept  # [B]
+        text = text.masked_fill(step >= kept[:, None], 0)
+        self.link.send(Kind.COMMIT, torch.cat([kept, stays.long(), text.T.flatten()]))
+        left = (ahead - kept).where(stays, 0)  # [B]
+        self.dropped += int((ahead - right - left).sum())
+        slots = (kept[:, None] + torch.arange(drafts.shape[1])).clamp(max=drafts.shape[1] - 1)  # [B, 2w]
+        drafts.copy_(drafts.gather(1, slots))
+        ahead.copy_(left)
+        self._lengths[:batch] = lengths
+        if self._plans is not None:
+            self._plans.record(rows.indices, *(part.tolist() for part in (kept, judged, right)))
+
+    def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises ValueError: transformers' own loop is coupled."""
+        raise ValueError(
+            "a DecoupledDrafter drafts while the target verifies, which transformers' assisted loop does not let it. "
+            "Generate with assistant_strategy, or pass the drafter itself."
+        )
+
+    @property
+    def forwards(self) -> int:  # type: ignore[override]
+        return self.link.forwards
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.link.cache_bytes
+
+    def _windows(self, most: int) -> tuple[Tensor, Tensor]:
+        """w of each row, `[B]` int64 of at most `most`, and whether it waits for verification, `[B]` bool."""
+        if self._plans is None:
+            return torch.full((self._active,), most), torch.zeros(self._active, dtype=torch.bool)
+        own = [self._plans.of(request) for request in self.session.rows.indices]
+        # Of what a coupled request drafts, the first stands beside the token that is decoded meanwhile.
+        window = torch.tensor([min(plan.window + (plan.mode == "coupled"), most) for plan in own])
+        return window, torch.tensor([plan.mode == "coupled" for plan in own])
+
+    def _take(self, answer: Tensor, asked: Tensor) -> None:
+        """Adds the window in `answer` to the drafts; `asked`: `[B]`.
+
+        Raises:
+            ValueError: it is not what was asked for.
+        """
+        batch, width = len(asked), int(asked.max())
+        if answer.dtype != torch.int64 or len(answer) != batch * (1 + width):
+            raise ValueError(f"a window of {len(answer)} numbers came for {batch} rows of {width} drafts at most")
+        found, tokens = answer[:batch], answer[batch:].view(batch, width)  # [B], [B, width]
+        is_draft = torch.arange(width) < found[:, None]  # [B, width]
+        is_token = (tokens >= 0) & (tokens < self._vocabulary)
+        if not ((found >= 0) & (found <= asked)).all() or not (is_token | ~is_draft).all():
+            raise ValueError("a window came with lengths or tokens out of range")
+        row, step = is_draft.nonzero(as_tuple=True)
+        self._drafts[row, self._ahead[row] + step] = tokens[row, step]
+        self._ahead[:batch] += found
+        self.drafted += int(found.sum())

@@ -1,0 +1,125 @@
+"""A drafter on a thread of its own, next to the target on one device."""
+
+import os
+from contextlib import ExitStack, nullcontext
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...engine.cache import autocast_dtype
+from ...engine.cuda_graphs import CAPTURING
+from ...engine.drafter import Drafter, DraftSession
+from ...engine.rows import Rows
+from .messages import DraftLink, Kind
+from .worker import DraftWorker
+
+
+DRAFT_TIMEOUT = 60.0
+"""Seconds that a window may take. The first one waits until prompts are read and a copy is requantized, which takes
+seconds for billions of weights; what is slower hangs. It is waited for once: then the drafter is dropped."""
+
+_Messages: TypeAlias = "SimpleQueue[tuple[Kind, Tensor]]"
+_Answers: TypeAlias = "SimpleQueue[Tensor | Exception]"
+
+
+class DraftThread(DraftLink):
+    """Runs `drafter` on a thread: on a CPU with the cores that the target leaves, but at least one; on a GPU on a
+    stream of its own. The K/V cache is the drafter's own, also of the policy's copy.
+
+    Transformers' own logits processors act on drafts as on the target; users' own may not be called by two threads,
+    and cost acceptance.
+
+    Args:
+        drafter: must be able to draft ahead (`Drafter.drafts_ahead`).
+        timeout: seconds that a window may take.
+
+    Raises:
+        ValueError: it cannot draft ahead.
+    """
+
+    def __init__(self, drafter: Drafter, timeout: float = DRAFT_TIMEOUT) -> None:
+        if not drafter.drafts_ahead:
+            raise ValueError(
+                f"{type(drafter).__name__} cannot be decoupled: it drafts from what the target has verified, hidden "
+                'states or completions, and not from its own drafts. Use the strategies "self", "model" or "ngram", '
+                'or decoupled_execution="never".'
+            )
+        self.strategy, self.max_rows, self.cost = drafter.strategy, drafter.max_rows, drafter.cost
+        self._drafter, self._timeout = drafter, timeout
+
+    def begin(self, session: DraftSession, vocabulary: int) -> None:
+        rows = session.rows
+        # A row's drafts end at its limit; rows that draft less than others write one token more than verification.
+        mirror = Rows(rows.capacity, rows.columns + 1, rows.tokens.device)
+        own = DraftSession(mirror, session.pipeline.over(mirror), session.do_sample, None, keep_logits=False)
+        self._messages, self._answers = SimpleQueue[tuple[Kind, Tensor]](), SimpleQueue[Tensor | Exception]()
+        # Settings that a thread does not inherit. torch keeps the number of threads per thread once it was asked for.
+        cores = max(len(os.sched_getaffinity(0)) - torch.get_num_threads(), 1)
+        self._thread = Thread(
+            target=self._run,
+            args=(own, vocabulary, self._messages, self._answers, cores, autocast_dtype(mirror.tokens.device)),
+            name="spec_trl drafter",
+            daemon=True,  # one that hangs does not keep the process from ending
+        )
+        self._thread.start()
+
+    def send(self, kind: Kind, values: Tensor) -> None:
+        self._messages.put((kind, values))
+
+    def receive(self) -> Tensor:
+        try:
+            answer = self._answers.get(timeout=self._timeout)
+        except Empty:
+            raise TimeoutError(f"the drafter's thread gave no window within {self._timeout:g} s") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        self.send(Kind.END, torch.zeros(0, dtype=torch.int64))
+        self._thread.join(self._timeout)
+        if self._thread.is_alive():
+            self._drafter.made_for = None  # no later call may get a drafter that another thread is still in
+            raise TimeoutError(f"the drafter's thread did not end within {self._timeout:g} s")
+        while not self._answers.empty():
+            self.receive()  # raises what went wrong after the last window
+
+    @property
+    def forwards(self) -> int:
+        return self._drafter.forwards
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._drafter.cache_bytes
+
+    def _run(
+        self,
+        session: DraftSession,
+        vocabulary: int,
+        messages: _Messages,
+        answers: _Answers,
+        cores: int,
+        autocast: torch.dtype | None,
+    ) -> None:
+        device = session.rows.tokens.device
+        try:
+            with ExitStack() as settings:
+                settings.enter_context(torch.no_grad())
+                settings.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None))
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # the caller's stream may still write the weights
+                    settings.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+                else:
+                    torch.set_num_threads(cores)
+                worker, kind = DraftWorker(self._drafter, session, vocabulary), Kind.BEGIN
+                while kind != Kind.END:
+                    kind, values = messages.get()
+                    with CAPTURING if device.type == "cuda" else nullcontext():
+                        answer = worker.handle(kind, values)
+                    if answer is not None:
+                        answers.put(answer)
+        except Exception as error:
+            answers.put(error)

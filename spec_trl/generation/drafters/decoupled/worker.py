@@ -1,0 +1,122 @@
+"""A drafter that runs ahead: it drafts on from its own drafts, and goes back where the target went another way."""
+
+import torch
+from torch import Tensor
+
+from ...engine.drafter import Drafter, DraftSession
+from ...engine.noise import RoundNoise
+from ...engine.rows import Request
+from .messages import Kind
+
+
+class DraftWorker:
+    """Carries out messages with a drafter, over rows that mirror the verifier's:
+
+        verifier's row   prompt . . . output . . . |
+        mirrored row     prompt . . . output . . . p1 p2 ... | n1 n2 ... nw |
+                                                   pending     next window
+
+    The mirror counts drafts as text. So the drafter needs to know nothing of decoupling: it is asked for `w` tokens
+    after the text, and told now and then that rows have become shorter.
+
+    Args:
+        drafter: drafts in the thread or process of the worker alone.
+        session: of the mirrored rows, without target.
+        vocabulary: number of tokens.
+    """
+
+    def __init__(self, drafter: Drafter, session: DraftSession, vocabulary: int) -> None:
+        self._drafter, self._rows, self._vocabulary = drafter, session.rows, vocabulary
+        self._do_sample = session.do_sample
+        self._committed = torch.zeros_like(session.rows.tokens[:, 0])  # [capacity], tokens of each row
+        drafter.begin(session)
+
+    def handle(self, kind: Kind, values: Tensor) -> Tensor | None:
+        """Carries out one message; returns the content of the answer, to DRAFT alone.
+
+        Raises:
+            ValueError: the message does not fit the rows.
+        """
+        match kind:
+            case Kind.ADMIT:
+                self._admit(values)
+            case Kind.DRAFT:
+                return self._draft(values)
+            case Kind.COMMIT:
+                self._commit(values)
+            case Kind.MOVE:
+                self._move(values.tolist())
+            case Kind.END:
+                self._drafter.end()
+            case _:
+                raise ValueError(f"a drafter cannot carry out {kind!r}")
+        return None
+
+    def _admit(self, values: Tensor) -> None:
+        rows, requests, at = self._rows, [], 0
+        while at < len(values):
+            index, limit, stream, length = values[at : at + 4].tolist()
+            prompt = values[at + 4 : at + 4 + length]  # [length]
+            _require(1 <= length == len(prompt) and length <= limit < rows.columns, "ADMIT", "prompt and limit")
+            self._require_tokens(prompt, "ADMIT")
+            requests.append(Request(index, prompt, limit, stream))
+            at += 4 + length
+        _require(0 < len(requests) <= rows.capacity - rows.active, "ADMIT", "number of requests")
+        admission = rows.admit(requests)  # they come in the verifier's order, in which nothing is left to sort
+        self._committed[admission.first : rows.active] = rows.lengths[admission.first :]
+        self._drafter.admit(admission)
+
+    def _draft(self, values: Tensor) -> Tensor:
+        rows, counts = self._rows, values.to(self._committed.device)  # [B]
+        _require(len(counts) == rows.active > 0, "DRAFT", "number of rows")
+        _require(bool(((counts >= 0) & (rows.lengths + counts < rows.columns)).all()), "DRAFT", "windows")
+        width = int(counts.max())
+        if width == 0:
+            return values
+        noise = RoundNoise(rows.streams, rows.generated, width, self._vocabulary) if self._do_sample else None
+        proposal = self._drafter.propose(width, noise)
+        if proposal.broken is not None and proposal.broken:
+            raise FloatingPointError("the draft network returned NaN logits")
+        found = torch.minimum(proposal.lengths, counts).clamp(min=0)  # [B]
+        is_draft = torch.arange(width, device=found.device) < found[:, None]  # [B, width]
+        tokens = proposal.tokens.masked_fill(~is_draft, 0)  # [B, width]
+        self._require_tokens(tokens, "the drafter's proposal")
+        rows.write(0, tokens)
+        rows.commit(found, None)
+        rows.longest = int(rows.lengths.max())
+        self._drafter.observe(int(found.sum()))
+        return torch.cat([found, tokens.flatten()]).cpu()
+
+    def _commit(self, values: Tensor) -> None:
+        rows, batch = self._rows, self._rows.active
+        _require(batch > 0 and len(values) % batch == 0 and len(values) > 2 * batch, "COMMIT", "shape")
+        kept, stays, *_ = values = values.to(self._committed.device).view(-1, batch)  # [B] each
+        tokens = values[2:].T  # [B, K]
+        step = torch.arange(tokens.shape[1], device=kept.device)  # [K]
+        ends = self._committed[:batch] + kept  # [B]
+        _require(bool(((kept > 0) & (kept <= len(step)) & (ends <= rows.limits)).all()), "COMMIT", "lengths")
+        self._require_tokens(tokens, "COMMIT")
+        columns = self._committed[:batch, None] + step  # [B, K]
+        text = rows.tokens[:batch].gather(1, columns)  # [B, K]
+        rows.tokens[:batch].scatter_(1, columns, tokens.where(step < kept[:, None], text))
+        self._committed[:batch] = ends
+        rows.lengths.copy_(rows.lengths.where(stays.bool(), ends))
+        _require(bool((rows.lengths >= ends).all()), "COMMIT", "drafts that stay")
+        rows.longest = int(rows.lengths.max())
+        self._drafter.observe(0)  # rows have become shorter
+
+    def _move(self, finished: list[int]) -> None:
+        rows = self._rows
+        _require(len({*finished} & {*range(rows.active)}) == len(finished) > 0, "MOVE", "rows")
+        source, destination = rows.drop(finished)
+        self._committed[destination] = self._committed[source]
+        self._drafter.move(source, destination, rows.longest)
+        rows.longest = max(rows.lengths.tolist(), default=0)
+
+    def _require_tokens(self, tokens: Tensor, message: str) -> None:
+        _require(bool(((tokens >= 0) & (tokens < self._vocabulary)).all()), message, "tokens")
+
+
+def _require(is_right: bool, message: str, what: str) -> None:
+    if not is_right:
+        raise ValueError(f"{message} cannot be right: {what} out of range")

@@ -1,0 +1,99 @@
+"""The option decoupled_execution: "auto" takes what is predicted to be fastest, and training is the same."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_trl import release
+from spec_trl.generation import decoupling
+from spec_trl.scheduling.profile import Profile
+from spec_trl.scheduling.roofline import Coefficients, Roofline
+from tests.conftest import tiny_llama
+from tests.generation.calls import generate, outputs
+from tests.generation.drafters.decoupled.scripted import Chance
+from tests.generation.races import PROMPTS
+from tests.generation.test_control import PROFILE
+from tests.trainers.harness import assert_same_training, train, train_plainly
+
+
+def profile_of(draft_seconds: float) -> Profile:
+    """Of a machine whose verification takes a second, whatever it verifies."""
+    times = Coefficients(1e30, 1e30, 1.0, 1.0, 0.0, 0.0, 0.0, t_T=1.0, t_D=draft_seconds, t_V=1.0)
+    return replace(PROFILE, roofline=Roofline(PROFILE.roofline.constants, times))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Links to threads that were made; torch leaves one of two cores."""
+    links: list[Any] = []
+
+    class Watched(decoupling.DraftThread):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            links.append(self)
+
+    monkeypatch.setattr(decoupling, "DraftThread", Watched)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    return links
+
+
+@pytest.mark.parametrize(
+    ("draft_seconds", "acceptance", "is_decoupled"),
+    [
+        (0.2, 1.0, True),  # a window takes as long as its verification
+        (0.001, 0.7, False),  # there is nothing to hide, and a refused draft costs a period
+        (3.0, 1.0, False),  # plain decoding is faster than any
+    ],
+)
+def test_auto(draft_seconds: float, acceptance: float, is_decoupled: bool, made, monkeypatch) -> None:
+    """From the second call on, when the acceptance is known."""
+    model = tiny_llama()
+    texts = outputs(generate(model, PROMPTS))
+    monkeypatch.setattr(decoupling, "find_profile", lambda *_: profile_of(draft_seconds))
+    drafter = Chance(texts, acceptance)
+    drafter.has_probabilities = True  # a network's: its forwards cost time
+    for call in range(2):
+        result = generate(model, PROMPTS, drafter=drafter, config={"decoupled_execution": "auto", "draft_length": 4})
+        assert outputs(result) == texts
+        assert len(made) == (is_decoupled and call == 1)
+    release(model)
+
+
+@pytest.mark.parametrize("missing", ["profile", "core", "acceptance", "exactness"])
+def test_auto_stays_coupled(missing: str, made, monkeypatch) -> None:
+    """Where nothing predicts, no core is left, nothing is known of the drafter, or drafts are verified by chance."""
+    model = tiny_llama()
+    drafter = Chance(outputs(generate(model, PROMPTS)), 1.0)
+    drafter.has_probabilities = True
+    verification = "rejection" if missing == "exactness" else "exact"
+    monkeypatch.setattr(decoupling, "find_profile", lambda *_: None if missing == "profile" else profile_of(0.2))
+    if missing == "core":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for _ in range(1 if missing == "acceptance" else 2):
+        config = {"decoupled_execution": "auto", "draft_length": 4, "verification": verification}
+        generate(model, PROMPTS, drafter=drafter, config=config)
+    assert not made
+
+
+def test_always_needs_no_prediction(made, monkeypatch) -> None:
+    """And runs ahead where the prediction is against it."""
+    model = tiny_llama()
+    drafter = Chance(outputs(generate(model, PROMPTS)), 0.7)
+    for found in (None, profile_of(3.0)):
+        monkeypatch.setattr(decoupling, "find_profile", lambda *_, found=found: found)
+        config = {"decoupled_execution": "always"}
+        statistics = [generate(model, PROMPTS, drafter=drafter, config=config).statistics for _ in range(2)]
+        assert all(each.total.accepted > 0 for each in statistics)
+    assert len(made) == 4
+
+
+def test_training_is_the_same(tmp_path: Path) -> None:
+    """The copy is requantized before each rollout, by the thread that drafts with it."""
+    run = train(tmp_path, "self", decoupled_execution="always")
+    assert_same_training(run, train_plainly())
+    assert run.metric("rollout/acceptance_rate")[0] > 0.3 and run.refreshed
