@@ -99,8 +99,11 @@ def test_ranks_decode_what_one_decodes(tiny: LlamaForCausalLM, ranks: int, rows:
     assert all(pool.waiting == 0 for pool in pools)
 
 
-@pytest.mark.parametrize("head_share", [0.0, 0.37, 1.0])
-@pytest.mark.parametrize("strategy", ["none", "self", "model", "eagle3", "history"])
+@pytest.mark.parametrize(
+    ("strategy", "head_share"),
+    [("none", 0.0), ("none", 1.0), ("self", 0.37), ("model", 0.37), ("eagle3", 0.37), ("history", 0.37),
+     ("self, decoupled", 0.37), ("ngram, decoupled", 0.0)],
+)  # fmt: skip
 def test_moved_rows_go_on_where_they_were(
     tiny: LlamaForCausalLM, tiny_assistant: LlamaForCausalLM, eagle: str, strategy: str, head_share: float,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,6 +113,8 @@ def test_moved_rows_go_on_where_they_were(
     monkeypatch.setattr(pool_module, "POLL_SHARE", 1e9)
     monkeypatch.setattr(MoveCosts, "head_share", property(lambda _: head_share))
     given, config = prompts(8), {"max_batch_size": 4}
+    strategy, _, is_decoupled = strategy.partition(", ")
+    config |= {"decoupled_execution": "always"} if is_decoupled else {}
     reference = generate(tiny, given, **ENDS)
     alone = outputs(reference)
     assistants = {"model": tiny_assistant, "eagle3": eagle}

@@ -74,8 +74,11 @@ class DecoupledDrafter(Drafter):
         parts = []
         for row in range(first, rows.active):
             prompt = np.frombuffer(rows.prompts[row], dtype=np.int64)  # [prompt length]
-            parts += [np.array([rows.indices[row], *state[:, row].tolist(), len(prompt)]), prompt]
-            self._lengths[row], self._limits[row], self._ahead[row] = len(prompt), state[0, row], 0
+            progress = admission.moved.get(row)
+            output = prompt[:0] if progress is None else progress.tokens.cpu().numpy()  # [n], of another rank
+            parts += [np.array([rows.indices[row], *state[:, row].tolist(), len(prompt), len(output)]), prompt, output]
+            self._lengths[row], self._limits[row] = len(prompt) + len(output), state[0, row]
+            self._ahead[row] = 0
         self._active = rows.active
         self.link.send(Kind.ADMIT, torch.from_numpy(np.concatenate(parts)))
 

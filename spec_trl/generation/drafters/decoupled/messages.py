@@ -19,7 +19,8 @@ class Kind(IntEnum):
     BEGIN = 1
     """A generation begins; its content is the link's own business."""
     ADMIT = 2
-    """Requests came in, in the order of their rows; of each: index, limit, noise key, prompt length n, n tokens."""
+    """Requests came in, in the order of their rows; of each: index, limit, noise key, tokens of the prompt, tokens
+    that another rank has generated, and all these tokens."""
     DRAFT = 3
     """`[B]`: how many more tokens to draft for each row, after those it has drafted already. Answered by WINDOW."""
     COMMIT = 4

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.noise import RoundNoise
-from ...engine.rows import Request
+from ...engine.rows import Progress, Request
 from .messages import Kind
 
 
@@ -55,12 +55,16 @@ class DraftWorker:
     def _admit(self, values: Tensor) -> None:
         rows, requests, at = self._rows, [], 0
         while at < len(values):
-            index, limit, stream, length = values[at : at + 4].tolist()
-            prompt = values[at + 4 : at + 4 + length]  # [length]
-            _require(1 <= length == len(prompt) and length <= limit < rows.columns, "ADMIT", "prompt and limit")
-            self._require_tokens(prompt, "ADMIT")
-            requests.append(Request(index, prompt, limit, stream))
-            at += 4 + length
+            _require(len(values) >= at + 5, "ADMIT", "length")
+            index, limit, stream, first, more = values[at : at + 5].tolist()
+            length = first + more
+            text = values[at + 5 : at + 5 + length]  # [length]
+            _require(first >= 1 and more >= 0 and length == len(text), "ADMIT", "numbers of tokens")
+            _require(length <= limit < rows.columns, "ADMIT", "limit")
+            self._require_tokens(text, "ADMIT")
+            progress = Progress(text[first:], None, length - 1, length - 1, dict) if more else None
+            requests.append(Request(index, text[:first], limit, stream, progress))
+            at += 5 + length
         _require(0 < len(requests) <= rows.capacity - rows.active, "ADMIT", "number of requests")
         admission = rows.admit(requests)  # they come in the verifier's order, in which nothing is left to sort
         self._committed[admission.first : rows.active] = rows.lengths[admission.first :]
