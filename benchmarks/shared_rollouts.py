@@ -52,7 +52,7 @@ class Cell:
         return f"{tail}, {self.rows or 'all'} rows in flight{', lengths known by prompt' if self.known else ''}"
 
 
-CELLS = (Cell("request", None), Cell("prompt", None), Cell("request", 8), Cell("prompt", 8), Cell("prompt", 8, True))
+CELLS = (Cell("request", None), Cell("prompt", None), Cell("prompt", 16), Cell("prompt", 16, True))
 
 
 @dataclass
@@ -178,9 +178,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4], help="processes (default: %(default)s)")
-    add("--requests", type=int, default=64, help="of all ranks (default: %(default)s)")
-    add("--median", type=int, default=40, help="tokens of a request (default: %(default)s)")
-    add("--repeats", type=int, default=5, help="turns (default: %(default)s)")
+    add("--requests", type=int, default=128, help="of all ranks (default: %(default)s)")
+    add("--median", type=int, default=16, help="tokens of a request (default: %(default)s)")
+    add("--repeats", type=int, default=3, help="turns (default: %(default)s)")
     add_machine_arguments(parser, "shared_rollouts")
     options = parser.parse_args(arguments)
     if "RANK" in os.environ:
