@@ -303,6 +303,27 @@ def speedups(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     )
 
 
+def rank_seconds(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
+    """Seconds in which each rank decoded, by rollout, under the rollout's own (SA Fig. 2a)."""
+    kept = [record for record in rollouts if len(record.rank_seconds) > 1]
+    if not kept:
+        return None
+    figure, (axes,) = canvas((_ROLLOUT, "seconds"))
+    counts = [record.rollout for record in kept]
+    axes.plot(counts, [record.seconds for record in kept], color=GREY, label="until the last rank was done")
+    for rank in range(max(len(record.rank_seconds) for record in kept)):
+        own = [(r.rollout, r.rank_seconds[rank]) for r in kept if rank < len(r.rank_seconds)]
+        axes.plot(*zip(*own, strict=True), ".", markersize=3, label=f"rank {rank} decoded" if rank < 8 else None)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+    idle = statistics.fmean(record.idle_share or 0.0 for record in kept)
+    moved = sum(record.moved_rows for record in kept)
+    ranks = len(kept[-1].rank_seconds)
+    return Drawing(
+        figure, f"{ranks} ranks had nothing to decode in {idle:.1%} of their time; {moved} rows moved between ranks."
+    )
+
+
 def verdict_of_run(run: Run) -> Drawing | None:
     """Speedup over plain decoding by rollout, and the seconds saved so far. None where no training rollout says what
     plain decoding would have taken."""

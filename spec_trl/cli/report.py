@@ -79,6 +79,7 @@ def _build(log: Run, profile: Profile | None, margin: float, missing: str) -> li
         Section("reward", "Reward", figures.reward(log.steps), "no step logged a reward."),
         Section("rollout_time", "Rollout time", figures.rollout_phases(train), "no training rollout was logged."),
         Section("completion", "Completion curve", figures.completion_curves(train), "no rollout logged one."),
+        Section("ranks", "Ranks", figures.rank_seconds(train), "one rank decoded."),
         Section("speculation", "Speculation on and off", figures.speculation_spans(train), "no rounds were logged."),
         Section("timeline", "Who drafted for whom", timeline_of_run(train), "no rollout that speculated logged it."),
         Section("draft_length", "Draft length and τ", figures.draft_length_schedule(train), silent),

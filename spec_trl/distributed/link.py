@@ -17,6 +17,24 @@ POLL_SECONDS = (0.001, 0.02)
 tenth more, up to fifty looks per second: one store serves all ranks."""
 
 
+REMEDY = "died or hangs. Look at its output, and resume from the last checkpoint."
+
+
+class Transfer:
+    """A tensor on its way between this rank and another one."""
+
+    def __init__(self, work: dist.Work | None, rank: int) -> None:
+        assert work is not None
+        self._work, self._rank = work, rank
+
+    def wait(self) -> None:
+        """Waits until it has arrived; raises RuntimeError where the other rank is gone."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self._rank}, with which rows are exchanged, {REMEDY} {error}") from error
+
+
 class Link:
     """One rank's end.
 
@@ -85,9 +103,8 @@ class Link:
             if now - heard > self.timeout:
                 silent = [rank for rank, text in enumerate(last) if not text.startswith("-1 ")]
                 raise RuntimeError(
-                    f"rank {self.rank} waits for the rollout of ranks {silent}, which have said nothing for "
-                    f"{self.timeout:.0f} s: they died or hang. Look at their output, and resume from the last "
-                    "checkpoint; ddp_timeout sets how long to wait."
+                    f"rank {self.rank} waits for the rollout of ranks {silent}, of which nothing was heard for "
+                    f"{self.timeout:.0f} s (ddp_timeout): one of them {REMEDY}"
                 )
         return self.read([note])[0]
 
@@ -102,17 +119,13 @@ class Link:
         except dist.DistError as error:
             raise RuntimeError(
                 f"rank {self.rank} no longer reaches the store of the job: the process that holds it, rank 0 or the "
-                f"launcher, died or hangs. Look at its output, and resume from the last checkpoint. {error}"
+                f"launcher, {REMEDY} {error}"
             ) from error
 
-    def send(self, tensor: Tensor, rank: int) -> dist.Work:
+    def send(self, tensor: Tensor, rank: int) -> Transfer:
         """Begins to send a tensor, which must stay as it is until the result's `wait`."""
-        work = dist.isend(tensor, rank)
-        assert work is not None
-        return work
+        return Transfer(dist.isend(tensor, rank), rank)
 
-    def receive(self, tensor: Tensor, rank: int) -> dist.Work:
+    def receive(self, tensor: Tensor, rank: int) -> Transfer:
         """Begins to fill `tensor` with one that `rank` sends, of the same shape and dtype."""
-        work = dist.irecv(tensor, rank)
-        assert work is not None
-        return work
+        return Transfer(dist.irecv(tensor, rank), rank)

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..generation.engine.request_queue import RequestQueue
 from ..generation.engine.rows import Request, prompt_key
 from ..scheduling.shared_order import ExpectedLengths, longest_first
-from .link import Link
+from .link import REMEDY, Link
 from .pool import SharedPool
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class SharedRollouts:
     def gather(self, prompts: list[list[int]]) -> Turn:
         """The next turn of the rollout, to which each rank brings some `prompts` of token ids, or none. All ranks must
         call it."""
-        ranks = gather_object([(self._rows_of(prompts), prompts)])
+        ranks = self._gather((self._rows_of(prompts), prompts))
         counts = [len(prompts) for _, prompts in ranks]
         first = sum(counts[: self._rank])
         own, every = range(first, first + counts[self._rank]), range(sum(counts))
@@ -70,6 +74,13 @@ class SharedRollouts:
         self._turns += 1
         self.pool = None
         return Turn(rows, [prompt for _, own in ranks for prompt in own], own, every if self._shares else own)
+
+    def _gather(self, own: T) -> list[T]:
+        """What each rank brings."""
+        try:
+            return gather_object([own])
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self._rank} meets the other ranks, and one of them {REMEDY} {error}") from error
 
     def _rows_of(self, prompts: list[list[int]]) -> list[int]:
         """The numbers of these rows among those of all ranks, so that noise is the same for any number of ranks. Those
@@ -119,7 +130,7 @@ class SharedRollouts:
     def _of_all_ranks(self, turn: Turn, decoded: dict[int, list[int]]) -> dict[int, list[int]]:
         if self.pool is not None:
             self._send_seconds = self.pool.send_seconds
-        ranks = gather_object([({place: array("i", tokens) for place, tokens in decoded.items()}, self._send_seconds)])
+        ranks = self._gather(({place: array("i", tokens) for place, tokens in decoded.items()}, self._send_seconds))
         completions = {place: tokens.tolist() for own, _ in ranks for place, tokens in own.items()}
         measured = [seconds for _, seconds in ranks if seconds is not None]
         self._send_seconds = median(measured) if measured else None  # the rank that gives away decides by it

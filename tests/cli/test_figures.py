@@ -94,6 +94,16 @@ PHASED = make_rollout(0, seconds=10.0, refresh_seconds=1.0, phase_seconds={"draf
             "predicted 1.20×, measured 1.23× on average over 3 rollouts; mean error of the prediction 15.0%; it was "
             "on the right side of 1 in 33% of them.",
         ),
+        (
+            figures.rank_seconds(
+                [
+                    make_rollout(0, seconds=10.0, rank_seconds=[10.0, 5.0], moved_rows=2),
+                    make_rollout(1, seconds=4.0, rank_seconds=[4.0, 4.0], moved_rows=1),
+                    make_rollout(2),
+                ]
+            ),
+            "2 ranks had nothing to decode in 12.5% of their time; 3 rows moved between ranks.",
+        ),
     ],
 )
 def test_the_sentence(drawing: Drawing | None, text: str) -> None:

@@ -66,13 +66,13 @@ def test_a_rank_fails(tmp_path: Path, ranks: int, who: int, how: signal.Signals)
             assert left is None
         else:
             assert isinstance(left, str) and left.startswith("RuntimeError: rank"), left
-            assert "died or hang" in left and "resume from the last checkpoint" in left
+            assert "died or hangs" in left and "resume from the last checkpoint" in left
 
 
 def test_a_run_that_dies_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """On one rank here, with the same global batch."""
     (errors,) = launch(["tests.trainers.dying_job", str(tmp_path / "died")], 2, who=1)
-    assert "died or hang" in errors and "resume from the last checkpoint" in errors
+    assert "died or hangs" in errors and "resume from the last checkpoint" in errors
     options = {"steps": 4, "trainer": {}}
     whole = train_case(tmp_path / "whole", 1, **options)
     rest = train_case(tmp_path / "rest", 1, resume=tmp_path / "died" / "checkpoint-2", **options)

@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own": {"rollout_sharing": "own"},
     "pool": {},
     "two rows in flight": {"rollout_batch_size": 2},
+    "decoupled": {"decoupled_execution": "always", "rollout_batch_size": 4},
     "history": {"strategy": "history", "rollout_batch_size": 1},
     "padding seen": {"strategy": "ngram", "generation_kwargs": {"repetition_penalty": 1.3}},
     "padding seen, own": {
