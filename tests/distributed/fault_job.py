@@ -1,64 +1,86 @@
-"""One rank of a shared rollout in which another one fails: ``python -m tests.distributed.fault_job FILE WHO HOW``.
+"""One rank of a shared rollout: ``python -m tests.distributed.fault_job FILE WAY WHO HOW``.
 
-`WHO` is the rank that fails, in the middle of its rows, or -1; `HOW` is the number of the signal that it sends itself.
-The others write what they have, or the error that ended them, to `FILE`.
+Ranks without rows get half of another rank's (`WAY` is "move"), or race for them ("race"). `WHO` is the rank that
+fails in the middle of its rows, or -1; `HOW` is the number of the signal that it sends itself. The others write what
+they have, or the error that ended them, to `FILE`.
 """
 
 import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from spec_trl.distributed import shared_rollouts
-from spec_trl.distributed.pool import SharedPool
+from spec_trl.distributed import pool, shared_rollouts
 from spec_trl.distributed.shared_rollouts import SharedRollouts
+from spec_trl.generation.drafters.ngram import NgramDrafter
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rollout import Rollout
 from tests.conftest import tiny_llama
+from tests.distributed.pools import Helped, Patient, unfair
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 
 TIMEOUT = 6  # seconds after which silence is an error
 ROWS = [row.tolist() for row in random_rows([4, 9, 6, 12, 5, 7, 10, 8])]
-ENDS = {"eos_token_id": [5, 6], "max_new_tokens": 100}
+ENDS: dict[str, Any] = {"eos_token_id": [5, 6], "max_new_tokens": 100}
 
 
-def main(file: Path, who: int, how: int) -> None:
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def main(way: str, who: int, how: int) -> dict[str, Any]:
+    """This rank's completions, and what it did for others."""
+    rank, ranks, model = dist.get_rank(), dist.get_world_size(), tiny_llama()
+    prompts = pad_left([torch.tensor(row) for row in ROWS])
+    order = unfair(outputs(generate(model, prompts, **ENDS)))
 
-    class Failing(SharedPool):
+    class Failing(Patient):
         """Sends its process a signal after the fifth round."""
 
         rounds = 0
+
+        def __init__(self, requests: Any, _: Any, rows: int, link: Any, seconds: Any) -> None:
+            super().__init__(requests, order if who < 0 else range(len(ROWS)), rows, link, seconds)
+            self.link = link
 
         def after_round(self, rollout: Rollout) -> None:
             self.rounds += 1
             if rank == who and self.rounds == 5:
                 os.kill(os.getpid(), how)
-            super().after_round(rollout)
+            if who < 0:
+                super().after_round(rollout)
+            else:
+                super(Patient, self).after_round(rollout)
 
     shared_rollouts.SharedPool = Failing  # type: ignore[misc]
-    sharing = SharedRollouts(True, rank, ranks, TIMEOUT)
-    each = len(ROWS) // ranks
+    pool.rows_to_give = (lambda lengths, *_: len(lengths) // 2) if way == "move" else (lambda *_: 0)
+    pool.POLL_SHARE = 1e9
+    sharing, each, control = SharedRollouts(True, rank, ranks, TIMEOUT), len(ROWS) // ranks, Helped()
     sharing.begin()
     turn = sharing.gather(ROWS[rank * each : (rank + 1) * each])
-    prompts = pad_left([torch.tensor(prompt) for prompt in turn.prompts])
-    output = generate(tiny_llama(), prompts, make_queue=sharing.make_queue(turn, each), **ENDS)
+    more: dict[str, Any] = {"config": {"max_batch_size": each}}
+    if way == "race":
+        drafters = [SelfDrafter(model, kernel="reference"), NgramDrafter(2)]
+        more |= {"strategy": "best_of_n", "drafter": drafters, "control": control}
+    output = generate(model, prompts, make_queue=sharing.make_queue(turn, each), **more, **ENDS)
     decoded = {place: tokens for place, tokens in zip(turn.decoded, outputs(output), strict=True) if tokens}
     completions = sharing.exchange(turn, decoded)
-    torch.save([completions[place] for place in turn.own], file)
+    assert sharing.pool is not None
+    return {
+        "texts": [completions[place] for place in turn.own],
+        "helped": sharing.pool.taken_over if way == "move" else control.tallies[1].rounds,
+    }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     PartialState(cpu=True)
-    path, who, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    path, way, who, how = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     try:
-        main(path, who, how)
+        torch.save(main(way, who, how), path)
     except Exception as error:
         torch.save(f"{type(error).__name__}: {error}", path)
         raise

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LlamaForCausalLM
 
 from tests.distributed.fault_job import ENDS, ROWS, TIMEOUT
 from tests.generation.calls import generate, outputs, pad_left
@@ -44,23 +46,27 @@ def launch(command: list[str], ranks: int, who: int) -> list[str]:
             process.kill()
 
 
-def run(folder: Path, ranks: int, who: int = -1, how: int = 0) -> list[object]:
+def run(folder: Path, ranks: int, way: str, who: int = -1, how: int = 0) -> list[Any]:
     """What each rank left, None where it died; `who` sends itself the signal `how`."""
-    launch(["tests.distributed.fault_job", str(folder / "{rank}.pt"), str(who), str(int(how))], ranks, who)
+    launch(["tests.distributed.fault_job", str(folder / "{rank}.pt"), way, str(who), str(int(how))], ranks, who)
     paths = [folder / f"{rank}.pt" for rank in range(ranks)]
     return [torch.load(path) if path.exists() else None for path in paths]
 
 
-def test_nothing_fails(tmp_path: Path, tiny) -> None:
-    found = run(tmp_path, 2)
+@pytest.mark.parametrize("way", ["move", "race"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_help_each_other(tmp_path: Path, tiny: LlamaForCausalLM, ranks: int, way: str) -> None:
+    """Rows move over gloo, or ranks race for them; the tokens are those of one rank."""
+    found = run(tmp_path, ranks, way)
     prompts = pad_left([torch.tensor(row) for row in ROWS])
-    assert [text for rank in found for text in rank] == outputs(generate(tiny, prompts, **ENDS))
+    assert [text for rank in found for text in rank["texts"]] == outputs(generate(tiny, prompts, **ENDS))
+    assert sum(rank["helped"] for rank in found) > 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(("ranks", "who"), [(2, 1), (2, 0), (3, 2)])
-def test_a_rank_fails(tmp_path: Path, ranks: int, who: int, how: signal.Signals) -> None:
-    found = run(tmp_path, ranks, who, how)
+@pytest.mark.parametrize(("way", "ranks", "who"), [("move", 2, 1), ("race", 2, 0), ("move", 4, 2)])
+def test_a_rank_fails(tmp_path: Path, way: str, ranks: int, who: int, how: signal.Signals) -> None:
+    found = run(tmp_path, ranks, way, who, how)
     for rank, left in enumerate(found):
         if rank == who:
             assert left is None

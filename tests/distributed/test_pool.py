@@ -1,7 +1,6 @@
 """Ranks that share a pool decode what one rank decodes, whoever decodes what; ranks are threads here."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,15 +11,12 @@ from spec_trl.distributed import pool as pool_module
 from spec_trl.distributed.pool import SharedPool
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.engine.rows import Request
-from spec_trl.scheduling.control import Chain
 from spec_trl.scheduling.migration import MoveCosts
-from spec_trl.scheduling.shared_order import longest_first
-from tests.distributed.thread_ranks import ThreadLink, links, run_ranks
+from tests.distributed.pools import Helped, Patient, unfair
+from tests.distributed.thread_ranks import links, run_ranks
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.eagle3 import reference as eagle3
-from tests.generation.races import Plans
 
 
 ENDS: dict[str, Any] = {"eos_token_id": [5, 6], "max_new_tokens": 100}  # lengths with a long tail, 32 on average
@@ -38,17 +34,6 @@ def prompts(count: int) -> Prompts:
     """Two copies of each prompt."""
     rows = random_rows([4 + 3 * (index % 4) for index in range(count // 2)])
     return pad_left([row for row in rows for _ in range(2)])
-
-
-class Patient(SharedPool):
-    """The first rank's first round lasts until another rank has nothing left."""
-
-    def after_round(self, rollout: Rollout) -> None:
-        while self.link.rank == 0 and not self.link.count("asked"):
-            time.sleep(0.001)
-        super().after_round(rollout)
-
-    link: ThreadLink
 
 
 def decode(
@@ -74,14 +59,6 @@ def decode(
     texts = [[text for text in each if text] for each in zip(*map(outputs, found), strict=True)]
     assert all(len(each) == 1 for each in texts), "a request has two completions, or none"
     return [each[0] for each in texts], [pools[rank] for rank in range(ranks)], found
-
-
-def unfair(texts: list[list[int]]) -> list[int]:
-    """An order by which the first of two ranks is dealt the longer half of the requests."""
-    longest = longest_first([""] * len(texts), [len(text) for text in texts])
-    half = len(texts) // 2
-    pairs = list(zip(longest[:half], longest[half:], strict=True))
-    return [index for place, pair in enumerate(pairs) for index in (pair if place % 2 == 0 else pair[::-1])]
 
 
 @pytest.mark.parametrize("strategy", ["none", "self", "ngram", "history"])
@@ -130,19 +107,6 @@ def test_moved_rows_go_on_where_they_were(
     for row, text in enumerate(alone):  # those of both parts
         mine = found[0] if found[0].lengths[row] else found[1]
         assert mine.logprobs[row, : len(text)].allclose(reference.logprobs[row, : len(text)], atol=1e-6)
-
-
-class Helped(Plans):
-    """Drafts with the first drafter, and lets each free rank race for all rows with the second one."""
-
-    def __init__(self) -> None:
-        super().__init__(2, [[Chain(0, 2)]])
-
-    def further_method(
-        self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
-    ) -> tuple[str, list[int]] | None:
-        wanted = [request for request in requests if (request, "ngram") not in helpers]
-        return ("ngram", wanted) if wanted else None
 
 
 def test_ranks_race_for_the_rows_of_another(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
