@@ -115,12 +115,13 @@ def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -
     def record_with(**durations: float) -> RolloutRecord:
         """Of two ranks: this one, and one of the same counts and other durations."""
         other = replace(totals.durations, **durations)
-        monkeypatch.setattr(rollout_totals, "gather_object", lambda own: [*own, (totals.counts, other)])
+        monkeypatch.setattr(rollout_totals, "gather_object", lambda own: [*own, (totals.counts, other, 1.0)])
         return totals.over_ranks(["self", "tts"]).record("train", 3, 2, "auto", {"self": 5, "tts": 7})
 
     record = record_with(plain_seconds=5.0, drafter_update_seconds=9.0)
     assert (record.plain_seconds, record.seconds, record.refresh_seconds) == (6.0, 4.5, 0.125)
     assert (record.tail_seconds, record.tail_rounds, record.drafter_update_seconds) == (2.0, 6, 9.0)
+    assert record.rank_seconds == [4.5, 1.0] and record.idle_share == pytest.approx(1 - 5.5 / 9)
     assert (record.reason, record.predicted_speedup) == ("first", 1.3)
     assert (record.drafter, record.draft_length, record.mean_draft_length) == ("self", 5, 5.0)
     assert (record.tokens, record.requests, record.target_entropy, record.rounds) == (800, 32, 1.5, 18)

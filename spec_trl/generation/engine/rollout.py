@@ -88,6 +88,7 @@ class Rollout:
         self._control.finish()
         self._finish_statistics()
         self.end()
+        self._statistics.drafter_failure = self._drafters.failure
         return self._completions, self._statistics
 
     def begin(self) -> None:
@@ -405,7 +406,6 @@ class Rollout:
         statistics.target_forwards = self._target.forwards
         statistics.cache_bytes = self._target.cache.bytes
         statistics.graphs, statistics.graph_bytes = self._target.captured
-        statistics.drafter_failure = self._drafters.failure
         for drafter in self._drafters:
             statistics.draft_forwards += drafter.forwards
             statistics.cache_bytes += drafter.cache_bytes
