@@ -27,8 +27,8 @@ class NetworkDrafter(TrainableDrafter):
 
     Args:
         network: the drafting network, as :func:`~spec_trl.generation.engine.shadow.make_shadow` makes it.
-        shares_target_cache: whether it reads the target's K/V as its own. Its drafts' go into the target's cache, where
-            verification overwrites it (ER §E.2), or into a tail where it runs ahead (SA §4.1).
+        shares_target_cache: whether it reads the target's K/V as its own. That of its drafts goes into the target's
+            cache, where verification overwrites it (ER §E.2), or into a tail where it runs ahead (SA §4.1).
         made_of: a captured forward serves all networks with the same mark; None: this network alone.
     """
 

@@ -59,7 +59,7 @@ def exact_copy(model: Any) -> NetworkDrafter:
     return NetworkDrafter(make_shadow(model), shares_target_cache=True)
 
 
-# ---- drafts ----------------------------------------------------------------------------------------------------------
+# ---- drafts --------------------------------------------------------------------------------------------------------
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -88,7 +88,7 @@ def test_an_exact_copy_drafts_what_the_target_says(case: str, link: Callable[[Dr
 
 @pytest.mark.parametrize("modes", ["decoupled", "coupled", "changing"])
 def test_windows_that_change(modes: str, tiny) -> None:
-    """Rounds of other γ, without drafts, and with chains of some rows; requests with windows and modes of their own."""
+    """Rounds of other γ, without drafts, with chains of some rows; requests with windows and modes of their own."""
     rounds = [[Chain(0, 2)], [Chain(0, 9)], [], [Chain(0, 1)], [Chain(0, 5, (0, 2, 5))], [Chain(0, 9)], [Chain(0, 3)]]
     drafter = DecoupledDrafter(DraftThread(exact_copy(tiny)), Assigned(modes))
     found = generate(
@@ -161,7 +161,7 @@ def test_drafts_do_not_depend_on_timing(tiny) -> None:
     assert found[0] == found[1] == found[2] and len(found[0][0]) > 20
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draft_length", [3, 9])
