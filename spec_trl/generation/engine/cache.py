@@ -193,9 +193,6 @@ class TailCache(RaggedCache):
         places = torch.minimum(positions, heads + self._size - 1) % self._size  # [B, q]
         super().point_at(places, visible + self._size, first_row)
 
-    def copy_rows(self, source: list[int], destination: list[int], columns: int) -> None:
-        super().copy_rows(source, destination, self._size)  # a tail has no order
-
 
 class _TailLayer(_RaggedLayer):
     def __init__(self, window: _Window, target: _RaggedLayer) -> None:

@@ -26,8 +26,8 @@ class DraftWorker:
         drafter: drafts in the thread or process of the worker alone.
         session: of the mirrored rows, without target.
         vocabulary: number of tokens.
-        target: the target's cache, where a copy of the target may read it: from DRAFT to its answer a row's columns up
-            to the last committed token's must stay as they are.
+        target: the target's cache, where a copy of the target may read it: from DRAFT to its answer a row's columns
+            before its last committed token's must stay as they are.
     """
 
     def __init__(

@@ -98,6 +98,15 @@ def test_windows_that_change(modes: str, tiny) -> None:
     assert drafter.drafted > 0 == drafter.dropped
 
 
+def test_rows_whose_tail_is_full(tiny) -> None:
+    """Rows without a chain of their own wait with 2w - 1 drafts, and are fed as many tokens as the others draft."""
+    drafter = DecoupledDrafter(DraftThread(exact_copy(tiny)))
+    control = Plans(1, [[Chain(0, 5, (0, 2))]] * 8 + [[Chain(0, 5)]] * 2)
+    found = generate(tiny, PROMPTS, drafter=drafter, control=control, max_new_tokens=60)
+    assert outputs(found) == outputs(generate(tiny, PROMPTS, max_new_tokens=60))
+    assert drafter.drafted > 0 == drafter.dropped
+
+
 def test_races(tiny) -> None:
     """Chains of a race lie in the target's columns behind the committed ones while the copy drafts."""
     texts = outputs(generate(tiny, PROMPTS, max_new_tokens=60))
