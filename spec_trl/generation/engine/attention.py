@@ -113,9 +113,10 @@ class MaskPlan:
         """
         # 0 / min rather than a bool mask: eager code *adds* its mask, and SDPA would convert a bool in every layer.
         hidden = torch.finfo(dtype).min
+        # [columns] or [B, 1, 1, columns]
         key = torch.arange(columns, device=positions.device) if keys is None else keys[:, None, None]
         query = positions[:, None, :, None]  # [B, 1, q, 1]
-        at, later = key, key > query  # [columns] or [B, 1, 1, columns], [B, 1, q, columns]
+        at, later = key, key > query  # as key, [B, 1, q, columns]
         if places is not None:
             place, last = places[:, None, :, None], places[:, None, :1, None]  # [B, 1, q, 1], [B, 1, 1, 1]
             # Of its own chain's tokens; those of the chains before it land at positions up to `last`.

@@ -57,8 +57,8 @@ class DraftThread(DraftLink):
         mirror = Rows(rows.capacity, rows.columns + 1, rows.tokens.device)
         pipeline = session.pipeline.over(mirror)
         own = DraftSession(mirror, pipeline, session.do_sample, None, False, session.most_drafted)
-        # Rows end, move and come in when `observe` has taken the window, so no row is written while the thread reads it,
-        # but for the columns that are verified. Captured forwards read no tail: there the copy has a whole cache.
+        # Rows end, move and come in when `observe` has taken the window: while the thread reads a row, only columns
+        # that are verified are written. Captured forwards read no tail: there the copy has a whole cache.
         assert session.target is not None
         shared = session.target.cache if mirror.tokens.device.type == "cpu" else None
         self._messages, self._answers = SimpleQueue[tuple[Kind, Tensor]](), SimpleQueue[Tensor | Exception]()
