@@ -111,9 +111,9 @@ class SpeculativeConfig:
     decoupled_execution: Decoupled = option(
         "never",
         "Draft the next window while the target verifies the one before (SpecActor §4.1), on a thread that has the "
-        'CPU cores that torch leaves, with a K/V cache of its own. "always": with "self", "model" and "ngram". '
-        '"auto": where cores are left, and a roofline profile and the acceptance of earlier calls predict that it '
-        "beats drafting and verifying in turns.",
+        'CPU cores that torch leaves. "always": with "self", "model" and "ngram". "auto": where cores are left, and a '
+        "roofline profile and the acceptance of earlier calls predict that it beats drafting and verifying in turns. "
+        'A "model" has a K/V cache of its own; "self" has 2 (γ + 1) columns per row, on a GPU a whole cache.',
     )
     max_batch_size: int | None = option(
         None, "Number of rows in flight; further prompts are admitted as rows finish. None: all at once.", low=1

@@ -9,9 +9,13 @@ from transformers import LlamaForCausalLM
 from spec_trl import SpeculativeOutput
 from spec_trl.distributed import pool as pool_module
 from spec_trl.distributed.pool import SharedPool
+from spec_trl.generation.drafters.autoregressive import NetworkDrafter
+from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.thread import DraftThread
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rows import Request
+from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.scheduling.migration import MoveCosts
 from tests.distributed.pools import Helped, Patient, unfair
 from tests.distributed.thread_ranks import links, run_ranks
@@ -107,6 +111,27 @@ def test_moved_rows_go_on_where_they_were(
     for row, text in enumerate(alone):  # those of both parts
         mine = found[0] if found[0].lengths[row] else found[1]
         assert mine.logprobs[row, : len(text)].allclose(reference.logprobs[row, : len(text)], atol=1e-6)
+
+
+def test_a_copy_that_drafts_ahead_reads_the_columns_of_moved_rows(
+    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without quantization is always right, on the rank that begins a row and on the one that goes on with it."""
+    monkeypatch.setattr(pool_module, "rows_to_give", lambda lengths, *_: len(lengths) // 2)
+    monkeypatch.setattr(pool_module, "POLL_SHARE", 1e9)
+    given, config = prompts(8), {"max_batch_size": 4}
+    alone = outputs(generate(tiny, given, **ENDS))
+    drafters = [
+        DecoupledDrafter(DraftThread(NetworkDrafter(make_shadow(tiny), shares_target_cache=True))) for _ in range(2)
+    ]
+    texts, pools, _ = decode(
+        2, unfair(alone), 4,
+        lambda rank, make: generate(tiny, given, config=config, drafter=drafters[rank], make_queue=make, **ENDS),
+        Patient,
+    )  # fmt: skip
+    assert texts == alone and pools[1].taken_over > 0
+    for drafter in drafters:
+        assert drafter.drafted > 0 == drafter.dropped
 
 
 def test_ranks_race_for_the_rows_of_another(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

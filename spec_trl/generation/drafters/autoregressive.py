@@ -27,7 +27,8 @@ class NetworkDrafter(TrainableDrafter):
 
     Args:
         network: the drafting network, as :func:`~spec_trl.generation.engine.shadow.make_shadow` makes it.
-        shares_target_cache: whether its K/V goes into the target's cache, where verification overwrites it (ER §E.2).
+        shares_target_cache: whether it reads the target's K/V as its own. That of its drafts goes into the target's
+            cache, where verification overwrites it (ER §E.2), or into a tail where it runs ahead (SA §4.1).
         made_of: a captured forward serves all networks with the same mark; None: this network alone.
     """
 
@@ -47,14 +48,16 @@ class NetworkDrafter(TrainableDrafter):
         super().begin(session)
         rows = session.rows
         self._fed: tuple[Tensor, Tensor] | None = None  # of this round: columns and drafts, [B, γ - 1] each
-        self._cached: Tensor | None = None  # [capacity], tokens of each row in a cache of its own
-        if not self._shares_target_cache or session.target is None:
+        self._cached: Tensor | None = None  # [capacity], tokens of each row whose K/V it has to compute itself
+        tail = session.tail if self._shares_target_cache else None
+        self._owns_cache = not self._shares_target_cache or session.target is None
+        if self._owns_cache and tail is None:
             self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=rows.tokens.device)
         if session.target is not None:
             self._runner = session.target.for_drafter(self.network, self._shares_target_cache, self._made_of)
         else:
-            cache = RaggedCache.for_network(self.network, rows.capacity, rows.columns)
-            self._runner = EagerRunner(self.network, cache)
+            own = RaggedCache.for_network(self.network, rows.capacity, rows.columns) if tail is None else tail
+            self._runner = EagerRunner(self.network, own)
         self.cache = self._runner.cache
 
     def end(self) -> None:
@@ -68,8 +71,9 @@ class NetworkDrafter(TrainableDrafter):
             self._cached[admission.first : rows.active] = rows.lengths[admission.first :] - 1
 
     def move(self, source: list[int], destination: list[int], columns: int) -> None:
-        if self._cached is not None:
+        if self._owns_cache:
             self.cache.copy_rows(source, destination, columns)
+        if self._cached is not None:
             self._cached[destination] = self._cached[source]
 
     def observe(self, tokens: int) -> None:
@@ -97,7 +101,7 @@ class NetworkDrafter(TrainableDrafter):
 
     @property
     def cache_bytes(self) -> int:
-        return 0 if self._cached is None else self.cache.bytes
+        return self.cache.bytes if self._owns_cache else 0
 
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
         # One forward instead of γ: what was drafted is known.

@@ -91,7 +91,12 @@ class MaskPlan:
         return spans if self.per_type else spans[self.layer_types[0]]
 
     def build(
-        self, positions: Tensor, columns: int, dtype: torch.dtype, places: Tensor | None = None
+        self,
+        positions: Tensor,
+        columns: int,
+        dtype: torch.dtype,
+        places: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Additive masks for queries at `positions`.
 
@@ -101,15 +106,17 @@ class MaskPlan:
             dtype: floating dtype of the queries.
             places: `[B, q]` int64, the cache column of every query where several chains of a row follow its last
                 committed token, the first query (`ChainLayout`); None: its position.
+            keys: `[B, columns]` int64, position of every key where that is not its column (`TailCache`).
 
         Returns:
             `[B, 1, q, columns]` of 0 and the dtype's minimum, or one such tensor per layer type.
         """
         # 0 / min rather than a bool mask: eager code *adds* its mask, and SDPA would convert a bool in every layer.
         hidden = torch.finfo(dtype).min
-        key = torch.arange(columns, device=positions.device)  # [columns]
+        # [columns] or [B, 1, 1, columns]
+        key = torch.arange(columns, device=positions.device) if keys is None else keys[:, None, None]
         query = positions[:, None, :, None]  # [B, 1, q, 1]
-        at, later = key, key > query  # [columns], [B, 1, q, columns]
+        at, later = key, key > query  # as key, [B, 1, q, columns]
         if places is not None:
             place, last = places[:, None, :, None], places[:, None, :1, None]  # [B, 1, q, 1], [B, 1, 1, 1]
             # Of its own chain's tokens; those of the chains before it land at positions up to `last`.

@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ...scheduling.draft_length import MAX_DRAFT_LENGTH
 from .. import kept
+from .cache import TailCache
 from .noise import Draw, RoundNoise, draw, stream_keys, widen
 from .processors import LogitsPipeline, PrefixView, draw_processed
 from .rows import Admission, Request, Rows
@@ -32,6 +34,9 @@ class DraftSession:
         do_sample: False: greedy.
         target: the target's runner; None inside transformers' own loop, where the target keeps its own cache.
         keep_logits: whether proposals must carry their logits (rejection verification).
+        most_drafted: largest γ of a round.
+        tail: of a drafter that runs ahead, without `target`: where a copy of the target finds its K/V, and keeps its
+            own; None: it computes both.
     """
 
     rows: Rows
@@ -39,6 +44,8 @@ class DraftSession:
     do_sample: bool
     target: EagerRunner | None
     keep_logits: bool
+    most_drafted: int = MAX_DRAFT_LENGTH
+    tail: TailCache | None = None
 
     def draw(
         self, logits: Tensor, noise: RoundNoise | None, step: int, previous: Draw | None = None

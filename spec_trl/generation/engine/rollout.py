@@ -95,7 +95,9 @@ class Rollout:
         """Makes drafters and control ready."""
         with self._timer.phase("control"):
             self._control.begin(self._rows.capacity, self._prompt_keys)
-        session = DraftSession(self._rows, self._pipeline, self._do_sample, self._target, self._rejection)
+        session = DraftSession(
+            self._rows, self._pipeline, self._do_sample, self._target, self._rejection, self._control.most_drafted
+        )
         self._drafters.each(lambda drafter: drafter.begin(session))
 
     def end(self) -> None:

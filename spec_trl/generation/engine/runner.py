@@ -211,7 +211,8 @@ class EagerRunner:
         columns = min(-(-columns // COLUMN_BUCKET) * COLUMN_BUCKET, self.cache.columns)
         self.cache.point_at(positions if places is None else places, columns, first_row)
         dtype = autocast_dtype(tokens.device) or self.network.dtype
-        masks = self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype, places)
+        keys = self.cache.key_positions
+        masks = self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype, places, keys)
         logits = self.network(
             input_ids=tokens,
             position_ids=self._position_ids(positions),

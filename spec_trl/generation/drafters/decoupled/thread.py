@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ...engine.cache import autocast_dtype
+from ...engine.cache import RaggedCache, autocast_dtype
 from ...engine.cuda_graphs import CAPTURING
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.rows import Rows
@@ -27,7 +27,8 @@ _Answers: TypeAlias = "SimpleQueue[Tensor | Exception]"
 
 class DraftThread(DraftLink):
     """Runs `drafter` on a thread: on a CPU with the cores that the target leaves, but at least one; on a GPU on a
-    stream of its own. The K/V cache is the drafter's own, also of the policy's copy.
+    stream of its own. The K/V cache is the drafter's own; on a CPU the policy's copy reads the target's, and owns the
+    K/V of its drafts alone (SA §4.1).
 
     Transformers' own logits processors act on drafts as on the target; users' own may not be called by two threads,
     and cost acceptance.
@@ -54,13 +55,18 @@ class DraftThread(DraftLink):
         rows = session.rows
         # A row's drafts end at its limit; rows that draft less than others write one token more than verification.
         mirror = Rows(rows.capacity, rows.columns + 1, rows.tokens.device)
-        own = DraftSession(mirror, session.pipeline.over(mirror), session.do_sample, None, keep_logits=False)
+        pipeline = session.pipeline.over(mirror)
+        own = DraftSession(mirror, pipeline, session.do_sample, None, False, session.most_drafted)
+        # Rows end, move and come in when `observe` has taken the window: while the thread reads a row, only columns
+        # that are verified are written. Captured forwards read no tail: there the copy has a whole cache.
+        assert session.target is not None
+        shared = session.target.cache if mirror.tokens.device.type == "cpu" else None
         self._messages, self._answers = SimpleQueue[tuple[Kind, Tensor]](), SimpleQueue[Tensor | Exception]()
         # Settings that a thread does not inherit. torch keeps the number of threads per thread once it was asked for.
         cores = max(len(os.sched_getaffinity(0)) - torch.get_num_threads(), 1)
         self._thread = Thread(
             target=self._run,
-            args=(own, vocabulary, self._messages, self._answers, cores, autocast_dtype(mirror.tokens.device)),
+            args=(own, shared, vocabulary, self._messages, self._answers, cores, autocast_dtype(mirror.tokens.device)),
             name="spec_trl drafter",
             daemon=True,  # one that hangs does not keep the process from ending
         )
@@ -98,6 +104,7 @@ class DraftThread(DraftLink):
     def _run(
         self,
         session: DraftSession,
+        shared: RaggedCache | None,
         vocabulary: int,
         messages: _Messages,
         answers: _Answers,
@@ -114,7 +121,7 @@ class DraftThread(DraftLink):
                     settings.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
                 else:
                     torch.set_num_threads(cores)
-                worker, kind = DraftWorker(self._drafter, session, vocabulary), Kind.BEGIN
+                worker, kind = DraftWorker(self._drafter, session, vocabulary, shared), Kind.BEGIN
                 while kind != Kind.END:
                     kind, values = messages.get()
                     with CAPTURING if device.type == "cuda" else nullcontext():

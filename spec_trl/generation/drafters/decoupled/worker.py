@@ -1,8 +1,11 @@
 """A drafter that runs ahead: it drafts on from its own drafts, and goes back where the target went another way."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from ...engine.cache import RaggedCache, TailCache
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.noise import RoundNoise
 from ...engine.rows import Progress, Request
@@ -23,12 +26,19 @@ class DraftWorker:
         drafter: drafts in the thread or process of the worker alone.
         session: of the mirrored rows, without target.
         vocabulary: number of tokens.
+        target: the target's cache, where a copy of the target may read it: from DRAFT to its answer a row's columns
+            before its last committed token's must stay as they are.
     """
 
-    def __init__(self, drafter: Drafter, session: DraftSession, vocabulary: int) -> None:
+    def __init__(
+        self, drafter: Drafter, session: DraftSession, vocabulary: int, target: RaggedCache | None = None
+    ) -> None:
         self._drafter, self._rows, self._vocabulary = drafter, session.rows, vocabulary
         self._do_sample = session.do_sample
         self._committed = torch.zeros_like(session.rows.tokens[:, 0])  # [capacity], tokens of each row
+        if target is not None:
+            size = 2 * (session.most_drafted + 1)  # 2w: a row's last committed token, and 2w - 1 drafts
+            session = replace(session, tail=TailCache(target, self._committed, size))
         drafter.begin(session)
 
     def handle(self, kind: Kind, values: Tensor) -> Tensor | None:

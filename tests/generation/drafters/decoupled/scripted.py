@@ -32,8 +32,9 @@ class InTurn(DraftLink):
     def begin(self, session: DraftSession, vocabulary: int) -> None:
         rows = self.rows = session.rows
         self.mirror = Rows(rows.capacity, rows.columns + 1, rows.tokens.device)
-        own = DraftSession(self.mirror, session.pipeline.over(self.mirror), session.do_sample, None, False)
-        self.worker = DraftWorker(self.drafter, own, vocabulary)
+        pipeline = session.pipeline.over(self.mirror)
+        own = DraftSession(self.mirror, pipeline, session.do_sample, None, False, session.most_drafted)
+        self.worker = DraftWorker(self.drafter, own, vocabulary, session.target.cache)
 
     def send(self, kind: Kind, values: Tensor) -> None:
         self.messages.append(kind)

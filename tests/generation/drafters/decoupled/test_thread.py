@@ -98,15 +98,6 @@ def test_the_thread_has_the_callers_autocast_and_leaves_its_cores_alone(texts) -
         torch.set_num_threads(threads)
 
 
-def test_memory(tiny, drafters) -> None:
-    """The policy's copy has a cache of its own, next to the target's."""
-    coupled, ahead = drafters("self", "self")
-    one = generate(tiny, PROMPTS, drafter=coupled).statistics
-    two = generate(tiny, PROMPTS, drafter=DecoupledDrafter(DraftThread(ahead))).statistics
-    assert one.cache_bytes < two.cache_bytes < 2.2 * one.cache_bytes
-    assert two.draft_forwards > 0
-
-
 # ---- the option ----------------------------------------------------------------------------------------------------
 
 
