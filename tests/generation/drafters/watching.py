@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ PRUNED = {"eagle3": eagle3.safeai(), "dflash": dflash.PRUNED}  # 40 of the targe
 class Watched(DraftSession):
     """Collects the logits that drafts are drawn from."""
 
-    steps: list[Tensor]
+    steps: list[Tensor] = field(default_factory=list)
 
     def draw(self, logits: Tensor, *arguments: Any) -> Any:
         self.steps.append(logits.clone())
