@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..generation.engine.request_queue import RequestQueue
 from ..generation.engine.rollout import Rollout
 from ..generation.engine.rows import Request
-from ..scheduling.migration import MoveCosts, StepSeconds, rows_to_give
+from ..scheduling.migration import MoveCosts, rows_to_give, step_seconds
 from ..scheduling.shared_order import dealt
 from .link import Link
 from .moved_rows import MovedRows, Sending
@@ -113,10 +113,10 @@ class SharedPool(RequestQueue):
         free = [row for row, index in enumerate(rollout.in_flight) if index not in self._raced]
         lengths = rollout.lengths()
         free.sort(key=lengths.__getitem__)
-        steps = StepSeconds(rollout.rounds_by_batch())
-        costs = MoveCosts(min(rollout.seconds_per_prompt_token(), steps(1)), self.send_seconds)
+        step = step_seconds(rollout.rounds_by_batch())
+        costs = MoveCosts(min(rollout.seconds_per_prompt_token(), step(1)), self.send_seconds)
         own = [lengths[row] for row in free]
-        rows, method = free[: rows_to_give(own, rollout.expected_tokens(), steps, costs)], None
+        rows, method = free[: rows_to_give(own, rollout.expected_tokens(), step, costs)], None
         if not rows:
             assigned = rollout.control.further_method(rollout.in_flight, self._methods)
             if assigned is None:

@@ -7,21 +7,23 @@ from .roofline import Roofline
 from .token_speed import AffineSeconds, DraftSeconds, VerifySeconds
 
 
-def fit_affine(times: Sequence[tuple[int, float]]) -> AffineSeconds:
-    """The line through `times`, pairs of (batch, seconds), by least squares; its parts are never negative.
+def fit_affine(times: Sequence[tuple[int, float, float]]) -> AffineSeconds:
+    """The line through `times`, of (batch, seconds, weight), by least squares; its parts are never negative.
 
     Raises:
         ValueError: there is no time.
     """
     if not times:
         raise ValueError("times is empty; a line needs the seconds of one batch at least.")
-    count = len(times)
-    mean_batch, mean = sum(batch for batch, _ in times) / count, sum(seconds for _, seconds in times) / count
-    spread = sum((batch - mean_batch) ** 2 for batch, _ in times)
-    joint = sum((batch - mean_batch) * (seconds - mean) for batch, seconds in times)
+    total = sum(weight for _, _, weight in times)
+    mean_batch = sum(weight * batch for batch, _, weight in times) / total
+    mean = sum(weight * seconds for _, seconds, weight in times) / total
+    spread = sum(weight * (batch - mean_batch) ** 2 for batch, _, weight in times)
+    joint = sum(weight * (batch - mean_batch) * (seconds - mean) for batch, seconds, weight in times)
     slope = max(joint / spread, 0.0) if spread else 0.0
     if mean < slope * mean_batch:  # it would cross 0: the best line through it
-        return AffineSeconds(sum(batch * seconds for batch, seconds in times) / sum(b * b for b, _ in times), 0.0)
+        through_zero = sum(w * batch * seconds for batch, seconds, w in times) / sum(w * b * b for b, _, w in times)
+        return AffineSeconds(through_zero, 0.0)
     return AffineSeconds(slope, mean - slope * mean_batch)
 
 
@@ -40,10 +42,10 @@ def affine_times(
 
     @cache
     def draft(gpus: int) -> AffineSeconds:
-        return fit_affine([(batch, roofline.draft_seconds(batch, length) / draft_share) for batch in batches])
+        return fit_affine([(batch, roofline.draft_seconds(batch, length) / draft_share, 1.0) for batch in batches])
 
     @cache
     def verify(gpus: int, positions: int) -> AffineSeconds:
-        return fit_affine([(batch, roofline.verify_seconds(batch, length, positions - 1)) for batch in batches])
+        return fit_affine([(batch, roofline.verify_seconds(batch, length, positions - 1), 1.0) for batch in batches])
 
     return draft, verify

@@ -6,6 +6,9 @@ The tail of a row's K/V is sent while the other rank computes the head again: bo
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .affine_times import fit_affine
+from .token_speed import AffineSeconds
+
 
 @dataclass(frozen=True)
 class MoveCosts:
@@ -39,29 +42,16 @@ def measured_send_seconds(tokens: int, computing: float, waiting: float) -> floa
     return (computing / 2 if waiting < computing / 100 else computing + waiting) / tokens
 
 
-class StepSeconds:
-    """Seconds in which each of `batch` rows advances by a token: a line over the batch, fitted by least squares.
+def step_seconds(rounds: Iterable[tuple[int, int, float]]) -> AffineSeconds:
+    """Seconds in which each row of a batch advances by a token.
 
     Args:
         rounds: (rows, tokens that these committed together, seconds) of measured rounds, at least one.
     """
-
-    def __init__(self, rounds: Iterable[tuple[int, int, float]]) -> None:
-        points = [(batch, seconds * batch / tokens, tokens / batch) for batch, tokens, seconds in rounds]
-        total = sum(weight for _, _, weight in points)
-        batches = sum(weight * batch for batch, _, weight in points) / total
-        seconds = sum(weight * step for _, step, weight in points) / total
-        spread = sum(weight * (batch - batches) ** 2 for batch, _, weight in points)
-        along = sum(weight * (batch - batches) * (step - seconds) for batch, step, weight in points)
-        # Steps of a larger batch never take less, and of no batch less than nothing: noise may say so.
-        slope = min(max(along / spread, 0.0), seconds / batches) if spread else 0.0
-        self._fixed, self._slope = seconds - slope * batches, slope
-
-    def __call__(self, batch: int) -> float:
-        return self._fixed + self._slope * batch
+    return fit_affine([(batch, seconds * batch / tokens, tokens / batch) for batch, tokens, seconds in rounds])
 
 
-def rows_to_give(lengths: Sequence[int], steps: float, step_seconds: StepSeconds, costs: MoveCosts) -> int:
+def rows_to_give(lengths: Sequence[int], steps: float, step: AffineSeconds, costs: MoveCosts) -> int:
     """How many rows to give away, the shortest ones; 0: none.
 
     Both ranks should end as early as possible: this one after the rows that stay, the other one after the move and
@@ -70,14 +60,14 @@ def rows_to_give(lengths: Sequence[int], steps: float, step_seconds: StepSeconds
     Args:
         lengths: tokens of each row, prompts included, ascending.
         steps: tokens that each row is expected to generate yet.
-        step_seconds: of a batch, on either rank.
+        step: of :func:`step_seconds`, on either rank.
         costs: of a move.
     """
     batch, moved = len(lengths), 0
-    best, best_seconds = 0, steps * step_seconds(batch)
+    best, best_seconds = 0, steps * step(batch)
     for count in range(1, batch):
         moved += lengths[count - 1]
-        seconds = max(steps * step_seconds(batch - count), costs.seconds(moved) + steps * step_seconds(count))
+        seconds = max(steps * step(batch - count), costs.seconds(moved) + steps * step(count))
         if seconds < best_seconds:
             best, best_seconds = count, seconds
     return best

@@ -26,9 +26,10 @@ from spec_trl.scheduling.token_speed import (
 def test_a_line_is_that_of_least_squares() -> None:
     draw = random.Random(0)
     for _ in range(50):
-        times = [(draw.randint(1, 64), 1.0 + draw.random()) for _ in range(6)] + [(100, 2.5)]
+        times = [(draw.randint(1, 64), 1.0 + draw.random(), 0.5 + draw.random()) for _ in range(6)] + [(100, 2.5, 1.0)]
         line = fit_affine(times)
-        slope, fixed = np.polyfit([batch for batch, _ in times], [seconds for _, seconds in times], 1)
+        batches, seconds, weights = zip(*times, strict=True)
+        slope, fixed = np.polyfit(batches, seconds, 1, w=np.sqrt(weights))
         assert (line.per_request, line.fixed) == pytest.approx((slope, fixed))
 
 
@@ -41,7 +42,8 @@ def test_a_line_is_that_of_least_squares() -> None:
     ],
 )
 def test_times_that_no_forward_can_have(times: list[tuple[int, float]], line: tuple[float, float]) -> None:
-    assert (fit_affine(times).per_request, fit_affine(times).fixed) == pytest.approx(line)
+    found = fit_affine([(batch, seconds, 1.0) for batch, seconds in times])
+    assert (found.per_request, found.fixed) == pytest.approx(line)
 
 
 def test_no_times() -> None:

@@ -4,12 +4,13 @@ from itertools import pairwise
 
 import pytest
 
-from spec_trl.scheduling.migration import MoveCosts, StepSeconds, measured_send_seconds, rows_to_give
+from spec_trl.scheduling.migration import MoveCosts, measured_send_seconds, rows_to_give, step_seconds
+from spec_trl.scheduling.token_speed import AffineSeconds
 
 
-def line(fixed: float, per_row: float) -> StepSeconds:
+def line(fixed: float, per_row: float) -> AffineSeconds:
     """Rounds of one token per row."""
-    return StepSeconds((batch, batch, fixed + per_row * batch) for batch in (1, 4, 16))
+    return step_seconds((batch, batch, fixed + per_row * batch) for batch in (1, 4, 16))
 
 
 def test_head_and_tail_take_equally_long() -> None:
@@ -36,10 +37,10 @@ def test_steps_are_a_line_over_the_batch() -> None:
     steps = line(0.02, 0.003)
     assert [steps(batch) for batch in (2, 8, 32)] == pytest.approx([0.026, 0.044, 0.116])
     # Drafts commit more than a token per row: a step is what one of them takes.
-    assert StepSeconds([(4, 12, 0.3)])(4) == pytest.approx(0.1)
-    one = StepSeconds([(8, 8, 0.1)] * 3)  # of one batch alone nothing is known about others
+    assert step_seconds([(4, 12, 0.3)])(4) == pytest.approx(0.1)
+    one = step_seconds([(8, 8, 0.1)] * 3)  # of one batch alone nothing is known about others
     assert one(8) == one(1) == pytest.approx(0.1)
-    assert StepSeconds([(1, 1, 0.5), (8, 8, 0.1)])(4) > 0  # noise: less for more rows
+    assert step_seconds([(1, 1, 0.5), (8, 8, 0.1)])(4) > 0  # noise: less for more rows
     assert line(-0.01, 0.02)(1) > 0
 
 
