@@ -116,7 +116,8 @@ def decode(
     )  # fmt: skip
     seconds = time.perf_counter() - started
     found = zip(turn.decoded, output.sequences[:, len(prompts[0]) :].tolist(), output.lengths.tolist(), strict=True)
-    completions = sharing.exchange(turn, {place: tokens[:length] for place, tokens, length in found if length})
+    decoded = {place: tokens[:length] for place, tokens, length in found if length}
+    completions = sharing.exchange(turn, decoded, output.statistics)
     idle, moved = (0.0, 0) if sharing.pool is None else (sharing.pool.idle_seconds, sharing.pool.taken_over)
     return seconds, seconds - idle, moved, [completions[place] for place in turn.own]
 
@@ -126,6 +127,7 @@ def measure(cell: Cell, model: LlamaForCausalLM, options: argparse.Namespace) ->
     rank, ranks = PartialState().process_index, PartialState().num_processes
     found = Measured(cell, ranks, {way: [] for way in WAYS}, {way: [] for way in WAYS}, [], True)
     own = options.requests // ranks
+    sharings = {way: SharedRollouts(way == "pool", rank, ranks, timeout=600) for way in WAYS}
     for turn in range(-1, options.repeats):  # the first one warms up
         seed = options.seed + turn
         generator = torch.Generator().manual_seed(seed)
@@ -134,7 +136,7 @@ def measure(cell: Cell, model: LlamaForCausalLM, options: argparse.Namespace) ->
         lengths = lengths_of(cell, options.requests, options.median, seed)
         texts = {}
         for way in WAYS[:: 1 if turn % 2 else -1]:
-            sharing = SharedRollouts(way == "pool", rank, ranks, timeout=600)
+            sharing = sharings[way]
             if cell.known:
                 decode(model, cell, sharing, prompts, lengths)
             seconds, busy, moved, texts[way] = decode(model, cell, sharing, prompts, lengths)

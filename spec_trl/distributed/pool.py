@@ -23,7 +23,8 @@ class SharedPool(RequestQueue):
 
     Args:
         requests: of all ranks, the same on each.
-        order: their indices, in the order in which they are to be decoded, the same on each rank.
+        order: what ranks take at once, as indices of requests, in the order in which they are to be decoded; the same
+            on each rank.
         rows: number of rows that a rank decodes together, the same on each rank.
         link: to the other ranks.
         send_seconds: of a row's K/V, per token, as measured in earlier rollouts; None: nothing was sent yet.
@@ -35,15 +36,22 @@ class SharedPool(RequestQueue):
     """
 
     def __init__(
-        self, requests: list[Request], order: Sequence[int], rows: int, link: Link, send_seconds: float | None
+        self,
+        requests: list[Request],
+        order: Sequence[Sequence[int]],
+        rows: int,
+        link: Link,
+        send_seconds: float | None,
     ) -> None:
         super().__init__(requests)
         self.send_seconds = send_seconds
         self.idle_seconds, self.taken_over = 0.0, 0
         self._link = link
-        self._own = [requests[index] for index in dealt(order, link.rank, link.ranks, rows)]
-        self._rest = [requests[index] for index in order[rows * link.ranks :]]
-        self._left = len(self._rest)
+        self._at_once = max(map(len, order), default=1)  # requests that are taken at once, at most
+        rounds = max(rows // self._at_once, 1)
+        self._own = self._requests_of(dealt(order, link.rank, link.ranks, rounds))
+        self._rest = order[rounds * link.ranks :]
+        self._left = sum(map(len, self._rest))
         self.waiting = len(self._own) + self._left
         self._began, self._polled, self._rounds = time.perf_counter(), 0.0, 0
         self._numbers: list[int] = []  # of the times that this rank asked for work
@@ -57,14 +65,17 @@ class SharedPool(RequestQueue):
         self._tell(len(self._own))
 
     def take(self, free: int, active: int) -> list[Request]:
-        taken, self._own = self._own[:free], self._own[free:]
-        missing = free - len(taken)
+        missing = -(-max(free - len(self._own), 0) // self._at_once)
         if missing and self._left:
             end = self._link.count("taken", missing)
-            taken += self._rest[end - missing : end]
-            self._left = max(len(self._rest) - end, 0)
+            self._own += self._requests_of(self._rest[end - missing : end])
+            self._left = sum(map(len, self._rest[end:]))
+        taken, self._own = self._own[:free], self._own[free:]
         self.waiting = len(self._own) + self._left
         return taken if taken or active else self._ask_for_work()
+
+    def _requests_of(self, taken: Sequence[Sequence[int]]) -> list[Request]:
+        return [self.requests[index] for own in taken for index in own]
 
     def forget(self) -> None:
         """Erases what this rank has written; no rank may use the pool any more."""

@@ -5,7 +5,16 @@ With noise keyed by request the order cannot be seen in a token.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from statistics import fmean
+from typing import TypeVar
+
+
+T = TypeVar("T")
+
+SPREADING_COST = 0.1
+"""Share of a turn that it may take to read prompts on several ranks. Spreading the copies of a prompt gives each rank
+as much work as another before it is known which prompts are long. Rows that move later do most of that too."""
 
 
 class ExpectedLengths:
@@ -25,17 +34,28 @@ class ExpectedLengths:
         return [self._means.get(prompt, mean) for prompt in prompts]
 
 
-def longest_first(prompts: Sequence[str], expected: Sequence[float]) -> list[int]:
-    """Indices of requests, the longest `expected` first; those of one prompt next to each other, since a rank that
-    takes several of them reads the prompt once."""
+def longest_first(prompts: Sequence[str], expected: Sequence[float], together: bool = False) -> list[list[int]]:
+    """What ranks take at once, as indices of requests, the longest `expected` first: one request, or, `together`, all
+    of a prompt, which is then read on one rank alone. Requests of one prompt follow each other."""
     first = {prompt: index for index, prompt in reversed(list(enumerate(prompts)))}
-    return sorted(range(len(prompts)), key=lambda index: (-expected[index], first[prompts[index]], index))
+    order = sorted(range(len(prompts)), key=lambda index: (-expected[index], first[prompts[index]], index))
+    return [list(own) for _, own in groupby(order, prompts.__getitem__)] if together else [[index] for index in order]
 
 
-def dealt(order: Sequence[int], rank: int, ranks: int, rows: int) -> list[int]:
-    """The first `rows` requests of `rank`: those of every round of dealing, which goes back and forth among `ranks`.
-
-    Each rank so begins with as much work as another; the completions of a prompt, which are of like length, are spread
-    over ranks, each of which reads the prompt."""
-    places = (round_ * ranks + (ranks - 1 - rank if round_ % 2 else rank) for round_ in range(rows))
+def dealt(order: Sequence[T], rank: int, ranks: int, rounds: int) -> list[T]:
+    """What `rank` gets of `order` when it is dealt in so many `rounds`, which go back and forth among `ranks`: each
+    rank begins with as much work as another."""
+    places = (round_ * ranks + (ranks - 1 - rank if round_ % 2 else rank) for round_ in range(rounds))
     return [order[place] for place in places if place < len(order)]
+
+
+def pays_to_spread(reading: float, seconds: float, readers: int, was_spread: bool) -> bool:
+    """Whether the next turn should spread the copies of a prompt over ranks, each of which reads it.
+
+    Args:
+        reading: of the `seconds` of the turn before, those in which prompts were read.
+        readers: ranks over which the copies of a prompt are spread.
+        was_spread: whether they were in that turn.
+    """
+    once = reading / readers if was_spread else reading
+    return once * (readers - 1) <= SPREADING_COST * seconds

@@ -42,7 +42,9 @@ def main(way: str, who: int, how: int) -> dict[str, Any]:
         rounds = 0
 
         def __init__(self, requests: Any, _: Any, rows: int, link: Any, seconds: Any) -> None:
-            super().__init__(requests, order if who < 0 else range(len(ROWS)), rows, link, seconds)
+            super().__init__(
+                requests, [[own] for own in (order if who < 0 else range(len(ROWS)))], rows, link, seconds
+            )
             self.link = link
 
         def after_round(self, rollout: Rollout) -> None:

@@ -7,7 +7,6 @@ from spec_trl.distributed.link import Link
 from spec_trl.distributed.pool import SharedPool
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.scheduling.control import Chain
-from spec_trl.scheduling.shared_order import longest_first
 from tests.generation.races import Plans
 
 
@@ -37,7 +36,7 @@ class Helped(Plans):
 
 def unfair(texts: list[list[int]]) -> list[int]:
     """An order by which the first of two ranks is dealt the longer half of the requests."""
-    longest = longest_first([""] * len(texts), [len(text) for text in texts])
+    longest = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
     half = len(texts) // 2
     pairs = list(zip(longest[:half], longest[half:], strict=True))
     return [index for place, pair in enumerate(pairs) for index in (pair if place % 2 == 0 else pair[::-1])]

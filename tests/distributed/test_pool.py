@@ -17,6 +17,7 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rows import Request
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.scheduling.migration import MoveCosts
+from spec_trl.scheduling.shared_order import longest_first
 from tests.distributed.pools import Helped, Patient, unfair
 from tests.distributed.thread_ranks import links, run_ranks
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
@@ -42,18 +43,19 @@ def prompts(count: int) -> Prompts:
 
 def decode(
     ranks: int,
-    order: Sequence[int],
+    order: Sequence[int | list[int]],
     rows: int,
     call: Callable[[int, Callable[[list[Request]], SharedPool]], SpeculativeOutput],
     kind: type[SharedPool] = SharedPool,
 ) -> tuple[list[list[int]], list[SharedPool], list[SpeculativeOutput]]:
     """Completions of all ranks, each from the one rank that has it, and the ranks' pools and outputs. `call` generates
-    on a rank, with a queue of `kind`."""
+    on a rank, with a queue of `kind`; requests are taken one by one, or as `order` has them together."""
     ends, pools = links(ranks), {}
+    stacks = [[own] if isinstance(own, int) else own for own in order]
 
     def job(rank: int) -> SpeculativeOutput:
         def make(requests: list[Request]) -> SharedPool:
-            pools[rank] = kind(requests, order, rows, ends[rank], None)
+            pools[rank] = kind(requests, stacks, rows, ends[rank], None)
             pools[rank].link = ends[rank]
             return pools[rank]
 
@@ -63,6 +65,21 @@ def decode(
     texts = [[text for text in each if text] for each in zip(*map(outputs, found), strict=True)]
     assert all(len(each) == 1 for each in texts), "a request has two completions, or none"
     return [each[0] for each in texts], [pools[rank] for rank in range(ranks)], found
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 4), (3, 3), (2, 1)])
+def test_copies_of_a_prompt_stay_on_one_rank(
+    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, ranks: int, rows: int
+) -> None:
+    monkeypatch.setattr(pool_module, "rows_to_give", lambda *_: 0)
+    given, config = prompts(12), {"max_batch_size": rows}
+    order = longest_first([str(row) for row in given["input_ids"].tolist()], [0.0] * 12, together=True)
+    texts, _, found = decode(
+        ranks, order, rows, lambda _, make: generate(tiny, given, "none", config, make_queue=make, **ENDS)
+    )
+    assert texts == outputs(generate(tiny, given, **ENDS))
+    for one, other in order:
+        assert any(outputs(each)[one] and outputs(each)[other] for each in found)
 
 
 @pytest.mark.parametrize("strategy", ["none", "self", "ngram", "history"])
