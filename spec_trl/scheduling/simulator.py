@@ -17,7 +17,7 @@ from typing import Literal
 
 from .assignment import greedy_assignments
 from .cluster import Cluster, DrafterModel
-from .decoupled_plan import ExecutionPlan, Mode, best_coupled_window, execution_plan
+from .decoupled_plan import ExecutionPlan, Mode, best_coupled_window, execution_plan, group_batch
 from .reconfiguration import RECONFIGURATION_TOKENS, RequestPlan, reconfigured
 from .token_speed import AffineSeconds, DraftSeconds, committed_tokens, replicated, window_tokens
 
@@ -198,7 +198,7 @@ class _Simulation:
     def _coupled_speed(self, name: str) -> float:
         """At the first workers' batch and the mean acceptance: SA's initial selection, without a profiled ladder."""
         drafter = self.drafters[name]
-        batch = max(1, self.cluster.requests * self.cluster.worker_gpus // self.cluster.gpus)
+        batch = group_batch(self.cluster.requests, self.cluster.gpus, self.cluster.worker_gpus)
         return best_coupled_window(drafter.acceptance, batch, self._draft(drafter)(1), lambda n: self._verify(0, n))[1]
 
     def _plan(self, gpus: int) -> ExecutionPlan:

@@ -61,6 +61,7 @@ def test_each_request_ends_once_and_no_worker_does_two_things(seed: int, method:
     cluster = replace(CLUSTER, lengths=replace(CLUSTER.lengths, sigma=sigma))
     outcome = simulate(cluster, method, seed)
     assert len(outcome.ends) == cluster.requests and outcome.ends[-1] == outcome.rollout_seconds
+    assert outcome.plan.batch == -(-cluster.requests // len(outcome.spans))  # requests of the fullest worker
     assert 0 <= outcome.idle_share < 1
     for spans in outcome.spans:
         edges = [edge for start, end, _ in spans for edge in (start, end)]
