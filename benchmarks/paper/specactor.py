@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from spec_trl.cli.cluster_figure import workers_over_time
-from spec_trl.cli.options import table, whole_number
+from spec_trl.cli.options import figure_file, table, whole_number
 from spec_trl.cli.simulate import as_table, methods_for, read_cluster
 from spec_trl.scheduling.cluster import Cluster
 from spec_trl.scheduling.simulator import Method, Outcome, simulate
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=whole_number, default=5, help="draws of lengths and acceptance (%(default)s)")
     parser.add_argument("--output", type=Path, help="result to write")
-    parser.add_argument("--figure", type=Path, help="Fig. 14 for DAPO-32B-20K, of the first draw")
+    parser.add_argument("--figure", type=figure_file, help="Fig. 14 for DAPO-32B-20K, of the first draw")
     options = parser.parse_args(arguments)
     findings = []
     for trace, file in TRACES.items():
