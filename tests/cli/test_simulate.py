@@ -36,6 +36,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert said.startswith(f"{figure}: the last request ends after: plain ") and figure.stat().st_size > 0
 
 
+@pytest.mark.parametrize("written", ["2e1", "+2E+1", "200e-1", "20.", ".2e2", "20"])
+def test_numbers_may_have_an_exponent(written: str, tmp_path: Path) -> None:
+    """PyYAML by itself reads 2e1 as text."""
+    file = tmp_path / "cluster.yaml"
+    text = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(CLUSTER))))
+    file.write_text(text.replace("learn_seconds: 20.0", f"learn_seconds: {written}"))
+    assert f": {written}\n" in file.read_text() and read_cluster(file) == CLUSTER
+
+
 @pytest.mark.parametrize("changes", [{"requests": 1}, {"gpus": 2}, {"gpus": 3}, {"gpus": 1, "worker_gpus": 1}])
 def test_small_clusters(changes: dict[str, int]) -> None:
     cluster = dataclasses.replace(CLUSTER, **changes)
