@@ -28,7 +28,7 @@ HORIZON = 250
 
 @dataclass(frozen=True)
 class Method:
-    """How a cluster rolls out."""
+    """How a cluster rolls out. Raises ValueError if it drafts and names no drafter."""
 
     name: str
     execution: Literal["plain", "coupled", "disaggregated", "decoupled"] = "plain"
@@ -38,6 +38,13 @@ class Method:
     best_of_n: bool = False  # SA Algorithm 3
     shared_pool: bool = False  # a worker without requests takes over half of those of the fullest one
     overlap: bool = False  # idle workers prepare what has ended while the rest is decoded (RLHFuse)
+
+    def __post_init__(self) -> None:
+        if not self.drafters and (self.best_of_n or self.execution != "plain"):
+            raise ValueError(
+                f"drafters=() of the method {self.name!r} does not go with execution={self.execution!r} and "
+                f"best_of_n={self.best_of_n}; name at least one."
+            )
 
 
 @dataclass(frozen=True)
@@ -173,6 +180,11 @@ class _Simulation:
         self.mean_length = fmean(row.length for row in self.rows) / 2 + cluster.prompt_tokens
         gpus = cluster.gpus * method.gpus
         self.drafters = {d.name: d for d in cluster.drafters if d.name in method.drafters}
+        if len(self.drafters) < len(method.drafters):
+            raise ValueError(
+                f"drafters={method.drafters} of the method {method.name!r} must be different drafters of the cluster, "
+                f"which has {[drafter.name for drafter in cluster.drafters]}."
+            )
         self.ladder_order = sorted(self.drafters, key=self._coupled_speed, reverse=True)
         self.first = self.drafters[self.ladder_order[0]] if self.drafters else None
         self.plan = self._plan(gpus)
@@ -384,5 +396,5 @@ class _Simulation:
 
 
 def simulate(cluster: Cluster, method: Method, seed: int = 0) -> Outcome:
-    """One training step of `cluster` by `method`."""
+    """One training step of `cluster` by `method`. Raises ValueError if the cluster lacks one of its drafters."""
     return _Simulation(cluster, method, seed).run()

@@ -103,3 +103,11 @@ def test_helpers_shorten_the_tail() -> None:
 def test_refusals(part: object, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(part, **changes)  # type: ignore[type-var]
+
+
+def test_methods_without_drafters_are_refused() -> None:
+    for changes in ({"best_of_n": True}, {"execution": "decoupled"}):
+        with pytest.raises(ValueError, match=r"drafters=\(\) of the method 'm' .* name at least one"):
+            Method("m", **changes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"drafters=\('a', 'd'\) of the method 'm' .* has \['a', 'b', 'c'\]"):
+        simulate(CLUSTER, Method("m", "coupled", ("a", "d")))
