@@ -52,8 +52,8 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def methods_for(cluster: Cluster) -> list[Method]:
-    """Those of SA §5, and a shared pool; with each drafter alone where the baselines have one. Drafters have GPUs of
-    their own where one is left beyond a worker's."""
+    """The methods of SA §5, and a shared pool. Each drafter has a coupled baseline; the other methods with one drafter
+    take the first. Where one worker takes all GPUs, no method has drafters on GPUs of their own."""
     names = tuple(drafter.name for drafter in cluster.drafters)
     first = names[:1]
     methods = [
@@ -67,8 +67,8 @@ def methods_for(cluster: Cluster) -> list[Method]:
         Method("+ best of N", "decoupled", names, reconfigure=True, best_of_n=True),
         Method("+ shared pool", "decoupled", names, reconfigure=True, best_of_n=True, shared_pool=True),
     ]
-    shared = cluster.gpus == cluster.worker_gpus
-    return [method for method in methods if not shared or method.execution in ("plain", "coupled")]
+    one_worker = cluster.gpus == cluster.worker_gpus
+    return [method for method in methods if not one_worker or method.execution in ("plain", "coupled")]
 
 
 def as_table(outcomes: dict[str, Outcome]) -> str:
