@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from spec_trl.cli.cluster_figure import workers_over_time
-from spec_trl.cli.options import table, whole_number
-from spec_trl.cli.simulate import as_table, read_cluster
+from spec_trl.cli.options import figure_file, table, whole_number
+from spec_trl.cli.simulate import as_table, methods_for, read_cluster
 from spec_trl.scheduling.cluster import Cluster
 from spec_trl.scheduling.simulator import Method, Outcome, simulate
 
@@ -25,22 +25,16 @@ from ..measure import Finding, describe_machine, write_result
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 TRACES = {"GRPO-32B-20K": "grpo-32b-20k.yaml", "DAPO-32B-20K": "dapo-32b-20k.yaml"}
-DRAFTERS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "n-gram")
-SMALL = DRAFTERS[:1]
-METHODS = [
-    Method("veRL"),
-    Method("RLHFuse", overlap=True),
-    Method("veRL 2×", gpus=2),
-    Method("VanillaSpec", "coupled", SMALL),
-    Method("n-gram", "coupled", DRAFTERS[2:]),
-    Method("disaggregated", "disaggregated", SMALL),
-    Method("decoupled", "decoupled", SMALL),
-    Method("+ reconfiguration", "decoupled", SMALL, reconfigure=True),
-    Method("+ best of N", "decoupled", DRAFTERS, reconfigure=True, best_of_n=True),
-    Method("+ shared pool", "decoupled", DRAFTERS, reconfigure=True, best_of_n=True, shared_pool=True),
-]
+NAMES = {
+    "plain": "veRL",
+    "plain, preparing meanwhile": "RLHFuse",
+    "plain, 2× the GPUs": "veRL 2×",
+    "coupled, Qwen2.5-0.5B": "VanillaSpec",
+    "coupled, n-gram": "n-gram",
+}
+"""The paper's names of its baselines, by those of `methods_for`."""
+BASELINES = list(NAMES.values())
 SPECACTOR = "+ best of N"
-BASELINES = [method.name for method in METHODS[:5]]
 
 
 class Claim(NamedTuple):
@@ -91,16 +85,25 @@ def claims(trace: str, outcomes: Mapping[str, Outcome]) -> list[Claim]:
     return found
 
 
+def paper_methods(cluster: Cluster) -> dict[str, Method]:
+    """Those of `spec-trl simulate` by the paper's names, without the coupled one that the paper does not have."""
+    return {
+        NAMES.get(method.name, method.name): method
+        for method in methods_for(cluster)
+        if method.execution != "coupled" or method.name in NAMES
+    }
+
+
 def simulate_all(cluster: Cluster, seed: int) -> dict[str, Outcome]:
     """One step by each method."""
-    return {method.name: simulate(cluster, method, seed) for method in METHODS}
+    return {name: simulate(cluster, method, seed) for name, method in paper_methods(cluster).items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=whole_number, default=5, help="draws of lengths and acceptance (%(default)s)")
     parser.add_argument("--output", type=Path, help="result to write")
-    parser.add_argument("--figure", type=Path, help="Fig. 14 for DAPO-32B-20K, of the first draw")
+    parser.add_argument("--figure", type=figure_file, help="Fig. 14 for DAPO-32B-20K, of the first draw")
     options = parser.parse_args(arguments)
     findings = []
     for trace, file in TRACES.items():

@@ -9,6 +9,7 @@ from .options import (
     add_block_efficiency,
     add_margin,
     add_option,
+    figure_file,
     named_assistant,
     non_negative,
     positive,
@@ -98,7 +99,7 @@ def _plot(parser: argparse.ArgumentParser) -> None:
     add("--draft-length", type=whole_numbers, metavar="N,N", help="panels (default: all that were measured)")
     add_block_efficiency(parser)
     add_margin(parser, default=None)
-    add("-o", "--output", type=Path, help="PNG, PDF or SVG file (boundary.png, or ladder.png)")
+    add("-o", "--output", type=figure_file, help="PNG, PDF or SVG file (boundary.png, or ladder.png)")
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +114,7 @@ def _simulate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("cluster", type=Path, metavar="YAML", help="description of a cluster and its rollouts")
     add("--seed", type=int, default=0, help="of the requests' lengths and acceptance (%(default)s)")
-    add("-o", "--output", type=Path, metavar="FILE", help="PNG, PDF or SVG: which worker did what, and when")
+    add("-o", "--output", type=figure_file, metavar="FILE", help="PNG, PDF or SVG: which worker did what, and when")
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..generation.configuration import NEED_ASSISTANT, OPTIONS, SpeculativeConfig
@@ -67,6 +68,16 @@ def named_assistant(text: str) -> tuple[str, str]:
         kinds = ", ".join(NEED_ASSISTANT)
         raise argparse.ArgumentTypeError(f"{text!r} is not KIND=MODEL with one of the kinds {kinds}")
     return kind, path
+
+
+def figure_file(text: str) -> Path:
+    """A file for a figure, in a folder that exists."""
+    path = Path(text)
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text!r}: the name must end in .png, .pdf or .svg")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.absolute().parent}; make it first")
+    return path
 
 
 def add_margin(parser: argparse.ArgumentParser, default: float | None = MARGIN) -> None:

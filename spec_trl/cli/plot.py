@@ -24,8 +24,6 @@ def run(arguments: argparse.Namespace) -> None:
         if unfit := ["PROFILE"] * (arguments.profile is not None) + [f"--{n.replace('_', '-')}" for n in given]:
             raise ValueError(f"--ladder draws a ladder alone; leave out {', '.join(unfit)}, or leave out --ladder.")
     output = arguments.output or Path("boundary.png" if arguments.ladder is None else "ladder.png")
-    if output.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"--output {output}: the name must end in .png, .pdf or .svg.")
     drawing = _boundary(arguments) if arguments.ladder is None else draft_ladder(Ladder.load(arguments.ladder))
     drawing.figure.savefig(output, dpi=130)
     print(drawing.text)

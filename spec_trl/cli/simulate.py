@@ -2,14 +2,25 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 
+import yaml  # type: ignore[import-untyped]
 from tqdm import tqdm
 
 from ..json_files import from_json
 from ..scheduling.cluster import Cluster
 from ..scheduling.simulator import Method, Outcome, simulate
 from .options import table
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-2 as a number, as YAML 1.2 does; to YAML 1.1, which PyYAML reads, only 1.0e-2 is one."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), "-+.0123456789"
+)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -34,17 +45,15 @@ def read_cluster(path: Path) -> Cluster:
         FileNotFoundError: there is no such file.
         ValueError: it is no YAML, or a field is missing, unknown or out of range; names file and field.
     """
-    import yaml  # type: ignore[import-untyped]
-
     try:
-        return from_json(json.dumps(yaml.safe_load(path.read_text())), Cluster)
+        return from_json(json.dumps(yaml.load(path.read_text(), _Loader)), Cluster)
     except (TypeError, ValueError, yaml.YAMLError) as error:  # TypeError: YAML has dates, JSON has none
         raise ValueError(f"{path} is not a valid cluster: {error}; examples/clusters has two.") from None
 
 
 def methods_for(cluster: Cluster) -> list[Method]:
-    """Those of SA §5, and a shared pool; with each drafter alone where the baselines have one. Drafters have GPUs of
-    their own where one is left beyond a worker's."""
+    """The methods of SA §5, and a shared pool. Each drafter has a coupled baseline; the other methods with one drafter
+    take the first. Where one worker takes all GPUs, no method has drafters on GPUs of their own."""
     names = tuple(drafter.name for drafter in cluster.drafters)
     first = names[:1]
     methods = [
@@ -58,8 +67,8 @@ def methods_for(cluster: Cluster) -> list[Method]:
         Method("+ best of N", "decoupled", names, reconfigure=True, best_of_n=True),
         Method("+ shared pool", "decoupled", names, reconfigure=True, best_of_n=True, shared_pool=True),
     ]
-    shared = cluster.gpus == cluster.worker_gpus
-    return [method for method in methods if not shared or method.execution in ("plain", "coupled")]
+    one_worker = cluster.gpus == cluster.worker_gpus
+    return [method for method in methods if not one_worker or method.execution in ("plain", "coupled")]
 
 
 def as_table(outcomes: dict[str, Outcome]) -> str:

@@ -100,13 +100,12 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("requests", "gpus", "worker_gpus", "max_helped"):
             require_number(self, name, above=0)
-        for name in ("prompt_tokens", "exchange_seconds", "transfer_seconds", "prepare_seconds"):
+        for name in ("prompt_tokens", "exchange_seconds", "transfer_seconds", "prepare_seconds", "learn_seconds"):
             require_number(self, name)
-        require_number(self, "learn_seconds")
         if self.worker_gpus > self.gpus:
             raise ValueError(f"worker_gpus={self.worker_gpus} exceeds gpus={self.gpus}; no worker fits.")
         names = [drafter.name for drafter in self.drafters]
         if not names or len(set(names)) < len(names) or "none" in names:
             raise ValueError(
-                f"drafters has the names {names}; it must have one or more different ones, none of 'none'."
+                f"drafters has the names {names}; it must have at least one, all different, and none may be 'none'."
             )

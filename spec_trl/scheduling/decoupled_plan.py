@@ -112,6 +112,15 @@ def plan_of_machine(
     return ExecutionPlan(mode, int(mode == "decoupled"), 1, window, batch, speed)
 
 
+def group_batch(requests: int, gpus: int, group: int) -> int:
+    """b: the most requests that a group of `group` GPUs gets of `requests`.
+
+    Line 4 of Algorithm 1 has ⌈group · B / G⌉, too few where `group` does not divide G: the GPUs left over make no
+    group, and the whole groups share all requests.
+    """
+    return -(-requests // (gpus // group))
+
+
 def _plans(
     mode: Mode,
     g_v: int,
@@ -125,7 +134,7 @@ def _plans(
     """The best window of each number of drafting GPUs."""
     # "drafters need fewer GPUs than verifiers" (SA, line 3 of Algorithm 1)
     for g_d in range(1, min(g_v, gpus - g_v) + 1) if mode == "decoupled" else (0,):
-        batch = -(-(g_d + g_v) * requests // gpus)  # line 4
+        batch = group_batch(requests, gpus, g_d + g_v)
         if mode == "plain":
             window, tgs = 0, 1.0 / verify(g_v, 1)(batch)
         else:

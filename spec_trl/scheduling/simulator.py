@@ -1,8 +1,8 @@
 """A cluster's rollout as discrete events: modelled workers, planned by the scheduling classes themselves (SA §4, §5).
 
-A worker executes its requests in periods. Between two events (a request ends, helpers come or go) the requests of a
-worker advance at constant rates, so that the simulation spends time on events, not on tokens. A period is affine in
-the requests (SA §4.1), and counts the cached tokens of each.
+A worker executes its requests in periods. A period's seconds are affine in the requests (SA §4.1) and in the cached
+tokens of each. Between two events (a request ends, helpers come or go) the requests of a worker advance at constant
+rates, so that the simulation takes time for each event, not for each token.
 """
 
 import heapq
@@ -12,23 +12,25 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Literal
 
 from .assignment import greedy_assignments
 from .cluster import Cluster, DrafterModel
-from .decoupled_plan import ExecutionPlan, Mode, best_coupled_window, execution_plan
+from .decoupled_plan import ExecutionPlan, Mode, best_coupled_window, execution_plan, group_batch
 from .reconfiguration import RECONFIGURATION_TOKENS, RequestPlan, reconfigured
 from .token_speed import AffineSeconds, DraftSeconds, committed_tokens, replicated, window_tokens
 
 
 HORIZON = 250
-"""Tokens after which a worker's period is looked at anew, since its requests' caches have grown."""
+"""Tokens per request after which a worker's period is computed anew, since the caches have grown."""
+_count = itertools.count()  # breaks ties between requests that end at the same time
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a cluster rolls out."""
+    """How a cluster rolls out. Raises ValueError if it drafts and names no drafter."""
 
     name: str
     execution: Literal["plain", "coupled", "disaggregated", "decoupled"] = "plain"
@@ -36,8 +38,15 @@ class Method:
     gpus: int = 1  # times the cluster's
     reconfigure: bool = False  # SA Algorithm 2
     best_of_n: bool = False  # SA Algorithm 3
-    shared_pool: bool = False  # a worker without requests takes over half of those of the fullest one
+    shared_pool: bool = False  # a worker without requests takes half of the fullest worker's
     overlap: bool = False  # idle workers prepare what has ended while the rest is decoded (RLHFuse)
+
+    def __post_init__(self) -> None:
+        if not self.drafters and (self.best_of_n or self.execution != "plain"):
+            raise ValueError(
+                f"drafters=() of the method {self.name!r} does not go with execution={self.execution!r} and "
+                f"best_of_n={self.best_of_n}; name at least one."
+            )
 
 
 @dataclass(frozen=True)
@@ -73,10 +82,21 @@ class _Copy:
 
     row: _Row
     worker: "_Worker"
-    plan: RequestPlan
-    rate: float  # tokens per period
-    share: float  # of the periods, in which it is verified
-    start: float
+    plan: RequestPlan = field(init=False)
+    rate: float = field(init=False)  # tokens per period
+    share: float = field(init=False)  # of the periods, in which it is verified
+    start: float = field(init=False)
+
+    def follow(self, plan: RequestPlan, done: float) -> None:
+        """Goes on by `plan` from `done` tokens."""
+        worker, window = self.worker, plan.window
+        p = self.row.acceptance[worker.drafter.name] if worker.drafter else 0.0
+        if plan.mode == "decoupled":
+            self.rate, self.share = window_tokens(p, window), 1 / (2 - p**window)
+        else:
+            self.share = 0.5 if plan.mode == "coupled" and worker.runs_ahead else 1.0
+            self.rate = self.share * committed_tokens(p, window + 1)
+        self.plan, self.start = plan, done - self.rate * worker.periods
 
     @property
     def done(self) -> float:
@@ -90,7 +110,7 @@ class _Copy:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """GPUs that hold one copy of the target, and what is known of their requests without looking at each."""
+    """GPUs that hold one copy of the target, with sums over their requests, so that a period need not visit each."""
 
     index: int
     drafter: DrafterModel | None
@@ -151,17 +171,6 @@ class _Worker:
         return self.ends[0][0] if self.ends else math.inf
 
 
-def _progress(plan: RequestPlan, p: float, worker: _Worker) -> tuple[float, float]:
-    """Tokens per period, and the share of the periods in which the request is verified."""
-    if plan.mode == "decoupled":
-        return window_tokens(p, plan.window), 1 / (2 - p**plan.window)
-    share = 0.5 if plan.mode == "coupled" and worker.runs_ahead else 1.0
-    return share * committed_tokens(p, plan.window + 1), share
-
-
-_count = itertools.count()  # breaks ties between events
-
-
 class _Simulation:
     def __init__(self, cluster: Cluster, method: Method, seed: int) -> None:
         self.cluster, self.method = cluster, method
@@ -170,9 +179,15 @@ class _Simulation:
             _Row(index, cluster.lengths.draw(chance), {d.name: d.draw(chance) for d in cluster.drafters})
             for index in range(cluster.requests)
         ]
+        # Cached tokens of a request when half of its response is there; the plans count with it.
         self.mean_length = fmean(row.length for row in self.rows) / 2 + cluster.prompt_tokens
         gpus = cluster.gpus * method.gpus
         self.drafters = {d.name: d for d in cluster.drafters if d.name in method.drafters}
+        if len(self.drafters) < len(method.drafters):
+            raise ValueError(
+                f"drafters={method.drafters} of the method {method.name!r} must be different drafters of the cluster, "
+                f"which has {[drafter.name for drafter in cluster.drafters]}."
+            )
         self.ladder_order = sorted(self.drafters, key=self._coupled_speed, reverse=True)
         self.first = self.drafters[self.ladder_order[0]] if self.drafters else None
         self.plan = self._plan(gpus)
@@ -197,31 +212,30 @@ class _Simulation:
 
     def _coupled_speed(self, name: str) -> float:
         """At the first workers' batch and the mean acceptance: SA's initial selection, without a profiled ladder."""
-        drafter = self.drafters[name]
-        batch = max(1, self.cluster.requests * self.cluster.worker_gpus // self.cluster.gpus)
-        return best_coupled_window(drafter.acceptance, batch, self._draft(drafter)(1), lambda n: self._verify(0, n))[1]
+        batch = group_batch(self.cluster.requests, self.cluster.gpus, self.cluster.worker_gpus)
+        return self._coupled_window(self.drafters[name], self.drafters[name].acceptance, batch)[1]
+
+    def _coupled_window(self, drafter: DrafterModel, acceptance: float, batch: int) -> tuple[int, float]:
+        """The best window of coupled execution, and its tokens per second."""
+        return best_coupled_window(acceptance, batch, self._draft(drafter)(1), partial(self._verify, 1))
 
     def _plan(self, gpus: int) -> ExecutionPlan:
-        modes: dict[str, tuple[Mode, ...]] = {
-            "plain": ("plain",), "coupled": ("coupled",), "disaggregated": ("decoupled",), "decoupled": ("decoupled",),
-        }  # fmt: skip
+        execution = self.method.execution
+        mode: Mode = "decoupled" if execution == "disaggregated" else execution
         drafter = self.first or self.cluster.drafters[0]
         plan = execution_plan(
             self.cluster.requests, gpus, [self.cluster.worker_gpus], drafter.acceptance, self._draft(drafter),
-            self._verify, modes=modes[self.method.execution],
+            self._verify, modes=[mode],
         )  # fmt: skip
-        if plan.mode != "decoupled" or self.method.reconfigure:
+        if mode != "decoupled" or self.method.reconfigure:
             return plan
-        # SA's ablation counts the plan as part of reconfiguration; before, the window is that of coupled execution.
-        window, _ = best_coupled_window(
-            drafter.acceptance, plan.batch, self._draft(drafter)(1), lambda n: self._verify(0, n)
-        )
-        return replace(plan, window=window)
+        # SA's ablation counts the plan's window as part of reconfiguration: without, it is that of coupled execution.
+        return replace(plan, window=self._coupled_window(drafter, drafter.acceptance, plan.batch)[0])
 
     def _begin(self, row: _Row, worker: _Worker, plan: RequestPlan, done: float, delay: float = 0.0) -> None:
         """Gives `worker` a request with `done` tokens, which waits `delay` seconds for its K/V."""
-        rate, share = _progress(plan, row.acceptance[worker.drafter.name] if worker.drafter else 0.0, worker)
-        copy = _Copy(row, worker, plan, rate, share, done - rate * worker.periods)
+        copy = _Copy(row, worker)
+        copy.follow(plan, done)
         row.copies.append(copy)
         worker.add(copy)
         if delay:
@@ -249,7 +263,7 @@ class _Simulation:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def _schedule(self, worker: _Worker) -> None:
-        """Its next event: a request ends, or its period has to be looked at."""
+        """Its next event: a request ends, or its period has to be computed anew."""
         worker.version += 1
         if worker.copies:
             worker.seconds = self._period_seconds(worker)
@@ -267,16 +281,13 @@ class _Simulation:
         self.active.discard(row)
         self.ends.append(now)
         for copy in row.copies:
-            copy.worker.advance(now)
-            self._leave(copy)
-            yield copy.worker
-
-    def _leave(self, copy: _Copy) -> None:
-        worker = copy.worker
-        worker.remove(copy)
-        if not worker.copies:
-            worker.spans.append((worker.busy_since, worker.now, worker.drafter.name if worker.drafter else "none"))
-            self.freed.append(worker)
+            worker = copy.worker
+            worker.advance(now)
+            worker.remove(copy)
+            if not worker.copies:
+                worker.spans.append((worker.busy_since, now, worker.drafter.name if worker.drafter else "none"))
+                self.freed.append(worker)
+            yield worker
 
     def run(self) -> Outcome:
         mode = "coupled" if self.method.execution == "disaggregated" else self.plan.mode
@@ -316,17 +327,14 @@ class _Simulation:
         plans = reconfigured(acceptance, self.plan, self._draft(worker.drafter), self._verify, len(worker.copies))
         for copy, plan in plans.items():
             if plan != copy.plan:
-                done = copy.done
                 worker.remove(copy)
-                copy.plan = plan
-                copy.rate, copy.share = _progress(plan, copy.row.acceptance[worker.drafter.name], worker)
-                copy.start = done - copy.rate * worker.periods
+                copy.follow(plan, copy.done)
                 worker.add(copy)
 
     def _help(self, now: float) -> Iterable[_Worker]:
         """Gives freed workers requests of others. Gives the workers whose requests have changed."""
         if self.method.shared_pool:
-            enough = self.cluster.max_helped if self.method.best_of_n else 1  # a race gains more than half of so few
+            enough = self.cluster.max_helped if self.method.best_of_n else 1  # so few gain more by races
             while self.freed:
                 fullest = max(self.workers, key=lambda worker: len(worker.copies))
                 if len(fullest.copies) <= enough:
@@ -352,24 +360,23 @@ class _Simulation:
         busy = [worker for worker in self.workers if worker.copies]
         for worker in busy:
             worker.advance(now)
-        of = {worker: worker.drafter.name for worker in busy if worker.drafter}
+        drafter_of = {worker: worker.drafter.name for worker in busy if worker.drafter}
         rows = sorted(self.active, key=lambda row: row.index)
         added = greedy_assignments(
-            {row: row.acceptance[of[row.copies[0].worker]] for row in rows},
-            list(self.drafters), self.freed, {name: [w for w in busy if of[w] == name] for name in self.drafters},
+            {row: row.acceptance[drafter_of[row.copies[0].worker]] for row in rows},
+            list(self.drafters), self.freed,
+            {name: [worker for worker in busy if drafter_of[worker] == name] for name in self.drafters},
             {worker: len(worker.copies) for worker in busy}, self.cluster.max_helped, self.ladder_order,
-            {(copy.row, of[worker]): worker for worker in busy for copy in worker.copies},
+            {(copy.row, drafter_of[worker]): worker for worker in busy for copy in worker.copies},
         )  # fmt: skip
         for (row, name), worker in added.items():
             if not worker.copies:
                 self._occupy(worker, now, self.drafters[name], False)
                 self.freed.remove(worker)
-            draft = self._draft(self.drafters[name])(1)
-            window, _ = best_coupled_window(row.acceptance[name], 1, draft, lambda n: self._verify(0, n))
+            window, _ = self._coupled_window(self.drafters[name], row.acceptance[name], 1)
             self._begin(row, worker, RequestPlan("coupled", window), row.done, self.cluster.transfer_seconds)
             yield worker
-        for worker in busy:  # their periods have been cut where they were advanced
-            yield worker
+        yield from busy  # advanced above, so their next events are to be computed anew
 
     def _outcome(self) -> Outcome:
         cluster, seconds = self.cluster, max(self.ends)
@@ -384,5 +391,5 @@ class _Simulation:
 
 
 def simulate(cluster: Cluster, method: Method, seed: int = 0) -> Outcome:
-    """One training step of `cluster` by `method`."""
+    """One training step of `cluster` by `method`. Raises ValueError if the cluster lacks one of its drafters."""
     return _Simulation(cluster, method, seed).run()

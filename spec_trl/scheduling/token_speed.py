@@ -82,7 +82,7 @@ def busy_window_tokens(acceptance: float, window: int) -> float:
 
 
 def busy_decoupled_speed(acceptance: float, window: int, draft_seconds: float, verify_seconds: float) -> float:
-    """TGS of it."""
+    """TGS by that rule: `busy_window_tokens` / max(w D, V)."""
     return busy_window_tokens(acceptance, window) / max(window * draft_seconds, verify_seconds)
 
 

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.paper.specactor import CLUSTERS, DRAFTERS, TRACES, Claim, claims, simulate_all
+from benchmarks.paper.specactor import (
+    BASELINES,
+    CLUSTERS,
+    SPECACTOR,
+    TRACES,
+    Claim,
+    claims,
+    paper_methods,
+    simulate_all,
+)
 from spec_trl.cli.main import main
 from spec_trl.cli.simulate import methods_for, read_cluster
 from spec_trl.scheduling.simulator import simulate
@@ -27,6 +36,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert said.startswith(f"{figure}: the last request ends after: plain ") and figure.stat().st_size > 0
 
 
+@pytest.mark.parametrize("written", ["2e1", "+2E+1", "200e-1", "20.", ".2e2", "20"])
+def test_numbers_may_have_an_exponent(written: str, tmp_path: Path) -> None:
+    """PyYAML by itself reads 2e1 as text."""
+    file = tmp_path / "cluster.yaml"
+    text = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(CLUSTER))))
+    file.write_text(text.replace("learn_seconds: 20.0", f"learn_seconds: {written}"))
+    assert f": {written}\n" in file.read_text() and read_cluster(file) == CLUSTER
+
+
 @pytest.mark.parametrize("changes", [{"requests": 1}, {"gpus": 2}, {"gpus": 3}, {"gpus": 1, "worker_gpus": 1}])
 def test_small_clusters(changes: dict[str, int]) -> None:
     cluster = dataclasses.replace(CLUSTER, **changes)
@@ -40,7 +58,9 @@ def test_the_papers_clusters_are_as_it_says() -> None:
     for cluster, name, requests in zip(clusters, TRACES, (8192, 16384), strict=True):
         assert (cluster.name, cluster.requests, cluster.gpus, cluster.worker_gpus) == (name, requests, 256, 4)
         assert cluster.lengths.maximum == 20_000 and cluster.target.seconds(1, 500)(1) < 0.013
-        assert tuple(drafter.name for drafter in cluster.drafters) == DRAFTERS
+        assert [drafter.name for drafter in cluster.drafters] == ["Qwen2.5-0.5B", "Qwen2.5-1.5B", "n-gram"]
+        names = [*paper_methods(cluster)]
+        assert names[:5] == BASELINES and SPECACTOR in names and len(names) == 10
     one, other = (dataclasses.replace(cluster, name="", requests=1) for cluster in clusters)
     assert one == other  # no assumption is made for one trace
 
@@ -48,12 +68,10 @@ def test_the_papers_clusters_are_as_it_says() -> None:
 def test_claims_of_the_paper() -> None:
     assert Claim("", 2.0, 2.4, 2.2).deviation == 0
     assert Claim("", 2.0, 2.4, 1.0).deviation == -0.5 and Claim("", 1.0, 2.0, 3.0).deviation == 0.5
-    drafters = tuple(
-        dataclasses.replace(each, name=name) for each, name in zip(CLUSTER.drafters, DRAFTERS, strict=True)
-    )
+    drafters = read_cluster(CLUSTERS / TRACES["DAPO-32B-20K"]).drafters
     outcomes = simulate_all(dataclasses.replace(CLUSTER, drafters=drafters), 0)
     found = {claim.what: claim.simulated for claim in claims("DAPO", outcomes)}
-    ratio = outcomes["veRL"].rollout_seconds / outcomes["+ best of N"].rollout_seconds
+    ratio = outcomes["veRL"].rollout_seconds / outcomes[SPECACTOR].rollout_seconds
     assert found["rollout, SpecActor over veRL"] == ratio
     assert found["idle share of veRL's workers"] == outcomes["veRL"].idle_share
     assert len(claims("GRPO", outcomes)) == len(found) - 5

@@ -41,11 +41,11 @@ def test_plans_are_those_of_brute_force() -> None:
         printed, best = seed % 2 == 0, 0.0
         tokens, full = (1 - p**w) / (1 - p), p**w
         for g_v in (size for size in sizes if size <= gpus):
-            batch = -(-g_v * requests // gpus)
+            batch = -(-requests // (gpus // g_v))
             seconds = np.array([verify(g_v, positions)(batch) for positions in range(1, MAX_DRAFT_LENGTH + 2)])
             best = max(best, 1 / seconds[0], *((1 + p * tokens) / (w * draft(1)(batch) + seconds[1:])))
             for g_d in range(1, min(g_v, gpus - g_v) + 1):
-                batch = -(-(g_d + g_v) * requests // gpus)
+                batch = -(-requests // (gpus // (g_d + g_v)))
                 drafting = w * draft(g_d)(batch)
                 verifying = np.array([verify(g_v, positions)(batch) for positions in w.tolist()])
                 period = np.maximum(drafting, verifying)
@@ -55,7 +55,7 @@ def test_plans_are_those_of_brute_force() -> None:
         speed = printed_decoupled_speed if printed else decoupled_speed
         plan = execution_plan(requests, gpus, sizes, p, draft, verify, speed)
         assert plan.tokens_per_second == pytest.approx(best, rel=1e-9), seed
-        assert plan.batch == -(-(plan.draft_gpus + plan.verify_gpus) * requests // gpus)
+        assert plan.batch == -(-requests // (gpus // (plan.draft_gpus + plan.verify_gpus)))
 
 
 def test_512_gpus_take_less_than_50000_evaluations() -> None:

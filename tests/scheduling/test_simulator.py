@@ -61,6 +61,7 @@ def test_each_request_ends_once_and_no_worker_does_two_things(seed: int, method:
     cluster = replace(CLUSTER, lengths=replace(CLUSTER.lengths, sigma=sigma))
     outcome = simulate(cluster, method, seed)
     assert len(outcome.ends) == cluster.requests and outcome.ends[-1] == outcome.rollout_seconds
+    assert outcome.plan.batch == -(-cluster.requests // len(outcome.spans))  # requests of the fullest worker
     assert 0 <= outcome.idle_share < 1
     for spans in outcome.spans:
         edges = [edge for start, end, _ in spans for edge in (start, end)]
@@ -102,3 +103,11 @@ def test_helpers_shorten_the_tail() -> None:
 def test_refusals(part: object, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(part, **changes)  # type: ignore[type-var]
+
+
+def test_methods_without_drafters_are_refused() -> None:
+    for changes in ({"best_of_n": True}, {"execution": "decoupled"}):
+        with pytest.raises(ValueError, match=r"drafters=\(\) of the method 'm' .* name at least one"):
+            Method("m", **changes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"drafters=\('a', 'd'\) of the method 'm' .* has \['a', 'b', 'c'\]"):
+        simulate(CLUSTER, Method("m", "coupled", ("a", "d")))
