@@ -46,14 +46,16 @@ class SharedRollouts:
         shares: whether together.
         rank, ranks: this rank, and how many there are.
         timeout: seconds after which a rank gives up that waits for others of which nothing is heard.
+        decoding: how many ranks decode, the first ones; None: all. Fewer must decode together.
 
     Attributes:
         pool: that of the newest turn; None: this rank decoded its own rows.
         spreads: whether ranks share the copies of a prompt in the next turn, and each of them reads it.
     """
 
-    def __init__(self, shares: bool, rank: int, ranks: int, timeout: float) -> None:
-        self._rank, self._ranks, self._timeout = rank, ranks, timeout
+    def __init__(self, shares: bool, rank: int, ranks: int, timeout: float, decoding: int | None = None) -> None:
+        self._rank, self._timeout = rank, timeout
+        self._decoding = decoding or ranks
         self._shares = shares and ranks > 1
         self._expected = ExpectedLengths()
         self._turns = 0
@@ -76,7 +78,8 @@ class SharedRollouts:
         rows = list(every) if self._last_turn is None else [row for rows, _ in ranks for row in rows]
         self._turns += 1
         self.pool = None
-        return Turn(rows, [prompt for _, own in ranks for prompt in own], own, every if self._shares else own)
+        decoded = own if not self._shares else every if self._rank < self._decoding else range(0)
+        return Turn(rows, [prompt for _, own in ranks for prompt in own], own, decoded)
 
     def _gather(self, own: T) -> list[T]:
         """What each rank brings."""
@@ -105,7 +108,7 @@ class SharedRollouts:
 
     def rows_in_flight(self, turn: Turn, limit: int | None) -> int:
         """Rows that this rank decodes together: its share of the turn's, at most `limit`."""
-        share = -(-len(turn.rows) // self._ranks) if self._shares else len(turn.own)
+        share = -(-len(turn.rows) // self._decoding) if self._shares else len(turn.own)
         return min(limit or share, share)
 
     def make_queue(self, turn: Turn, rows: int) -> Callable[[list[Request]], RequestQueue]:
@@ -115,7 +118,7 @@ class SharedRollouts:
         keys = [prompt_key(torch.tensor(prompt)) for prompt in turn.prompts]
         order = longest_first(keys, self._expected.of(keys), together=not self.spreads)
         store = dist.PrefixStore(f"spec_trl/{self._turns}", _get_default_store())
-        link = Link(store, self._rank, self._ranks, self._timeout)
+        link = Link(store, self._rank, self._decoding, self._timeout)
 
         def make(requests: list[Request]) -> RequestQueue:
             self.pool = SharedPool(requests, order, rows, link, self._send_seconds)
@@ -137,7 +140,9 @@ class SharedRollouts:
     ) -> dict[int, list[int]]:
         if self.pool is not None:
             self._send_seconds = self.pool.send_seconds
-        reading = (0.0, 0.0) if statistics is None else (statistics.phase_seconds["prefill"], statistics.seconds)
+        reading = (
+            (0.0, 0.0) if statistics is None else (statistics.phase_seconds.get("prefill", 0.0), statistics.seconds)
+        )
         tokens = {place: array("i", own) for place, own in decoded.items()}
         ranks = self._gather((tokens, self._send_seconds, reading))
         completions = {place: own.tolist() for tokens, _, _ in ranks for place, own in tokens.items()}
@@ -148,7 +153,7 @@ class SharedRollouts:
             lengths.setdefault(prompt_key(torch.tensor(prompt)), []).append(len(completions[place]))
         self._expected.record(lengths)
         read, seconds = (sum(part) for part in zip(*(reading for _, _, reading in ranks), strict=True))
-        readers = min(max(map(len, lengths.values())), self._ranks)
+        readers = min(max(map(len, lengths.values())), self._decoding)
         self.spreads = pays_to_spread(read, seconds, readers, self.spreads)
         if self.pool is not None:
             self.pool.forget()  # every rank is through with it

@@ -7,6 +7,7 @@ from trl import GRPOConfig
 
 from ..drafter_training.adaptation import ADAPTABLE
 from ..generation.configuration import (
+    DECOUPLED,
     NEED_ASSISTANT,
     OPTIONS,
     TAKE_ASSISTANT,
@@ -98,6 +99,11 @@ class SpecGRPOConfig(GRPOConfig):
         "rows takes the next prompt, whoever owns it, and those first that were long before; when none is left, a "
         'rank without rows takes over some of another. "own": each its own prompts, and all wait for the slowest.',
     )
+    draft_ranks: int = option(
+        0,
+        "Number of ranks that only draft in rollouts, the last ones, each for one of the first, which verifies "
+        "meanwhile (SpecActor's decoupled execution). 0: all ranks decode.",
+    )
     runner: str = shared("runner")
     max_graph_memory: float = shared("max_graph_memory")
     keep_graphs: bool = shared("keep_graphs", False)
@@ -153,6 +159,7 @@ class SpecGRPOConfig(GRPOConfig):
             require_int("rollout_batch_size", self.rollout_batch_size, 1, None)
         config = self.speculative_config()
         check_decoupled(self.assistant_strategy, config)
+        self._check_draft_ranks()
         if self.assistant_strategy == "best_of_n":
             config.assistants_of_best_of_n(self.assistant_model)
             learned = [name for name in self.best_of_n_drafters if name in ADAPTABLE]
@@ -199,6 +206,21 @@ class SpecGRPOConfig(GRPOConfig):
                 "drafter_hidden_weight=0 and drafter_token_weight=0 leave the drafter nothing to learn. Raise one of "
                 "them, or set drafter_adaptation=False."
             )
+
+    def _check_draft_ranks(self) -> None:
+        require_int("draft_ranks", self.draft_ranks, 0, None)
+        if not self.draft_ranks:
+            return
+        needed = {
+            "assistant_strategy": DECOUPLED, "rollout_sharing": ("pool",), "verification": ("exact",),
+            "decoupled_execution": ("never", "auto"), "sd_toggle": ("always", "measured", "roofline"),
+        }  # fmt: skip
+        for name, choices in needed.items():
+            if (given := vars(self)[name]) not in choices:
+                raise ValueError(
+                    f"draft_ranks={self.draft_ranks} does not go with {name}={given!r}; choose one of "
+                    f"{list(choices)}, or draft_ranks=0."
+                )
 
     def speculative_config(self) -> SpeculativeConfig:
         """The same options as `generate` takes them."""

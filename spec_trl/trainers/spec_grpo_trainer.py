@@ -15,6 +15,7 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
+from ..distributed.draft_ranks import DraftRanks
 from ..distributed.shared_rollouts import SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..generation.configuration import CHOOSE_BY_LADDER
@@ -100,10 +101,10 @@ class SpecGRPOTrainer(GRPOTrainer):
         # Number of rollouts by mode: evaluation in between must not change what training samples.
         self._rollouts = {"train": 0, "eval": 0}
         self._totals = RolloutTotals()
-        self._sharing = SharedRollouts(
-            args.rollout_sharing == "pool", self.accelerator.process_index, self.accelerator.num_processes,
-            args.ddp_timeout,
-        )  # fmt: skip
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        self._draft_ranks = DraftRanks(args.draft_ranks, rank, ranks)
+        shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
+        self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding)
         self._alarm = CollapseAlarm(by_first_token=args.assistant_strategy in CHOOSE_BY_LADDER)
         self._log: RunLog | None = None
         self._verdict = Verdict()
@@ -238,19 +239,23 @@ class SpecGRPOTrainer(GRPOTrainer):
             drafters = self._make_drafters(policy)
             control = self._current_control(policy, drafters, rows, width)  # may calibrate, once
             self._announce_new_weights(drafters)
-            if prompts:
-                started = time.perf_counter()
-                output = policy.generate(
-                    input_ids=torch.tensor(ids, device=self.accelerator.device),
-                    attention_mask=torch.tensor(mask, device=self.accelerator.device),
-                    generation_config=generation_config,
-                    assistant_strategy=self.args.assistant_strategy,
-                    speculative_config=replace(self._speculative_config, max_batch_size=rows),
-                    drafter=drafters,
-                    request_ids=self._request_ids([turn.rows[place] for place in turn.decoded]),
-                    control=control,
-                    make_queue=self._sharing.make_queue(turn, rows),
-                )
+            started = time.perf_counter()
+            if self._draft_ranks.drafts:
+                self._draft_ranks.serve(drafters[0], self.accelerator.device)
+                self._totals.durations.seconds += time.perf_counter() - started
+            elif prompts:
+                with self._draft_ranks.ahead(drafters) as drafting:
+                    output = policy.generate(
+                        input_ids=torch.tensor(ids, device=self.accelerator.device),
+                        attention_mask=torch.tensor(mask, device=self.accelerator.device),
+                        generation_config=generation_config,
+                        assistant_strategy=self.args.assistant_strategy,
+                        speculative_config=replace(self._speculative_config, max_batch_size=rows),
+                        drafter=drafting,
+                        request_ids=self._request_ids([turn.rows[place] for place in turn.decoded]),
+                        control=control,
+                        make_queue=self._sharing.make_queue(turn, rows),
+                    )
                 statistics = output.statistics
                 found = zip(turn.decoded, output.sequences, output.lengths.tolist(), strict=True)
                 # Other ranks' rows are empty; with many ranks they are most of them.

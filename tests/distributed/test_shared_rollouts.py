@@ -2,6 +2,9 @@
 
 from typing import TypeVar
 
+import pytest
+
+from spec_trl.distributed.draft_ranks import DraftRanks
 from spec_trl.distributed.shared_rollouts import SharedRollouts
 from spec_trl.generation.engine.statistics import SpeculationStatistics
 
@@ -10,10 +13,12 @@ T = TypeVar("T")
 
 
 class Alike(SharedRollouts):
-    """All ranks bring and report the same."""
+    """All ranks, so many, bring and report the same."""
+
+    ranks = 8
 
     def _gather(self, own: T) -> list[T]:
-        return [own] * self._ranks
+        return [own] * self.ranks
 
 
 def test_copies_are_spread_while_reading_them_is_cheap() -> None:
@@ -22,7 +27,8 @@ def test_copies_are_spread_while_reading_them_is_cheap() -> None:
     def spreads_after(reading: float) -> bool:
         sharing.begin()
         turn = sharing.gather([[1, 2, 3], [4]])  # with eight ranks, eight copies each
-        statistics = SpeculationStatistics("none", seconds=1.0, phase_seconds={"prefill": reading})
+        phases = {"prefill": reading} if reading else {}  # a rank that got no row has none
+        statistics = SpeculationStatistics("none", seconds=1.0, phase_seconds=phases)
         sharing.exchange(turn, {place: [7] for place in range(len(turn.rows))}, statistics)
         return sharing.spreads
 
@@ -31,3 +37,19 @@ def test_copies_are_spread_while_reading_them_is_cheap() -> None:
     assert spreads_after(0.08)  # 0.07 more than together
     assert not spreads_after(0.16)
     assert not spreads_after(0.02)
+    assert spreads_after(0.0)
+
+
+def test_a_rank_that_drafts_decodes_nothing() -> None:
+    for rank in range(3):
+        sharing = Alike(True, rank, 3, 60.0, decoding=2)
+        sharing.ranks = 3
+        turn = sharing.gather([[1], [2]])
+        assert turn.decoded == (range(6) if rank < 2 else range(0))
+        assert turn.own == range(2 * rank, 2 * rank + 2)
+        assert sharing.rows_in_flight(turn, None) == 3
+
+
+def test_more_ranks_that_draft_than_ranks_that_decode() -> None:
+    with pytest.raises(ValueError, match="^draft_ranks=2 with 3 processes: .* at most 1 can"):
+        DraftRanks(2, 0, 3)

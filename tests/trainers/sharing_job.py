@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "pool": {},
     "two rows in flight": {"rollout_batch_size": 2},
     "decoupled": {"decoupled_execution": "always", "rollout_batch_size": 4},
+    "one drafts": {"draft_ranks": 1, "rollout_batch_size": 4, "sd_toggle": "always"},
     "history": {"strategy": "history", "rollout_batch_size": 1},
     "padding seen": {"strategy": "ngram", "generation_kwargs": {"repetition_penalty": 1.3}},
     "padding seen, own": {
@@ -28,7 +29,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Options by case; each but those with the penalty samples the same completions."""
-TOOLS = {"tools": {}, "tools, own": {"rollout_sharing": "own"}}
+TOOLS: dict[str, dict[str, Any]] = {
+    "tools": {}, "tools, own": {"rollout_sharing": "own"}, "tools, one drafts": {"draft_ranks": 1},
+}  # fmt: skip
 
 
 def train_case(
@@ -40,6 +43,7 @@ def train_case(
         max_steps=steps, per_device_train_batch_size=BATCH // 2 // ranks, gradient_accumulation_steps=2, optim="sgd",
         learning_rate=0.1, draft_kernel="reference", draft_lengths=[3],
     ) | options  # fmt: skip
+    given["draft_ranks"] = min(given.get("draft_ranks", 0), ranks - 1)
     if "trainer" not in given:
         given |= {
             "per_device_eval_batch_size": 8 // ranks, "eval_strategy": "steps", "eval_steps": 2,

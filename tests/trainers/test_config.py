@@ -45,6 +45,12 @@ TTS = {"assistant_strategy": "tts"}
         ({"draft_length_patience": 0}, "^draft_length_patience=0 must be an integer of at least 1"),
         ({"roofline_profile": "p.json", "assistant_strategy": "none"}, "^roofline_profile='p.json' has no use with"),
         ({"rollout_sharing": "all"}, "^rollout_sharing='all' is unknown; choose one of"),
+        ({"draft_ranks": -1}, "^draft_ranks=-1 is out of range; it must be at least 0"),
+        ({"draft_ranks": 1, "rollout_sharing": "own"}, "^draft_ranks=1 does not go with rollout_sharing='own'; ch"),
+        ({"draft_ranks": 1, "assistant_strategy": "auto"}, "^draft_ranks=1 does not go with assistant_strategy='a"),
+        ({"draft_ranks": 1, "verification": "rejection"}, "^draft_ranks=1 does not go with verification='rejection'"),
+        ({"draft_ranks": 1, "sd_toggle": "never"}, "^draft_ranks=1 does not go with sd_toggle='never'"),
+        ({"draft_ranks": 1, "decoupled_execution": "always"}, "^draft_ranks=1 does not go with decoupled_execution="),
         ({"rollout_batch_size": 0}, "^rollout_batch_size=0 is out of range; it must be at least 1"),
         ({"rollout_batch_size": "8"}, "^rollout_batch_size='8' is a str; pass an integer"),
         ({"drafter_adaptation": "no"}, "^drafter_adaptation='no' is no bool"),
@@ -96,9 +102,9 @@ OWN: dict[str, Any] = {
     "assistant_strategy": "model", "assistant_model": "some/drafter", "draft_lengths": [3, 7],
     "initial_draft_length": 7, "draft_length_up": 0.9, "draft_length_down": 0.8, "draft_length_patience": 3,
     "rollout_batch_size": 4, "rollout_sharing": "own", "drafter_adaptation": False, "drafter_learning_rate": 2e-6,
-    "drafter_hidden_weight": 0.5, "drafter_token_weight": 0.2,
+    "drafter_hidden_weight": 0.5, "drafter_token_weight": 0.2, "draft_ranks": 0,
 }  # fmt: skip
-"""The same for the trainer's own options."""
+"""The same for the trainer's own options; others of "draft_ranks" do not go with these."""
 
 
 def test_every_option_reaches_generate() -> None:

@@ -61,6 +61,13 @@ def test_both_ways_of_sharing_sample_the_same(ranks: list[Found]) -> None:
     assert together(ranks, "padding seen") == together(ranks, "padding seen, own") != together(ranks, "pool")
 
 
+@pytest.mark.parametrize("name", ["one drafts", "tools, one drafts"])
+def test_the_last_rank_only_drafts(ranks: list[Found], name: str) -> None:
+    assert ranks[-1][name]["ids"] == [] != ranks[0][name]["ids"]
+    logged = [entry["rollout/acceptance_rate"] for entry in ranks[0][name]["logs"] if "rollout/seconds" in entry]
+    assert len(logged) == 3 and min(logged) > 0.4
+
+
 def test_ranks_log_how_long_they_had_nothing_to_do(ranks: list[Found]) -> None:
     for name in ("own", "pool"):
         shares = [entry["rollout/idle_share"] for entry in ranks[0][name]["logs"] if "rollout/idle_share" in entry]

@@ -1,0 +1,64 @@
+"""Ranks that only draft in a rollout, each for one that decodes (SA §4.1)."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.distributed as dist
+
+from ..generation.drafters.decoupled.drafter import DecoupledDrafter
+from ..generation.engine.drafter import Drafter
+from .decoupled import DraftRank, serve
+
+
+class DraftRanks:
+    """Who drafts for whom: the last `drafting` of all ranks, each for one of the first. All ranks must make it.
+
+    Args:
+        drafting: number of ranks that draft.
+        rank, ranks: this rank, and how many there are.
+
+    Attributes:
+        decoding: number of ranks that decode, the first ones.
+
+    Raises:
+        ValueError: there are fewer ranks that decode than ranks that draft.
+    """
+
+    def __init__(self, drafting: int, rank: int, ranks: int) -> None:
+        if 2 * drafting > ranks:
+            raise ValueError(
+                f"draft_ranks={drafting} with {ranks} processes: each of them drafts for another rank, so at most "
+                f"{ranks // 2} can."
+            )
+        self.decoding = ranks - drafting
+        self._rank, self._other, self._group = rank, -1, None
+        for first in range(drafting):
+            pair = [first, self.decoding + first]
+            # Over gloo, since messages lie in host memory; one that fails leaves other groups whole.
+            group = dist.new_group(pair, backend="gloo")
+            if rank in pair:
+                self._other, self._group = sum(pair) - rank, group
+
+    @property
+    def drafts(self) -> bool:
+        """Whether this rank drafts for another."""
+        return self._rank >= self.decoding
+
+    def serve(self, drafter: Drafter, device: torch.device) -> None:
+        """Drafts with `drafter` on `device` until the other rank's :meth:`ahead` is over."""
+        serve(drafter, self._other, device, self._group)
+
+    @contextmanager
+    def ahead(self, drafters: Sequence[Drafter]) -> Iterator[Sequence[Drafter]]:
+        """The drafters of a generation: in place of the one that is given that of the other rank, if there is one."""
+        if self._group is None:
+            yield drafters
+            return
+        (own,) = drafters
+        link = DraftRank(self._other, self._group, strategy=own.strategy, max_rows=own.max_rows, cost=own.cost)
+        try:
+            yield [DecoupledDrafter(link)]
+        finally:
+            with suppress(RuntimeError):
+                link.close()
