@@ -131,8 +131,7 @@ class SharedPool(RequestQueue):
             if method is not None:
                 self._raced.update(request.index for request in moved)
                 self._methods |= {(request.index, method): number for request in moved}
-            self._sending.append(Sending(moved, self._link, int(helper)))
-            self._link.post(f"work/{number}", self._sending[-1].header)
+            self._sending.append(Sending(moved, self._link, int(helper), f"work/{number}"))
         return True
 
     def _tell(self, rows: int) -> None:
