@@ -134,10 +134,11 @@ class SharedRollouts:
         completions = {place: tokens.tolist() for own, _ in ranks for place, tokens in own.items()}
         measured = [seconds for _, seconds in ranks if seconds is not None]
         self._send_seconds = median(measured) if measured else None  # the rank that gives away decides by it
-        lengths: dict[str, list[int]] = {}
-        for place, prompt in enumerate(turn.prompts):
-            lengths.setdefault(prompt_key(torch.tensor(prompt)), []).append(len(completions[place]))
-        self._expected.record(lengths)
+        if self._last_turn is None:  # prompts of later turns do not come back
+            lengths: dict[str, list[int]] = {}
+            for place, prompt in enumerate(turn.prompts):
+                lengths.setdefault(prompt_key(torch.tensor(prompt)), []).append(len(completions[place]))
+            self._expected.record(lengths)
         if self.pool is not None:
             self.pool.forget()  # every rank is through with it
         return completions
