@@ -17,6 +17,7 @@ from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.thread import DraftThread
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.request_queue import RequestQueue
 from spec_trl.generation.engine.rows import Request
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.scheduling.migration import MoveCosts
@@ -155,6 +156,18 @@ def test_ranks_race_for_the_rows_of_another(tiny: LlamaForCausalLM, monkeypatch:
     assert texts == alone
     assert controls[1].tallies[1].rounds > 0  # the lookup drafts for helpers alone
     assert pools[1].taken_over == 0
+
+
+def test_what_another_rank_ended_first_is_no_completion(tiny: LlamaForCausalLM) -> None:
+    """Not in the curve of completions either, whose shares the report draws."""
+
+    class Lost(RequestQueue):
+        def keeps(self, index: int) -> bool:
+            return False
+
+    found = generate(tiny, prompts(2), make_queue=Lost, **ENDS)
+    assert outputs(found) == [[], []]
+    assert found.statistics.completion_curve == []
 
 
 def test_a_rank_that_gets_rows_waits_no_more() -> None:
