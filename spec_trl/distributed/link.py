@@ -20,16 +20,21 @@ REMEDY = "died or hangs. Look at its output, and resume from the last checkpoint
 
 
 class Transfer:
-    """A tensor on its way between this rank and another one."""
+    """A `tensor` on its way between this rank and another one, as `dist.isend` or `dist.irecv` begins it. Raises
+    RuntimeError where the other rank is gone."""
 
-    def __init__(self, work: dist.Work | None, rank: int) -> None:
-        assert work is not None
-        self._work, self._rank = work, rank
+    def __init__(self, begin: Callable[[Tensor, int], dist.Work | None], tensor: Tensor, rank: int) -> None:
+        self._rank = rank
+        self._work = self._ask(lambda: begin(tensor, rank))
 
     def wait(self) -> None:
-        """Waits until it has arrived; raises RuntimeError where the other rank is gone."""
+        """Waits until it has arrived."""
+        assert self._work is not None
+        self._ask(self._work.wait)
+
+    def _ask(self, action: Callable[[], T]) -> T:
         try:
-            self._work.wait()
+            return action()
         except RuntimeError as error:
             raise RuntimeError(f"rank {self._rank}, with which rows are exchanged, {REMEDY} {error}") from error
 
@@ -74,7 +79,7 @@ class Link:
         return self._ask(self._store.check, [note])
 
     def read(self, notes: list[str]) -> list[str]:
-        """Notes that have been written, or will be at once."""
+        """Notes that have been written, or will be soon."""
         return [text.decode() for text in self._ask(self._store.multi_get, notes)]
 
     def erase(self, notes: list[str]) -> None:
@@ -111,10 +116,12 @@ class Link:
         """What the store answers.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: it does not, or waits in vain for what another rank should write.
         """
         try:
             return action(*given)
+        except dist.DistStoreError as error:
+            raise RuntimeError(f"rank {self.rank} waits for another rank, which {REMEDY} {error}") from error
         except dist.DistError as error:
             raise RuntimeError(
                 f"rank {self.rank} no longer reaches the store of the job: the process that holds it, rank 0 or the "
@@ -123,8 +130,8 @@ class Link:
 
     def send(self, tensor: Tensor, rank: int) -> Transfer:
         """Begins to send a tensor, which must stay as it is until the result's `wait`."""
-        return Transfer(dist.isend(tensor, rank), rank)
+        return Transfer(dist.isend, tensor, rank)
 
     def receive(self, tensor: Tensor, rank: int) -> Transfer:
         """Begins to fill `tensor` with one that `rank` sends, of the same shape and dtype."""
-        return Transfer(dist.irecv(tensor, rank), rank)
+        return Transfer(dist.irecv, tensor, rank)

@@ -15,9 +15,9 @@ from .link import Link
 
 
 class Sending:
-    """Begins to send rows, as :meth:`Rollout.hand_over` returns them, to `rank`; `header` tells it what comes."""
+    """Begins to send rows, as :meth:`Rollout.hand_over` returns them, to `rank`, which reads in `note` what comes."""
 
-    def __init__(self, moved: Sequence[Request], link: Link, rank: int) -> None:
+    def __init__(self, moved: Sequence[Request], link: Link, rank: int, note: str) -> None:
         progress = [request.progress for request in moved if request.progress is not None]
         states = [own.tail() for own in progress]
         parts = [torch.cat([own.tokens for own in progress])]  # [Σ tokens]
@@ -25,16 +25,17 @@ class Sending:
         if logprobs:
             parts.append(torch.cat(logprobs))  # [Σ tokens]
         layers = {}
-        for layer, (keys, values) in states[0].items():
+        for layer, (keys, values) in max(states, key=len).items():  # of short rows nothing may be sent
             layers[layer] = (keys.shape[0], keys.shape[2], values.shape[2], str(keys.dtype).removeprefix("torch."))
-            own = [row[layer] for row in states]
+            own = [row[layer] for row in states if row]
             parts.append(torch.cat([keys.flatten() for keys, _ in own] + [values.flatten() for _, values in own]))
         rows = [
             (request.index, len(own.tokens), own.head, own.columns)
             for request, own in zip(moved, progress, strict=True)
         ]
-        note = {"from": link.rank, "rows": rows, "logprobs": bool(logprobs), "layers": layers}
-        self.header = json.dumps(note | {"method": progress[0].method})
+        header = {"from": link.rank, "rows": rows, "logprobs": bool(logprobs), "layers": layers}
+        # First of all the note: over NCCL the first tensor between two ranks waits until the other one receives it.
+        link.post(note, json.dumps(header | {"method": progress[0].method}))
         self._parts = parts  # until they have been sent
         self._works = [link.send(part, rank) for part in parts]
 
@@ -49,7 +50,7 @@ class MovedRows:
     """Rows that another rank sends. Their K/V arrives while the head of it is computed.
 
     Args:
-        header: of :class:`Sending`.
+        header: the note of :class:`Sending`.
         link: to that rank.
         requests: all of the pool, by index.
 
@@ -75,7 +76,7 @@ class MovedRows:
         ]
         self._works = [link.receive(part, rank) for part in self._parts]
         self._begun = time.perf_counter()
-        self._states: list[RowStates] = []
+        self._states: dict[int, RowStates] = {}
         self.send_seconds: float | None = None
         counts = [count for _, count, _, _ in rows]
         own = zip(
@@ -89,7 +90,7 @@ class MovedRows:
             self.requests.append(replace(requests[index], progress=progress))
 
     def _tail(self, place: int) -> RowStates:
-        """The K/V of the row at `place`, once all have come."""
+        """The K/V of the row at `place`, once all have come; given away, since the pool outlives the rollout."""
         if self._works:
             self._synchronize()
             computed = time.perf_counter()
@@ -99,9 +100,9 @@ class MovedRows:
             waited = time.perf_counter() - computed
             self.send_seconds = measured_send_seconds(sum(self._tails), computed - self._begun, waited)
             self._works = []
-            self._states = list(self._split())
+            self._states = dict(enumerate(self._split()))
             self._parts = []
-        return self._states[place] if self._states else {}
+        return self._states.pop(place, {})
 
     def _split(self) -> Iterator[RowStates]:
         """The states of each row."""
@@ -118,4 +119,4 @@ class MovedRows:
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()  # not the streams on which K/V arrives

@@ -14,7 +14,8 @@ from .moved_rows import MovedRows, Sending
 
 
 POLL_SHARE = 0.01
-"""Share of a rank's time that it spends at most on looking whether another rank has nothing to do."""
+"""Share of a rank's time that it spends on looking whether another rank has nothing to do; more where answers are so
+slow that others would take its silence for its end."""
 _NOTHING = "nothing"
 
 
@@ -53,7 +54,7 @@ class SharedPool(RequestQueue):
         self._rest = order[rounds * link.ranks :]
         self._left = sum(map(len, self._rest))
         self.waiting = len(self._own) + self._left
-        self._began, self._polled, self._rounds = time.perf_counter(), 0.0, 0
+        self._rounds, self._next_look = 0, 0.0
         self._numbers: list[int] = []  # of the times that this rank asked for work
         self._asked = 0  # times that any rank did so far
         self._open: list[int] = []  # those to which nobody may have answered yet
@@ -92,7 +93,7 @@ class SharedPool(RequestQueue):
     def after_round(self, rollout: Rollout) -> None:
         self._rounds += 1
         started = time.perf_counter()
-        if self._polled > POLL_SHARE * (started - self._began):
+        if started < self._next_look:
             return
         lost = [row for row, index in enumerate(rollout.in_flight) if index in self._raced and self._has_ended(index)]
         if lost:
@@ -104,12 +105,14 @@ class SharedPool(RequestQueue):
             self._left, self.waiting = 0, len(self._own)
         self._tell(self._rows_of_its_own(rollout))
         while self._open and self._has_most(self._rows_of_its_own(rollout)):
-            self._polled += time.perf_counter() - started
-            helped, started = self._help(rollout), time.perf_counter()
+            begun = time.perf_counter()
+            helped = self._help(rollout)
+            started += time.perf_counter() - begun  # helping is no looking
             if not helped:
                 break
             self._tell(self._rows_of_its_own(rollout))
-        self._polled += time.perf_counter() - started
+        now = time.perf_counter()
+        self._next_look = now + min((now - started) / POLL_SHARE, self._link.timeout / 100)
 
     def _rows_of_its_own(self, rollout: Rollout) -> int:
         """Rows that this rank does not just race for."""
@@ -142,8 +145,7 @@ class SharedPool(RequestQueue):
             if method is not None:
                 self._raced.update(request.index for request in moved)
                 self._methods |= {(request.index, method): number for request in moved}
-            self._sending.append(Sending(moved, self._link, int(helper)))
-            self._link.post(f"work/{number}", self._sending[-1].header)
+            self._sending.append(Sending(moved, self._link, int(helper), f"work/{number}"))
         return True
 
     def _tell(self, rows: int) -> None:
@@ -177,6 +179,7 @@ class SharedPool(RequestQueue):
         self.idle_seconds += time.perf_counter() - started
         if header == _NOTHING:
             return []
+        self._tell(0)  # if it ends before its next round, it is this one that others wait for
         self._arriving = MovedRows(header, link, self.requests)
         if self._arriving.is_race:
             self._copied.update(request.index for request in self._arriving.requests)

@@ -140,21 +140,22 @@ class SharedRollouts:
     ) -> dict[int, list[int]]:
         if self.pool is not None:
             self._send_seconds = self.pool.send_seconds
-        reading = (
-            (0.0, 0.0) if statistics is None else (statistics.phase_seconds.get("prefill", 0.0), statistics.seconds)
-        )
+        reading = (0.0, 0.0)  # seconds in which prompts were read, and all
+        if statistics is not None:
+            reading = statistics.phase_seconds.get("prefill", 0.0), statistics.seconds
         tokens = {place: array("i", own) for place, own in decoded.items()}
         ranks = self._gather((tokens, self._send_seconds, reading))
         completions = {place: own.tolist() for tokens, _, _ in ranks for place, own in tokens.items()}
         measured = [seconds for _, seconds, _ in ranks if seconds is not None]
         self._send_seconds = median(measured) if measured else None  # the rank that gives away decides by it
-        lengths: dict[str, list[int]] = {}
-        for place, prompt in enumerate(turn.prompts):
-            lengths.setdefault(prompt_key(torch.tensor(prompt)), []).append(len(completions[place]))
-        self._expected.record(lengths)
-        read, seconds = (sum(part) for part in zip(*(reading for _, _, reading in ranks), strict=True))
-        readers = min(max(map(len, lengths.values())), self._decoding)
-        self.spreads = pays_to_spread(read, seconds, readers, self.spreads)
+        if self._last_turn is None:  # prompts of later turns do not come back
+            lengths: dict[str, list[int]] = {}
+            for place, prompt in enumerate(turn.prompts):
+                lengths.setdefault(prompt_key(torch.tensor(prompt)), []).append(len(completions[place]))
+            self._expected.record(lengths)
+            read, seconds = (sum(part) for part in zip(*(reading for _, _, reading in ranks), strict=True))
+            readers = min(max(map(len, lengths.values())), self._decoding)
+            self.spreads = pays_to_spread(read, seconds, readers, self.spreads)
         if self.pool is not None:
             self.pool.forget()  # every rank is through with it
         return completions

@@ -1,6 +1,8 @@
 """Ranks that share a pool decode what one rank decodes, whoever decodes what; ranks are threads here."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,16 +10,19 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeOutput
 from spec_trl.distributed import pool as pool_module
+from spec_trl.distributed.moved_rows import Sending
 from spec_trl.distributed.pool import SharedPool
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.thread import DraftThread
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.request_queue import RequestQueue
 from spec_trl.generation.engine.rows import Request
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.scheduling.migration import MoveCosts
 from spec_trl.scheduling.shared_order import longest_first
+from tests.distributed import test_moved_rows as moved_rows
 from tests.distributed.pools import Helped, Patient, unfair
 from tests.distributed.thread_ranks import links, run_ranks
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
@@ -168,3 +173,49 @@ def test_ranks_race_for_the_rows_of_another(tiny: LlamaForCausalLM, monkeypatch:
     assert texts == alone
     assert controls[1].tallies[1].rounds > 0  # the lookup drafts for helpers alone
     assert pools[1].taken_over == 0
+
+
+def test_what_another_rank_ended_first_is_no_completion(tiny: LlamaForCausalLM) -> None:
+    """Not in the curve of completions either, whose shares the report draws."""
+
+    class Lost(RequestQueue):
+        def keeps(self, index: int) -> bool:
+            return False
+
+    found = generate(tiny, prompts(2), make_queue=Lost, **ENDS)
+    assert outputs(found) == [[], []]
+    assert found.statistics.completion_curve == []
+
+
+def test_a_rank_that_gets_rows_waits_no_more() -> None:
+    """What other ranks say of one that dies while it computes their head."""
+    ends, requests = links(2), moved_rows.requests([3])
+    waiting = SharedPool(requests, [[0]], 1, ends[1], None)
+    with ThreadPoolExecutor(1) as thread:
+        SharedPool(requests, [[0]], 1, ends[0], None)
+        took = thread.submit(waiting.take, 1, 0)
+        ends[0].await_note("asker/1")
+        Sending(requests, ends[0], 1, "work/1")
+        assert len(took.result()) == 1
+    assert not ends[0].read([ends[0].rows_of(1)])[0].startswith("-1 ")
+
+
+def test_a_slow_answer_silences_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that does not write for a whole timeout is taken for dead, and one that does not look gives no rows."""
+    now = 0.0
+    monkeypatch.setattr(pool_module, "time", SimpleNamespace(perf_counter=lambda: now))
+    end = links(2)[0]
+    pool, rollout = SharedPool(moved_rows.requests([1]), [[0]], 1, end, None), SimpleNamespace(in_flight=[0])
+    count = end.count
+
+    def slowly(counter: str) -> int:
+        nonlocal now
+        now += end.timeout / 4
+        return count(counter)
+
+    monkeypatch.setattr(end, "count", slowly)
+    pool.after_round(rollout)
+    told = end.read([end.rows_of(0)])
+    now += end.timeout / 4
+    pool.after_round(rollout)
+    assert end.read([end.rows_of(0)]) != told

@@ -1,12 +1,15 @@
-"""What ranks agree on between two turns."""
+"""What ranks keep and agree on from turn to turn and from rollout to rollout."""
 
-from typing import TypeVar
+from array import array
+from typing import Any, TypeVar
 
 import pytest
 
+from spec_trl.distributed import shared_rollouts
 from spec_trl.distributed.draft_ranks import DraftRanks
 from spec_trl.distributed.shared_rollouts import SharedRollouts
 from spec_trl.generation.engine.statistics import SpeculationStatistics
+from spec_trl.scheduling.shared_order import ExpectedLengths
 
 
 T = TypeVar("T")
@@ -53,3 +56,23 @@ def test_a_rank_that_drafts_decodes_nothing() -> None:
 def test_more_ranks_that_draft_than_ranks_that_decode() -> None:
     with pytest.raises(ValueError, match="^draft_ranks=2 with 3 processes: .* at most 1 can"):
         DraftRanks(2, 0, 3)
+
+
+def test_lengths_are_kept_of_prompts_that_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the later turns of a tool loop prompts hold what was sampled: of a long run they would fill the memory."""
+    kept: list[list[list[int]]] = []
+    monkeypatch.setattr(ExpectedLengths, "record", lambda _, lengths: kept.append(sorted(lengths.values())))
+    other: Any = None
+    monkeypatch.setattr(shared_rollouts, "gather_object", lambda own: [*own, other])
+    sharing = SharedRollouts(True, 0, 2, timeout=1)
+    for _ in range(2):
+        sharing.begin()
+        other = [], [[9]]
+        turn = sharing.gather([[1], [2], [2]])
+        other = {3: array("i", [5])}, None, (0.0, 0.0)
+        sharing.exchange(turn, {0: [3], 1: [3, 4], 2: [7]})
+        other = [], []
+        turn = sharing.gather([[1, 3, 5]])
+        other = {}, None, (0.0, 0.0)
+        assert sharing.exchange(turn, {0: [6]}) == {0: [6]}
+    assert kept == [[[1], [1], [2, 1]]] * 2

@@ -287,16 +287,16 @@ class Rollout:
         """Keeps what `finished` rows have generated."""
         rows = self._rows
         lengths, prompts = rows.lengths.tolist(), rows.prompt_lengths.tolist()
-        for row in finished:
-            if not self._queue.keeps(rows.indices[row]):
-                continue
+        kept = [row for row in finished if self._queue.keeps(rows.indices[row])]
+        for row in kept:
             span = slice(prompts[row], lengths[row])
             logprobs = rows.logprobs[row, span].clone() if self._want_logprobs else None
             self._completions[rows.indices[row]] = Completion(rows.tokens[row, span].clone(), logprobs)
             self._ended_in[rows.indices[row]] = self._log.rounds + 1
         done = sum(completion is not None for completion in self._completions)
         seconds = time.perf_counter() - self._started
-        self._statistics.completion_curve.append((seconds, done))
+        if kept:
+            self._statistics.completion_curve.append((seconds, done))
         self._timeline.end([rows.indices[row] for row in finished], seconds)
 
     def _free(self, finished: list[int]) -> None:
