@@ -90,9 +90,14 @@ class DraftThread(DraftLink):
             answer = self._answers.get(timeout=self._timeout)
         except Empty:
             raise TimeoutError(f"the drafter's thread gave no window within {self._timeout:g} s") from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        try:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        finally:
+            del (
+                answer
+            )  # an error that holds this frame, which holds it, would keep the caches until they are collected
 
     def end(self) -> None:
         if self._thread is not None:
