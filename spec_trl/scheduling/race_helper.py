@@ -19,19 +19,18 @@ class RaceHelper(OneDrafter):
         self.own = own
         self.candidates, self.tallies = own.candidates, own.tallies
         self._which = which
-        self._batch, self._failed = 0, False
+        self._batch = 0
 
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
         self._batch = batch
         candidate = self.candidates[self._which]
-        return self._which, 0 if self._failed or batch > candidate.max_rows else candidate.draft_length
+        return self._which, 0 if batch > candidate.max_rows else candidate.draft_length
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         if draft_length:
             self.tallies[self._which].add_round(self._batch, tokens, seconds)
 
     def drop(self, index: int) -> None:
-        self._failed |= index == self._which
         self.own.drop(index)
 
     def finish(self) -> None:

@@ -10,11 +10,12 @@ import torch
 
 from spec_trl import release
 from spec_trl.generation import decoupling
+from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.roofline import Coefficients, Roofline
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs
-from tests.generation.drafters.decoupled.scripted import Chance
+from tests.generation.drafters.decoupled.scripted import Chance, InTurn
 from tests.generation.races import PROMPTS
 from tests.generation.test_control import PROFILE
 from tests.trainers.harness import assert_same_training, train, train_plainly
@@ -39,6 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(decoupling, "DraftThread", Watched)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     return links
 
 
@@ -77,6 +79,16 @@ def test_auto_stays_coupled(missing: str, made, monkeypatch) -> None:
     for _ in range(1 if missing == "acceptance" else 2):
         config = {"decoupled_execution": "auto", "draft_length": 4, "verification": verification}
         generate(model, PROMPTS, drafter=drafter, config=config)
+    assert not made
+
+
+def test_auto_takes_a_decoupled_drafter_as_it_is(made, monkeypatch) -> None:
+    model = tiny_llama()
+    monkeypatch.setattr(decoupling, "find_profile", lambda *_: profile_of(0.2))
+    drafter = DecoupledDrafter(InTurn(Chance(outputs(generate(model, PROMPTS)), 1.0)))
+    for _ in range(2):
+        result = generate(model, PROMPTS, drafter=drafter, config={"decoupled_execution": "auto", "draft_length": 4})
+        assert result.statistics.drafter_failure is None
     assert not made
 
 

@@ -5,6 +5,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Any
 
 import torch
@@ -111,6 +112,8 @@ class Drafter(CandidateGenerator):
     """Draft network forwards since `begin`."""
     made_for: tuple[object, ...] | None = None
     """Later calls with the same get this drafter again (:func:`keep_drafters`); None: it is not kept."""
+    hangs_in: Thread | None = None
+    """The thread of an earlier generation that was given up while in this drafter."""
 
     @contextmanager
     def claim(self) -> Iterator[None]:
@@ -132,7 +135,13 @@ class Drafter(CandidateGenerator):
         """Raises ValueError where it cannot draft for rows of `columns` tokens, drafts included."""
 
     def begin(self, session: DraftSession) -> None:
-        """Starts a generation."""
+        """Starts a generation.
+
+        Raises:
+            RuntimeError: another thread is still in it. It would go on in this generation's cache.
+        """
+        if self.hangs_in is not None and self.hangs_in.is_alive():
+            raise RuntimeError("a thread of an earlier generation hangs in it")
         self.session = session
 
     def admit(self, admission: Admission) -> None:

@@ -63,7 +63,7 @@ class Rollout:
         self._queue = queue
         self._completions: list[Completion | None] = [None] * len(requests)
         self._target, self._rows = target, rows
-        self._drafters = GuardedDrafters(drafters, lambda which: self._control.drop(which))
+        self._drafters = GuardedDrafters(drafters, control.drop)
         self._control = self._own_control = control
         self._pipeline, self._stopping = pipeline, stopping
         self._do_sample, self._rejection = do_sample, rejection and do_sample

@@ -1,13 +1,34 @@
 """What a row samples depends on its seed and request; and what `test_token_identity.py` cannot say."""
 
+import gc
+import weakref
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
+from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.thread import DraftThread
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.cache import RaggedCache
+from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.runner import EagerRunner
+from spec_trl.generation.engine.verification import Proposal
 from tests.generation.calls import Prompts, generate, outputs, pad_left
 from tests.generation.races import PROMPTS, ROWS
+
+
+class Failing(SelfDrafter):
+    """Raises in its second window."""
+
+    windows = 0
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        self.windows += 1
+        if self.windows == 2:
+            raise KeyError
+        return super().propose(draft_length, noise)
 
 
 THREE = pad_left([ROWS[3]] * 3)
@@ -27,6 +48,27 @@ def test_seeds_and_requests_matter(tiny) -> None:
     unseeded = call(None), call(None)
     torch.manual_seed(3)
     assert call(None) == unseeded[0] != unseeded[1]
+
+
+@pytest.mark.parametrize("drafter", [None, SelfDrafter, Failing])
+@pytest.mark.parametrize("link", [None, DraftThread])
+@pytest.mark.filterwarnings("ignore:the drafter")
+def test_memory_is_free_when_a_generation_is_over(drafter: Any, link: Any, tiny, monkeypatch) -> None:
+    """Not when the garbage collector finds it: on a GPU the training step needs it first."""
+    made, make = [], RaggedCache.__init__
+
+    def watched(self: RaggedCache, *arguments: Any) -> None:
+        make(self, *arguments)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(RaggedCache, "__init__", watched)
+    given = [] if drafter is None else [drafter(tiny, kernel="reference")]
+    gc.disable()
+    try:
+        generate(tiny, PROMPTS, drafter=given if link is None else [DecoupledDrafter(link(each)) for each in given])
+        assert made and not any(cache() for cache in made)
+    finally:
+        gc.enable()
 
 
 def test_copies_of_a_prompt_are_prefilled_once(tiny, monkeypatch) -> None:

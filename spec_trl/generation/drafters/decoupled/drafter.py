@@ -1,5 +1,7 @@
 """The verifier's side of decoupled execution (SA §4.1): a drafter whose windows are drafted elsewhere, meanwhile."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -43,11 +45,17 @@ class DecoupledDrafter(Drafter):
     """
 
     has_probabilities = False  # its drafts are verified exactly
+    drafts_ahead = False  # it does so already
 
     def __init__(self, link: DraftLink, plans: RequestPlans[int] | None = None) -> None:
         self.link = link
         self.strategy, self.max_rows, self.cost = link.strategy, link.max_rows, link.cost
         self._plans = plans
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        with super().claim(), self.link.claim():
+            yield
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)

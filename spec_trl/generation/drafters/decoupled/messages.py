@@ -5,6 +5,7 @@ hundred bytes per round, so their way costs next to nothing beside a forward.
 """
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 
 from torch import Tensor
@@ -48,6 +49,10 @@ class DraftLink(ABC):
     strategy: str
     max_rows: int
     cost: DraftCost | None
+
+    def claim(self) -> AbstractContextManager[None]:
+        """Reserves the drafter for one generation, where it is in this process."""
+        return nullcontext()
 
     @abstractmethod
     def begin(self, session: DraftSession, vocabulary: int) -> None:

@@ -1,7 +1,8 @@
 """A drafter on a thread of its own, next to the target on one device."""
 
 import os
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TypeAlias
@@ -9,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ...engine.cache import RaggedCache, autocast_dtype
+from ...engine.cache import autocast_dtype
 from ...engine.cuda_graphs import CAPTURING
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.rows import Rows
@@ -19,7 +20,8 @@ from .worker import DraftWorker
 
 DRAFT_TIMEOUT = 60.0
 """Seconds that a window may take. The first one waits until prompts are read and a copy is requantized, which takes
-seconds for billions of weights; what is slower hangs. It is waited for once: then the drafter is dropped."""
+seconds for billions of weights; what is slower hangs. It is waited for once, and as long again for the thread to end:
+then the drafter is dropped."""
 
 _Messages: TypeAlias = "SimpleQueue[tuple[Kind, Tensor]]"
 _Answers: TypeAlias = "SimpleQueue[Tensor | Exception]"
@@ -51,7 +53,12 @@ class DraftThread(DraftLink):
         self.strategy, self.max_rows, self.cost = drafter.strategy, drafter.max_rows, drafter.cost
         self._drafter, self._timeout = drafter, timeout
 
+    def claim(self) -> AbstractContextManager[None]:
+        return self._drafter.claim()
+
     def begin(self, session: DraftSession, vocabulary: int) -> None:
+        self._thread: Thread | None = None  # until the drafter has begun
+        self._messages, self._answers = SimpleQueue[tuple[Kind, Tensor]](), SimpleQueue[Tensor | Exception]()
         rows = session.rows
         # A row's drafts end at its limit; rows that draft less than others write one token more than verification.
         mirror = Rows(rows.capacity, rows.columns + 1, rows.tokens.device)
@@ -60,13 +67,16 @@ class DraftThread(DraftLink):
         # Rows end, move and come in when `observe` has taken the window: while the thread reads a row, only columns
         # that are verified are written. Captured forwards read no tail: there the copy has a whole cache.
         assert session.target is not None
-        shared = session.target.cache if mirror.tokens.device.type == "cpu" else None
-        self._messages, self._answers = SimpleQueue[tuple[Kind, Tensor]](), SimpleQueue[Tensor | Exception]()
+        device = mirror.tokens.device
+        worker = DraftWorker(self._drafter, own, vocabulary, session.target.cache if device.type == "cpu" else None)
+        self._stream = _stream_of(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # which may still write rows and weights
         # Settings that a thread does not inherit. torch keeps the number of threads per thread once it was asked for.
         cores = max(len(os.sched_getaffinity(0)) - torch.get_num_threads(), 1)
         self._thread = Thread(
-            target=self._run,
-            args=(own, shared, vocabulary, self._messages, self._answers, cores, autocast_dtype(mirror.tokens.device)),
+            target=_work,
+            args=(worker, self._messages, self._answers, device, self._stream, cores, autocast_dtype(device)),
             name="spec_trl drafter",
             daemon=True,  # one that hangs does not keep the process from ending
         )
@@ -80,16 +90,26 @@ class DraftThread(DraftLink):
             answer = self._answers.get(timeout=self._timeout)
         except Empty:
             raise TimeoutError(f"the drafter's thread gave no window within {self._timeout:g} s") from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        try:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        finally:
+            # An error that holds this frame, which holds it, would keep the caches until they are collected.
+            del answer
 
     def end(self) -> None:
-        self.send(Kind.END, torch.zeros(0, dtype=torch.int64))
-        self._thread.join(self._timeout)
-        if self._thread.is_alive():
-            self._drafter.made_for = None  # no later call may get a drafter that another thread is still in
-            raise TimeoutError(f"the drafter's thread did not end within {self._timeout:g} s")
+        if self._thread is not None:
+            self.send(Kind.END, torch.zeros(0, dtype=torch.int64))
+            self._thread.join(self._timeout)
+            if self._thread.is_alive():
+                self._drafter.made_for, self._drafter.hangs_in = None, self._thread
+                raise TimeoutError(f"the drafter's thread did not end within {self._timeout:g} s")
+            if self._stream is None:
+                torch.set_num_threads(torch.get_num_threads())  # threads that come later have the newest number
+            else:
+                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._drafter.end()
         while not self._answers.empty():
             self.receive()  # raises what went wrong after the last window
 
@@ -101,32 +121,37 @@ class DraftThread(DraftLink):
     def cache_bytes(self) -> int:
         return self._drafter.cache_bytes
 
-    def _run(
-        self,
-        session: DraftSession,
-        shared: RaggedCache | None,
-        vocabulary: int,
-        messages: _Messages,
-        answers: _Answers,
-        cores: int,
-        autocast: torch.dtype | None,
-    ) -> None:
-        device = session.rows.tokens.device
-        try:
-            with ExitStack() as settings:
-                settings.enter_context(torch.no_grad())
-                settings.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None))
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)  # the caller's stream may still write the weights
-                    settings.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-                else:
-                    torch.set_num_threads(cores)
-                worker, kind = DraftWorker(self._drafter, session, vocabulary, shared), Kind.BEGIN
-                while kind != Kind.END:
-                    kind, values = messages.get()
-                    with CAPTURING if device.type == "cuda" else nullcontext():
-                        answer = worker.handle(kind, values)
-                    if answer is not None:
-                        answers.put(answer)
-        except Exception as error:
-            answers.put(error)
+
+def _work(
+    worker: DraftWorker,
+    messages: _Messages,
+    answers: _Answers,
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
+    cores: int,
+    autocast: torch.dtype | None,
+) -> None:
+    """What the thread does: carries out messages until END, or until one raises."""
+    try:
+        with ExitStack() as settings:
+            settings.enter_context(torch.no_grad())
+            # All threads share the casts that autocast keeps: another stream might read one that is not made yet.
+            casts = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=stream is None)
+            settings.enter_context(casts)
+            if stream is None:
+                torch.set_num_threads(cores)
+            else:
+                settings.enter_context(torch.cuda.stream(stream))
+            while (message := messages.get())[0] != Kind.END:
+                with nullcontext() if stream is None else CAPTURING:
+                    answer = worker.handle(*message)
+                if answer is not None:
+                    answers.put(answer)
+    except Exception as error:
+        answers.put(error)
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all generations: what memory one has freed serves the next on the same stream alone."""
+    return torch.cuda.Stream(device)

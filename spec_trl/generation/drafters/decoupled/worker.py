@@ -111,13 +111,18 @@ class DraftWorker:
         _require(bool(((kept > 0) & (kept <= len(step)) & (ends <= rows.limits)).all()), "COMMIT", "lengths")
         self._require_tokens(tokens, "COMMIT")
         columns = self._committed[:batch, None] + step  # [B, K]
-        text = rows.tokens[:batch].gather(1, columns)  # [B, K]
-        rows.tokens[:batch].scatter_(1, columns, tokens.where(step < kept[:, None], text))
+        text, is_kept = rows.tokens[:batch].gather(1, columns), step < kept[:, None]  # [B, K] each
+        right = ((text == tokens) & is_kept).long().cumprod(1).sum(1)  # [B]
+        rows.tokens[:batch].scatter_(1, columns, tokens.where(is_kept, text))
+        # Dropped drafts end at the first that was wrong: the drafter computed nothing that holds from there on, even
+        # where another one's chain has gone further.
+        held = torch.minimum(self._committed[:batch] + right + 1, ends)  # [B]
+        rows.lengths.copy_(rows.lengths.where(stays.bool(), held))
+        self._drafter.observe(0)  # rows have become shorter
         self._committed[:batch] = ends
         rows.lengths.copy_(rows.lengths.where(stays.bool(), ends))
         _require(bool((rows.lengths >= ends).all()), "COMMIT", "drafts that stay")
         rows.longest = int(rows.lengths.max())
-        self._drafter.observe(0)  # rows have become shorter
 
     def _move(self, finished: list[int]) -> None:
         rows = self._rows

@@ -1,7 +1,7 @@
 """Decoupled execution changes no token, wastes no more than the paper says, and goes as fast as its model says."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +10,21 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.messages import Kind
 from spec_trl.generation.drafters.decoupled.thread import DraftThread
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.noise import RoundNoise
+from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
 from spec_trl.scheduling.decoupled_plan import ExecutionPlan
 from spec_trl.scheduling.reconfiguration import RequestPlan, RequestPlans
 from spec_trl.scheduling.token_speed import AffineSeconds, busy_window_tokens, replicated
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.decoupled.scripted import Chance, InTurn
-from tests.generation.races import EOS, PROMPTS, Plans
+from tests.generation.races import EOS, PROMPTS, Knowing, Plans
 
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -73,6 +77,38 @@ def test_rows_that_processors_leave_no_token_draft_up_to_there(tiny, drafters) -
     expected = outputs(generate(tiny, pad_left(rows), do_sample=False))
     drafter = alone(*drafters("ngram"))
     assert outputs(generate(tiny, pad_left(rows), drafter=drafter, do_sample=False)) == expected
+
+
+def test_a_cache_of_its_own_is_right_where_another_drafter_was_taken(tiny) -> None:
+    """That one's chain goes past the first draft that was wrong: what was computed from there on is not the text's."""
+    texts = outputs(generate(tiny, PROMPTS, max_new_tokens=40))
+    found: list[bool] = []
+
+    class Erring(NetworkDrafter):
+        """An exact copy that goes another way in each second window."""
+
+        windows = 0
+
+        def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+            rows, self.windows = self.session.rows, self.windows + 1
+            proposal = super().propose(draft_length, noise)
+            for row, request in enumerate(rows.indices):
+                start, end = int(rows.prompt_lengths[row]), int(rows.lengths[row])
+                text, done = texts[request], end - start
+                if self.windows % 2 == 0 and rows.tokens[row, start:end].tolist() == text[:done]:
+                    drafts = proposal.tokens[row, : len(text) - done].tolist()
+                    found.append(drafts == text[done : done + len(drafts)])
+            return proposal
+
+        def _draft_logits(self, count: int) -> Iterator[Tensor]:
+            for logits in super()._draft_logits(count):
+                yield logits.roll(self.windows % 2, dims=-1)
+
+    drafter = Erring(make_shadow(tiny), shares_target_cache=False)
+    control = Plans(2, [[Chain(0, 4)], [Chain(1, 4)], [Chain(1, 4)]])
+    given = [DecoupledDrafter(InTurn(drafter)), Knowing(texts, 1)]
+    assert outputs(generate(tiny, PROMPTS, drafter=given, control=control, max_new_tokens=40)) == texts
+    assert len(found) > 10 and all(found)
 
 
 # ---- every pattern of right and wrong drafts -----------------------------------------------------------------------

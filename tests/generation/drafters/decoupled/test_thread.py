@@ -1,6 +1,8 @@
 """A drafter on a thread of its own: what it may use, how it fails, and the option that asks for it."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,10 +12,12 @@ from spec_trl import release
 from spec_trl.generation import kept
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.thread import DraftThread
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.verification import Proposal
 from tests.conftest import tiny_llama
-from tests.generation.calls import generate, outputs
+from tests.generation.calls import EachRound, generate, outputs
 from tests.generation.drafters.decoupled.scripted import Chance
 from tests.generation.races import EOS, PROMPTS
 
@@ -67,6 +71,72 @@ def test_a_drafter_that_hangs_is_waited_for_once(tiny, texts) -> None:
     is_over.set()
 
 
+def test_a_drafter_that_hangs_serves_no_later_generation_until_it_returns(tiny) -> None:
+    """A copy that went on meanwhile would write to the target's K/V, where the later generation drafts coupled."""
+    is_over = threading.Event()
+
+    class Hanging(SelfDrafter):
+        calls = 0
+
+        def _forward(self, *where: Any) -> Any:
+            self.calls += 1
+            if self.calls == 6:  # within a window
+                is_over.wait()
+            return super()._forward(*where)
+
+    def wake(number: int) -> None:
+        if number == 5:
+            is_over.set()
+            time.sleep(0.2)
+
+    drafter, options = Hanging(tiny, kernel="reference"), dict(max_new_tokens=60)
+    expected = outputs(generate(tiny, PROMPTS, **options))
+    with pytest.warns(UserWarning, match="no window within 0.1 s"):
+        generate(tiny, PROMPTS, drafter=DecoupledDrafter(DraftThread(drafter, timeout=0.1)), **options)
+    for each in (DecoupledDrafter(DraftThread(drafter)), drafter):
+        options["stopping_criteria"] = [EachRound(wake)] if each is drafter else []
+        with pytest.warns(UserWarning, match="RuntimeError: a thread of an earlier generation hangs in it"):
+            assert outputs(generate(tiny, PROMPTS, drafter=each, **options)) == expected
+    while drafting_threads():
+        time.sleep(0.01)
+    found = generate(tiny, PROMPTS, drafter=drafter, max_new_tokens=60)
+    assert outputs(found) == expected and found.statistics.total.accepted > 0
+
+
+def test_a_drafter_serves_one_generation_at_a_time(tiny, drafters) -> None:
+    (drafter,) = drafters("self")
+
+    def generate_inside(number: int) -> None:
+        if number == 2:
+            with pytest.raises(ValueError, match="drafter=SelfDrafter is in use"):
+                generate(tiny, PROMPTS, drafter=drafter)
+
+    ahead = DecoupledDrafter(DraftThread(drafter))
+    found = generate(tiny, PROMPTS, drafter=ahead, stopping_criteria=[EachRound(generate_inside)])
+    assert found.statistics.drafter_failure is None and found.statistics.total.accepted > 0
+
+
+def test_a_drafter_that_fails_lets_go_of_the_targets_cache(tiny) -> None:
+    class Failing(SelfDrafter):
+        def observe(self, tokens: int) -> None:
+            raise Trouble
+
+    drafter = Failing(tiny, kernel="reference")
+    with pytest.warns(UserWarning, match="Trouble"):
+        generate(tiny, PROMPTS, drafter=DecoupledDrafter(DraftThread(drafter)))
+    assert not hasattr(drafter, "session") and not hasattr(drafter, "cache")
+
+
+def test_a_generation_that_is_over_before_its_drafter_has_begun(tiny, texts) -> None:
+    class Slow(SelfDrafter):
+        def begin(self, session: DraftSession) -> None:
+            time.sleep(0.5)
+            super().begin(session)
+
+    ahead = DecoupledDrafter(DraftThread(Slow(tiny, kernel="reference")))
+    assert outputs(generate(tiny, PROMPTS, drafter=ahead, max_new_tokens=1, **EOS)) == [text[:1] for text in texts]
+
+
 def test_a_network_of_nan(tiny, texts, drafters) -> None:
     (drafter,) = drafters("self")
     with torch.no_grad():
@@ -94,6 +164,8 @@ def test_the_thread_has_the_callers_autocast_and_leaves_its_cores_alone(texts) -
             assert set(seen) == {(enabled, False)}
             seen.clear()
         assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor() as later:
+            assert later.submit(torch.get_num_threads).result() == 3
     finally:
         torch.set_num_threads(threads)
 
@@ -123,6 +195,8 @@ def test_drafters_that_cannot(tiny, drafters) -> None:
         (drafter,) = drafters(name)
         with pytest.raises(ValueError, match=f"{type(drafter).__name__} cannot be decoupled"):
             generate(tiny, PROMPTS, drafter=drafter, config={"decoupled_execution": "always"})
+    with pytest.raises(ValueError, match="DecoupledDrafter cannot be decoupled"):
+        DraftThread(DecoupledDrafter(DraftThread(*drafters("ngram"))))
     with pytest.raises(ValueError, match="DecoupledDrafter drafts while the target verifies"):
         DecoupledDrafter(DraftThread(*drafters("ngram"))).prepare_assisted_decoding(3, 9, True, [])
 
