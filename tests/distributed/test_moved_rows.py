@@ -91,8 +91,12 @@ def test_the_receiver_is_told_before_the_sender_waits_for_it() -> None:
 
 def test_states_are_kept_no_longer_than_they_are_needed() -> None:
     """A pool outlives its rollout; the K/V of rows that moved would lie next to the training step."""
+
+    def big() -> set[int]:
+        return {id(each) for each in gc.get_objects() if isinstance(each, Tensor) and each.numel() > 1000}
+
+    before = big()  # of other tests
     moved = move(links(2), [300, 200])
     for request in moved.requests:
         assert request.progress is not None and request.progress.tail()
-    big = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.numel() > 1000]
-    assert not big
+    assert not big() - before
