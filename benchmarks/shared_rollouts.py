@@ -117,7 +117,7 @@ def decode(
     seconds = time.perf_counter() - started
     found = zip(turn.decoded, output.sequences[:, len(prompts[0]) :].tolist(), output.lengths.tolist(), strict=True)
     decoded = {place: tokens[:length] for place, tokens, length in found if length}
-    completions = sharing.exchange(turn, decoded, output.statistics)
+    completions = sharing.exchange(turn, decoded)
     idle, moved = (0.0, 0) if sharing.pool is None else (sharing.pool.idle_seconds, sharing.pool.taken_over)
     return seconds, seconds - idle, moved, [completions[place] for place in turn.own]
 

@@ -49,7 +49,7 @@ class SharedPool(RequestQueue):
         self.idle_seconds, self.taken_over = 0.0, 0
         self._link = link
         self._at_once = max(map(len, order), default=1)  # requests that are taken at once, at most
-        rounds = max(rows // self._at_once, 1)
+        rounds = rows // self._at_once
         self._own = self._requests_of(dealt(order, link.rank, link.ranks, rounds))
         self._rest = order[rounds * link.ranks :]
         self._left = sum(map(len, self._rest))

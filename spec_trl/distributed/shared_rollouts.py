@@ -13,8 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..generation.engine.request_queue import RequestQueue
 from ..generation.engine.rows import Request, prompt_key
-from ..generation.engine.statistics import SpeculationStatistics
-from ..scheduling.shared_order import ExpectedLengths, longest_first, pays_to_spread
+from ..scheduling.shared_order import ExpectedLengths, longest_first
 from .link import REMEDY, Link
 from .pool import SharedPool
 
@@ -50,7 +49,6 @@ class SharedRollouts:
 
     Attributes:
         pool: that of the newest turn; None: this rank decoded its own rows.
-        spreads: whether ranks share the copies of a prompt in the next turn, and each of them reads it.
     """
 
     def __init__(self, shares: bool, rank: int, ranks: int, timeout: float, decoding: int | None = None) -> None:
@@ -61,7 +59,6 @@ class SharedRollouts:
         self._turns = 0
         self._last_turn: list[tuple[int, list[int]]] | None = None  # own rows, and their tokens at the turn's end
         self._send_seconds: float | None = None
-        self.spreads = False
         self.pool: SharedPool | None = None
 
     def begin(self) -> None:
@@ -116,7 +113,7 @@ class SharedRollouts:
         if not self._shares:
             return RequestQueue
         keys = [prompt_key(torch.tensor(prompt)) for prompt in turn.prompts]
-        order = longest_first(keys, self._expected.of(keys), together=not self.spreads)
+        order = longest_first(keys, self._expected.of(keys), rows)
         store = dist.PrefixStore(f"spec_trl/{self._turns}", _get_default_store())
         link = Link(store, self._rank, self._decoding, self._timeout)
 
@@ -126,36 +123,25 @@ class SharedRollouts:
 
         return make
 
-    def exchange(
-        self, turn: Turn, decoded: dict[int, list[int]], statistics: SpeculationStatistics | None = None
-    ) -> dict[int, list[int]]:
+    def exchange(self, turn: Turn, decoded: dict[int, list[int]]) -> dict[int, list[int]]:
         """Completions by place: those that this rank has `decoded`, and of a pool all others too. All ranks of a pool
-        must call it, with the `statistics` of their generation, if they had one."""
-        completions = self._of_all_ranks(turn, decoded, statistics) if self._shares else decoded
+        must call it."""
+        completions = self._of_all_ranks(turn, decoded) if self._shares else decoded
         self._last_turn = [(turn.rows[place], turn.prompts[place] + completions[place]) for place in turn.own]
         return completions
 
-    def _of_all_ranks(
-        self, turn: Turn, decoded: dict[int, list[int]], statistics: SpeculationStatistics | None
-    ) -> dict[int, list[int]]:
+    def _of_all_ranks(self, turn: Turn, decoded: dict[int, list[int]]) -> dict[int, list[int]]:
         if self.pool is not None:
             self._send_seconds = self.pool.send_seconds
-        reading = (0.0, 0.0)  # seconds in which prompts were read, and all
-        if statistics is not None:
-            reading = statistics.phase_seconds.get("prefill", 0.0), statistics.seconds
-        tokens = {place: array("i", own) for place, own in decoded.items()}
-        ranks = self._gather((tokens, self._send_seconds, reading))
-        completions = {place: own.tolist() for tokens, _, _ in ranks for place, own in tokens.items()}
-        measured = [seconds for _, seconds, _ in ranks if seconds is not None]
+        ranks = self._gather(({place: array("i", tokens) for place, tokens in decoded.items()}, self._send_seconds))
+        completions = {place: tokens.tolist() for own, _ in ranks for place, tokens in own.items()}
+        measured = [seconds for _, seconds in ranks if seconds is not None]
         self._send_seconds = median(measured) if measured else None  # the rank that gives away decides by it
         if self._last_turn is None:  # prompts of later turns do not come back
             lengths: dict[str, list[int]] = {}
             for place, prompt in enumerate(turn.prompts):
                 lengths.setdefault(prompt_key(torch.tensor(prompt)), []).append(len(completions[place]))
             self._expected.record(lengths)
-            read, seconds = (sum(part) for part in zip(*(reading for _, _, reading in ranks), strict=True))
-            readers = min(max(map(len, lengths.values())), self._decoding)
-            self.spreads = pays_to_spread(read, seconds, readers, self.spreads)
         if self.pool is not None:
             self.pool.forget()  # every rank is through with it
         return completions

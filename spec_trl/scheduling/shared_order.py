@@ -6,15 +6,12 @@ With noise keyed by request the order cannot be seen in a token.
 
 from collections.abc import Sequence
 from itertools import groupby
+from math import gcd
 from statistics import fmean
 from typing import TypeVar
 
 
 T = TypeVar("T")
-
-SPREADING_COST = 0.1
-"""Share of a turn that it may take to read prompts on several ranks. Spreading the copies of a prompt gives each rank
-as much work as another before it is known which prompts are long. Rows that move later do most of that too."""
 
 
 class ExpectedLengths:
@@ -34,12 +31,14 @@ class ExpectedLengths:
         return [self._means.get(prompt, mean) for prompt in prompts]
 
 
-def longest_first(prompts: Sequence[str], expected: Sequence[float], together: bool = False) -> list[list[int]]:
-    """What ranks take at once, as indices of requests, the longest `expected` first: one request, or, `together`, all
-    of a prompt, which is then read on one rank alone. Requests of one prompt follow each other."""
+def longest_first(prompts: Sequence[str], expected: Sequence[float], rows: int) -> list[list[int]]:
+    """What ranks take at once, as indices of requests, the longest `expected` first: completions of one prompt, so
+    many that they fill the `rows` of a rank evenly. A rank that takes all of a prompt is the only one to read it."""
     first = {prompt: index for index, prompt in reversed(list(enumerate(prompts)))}
     order = sorted(range(len(prompts)), key=lambda index: (-expected[index], first[prompts[index]], index))
-    return [list(own) for _, own in groupby(order, prompts.__getitem__)] if together else [[index] for index in order]
+    by_prompt = [list(own) for _, own in groupby(order, prompts.__getitem__)]
+    at_once = gcd(max(map(len, by_prompt)), rows)
+    return [own[place : place + at_once] for own in by_prompt for place in range(0, len(own), at_once)]
 
 
 def dealt(order: Sequence[T], rank: int, ranks: int, rounds: int) -> list[T]:
@@ -47,15 +46,3 @@ def dealt(order: Sequence[T], rank: int, ranks: int, rounds: int) -> list[T]:
     rank begins with as much work as another."""
     places = (round_ * ranks + (ranks - 1 - rank if round_ % 2 else rank) for round_ in range(rounds))
     return [order[place] for place in places if place < len(order)]
-
-
-def pays_to_spread(reading: float, seconds: float, readers: int, was_spread: bool) -> bool:
-    """Whether the next turn should spread the copies of a prompt over ranks, each of which reads it.
-
-    Args:
-        reading: of the `seconds` of the turn before, those in which prompts were read.
-        readers: ranks over which the copies of a prompt are spread.
-        was_spread: whether they were in that turn.
-    """
-    once = reading / readers if was_spread else reading
-    return once * (readers - 1) <= SPREADING_COST * seconds

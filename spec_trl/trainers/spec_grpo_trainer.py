@@ -222,7 +222,6 @@ class SpecGRPOTrainer(GRPOTrainer):
         generation_config = copy.copy(self.generation_config)
         generation_config.return_dict_in_generate = True  # next to a config, as an argument, it is deprecated
         decoded: dict[int, list[int]] = {}
-        statistics = None
         with (
             profiling_context(self, "spec_trl.generate"),
             unwrap_model_for_generation(
@@ -256,17 +255,16 @@ class SpecGRPOTrainer(GRPOTrainer):
                         control=control,
                         make_queue=self._sharing.make_queue(turn, rows),
                     )
-                statistics = output.statistics
                 found = zip(turn.decoded, output.sequences, output.lengths.tolist(), strict=True)
                 # Other ranks' rows are empty; with many ranks they are most of them.
                 decoded = {place: row[width : width + count].tolist() for place, row, count in found if count}
                 seconds = time.perf_counter() - started
-                self._totals.add(statistics, control, len(decoded), seconds, self._sharing.pool)
+                self._totals.add(output.statistics, control, len(decoded), seconds, self._sharing.pool)
         self._totals.turns += 1
         for copied in _policy_copies(drafters):
             self._totals.durations.refresh_seconds += copied.refresh_seconds
             copied.refresh_seconds = 0.0
-        completions = self._sharing.exchange(turn, decoded, statistics)
+        completions = self._sharing.exchange(turn, decoded)
         for drafter in drafters:
             if isinstance(drafter, HistoryDrafter):
                 for place in completions.keys() - decoded.keys():

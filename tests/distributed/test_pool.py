@@ -78,7 +78,7 @@ def test_copies_of_a_prompt_stay_on_one_rank(
 ) -> None:
     monkeypatch.setattr(pool_module, "rows_to_give", lambda *_: 0)
     given, config = prompts(12), {"max_batch_size": rows}
-    order = longest_first([str(row) for row in given["input_ids"].tolist()], [0.0] * 12, together=True)
+    order = longest_first([str(row) for row in given["input_ids"].tolist()], [0.0] * 12, rows=2)
     texts, _, found = decode(
         ranks, order, rows, lambda _, make: generate(tiny, given, "none", config, make_queue=make, **ENDS)
     )

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from spec_trl.scheduling.shared_order import ExpectedLengths, dealt, longest_first, pays_to_spread
+from spec_trl.scheduling.shared_order import ExpectedLengths, dealt, longest_first
 
 
 def test_expected_lengths_are_those_of_the_newest_rollout() -> None:
@@ -17,10 +17,14 @@ def test_expected_lengths_are_those_of_the_newest_rollout() -> None:
 
 def test_the_longest_come_first_and_copies_stay_together() -> None:
     prompts = ["a", "b", "a", "c", "b"]
-    assert longest_first(prompts, [1.0, 5.0, 1.0, 3.0, 5.0]) == [[1], [4], [3], [0], [2]]
-    assert longest_first(prompts, [0.0] * 5) == [[0], [2], [1], [4], [3]]
-    assert longest_first(prompts, [1.0, 5.0, 1.0, 3.0, 5.0], together=True) == [[1, 4], [3], [0, 2]]
-    assert longest_first(prompts, [0.0] * 5, together=True) == [[0, 2], [1, 4], [3]]
+    assert longest_first(prompts, [1.0, 5.0, 1.0, 3.0, 5.0], rows=4) == [[1, 4], [3], [0, 2]]
+    assert longest_first(prompts, [0.0] * 5, rows=2) == [[0, 2], [1, 4], [3]]
+
+
+@pytest.mark.parametrize(("rows", "at_once"), [(8, 8), (16, 8), (12, 4), (4, 4), (5, 1)])
+def test_what_is_taken_at_once_fills_a_rank(rows: int, at_once: int) -> None:
+    taken = longest_first(["a"] * 8 + ["b"] * 8, [0.0] * 16, rows)
+    assert {len(own) for own in taken} == {at_once} and [index for own in taken for index in own] == [*range(16)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -38,9 +42,3 @@ def test_ranks_begin_with_as_much_work() -> None:
     hands = [sum(lengths[index] for index in dealt(range(64), rank, 4, 16)) for rank in range(4)]
     in_a_row = [sum(lengths[16 * rank : 16 * rank + 16]) for rank in range(4)]
     assert max(hands) - min(hands) < 0.3 * (max(in_a_row) - min(in_a_row))
-
-
-def test_copies_are_spread_where_reading_them_again_takes_a_tenth_at_most() -> None:
-    assert pays_to_spread(0.1, 1.0, 2, False) and not pays_to_spread(0.11, 1.0, 2, False)
-    assert pays_to_spread(0.2, 1.0, 2, True) and not pays_to_spread(0.21, 1.0, 2, True)
-    assert pays_to_spread(1.0, 1.0, 1, False)  # a prompt has one copy
