@@ -1,0 +1,78 @@
+"""Dense layers of a shadow: oneDNN where it is faster, and nn.Linear's own result everywhere."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from spec_trl.generation.engine import dense_linear
+from spec_trl.generation.engine.dense_linear import DenseLinear
+from spec_trl.generation.engine.shadow import make_shadow
+
+
+pytestmark = pytest.mark.skipif(not dense_linear.HAS_ONEDNN, reason="this torch has no oneDNN")
+WIDE = 1024  # a row of a layer of this width and height is 2 ** 20 multiplications
+
+
+def layers(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, DenseLinear]:
+    """A layer, and the one that stands for it in a shadow."""
+    torch.manual_seed(0)
+    theirs = nn.Linear(WIDE, WIDE, bias, dtype=dtype)
+    ours = DenseLinear(WIDE, WIDE, bias, dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What oneDNN was given."""
+    given: list[Tensor] = []
+    multiply = dense_linear.multiply_by_onednn
+
+    def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        given.append(x)
+        return multiply(x, weight, bias)
+
+    monkeypatch.setattr(dense_linear, "multiply_by_onednn", noted)
+    return given
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1,), (6,), (3, 5), (2, 1, 3)])
+def test_products_are_those_of_the_layer(calls: list[Tensor], shape: tuple[int, ...], bias: bool) -> None:
+    theirs, ours = layers(bias)
+    x = torch.randn(*shape, 2 * WIDE)[..., ::2]  # not contiguous
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+    assert len(calls) == 1
+
+
+def test_what_onednn_is_not_asked_for(calls: list[Tensor]) -> None:
+    theirs, ours = layers()
+    x = torch.randn(2, WIDE)
+    y = ours(x)  # is differentiated
+    y.sum().backward()
+    assert ours.weight.grad is not None and torch.equal(y, theirs(x))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert ours(x).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(ours(x[:0]), theirs(x[:0]))
+        small = DenseLinear(8, 8)
+        assert torch.equal(small(x[:, :8]), nn.functional.linear(x[:, :8], small.weight, small.bias))
+        for dtype in (torch.float64, torch.bfloat16):
+            theirs, ours = layers(dtype=dtype)
+            assert torch.equal(ours(x.to(dtype)), theirs(x.to(dtype)))
+    assert not calls
+
+
+def test_the_shadow_has_it_for_plain_layers_alone(fresh: LlamaForCausalLM) -> None:
+    class Own(nn.Linear):
+        pass
+
+    fresh.lm_head = Own(64, 64, dtype=torch.float64)
+    kinds = {
+        name: type(module) for name, module in make_shadow(fresh).named_modules() if isinstance(module, nn.Linear)
+    }
+    assert kinds.pop("lm_head") is Own
+    assert set(kinds.values()) == {DenseLinear}
+    assert not any(isinstance(module, DenseLinear) for module in fresh.modules())
