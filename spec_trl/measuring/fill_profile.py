@@ -273,7 +273,7 @@ class _Bench(RoundBench):
         while len(drafting) < MOST_ROUNDS:
             if len(drafting) >= FEWEST_ROUNDS and time.perf_counter() > deadline:
                 break
-            self._rows.active, self._rows.longest = batch, length
+            self._rows.active, self._rows.host_lengths = batch, [length] * batch
             self._rows.lengths.fill_(length)
             self._rollout.look()
             before = self._rollout.phase_seconds().get("draft", 0.0)

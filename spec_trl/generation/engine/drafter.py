@@ -215,7 +215,7 @@ class Drafter(CandidateGenerator):
         if new:
             rows.write(0, input_ids[:, -new:])
             rows.commit(torch.tensor([new], device=input_ids.device), None)
-            rows.longest = length
+            rows.host_lengths = [length]
             self.observe(new)
         draft_length = min(draft_length, max_length - length - 1)
         if draft_length < 1:

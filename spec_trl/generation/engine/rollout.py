@@ -264,7 +264,7 @@ class Rollout:
             self._raise_broken(row, int(rows.generated[row] + sound[row].long().cumprod(0).sum()), outcome.width)
         rows.commit(kept, verdict.logprobs)
         tokens = sum(after) - self._total_length
-        rows.longest = max(after)
+        rows.host_lengths = after
         going = [row for row, has_ended in enumerate(ended) if not has_ended]
         self._total_length = sum(after[row] for row in going)
         self._room = max((room[row] for row in going), default=0)
@@ -286,10 +286,9 @@ class Rollout:
     def _complete(self, finished: list[int]) -> None:
         """Keeps what `finished` rows have generated."""
         rows = self._rows
-        lengths, prompts = rows.lengths.tolist(), rows.prompt_lengths.tolist()
         kept = [row for row in finished if self._queue.keeps(rows.indices[row])]
         for row in kept:
-            span = slice(prompts[row], lengths[row])
+            span = rows.generated_span(row)
             logprobs = rows.logprobs[row, span].clone() if self._want_logprobs else None
             self._completions[rows.indices[row]] = Completion(rows.tokens[row, span].clone(), logprobs)
             self._ended_in[rows.indices[row]] = self._log.rounds + 1
@@ -306,7 +305,6 @@ class Rollout:
         if source:
             self._target.cache.copy_rows(source, destination, rows.longest)
         self._drafters.each(lambda drafter: drafter.move(source, destination, rows.longest))
-        rows.longest = max(rows.lengths.tolist(), default=0)
 
     # ---- rows that another rank goes on with ----------------------------------------------------------------------
 
@@ -322,8 +320,7 @@ class Rollout:
 
     def lengths(self) -> list[int]:
         """Tokens of each row, its prompt's included."""
-        lengths: list[int] = self._rows.lengths.tolist()
-        return lengths
+        return list(self._rows.host_lengths)
 
     def expected_tokens(self) -> float:
         """Tokens that a row in flight will generate yet: as many as it has, which is what long-tailed lengths make
@@ -346,14 +343,14 @@ class Rollout:
         The K/V of the first `head_share` of their columns is left out; all of it where there is no memory for a copy,
         or where drafters read hidden states, which only a forward over these columns gives.
         """
-        lengths, prompts = self._rows.lengths.tolist(), self._rows.prompt_lengths.tolist()
+        lengths = self._rows.host_lengths
         cache = self._target.cache
         needed = sum(lengths[row] for row in rows) * cache.bytes // (cache.rows * cache.columns)
         share = 1.0 if self._target.is_heard or 2 * needed > free_memory(self._rows.tokens.device) else head_share
         moved = []
         for row in rows:
             index, columns = self._rows.indices[row], lengths[row] - 1
-            head, span = round(share * columns), slice(prompts[row], lengths[row])
+            head, span = round(share * columns), self._rows.generated_span(row)
             logprobs = self._rows.logprobs[row, span].clone() if self._want_logprobs else None
             tail: Callable[[], RowStates] = partial(dict, cache.export_row(row, head, columns))
             progress = Progress(self._rows.tokens[row, span].clone(), logprobs, head, columns, tail, method)

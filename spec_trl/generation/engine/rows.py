@@ -79,7 +79,7 @@ class Rows:
         lengths, prompt_lengths, limits: `[active]` int64 tokens: committed, of the prompt, and allowed.
         requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
         streams: `[active]` int64 noise keys.
-        longest: longest committed length among the active rows, known without asking the device.
+        host_lengths: `lengths` without asking the device; who commits sets them.
     """
 
     lengths: Tensor
@@ -95,7 +95,8 @@ class Rows:
         self.logprobs = torch.zeros(capacity, columns, dtype=torch.float32, device=device)
         self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)
         self._index = torch.arange(capacity, device=device)[:, None]  # [capacity, 1]
-        self.longest = self.active = 0
+        self.active = 0
+        self.host_lengths: list[int] = []
         self.prompts: list[bytes] = []
         self.indices: list[int] = []
 
@@ -108,6 +109,11 @@ class Rows:
     def active(self, count: int) -> None:
         own = self._state[:, :count]  # [5, active]
         self.lengths, self.prompt_lengths, self.limits, self.requests, self.streams = own
+
+    @property
+    def longest(self) -> int:
+        """Longest committed length among the active rows."""
+        return max(self.host_lengths, default=0)
 
     @property
     def generated(self) -> Tensor:
@@ -136,13 +142,17 @@ class Rows:
                 if progress.logprobs is not None:
                     self.logprobs[row, prompt:length] = progress.logprobs
             self._state[:, row] = torch.tensor([length, prompt, request.limit, request.index, request.stream])
-            self.longest = max(self.longest, length)
+            self.host_lengths.append(length)
             self.prompts.append(key)
             self.indices.append(request.index)
             row_of_prompt.setdefault(key, row)
         self.active += len(requests)
         follower_rows = list(range(first + len(leaders), self.active))
         return Admission(first, len(leaders), follower_rows, [row_of_prompt[key] for key, _ in followers], moved)
+
+    def generated_span(self, row: int) -> slice:
+        """The columns of what `row` has generated."""
+        return slice(len(self.prompts[row]) // self.tokens.element_size(), self.host_lengths[row])
 
     def write(self, offset: int, tokens: Tensor) -> None:
         """Writes `[active, n]` tokens of each row after its committed ones, from `offset` on."""
@@ -177,7 +187,8 @@ class Rows:
             self._state[:, destination] = self._state[:, source]
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
-        del self.prompts[remaining:], self.indices[remaining:]
+                self.host_lengths[target] = self.host_lengths[row]
+        del self.prompts[remaining:], self.indices[remaining:], self.host_lengths[remaining:]
         self.active = remaining
         return source, destination
 

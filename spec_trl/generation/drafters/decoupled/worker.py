@@ -97,7 +97,7 @@ class DraftWorker:
         self._require_tokens(tokens, "the drafter's proposal")
         rows.write(0, tokens)
         rows.commit(found, None)
-        rows.longest = int(rows.lengths.max())
+        rows.host_lengths = rows.lengths.tolist()
         self._drafter.observe(int(found.sum()))
         return torch.cat([found, tokens.flatten()]).cpu()
 
@@ -122,7 +122,7 @@ class DraftWorker:
         self._committed[:batch] = ends
         rows.lengths.copy_(rows.lengths.where(stays.bool(), ends))
         _require(bool((rows.lengths >= ends).all()), "COMMIT", "drafts that stay")
-        rows.longest = int(rows.lengths.max())
+        rows.host_lengths = rows.lengths.tolist()
 
     def _move(self, finished: list[int]) -> None:
         rows = self._rows
@@ -130,7 +130,6 @@ class DraftWorker:
         source, destination = rows.drop(finished)
         self._committed[destination] = self._committed[source]
         self._drafter.move(source, destination, rows.longest)
-        rows.longest = max(rows.lengths.tolist(), default=0)
 
     def _require_tokens(self, tokens: Tensor, message: str) -> None:
         _require(bool(((tokens >= 0) & (tokens < self._vocabulary)).all()), message, "tokens")
