@@ -22,18 +22,19 @@ class DenseLinear(nn.Linear):
 
     def _uses_onednn(self, x: Tensor) -> bool:
         return (
-            x.device.type == "cpu"
-            and x.dtype == self.weight.dtype == torch.float32
-            and x.numel() * self.out_features >= ONEDNN_MULTIPLICATIONS
-            and self.weight.is_contiguous()
+            x.numel() * self.out_features >= ONEDNN_MULTIPLICATIONS
+            and x.dtype == torch.float32
+            and x.device.type == "cpu"
             and not torch.is_grad_enabled()  # it has no backward pass
             and not torch.is_autocast_enabled("cpu")
+            and self.weight.dtype == torch.float32
+            and self.weight.is_contiguous()
         )
 
 
-def dense_kind(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that stands for `kind` in a shadow."""
-    return DenseLinear if kind is nn.Linear and HAS_ONEDNN else kind
+def is_dense_on_cpu(module: nn.Module) -> bool:
+    """Whether a shadow should have a :class:`DenseLinear` for `module`."""
+    return type(module) is nn.Linear and HAS_ONEDNN and module.weight.device.type == "cpu"
 
 
 def multiply_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...quantization.source_weight import WRAPPED
 from .attention import RAGGED_ATTENTION
-from .dense_linear import dense_kind
+from .dense_linear import DenseLinear, is_dense_on_cpu
 from .family_hooks import adapt
 
 
@@ -98,7 +98,8 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     kind = type(module)
     if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 puts a class of its own before the module's
         kind = kind.__bases__[1]
-    kind = dense_kind(kind)
+    if is_dense_on_cpu(module):
+        kind = DenseLinear
     clone = kind.__new__(kind)
     clones[id(module)] = clone
     state = dict(module.__dict__)
