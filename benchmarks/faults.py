@@ -2,9 +2,9 @@
 
 Each run forks the ranks of one rollout: "pool" and "race" have three that share a pool, the latter with a second
 drafter for ranks that have nothing left; "decoupled" has a verifier and a rank that drafts for it. Once all have
-begun, one of them gets SIGKILL or SIGSTOP; of "decoupled" the drafter's, which would wait a day for its verifier. What
-then counts as right: a rank that ends has the tokens of plain decoding, or it ends with an error that says what to do;
-a verifier whose drafter is gone has the tokens.
+begun, one of them gets SIGKILL or SIGSTOP. In "decoupled" it is the drafter's rank: a drafter waits a day for its
+verifier, and that is no hang. A rank that is left is right if it ends with the tokens of plain decoding, or with an
+error that says what to do; a verifier whose drafter is gone must have the tokens.
 
     python -m benchmarks.faults --runs 34
 """

@@ -46,12 +46,12 @@ class DraftRanks:
         return self._rank >= self.decoding
 
     def serve(self, drafter: Drafter, device: torch.device) -> None:
-        """Drafts with `drafter` on `device` until the other rank's :meth:`ahead` is over."""
+        """Drafts with `drafter` on `device` until the other rank leaves :meth:`ahead`."""
         serve(drafter, self._other, device, self._group)
 
     @contextmanager
     def ahead(self, drafters: Sequence[Drafter]) -> Iterator[Sequence[Drafter]]:
-        """The drafters of a generation: in place of the one that is given that of the other rank, if there is one."""
+        """The drafters of a generation on this rank: its own, or the one on the rank that drafts for it."""
         if self._group is None:
             yield drafters
             return

@@ -14,8 +14,6 @@ T = TypeVar("T")
 POLL_SECONDS = (0.001, 0.02)
 """Between two looks of a waiting rank at the store. It begins with the first, much less than a decoding round, and
 waits a tenth longer each time, until it looks fifty times per second: one store serves all ranks."""
-
-
 REMEDY = "died or hangs. Look at its output, and resume from the last checkpoint."
 
 

@@ -45,7 +45,7 @@ class SharedRollouts:
         shares: whether together.
         rank, ranks: this rank, and how many there are.
         timeout: seconds after which a rank gives up that waits for others of which nothing is heard.
-        decoding: how many ranks decode, the first ones; None: all. Fewer must decode together.
+        decoding: how many ranks decode, the first ones; None: all. Where it is not all, `shares` must be True.
 
     Attributes:
         pool: that of the newest turn; None: this rank decoded its own rows.

@@ -101,8 +101,8 @@ class SpecGRPOConfig(GRPOConfig):
     )
     draft_ranks: int = option(
         0,
-        "Number of ranks that only draft in rollouts, the last ones, each for one of the first, which verifies "
-        "meanwhile (SpecActor's decoupled execution). 0: all ranks decode.",
+        "Number of ranks that only draft in rollouts: the last ones. Each drafts for one of the first ranks, which "
+        "verifies meanwhile (SpecActor's decoupled execution). 0: all ranks decode.",
     )
     runner: str = shared("runner")
     max_graph_memory: float = shared("max_graph_memory")
