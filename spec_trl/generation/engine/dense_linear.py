@@ -5,9 +5,8 @@ from torch import Tensor, nn
 
 
 ONEDNN_MULTIPLICATIONS = 1 << 20
-"""Multiplications of a layer's forward from which oneDNN takes less time. Its call costs 10 µs more than that of
-`F.linear`, whose library reads the weights once per row on some CPUs. Measured on an AMD EPYC with AVX-512, one or two
-threads, layers of 2 thousand to 9 million weights, 1 to 384 rows."""
+"""Multiplications of a layer's forward from which oneDNN takes less time (benchmarks/dense_linear.py, on an AMD EPYC).
+Its call costs more than that of `F.linear`, whose library reads the weights once per row on some CPUs."""
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

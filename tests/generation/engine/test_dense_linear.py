@@ -8,6 +8,8 @@ from transformers import LlamaForCausalLM
 from spec_trl.generation.engine import dense_linear
 from spec_trl.generation.engine.dense_linear import DenseLinear
 from spec_trl.generation.engine.shadow import make_shadow
+from tests.conftest import tiny_llama
+from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 
 pytestmark = pytest.mark.skipif(not dense_linear.HAS_ONEDNN, reason="this torch has no oneDNN")
@@ -76,3 +78,17 @@ def test_the_shadow_has_it_for_plain_layers_alone(fresh: LlamaForCausalLM) -> No
     assert kinds.pop("lm_head") is Own
     assert set(kinds.values()) == {DenseLinear}
     assert not any(isinstance(module, DenseLinear) for module in fresh.modules())
+
+
+@pytest.mark.parametrize("strategy", ["self", "model", "ngram"])
+def test_tokens_with_onednn_everywhere(calls: list[Tensor], monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    """Those of plain decoding, and in greedy decoding those of transformers, all layers' products by oneDNN."""
+    monkeypatch.setattr(dense_linear, "ONEDNN_MULTIPLICATIONS", 0)
+    model, prompts = tiny_llama().float(), pad_left(random_rows([4, 9, 6]))
+    more = {"assistant_model": tiny_llama(num_hidden_layers=1).float()} if strategy == "model" else {}
+    plain = generate(model, prompts, max_new_tokens=40)
+    assert calls
+    assert outputs(generate(model, prompts, strategy, max_new_tokens=40, **more)) == outputs(plain)
+    greedy = generate(model, prompts, strategy, max_new_tokens=40, do_sample=False, **more)
+    theirs = model.generate(**prompts, max_new_tokens=40, do_sample=False)
+    assert outputs(greedy) == theirs[:, prompts["input_ids"].shape[1] :].tolist()

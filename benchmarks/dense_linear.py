@@ -1,0 +1,72 @@
+"""Dense layers in float32 on a CPU: oneDNN on the plain weights, as a shadow multiplies, against torch's `F.linear`.
+
+Both run in turns on the same weights; a ratio is of the medians. `ONEDNN_MULTIPLICATIONS` of
+`spec_trl/generation/engine/dense_linear.py` is where oneDNN begins to win.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from spec_trl.generation.engine.dense_linear import ONEDNN_MULTIPLICATIONS, multiply_by_onednn
+
+from .measure import Finding, add_machine_arguments, begin, shown, write_result
+
+
+SHAPES = ((64, 64), (172, 64), (192, 192), (512, 192), (512, 512), (4096, 192), (4864, 896), (32000, 288))  # (out, in)
+ROWS = (1, 6, 16, 64)
+TURN = 0.02  # seconds that one turn lasts at least, much more than the clock's resolution
+
+
+def seconds(multiply: Callable[[], Tensor]) -> float:
+    """Of one call, on average over a turn."""
+    started, calls = time.perf_counter(), 0
+    while time.perf_counter() - started < TURN or not calls:
+        multiply()
+        calls += 1
+    return (time.perf_counter() - started) / calls
+
+
+def measure(shape: tuple[int, int], rows: int, turns: int) -> dict[str, Any]:
+    """Microseconds of both."""
+    weight, x = torch.randn(shape), torch.randn(rows, shape[1])
+    torch_seconds, ours = [], []
+    for _ in range(turns + 1):  # the first warms up
+        torch_seconds.append(seconds(lambda: F.linear(x, weight)))
+        ours.append(seconds(lambda: multiply_by_onednn(x, weight, None)))
+    found = {"F.linear": 1e6 * median(torch_seconds[1:]), "oneDNN": 1e6 * median(ours[1:])}
+    return {"shape": list(shape), "rows": rows, "multiplications": rows * weight.numel(), "microseconds": found}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=5, help="of each way (default: %(default)s)")
+    add_machine_arguments(parser, "dense_linear")
+    options = parser.parse_args(arguments)
+    machine = begin(options)
+    with torch.inference_mode():
+        cells = [measure(shape, rows, options.turns) for shape in SHAPES for rows in ROWS]
+    findings = []
+    for name, is_in in (
+        ("below the limit", lambda count: count < ONEDNN_MULTIPLICATIONS),
+        ("from the limit on", lambda count: count >= ONEDNN_MULTIPLICATIONS),
+    ):
+        own = [cell["microseconds"] for cell in cells if is_in(cell["multiplications"])]
+        gains = [cell["F.linear"] / cell["oneDNN"] for cell in own]
+        findings.append(Finding(f"speed of oneDNN, {name}", median(gains), "×", "F.linear", (min(gains), max(gains))))
+    write_result(
+        options.output, "rollouts", "Dense layers by oneDNN",
+        f"{len(SHAPES)} shapes from 64 × 64 to 32000 × 288, {ROWS} rows, float32; medians of {options.turns} turns; "
+        f"the limit is {ONEDNN_MULTIPLICATIONS} multiplications. Median over cells, with the lowest and the highest.",
+        machine, findings, {"options": shown(options), "cells": cells},
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
