@@ -113,7 +113,7 @@ def make_subject(target: str, options: argparse.Namespace, folder: Path) -> Subj
 def add_arguments(parser: argparse.ArgumentParser, targets: Sequence[str], result: str) -> None:
     """Those of :func:`make_subject`, and those of every benchmark."""
     add = parser.add_argument
-    add("--models", nargs="+", default=targets, metavar="MODEL,DTYPE", help="folder or shape:NAME, and a dtype")
+    add("--models", nargs="+", default=targets, metavar="MODEL,DTYPE", help="folder, wide:FOLDER*k, shape:NAME; dtype")
     add("--assistant", type=Path, help="folder of a small LM, for models with a tokenizer")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
     add("--copied", type=float, default=0.95, help="shape models: probability of a copied token (%(default)s)")

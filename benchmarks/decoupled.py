@@ -149,7 +149,7 @@ def measure(options: argparse.Namespace, link: DraftRank | None) -> dict[str, An
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default="shape:qwen2.5-0.5b", help="a folder, shape:NAME or shape:CONFIG.json")
+    parser.add_argument("--model", default="shape:qwen2.5-0.5b", help="folder, wide:FOLDER*k, shape:NAME or CONFIG")
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
     parser.add_argument("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
     parser.add_argument("--no-agreement", action="store_true", help="do not measure it again")

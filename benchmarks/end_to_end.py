@@ -8,6 +8,7 @@ auxiliary drafter of Table 2 needs a checkpoint for the policy, which --learned 
 
     python -m benchmarks.end_to_end [--ablations]
     python -m benchmarks.end_to_end --model FOLDER --methods trl --learned eagle3 DRAFTER --learning-rate 1e-5
+    python -m benchmarks.end_to_end --model "wide:examples/data/stories260K*16" --before-end 40 --rows 16 --steps 10
     python -m benchmarks.end_to_end --model shape:qwen2.5-0.5b --methods autoregressive self-always efficient-rollout
 """
 
@@ -43,7 +44,7 @@ from .configurations import (
 )
 from .end_to_end_report import findings, idealized, setup
 from .measure import add_machine_arguments, begin, write_result
-from .models import DTYPES, SHAPE_PREFIX, model_line
+from .models import DTYPES, SHAPE_PREFIX, check_model, model_line
 from .timed_training import Training, settings_of, train
 from .training_task import DEMO, DEMO_SIZE, OTHER_SIZE, Size, TrainingTask, demo_task, model_task
 
@@ -192,8 +193,8 @@ def expand(
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default=DEMO, help="demo (its policy and task), a folder of a checkpoint, or shape:NAME "
-        "(default: %(default)s)")  # fmt: skip
+    add("--model", default=DEMO, help="demo (its policy and task), a folder of a checkpoint, wide:FOLDER*k, or "
+        "shape:NAME (default: %(default)s)")  # fmt: skip
     add("--methods", nargs="+", default=CHOICES, choices=CHOICES, help="besides autoregressive (default: all)")
     add("--ablations", action="store_true", help="toggle and draft length (Fig. 4a, 5), W4 and W8 (Tab. 4), AWQ "
         "(Fig. 7)")  # fmt: skip
@@ -212,6 +213,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", choices=list(DTYPES), help="of the weights (default: float32, shape models bfloat16)")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
     add("--prompts", type=Path, help="JSON list of strings (default: examples/data/stories.json); not for the demo")
+    add("--before-end", type=int, help="prompts end so many tokens before their text, and completions of a model that "
+        "ends texts soon or late (default: prompts are beginnings)")  # fmt: skip
     add("--calibration-seconds", type=float, default=120.0, help="at most, for the sweep (default: %(default)s)")
     add("--runs", type=Path, help="folder that keeps the runs' logs for spec-trl report (default: none)")
     add_machine_arguments(parser, "end_to_end")
@@ -219,8 +222,11 @@ def parse_arguments() -> argparse.Namespace:
     size = DEMO_SIZE if options.model == DEMO else OTHER_SIZE
     given = {name: getattr(options, name) for name in asdict(size) if getattr(options, name) is not None}
     options.size = size = replace(size, **given)
-    if options.model != DEMO and not options.model.startswith(SHAPE_PREFIX) and not Path(options.model).is_dir():
-        parser.error(f"--model {options.model}: no such folder; name one, {DEMO}, or {SHAPE_PREFIX}NAME")
+    if options.model != DEMO:
+        try:
+            check_model(options.model)
+        except ValueError as error:
+            parser.error(f"--model {error}")
     if options.learned is not None:
         kind, drafter = options.learned
         if kind not in ("eagle3", "dflash") or not Path(drafter).is_dir():
@@ -236,6 +242,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--rows {size.rows} is no multiple of --group {size.group}, or that is below 2: change one")
     if options.repeats < 1 or options.epochs < 1:
         parser.error(f"--repeats {options.repeats} and --epochs {options.epochs:g} must be 1 or more")
+    if options.before_end is not None and options.before_end < 1:
+        parser.error(f"--before-end {options.before_end} must be 1 or more")
     if options.runs is not None and options.runs.exists() and any(options.runs.iterdir()):
         parser.error(f"--runs {options.runs} is not empty, and logs would be mixed up: name another folder")
     return options
@@ -249,8 +257,9 @@ def make_task(options: argparse.Namespace) -> TrainingTask:
     if options.model == DEMO:
         return demo_task(dtype, questions, options.seed)
     return model_task(
-        options.model, dtype, size.max_completion_length, questions, options.seed, options.agreement, options.prompts
-    )
+        options.model, dtype, size.max_completion_length, questions, options.seed, options.agreement, options.prompts,
+        options.before_end,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -284,7 +293,8 @@ def main() -> None:
         name: summarise(name, trainings, None if name == TRL else runs[AUTOREGRESSIVE])
         for name, trainings in runs.items()
     }
-    own = {name: getattr(options, name) for name in ("epochs", "repeats", "dtype", "agreement", "threads", "seed")}
+    kept = ("epochs", "repeats", "dtype", "agreement", "before_end", "threads", "seed")
+    own = {name: getattr(options, name) for name in kept}
     lengths = {"longest_prompt": task.longest_prompt, "questions": len(task.dataset)}
     result: dict[str, Any] = {
         "target": task.facts,

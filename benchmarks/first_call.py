@@ -100,7 +100,7 @@ def setup(result: dict[str, Any]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--models", nargs="+", default=TARGETS, metavar="MODEL,DTYPE", help="folder or shape:NAME, and a dtype")
+    add("--models", nargs="+", default=TARGETS, metavar="MODEL,DTYPE", help="folder, wide:FOLDER*k, shape:NAME; dtype")
     add("--strategies", nargs="+", default=["self"], choices=[name for name in STRATEGIES if name != NONE])
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
     add("--batch", type=int, nargs="+", default=[1, 4], help="rows (default: %(default)s)")

@@ -174,7 +174,7 @@ def setup(result: dict[str, Any]) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default="shape:tiny", help="folder, shape:NAME or shape:CONFIG.json")
+    parser.add_argument("--model", default="shape:tiny", help="folder, wide:FOLDER*k, shape:NAME or shape:CONFIG.json")
     parser.add_argument("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
     parser.add_argument("--assistant", help="folder of a small model for strategy model")
     parser.add_argument("--strategies", nargs="+", default=["self", "ngram"], choices=["self", "model", "ngram"])

@@ -6,6 +6,7 @@ import datetime
 import gc
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -164,8 +165,10 @@ def shown(options: argparse.Namespace, *hidden: str) -> dict[str, object]:
 def _without_folder(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_folder(each) for each in value]
-    is_path = isinstance(value, Path) or (isinstance(value, str) and os.path.isabs(value))
-    return Path(value).name if is_path else value
+    if isinstance(value, Path):
+        return value.name
+    path = re.fullmatch("(wide:|shape:)?/.+", value) if isinstance(value, str) else None
+    return value if path is None else (path[1] or "") + Path(value).name
 
 
 # ---- the file of the result ----------------------------------------------------------------------------------------

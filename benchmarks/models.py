@@ -1,10 +1,12 @@
-"""Models to measure: a local checkpoint, or synthetic weights in a real model's shape.
+"""Models to measure: a local checkpoint, one made wider, or synthetic weights in a real model's shape.
 
 Speed depends on shapes, acceptance on how well a drafter agrees with its target. `shape:NAME` and `shape:CONFIG`
 build the first exactly and set the second by hand, so a speed-up can be measured without any checkpoint. What the
 built model really does (entropy, overlap) is measured on its own samples and belongs into every result made with it.
+`wide:CHECKPOINT*k` is a checkpoint k times as wide that computes the same (`benchmarks/widen.py`).
 
     python -m benchmarks.models --model shape:qwen2.5-0.5b --agreement 0.93 [--calibrate]
+    python -m benchmarks.models --model "wide:examples/data/stories260K*16" --dtype float32
 """
 
 import argparse
@@ -28,6 +30,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from spec_trl.quantization.scheme import GROUP_SIZES
+
+from .widen import WIDE_PREFIX, parse_wide, widen
+
 
 SHAPE_PREFIX = "shape:"
 GROUP = 128  # weights that share one scale in the quantized copy
@@ -43,6 +49,7 @@ BRANCH_SHARE = 6.0
 # Attention averages values over the context, so its output changes slowly; at full strength it would make every text
 # repeat the tokens its context favours.
 ATTENTION_SHARE = 0.5
+WIDE_TEXT = 128  # tokens of the texts on which a wide model is compared: its own, which begin alike
 CHUNK = 1 << 22  # weights drawn at a time: bounds the fp32 scratch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -108,32 +115,54 @@ class LoadedModel:
 def load_model(
     spec: str, dtype: torch.dtype, device: str, agreement: float = 0.93, seed: int = 0, measured: bool = True
 ) -> LoadedModel:
-    """Load `spec`: a folder with a checkpoint, or `shape:` with a name of SHAPES or a path to a config.json.
+    """Load `spec`: a folder with a checkpoint, `wide:` with a folder, `*` and a factor, or `shape:` with a name of
+    SHAPES or a path to a config.json.
 
     Args:
         spec: see above.
         dtype: of the weights.
         device: where they go.
         agreement: shape models: overlap wanted between model and 4-bit copy.
-        seed: of synthetic weights.
-        measured: shape models: measure the agreement reached, for the facts.
+        seed: of synthetic weights, and of the noise on wide ones.
+        measured: shape and wide models: measure the agreement reached, and how far wide logits are off, for the facts.
     """
     if spec.startswith(SHAPE_PREFIX):
         model = shape_model(spec.removeprefix(SHAPE_PREFIX), agreement, seed, dtype, device)
         tokenizer = None
-        facts: dict[str, object] = {"synthetic_weights": True}
+        facts: dict[str, object] = {"synthetic_weights": True, "model": spec}
         if measured:
             facts["agreement"] = asdict(measure_agreement(model, seed))
+    elif spec.startswith(WIDE_PREFIX):
+        folder, by = parse_wide(spec)
+        exact = torch.promote_types(dtype, torch.float32)  # 16 bits would round the noise away from its sum of 0
+        narrow = AutoModelForCausalLM.from_pretrained(folder, dtype=exact).to(device).eval()
+        model = widen(narrow, by, seed).to(dtype)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        facts = {"synthetic_weights": False, "model": f"{WIDE_PREFIX}{folder.name}*{by}", "widened_by": by}
+        if measured:
+            facts["largest_logit_difference"] = logit_difference(narrow, model, seed)
+            facts["agreement"] = asdict(measure_agreement(model, seed, new_tokens=WIDE_TEXT))
     else:
         model = AutoModelForCausalLM.from_pretrained(spec, dtype=dtype).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(spec)
-        facts = {"synthetic_weights": False}
+        facts = {"synthetic_weights": False, "model": Path(spec).name}
     facts |= {
-        "model": Path(spec).name if tokenizer is not None else spec,
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(dtype).removeprefix("torch."),
     }
     return LoadedModel(model, tokenizer, facts)
+
+
+def check_model(spec: str) -> None:
+    """Whether `spec` names a checkpoint, wide or not, or synthetic weights, before anything is loaded.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if spec.startswith(WIDE_PREFIX):
+        parse_wide(spec)
+    elif not spec.startswith(SHAPE_PREFIX) and not Path(spec).is_dir():
+        raise ValueError(f"{spec}: no such folder; name one, {WIDE_PREFIX}FOLDER*k, or {SHAPE_PREFIX}NAME")
 
 
 def model_line(facts: Mapping[str, Any]) -> str:
@@ -142,12 +171,18 @@ def model_line(facts: Mapping[str, Any]) -> str:
 
 
 def synthetic_line(facts: Mapping[str, Any]) -> str:
-    """A sentence about synthetic weights; empty for a checkpoint."""
-    if not facts["synthetic_weights"] or "agreement" not in facts:
+    """A sentence about weights that are synthetic or of a wide model; empty for a checkpoint."""
+    if "agreement" not in facts:
         return ""
     measured = facts["agreement"]
+    origin = "Synthetic weights"
+    if "widened_by" in facts:
+        origin = (
+            f"{facts['parameters'] / 1e6:.0f} M parameters: the checkpoint, {facts['widened_by']} times as wide, with "
+            f"its logits to within {facts['largest_logit_difference']:.1g}"
+        )
     return (
-        f" Synthetic weights; on the model's own samples the overlap with the 4-bit copy is "
+        f" {origin}; on the model's own samples the overlap with the 4-bit copy is "
         f"{measured['overlap_packed_head']:.3f} and the entropy {measured['entropy']:.2f} nats."
     )
 
@@ -233,11 +268,18 @@ def fill_grid(weight: Tensor, gain: float, noise: float, generator: torch.Genera
 
 @torch.no_grad()
 def round_trip(weight: Tensor) -> Tensor:
-    """`weight` [out, in] after asymmetric 4-bit round-to-nearest in groups of 128 and back, same dtype (ER §C.3)."""
+    """`weight` [out, in] after asymmetric 4-bit round-to-nearest and back, same dtype (ER §C.3).
+
+    Groups are of 128, or the largest smaller size that kernels take and that divides a row; without one the weight
+    stays as it is.
+    """
+    group = next((size for size in GROUP_SIZES if weight.shape[1] % size == 0), None)
+    if group is None:
+        return weight.clone()
     out = torch.empty_like(weight)
     rows = max(1, CHUNK // weight.shape[1])
     for source, target in zip(weight.split(rows), out.split(rows), strict=True):
-        w = source.float().view(source.shape[0], -1, GROUP)  # [rows, groups, group]
+        w = source.float().view(source.shape[0], -1, group)  # [rows, groups, group]
         low = w.amin(-1, keepdim=True).clamp_(max=0)  # [rows, groups, 1]
         high = w.amax(-1, keepdim=True).clamp_(min=0)  # [rows, groups, 1]
         scale = ((high - low) / LEVELS).clamp_(min=1e-5).to(weight.dtype).float()  # [rows, groups, 1]
@@ -263,11 +305,16 @@ def quantized_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def measure_agreement(model: PreTrainedModel, seed: int = 0, rows: int = 16, new_tokens: int = 32) -> Agreement:
-    """Sample `rows` texts at temperature 1 from seeded random prompts and compare with the 4-bit copy on them."""
+def own_texts(model: PreTrainedModel, seed: int, rows: int, new_tokens: int) -> tuple[Tensor, int]:
+    """Texts [rows, prompt + new] that the model samples at temperature 1, none of which ends early, and the length of
+    their prompts: the token that begins a text, or where there is none 8 seeded random ones."""
     generator = torch.Generator().manual_seed(seed)
-    vocab, prompt_length = model.config.vocab_size, 8
-    prompts = torch.randint(vocab, (rows, prompt_length), generator=generator).to(model.device)  # [rows, prompt]
+    begin = model.config.bos_token_id
+    if begin is None:
+        prompts = torch.randint(model.config.vocab_size, (rows, 8), generator=generator)  # [rows, 8]
+    else:
+        prompts = torch.full((rows, 1), begin)  # [rows, 1]
+    prompts = prompts.to(model.device)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         texts = model.generate(
@@ -276,8 +323,23 @@ def measure_agreement(model: PreTrainedModel, seed: int = 0, rows: int = 16, new
             do_sample=True,
             temperature=1.0,
             top_k=0,
+            min_new_tokens=new_tokens,
             max_new_tokens=new_tokens,
         )  # [rows, prompt + new]
+    return texts, prompts.shape[1]
+
+
+@torch.no_grad()
+def logit_difference(narrow: PreTrainedModel, wide: PreTrainedModel, seed: int) -> float:
+    """Largest difference of their logits on a text by `narrow`."""
+    text, _ = own_texts(narrow, seed, 1, WIDE_TEXT)
+    return (narrow(text).logits - wide(text).logits).abs().max().item()
+
+
+@torch.no_grad()
+def measure_agreement(model: PreTrainedModel, seed: int = 0, rows: int = 16, new_tokens: int = 32) -> Agreement:
+    """Sample `rows` texts at temperature 1 and compare with the 4-bit copy on them."""
+    texts, prompt_length = own_texts(model, seed, rows, new_tokens)
     twin = quantized_copy(model)
     totals = torch.zeros(3, dtype=torch.float64)  # overlap with packed head, with dense head, entropy
     for text in texts.split(4):  # [4, prompt + new]: logits over a large vocabulary are the largest tensors here
@@ -315,7 +377,8 @@ def calibrate_noise(name: str, agreement: float, seed: int, dtype: torch.dtype, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="shape:tiny", help="folder of a checkpoint, shape:NAME or shape:CONFIG")
+    parser.add_argument("--model", default="shape:tiny", help="folder of a checkpoint, wide:FOLDER*k, shape:NAME or "
+        "shape:CONFIG")  # fmt: skip
     parser.add_argument("--agreement", type=float, default=0.93, help="overlap wanted between model and 4-bit copy")
     parser.add_argument("--calibrate", action="store_true", help="search the noise for --agreement anew")
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
@@ -328,7 +391,7 @@ def main() -> None:
         print("noise", calibrate_noise(name, options.agreement, options.seed, dtype, options.device))
     else:
         loaded = load_model(options.model, dtype, options.device, options.agreement, options.seed)
-        if loaded.tokenizer is not None:
+        if "agreement" not in loaded.facts:
             print(measure_agreement(loaded.model, options.seed))
         print(loaded.facts)
 

@@ -8,6 +8,7 @@ alike; ratios are medians over repeats of the ratio within a repeat. The toggle'
 
     python -m benchmarks.never_slower
     python -m benchmarks.never_slower --models shape:qwen2.5-0.5b,bfloat16 --batch 1 --repeats 9
+    python -m benchmarks.never_slower --models "wide:examples/data/stories260K*16,float32"
 """
 
 import argparse
@@ -29,7 +30,7 @@ from spec_trl.measuring.fill_profile import calibrate
 from .bookkeeping import Bookkeeping, measure_bookkeeping
 from .calls import Call, Way, identical_rows, in_turns, ratios, way
 from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
-from .models import DTYPES, SHAPE_PREFIX, load_model, model_line, synthetic_line
+from .models import DTYPES, check_model, load_model, model_line, synthetic_line
 from .workload import STORY_MODEL, Workload, end_tokens, prompt_source
 
 
@@ -192,7 +193,7 @@ def setup(result: dict[str, Any]) -> str:
     """How it was measured."""
     options = result["options"]
     cells = [cell for model in result["models"] for cell in model["cells"]]
-    synthetic = {model["model"]: synthetic_line(model) for model in result["models"] if model["synthetic_weights"]}
+    synthetic = {model["model"]: line for model in result["models"] if (line := synthetic_line(model))}
     return (
         f'"self" with the toggle (sd_toggle="roofline"), γ = {options["draft_length"]}, temperature 1, exact '
         f"verification. Tokens/s of whole `generate` calls within a repeat: median of {options['repeats']} repeats in "
@@ -205,7 +206,7 @@ def setup(result: dict[str, Any]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--models", nargs="+", default=TARGETS, metavar="MODEL,DTYPE", help="folder or shape:NAME, and a dtype "
+    add("--models", nargs="+", default=TARGETS, metavar="MODEL,DTYPE", help="folder, wide:FOLDER*k, shape:NAME; dtype "
         "(default: stories260K of examples/data in float32, shape:qwen2.5-0.5b in bfloat16)")  # fmt: skip
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
     add("--batch", type=int, nargs="+", default=[1, 4, 16, 64], help="rows (default: %(default)s)")
@@ -222,8 +223,10 @@ def parse_arguments() -> argparse.Namespace:
         spec, _, dtype = model.rpartition(",")
         if not spec or dtype not in DTYPES:
             parser.error(f"--models {model}: name a dtype after a comma, one of {', '.join(DTYPES)}")
-        if not spec.startswith(SHAPE_PREFIX) and not Path(spec).is_dir():
-            parser.error(f"--models {spec}: no such folder; name one, or {SHAPE_PREFIX}NAME for synthetic weights")
+        try:
+            check_model(spec)
+        except ValueError as error:
+            parser.error(f"--models {error}")
     if min(*options.batch, options.repeats, 1) < 1:
         parser.error(f"--batch {options.batch} and --repeats {options.repeats} must be 1 or more")
     if options.most_tokens < FEWEST_TOKENS:

@@ -289,8 +289,8 @@ def setup(result: dict[str, Any]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument(
-        "--model", default="shape:qwen2.5-0.5b", help="folder of a checkpoint, or shape:NAME or shape:CONFIG.json "
-        "for synthetic weights in that shape",
+        "--model", default="shape:qwen2.5-0.5b", help="folder of a checkpoint, wide:FOLDER*k, or shape:NAME or "
+        "shape:CONFIG.json for synthetic weights in that shape",
     )  # fmt: skip
     parser.add_argument("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
     parser.add_argument("--assistant", help="folder of a small model, for strategy model and assisted")

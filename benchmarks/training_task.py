@@ -98,20 +98,22 @@ def model_task(
     seed: int,
     agreement: float,
     prompts: Path | None,
+    before_end: int | None,
 ) -> TrainingTask:
     """Any causal LM of `benchmarks.models`.
 
     Args:
-        spec: folder, or `shape:` with a name or a config.
+        spec: folder, `wide:` with a folder and a factor, or `shape:` with a name or a config.
         dtype: of the weights.
         max_completion_length: tokens; shape models: completions are about half as long on average.
         questions: distinct prompts.
         seed: of synthetic weights, of random prompts, and of the tokens that end a shape model's completions.
         agreement: shape models: overlap with the 4-bit copy.
         prompts: JSON list of strings; None: the stories in examples/data.
+        before_end: as of `prompt_source`.
     """
     loaded = load_model(spec, dtype, "cpu", agreement, seed)
-    ids = prompt_source(loaded, prompts, questions, seed)
+    ids = prompt_source(loaded, prompts, questions, seed, before_end)
     if loaded.tokenizer is None:
         tokenizer = _id_tokenizer(loaded, max_completion_length // 2, seed)
         texts = [" ".join(map(_word, row)) for row in ids]

@@ -52,14 +52,17 @@ class Workload:
         return completion
 
 
-def prompt_source(loaded: LoadedModel, path: Path | None, count: int, seed: int) -> list[list[int]]:
-    """`count` prompts of 16 to 64 tokens: beginnings of texts, or seeded token ids where there is no tokenizer.
+def prompt_source(
+    loaded: LoadedModel, path: Path | None, count: int, seed: int, before_end: int | None = None
+) -> list[list[int]]:
+    """`count` prompts of 16 to 64 tokens: parts of texts, or seeded token ids where there is no tokenizer.
 
     Args:
         loaded: model and tokenizer.
         path: JSON list of strings; by default the stories in examples/data.
         count: number of prompts; texts repeat when there are fewer.
         seed: of the token ids.
+        before_end: tokens of the text that are left to write; None: prompts are beginnings.
 
     Raises:
         ValueError: no file of texts.
@@ -76,7 +79,10 @@ def prompt_source(loaded: LoadedModel, path: Path | None, count: int, seed: int)
         raise ValueError(f"prompts: {file.name} does not exist: pass --prompts with a JSON list of strings")
     texts = json.loads(file.read_text())
     encoded = loaded.tokenizer(texts[:count])["input_ids"]
-    return [encoded[i % len(encoded)][:length] for i, length in enumerate(lengths)]
+    texts = [encoded[i % len(encoded)] for i in range(count)]
+    if before_end is not None:
+        texts = [ids[-before_end - length :] for ids, length in zip(texts, lengths, strict=True)]
+    return [ids[:length] for ids, length in zip(texts, lengths, strict=True)]
 
 
 def end_tokens(loaded: LoadedModel, ignore_eos: bool) -> tuple[int, ...]:

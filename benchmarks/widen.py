@@ -1,0 +1,80 @@
+"""A wider model that computes the same function (Net2WiderNet: Chen, Goodfellow and Shlens, 2016).
+
+A small trained model decides at random speeds: its weights fit into a cache, and what surrounds the network counts
+most. Made k times as wide it says the same, is bound by reading its weights as a large model is, and its 4-bit copy
+errs as the copy of a trained model does.
+
+Every vector inside becomes k copies of itself: the embedding, the norms and the biases are repeated; heads stay as
+long as they were and come k times, each query head with the key and value head of its own copy. A norm's mean square
+stays what it was. A matrix W becomes blocks W/k + e, one for each pair of an output copy and an input copy. The noise
+e sums to 0 over the input copies, which are equal, so it changes no output; without it all blocks of a row would have
+the same codes in 4 bits.
+"""
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+
+WIDE_PREFIX = "wide:"
+FAMILIES = ("bitnet", "llama", "qwen2", "qwen3")  # nothing in them but what the text above speaks of
+WIDENED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def parse_wide(spec: str) -> tuple[Path, int]:
+    """Folder and factor of `wide:CHECKPOINT*k`.
+
+    Raises:
+        ValueError: k is no positive integer, the folder holds no checkpoint, or one of another family.
+    """
+    folder, _, factor = spec.removeprefix(WIDE_PREFIX).rpartition("*")
+    if not factor.isdecimal() or int(factor) < 1 or not folder:
+        raise ValueError(f"{spec}: write {WIDE_PREFIX}CHECKPOINT*k with a positive integer k")
+    if not (Path(folder) / "config.json").exists():
+        raise ValueError(f"{spec}: {folder} is no folder with a config.json; name that of a checkpoint")
+    family = AutoConfig.from_pretrained(folder).model_type
+    if family not in FAMILIES:
+        raise ValueError(f"{spec}: a {family!r} model cannot be widened; take one of {', '.join(FAMILIES)}")
+    return Path(folder), int(factor)
+
+
+@torch.no_grad()
+def widen(narrow: PreTrainedModel, by: int, seed: int) -> PreTrainedModel:
+    """A model `by` times as wide as `narrow` with its logits, on its device; the head is not tied.
+
+    Args:
+        narrow: of one of `FAMILIES`.
+        by: k.
+        seed: of the noise.
+    """
+    config = copy.deepcopy(narrow.config)
+    for name in WIDENED:
+        setattr(config, name, by * getattr(config, name))
+    config.tie_word_embeddings = False
+    with no_init_weights(), torch.device(narrow.device):
+        wide = AutoModelForCausalLM.from_config(config, dtype=narrow.dtype)
+    generator = torch.Generator(narrow.device).manual_seed(seed)
+    for name, module in wide.named_modules():
+        source = narrow.get_submodule(name)
+        for parameter, weight in module.named_parameters(recurse=False):
+            small = source.get_parameter(parameter)
+            if isinstance(module, nn.Linear) and parameter == "weight":
+                weight.copy_(blocks(small, *weight.shape, generator))
+            else:
+                weight.copy_(small.repeat([new // old for new, old in zip(weight.shape, small.shape, strict=True)]))
+    wide.generation_config = copy.deepcopy(narrow.generation_config)
+    return wide.eval()
+
+
+def blocks(small: Tensor, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """`small` [out, in] as blocks of a matrix [rows, columns], divided by their number in a row, with the noise."""
+    out, inputs = small.shape
+    copies = columns // inputs
+    noise = torch.empty(rows, copies, inputs, dtype=small.dtype, device=small.device)  # [rows, copies, in]
+    noise.normal_(std=small.std().item(), generator=generator)
+    noise -= noise.mean(1, keepdim=True)
+    return (noise + small.repeat(rows // out, 1)[:, None]).div_(copies).view(rows, columns)
