@@ -63,7 +63,7 @@ def widen(narrow: PreTrainedModel, by: int, seed: int) -> PreTrainedModel:
         for parameter, weight in module.named_parameters(recurse=False):
             small = source.get_parameter(parameter)
             if isinstance(module, nn.Linear) and parameter == "weight":
-                weight.copy_(blocks(small, *weight.shape, generator))
+                weight.copy_(blocks(small, weight.shape[0], weight.shape[1], generator))
             else:
                 weight.copy_(small.repeat([new // old for new, old in zip(weight.shape, small.shape, strict=True)]))
     wide.generation_config = copy.deepcopy(narrow.generation_config)

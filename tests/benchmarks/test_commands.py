@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -144,6 +145,42 @@ def test_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "tokenizer.json").exists()
 
 
+FAKE_VLLM = """
+__version__ = "0.0"
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
+        self.max_tokens = max_tokens
+
+class Output:
+    def __init__(self, count):
+        self.outputs, self.token_ids = [self], [0] * count
+
+class LLM:
+    def __init__(self, model, dtype, max_model_len, max_num_seqs, skip_tokenizer_init, enable_prefix_caching):
+        self.longest = max_model_len
+
+    def generate(self, prompts, sampling, use_tqdm):
+        assert max(len(each["prompt_token_ids"]) for each in prompts) + sampling.max_tokens == self.longest
+        return [Output(sampling.max_tokens) for _ in prompts]
+"""
+
+
+@pytest.mark.slow
+def test_vllm_cpu(command: Command, tmp_path: Path) -> None:
+    """All but vLLM itself, which has an environment of its own."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    arguments = f"--python {python} --models wide:{STORY_MODEL}*2 --batch 2 --new-tokens 4 --repeats 1"
+    result = command("rivals.vllm_cpu", f"{arguments} --strategies none")
+    assert "vLLM 0.0 and ours" in result.setup
+    (model,) = result.details["models"]
+    assert model["model"] == "wide:stories260K*2"
+    assert {name: len(rates) for name, rates in model["tokens_per_second"].items()} == {"vllm": 1, "none": 1}
+
+
 @pytest.mark.slow
 def test_end_to_end(command: Command, tmp_path: Path) -> None:
     write_eagle3(tmp_path / "auxiliary", demo_task(torch.float64, 1, 0).make_policy())
@@ -188,11 +225,16 @@ def test_end_to_end(command: Command, tmp_path: Path) -> None:
         ("roofline_fit --sweeps a b --constants c", "give one of each per sweep"),
         ("end_to_end --steps 1", "the first step is not timed"),
         ("end_to_end --model nowhere", "--model nowhere: no such folder"),
+        ("end_to_end --model wide:nowhere*2", "--model wide:nowhere*2: nowhere is no folder with a config.json"),
+        ("never_slower --models wide:nowhere,float32", "--models wide:nowhere: write wide:CHECKPOINT*k"),
+        ("end_to_end --before-end 0", "--before-end 0 must be 1 or more"),
         ("end_to_end --rows 6 --group 4", "--rows 6 is no multiple of --group 4"),
         ("end_to_end --learned ngram .", "--learned ngram .: give eagle3 or dflash"),
         ("end_to_end --drafter-learning-rate 0", "--drafter-learning-rate 0.0 must be above 0"),
         ("end_to_end --repeats 0", "must be 1 or more"),
         ("end_to_end --runs .", "is not empty"),
+        (f"rivals.vllm_cpu --python {sys.executable}", "cannot import vllm: name the interpreter"),
+        ("rivals.vllm_cpu --python nowhere", "--python nowhere does not start"),
         ("tts drafters --rates eagle3=-1", "'=' and a number above 0"),
         ("tts strides --strides 0", "must be 1 or more"),
         ("tts drafters --new-tokens 5", "--new-tokens 5 must be 21 or more"),

@@ -93,5 +93,7 @@ def test_prompts_from_a_file_are_beginnings_of_texts(shape: PreTrainedModel, sto
     assert prompts[0] == encoded[0][: len(prompts[0])]
     assert prompts[1] == encoded[1]  # shorter than asked for: whole
     assert prompts[2] == encoded[0][: len(prompts[2])]  # texts start again
+    late = prompt_source(loaded, path, 3, seed=0, before_end=7)
+    assert late[0] == encoded[0][-7 - len(prompts[0]) : -7] and late[1] == encoded[1]
     with pytest.raises(ValueError, match="absent.json does not exist"):
         prompt_source(loaded, tmp_path / "absent.json", 3, seed=0)

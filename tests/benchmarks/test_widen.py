@@ -16,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from benchmarks.models import Agreement, check_model, load_model, measure_agreement, synthetic_line
+from benchmarks.models import Agreement, check_model, load_model, own_texts, synthetic_line
 from benchmarks.widen import widen
 from tests.conftest import STORY_MODEL, tiny_llama
 
@@ -100,10 +100,10 @@ def test_a_loaded_wide_model_states_what_it_is() -> None:
     assert "agreement" not in load_model(f"wide:{STORY_MODEL}*1", torch.float32, "cpu", measured=False).facts
 
 
-def test_own_texts_of_a_trained_model_begin_where_texts_begin(stories: PreTrainedModel) -> None:
-    """And none ends early: padding would be counted."""
-    measured = measure_agreement(stories, rows=2, new_tokens=300)
-    assert measured.positions == 600 and measured.entropy < 2  # from random tokens it is above
+def test_own_texts_begin_where_texts_begin_and_none_ends_early(stories: PreTrainedModel) -> None:
+    texts, prompt = own_texts(stories, seed=0, rows=4, new_tokens=400)
+    assert prompt == 1 and texts[:, 0].tolist() == [stories.config.bos_token_id] * 4
+    assert texts.shape == (4, 401) and not (texts[:, 1:] == stories.config.eos_token_id).any()
 
 
 @pytest.mark.parametrize("factor", ["", "*", "*0", "*-1", "*1.5", "*two"])

@@ -1,0 +1,1 @@
+"""Other engines, each in an environment of its own, next to ours."""
