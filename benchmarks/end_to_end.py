@@ -8,7 +8,7 @@ auxiliary drafter of Table 2 needs a checkpoint for the policy, which --learned 
 
     python -m benchmarks.end_to_end [--ablations]
     python -m benchmarks.end_to_end --model FOLDER --methods trl --learned eagle3 DRAFTER --learning-rate 1e-5
-    python -m benchmarks.end_to_end --model "wide:examples/data/stories260K*16" --before-end 40 --rows 16 --steps 10
+    python -m benchmarks.end_to_end --model "wide:examples/data/stories260K*16" --before-end 24 --rows 16 --steps 10
     python -m benchmarks.end_to_end --model shape:qwen2.5-0.5b --methods autoregressive self-always efficient-rollout
 """
 
@@ -244,6 +244,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--repeats {options.repeats} and --epochs {options.epochs:g} must be 1 or more")
     if options.before_end is not None and options.before_end < 1:
         parser.error(f"--before-end {options.before_end} must be 1 or more")
+    if options.before_end is not None and (options.model == DEMO or options.model.startswith(SHAPE_PREFIX)):
+        parser.error(f"--before-end: the prompts of {options.model} are no texts; name a checkpoint, or leave it out")
     if options.runs is not None and options.runs.exists() and any(options.runs.iterdir()):
         parser.error(f"--runs {options.runs} is not empty, and logs would be mixed up: name another folder")
     return options

@@ -141,7 +141,8 @@ def load_model(
         facts = {"synthetic_weights": False, "model": f"{WIDE_PREFIX}{folder.name}*{by}", "widened_by": by}
         if measured:
             facts["largest_logit_difference"] = logit_difference(narrow, model, seed)
-            facts["agreement"] = asdict(measure_agreement(model, seed, new_tokens=WIDE_TEXT))
+            # Its own texts are the narrow model's, which writes them faster.
+            facts["agreement"] = asdict(measure_agreement(model, seed, new_tokens=WIDE_TEXT, author=narrow))
     else:
         model = AutoModelForCausalLM.from_pretrained(spec, dtype=dtype).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(spec)
@@ -154,7 +155,7 @@ def load_model(
 
 
 def check_model(spec: str) -> None:
-    """Whether `spec` names a checkpoint, wide or not, or synthetic weights, before anything is loaded.
+    """Checks, before anything is loaded, that `spec` names a checkpoint, a wide one, or synthetic weights.
 
     Raises:
         ValueError: it does not.
@@ -337,9 +338,11 @@ def logit_difference(narrow: PreTrainedModel, wide: PreTrainedModel, seed: int) 
 
 
 @torch.no_grad()
-def measure_agreement(model: PreTrainedModel, seed: int = 0, rows: int = 16, new_tokens: int = 32) -> Agreement:
-    """Sample `rows` texts at temperature 1 and compare with the 4-bit copy on them."""
-    texts, prompt_length = own_texts(model, seed, rows, new_tokens)
+def measure_agreement(
+    model: PreTrainedModel, seed: int = 0, rows: int = 16, new_tokens: int = 32, author: PreTrainedModel | None = None
+) -> Agreement:
+    """Compare `model` with its 4-bit copy on `rows` texts, sampled at temperature 1 by `author`, by default itself."""
+    texts, prompt_length = own_texts(author or model, seed, rows, new_tokens)
     twin = quantized_copy(model)
     totals = torch.zeros(3, dtype=torch.float64)  # overlap with packed head, with dense head, entropy
     for text in texts.split(4):  # [4, prompt + new]: logits over a large vocabulary are the largest tensors here

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from examples.demo.pretrain import POLICY
@@ -119,6 +119,8 @@ def model_task(
         texts = [" ".join(map(_word, row)) for row in ids]
     else:
         tokenizer = loaded.tokenizer
+        if before_end is not None:  # after the token that begins a text, a model would begin one
+            tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     longest = max(map(len, tokenizer(texts)["input_ids"]))
     dataset = Dataset.from_dict({"prompt": texts})

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from benchmarks import models
 from benchmarks.models import SHAPES, LoadedModel, build, measure_agreement, shape_config
+from benchmarks.training_task import model_task
 from benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STORIES, STORY_MODEL, Workload, prompt_source
 
 
@@ -95,5 +96,11 @@ def test_prompts_from_a_file_are_beginnings_of_texts(shape: PreTrainedModel, sto
     assert prompts[2] == encoded[0][: len(prompts[2])]  # texts start again
     late = prompt_source(loaded, path, 3, seed=0, before_end=7)
     assert late[0] == encoded[0][-7 - len(prompts[0]) : -7] and late[1] == encoded[1]
+    for before_end in (None, 7):
+        task = model_task(str(STORY_MODEL), torch.float32, 8, 3, 0, 0.93, path, before_end)
+        begins = [
+            ids[0] == story_tokenizer.bos_token_id for ids in task.tokenizer(task.dataset["prompt"][:])["input_ids"]
+        ]
+        assert begins == [before_end is None] * 3  # else the model would begin a new text
     with pytest.raises(ValueError, match="absent.json does not exist"):
         prompt_source(loaded, tmp_path / "absent.json", 3, seed=0)
