@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
 import torch
 
 from spec_trl.generation.engine.counters import DraftCounter, PhaseTimer, RoundLog
@@ -59,10 +60,10 @@ def measure_bookkeeping(
         toggle.record(chosen, seconds, batch * (chosen + 1))
 
     log = RoundLog()
-    rows = torch.arange(batch, device=device)  # [B]
-    drafter = torch.zeros(1, batch, dtype=torch.int64, device=device)  # [1, B], which is also the winner's lane
-    full = torch.full_like(drafter, draft_length)  # [1, B]
-    counter = DraftCounter(batch, ["self"], device)
+    rows = np.arange(batch)  # [B]
+    first = np.zeros(batch, np.int64)  # [B], of the drafters and of the lanes
+    full = np.full((1, batch), draft_length)  # [1, B]
+    counter = DraftCounter(batch, ["self"])
     timer = PhaseTimer(device)
 
     def clocks() -> None:
@@ -73,7 +74,7 @@ def measure_bookkeeping(
     return Bookkeeping(
         control=_seconds(control),
         log=_seconds(lambda: log.add(batch, length, draft_length, "self", 0.01, batch)),
-        counter=_seconds(lambda: counter.add(rows, rows, drafter, full, full, full[0] + 1, drafter[0])),
+        counter=_seconds(lambda: counter.add(rows.tolist(), rows, [[0] * batch], full, full, full[0] + 1, first)),
         clocks=_seconds(clocks),
     )
 

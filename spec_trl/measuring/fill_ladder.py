@@ -185,10 +185,10 @@ class _MarkedRollout(Rollout):
         accepted = (coins < ACCEPTANCE).long().cumprod(1).sum(1)  # [B]
         step = torch.arange(proposal.tokens.shape[1], device=logits.device)  # [γ]
         # The drafts themselves are committed, since a network continues from its own K/V of them.
-        drafted = step < torch.minimum(accepted, proposal.lengths)[:, None]  # [B, γ]
+        drafted = step < torch.minimum(accepted, proposal.drafted())[:, None]  # [B, γ]
         tokens = verdict.tokens.clone()  # [B, γ + 1]
         tokens[:, :-1] = proposal.tokens.where(drafted, tokens[:, :-1])
-        return replace(verdict, tokens=tokens, accepted=accepted)
+        return replace(verdict, tokens=tokens, most=accepted)
 
 
 class _Bench(RoundBench):

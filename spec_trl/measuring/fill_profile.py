@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -273,9 +274,9 @@ class _Bench(RoundBench):
         while len(drafting) < MOST_ROUNDS:
             if len(drafting) >= FEWEST_ROUNDS and time.perf_counter() > deadline:
                 break
-            self._rows.active, self._rows.host_lengths = batch, [length] * batch
-            self._rows.lengths.fill_(length)
-            self._rollout.look()
+            rows = self._rows
+            rows.active, rows.indices = batch, list(range(batch))
+            rows.commit(np.full(batch, length), None)
             before = self._rollout.phase_seconds().get("draft", 0.0)
             whole = self.round([Chain(0 if drafts else 1, gamma)] if gamma else [])
             draft = self._rollout.phase_seconds()["draft"] - before

@@ -96,10 +96,10 @@ def test_tokens_are_marked_with_the_given_probability(
         drafting[0] = bool(plan)
         return round_(bench, plan)
 
-    def watched_commit(rows: Rows, counts: torch.Tensor, logprobs: Any) -> None:
+    def watched_commit(rows: Rows, lengths: Any, logprobs: Any) -> None:
         if drafting[0]:
-            committed.append(counts.sum().item() / 32)
-        commit(rows, counts, logprobs)
+            committed.append((lengths - rows.host_lengths).sum() / 32)
+        commit(rows, lengths, logprobs)
 
     monkeypatch.setattr(RoundBench, "round", watched_round)
     monkeypatch.setattr(Rows, "commit", watched_commit)

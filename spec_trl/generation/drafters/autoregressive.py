@@ -130,10 +130,10 @@ class NetworkDrafter(TrainableDrafter):
             columns = rows.columns_after(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]
             self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)
             missing -= CATCH_UP
-        columns = rows.columns_after(-missing, missing).clamp(min=0)  # [B, missing]
-        yield self._forward(columns, rows.longest)[:, -1:]
+        columns = rows.columns_after(-missing, missing + count - 1).clamp(min=0)  # [B, missing + count - 1]
+        yield self._forward(columns[:, :missing], rows.longest)[:, -1:]
         for step in range(count - 1):
-            yield self._forward(rows.columns_after(step, 1), rows.longest + step + 1)
+            yield self._forward(columns[:, missing + step, None], rows.longest + step + 1)
 
     def _forward(self, columns: Tensor, visible: int) -> Tensor:
         tokens = self.session.rows.tokens[: len(columns)].gather(1, columns)  # [B, q]

@@ -132,19 +132,16 @@ class TrainableDrafter(Drafter):
         """Draws one token of every row from each of `logits` `[B, 1, V]`, γ of them, and writes it to the session's
         rows before it asks for the next."""
         session, rows = self.session, self.session.rows
-        kept, scores, drawn = [], [], None
+        tokens, kept, scores, drawn = [], [], [], None
         for step, present in enumerate(logits):
             drawn, processed = session.draw(present, noise, step, drawn)
             rows.write(step, drawn.tokens)
+            tokens.append(drawn.tokens)
             scores.append(drawn.scores)
             if processed is not None:
                 kept.append(processed)
-        won = torch.cat(scores, dim=1)  # [B, γ]
-        broken = won.isnan().any(dim=1)  # [B]
-        # -inf: there is no token that the processors allow, or they refused the draft so far. The row's draft ends.
-        lengths = (won > -torch.inf).long().cumprod(dim=1).sum(dim=1).masked_fill(broken, 0)  # [B]
         draft_logits = torch.cat(kept, dim=1) if kept else None  # [B, γ, V]
-        return Proposal(rows.window(0, len(scores)), lengths, draft_logits, broken.any())
+        return Proposal(torch.cat(tokens, dim=1), None, draft_logits, torch.cat(scores, dim=1))
 
     def context_features(self) -> Tensor | None:
         """`[B, context, F]` of the columns before a round, a copy."""

@@ -156,11 +156,12 @@ class FeatureDrafter(TrainableDrafter):
             raise self.failure
         steps = min(draft_length, self.most_drafts)
         drafted = self.draft(map(self._over_target, self.draft_logits(steps)), noise)
-        lengths = drafted.lengths.masked_fill(self.session.rows.lengths < self.least_tokens, 0)  # [B]
+        lengths = drafted.drafted().masked_fill(self.session.rows.lengths < self.least_tokens, 0)  # [B]
         if missing := draft_length - steps:
             tokens = nn.functional.pad(drafted.tokens, (0, missing))  # [B, γ]
             logits = None if drafted.logits is None else nn.functional.pad(drafted.logits, (0, 0, 0, missing))
-            return replace(drafted, tokens=tokens, lengths=lengths, logits=logits)
+            scores = None if drafted.scores is None else nn.functional.pad(drafted.scores, (0, missing))  # [B, γ]
+            return Proposal(tokens, lengths, logits, scores)
         return replace(drafted, lengths=lengths)
 
     @property

@@ -8,13 +8,15 @@ agree: the winner decides how far a round gets, and never a token.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...scheduling.control import Chain
+from .outcome import Integers, Outcome, judge
 from .rows import Rows
-from .verification import Outcome, Proposal, Verdict
+from .verification import Proposal, Verdict
 
 
 def draft_lengths(plan: Sequence[Chain], batch: int) -> dict[int, list[int]]:
@@ -133,24 +135,23 @@ class Lanes:
             return logits[:, :count], own[0]
         return _at_slots(logits, self.layout.slots_of(own.int().argmax(0))[:, :count]), own.any(0)
 
-    def outcome(self, verdicts: Sequence[Verdict]) -> Outcome:
-        """Takes for each row the chain of which most was accepted, the first among equals; `verdicts`: on each
-        lane."""
-        drafted = [proposal.lengths for proposal in self.proposals]  # [B] each
-        accepted = [verdict.accepted for verdict in verdicts]  # [B] each
+    def outcome(self, verdicts: Sequence[Verdict], room: Integers) -> Outcome:
+        """Takes for each row the chain of which most was accepted, the first among equals; `verdicts`: on each lane;
+        `room`: `[B]`, tokens that each row has left."""
+        judged = judge(list(zip(self.proposals, verdicts, strict=True)), room)
         owners = [[mine[n][0] if n < len(mine) else -1 for mine in self.chains] for n in range(len(self.proposals))]
-        verdict, winner = verdicts[0], torch.zeros_like(drafted[0])
-        if len(verdicts) > 1:
-            order = torch.arange(len(verdicts) - 1, -1, -1, device=winner.device)[:, None]  # [N, 1]
-            winner = (torch.stack(accepted) * len(verdicts) + order).argmax(0)  # [B]
-            logprobs = [verdict.logprobs for verdict in verdicts if verdict.logprobs is not None]
-            verdict = Verdict(
-                _of_winner([verdict.tokens for verdict in verdicts], winner),  # [B, γ + 1]
-                _of_winner([own[:, None] for own in accepted], winner)[:, 0],
-                _of_winner([verdict.scores for verdict in verdicts], winner),
-                _of_winner(logprobs, winner) if logprobs else None,
-            )
-        return Outcome(verdict, winner, self.width, self.drafted, owners, self.drafters, drafted, accepted)
+        accepted = np.stack([own.accepted for own in judged])  # [N, B]
+        winner, rows = accepted.argmax(0), np.arange(len(room))  # [B] each
+        broken = {owners[n][row] for n, own in enumerate(judged) for row in own.is_broken.nonzero()[0]}
+        width = max(own.tokens.shape[1] for own in judged)
+        missing = [((0, 0), (0, width - own.tokens.shape[1])) for own in judged]
+        tokens = np.stack([np.pad(own.tokens, pad) for own, pad in zip(judged, missing, strict=True)])  # [N, B, n]
+        sound = np.stack([np.pad(own.sound, pad) for own, pad in zip(judged, missing, strict=True)])  # [N, B, n]
+        return Outcome(
+            verdicts[0] if len(verdicts) == 1 else _of_winner(verdicts, torch.from_numpy(winner)),
+            tokens[winner, rows], sound[winner, rows], winner, self.width, owners,
+            np.stack([own.drafted for own in judged]), accepted, broken - {-1},
+        )  # fmt: skip
 
 
 def _at_slots(logits: Tensor, slots: Tensor) -> Tensor:
@@ -158,25 +159,38 @@ def _at_slots(logits: Tensor, slots: Tensor) -> Tensor:
     return logits[torch.arange(len(slots), device=slots.device)[:, None], slots]
 
 
-def _of_winner(parts: Sequence[Tensor], winner: Tensor) -> Tensor:
-    """`[B, n]` of each row's part in its lane `winner[b]`, given a part `[B, n_i]` of each lane."""
-    width = max(part.shape[1] for part in parts)
-    padded = torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts])  # [N, B, n]
-    return padded[winner, torch.arange(len(winner), device=winner.device)]
+def _of_winner(verdicts: Sequence[Verdict], winner: Tensor) -> Verdict:
+    """Each row's verdict in its lane `winner[b]` (`[B]` int64, on the host)."""
+    winner = winner.to(verdicts[0].tokens.device)
+    width = max(verdict.tokens.shape[1] for verdict in verdicts)
+
+    def of_winner(parts: Sequence[Tensor]) -> Tensor:  # [B, n_i] of each lane -> [B, n]
+        padded = torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts])  # [N, B, n]
+        return padded[winner, torch.arange(len(winner), device=winner.device)]
+
+    logprobs = [verdict.logprobs for verdict in verdicts if verdict.logprobs is not None]
+    return Verdict(
+        of_winner([verdict.tokens for verdict in verdicts]),
+        of_winner([verdict.scores for verdict in verdicts]),
+        of_winner(logprobs) if logprobs else None,
+    )
 
 
 def _merge(members: Mapping[int, Proposal], drafters: Tensor, widths: Tensor, tokens: Tensor) -> Proposal:
     """One proposal `[B, γ]` of those of several drafters, the `members`, which may have any γ: each row takes at most
     `widths` tokens of the one in `drafters` (`[B]` int64 each), and `tokens` `[B, γ]` where that is -1."""
-    lengths, logits = torch.zeros_like(widths), None  # [B]
+    lengths, logits, scores = torch.zeros_like(widths), None, None  # [B]
     for which, proposal in members.items():
         own = drafters == which  # [B]
         count = min(tokens.shape[1], proposal.tokens.shape[1])
         missing = tokens.shape[1] - count
         mine = F.pad(own[:, None].expand(-1, count), (0, missing))  # [B, γ]
         tokens = F.pad(proposal.tokens[:, :count], (0, missing)).where(mine, tokens)
-        lengths = proposal.lengths.where(own, lengths)
+        lengths = (count if proposal.lengths is None else proposal.lengths) * own + lengths.masked_fill(own, 0)
+        if proposal.scores is not None:
+            scores = torch.zeros_like(tokens, dtype=proposal.scores.dtype) if scores is None else scores  # [B, γ]
+            scores = F.pad(proposal.scores[:, :count], (0, missing)).where(mine, scores)
         if proposal.logits is not None:
             q = F.pad(proposal.logits[:, :count], (0, 0, 0, missing))  # [B, γ, V]
             logits = q if logits is None else q.where(own[:, None, None], logits)
-    return Proposal(tokens, torch.minimum(lengths, widths), logits)
+    return Proposal(tokens, torch.minimum(lengths, widths), logits, scores)

@@ -5,9 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
-from torch import Tensor
 
+from .outcome import Integers
 from .statistics import DEPTH_EDGES, DraftCounts, RacingStatistics, RoundPoint, SpeculationStatistics
 
 
@@ -51,16 +52,14 @@ class RoundLog:
 
 
 class DraftCounter:
-    """Counts drafts of `requests` rows on the device, by a few additions per round; they are read once, at the end.
-    Drafters of one name are counted together."""
+    """Counts drafts of `requests` rows. Drafters of one name are counted together."""
 
-    def __init__(self, requests: int, names: Sequence[str], device: torch.device) -> None:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
+    def __init__(self, requests: int, names: Sequence[str]) -> None:
+        def zeros(*shape: int) -> Integers:
+            return np.zeros(shape, np.int64)
 
         self._names = list(dict.fromkeys(names))
-        self._name_of = torch.tensor([self._names.index(n) for n in names], dtype=torch.int64, device=device)
-        self._edges = torch.tensor(DEPTH_EDGES[1:], device=device)
+        self._name_of = np.array([self._names.index(name) for name in names], np.int64)
         drafters, depths = len(self._names), len(DEPTH_EDGES)
         # Columns in the order of DraftCounts.
         self._of_request, self._of_depth, self._of_drafter = zeros(requests, 6), zeros(depths, 6), zeros(drafters, 6)
@@ -70,48 +69,50 @@ class DraftCounter:
 
     def add(
         self,
-        requests: Tensor,
-        depths: Tensor,
-        drafters: Tensor,
-        drafted: Tensor,
-        accepted: Tensor,
-        kept: Tensor,
-        winner: Tensor,
+        requests: Sequence[int],
+        depths: Integers,
+        owners: Sequence[Sequence[int]],
+        drafted: Integers,
+        accepted: Integers,
+        kept: Integers,
+        winner: Integers,
     ) -> None:
         """Adds one round that drafted for `requests` at the generated positions `depths`, and committed `kept` tokens
-        of the lanes `winner` (`[B]` int64 each).
+        of the lanes `winner` (B numbers each).
 
-        In each lane a row has a chain of `drafters`, -1 where it has none, of which `drafted` tokens up to the row's
-        end were verified and `accepted` accepted (`[N, B]` int64 each).
+        In each lane a row has a chain of one of the drafters `owners`, -1 where it has none, of which `drafted` tokens
+        up to the row's end were verified and `accepted` accepted (`[N, B]` each).
         """
-        ones, lanes = torch.ones_like(drafted), len(drafters)
-        columns = [drafted, accepted, ones, drafted.clamp(max=1), accepted.clamp(max=1)]
-        counts = torch.stack([*columns, torch.minimum(accepted + 1, kept)], dim=-1)  # [N, B, 6]
-        taken = counts[0] if lanes == 1 else counts[winner, torch.arange(len(kept), device=kept.device)]  # [B, 6]
-        bins = torch.bucketize(depths, self._edges, right=True)  # [B]
-        present, names = drafters >= 0, self._name_of[drafters.clamp(min=0)]  # [N, B] each
-        self._of_request.index_add_(0, requests, taken)
-        self._of_depth.index_add_(0, bins, taken)
-        self._of_drafter.index_add_(0, names.flatten(), (counts * present[..., None]).flatten(0, 1))
-        if lanes == 1:
+        ones, rows = np.ones_like(drafted), np.arange(len(kept))
+        columns = [drafted, accepted, ones, drafted.clip(max=1), accepted.clip(max=1)]
+        counts = np.stack([*columns, np.minimum(accepted + 1, kept)], axis=-1)  # [N, B, 6]
+        drafters = np.array(owners)  # [N, B]
+        bins = np.searchsorted(DEPTH_EDGES, depths, side="right") - 1  # [B]
+        taken = counts[winner, rows]  # [B, 6]
+        self._of_request[requests] += taken
+        np.add.at(self._of_depth, bins, taken)
+        lane, row = (drafters >= 0).nonzero()  # of each chain
+        names = self._name_of[drafters[lane, row]]
+        np.add.at(self._of_drafter, names, counts[lane, row])
+        if len(drafters) == 1:
             return
         self._races += 1
-        raced = present & (present.sum(0) > 1)  # [N, B]
-        won = raced & (torch.arange(lanes, device=winner.device)[:, None] == winner)  # [N, B]
-        wasted = drafted - accepted.where(won, 0)  # [N, B]
-        self._raced.index_add_(0, names.flatten(), (torch.stack([ones, wasted], -1) * raced[..., None]).flatten(0, 1))
-        for total, own in ((self._won, requests), (self._won_at_depth, bins)):
-            cells = (own * len(self._names) + names).flatten()  # [N * B]
-            total.view(-1).index_add_(0, cells, won.flatten().long())
+        is_raced = (drafters >= 0).sum(0)[row] > 1
+        lane, row, names = lane[is_raced], row[is_raced], names[is_raced]
+        won = winner[row] == lane
+        wasted = drafted[lane, row] - accepted[lane, row] * won
+        np.add.at(self._raced, names, np.stack([np.ones_like(wasted), wasted], axis=-1))
+        np.add.at(self._won, (np.array(requests)[row], names), won)
+        np.add.at(self._won_at_depth, (bins[row], names), won)
 
     def write_to(self, statistics: SpeculationStatistics) -> None:
         """Fills in `total`, `per_request`, `per_depth`, `per_drafter` and `racing`."""
 
-        def counts(rows: Tensor) -> list[DraftCounts]:
+        def counts(rows: Integers) -> list[DraftCounts]:
             return [DraftCounts(*row) for row in rows.tolist()]
 
-        def by_name(values: Sequence[int]) -> dict[str, int]:
-            return dict(zip(self._names, values, strict=True))
+        def by_name(values: Integers) -> dict[str, int]:
+            return dict(zip(self._names, values.tolist(), strict=True))
 
         statistics.per_request = counts(self._of_request)
         statistics.total = sum(statistics.per_request, DraftCounts())
@@ -121,14 +122,14 @@ class DraftCounter:
         if self._races:
             chains, wasted = self._raced.T  # [drafters] each
             wins = self._won.sum(0)  # [drafters]
-            won_at_depth = zip(DEPTH_EDGES, self._won_at_depth.tolist(), strict=True)
+            won_at_depth = zip(DEPTH_EDGES, self._won_at_depth, strict=True)
             statistics.racing = RacingStatistics(
                 self._races,
-                by_name(wins.tolist()),
-                by_name((chains - wins).tolist()),
-                by_name(wasted.tolist()),
-                [by_name(won) for won in self._won.tolist()],
-                {edge: by_name(won) for edge, won in won_at_depth if any(won)},
+                by_name(wins),
+                by_name(chains - wins),
+                by_name(wasted),
+                [by_name(won) for won in self._won],
+                {edge: by_name(won) for edge, won in won_at_depth if won.any()},
             )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
@@ -214,16 +215,15 @@ class Drafter(CandidateGenerator):
         new = length - int(rows.lengths)
         if new:
             rows.write(0, input_ids[:, -new:])
-            rows.commit(torch.tensor([new], device=input_ids.device), None)
-            rows.host_lengths = [length]
+            rows.commit(np.array([length]), None)
             self.observe(new)
         draft_length = min(draft_length, max_length - length - 1)
         if draft_length < 1:
             return input_ids, None
         samples = do_sample and self.has_probabilities
-        noise = RoundNoise(rows.streams, rows.generated, draft_length, self._vocabulary) if samples else None
+        noise = RoundNoise(rows.noise_keys(draft_length), self._vocabulary) if samples else None
         proposal = self.propose(draft_length, noise)
-        tokens = proposal.tokens[0, : int(proposal.lengths)].tolist()
+        tokens = proposal.tokens[0, : int(proposal.drafted())].tolist()
         drafted = next((count for count, token in enumerate(tokens, start=1) if token in eos_token_ids), len(tokens))
         candidates = torch.cat([input_ids, proposal.tokens[:, :drafted]], dim=1)
         return candidates, proposal.logits[:, :drafted] if proposal.logits is not None and drafted else None

@@ -5,12 +5,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
+from .outcome import Outcome
 from .processors import needs_batch
 from .rollout import Rollout
-from .verification import Outcome
 
 
 class RolloutInStep(Rollout):
@@ -28,11 +29,12 @@ class RolloutInStep(Rollout):
     def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
         rows, verdict = self._rows, outcome.verdict
         ended = [self._completions[index] is not None for index in rows.indices]
-        gone = torch.tensor(ended, device=rows.tokens.device)[:, None]  # [B, 1]
-        tokens = verdict.tokens if self._padding is None else verdict.tokens.masked_fill(gone, self._padding)
-        verdict = replace(verdict, tokens=tokens, scores=verdict.scores.masked_fill(gone, 0))  # broken or not
-        finished, _ = super()._commit(replace(outcome, verdict=verdict))
-        self.look()  # at ended rows too
+        tokens, gone = outcome.tokens, np.array(ended)[:, None]  # [B, 1] each
+        if self._padding is not None:
+            tokens = np.where(gone, self._padding, tokens)
+            verdict = replace(verdict, tokens=torch.from_numpy(tokens).to(rows.tokens.device))
+        sound = outcome.sound | gone  # [B, 1]: what goes on after a row's end may be broken
+        finished, _ = super()._commit(replace(outcome, verdict=verdict, tokens=tokens, sound=sound))
         return [row for row in finished if not ended[row]], ended.count(False)
 
     def _retire(self, finished: list[int]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 # Elements hashed at a time: the scratch of a chunk stays in a CPU's cache; on a GPU a chunk's launches weigh more.
-_CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 25
+CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 25
 # Noise for a whole round is kept when it is smaller than this many elements, so that verification reuses the draft's.
 _ROUND_BUDGET = 1 << 26
 _MASK31 = 0x7FFFFFFF
@@ -77,7 +77,7 @@ def gumbel_noise(keys: Tensor, vocabulary: int) -> Tensor:
     """Standard Gumbel noise `[n, vocabulary]` float32 for `keys` `[n]` int64."""
     noise = torch.empty(keys.shape[0], vocabulary, dtype=torch.float32, device=keys.device)  # [n, V]
     counters = _counters(vocabulary, keys.device)  # [V]
-    rows = max(1, (_CPU_CHUNK if keys.device.type == "cpu" else _GPU_CHUNK) // vocabulary)
+    rows = max(1, (CPU_CHUNK if keys.device.type == "cpu" else _GPU_CHUNK) // vocabulary)
     hashed = torch.empty(min(rows, keys.shape[0]), vocabulary, dtype=torch.int32, device=keys.device)
     scratch = torch.empty_like(hashed)
     for start in range(0, keys.shape[0], rows):
@@ -97,17 +97,16 @@ def uniform_coins(keys: Tensor) -> Tensor:
 
 
 class RoundNoise:
-    """Noise of one round, computed when first asked for: `count` generated positions from `positions` (`[B]` int64) on
-    in the `streams` (`[B]` int64, :func:`stream_keys`) of each row."""
+    """Noise of one round, computed when first asked for: of the generated positions with `keys` `[B, count]` int64
+    (:func:`position_keys`)."""
 
-    def __init__(self, streams: Tensor, positions: Tensor, count: int, vocabulary: int) -> None:
-        self._streams, self._positions, self._count, self._vocabulary = streams, positions, count, vocabulary
+    def __init__(self, keys: Tensor, vocabulary: int) -> None:
+        self.keys, self._vocabulary = keys, vocabulary
 
-    @functools.cached_property
-    def keys(self) -> Tensor:
-        """`[B, count]` int64."""
-        steps = self._positions[:, None] + torch.arange(self._count, device=self._positions.device)  # [B, count]
-        return position_keys(self._streams, steps)
+    @property
+    def is_kept(self) -> bool:
+        """Whether all of it is computed at once, and kept for whoever draws again."""
+        return self._block is not None
 
     @functools.cached_property
     def _block(self) -> Tensor | None:
@@ -115,11 +114,19 @@ class RoundNoise:
             return None
         return gumbel_noise(self.keys.view(-1), self._vocabulary).view(*self.keys.shape, self._vocabulary)
 
-    def at(self, step: int) -> Tensor:
-        """`[B, vocabulary]` float32 at the round's position `step`."""
+    def part(self, step: int) -> "RoundNoise":
+        """The noise at position `step` alone; what is computed is computed for all."""
+        part = RoundNoise(self.keys[:, step : step + 1], self._vocabulary)
         if self._block is not None:
-            return self._block[:, step]
-        return gumbel_noise(self.keys[:, step].contiguous(), self._vocabulary)
+            part._block = self._block[:, step : step + 1]
+        return part
+
+    def at(self, step: int, count: int = 1) -> Tensor:
+        """`[B, count, vocabulary]` float32 at the round's positions from `step` on."""
+        if self._block is not None:
+            return self._block[:, step : step + count]
+        keys = self.keys[:, step : step + count]  # [B, count]
+        return gumbel_noise(keys.reshape(-1), self._vocabulary).view(*keys.shape, self._vocabulary)
 
 
 @dataclass(frozen=True)
@@ -142,15 +149,19 @@ def draw(logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs
 
     `noise`: of the round, whose position `first` is the first of the n; None: greedy.
     """
-    drawn = [sample(logits[:, i], None if noise is None else noise.at(first + i)) for i in range(logits.shape[1])]
-    scores = torch.stack([score for score, _ in drawn], dim=1)  # [B, n]
-    tokens = torch.stack([token for _, token in drawn], dim=1)  # [B, n]
+    count = logits.shape[1]
+    # All positions at once where their noise is kept; else the noise of one at a time bounds the memory.
+    pieces = [(0, count)] if noise is None or noise.is_kept else [(step, 1) for step in range(count)]
+    drawn = [
+        sample(logits[:, step : step + n], None if noise is None else noise.at(first + step, n)) for step, n in pieces
+    ]
+    scores, tokens = drawn[0] if len(drawn) == 1 else (torch.cat(parts, dim=1) for parts in zip(*drawn, strict=True))
     return Draw(tokens, scores, token_logprobs(logits, tokens) if want_logprobs else None)
 
 
 def sample(logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     """Draws from softmax(logits) by the Gumbel-max trick, or takes the argmax where `noise` is None; both
-    `[B, vocabulary]`. Returns scores `[B]`, NaN where a logit is NaN, and tokens `[B]` int64."""
+    `[..., vocabulary]`. Returns scores `[...]`, NaN where a logit is NaN, and tokens `[...]` int64."""
     return torch.max(logits if noise is None else logits + noise, dim=-1)
 
 

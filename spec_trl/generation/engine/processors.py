@@ -168,12 +168,12 @@ class LogitsPipeline:
 
     def draw_verified(
         self, logits: Tensor, noise: RoundNoise | None, proposal: Proposal, want_logprobs: bool
-    ) -> tuple[Draw, Tensor]:
+    ) -> tuple[Draw, Tensor | None]:
         """As :meth:`draw`, at all positions of a round `[B, γ + 1, vocabulary]`, as far as a row's drafts are the
-        tokens drawn; second result as of :meth:`process_verified`."""
+        tokens drawn; second result as of :meth:`process_verified`, None where no processor refuses any."""
         if not self.may_refuse:
             self._show(proposal)
-            return self.draw(logits, noise, want_logprobs=want_logprobs), proposal.lengths
+            return self.draw(logits, noise, want_logprobs=want_logprobs), None
 
         def is_drawn(step: int, scores: Tensor, draft: Tensor) -> Tensor:
             return draw_processed(scores[:, None], noise, step).tokens[:, 0] == draft
@@ -201,9 +201,10 @@ class LogitsPipeline:
         """
         self._show(proposal)
         if not self.may_refuse:
-            return self(widen(logits)), proposal.lengths
+            return self(widen(logits)), proposal.drafted()
         drafts = F.pad(proposal.tokens, (0, 1))  # [B, γ + 1], the last one is no draft
-        most, going = proposal.lengths, torch.ones_like(proposal.lengths, dtype=torch.bool)
+        most = lengths = proposal.drafted()  # [B]
+        going = torch.ones_like(lengths, dtype=torch.bool)  # [B]
         processed: list[Tensor] = []
         for step in range(logits.shape[1]):
             scores = widen(logits[:, step])  # [B, V]
@@ -218,7 +219,7 @@ class LogitsPipeline:
             taken = (
                 scores.gather(1, draft[:, None])[:, 0] > -torch.inf if takes is None else takes(step, scores, draft)
             )
-            going = going & taken & (proposal.lengths > step)
+            going = going & taken & (lengths > step)
         return torch.stack(processed, dim=1), most
 
     def _show(self, proposal: Proposal) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from .counters import DraftCounter, PhaseTimer, RoundLog
 from .drafter import Drafter, DraftSession
 from .guarded_drafters import GuardedDrafters, report_broken
 from .noise import RoundNoise, derive, position_keys
+from .noise_ahead import NoiseAhead
+from .outcome import Integers, Outcome
 from .processors import LogitsPipeline
 from .request_queue import RequestQueue
 from .rows import Progress, Request, Rows, prompt_key
@@ -25,7 +28,7 @@ from .runner import EagerRunner
 from .statistics import SpeculationStatistics
 from .stopping import Stopping
 from .timeline import TimelineLog
-from .verification import Outcome, Proposal, Verdict, verify_exact, verify_rejection
+from .verification import Proposal, Verdict, verify_rejection
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,13 @@ class Rollout:
         self._do_sample, self._rejection = do_sample, rejection and do_sample
         self._want_logprobs, self._on_tokens = want_logprobs, on_tokens
         self._vocabulary = target.network.config.get_text_config(decoder=True).vocab_size
+        self._noise = NoiseAhead(rows, self._vocabulary)
         self._statistics, self._log = SpeculationStatistics(strategy), RoundLog()
         self._timeline = TimelineLog(len(requests), self._drafters.names)
         self._ended_in = [0] * len(requests)
         self._prompt_keys = [prompt_key(request.prompt) for request in requests]
         self._tokens_read = 0
-        self._counter = DraftCounter(len(requests), self._drafters.names, rows.tokens.device)
+        self._counter = DraftCounter(len(requests), self._drafters.names)
         self._timer = PhaseTimer(rows.tokens.device)
 
     def run(self) -> tuple[list[Completion | None], SpeculationStatistics]:
@@ -120,14 +124,7 @@ class Rollout:
                     self._target.cache.import_row(row, progress.head, progress.tail())
             with self._timer.phase("draft"):
                 self._drafters.each(lambda drafter: drafter.admit(admission))
-            self.look()
         return rows.active > 0
-
-    def look(self) -> None:
-        """Reads from the device what the control asks for; later rounds bring it along with what they commit."""
-        rows = self._rows
-        self._total_length = int(rows.lengths.sum())
-        self._room = int((rows.limits - rows.lengths).max())
 
     # ---- a round --------------------------------------------------------------------------------------------------
 
@@ -135,19 +132,18 @@ class Rollout:
         """One round: drafters draft the chains of `plan`, one target forward verifies them, and each row goes on with
         the chain of which most was accepted; without chains the target decodes."""
         started, prepared = time.perf_counter(), self._target.preparations
-        batch, length = self._rows.active, self._total_length / self._rows.active
+        batch, length = self._rows.active, self._mean_length()
         lengths = draft_lengths(plan, batch)
         with self._timer.phase("noise"):
             count = 1 + max((max(own) for own in lengths.values()), default=0)
-            key = self._rows.streams, self._rows.generated, count, self._vocabulary
-            noise = RoundNoise(*key) if self._do_sample else None
+            noise = self._noise.of_round(count) if self._do_sample else None
         outcome = self._one_chain(lengths, noise) if is_one_chain(lengths) else self._several_chains(lengths, noise)
         with self._timer.phase("accept"):
             finished, tokens = self._commit(outcome)
         with self._timer.phase("compact"):
             self._retire(finished)
         seconds = time.perf_counter() - started  # of the device too: the commit waited for it
-        names = dict.fromkeys(self._drafters.names[which] for which in outcome.by_drafter)
+        names = dict.fromkeys(self._drafters.names[which] for which in lengths)
         self._log.add(batch, length, outcome.width, "+".join(names) or None, seconds, tokens)
         with self._timer.phase("control"):
             self._control.record(outcome.width, seconds, tokens, self._target.preparations == prepared)
@@ -160,9 +156,10 @@ class Rollout:
         with self._timer.phase("verify"):
             logits = self._verify(proposal)
         if which is not None:
-            self._teach(which, proposal, lambda: (logits, torch.ones_like(proposal.lengths, dtype=torch.bool)))
+            self._teach(which, proposal, lambda: (logits, self._rows.lengths > 0))
         with self._timer.phase("accept"):
-            return Outcome.of_one_chain(which, proposal, self._verdict(proposal, logits, noise))
+            verdict = self._verdict(proposal, logits, noise)
+            return Outcome.of_one_chain(which, proposal, verdict, self._rows.room)
 
     def _several_chains(self, lengths: dict[int, list[int]], noise: RoundNoise | None) -> Outcome:
         """The same where rows have different chains. Of a race, keeps the K/V and hidden states of the winners."""
@@ -178,43 +175,58 @@ class Rollout:
             self._teach(which, proposal, partial(lanes.verified, which, logits))
         with self._timer.phase("accept"):
             own = enumerate(lanes.proposals)
-            outcome = lanes.outcome([self._verdict(each, lanes.logits(lane, logits), noise) for lane, each in own])
+            verdicts = [self._verdict(each, lanes.logits(lane, logits), noise) for lane, each in own]
+            outcome = lanes.outcome(verdicts, self._rows.room)
             if lanes.layout is not None:
-                self._target.keep_chains(lanes.layout.slots_of(outcome.winner))
+                winner = torch.from_numpy(outcome.winner).to(logits.device)  # [B]
+                self._target.keep_chains(lanes.layout.slots_of(winner))
         return outcome
 
     def _plan(self) -> Sequence[Chain]:
         """The chains that the control wants, no longer than the row with most room could use."""
         rows = self._rows
         with self._timer.phase("control"):
-            plan = self._control.plan(list(rows.indices), self._total_length / rows.active, self._queue.waiting)
-            chains = [replace(chain, draft_length=min(chain.draft_length, self._room - 1)) for chain in plan]
+            plan = self._control.plan(list(rows.indices), self._mean_length(), self._queue.waiting)
+            most = int(rows.room.max()) - 1
+            chains = [replace(chain, draft_length=min(chain.draft_length, most)) for chain in plan]
             plan = [chain for chain in chains if chain.draft_length > 0 and self._drafters.has(chain.which)]
             self._timeline.record(time.perf_counter() - self._started, self._log.rounds, plan, rows.indices)
         return plan
 
+    def _mean_length(self) -> float:
+        return float(self._rows.host_lengths.mean())
+
     def _propose(self, which: int, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        """What drafter `which` drafts, as far as rows have room for it and tokens exist; nothing where it fails."""
+        """What drafter `which` drafts; nothing where it fails."""
         rows, shape = self._rows, (self._rows.active, draft_length, self._vocabulary)
         proposal = self._drafters.ask(which, lambda drafter: drafter.propose(draft_length, noise).checked(*shape))
         if proposal is None:
             # Its K/V in the columns it drafted may be broken: verifying as many tokens overwrites it.
             return self._nothing(draft_length)
-        legal = (proposal.tokens >= 0) & (proposal.tokens < self._vocabulary)  # [B, γ]
+        # A token that does not exist gives way to one that does, which is verified as any other.
+        tokens = proposal.tokens.clamp(0, self._vocabulary - 1)  # [B, γ]
+        if not self._rejection and not self._pipeline.may_refuse:
+            return replace(proposal, tokens=tokens)
+        # What follows must know on the device how many drafts there are: up to the first such token, and to the limit.
+        legal = (tokens == proposal.tokens).long().cumprod(1).sum(1)  # [B]
         room = rows.limits - rows.lengths - 1  # [B], the bonus token needs one
-        lengths = torch.minimum(proposal.lengths, room).minimum(legal.long().cumprod(1).sum(1)).clamp(min=0)
-        return replace(proposal, tokens=proposal.tokens.clamp(0, self._vocabulary - 1), lengths=lengths)
+        return replace(proposal, tokens=tokens, lengths=torch.minimum(proposal.drafted(), room).minimum(legal).relu())
 
     def _nothing(self, draft_length: int) -> Proposal:
         """Tokens `[B, draft_length]` of which none is a draft."""
         rows = self._rows
+        if draft_length == 0:
+            return Proposal(rows.tokens[: rows.active, :0])
         return Proposal(rows.window(-1, 1).expand(-1, draft_length), torch.zeros_like(rows.lengths))
 
     def _verify(self, proposal: Proposal) -> Tensor:
         """Feeds each row's last committed token and its drafts to the target; returns logits `[B, γ + 1, V]`."""
         rows, width = self._rows, proposal.tokens.shape[1]
-        tokens = torch.cat([rows.window(-1, 1), proposal.tokens], dim=1)  # [B, γ + 1]
-        return self._target.forward(tokens, rows.columns_after(-1, width + 1), rows.longest + width)
+        columns = rows.columns_after(-1, width + 1)  # [B, γ + 1]
+        tokens = rows.tokens[: rows.active].gather(1, columns[:, :1])  # [B, 1]
+        if width:
+            tokens = torch.cat([tokens, proposal.tokens], dim=1)  # [B, γ + 1]
+        return self._target.forward(tokens, columns, rows.longest + width)
 
     def _teach(self, which: int, proposal: Proposal, verified: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Shows a drafter that learns the target's logits on its drafts, and which rows they were verified for."""
@@ -225,58 +237,43 @@ class Rollout:
 
     def _verdict(self, proposal: Proposal, logits: Tensor, noise: RoundNoise | None) -> Verdict:
         if self._rejection and proposal.logits is not None:
-            rows = self._rows
-            logits, most = self._pipeline.process_verified(logits, proposal)  # [B, γ + 1, V], [B]
+            rows, lengths = self._rows, proposal.drafted()  # lengths: [B]
+            logits, could = self._pipeline.process_verified(logits, proposal)  # [B, γ + 1, V], [B]
             steps = rows.generated[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, γ + 1]
             coins, residual = (position_keys(derive(rows.streams, purpose), steps) for purpose in (1, 2))
             # A draft after which no token can be drawn must pass its own test all the same, else what ends a text
             # would come too seldom: once accepted it stands in the place of that token.
-            tested = replace(proposal, lengths=torch.minimum(proposal.lengths, most + 1))
-            verdict = verify_rejection(logits, tested, coins, residual, self._want_logprobs)
-            return replace(verdict, accepted=torch.minimum(verdict.accepted, most))
+            tested = torch.minimum(lengths, could + 1)  # [B]
+            verdict, accepted = verify_rejection(logits, proposal, tested, coins, residual, self._want_logprobs)
+            return replace(verdict, most=torch.minimum(accepted, could))
         drawn, most = self._pipeline.draw_verified(logits, noise, proposal, self._want_logprobs)
-        return verify_exact(drawn, replace(proposal, lengths=most))
+        return Verdict(drawn.tokens, drawn.scores, drawn.logprobs, most)
 
     def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
         """Takes the verified tokens into the output; returns the rows that ended, and how many tokens there were."""
-        rows, verdict = self._rows, outcome.verdict
+        rows, verdict, row = self._rows, outcome.verdict, np.arange(self._rows.active)
         rows.write(0, verdict.tokens)
-        kept, ends = self._stopping.first_stop(verdict.tokens, verdict.accepted + 1)  # [B] each
-        sound = verdict.scores > -torch.inf  # [B, γ + 1]; else NaN, or no token has any probability
-        broken = sound.long().cumprod(1).sum(1) < kept  # [B]
-        # Without what lies after a row's end: [B] for each lane.
-        drafted = [torch.minimum(own, kept).where(ends, own) for own in outcome.drafted]
-        accepted = [torch.minimum(own, kept) for own in outcome.accepted]
-        if outcome.width:
-            chains = outcome.drafters, torch.stack(drafted), torch.stack(accepted)  # [N, B] each
-            self._counter.add(rows.requests, rows.generated, *chains, kept, outcome.winner)
+        counts = 1 + (outcome.accepted[outcome.winner, row] if outcome.width else np.zeros_like(row))  # [B]
+        kept, ends = self._stopping.first_stop(outcome.tokens, counts, rows.room)  # [B] each
+        sound = np.logical_and.accumulate(outcome.sound, axis=1).sum(1)  # [B]: tokens before the first that is not
+        if (sound < kept).any():
+            self._raise_broken(int((sound < kept).argmax()), sound, outcome.width)
         if self._on_tokens is not None:
-            self._on_tokens(verdict.tokens[0, : int(kept[0])])
-        lengths = rows.lengths + kept  # [B]
-        suspects = {which: own.broken for which, own in outcome.by_drafter.items() if own.broken is not None}
-        flags = [flag.long().expand_as(kept) for flag in suspects.values()]  # [B] each
-        # The round waits for the device here, and nowhere else.
-        after, ended, is_broken, room, *more = torch.stack(
-            [lengths, ends.long(), broken.long(), rows.limits - lengths, *drafted, *accepted, *flags]
-        ).tolist()
-        if any(is_broken):
-            row = is_broken.index(1)
-            self._raise_broken(row, int(rows.generated[row] + sound[row].long().cumprod(0).sum()), outcome.width)
-        rows.commit(kept, verdict.logprobs)
-        tokens = sum(after) - self._total_length
-        rows.host_lengths = after
-        going = [row for row, has_ended in enumerate(ended) if not has_ended]
-        self._total_length = sum(after[row] for row in going)
-        self._room = max((room[row] for row in going), default=0)
+            self._on_tokens(verdict.tokens[0, : kept[0]])
+        if outcome.width:  # without what lies after a row's end
+            drafted = np.where(ends, np.minimum(outcome.drafted, kept), outcome.drafted)  # [N, B]
+            accepted = np.minimum(outcome.accepted, kept)  # [N, B]
+            counted = outcome.owners, drafted, accepted, kept, outcome.winner
+            self._counter.add(rows.indices, rows.host_generated, *counted)
+            by_drafter = (outcome.of_each_drafter(values) for values in (accepted, drafted))
+        rows.commit(rows.host_lengths + kept, verdict.logprobs)
         if outcome.width:
-            lanes = len(drafted)
-            by_drafter = (outcome.of_each_drafter(more[at : at + lanes]) for at in (lanes, 0))
             self._control.record_rows(list(rows.indices), *by_drafter)
-        for which, flag in zip(suspects, more[2 * len(drafted) :], strict=True):
-            if any(flag):
-                self._drafters.ask(which, report_broken)
+        for which in outcome.broken:
+            self._drafters.ask(which, report_broken)
+        tokens = int(kept.sum())
         self._drafters.each(lambda drafter: drafter.observe(tokens))
-        return [row for row, has_ended in enumerate(ended) if has_ended], tokens
+        return ends.nonzero()[0].tolist(), tokens
 
     def _retire(self, finished: list[int]) -> None:
         if finished:
@@ -320,13 +317,14 @@ class Rollout:
 
     def lengths(self) -> list[int]:
         """Tokens of each row, its prompt's included."""
-        return list(self._rows.host_lengths)
+        own: list[int] = self._rows.host_lengths.tolist()
+        return own
 
     def expected_tokens(self) -> float:
         """Tokens that a row in flight will generate yet: as many as it has, which is what long-tailed lengths make
         most likely, and no more than it may."""
         rows = self._rows
-        return float(torch.minimum(rows.generated, rows.limits - rows.lengths).double().mean())
+        return float(np.minimum(rows.host_generated, rows.room).mean())
 
     def rounds_by_batch(self) -> list[tuple[int, int, float]]:
         """(rows, tokens, seconds) of the rounds so far."""
@@ -343,7 +341,7 @@ class Rollout:
         The K/V of the first `head_share` of their columns is left out; all of it where there is no memory for a copy,
         or where drafters read hidden states, which only a forward over these columns gives.
         """
-        lengths = self._rows.host_lengths
+        lengths = self.lengths()
         cache = self._target.cache
         needed = sum(lengths[row] for row in rows) * cache.bytes // (cache.rows * cache.columns)
         share = 1.0 if self._target.is_heard or 2 * needed > free_memory(self._rows.tokens.device) else head_share
@@ -363,8 +361,6 @@ class Rollout:
         """Takes `rows` out of flight, with which another rank goes on, or has ended first."""
         self._timeline.end([self._rows.indices[row] for row in rows], time.perf_counter() - self._started)
         self._free(list(rows))
-        if self._rows.active:
-            self.look()
 
     # ---- faults ---------------------------------------------------------------------------------------------------
 
@@ -373,14 +369,14 @@ class Rollout:
         """Why a drafter was dropped, or None."""
         return self._drafters.failure
 
-    def _raise_broken(self, row: int, position: int, draft_length: int) -> None:
+    def _raise_broken(self, row: int, sound: Integers, draft_length: int) -> None:
         rows, count = self._rows, draft_length + 1
         # The verified tokens are the row's drafts up to the position.
         tokens, columns = rows.window(-1, count), rows.columns_after(-1, count)  # [B, γ + 1] each
         where = self._target.first_broken_module(tokens, columns, rows.longest + draft_length)
         raise FloatingPointError(
             f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
-            f"{int(rows.requests[row])} at generated position {position}, decoding round "
+            f"{rows.indices[row]} at generated position {rows.host_generated[row] + sound[row]}, decoding round "
             f"{self._log.rounds + 1}; {where}. Check the weights of the last optimizer step and the logits "
             "processors, or run this model in a wider dtype."
         )

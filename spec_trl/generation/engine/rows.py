@@ -1,13 +1,17 @@
 """The rows in flight: which request sits in which row of the cache, and its tokens so far."""
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .cache import RowStates, check_memory
+from .noise import position_keys
+from .outcome import Integers
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Rows:
         lengths, prompt_lengths, limits: `[active]` int64 tokens: committed, of the prompt, and allowed.
         requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
         streams: `[active]` int64 noise keys.
-        host_lengths: `lengths` without asking the device; who commits sets them.
+        host_lengths, host_prompt_lengths, host_limits: `[active]`, the first three without asking the device.
     """
 
     lengths: Tensor
@@ -87,16 +91,19 @@ class Rows:
     limits: Tensor
     requests: Tensor
     streams: Tensor
+    host_lengths: Integers
+    host_prompt_lengths: Integers
+    host_limits: Integers
 
     def __init__(self, capacity: int, columns: int, device: torch.device) -> None:
         self.capacity, self.columns = capacity, columns
-        check_memory(f"the tokens of {capacity} rows x {columns} columns", 12 * capacity * columns, device)
+        check_memory(f"the tokens of {capacity} rows x {columns} columns", 20 * capacity * columns, device)
         self.tokens = torch.zeros(capacity, columns, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(capacity, columns, dtype=torch.float32, device=device)
+        self._keys = torch.zeros(capacity, columns, dtype=torch.int64, device=device)  # of the noise at each column
         self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)
-        self._index = torch.arange(capacity, device=device)[:, None]  # [capacity, 1]
+        self._host = np.zeros((3, capacity), np.int64)
         self.active = 0
-        self.host_lengths: list[int] = []
         self.prompts: list[bytes] = []
         self.indices: list[int] = []
 
@@ -109,11 +116,22 @@ class Rows:
     def active(self, count: int) -> None:
         own = self._state[:, :count]  # [5, active]
         self.lengths, self.prompt_lengths, self.limits, self.requests, self.streams = own
+        self.host_lengths, self.host_prompt_lengths, self.host_limits = self._host[:, :count]  # [active] each
 
     @property
     def longest(self) -> int:
         """Longest committed length among the active rows."""
-        return max(self.host_lengths, default=0)
+        return int(self.host_lengths.max(initial=0))
+
+    @property
+    def room(self) -> Integers:
+        """`[active]`, on the host: tokens that each row may yet generate."""
+        return self.host_limits - self.host_lengths
+
+    @property
+    def host_generated(self) -> Integers:
+        """`[active]`: `generated` without asking the device."""
+        return self.host_lengths - self.host_prompt_lengths
 
     @property
     def generated(self) -> Tensor:
@@ -142,35 +160,46 @@ class Rows:
                 if progress.logprobs is not None:
                     self.logprobs[row, prompt:length] = progress.logprobs
             self._state[:, row] = torch.tensor([length, prompt, request.limit, request.index, request.stream])
-            self.host_lengths.append(length)
+            self._host[:, row] = length, prompt, request.limit
             self.prompts.append(key)
             self.indices.append(request.index)
             row_of_prompt.setdefault(key, row)
         self.active += len(requests)
+        column = torch.arange(self.columns, device=self.tokens.device)  # [columns]
+        self._keys[first : self.active] = position_keys(self.streams[first:], column - self.prompt_lengths[first:, None])
         follower_rows = list(range(first + len(leaders), self.active))
         return Admission(first, len(leaders), follower_rows, [row_of_prompt[key] for key, _ in followers], moved)
 
     def generated_span(self, row: int) -> slice:
         """The columns of what `row` has generated."""
-        return slice(len(self.prompts[row]) // self.tokens.element_size(), self.host_lengths[row])
+        return slice(int(self.host_prompt_lengths[row]), int(self.host_lengths[row]))
 
     def write(self, offset: int, tokens: Tensor) -> None:
         """Writes `[active, n]` tokens of each row after its committed ones, from `offset` on."""
-        self.tokens[self._index[: self.active], self.columns_after(offset, tokens.shape[1])] = tokens
+        self.tokens[: self.active].scatter_(1, self.columns_after(offset, tokens.shape[1]), tokens)
 
     def columns_after(self, offset: int, count: int) -> Tensor:
         """`[active, count]` int64: columns `lengths + offset .. + count` of each row."""
-        return self.lengths[:, None] + torch.arange(offset, offset + count, device=self.tokens.device)
+        return self.lengths[:, None] + _steps(offset, count, self.lengths.device)
 
     def window(self, offset: int, count: int) -> Tensor:
         """`[active, count]` int64 tokens from `lengths + offset` on."""
-        return self.tokens[self._index[: self.active], self.columns_after(offset, count)]
+        return self.tokens[: self.active].gather(1, self.columns_after(offset, count))
 
-    def commit(self, counts: Tensor, logprobs: Tensor | None) -> None:
-        """Takes the first `counts[b]` (`[active]`) scratch tokens of each row into its output."""
+    def noise_keys(self, count: int) -> Tensor:
+        """`[active, count]` int64: keys of the noise at the next `count` generated positions."""
+        return self._keys[: self.active].gather(1, self.columns_after(0, count))
+
+    def commit(self, lengths: Integers, logprobs: Tensor | None) -> None:
+        """Takes scratch tokens into the output, up to `lengths` `[active]` tokens of each row, with `logprobs`
+        `[active, n]` of the next n."""
         if logprobs is not None:
-            self.logprobs[self._index[: self.active], self.columns_after(0, logprobs.shape[1])] = logprobs.float()
-        self.lengths += counts
+            columns = self.columns_after(0, logprobs.shape[1])  # [active, n]
+            self.logprobs[: self.active].scatter_(1, columns, logprobs.float())
+        self.host_lengths[:] = lengths
+        given = torch.from_numpy(lengths)  # [active]
+        # From pinned memory the copy waits for nothing.
+        self.lengths.copy_(given.pin_memory() if self.lengths.is_cuda else given, non_blocking=True)
 
     def drop(self, finished: list[int]) -> tuple[list[int], list[int]]:
         """Takes `finished` rows out of flight and closes the holes with the last active rows.
@@ -184,13 +213,20 @@ class Rows:
         if source:
             self.tokens[destination] = self.tokens[source]
             self.logprobs[destination] = self.logprobs[source]
+            self._keys[destination] = self._keys[source]
             self._state[:, destination] = self._state[:, source]
+            self._host[:, destination] = self._host[:, source]
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]
-                self.host_lengths[target] = self.host_lengths[row]
-        del self.prompts[remaining:], self.indices[remaining:], self.host_lengths[remaining:]
+        del self.prompts[remaining:], self.indices[remaining:]
         self.active = remaining
         return source, destination
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(offset: int, count: int, device: torch.device) -> Tensor:
+    """`[count]` int64: `offset` and what follows. Kept: on a GPU each of the few that a round needs is a launch."""
+    return torch.arange(offset, offset + count, device=device)
 
 
 def _text_length(request: Request) -> int:

@@ -1,10 +1,12 @@
 """When a row ends: `generate`'s stopping criteria, applied to rows of different lengths."""
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .outcome import Bools, Integers
 from .processors import PrefixView, is_known, needs_batch
 
 
@@ -13,45 +15,57 @@ class Stopping:
 
     def __init__(self, criteria: StoppingCriteriaList, prefixes: PrefixView) -> None:
         self._prefixes = prefixes
-        device = prefixes.rows.tokens.device
-        eos = [c.eos_token_id.to(device).view(-1) for c in criteria if type(c) is EosTokenCriteria]
-        self._eos = torch.cat(eos) if eos else None  # [ids]
+        eos = [c.eos_token_id.view(-1).tolist() for c in criteria if type(c) is EosTokenCriteria]
+        self._eos = np.array(sum(eos, []), np.int64)  # [ids]
         rest = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
         self._of_batch: list[StoppingCriteria] = [c for c in rest if needs_batch(c)]
         self._by_prefix: list[StoppingCriteria] = [c for c in rest if not needs_batch(c)]
         self._may_refuse = not all(map(is_known, self._by_prefix))
 
-    def first_stop(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of the next `tokens` (`[B, n]`, already written after the committed ones), of which `counts` (`[B]`
-        int64) were verified, each row keeps (`[B]` int64, at least one), and whether it ends there (`[B]` bool)."""
-        rows = self._prefixes.rows
-        room = rows.limits - rows.lengths  # [B]
-        keep = torch.minimum(counts, room)
-        ends = keep == room
-        if self._eos is not None:
-            is_eos = torch.isin(tokens, self._eos)  # [B, n]
-            first = torch.where(is_eos.any(1), is_eos.int().argmax(1) + 1, tokens.shape[1] + 1)  # [B]
-            ends = torch.where(first <= keep, True, ends)
-            keep = torch.minimum(keep, first)
+    def first_stop(self, tokens: Integers, counts: Integers, room: Integers) -> tuple[Integers, Bools]:
+        """Where rows end that have `room` (`[B]`) tokens left.
+
+        Args:
+            tokens: `[B, n]`, the next ones, already written after the committed ones.
+            counts: `[B]`, how many of them were verified.
+            room: `[B]`, how many each row may take.
+
+        Returns:
+            How many tokens each row keeps, `[B]`, at least one; and whether it ends there, `[B]`.
+        """
+        keep = np.minimum(counts, room)  # [B]
+        ends = keep == room  # [B]
+        if len(self._eos):
+            is_eos = (tokens[..., None] == self._eos).any(-1)  # [B, n]
+            first = np.where(is_eos.any(1), is_eos.argmax(1) + 1, tokens.shape[1] + 1)  # [B]
+            ends |= first <= keep
+            keep = np.minimum(keep, first)
         if self._by_prefix:
             # A criterion of the user's may refuse a text that goes on after its end.
             longest = int(keep.max())
             for start, count in [(n, 1) for n in range(longest)] if self._may_refuse else [(0, longest)]:
-                keep, ends = self._stop_by_prefix(keep, ends, start, count)
+                first = self._first_by_prefix(keep, start, count)
+                ends |= first <= keep
+                keep = np.minimum(keep, first)
+        rows = self._prefixes.rows
         for criterion in self._of_batch:
-            ends = ends | (ends.new_zeros(len(ends)) | criterion(self._prefixes.batch(1), None))[rows.requests]
+            stopped = rows.tokens.new_zeros(len(keep), dtype=torch.bool) | criterion(self._prefixes.batch(1), None)
+            ends |= stopped[rows.requests].cpu().numpy()
         return keep, ends
 
-    def _stop_by_prefix(self, keep: Tensor, ends: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """`keep` and `ends`, where a row may also stop at one of its tokens `start..start + count`."""
-        step = torch.arange(start, start + count, device=keep.device)  # [n]
-        row, place = (step < keep[:, None]).nonzero(as_tuple=True)
-        stopped = torch.zeros(len(keep), count, dtype=torch.bool, device=keep.device)  # [B, n]
+    def _first_by_prefix(self, keep: Integers, start: int, count: int) -> Integers:
+        """`[B]`: after how many tokens each row stops, if at one of its tokens `start..start + count`, of which it has
+        `keep` (`[B]`); one more than it has where it does not."""
+        most = torch.from_numpy(keep).to(self._prefixes.rows.tokens.device)  # [B]
+        step = torch.arange(start, start + count, device=most.device)  # [n]
+        row, place = (step < most[:, None]).nonzero(as_tuple=True)
+        stopped = torch.zeros(len(keep), count, dtype=torch.bool, device=most.device)  # [B, n]
         for member, prefix in self._prefixes.groups(row, start + place + 1):  # prefixes that end with the token
             for criterion in self._by_prefix:
                 stopped[row[member], place[member]] |= criterion(prefix, None)
-        first = torch.where(stopped.any(1), start + stopped.int().argmax(1) + 1, keep + 1)  # [B]
-        return torch.minimum(keep, first), ends | (first <= keep)
+        first: Tensor = torch.where(stopped.any(1), start + stopped.int().argmax(1) + 1, most + 1)  # [B]
+        found: Integers = first.cpu().numpy()
+        return found
 
 
 def length_limit(criteria: StoppingCriteriaList) -> int:

@@ -151,7 +151,7 @@ def drafts_of(drafter: HistoryDrafter, prompts: list[list[int]], answers: list[l
         found.append((proposal.tokens.tolist(), proposal.lengths.tolist()))
         new = [answers[i][step % len(answers[i])] for i in rows.requests.tolist()]
         rows.write(0, torch.tensor(new)[:, None])
-        rows.commit(torch.ones(len(prompts), dtype=torch.int64), None)
+        rows.commit(rows.host_lengths + 1, None)
         drafter.observe(0)
     return found
 

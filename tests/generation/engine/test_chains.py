@@ -78,8 +78,8 @@ def watched(drafter: Drafter, found: dict[tuple[int, ...], list[int]], drafts: b
         proposal, rows = propose(draft_length, noise), drafter.session.rows
         for row, length in enumerate(rows.lengths.tolist()):
             text = (rows.indices[row], *rows.tokens[row, :length].tolist())
-            found[text] = proposal.tokens[row, : int(proposal.lengths[row])].tolist()
-        return proposal if drafts else replace(proposal, lengths=torch.zeros_like(proposal.lengths))
+            found[text] = proposal.tokens[row, : int(proposal.drafted()[row])].tolist()
+        return proposal if drafts else replace(proposal, lengths=torch.zeros_like(proposal.drafted()))
 
     drafter.propose = watch  # type: ignore[method-assign]
     return drafter

@@ -58,9 +58,11 @@ def test_a_failure_is_said_once_and_ends_with_the_generation(tiny, expected, mon
     assert outputs(result) == expected
 
 
-def test_what_was_not_proposed_does_not_count(tiny, expected) -> None:
-    drafter = Spoiled(expected, lambda made: Proposal(torch.full_like(made.tokens, 64), made.lengths))
-    assert generate(tiny, PROMPTS, drafter=drafter, config=CONFIG, **EOS).statistics.total.drafted == 0
+@pytest.mark.parametrize("token", [64, -1, 2**40])
+def test_tokens_that_do_not_exist_are_wrong_drafts(token: int, tiny, expected) -> None:
+    drafter = Spoiled(expected, lambda made: Proposal(torch.full_like(made.tokens, token), made.lengths))
+    result = generate(tiny, PROMPTS, drafter=drafter, config=CONFIG, **EOS)
+    assert outputs(result) == expected and result.statistics.acceptance_rate < 0.1
 
 
 def test_ctrl_c_is_not_a_drafter_failure(tiny, expected) -> None:

@@ -19,6 +19,8 @@ from spec_trl.generation.engine.noise import (
     uniform_coins,
     widen,
 )
+from spec_trl.generation.engine.noise_ahead import NoiseAhead
+from spec_trl.generation.engine.rows import Request, Rows
 
 
 def noise_of(seed: int, requests: int, positions: int, vocabulary: int) -> torch.Tensor:
@@ -112,11 +114,28 @@ def test_no_stream_is_a_copy_of_another() -> None:
 
 def test_round_noise_is_the_noise_of_its_positions() -> None:
     streams, positions = stream_keys(0, torch.arange(3)), torch.tensor([0, 5, 2])
-    block, later = RoundNoise(streams, positions, 4, 50), RoundNoise(streams, positions + 2, 2, 50)
-    assert torch.equal(block.at(2), later.at(0)) and torch.equal(block.at(3), later.at(1))
-    assert block.keys.tolist() == position_keys(streams, positions[:, None] + torch.arange(4)).tolist()
-    large = RoundNoise(streams, positions, 1000, 30_000)  # too large to keep: drawn step by step
-    assert all(torch.equal(large.at(step)[:, :50], block.at(step)) for step in range(4))
+    keys = position_keys(streams, positions[:, None] + torch.arange(1000))  # [3, 1000]
+    block, later = RoundNoise(keys[:, :4].clone(), 50), RoundNoise(keys[:, 2:4].clone(), 50)
+    assert torch.equal(block.at(2), later.at(0)) and torch.equal(block.at(2, 2), later.at(0, 2))
+    large = RoundNoise(keys, 30_000)  # too large to keep: drawn step by step
+    assert block.is_kept and not large.is_kept
+    assert all(torch.equal(large.at(step)[..., :50], block.at(step)) for step in range(4))
+
+
+def test_rows_know_the_keys_of_their_positions() -> None:
+    rows = Rows(3, 40, torch.device("cpu"))
+    admissions = [([(3, 5), (7, 9)], [5, 9]), ([(1, 4)], [7, 11, 3])]  # tokens of the prompt, stream; lengths then
+    for requests, lengths in admissions:
+        first = rows.active
+        rows.admit([Request(first + i, torch.arange(n), 30, stream) for i, (n, stream) in enumerate(requests)])
+        rows.commit(rows.host_lengths + 2, None)
+        steps = rows.generated[:, None] + torch.arange(4)  # [active, 4]
+        assert rows.lengths.tolist() == rows.host_lengths.tolist() == lengths
+        assert torch.equal(rows.noise_keys(4), position_keys(rows.streams, steps))
+    rows.drop([0])
+    assert torch.equal(rows.noise_keys(1), position_keys(rows.streams, rows.generated[:, None]))
+    assert rows.room.tolist() == (rows.limits - rows.lengths).tolist()
+    assert rows.host_generated.tolist() == rows.generated.tolist()
 
 
 def test_coins() -> None:
@@ -144,3 +163,21 @@ def test_logprobs_and_their_precision() -> None:
     expected = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     torch.testing.assert_close(token_logprobs(logits, tokens), expected, rtol=0, atol=1e-12)
     assert widen(logits.bfloat16()).dtype == torch.float32 and widen(logits).dtype == torch.float64
+
+
+def test_noise_of_later_rounds_is_the_noise_of_these_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, hashed = Rows(3, 60, torch.device("cpu")), []
+    rows.admit([Request(i, torch.arange(n), 50, 7 * i) for i, n in enumerate([3, 5, 9])])
+    gumbel = noise.gumbel_noise
+    monkeypatch.setattr(noise, "gumbel_noise", lambda *given: hashed.append(len(given[0])) or gumbel(*given))
+    ahead = NoiseAhead(rows, 20)
+    for step in range(40):
+        count = 3 if step == 5 else 1  # a round that drafts
+        expected = gumbel(rows.noise_keys(count).view(-1), 20).view(rows.active, count, 20)
+        assert torch.equal(ahead.of_round(count).at(0, count), expected)
+        rows.commit(rows.host_lengths + (torch.arange(rows.active).numpy() if step == 9 else 1), None)
+        if step == 20:
+            rows.drop([0])
+        if step == 30:
+            rows.admit([Request(0, torch.arange(4), 50, 0)])
+    assert len(hashed) < 10

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.generation import logits_process as hf
 
 from spec_trl.generation.engine import processors
-from spec_trl.generation.engine.noise import RoundNoise, draw, stream_keys
+from spec_trl.generation.engine.noise import RoundNoise, draw, position_keys, stream_keys
 from spec_trl.generation.engine.processors import Filters, LogitsPipeline, PrefixView
 from spec_trl.generation.engine.rows import Request, Rows
 from tests.conftest import tiny_llama
@@ -205,7 +205,8 @@ def test_drawing_in_one_pass(members: list[Any], sampled: bool, view: PrefixView
     pytest.importorskip("triton")
     pipeline = LogitsPipeline(LogitsProcessorList(members), view, 1)
     logits = 3 * torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
-    noise = RoundNoise(stream_keys(0, torch.arange(2)), torch.tensor([0, 5]), 4, 64) if sampled else None
+    keys = position_keys(stream_keys(0, torch.arange(2)), torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]]))  # [2, 4]
+    noise = RoundNoise(keys, 64) if sampled else None
     expected = pipeline.draw(logits, noise, offset=1, want_logprobs=True)
     assert torch.equal(expected.tokens, draw(pipeline(logits, offset=1), noise, 1).tokens)
     monkeypatch.setattr(processors, "run_on", lambda device: True)

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -59,14 +60,16 @@ def rounds(draw: st.DrawFn) -> list[dict[str, Any]]:
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(rounds())
 def test_drafts_are_counted_by_request_depth_and_drafter(rounds: list[dict[str, Any]]) -> None:
-    counter = DraftCounter(REQUESTS, NAMES, torch.device("cpu"))
+    counter = DraftCounter(REQUESTS, NAMES)
     per_request = [DraftCounts() for _ in range(REQUESTS)]
     per_depth: dict[int, DraftCounts] = {}
     per_drafter = {name: DraftCounts() for name in NAMES}
     nobody = dict.fromkeys(NAMES, 0)
     racing = RacingStatistics(0, dict(nobody), dict(nobody), dict(nobody), [dict(nobody) for _ in range(REQUESTS)])
     for each in rounds:
-        counter.add(**{name: torch.tensor(values) for name, values in each.items()})
+        lists = {"requests": each["requests"], "owners": each["drafters"]}
+        arrays = ("depths", "drafted", "accepted", "kept", "winner")
+        counter.add(**lists, **{name: np.array(each[name]) for name in arrays})
         racing.rounds += len(each["drafters"]) > 1
         for row, request in enumerate(each["requests"]):
             edge = DEPTH_EDGES[bisect_right(DEPTH_EDGES, each["depths"][row]) - 1]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -11,7 +12,8 @@ from transformers import LlamaForCausalLM
 
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.noise import RoundNoise, draw
-from spec_trl.generation.engine.verification import Proposal, Verdict, verify_exact, verify_rejection
+from spec_trl.generation.engine.outcome import judge
+from spec_trl.generation.engine.verification import Proposal, Verdict, verify_rejection
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
 
@@ -26,12 +28,30 @@ def test_exact_accepts_the_leading_agreement(target: list[list[int]], data: st.D
     lengths = [data.draw(st.integers(0, 3)) for _ in target]
     logits = torch.nn.functional.one_hot(torch.tensor(target), 3).double() * 5  # [B, 4, 3]
     proposal = Proposal(torch.tensor(drafts), torch.tensor(lengths))
-    verdict = verify_exact(draw(logits, None, want_logprobs=True), proposal)
+    drawn = draw(logits, None, want_logprobs=True)
+    room = [data.draw(st.integers(1, 5)) for _ in target]
+    most = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=len(target), max_size=len(target)))
+    limit = None if most is None else torch.tensor(most)
+    verdict = Verdict(drawn.tokens, drawn.scores, drawn.logprobs, limit)
+    (judged,) = judge([(proposal, verdict)], np.array(room))
     for row, (drafted, length) in enumerate(zip(drafts, lengths, strict=True)):
-        accepted = next((n for n in range(length) if drafted[n] != target[row][n]), length)
-        assert verdict.accepted[row] == accepted
-    assert verdict.tokens.tolist() == target
-    torch.testing.assert_close(verdict.logprobs, logits.log_softmax(-1).amax(-1))
+        assert judged.drafted[row] == min(length, room[row] - 1)
+        equal = next((n for n in range(3) if drafted[n] != target[row][n]), 3)
+        assert judged.accepted[row] == min(equal, judged.drafted[row], 3 if most is None else most[row])
+    assert judged.tokens.tolist() == target and judged.sound.all() and not judged.is_broken.any()
+    torch.testing.assert_close(drawn.logprobs, logits.log_softmax(-1).amax(-1))
+
+
+def test_drafts_end_where_their_scores_are_not_sound() -> None:
+    scores = torch.tensor([[1.0, -torch.inf, 2.0], [torch.nan, 1.0, 1.0], [1.0, 2.0, 3.0]])
+    tokens = torch.tensor([[1, 2, 3, 4]] * 3)
+    proposal = Proposal(tokens[:, :-1], None, None, scores)
+    drawn = torch.tensor([[0.0, 0.0, -torch.inf, torch.nan]] * 3)
+    first, second = judge([(proposal, Verdict(tokens, drawn, None))] * 2, np.array([9, 9, 9]))
+    for own in (first, second):
+        assert own.drafted.tolist() == own.accepted.tolist() == proposal.drafted().tolist() == [1, 0, 3]
+        assert own.is_broken.tolist() == [False, True, False]
+        assert own.sound.tolist() == [[True, True, False, False]] * 3
 
 
 def chi_square(counts: Tensor, p: Tensor) -> tuple[float, float]:
@@ -50,12 +70,14 @@ def chi_square(counts: Tensor, p: Tensor) -> tuple[float, float]:
     return float(((observed - expected) ** 2 / expected).sum()), freedom + 5 * (2 * freedom) ** 0.5
 
 
-def reject(p: Tensor, drafts: Tensor, q_logits: Tensor, lengths: int = 1, seed: int = 0) -> Verdict:
-    """The verdict on drafts `[n, 1]` with q's logits `[V]`, for a target distribution p `[V]` at both positions."""
+def reject(p: Tensor, drafts: Tensor, q_logits: Tensor, lengths: int = 1, seed: int = 0) -> tuple[Verdict, Tensor]:
+    """The verdict on drafts `[n, 1]` with q's logits `[V]`, for a target distribution p `[V]` at both positions; and
+    how many of them are accepted."""
     samples, generator = len(drafts), torch.Generator().manual_seed(seed)
     keys = torch.randint(-(2**63), 2**63 - 1, (2, samples, 2), generator=generator)
-    proposal = Proposal(drafts, torch.full((samples,), lengths), q_logits.expand(samples, 1, -1))
-    return verify_rejection(p.log().expand(samples, 2, -1), proposal, keys[0], keys[1], want_logprobs=False)
+    tested = torch.full((samples,), lengths)
+    proposal = Proposal(drafts, tested, q_logits.expand(samples, 1, -1))
+    return verify_rejection(p.log().expand(samples, 2, -1), proposal, tested, keys[0], keys[1], want_logprobs=False)
 
 
 def follows(verdict: Verdict, p: Tensor) -> bool:
@@ -76,11 +98,12 @@ def test_rejection_gives_the_target_distribution(weights: list[int], drafted: li
     p, q = (torch.tensor(each).double() / sum(each) for each in (weights, drafted))
     samples = 20_000
     drafts = torch.multinomial(q, samples, replacement=True, generator=torch.Generator().manual_seed(seed))[:, None]
-    verdict = reject(p, drafts, q.log(), seed=seed)
+    verdict, accepted = reject(p, drafts, q.log(), seed=seed)
     assert follows(verdict, p)
-    assert float(verdict.accepted.double().mean()) == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.025)
-    for other in (reject(p, drafts, q.log(), lengths=0), reject(p, drafts, torch.full_like(q, torch.nan))):
-        assert not other.accepted.any() and torch.isfinite(other.scores.gather(1, other.accepted[:, None])).all()
+    assert float(accepted.double().mean()) == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.025)
+    unlike = (reject(p, drafts, q.log(), lengths=0), reject(p, drafts, torch.full_like(q, torch.nan)))
+    for other, accepted in unlike:
+        assert not accepted.any() and torch.isfinite(other.scores.gather(1, accepted[:, None])).all()
         assert follows(other, p)
 
 

@@ -87,17 +87,16 @@ class DraftWorker:
         width = int(counts.max())
         if width == 0:
             return values
-        noise = RoundNoise(rows.streams, rows.generated, width, self._vocabulary) if self._do_sample else None
+        noise = RoundNoise(rows.noise_keys(width), self._vocabulary) if self._do_sample else None
         proposal = self._drafter.propose(width, noise)
-        if proposal.broken is not None and proposal.broken:
+        if proposal.scores is not None and proposal.scores.isnan().any():
             raise FloatingPointError("the draft network returned NaN logits")
-        found = torch.minimum(proposal.lengths, counts).clamp(min=0)  # [B]
+        found = torch.minimum(proposal.drafted(), counts).clamp(min=0)  # [B]
         is_draft = torch.arange(width, device=found.device) < found[:, None]  # [B, width]
         tokens = proposal.tokens.masked_fill(~is_draft, 0)  # [B, width]
         self._require_tokens(tokens, "the drafter's proposal")
         rows.write(0, tokens)
-        rows.commit(found, None)
-        rows.host_lengths = rows.lengths.tolist()
+        rows.commit((rows.lengths + found).cpu().numpy(), None)
         self._drafter.observe(int(found.sum()))
         return torch.cat([found, tokens.flatten()]).cpu()
 
@@ -122,7 +121,7 @@ class DraftWorker:
         self._committed[:batch] = ends
         rows.lengths.copy_(rows.lengths.where(stays.bool(), ends))
         _require(bool((rows.lengths >= ends).all()), "COMMIT", "drafts that stay")
-        rows.host_lengths = rows.lengths.tolist()
+        rows.commit(rows.lengths.cpu().numpy(), None)
 
     def _move(self, finished: list[int]) -> None:
         rows = self._rows

@@ -127,7 +127,7 @@ class DistilledDrafter(Drafter):
             return
         started = time.perf_counter()
         canvas = self.student.canvas(logits.shape[1] - 1, snapshot=self._executor is not None)
-        drafted = verified & (self._proposal.lengths > 0)  # [B]
+        drafted = verified & (self._proposal.drafted() > 0)  # [B]
         if self._executor is None:
             self.learning.seconds += self._learn_from(self.learner, canvas, logits, drafted)
             self.learner.publish()
@@ -144,7 +144,7 @@ class DistilledDrafter(Drafter):
 
     def observe(self, tokens: int) -> None:
         if self._proposal is not None:
-            self._stride.observe(tokens / len(self._proposal.lengths))
+            self._stride.observe(tokens / len(self._proposal.tokens))
             self._proposal = None
         self.student.observe(tokens)
 

@@ -332,7 +332,7 @@ def test_rows_that_drafted_nothing_teach_nothing(make, tiny) -> None:
 
     def nothing(*arguments: Any) -> Proposal:
         proposal = propose(*arguments)
-        return replace(proposal, lengths=torch.zeros_like(proposal.lengths))
+        return replace(proposal, lengths=torch.zeros_like(proposal.drafted()))
 
     drafter.student.propose = nothing
     statistics = generate(tiny, BATCH, "tts", drafter=drafter, max_new_tokens=8).statistics
