@@ -165,8 +165,9 @@ class Rows:
             self.indices.append(request.index)
             row_of_prompt.setdefault(key, row)
         self.active += len(requests)
-        column = torch.arange(self.columns, device=self.tokens.device)  # [columns]
-        self._keys[first : self.active] = position_keys(self.streams[first:], column - self.prompt_lengths[first:, None])
+        columns = torch.arange(self.columns, device=self.tokens.device)  # [columns]
+        positions = columns - self.prompt_lengths[first:, None]  # [n, columns]
+        self._keys[first : self.active] = position_keys(self.streams[first:], positions)
         follower_rows = list(range(first + len(leaders), self.active))
         return Admission(first, len(leaders), follower_rows, [row_of_prompt[key] for key, _ in followers], moved)
 
