@@ -1,7 +1,7 @@
 """Dense layers in float32 on a CPU: oneDNN on the plain weights, as a shadow multiplies, against torch's `F.linear`.
 
 Both run in turns on the same weights; a ratio is of the medians. `ONEDNN_MULTIPLICATIONS` of
-`spec_trl/generation/engine/dense_linear.py` is where oneDNN begins to win.
+`spec_trl/dense_linear.py` is where oneDNN begins to win.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_trl.generation.engine.dense_linear import ONEDNN_MULTIPLICATIONS, multiply_by_onednn
+from spec_trl.dense_linear import ONEDNN_MULTIPLICATIONS, multiply_by_onednn
 
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
 

@@ -29,6 +29,7 @@ from .engine.request_queue import RequestQueue
 from .engine.rollout import Completion, Rollout
 from .engine.rows import Request, Rows
 from .engine.runner import EagerRunner
+from .engine.slow_dtype import warn_of_slow_dtype
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit
 from .strategies import as_drafters, keep_control, make_control, make_drafters, take_control
@@ -196,6 +197,7 @@ def _prepare(
         drafter.check_length(columns)
     rows = Rows(call.capacity, columns, device)
     prefixes = PrefixView(rows, call.input_ids)
+    warn_of_slow_dtype(model)
     runner = runner_for(model, call.capacity, columns, config)
     streamer = call.streamer
     options: dict[str, Any] = dict(

@@ -193,7 +193,11 @@ def test_bad_names_are_refused_before_any_work(llama: PreTrainedModel) -> None:
     drafter = share_weights(llama)
     for name, value, valid in (
         ("scheme", "rtn-w3", "rtn-w4-g128', 'rtn-w4-g64', 'rtn-w4-g32', 'rtn-w8"),
-        ("kernel", "marlln", "auto', 'torch_int4', 'triton', 'humming', 'marlin', 'torch_int8', 'reference"),
+        (
+            "kernel",
+            "marlln",
+            "auto', 'torch_int4', 'onnxruntime', 'triton', 'humming', 'marlin', 'torch_int8', 'reference",
+        ),
         ("lm_head", "tied", "auto', 'dense', 'packed"),
     ):
         with pytest.raises(ValueError, match=f"{name}='{value}'.*{valid}"):

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...dense_linear import DenseLinear, is_dense_on_cpu
 from ...quantization.source_weight import WRAPPED
 from .attention import RAGGED_ATTENTION
-from .dense_linear import DenseLinear, is_dense_on_cpu
 from .family_hooks import adapt
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from spec_trl.generation.engine import dense_linear
-from spec_trl.generation.engine.dense_linear import DenseLinear
+from spec_trl import dense_linear
+from spec_trl.dense_linear import DenseLinear
 from spec_trl.generation.engine.shadow import make_shadow
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, find_kernel
 from spec_trl.quantization.kernels.humming import HummingInt4
 from spec_trl.quantization.kernels.marlin import MarlinInt4
+from spec_trl.quantization.kernels.onnxruntime_int4 import OnnxRuntimeInt4
 from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
 from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu, TorchInt4Cuda
 from spec_trl.quantization.kernels.torch_int8 import TorchInt8Cpu
@@ -18,7 +19,13 @@ from tests.quantization.conftest import layer_spec, pack
 
 
 BF16 = torch.bfloat16
-STORES_ON_CPU = [TorchInt4Cpu, TritonInt4, MarlinInt4, ReferenceInt4, TorchInt8Cpu, ReferenceInt8]
+HAS_ONNXRUNTIME = importlib.util.find_spec("onnxruntime") is not None
+STORES_ON_CPU = [
+    TorchInt4Cpu, TritonInt4, MarlinInt4, ReferenceInt4, TorchInt8Cpu, ReferenceInt8,
+    pytest.param(
+        OnnxRuntimeInt4, marks=pytest.mark.skipif(not HAS_ONNXRUNTIME, reason="onnxruntime is not installed")
+    ),
+]  # fmt: skip
 """Kernels whose layout needs no GPU; test_on_gpu.py has the others."""
 
 
@@ -70,6 +77,13 @@ def test_rows_are_stored_in_place_block_by_block(kernel, out: int) -> None:
     assert large.nbytes / (2 * 256 * 1024) <= (0.27 if bits == 4 else 0.51) and not large.state_dict()
 
 
+def test_a_missing_onnxruntime_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert find_kernel("onnxruntime", layer_spec(64)) == (
+        'onnxruntime: onnxruntime is not installed; "pip install spec-trl[cpu]"'
+    )
+
+
 def test_the_choice_by_name() -> None:
     """ "auto" takes the fast kernel and never the reference."""
     assert find_kernel("reference", layer_spec(64)) is ReferenceInt4
@@ -89,7 +103,8 @@ FLOAT32 = dict(activation_dtype=torch.float32)
             layer_spec(40, 96, 96, bits=8, **FLOAT32),
             "activation_dtype=torch.float32, and it computes in",
         ),
-        ("auto", layer_spec(64, **FLOAT32), "torch_int4: activation_dtype=torch.float32"),  # never the reference
+        # never the reference
+        ("auto", layer_spec(64, activation_dtype=torch.float64), "torch_int4: activation_dtype=torch.float64"),
         ("torch_int4", layer_spec(64, bits=8), "kernel 'torch_int4' has nothing for 8-bit weights on cpu"),
         ("triton", layer_spec(64), "kernel 'triton' has nothing for 4-bit weights on cpu"),
         ("torch_int4", layer_spec(36, device="cuda"), "torch_int4: 36 output features are no multiple of 8"),
