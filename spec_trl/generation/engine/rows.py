@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cache import RowStates, check_memory
+from .cache import RowStates
+from .memory import check_memory
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Rows:
         requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
         streams: `[active]` int64 noise keys.
         host_lengths: `lengths` without asking the device; who commits sets them.
+        most: these when their sum was largest, of the times at which rows left.
     """
 
     lengths: Tensor
@@ -97,6 +99,7 @@ class Rows:
         self._index = torch.arange(capacity, device=device)[:, None]  # [capacity, 1]
         self.active = 0
         self.host_lengths: list[int] = []
+        self.most: list[int] = []
         self.prompts: list[bytes] = []
         self.indices: list[int] = []
 
@@ -132,9 +135,9 @@ class Rows:
             key = request.prompt.cpu().numpy().tobytes()
             (followers if key in seen and request.progress is None else leaders).append((key, request))
             seen.add(key)
-        leaders.sort(key=lambda leader: _text_length(leader[1]))  # rows of like length prefill with little padding
+        leaders.sort(key=lambda leader: text_length(leader[1]))  # rows of like length prefill with little padding
         for row, (key, request) in enumerate(leaders + followers, start=first):
-            prompt, length = len(request.prompt), _text_length(request)
+            prompt, length = len(request.prompt), text_length(request)
             self.tokens[row, :prompt] = request.prompt
             if (progress := request.progress) is not None:
                 moved[row] = progress
@@ -178,6 +181,7 @@ class Rows:
         Returns:
             Rows that moved and where they moved to; the caller moves their K/V alike.
         """
+        self.most = max(self.most, list(self.host_lengths), key=sum)
         remaining = self.active - len(finished)
         destination = [row for row in finished if row < remaining]
         source = [row for row in range(remaining, self.active) if row not in finished]
@@ -193,6 +197,6 @@ class Rows:
         return source, destination
 
 
-def _text_length(request: Request) -> int:
+def text_length(request: Request) -> int:
     """Tokens of the prompt and of what has been generated."""
     return len(request.prompt) + (0 if request.progress is None else len(request.progress.tokens))
