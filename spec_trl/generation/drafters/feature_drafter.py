@@ -137,9 +137,10 @@ class FeatureDrafter(TrainableDrafter):
         del self.cache, self.failure, self._recent, self._prompt_ends
 
     def admit(self, admission: Admission) -> None:
+        lengths = self.session.rows.host_lengths
+        self.cache.trim(admission.first, lengths[admission.first : admission.first + admission.leaders])
         if admission.followers:
-            columns = [self.session.rows.host_lengths[row] for row in admission.followers]
-            self.copy_rows(admission.sources, admission.followers, columns)
+            self.copy_rows(admission.sources, admission.followers, [lengths[row] for row in admission.followers])
         self._admit_recent(admission)
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:

@@ -98,11 +98,18 @@ class RaggedCache(Cache):
         self.give_back(active, self._used)
         self._used = active
 
-    def give_back(self, first: int, end: int) -> None:
-        """Gives back the memory of rows `first..end`, where it is taken page by page."""
+    def give_back(self, first: int, end: int, kept: int = 0) -> None:
+        """Gives back the memory of rows `first..end`, but for their first `kept` columns, where it is taken page by
+        page."""
         for layer in self._allocated:
             for buffer in layer.buffers:
-                buffer.give_back(first, end)
+                buffer.give_back(first, end, kept)
+
+    def trim(self, first: int, lengths: Sequence[int]) -> None:
+        """Gives back what padding has written: the rows from `first` on, written together, have `lengths` columns."""
+        for row, length in enumerate(lengths, first):
+            if in_pages(length) < max(lengths):
+                self.give_back(row, row + 1, length)
 
     def move_columns(self, source: Tensor, destination: Tensor) -> None:
         """Copies columns `source[b]` of row b to its columns `destination[b]` (`[B, n]` int64 each), which may overlap
@@ -159,7 +166,7 @@ class _RaggedLayer(CacheLayerMixin):
         if not window.is_allocated:
             rows = 1 if takes_pages(key_states.device) else window.rows  # one must fit, others wait for memory
             column = sum(states.shape[1] * states.shape[3] * states.element_size() for states in given)
-            what = f"the K/V cache of {rows} rows x {window.columns} columns x {window.layers} layers"
+            what = f"the K/V cache (rows x columns x layers: {rows} x {window.columns} x {window.layers})"
             check_memory(what, rows * window.columns * column * window.layers, key_states.device)
         # Zeros, not empty: a masked column still meets a weight of 0, and 0 * NaN is NaN.
         self.buffers = tuple(

@@ -40,14 +40,20 @@ class PagedZeros:
             self._region.madvise(mmap.MADV_NOHUGEPAGE)
         self.tensor = torch.frombuffer(self._region, dtype=dtype).view(shape)
 
-    def give_back(self, first: int, end: int) -> None:
-        """Gives back the memory of rows `first..end`: the whole pages in them, which are zeros again."""
+    def give_back(self, first: int, end: int, kept: int = 0) -> None:
+        """Gives back the memory of rows `first..end` but for their first `kept` columns: the whole pages in it, which
+        are zeros again."""
         if self._region is None:
             return
-        row = self.tensor[0].nbytes
-        start, stop = _up(first * row), end * row // mmap.PAGESIZE * mmap.PAGESIZE
-        if start < stop:
-            self._region.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        _, heads, columns, size = self.tensor.shape
+        column = size * self.tensor.element_size()
+        spans = [(first * heads * columns, end * heads * columns)]
+        if kept:
+            spans = [(head * columns + kept, (head + 1) * columns) for head in range(first * heads, end * heads)]
+        for start, stop in spans:
+            begin, end = _up(start * column), stop * column // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                self._region.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def bytes_of(self, lengths: Sequence[int]) -> int:
         """Bytes that rows of `lengths` columns take at most, in whole pages; all bytes where memory is taken at

@@ -110,6 +110,7 @@ class EagerRunner:
                 positions = torch.arange(column, stop, device=device).expand(end - start, -1)  # [n, q]
                 # Shorter rows feed scratch tokens after their prompt: masked now, overwritten later.
                 self.prefill(rows.tokens[first:last, column:stop], positions, stop, first_row=first)
+            self.cache.trim(first, lengths[start:end])
             start = end
         if admission.followers:
             self.cache.copy_rows(admission.sources, admission.followers, lengths[admission.leaders :])

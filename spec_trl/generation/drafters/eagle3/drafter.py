@@ -74,6 +74,8 @@ class Eagle3Drafter(FeatureDrafter):
                 columns = torch.arange(start, stop, device=rows.tokens.device).expand(len(leaders), -1)  # [n, q]
                 # Shorter rows feed scratch after their prompt: masked now, overwritten later.
                 self._feed(columns, stop, first_row=admission.first)
+            for row, count in enumerate(leaders, admission.first):
+                self._buffer.give_back(row, row + 1, count)
         super().admit(admission)
         self._cached[admission.first : rows.active] = rows.lengths[admission.first :] - 1
 
