@@ -24,7 +24,7 @@ from .engine.captured import GraphRunner, free_for_cache, keep_runner, runner_fo
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
 from .engine.kv_room import KVRoom, RowNeeds
-from .engine.memory import takes_pages
+from .engine.memory import check_memory, takes_pages
 from .engine.noise import stream_keys
 from .engine.processors import LogitsPipeline, PrefixView
 from .engine.request_queue import RequestQueue
@@ -196,7 +196,9 @@ def _prepare(
     columns, capacity = longest + most_drafted, call.capacity
     graphs = config.max_graph_memory * 2**30 if runner_mode(config, device) != "eager" else 0
     needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, graphs)
-    if config.max_batch_size is None and not (in_step or takes_pages(device)):
+    if in_step:  # all rows stay to the end
+        check_memory(f"K/V of {capacity} rows x {columns} columns", int(capacity * columns * needs.column), device)
+    elif config.max_batch_size is None and not takes_pages(device):
         capacity = min(capacity, needs.rows_that_fit(columns, free_for_cache(model)))
     drafters = decoupled(drafters, model, config, call.rejects, capacity, longest)
     for drafter in drafters:
@@ -213,7 +215,7 @@ def _prepare(
         want_logprobs=bool(call.generation_config.return_dict_in_generate),
         strategy=call.strategy,
         on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
-        room=KVRoom(rows, needs) if takes_pages(device) and not in_step else None,  # in step, all rows stay
+        room=KVRoom(rows, needs) if takes_pages(device) and not in_step else None,
     )
     make: Callable[..., Rollout] = Rollout
     if in_step:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from spec_trl.generation import decoding
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
@@ -85,6 +85,24 @@ def test_one_row_that_can_never_fit_is_refused(tiny: LlamaForCausalLM, monkeypat
     monkeypatch.setattr(memory, "free_memory", lambda device: needed - 1)
     with pytest.raises(ValueError, match=r"K/V cache.*1 x 38 x 2.* would not fit.*Lower `max_new_tokens`"):
         generate(tiny, PROMPTS, config={"draft_length": 5})
+
+
+class Unmarked(LogitsProcessor):
+    """Does nothing, but does not say that it looks at each row alone."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def test_rows_in_step_must_fit_together(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay until the last one ends."""
+    needed = 8 * 2 * 2 * 2 * 16 * 8 * (9 + 24 + 5)
+    options: dict[str, Any] = {"config": {"draft_length": 5}, "logits_processor": LogitsProcessorList([Unmarked()])}
+    monkeypatch.setattr(memory, "free_memory", lambda device: needed)
+    assert generate(tiny, PROMPTS, **options).statistics.preemptions == 0
+    monkeypatch.setattr(memory, "free_memory", lambda device: needed - 1)
+    with pytest.raises(ValueError, match="K/V of 8 rows x 38 columns would not fit.*max_batch_size"):
+        generate(tiny, PROMPTS, **options)
 
 
 # ---- arithmetic -----------------------------------------------------------------------------------------------------

@@ -95,10 +95,12 @@ def test_statistics_count_what_the_kernel_counts(
         layers = [layer for cache in caches for layer in cache.layers if layer.is_initialized]
         taken.append(sum(written(states) for layer in layers for states in (layer.keys, layer.values)))
 
-    prompts = pad_left(random_rows([5, 9, 7, 300, 4, 6]))
+    prompts = pad_left(random_rows([5, 9, 100, 300, 4, 6]))
     options: dict[str, Any] = {"eos_token_id": 5, "max_new_tokens": 600}
     assistant = {"assistant_model": tiny_assistant} if strategy == "model" else {}
     criteria = StoppingCriteriaList([EachRound(look)])
     found = generate(model, prompts, strategy, stopping_criteria=criteria, **assistant, **options)
     assert max(taken) <= found.statistics.cache_bytes < 2 * max(taken), "pages of 64 columns, and of shared heads"
-    assert outputs(found) == outputs(generate(model, prompts, **options))
+    assert outputs(found) == outputs(generate(model, prompts, config={"max_batch_size": 1}, **options)), (
+        "nothing padded"
+    )
