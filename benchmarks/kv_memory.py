@@ -1,8 +1,8 @@
 """Memory of K/V for rows whose lengths have a long tail, against a cache that is taken at once.
 
 A random model with the K/V heads of Qwen2.5-7B and few layers decodes rows that a criterion ends at lengths drawn from
-a log-normal distribution. K/V of one layer is like that of another, so a share of the whole holds for any number of
-layers.
+a log-normal distribution. Once all rows start together, and once waiting requests take the place of rows that have
+ended. K/V of one layer is like that of another, so a share of the whole holds for any number of layers.
 """
 
 import argparse
@@ -32,9 +32,9 @@ class EndsAt(StoppingCriteria):
         return input_ids.shape[1] - PROMPT >= torch.tensor(wanted, device=input_ids.device)  # [B]
 
 
-def drawn_lengths(rows: int, limit: int, sigma: float, seed: int) -> list[int]:
-    """Lengths of `rows`, log-normal up to `limit`, an eighth of it on average."""
-    drawn = np.random.default_rng(seed).lognormal(0.0, sigma, rows)
+def drawn_lengths(count: int, limit: int, sigma: float, seed: int) -> list[int]:
+    """`count` lengths, log-normal up to `limit`, an eighth of it on average."""
+    drawn = np.random.default_rng(seed).lognormal(0.0, sigma, count)
     low, high = 0.0, float(limit)
     for _ in range(60):  # bisection: the mean grows with the scale
         scale = (low + high) / 2
@@ -45,6 +45,7 @@ def drawn_lengths(rows: int, limit: int, sigma: float, seed: int) -> list[int]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=256, help="where rows are refilled (default: %(default)s)")
     parser.add_argument("--limit", type=int, default=2048, help="most new tokens of a row (default: %(default)s)")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the log-normal lengths (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="of the model (default: %(default)s)")
@@ -57,32 +58,31 @@ def main(arguments: list[str] | None = None) -> None:
         num_attention_heads=4, num_key_value_heads=4, head_dim=128, max_position_embeddings=2 * options.limit,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).to(device, torch.bfloat16).eval()
-    prompts = torch.randint(512, (options.rows, PROMPT), device=device)
-    lengths = drawn_lengths(options.rows, options.limit, options.sigma, options.seed)
-    with peak_memory(device) as peak:
-        found = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=options.limit,
-            eos_token_id=None, pad_token_id=0, stopping_criteria=StoppingCriteriaList([EndsAt(prompts, lengths)]),
-            assistant_strategy="none", speculative_config={"seed": options.seed}, return_dict_in_generate=True,
-        )  # fmt: skip
-    if found.lengths.tolist() != lengths:
-        raise RuntimeError("rows did not end where they had to")
     column = 2 * options.layers * config.num_key_value_heads * 128 * torch.bfloat16.itemsize
     at_once = options.rows * (PROMPT + options.limit) * column
-    used = found.statistics.cache_bytes
+    findings, details = [], {}
+    for name, count in (("all rows start together", options.rows), ("rows are refilled", options.requests)):
+        prompts = torch.randint(512, (count, PROMPT), device=device)
+        lengths = drawn_lengths(count, options.limit, options.sigma, options.seed)
+        with peak_memory(device) as peak:
+            found = model.generate(
+                prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=options.limit,
+                pad_token_id=0, stopping_criteria=StoppingCriteriaList([EndsAt(prompts, lengths)]),
+                assistant_strategy="none", return_dict_in_generate=True,
+                speculative_config={"seed": options.seed, "max_batch_size": options.rows},
+            )  # fmt: skip
+        if found.lengths.tolist() != lengths:
+            raise RuntimeError("rows did not end where they had to")
+        used = found.statistics.cache_bytes
+        findings.append(Finding(f"K/V when there was most of it, {name}", used / at_once, "×", "rows × limit"))
+        findings.append(Finding(f"the same in MiB, of {at_once / 2**20:.0f}", used / 2**20, "MiB"))
+        details[name] = {"lengths": sorted(lengths), "peak of the process": peak.value}
     write_result(
         options.output, "rollouts", "Memory of K/V",
-        f"{options.rows} rows of up to {options.limit} new tokens, {sum(lengths) / options.rows:.0f} on average "
-        f'(log-normal, σ = {options.sigma:g}; longest {max(lengths)}), strategy "none"; {options.layers} layers of 4 '
-        "K/V heads of 128 in bfloat16. The peak of the process is above its size before, activations included.",
-        machine,
-        [
-            Finding("K/V when there was most of it", used / at_once, "×", "rows × limit"),
-            Finding("the same, bytes", used / 2**20, "MiB"),
-            Finding("rows × limit, bytes", at_once / 2**20, "MiB"),
-            Finding("peak of the process", peak.value / 2**20, "MiB"),
-        ],
-        {"options": shown(options), "lengths": sorted(lengths), "preemptions": found.statistics.preemptions},
+        f"{options.rows} rows in flight of up to {options.limit} new tokens, an eighth of it on average (log-normal, "
+        f'σ = {options.sigma:g}), {options.requests} requests where rows are refilled; strategy "none", '
+        f"{options.layers} layers of 4 K/V heads of 128 in bfloat16. Bytes are counted, in pages.",
+        machine, findings, {"options": shown(options), **details},
     )  # fmt: skip
 
 
