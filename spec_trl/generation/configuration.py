@@ -116,7 +116,7 @@ class SpeculativeConfig:
         'A "model" has a K/V cache of its own; "self" has 2 (γ + 1) columns per row, on a GPU a whole cache.',
     )
     max_batch_size: int | None = option(
-        None, "Number of rows in flight; further prompts are admitted as rows finish. None: all at once.", low=1
+        None, "Number of rows in flight; further prompts wait until rows finish. None: as many as memory holds.", low=1
     )
     runner: Runner = option(
         "auto",

@@ -20,9 +20,11 @@ from ..scheduling.toggle import SpeculationToggle
 from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_decoupled, check_strategy, check_verification
 from .decoupling import decoupled, keep_acceptance
 from .engine import requirements
-from .engine.captured import GraphRunner, keep_runner, runner_for, runner_mode
+from .engine.captured import GraphRunner, free_for_cache, keep_runner, runner_for, runner_mode
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
+from .engine.kv_room import KVRoom, RowNeeds
+from .engine.memory import check_memory, takes_pages
 from .engine.noise import stream_keys
 from .engine.processors import LogitsPipeline, PrefixView
 from .engine.request_queue import RequestQueue
@@ -190,15 +192,22 @@ def _prepare(
             'verification="rejection" cannot be raced: chains that are accepted by chance disagree, and taking the '
             'longest would favour what is easy to draft. Use verification="exact", or one drafter per row.'
         )
-    drafters = decoupled(drafters, model, config, call.rejects, call.capacity, longest)
     # "none" gets the same columns: attention over other widths would differ in the last bits.
-    columns = longest + max(config.draft_length, control.most_drafted)
+    most_drafted = max(config.draft_length, control.most_drafted)
+    columns, capacity = longest + most_drafted, call.capacity
+    graphs = config.max_graph_memory * 2**30 if runner_mode(config, device) != "eager" else 0
+    needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, graphs)
+    if in_step:  # all rows stay to the end
+        check_memory(f"K/V of {capacity} rows x {columns} columns", int(capacity * columns * needs.column), device)
+    elif config.max_batch_size is None and not takes_pages(device):
+        capacity = min(capacity, needs.rows_that_fit(columns, free_for_cache(model)))
+    drafters = decoupled(drafters, model, config, call.rejects, capacity, longest)
     for drafter in drafters:
         drafter.check_length(columns)
-    rows = Rows(call.capacity, columns, device)
+    rows = Rows(capacity, columns, device)
     prefixes = PrefixView(rows, call.input_ids)
     warn_of_slow_dtype(model)
-    runner = runner_for(model, call.capacity, columns, config)
+    runner = runner_for(model, capacity, columns, config)
     streamer = call.streamer
     options: dict[str, Any] = dict(
         pipeline=LogitsPipeline(call.processors, prefixes, len(prompts)),
@@ -208,6 +217,7 @@ def _prepare(
         want_logprobs=bool(call.generation_config.return_dict_in_generate),
         strategy=call.strategy,
         on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
+        room=KVRoom(rows, needs) if takes_pages(device) and not in_step else None,
     )
     make: Callable[..., Rollout] = Rollout
     if in_step:

@@ -91,7 +91,7 @@ class SpecGRPOConfig(GRPOConfig):
     rollout_batch_size: int | None = option(
         None,
         "Number of rows that each device decodes together; the others of the generation batch follow as rows finish. "
-        "None: all at once.",
+        "None: as many as memory holds.",
     )
     rollout_sharing: str = option(
         "pool",

@@ -228,7 +228,7 @@ def test_tokens_are_those_of_plain_decoding(scenario: Scenario, tiny, drafters: 
     answers, eos = plain(scenario.sampling, scenario.eos)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_QUERIES_PER_FORWARD", scenario.prefill[0])
-        patch.setattr(runner, "_TOKENS_PER_FORWARD", scenario.prefill[1])
+        patch.setattr(runner, "TOKENS_PER_FORWARD", scenario.prefill[1])
         if scenario.captured:
             release(tiny)
             install_tape(patch)

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from ...quantization.linear import QuantizedLinear
 from ..engine.cache import RaggedCache
 from ..engine.drafter import DraftSession
+from ..engine.model_costs import kv_bytes
 from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
 from ..engine.runner import EagerRunner
@@ -70,9 +71,9 @@ class NetworkDrafter(TrainableDrafter):
             rows = self.session.rows
             self._cached[admission.first : rows.active] = rows.lengths[admission.first :] - 1
 
-    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+    def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         if self._owns_cache:
-            self.cache.copy_rows(source, destination, columns)
+            self.cache.move_rows(source, destination, columns, self.session.rows.active)
         if self._cached is not None:
             self._cached[destination] = self._cached[source]
 
@@ -101,7 +102,11 @@ class NetworkDrafter(TrainableDrafter):
 
     @property
     def cache_bytes(self) -> int:
-        return self.cache.bytes if self._owns_cache else 0
+        return self.cache.bytes_of(self.session.most_columns) if self._owns_cache else 0
+
+    @property
+    def column_bytes(self) -> float:
+        return 0.0 if self._shares_target_cache else kv_bytes(self.network)
 
     def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
         # One forward instead of γ: what was drafted is known.

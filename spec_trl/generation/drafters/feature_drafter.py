@@ -137,18 +137,20 @@ class FeatureDrafter(TrainableDrafter):
         del self.cache, self.failure, self._recent, self._prompt_ends
 
     def admit(self, admission: Admission) -> None:
+        lengths = self.session.rows.host_lengths.tolist()
+        self.cache.trim(admission.first, lengths[admission.first : admission.first + admission.leaders])
         if admission.followers:
-            self.copy_rows(admission.sources, admission.followers, self.session.rows.longest)
+            self.copy_rows(admission.sources, admission.followers, [lengths[row] for row in admission.followers])
         self._admit_recent(admission)
 
-    def move(self, source: list[int], destination: list[int], columns: int) -> None:
-        self.copy_rows(source, destination, columns)
+    def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
+        self.cache.move_rows(source, destination, columns, self.session.rows.active)
         if self._recent is not None and self._prompt_ends is not None:
             self._recent[destination] = self._recent[source]
             self._prompt_ends[destination] = self._prompt_ends[source]
 
-    def copy_rows(self, source: list[int], destination: list[int], columns: int) -> None:
-        """Copies what rows `source` hold for their first `columns` to rows `destination`."""
+    def copy_rows(self, source: list[int], destination: list[int], columns: list[int]) -> None:
+        """Copies what rows `source` hold for their first `columns[i]` to rows `destination`."""
         self.cache.copy_rows(source, destination, columns)
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
@@ -167,7 +169,14 @@ class FeatureDrafter(TrainableDrafter):
     @property
     def cache_bytes(self) -> int:
         kept = (self._recent, self._prompt_ends)
-        return self.cache.bytes + sum(tensor.nbytes for tensor in kept if tensor is not None)
+        own = sum(tensor.nbytes for tensor in kept if tensor is not None)
+        return own + self.cache.bytes_of(self.session.most_columns)
+
+    @property
+    def column_bytes(self) -> float:
+        decoder = self.config.decoder
+        size = decoder.num_key_value_heads * decoder.head_dim * self.network.fc.weight.element_size()
+        return 2.0 * decoder.num_hidden_layers * size
 
     def trained(self, network: Any) -> list[nn.Parameter]:
         return [p for name, p in network.named_parameters() if name not in self.borrowed]

@@ -56,7 +56,7 @@ class HistoryDrafter(Drafter):
         for row, progress in admission.moved.items():
             self.history.extend(self._texts[row], progress.tokens.tolist())
 
-    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+    def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         for row, target in zip(source, destination, strict=True):
             self._texts[target] = self._texts[row]
 

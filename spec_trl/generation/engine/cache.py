@@ -1,14 +1,16 @@
 """The ragged K/V cache: every row owns its own columns, nothing is ever shifted or padded."""
 
-import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .memory import PagedZeros, check_memory, in_pages, takes_pages
 
 
 RowStates: TypeAlias = dict[int, tuple[Tensor, Tensor]]
@@ -40,8 +42,9 @@ class RaggedCache(Cache):
         row 1   p p o o o o o o o o .      left there is overwritten by the next forward
         row 2   p p p o . . . . . . .
 
-    Buffers are allocated at the first write, in the dtypes and head counts that the layer really has, with `columns`
-    for all tokens that a row can hold, drafts included.
+    Buffers are made at the first write, in the dtypes and head counts that the layer really has, with `columns` for
+    all tokens that a row can hold, drafts included. Memory is taken as columns are written, and given back as rows
+    leave (:class:`~spec_trl.generation.engine.memory.PagedZeros`); where the device cannot, all at once.
     """
 
     key_positions: Tensor | None = None
@@ -52,6 +55,7 @@ class RaggedCache(Cache):
         super().__init__(layers=[_RaggedLayer(self._window) for _ in range(layers)])
         self.rows = rows
         self.columns = columns
+        self._used = 0  # rows that may hold something
 
     @classmethod
     def for_network(cls, network: PreTrainedModel, rows: int, columns: int) -> "RaggedCache":
@@ -64,17 +68,48 @@ class RaggedCache(Cache):
         window = self._window
         window.first_row, window.positions, window.visible = first_row, positions, columns
         window.row_index = torch.arange(positions.shape[0], device=positions.device)[:, None]  # [B, 1]
+        self._used = max(self._used, first_row + positions.shape[0])
 
     @property
     def first_row(self) -> int:
         """First row of the last forward."""
         return self._window.first_row
 
-    def copy_rows(self, source: list[int], destination: list[int], columns: int) -> None:
-        """Copies columns `0..columns` of rows `source` to rows `destination`, which do not overlap."""
+    def copy_rows(self, source: list[int], destination: list[int], columns: list[int]) -> None:
+        """Copies the first `columns[i]` columns of each row `source[i]`, in whole pages, to row `destination[i]`; the
+        two do not overlap."""
+        by_pages: dict[int, tuple[list[int], list[int]]] = {}  # rows of like length are copied at once
+        for row, to, count in zip(source, destination, columns, strict=True):
+            sources, destinations = by_pages.setdefault(in_pages(count), ([], []))
+            sources.append(row)
+            destinations.append(to)
+        for count, (sources, destinations) in by_pages.items():
+            for layer in self._allocated:
+                layer.keys[destinations, :, :count] = layer.keys[sources, :, :count]
+                layer.values[destinations, :, :count] = layer.values[sources, :, :count]
+        self._used = max([self._used, *(row + 1 for row in destination)])
+
+    def move_rows(self, source: list[int], destination: list[int], columns: list[int], active: int) -> None:
+        """Copies rows into gaps, as :meth:`copy_rows` does, so that `active` rows come first; the memory of the
+        others, and of what stood in the gaps, is given back."""
+        for row in destination:
+            self.give_back(row, row + 1)
+        self.copy_rows(source, destination, columns)
+        self.give_back(active, self._used)
+        self._used = active
+
+    def give_back(self, first: int, end: int, kept: int = 0) -> None:
+        """Gives back the memory of rows `first..end`, but for their first `kept` columns, where it is taken page by
+        page."""
         for layer in self._allocated:
-            layer.keys[destination, :, :columns] = layer.keys[source, :, :columns]
-            layer.values[destination, :, :columns] = layer.values[source, :, :columns]
+            for buffer in layer.buffers:
+                buffer.give_back(first, end, kept)
+
+    def trim(self, first: int, lengths: Sequence[int]) -> None:
+        """Gives back what padding has written: the rows from `first` on, written together, have `lengths` columns."""
+        for row, length in enumerate(lengths, first):
+            if in_pages(length) < max(lengths):
+                self.give_back(row, row + 1, length)
 
     def move_columns(self, source: Tensor, destination: Tensor) -> None:
         """Copies columns `source[b]` of row b to its columns `destination[b]` (`[B, n]` int64 each), which may overlap
@@ -101,11 +136,18 @@ class RaggedCache(Cache):
                 layer.lazy_initialization(keys[None], values[None])
             layer.keys[row, :, start : start + keys.shape[1]] = keys
             layer.values[row, :, start : start + values.shape[1]] = values
+        self._used = max(self._used, row + 1)
 
     @property
-    def bytes(self) -> int:
-        """Bytes allocated so far."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._allocated)
+    def column_bytes(self) -> int:
+        """Bytes of one column of a row."""
+        return sum(states[0, :, 0].nbytes for layer in self._allocated for states in (layer.keys, layer.values))
+
+    def bytes_of(self, lengths: Sequence[int]) -> int:
+        """Bytes that the cache takes with rows of `lengths` columns, where memory is taken page by page; else all."""
+        counts = Counter(buffer.kind for layer in self._allocated for buffer in layer.buffers)
+        kinds = {buffer.kind: buffer for layer in self._allocated for buffer in layer.buffers}  # alike in most layers
+        return sum(count * kinds[kind].bytes_of(lengths) for kind, count in counts.items())
 
     @property
     def _allocated(self) -> list[Any]:
@@ -121,13 +163,17 @@ class _RaggedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         window, given = self._window, (key_states, value_states)
-        shapes = [(window.rows, states.shape[1], window.columns, states.shape[3]) for states in given]
         if not window.is_allocated:
-            sizes = [math.prod(shape) * s.element_size() for shape, s in zip(shapes, given, strict=True)]
-            what = f"the K/V cache of {window.rows} rows x {window.columns} columns x {window.layers} layers"
-            check_memory(what, sum(sizes) * window.layers, key_states.device)
+            rows = 1 if takes_pages(key_states.device) else window.rows  # one must fit, others wait for memory
+            column = sum(states.shape[1] * states.shape[3] * states.element_size() for states in given)
+            what = f"the K/V cache (rows x columns x layers: {rows} x {window.columns} x {window.layers})"
+            check_memory(what, rows * window.columns * column * window.layers, key_states.device)
         # Zeros, not empty: a masked column still meets a weight of 0, and 0 * NaN is NaN.
-        self.keys, self.values = (states.new_zeros(shape) for shape, states in zip(shapes, given, strict=True))
+        self.buffers = tuple(
+            PagedZeros((window.rows, states.shape[1], window.columns, states.shape[3]), states.dtype, states.device)
+            for states in given
+        )
+        self.keys, self.values = (buffer.tensor for buffer in self.buffers)
         self.is_initialized = window.is_allocated = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -243,22 +289,3 @@ class _ReplayLayer(_RaggedLayer):
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast computes in on `device`; None: it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
-def check_memory(what: str, needed: int, device: torch.device) -> None:
-    """Raises ValueError where `needed` bytes for `what` are not free on `device`."""
-    free = free_memory(device)
-    if needed > free:
-        raise ValueError(
-            f"{what} would not fit in memory: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free "
-            f"on {device}. Lower `max_batch_size` in the speculative config (rows wait their turn), or "
-            "`max_new_tokens`."
-        )
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that tensors may take on `device`; what the CUDA allocator keeps for later ones counts as free."""
-    if device.type != "cuda":
-        return psutil.virtual_memory().available
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept

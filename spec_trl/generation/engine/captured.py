@@ -24,6 +24,7 @@ from ..configuration import SpeculativeConfig
 from .cache import RaggedCache, autocast_dtype
 from .compiled import compiled_twin
 from .cuda_graphs import CudaRecorder, GraphBudget, Outputs, Recording
+from .memory import free_memory
 from .runner import EagerRunner, Heard
 from .shadow import addresses, fingerprint, make_shadow
 
@@ -378,6 +379,13 @@ def runner_for(model: PreTrainedModel, rows: int, columns: int, config: Speculat
     cache = RaggedCache.for_network(model, row_bucket(rows), -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS)
     budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
     return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
+
+
+def free_for_cache(model: PreTrainedModel) -> int:
+    """Bytes that a cache may take, or one that is kept for the next call, and its captured forwards, take already."""
+    runner: GraphRunner | None = kept.look(model, _NAME)
+    taken = 0 if runner is None else runner.cache.bytes_of([]) + runner.captured[1]
+    return free_memory(model.device) + taken
 
 
 def keep_runner(model: PreTrainedModel, runner: GraphRunner) -> None:

@@ -49,6 +49,11 @@ class DraftSession:
     most_drafted: int = MAX_DRAFT_LENGTH
     tail: TailCache | None = None
 
+    @property
+    def most_columns(self) -> list[int]:
+        """Columns of each row, drafts included, when there were most."""
+        return [length + self.most_drafted for length in self.rows.most]
+
     def draw(
         self, logits: Tensor, noise: RoundNoise | None, step: int, previous: Draw | None = None
     ) -> tuple[Draw, Tensor | None]:
@@ -148,9 +153,9 @@ class Drafter(CandidateGenerator):
     def admit(self, admission: Admission) -> None:
         """Rows came in."""
 
-    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+    def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         """Rows have ended. Rows `source` are now rows `destination`, so that the active ones come first: state per row
-        moves along, and so do `columns` of a cache. Both are empty where the last rows ended."""
+        moves along, and so do its first `columns[i]` of a cache. All are empty where the last rows ended."""
 
     @abstractmethod
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
@@ -177,8 +182,13 @@ class Drafter(CandidateGenerator):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the drafter's own K/V cache."""
+        """Most bytes of the drafter's own K/V cache since `begin`."""
         return 0
+
+    @property
+    def column_bytes(self) -> float:
+        """Bytes of one column of a row in it, as far as they are known before `begin`."""
+        return 0.0
 
     # ---- transformers' assisted loop, batch 1 ---------------------------------------------------------------------
 

@@ -38,9 +38,7 @@ def model_constants(
     active = sum(_count(p) for p in stacks.values()) * per_token / max(experts, 1)
     expert_bytes = sum(p.numel() * min(p.element_size(), itemsize) for p in stacks.values())
 
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
-    head_dim = shape.get("head_dim") or config.hidden_size // heads
-    kv_heads = shape.get("num_key_value_heads") or heads
+    heads, layers, _kv_heads, head_dim = _attention_shape(model)
     packed = saved = packed_experts = saved_experts = 0.0
     for layer in quantized.layers.values() if quantized is not None else ():
         dense = layer.weight_count * itemsize
@@ -53,12 +51,27 @@ def model_constants(
         draft_weight_bytes=weight_bytes - saved + packed if quantized is not None else 0.0,
         dense_flops=2.0 * (matrices + active),
         attention_flops=4.0 * layers * heads * head_dim,
-        kv_bytes=2.0 * layers * kv_heads * head_dim * itemsize,
+        kv_bytes=kv_bytes(model, dtype),
         expert_bytes=float(expert_bytes),
         draft_expert_bytes=expert_bytes - saved_experts + packed_experts if quantized is not None else 0.0,
         experts=experts,
         experts_per_token=per_token,
     )
+
+
+def kv_bytes(model: PreTrainedModel, dtype: torch.dtype | None = None) -> float:
+    """κ, the bytes of K/V per token of `model`, which computes in `dtype`; None: the weights' own."""
+    _heads, layers, kv_heads, head_dim = _attention_shape(model)
+    return 2.0 * layers * kv_heads * head_dim * (dtype or model.dtype).itemsize
+
+
+def _attention_shape(model: PreTrainedModel) -> tuple[int, int, int, int]:
+    """Heads, layers, K/V heads and the size of a head."""
+    config = model.config.get_text_config(decoder=True)
+    shape = config.to_dict()  # architectures leave out different keys
+    heads = config.num_attention_heads
+    head_dim = shape.get("head_dim") or config.hidden_size // heads
+    return heads, config.num_hidden_layers, shape.get("num_key_value_heads") or heads, head_dim
 
 
 def _stacks(module: nn.Module) -> list[nn.Parameter]:

@@ -19,14 +19,19 @@ class RequestQueue:
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
+        self._own = list(requests)
         self.waiting = len(requests)
 
     def take(self, free: int, active: int) -> list[Request]:
         """At most `free` requests, to be decoded next to the `active` rows; none where none is active: it is over."""
-        first = len(self.requests) - self.waiting
-        taken = self.requests[first : first + free]
-        self.waiting -= len(taken)
+        taken, self._own = self._own[:free], self._own[free:]
+        self.waiting = len(self._own)
         return taken
+
+    def put_back(self, requests: list[Request]) -> None:
+        """Takes back `requests` that were taken, to be given out first; some have `progress` by now."""
+        self._own = requests + self._own
+        self.waiting += len(requests)
 
     def keeps(self, index: int) -> bool:
         """Whether what request `index` has come to counts: a row has ended. Asked once."""

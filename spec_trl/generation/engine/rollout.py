@@ -13,11 +13,13 @@ from torch import Tensor
 from ...scheduling.control import Chain, Control, Tally
 from ...scheduling.plain_decoding import plain_rounds
 from ...scheduling.race_helper import RaceHelper
-from .cache import RowStates, free_memory
+from .cache import RowStates
 from .chains import Lanes, draft_lengths, is_one_chain
 from .counters import DraftCounter, PhaseTimer, RoundLog
 from .drafter import Drafter, DraftSession
 from .guarded_drafters import GuardedDrafters, report_broken
+from .kv_room import KVRoom
+from .memory import free_memory
 from .noise import RoundNoise, derive, position_keys
 from .noise_ahead import NoiseAhead
 from .outcome import Integers, Outcome
@@ -44,7 +46,7 @@ class Rollout:
 
     The candidates of `control` are the `drafters` in their order; the capacity of `rows` bounds the batch. `rejection`
     verifies by rejection sampling where it samples. `on_tokens` is called with `[n]` new tokens in each round, at
-    batch 1 only (a streamer).
+    batch 1 only (a streamer). Where `room` says that memory ends, rows leave and wait; None: there is enough.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class Rollout:
         want_logprobs: bool,
         strategy: str,
         on_tokens: Callable[[Tensor], None] | None = None,
+        room: KVRoom | None = None,
     ) -> None:
         requests = queue.requests
+        self._kv_room = room
         self._queue = queue
         self._completions: list[Completion | None] = [None] * len(requests)
         self._target, self._rows = target, rows
@@ -87,6 +91,7 @@ class Rollout:
         self._started = time.perf_counter()
         self.begin()
         while self.admit():
+            self._make_room()
             self.decode_round(self._plan())
             self._queue.after_round(self)
         self._control.finish()
@@ -110,9 +115,13 @@ class Rollout:
 
     def admit(self) -> bool:
         """Gives free rows to waiting requests and reads their prompts; returns whether there are rows to decode."""
-        rows = self._rows
-        free = rows.capacity - rows.active
+        rows, room = self._rows, self._kv_room
+        free = 0 if room is not None and room.is_full else rows.capacity - rows.active
         taken = self._queue.take(free, rows.active) if free and (self._queue.waiting or not rows.active) else []
+        if taken and room is not None:
+            fitting = room.fitting(taken)
+            self._queue.put_back(taken[fitting:])
+            taken = taken[:fitting]
         if taken:
             with self._timer.phase("prefill"):
                 admission = rows.admit(taken)
@@ -299,9 +308,16 @@ class Rollout:
         """Takes `finished` rows out of flight."""
         rows = self._rows
         source, destination = rows.drop(finished)
-        if source:
-            self._target.cache.copy_rows(source, destination, rows.longest)
-        self._drafters.each(lambda drafter: drafter.move(source, destination, rows.longest))
+        columns = rows.host_lengths[destination].tolist()
+        self._target.cache.move_rows(source, destination, columns, rows.active)
+        self._drafters.each(lambda drafter: drafter.move(source, destination, columns))
+
+    def _make_room(self) -> None:
+        """Sends rows back into the queue where memory ends; their K/V is computed again when they come back."""
+        leaving = [] if self._kv_room is None else self._kv_room.leaving(int(self._rows.host_lengths.sum()))
+        if leaving:
+            self._queue.put_back(self.hand_over(leaving, head_share=1.0))
+            self._statistics.preemptions += len(leaving)
 
     # ---- rows that another rank goes on with ----------------------------------------------------------------------
 
@@ -343,7 +359,7 @@ class Rollout:
         """
         lengths = self.lengths()
         cache = self._target.cache
-        needed = sum(lengths[row] for row in rows) * cache.bytes // (cache.rows * cache.columns)
+        needed = sum(lengths[row] for row in rows) * cache.column_bytes
         share = 1.0 if self._target.is_heard or 2 * needed > free_memory(self._rows.tokens.device) else head_share
         moved = []
         for row in rows:
@@ -399,7 +415,8 @@ class Rollout:
         logprobs = [completion.logprobs for completion in completions if completion.logprobs is not None]
         statistics.logprob_sum = float(sum(own.double().sum() for own in logprobs))
         statistics.target_forwards = self._target.forwards
-        statistics.cache_bytes = self._target.cache.bytes
+        most = [length + self._control.most_drafted for length in self._rows.most]
+        statistics.cache_bytes = self._target.cache.bytes_of(most)
         statistics.graphs, statistics.graph_bytes = self._target.captured
         for drafter in self._drafters:
             statistics.draft_forwards += drafter.forwards

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import RowStates, check_memory
+from .cache import RowStates
+from .memory import check_memory
 from .noise import position_keys
 from .outcome import Integers
 
@@ -84,6 +85,7 @@ class Rows:
         requests: `[active]` int64, index of the request in each row; `indices`: the same on the host.
         streams: `[active]` int64 noise keys.
         host_lengths, host_prompt_lengths, host_limits: `[active]`, the first three without asking the device.
+        most: `host_lengths` when their sum was largest, of the times at which rows left.
     """
 
     lengths: Tensor
@@ -104,6 +106,7 @@ class Rows:
         self._state = torch.zeros(5, capacity, dtype=torch.int64, device=device)
         self._host = np.zeros((3, capacity), np.int64)
         self.active = 0
+        self.most: list[int] = []
         self.prompts: list[bytes] = []
         self.indices: list[int] = []
 
@@ -150,9 +153,9 @@ class Rows:
             key = request.prompt.cpu().numpy().tobytes()
             (followers if key in seen and request.progress is None else leaders).append((key, request))
             seen.add(key)
-        leaders.sort(key=lambda leader: _text_length(leader[1]))  # rows of like length prefill with little padding
+        leaders.sort(key=lambda leader: text_length(leader[1]))  # rows of like length prefill with little padding
         for row, (key, request) in enumerate(leaders + followers, start=first):
-            prompt, length = len(request.prompt), _text_length(request)
+            prompt, length = len(request.prompt), text_length(request)
             self.tokens[row, :prompt] = request.prompt
             if (progress := request.progress) is not None:
                 moved[row] = progress
@@ -208,6 +211,7 @@ class Rows:
         Returns:
             Rows that moved and where they moved to; the caller moves their K/V alike.
         """
+        self.most = max(self.most, self.host_lengths.tolist(), key=sum)
         remaining = self.active - len(finished)
         destination = [row for row in finished if row < remaining]
         source = [row for row in range(remaining, self.active) if row not in finished]
@@ -230,6 +234,6 @@ def _steps(offset: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(offset, offset + count, device=device)
 
 
-def _text_length(request: Request) -> int:
+def text_length(request: Request) -> int:
     """Tokens of the prompt and of what has been generated."""
     return len(request.prompt) + (0 if request.progress is None else len(request.progress.tokens))

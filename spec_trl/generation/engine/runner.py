@@ -20,7 +20,7 @@ from .rows import Admission, Rows
 # per shape (oneDNN on CPU, captured graphs on CUDA) are prepared rarely.
 COLUMN_BUCKET = 32
 # Tokens and columns of one prefill forward, padding included: they bound the memory of activations and masks.
-_TOKENS_PER_FORWARD = 8192
+TOKENS_PER_FORWARD = 8192
 _QUERIES_PER_FORWARD = 2048
 
 Heard = Callable[[Tensor, Tensor, int], None]
@@ -102,7 +102,7 @@ class EagerRunner:
         start = 0
         while start < admission.leaders:
             end = start + 1
-            while end < admission.leaders and lengths[end] * (end + 1 - start) <= _TOKENS_PER_FORWARD:
+            while end < admission.leaders and lengths[end] * (end + 1 - start) <= TOKENS_PER_FORWARD:
                 end += 1
             first, last = admission.first + start, admission.first + end
             for column in range(0, lengths[end - 1], _QUERIES_PER_FORWARD):
@@ -110,9 +110,10 @@ class EagerRunner:
                 positions = torch.arange(column, stop, device=device).expand(end - start, -1)  # [n, q]
                 # Shorter rows feed scratch tokens after their prompt: masked now, overwritten later.
                 self.prefill(rows.tokens[first:last, column:stop], positions, stop, first_row=first)
+            self.cache.trim(first, lengths[start:end])
             start = end
         if admission.followers:
-            self.cache.copy_rows(admission.sources, admission.followers, max(lengths[admission.leaders :]))
+            self.cache.copy_rows(admission.sources, admission.followers, lengths[admission.leaders :])
         return sum(lengths[: admission.leaders])
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":

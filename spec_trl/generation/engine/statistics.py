@@ -159,7 +159,9 @@ class SpeculationStatistics:
         phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control", and "learn" where a
             drafter learns.
         seconds: of the whole call.
-        cache_bytes: K/V cache, a small drafter's own included.
+        cache_bytes: of K/V when there was most of it, a small drafter's own included: on a CPU under Linux the pages
+            that were written, else the whole cache.
+        preemptions: times that a row left since memory ended; it came back, and its K/V was computed again.
         graphs: captured forwards that the target and its drafters hold.
         graph_bytes: device memory that these take next to weights and cache.
         learning: of a drafter that learns while it drafts; else None.
@@ -189,6 +191,7 @@ class SpeculationStatistics:
     phase_seconds: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     cache_bytes: int = 0
+    preemptions: int = 0
     graphs: int = 0
     graph_bytes: int = 0
     learning: LearningStatistics | None = None

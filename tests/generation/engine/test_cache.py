@@ -16,10 +16,10 @@ def states(*shape: int) -> torch.Tensor:
 
 def test_layers_are_allocated_by_need_and_by_dtype() -> None:
     cache = RaggedCache(layers=3, rows=2, columns=4)
-    assert cache.bytes == 0
+    assert cache.column_bytes == 0
     cache.point_at(torch.zeros(2, 1).long(), 4, first_row=0)
     cache.update(states(2, 1, 1, 2), states(2, 1, 1, 2).bfloat16(), 0)
-    assert cache.bytes == 2 * 4 * 2 * (4 + 2)
+    assert cache.column_bytes == 2 * (4 + 2)
     assert not cache.layers[0].keys[:, :, 1:].any(), "an unwritten column must be finite: it is masked, not skipped"
     with torch.autocast("cpu", torch.bfloat16):  # stored as it is read
         keys, values = cache.update(states(2, 1, 1, 2), states(2, 1, 1, 2).bfloat16(), 1)

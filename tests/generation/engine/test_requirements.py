@@ -22,6 +22,7 @@ from transformers import (
 
 from spec_trl import speculative_decoding
 from spec_trl.generation import decoding
+from spec_trl.generation.engine import cache
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
 
@@ -151,11 +152,11 @@ def test_lengths() -> None:
 
 
 def test_a_cache_that_does_not_fit(tiny: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is taken at once; else one row has to fit (`test_kv_room.py`)."""
+    monkeypatch.setattr(cache, "takes_pages", lambda device: False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30_000))
-    with pytest.raises(
-        ValueError, match=r"K/V cache of 2 rows x 35 columns x 2 layers would not.*GiB.*max_batch_size"
-    ):
-        generate(tiny, PROMPTS)
+    with pytest.raises(ValueError, match=r"K/V cache.* 2 x 35 x 2\) would not.*GiB.*max_batch_size"):
+        generate(tiny, PROMPTS, config={"max_batch_size": 2})
     generate(tiny, PROMPTS, config={"max_batch_size": 1}, max_new_tokens=4)  # what the message advises works
 
 

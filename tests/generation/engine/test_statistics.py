@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine import memory
 from spec_trl.generation.engine.counters import LENGTH_BIN, DraftCounter, RoundLog
 from spec_trl.generation.engine.statistics import (
     DEPTH_EDGES,
@@ -214,8 +215,10 @@ def test_nothing_drafted_is_nan_not_zero(tiny) -> None:
     assert generate(tiny, SEVEN, "self", {"sd_toggle": "never"}).statistics.total == DraftCounts()
 
 
-def test_cache_bytes_and_tokens_alone(tiny, tiny_assistant) -> None:
-    """K and V of 2 layers x 2 heads x 16 in float64 for 7 rows of 9 + 24 + γ columns; a small model adds its own."""
+def test_cache_bytes_and_tokens_alone(tiny, tiny_assistant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K and V of 2 layers x 2 heads x 16 in float64 for 7 rows of 9 + 24 + γ columns, where memory is not taken page
+    by page; a small model adds its own."""
+    monkeypatch.setattr(memory, "takes_pages", lambda device: False)
 
     def cache_bytes(strategy: str, **options: object) -> int:
         return generate(tiny, SEVEN, strategy, {"draft_length": 5}, **options).statistics.cache_bytes

@@ -90,7 +90,7 @@ class DecoupledDrafter(Drafter):
         self._active = rows.active
         self.link.send(Kind.ADMIT, torch.from_numpy(np.concatenate(parts)))
 
-    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+    def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         remaining = self.session.rows.active
         ended = [row for row in range(remaining, self._active) if row not in source]
         for state in (self._lengths, self._limits, self._ahead, self._drafts):

@@ -128,7 +128,7 @@ class DraftWorker:
         _require(len({*finished} & {*range(rows.active)}) == len(finished) > 0, "MOVE", "rows")
         source, destination = rows.drop(finished)
         self._committed[destination] = self._committed[source]
-        self._drafter.move(source, destination, rows.longest)
+        self._drafter.move(source, destination, rows.host_lengths[destination].tolist())
 
     def _require_tokens(self, tokens: Tensor, message: str) -> None:
         _require(bool(((tokens >= 0) & (tokens < self._vocabulary)).all()), message, "tokens")

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...engine.attention import FULL, MaskPlan
-from ...engine.cache import check_memory
 from ...engine.drafter import DraftSession
+from ...engine.memory import PagedZeros, check_memory, takes_pages
 from ...engine.rows import Admission
 from ..autoregressive import CATCH_UP
 from ..canvas import Canvas
@@ -48,10 +48,11 @@ class Eagle3Drafter(FeatureDrafter):
 
     def begin(self, session: DraftSession) -> None:
         rows, dtype, device = session.rows, self.network.dtype, session.rows.tokens.device
-        shape = (rows.capacity, rows.columns, self.width)
-        what = f"the EAGLE-3 drafter's features of {shape[0]} rows x {shape[1]} columns"
-        check_memory(what, torch.Size(shape).numel() * dtype.itemsize, device)
-        self._projected = torch.zeros(shape, dtype=dtype, device=device)  # [capacity, columns, H]
+        count = 1 if takes_pages(device) else rows.capacity
+        what = f"the EAGLE-3 drafter's features of {count} rows x {rows.columns} columns"
+        check_memory(what, count * rows.columns * self.width * dtype.itemsize, device)
+        self._buffer = PagedZeros((rows.capacity, 1, rows.columns, self.width), dtype, device)
+        self._projected = self._buffer.tensor[:, 0]  # [capacity, columns, H]
         # Pairs of each row whose K/V was computed from the target's features: [capacity]
         self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=device)
         self._missing = 0  # bound on the number of pairs that any row lacks, known without asking the device
@@ -60,7 +61,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     def end(self) -> None:
         super().end()
-        del self._projected, self._cached
+        del self._buffer, self._projected, self._cached
 
     def admit(self, admission: Admission) -> None:
         rows = self.session.rows
@@ -73,16 +74,26 @@ class Eagle3Drafter(FeatureDrafter):
                 columns = torch.arange(start, stop, device=rows.tokens.device).expand(len(leaders), -1)  # [n, q]
                 # Shorter rows feed scratch after their prompt: masked now, overwritten later.
                 self._feed(columns, stop, first_row=admission.first)
+            for row, count in enumerate(leaders, admission.first):
+                self._buffer.give_back(row, row + 1, count)
         super().admit(admission)
         self._cached[admission.first : rows.active] = rows.lengths[admission.first :] - 1
 
-    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+    def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         super().move(source, destination, columns)
+        for row in destination:
+            self._buffer.give_back(row, row + 1)
+        self._copy_features(source, destination, columns)
+        self._buffer.give_back(self.session.rows.active, self.session.rows.capacity)
         self._cached[destination] = self._cached[source]
 
-    def copy_rows(self, source: list[int], destination: list[int], columns: int) -> None:
+    def copy_rows(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         super().copy_rows(source, destination, columns)
-        self._projected[destination, :columns] = self._projected[source, :columns]
+        self._copy_features(source, destination, columns)
+
+    def _copy_features(self, source: list[int], destination: list[int], columns: list[int]) -> None:
+        for row, to, count in zip(source, destination, columns, strict=True):
+            self._projected[to, :count] = self._projected[row, :count]
 
     def observe(self, tokens: int) -> None:
         if self.failure is not None:  # also where it is not asked to draft again
@@ -106,7 +117,11 @@ class Eagle3Drafter(FeatureDrafter):
 
     @property
     def cache_bytes(self) -> int:
-        return super().cache_bytes + self._projected.nbytes
+        return super().cache_bytes + self._buffer.bytes_of(self.session.most_columns)
+
+    @property
+    def column_bytes(self) -> float:
+        return super().column_bytes + self.width * self.network.dtype.itemsize
 
     def replay(self, network: Eagle3Network, canvas: Canvas) -> Tensor:
         assert canvas.features is not None

@@ -71,6 +71,10 @@ class DistilledDrafter(Drafter):
     def cache_bytes(self) -> int:
         return self.student.cache_bytes
 
+    @property
+    def column_bytes(self) -> float:
+        return self.student.column_bytes
+
     def check_length(self, columns: int) -> None:
         self.student.check_length(columns)
 
@@ -103,7 +107,7 @@ class DistilledDrafter(Drafter):
     def admit(self, admission: Admission) -> None:
         self.student.admit(admission)
 
-    def move(self, source: list[int], destination: list[int], columns: int) -> None:
+    def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         rows = self.session.rows
         if self._how.scope == "request":
             self._take_over()

@@ -1,0 +1,96 @@
+"""What is free, and zeros that take memory page by page, as they are written."""
+
+import math
+import mmap
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import psutil
+import torch
+
+
+PAGE_COLUMNS = 64
+"""Columns of a row that are counted, and copied, at once."""
+_NORESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
+
+
+def takes_pages(device: torch.device) -> bool:
+    """Whether :class:`PagedZeros` take memory page by page on `device`: on a CPU under Linux; elsewhere at once."""
+    return device.type == "cpu" and sys.platform == "linux"
+
+
+class PagedZeros:
+    """Zeros `[rows, heads, columns, d]` that take memory for what is written alone, and can give it back.
+
+    The memory management unit is the block table: the tensor is an ordinary one, a range of addresses, so nothing is
+    gathered and no operation knows of pages. A page (4 KiB, mostly) that was only read is the kernel's one page of
+    zeros.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        size = math.prod(shape) * dtype.itemsize
+        self.kind = shape, dtype
+        self._region: mmap.mmap | None = None
+        if size == 0 or not takes_pages(device):
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            return
+        self._region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        with suppress(OSError):  # a kernel without huge pages does not know it
+            self._region.madvise(mmap.MADV_NOHUGEPAGE)
+        self.tensor = torch.frombuffer(self._region, dtype=dtype).view(shape)
+
+    def give_back(self, first: int, end: int, kept: int = 0) -> None:
+        """Gives back the memory of rows `first..end` but for their first `kept` columns: the whole pages in it, which
+        are zeros again."""
+        if self._region is None:
+            return
+        _, heads, columns, size = self.tensor.shape
+        column = size * self.tensor.element_size()
+        spans = [(first * heads * columns, end * heads * columns)]
+        if kept:
+            spans = [(head * columns + kept, (head + 1) * columns) for head in range(first * heads, end * heads)]
+        for start, stop in spans:
+            begin, end = _up(start * column), stop * column // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                self._region.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def bytes_of(self, lengths: Sequence[int]) -> int:
+        """Bytes that rows of `lengths` columns take at most, in whole pages; all bytes where memory is taken at
+        once."""
+        if self._region is None:
+            return self.tensor.nbytes
+        _, heads, columns, size = self.tensor.shape
+        column = size * self.tensor.element_size()
+        shared = mmap.PAGESIZE if columns * column % mmap.PAGESIZE else 0  # its first page may hold others' columns
+        whole = _up(heads * columns * column) + shared
+        return sum(min(heads * (_up(min(in_pages(length), columns) * column) + shared), whole) for length in lengths)
+
+
+def in_pages(columns: int) -> int:
+    """`columns` in whole pages of `PAGE_COLUMNS`."""
+    return -(-columns // PAGE_COLUMNS) * PAGE_COLUMNS
+
+
+def _up(size: int) -> int:
+    """`size` bytes in whole pages of the system."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def check_memory(what: str, needed: int, device: torch.device) -> None:
+    """Raises ValueError where `needed` bytes for `what` are not free on `device`."""
+    free = free_memory(device)
+    if needed > free:
+        raise ValueError(
+            f"{what} would not fit in memory: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free "
+            f"on {device}. Lower `max_new_tokens` or, for many rows, `max_batch_size` in the speculative config (rows "
+            "wait their turn)."
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors may take on `device`; what the CUDA allocator keeps for later ones counts as free."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
