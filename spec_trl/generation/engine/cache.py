@@ -163,7 +163,7 @@ class _RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
         window = self._window
         weights, eps = [norm.weight for norm in norms] or [None, None], norms[0].variance_epsilon if norms else 0.0
-        query = torch.ops.spec_trl.rotate_and_write(
+        query = torch.ops.spec_trl.rotate_and_write.default(
             query, key, value, cos, sin, self.keys, self.values, window.positions, window.first_row, *weights, eps
         )
         rows = slice(window.first_row, window.first_row + len(query))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 
+from ...quantization.linear import project
 from .attention import RAGGED_ATTENTION, ragged_attention
 from .cache import RaggedCache, _RaggedLayer, autocast_dtype
 from .kernels import run_on
@@ -29,7 +30,7 @@ class _Norm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Any:
         if not _fit(hidden_states, self.weight):
             return super().forward(hidden_states)
-        return torch.ops.spec_trl.rms_norm(hidden_states.contiguous(), self.weight, self.variance_epsilon)
+        return torch.ops.spec_trl.rms_norm.default(hidden_states.contiguous(), self.weight, self.variance_epsilon)
 
 
 class _Mlp(nn.Module):
@@ -39,9 +40,9 @@ class _Mlp(nn.Module):
     act_fn: Any
 
     def forward(self, x: Tensor) -> Any:
-        gate, up = self.gate_proj(x), self.up_proj(x)  # [..., intermediate]
+        gate, up = project(x, self.gate_proj, self.up_proj)  # [..., intermediate]
         fused = _fit(gate, up) and _is_unwatched(self.act_fn)
-        return self.down_proj(torch.ops.spec_trl.silu_multiply(gate, up) if fused else self.act_fn(gate) * up)
+        return self.down_proj(torch.ops.spec_trl.silu_multiply.default(gate, up) if fused else self.act_fn(gate) * up)
 
 
 class _Attention(nn.Module):
@@ -75,9 +76,8 @@ class _Attention(nn.Module):
         ):
             return super().forward(hidden_states, *given, **kwargs)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (
-            projection(hidden_states).view(shape) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [B, q, heads or kv_heads, d]
+        projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (states.view(shape) for states in projected)  # [B, q, heads or kv_heads, d]
         if not _fit(hidden_states, query, key, value):
             return super().forward(hidden_states, *given, **kwargs)
         query, keys, values = layer.rotate_and_update(query, key, value, *position_embeddings, norms)
@@ -103,7 +103,7 @@ class _DecoderLayer(nn.Module):
         if attended.dtype != hidden_states.dtype:
             residual = hidden_states + attended
             return residual + self.mlp(norm(residual))
-        residual, normed = torch.ops.spec_trl.add_rms_norm(
+        residual, normed = torch.ops.spec_trl.add_rms_norm.default(
             attended.contiguous(), hidden_states.contiguous(), norm.weight, norm.variance_epsilon
         )
         return residual + self.mlp(normed)
