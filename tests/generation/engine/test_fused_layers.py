@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from benchmarks.gpu.kernels_per_layer import per_layer
 from spec_trl.generation.engine import compiled, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache, TailCache
 from spec_trl.generation.engine.compiled import compiled_twin
@@ -44,7 +45,7 @@ CONFIGS = {
 
 
 def slow(parameter: object) -> object:
-    return pytest.param(parameter, marks=pytest.mark.slow)
+    return pytest.param(*parameter if isinstance(parameter, tuple) else [parameter], marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -112,6 +113,18 @@ def test_with_packed_weights_and_adapters(fused, family: str) -> None:
     for shadow in (network, plain):
         quantize_projections(shadow, kernel="reference")
     compare(run(network), run(plain))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what stands in for kernels on a CPU")
+@pytest.mark.parametrize(
+    ("family", "quantized", "expected"),
+    [("qwen2", False, 14), ("qwen2", True, 12), slow(("llama", True, 11)), slow(("qwen3", False, 14))],
+)
+def test_at_most_sixteen_kernels_in_a_layer(family: str, quantized: bool, expected: int) -> None:
+    """Norm, three projections, rotation, two of attention, projection, add and norm, two projections, silu,
+    projection, add; of packed projections that share an input one, with one more for biases."""
+    found = per_layer(family, quantized)
+    assert found.total() == expected <= 16 and found["ragged_decode_attention"] == 2, found
 
 
 @pytest.mark.slow
