@@ -5,6 +5,7 @@ keeps its own code. So do calls that the kernels cannot take: with gradient, wit
 """
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -112,13 +113,29 @@ class _DecoderLayer(nn.Module):
 def with_fused_kernels(kind: type, module: nn.Module) -> type:
     """The class that the clone of `module`, of class `kind`, should have: `kind` itself, or a subclass with fused
     kernels where these run and the class is known."""
-    parameter = next(module.parameters(), None)
-    if parameter is None or not run_on(parameter.device) or "forward" in vars(module):
+    fused, parameter = _fused(kind), next(module.parameters(), None)
+    if fused is kind or parameter is None or not run_on(parameter.device) or "forward" in vars(module):
         return kind
-    fused = _fused(kind)
     if issubclass(fused, _Mlp) and type(module.act_fn) not in _SILU:
         return kind
-    return fused
+    return fused if _launches(parameter.device) else kind
+
+
+@functools.cache
+def _launches(device: torch.device) -> bool:
+    """Whether Triton can compile a kernel and launch it; says so once where it cannot (it needs a C compiler)."""
+    try:
+        from .kernels import fused_layer  # registers the operators
+
+        fused_layer.rms_norm(torch.ones(1, 16, device=device), torch.ones(16, device=device), 1e-6)
+    except Exception as error:
+        warnings.warn(
+            f"Triton's kernels do not run on {device}; decoder layers keep transformers' own code, with the same "
+            f"tokens but slower: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 @functools.cache
@@ -129,8 +146,6 @@ def _fused(kind: type) -> type:
             ours = dict(RMSNorm=_Norm, MLP=_Mlp, Attention=attention, DecoderLayer=_DecoderLayer)
             mixin = ours.get(kind.__name__.removeprefix(family))
             if mixin is not None:
-                from .kernels import fused_layer  # noqa: F401, registers the operators; imports Triton
-
                 return type(f"Fused{kind.__name__}", (mixin, kind), {})
     return kind
 

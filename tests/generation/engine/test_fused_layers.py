@@ -184,10 +184,6 @@ def test_with_gradient_or_other_caches_the_own_code_runs(fused) -> None:
         compare(tail.forward(tokens[:, 3:], torch.tensor([[3, 4]]), 5), model(tokens).logits[:, 3:])
 
 
-class OwnMlp(LlamaMLP):
-    pass
-
-
 def test_what_is_not_known_keeps_its_own_code(fused) -> None:
     assert not any(name.startswith("Fused") for name in names_of(make_shadow(model_of("llama"))))  # on a CPU
     gemma = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES))
@@ -196,12 +192,24 @@ def test_what_is_not_known_keeps_its_own_code(fused) -> None:
     first, second = model.model.layers
     first.mlp.act_fn = nn.ReLU()
     first.post_attention_layernorm.forward = lambda hidden_states: hidden_states
-    second.mlp.__class__ = OwnMlp
+    second.mlp.__class__ = own = type("LlamaMLP", (LlamaMLP,), {})  # as code of a hub's model has them
     network = fused(model)
     layers = network.model.layers
-    assert [type(layer.mlp) for layer in layers] == [LlamaMLP, OwnMlp]
+    assert [type(layer.mlp) for layer in layers] == [LlamaMLP, own]
     assert type(layers[0].post_attention_layernorm) is LlamaRMSNorm
     compare(run(network), run(make_shadow(model)))
+
+
+def test_where_triton_cannot_launch_the_own_code_runs(fused, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*_: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    fused_layers._launches.cache_clear()
+    monkeypatch.setattr("spec_trl.generation.engine.kernels.fused_layer.rms_norm", no_compiler)
+    with pytest.warns(UserWarning, match="keep transformers' own code.*no compiler here") as seen:
+        network = fused(model_of("llama"))
+    fused_layers._launches.cache_clear()
+    assert len(seen) == 1 and names_of(network) == names_of(make_shadow(model_of("llama")))
 
 
 def test_a_shadow_of_a_shadow_is_the_same(fused) -> None:
