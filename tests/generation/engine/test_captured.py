@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import spec_trl
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.engine import captured, processors, runner
+from spec_trl.generation.engine import captured, fused_layers, processors, runner
 from spec_trl.generation.engine.captured import column_bucket, row_bucket
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 from spec_trl.scheduling.control import Chain
@@ -249,7 +249,8 @@ def test_inference_mode_and_training(fresh, tape) -> None:
 
 @pytest.mark.slow
 def test_through_the_kernels(tape, monkeypatch) -> None:
-    """What a GPU runs, as far as a CPU can: captured forwards with span attention, and drawing in one pass.
+    """What a GPU runs, as far as a CPU can: captured forwards of fused layers with span attention, and drawing in one
+    pass.
 
     The kernels run under Triton's interpreter here; float32, so a near tie could differ, and none does.
     """
@@ -259,6 +260,7 @@ def test_through_the_kernels(tape, monkeypatch) -> None:
     options = dict(max_new_tokens=4, temperature=0.7, top_k=20)
     expected = outputs(generate(model, prompts, "none", {"runner": "eager"}, **options))
     monkeypatch.setattr(runner, "reads_spans", lambda network: True)
+    monkeypatch.setattr(fused_layers, "run_on", lambda device: True)
     monkeypatch.setattr(processors, "_is_fused", lambda logits: True)
     monkeypatch.setattr(captured, "CAPTURE_AFTER", 1)
     monkeypatch.setattr(captured, "WARM_UPS", 0)
