@@ -21,6 +21,7 @@ from spec_trl.generation.engine.captured import CAPTURE_AFTER
 from spec_trl.generation.engine.model_costs import model_constants
 from spec_trl.measuring.fill_profile import _Bench
 
+from .kernels_per_layer import FAMILIES, per_layer
 from .part import Part
 from .rounds import DRAFT_LENGTH, LENGTH, MARGIN, read_bytes
 from .shapes import config_of, random_model
@@ -122,6 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for batch in batches
     })  # fmt: skip
     runners: tuple[Literal["eager", "graph"], ...] = ("graph", "eager") if part.device.type == "cuda" else ("eager",)
+    if part.device.type == "cuda":
+        part.measure("kernels per layer", lambda: {family: per_layer(family).total() for family in FAMILIES})
     with torch.no_grad():
         for runner in runners:
             part.measure(runner, partial(measure, part, model, runner, batches, length))

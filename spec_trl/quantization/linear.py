@@ -1,13 +1,15 @@
 """The layer that takes a projection's place in the drafter, and what it shares with that of a mixture's experts."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .awq import ActivationAware, ChannelStatistics
 from .kernels import PackedWeight
+from .kernels.base import join_rows
 from .rtn import computing_dtype
 from .source_weight import is_adapter, read_projection, under_adapters
 
@@ -75,6 +77,8 @@ class QuantizedLinear(PackedLayer):
 
     merged_bias: Tensor | None
     inverse_scales: Tensor | None
+    joined: "JoinedWeight | None" = None
+    place = 0  # in it
 
     def __init__(self, dense: nn.Module, packed: PackedWeight, activation_aware: bool = False) -> None:
         super().__init__(dense)
@@ -132,10 +136,70 @@ class QuantizedLinear(PackedLayer):
             if self.inverse_scales is not None:
                 rows = rows * self.inverse_scales  # [m, in]
             y = self.packed.linear(rows.to(self.packed.activation_dtype)).to(result_dtype(x))  # [m, out]
-            bias = self.merged_bias if self.has_adapter else self.dense.bias  # [out]
-            if bias is not None:
-                y += bias  # in place, so the sum keeps y's dtype
+            if self.bias is not None:
+                y += self.bias  # in place, so the sum keeps y's dtype
             return y.reshape(*x.shape[:-1], self.out_features)  # [..., out]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out]"""
+        if self.has_adapter or self.merged_bias is not None:
+            return self.merged_bias
+        bias: Tensor | None = self.dense.bias
+        return bias
+
+
+class JoinedWeight(NamedTuple):
+    """The weights of several projections of the same input next to each other: theirs are slices of it."""
+
+    packed: PackedWeight
+    bias: Tensor | None  # [out of all]
+    parts: int
+
+
+def project(x: Tensor, *layers: Any) -> list[Tensor]:
+    """What `layers` return for x [..., in]; by one product where they are quantized and their weights are joined, and
+    nobody watches them or learns from them."""
+    joined = _joined_weight(layers)
+    if joined is None or x.numel() > joined.packed.max_rows * x.shape[-1]:
+        return [layer(x) for layer in layers]
+    with torch.no_grad():
+        rows = x.reshape(-1, x.shape[-1]).to(joined.packed.activation_dtype)  # [m, in]
+        y = joined.packed.linear(rows).to(result_dtype(x))  # [m, out of all]
+        if joined.bias is not None:
+            y += joined.bias
+        sizes: list[Any] = [layer.out_features for layer in layers]
+        for layer in layers:
+            layer.called = True
+        return [part.view(*x.shape[:-1], part.shape[1]) for part in y.split(sizes, dim=1)]  # [..., out] each
+
+
+def join(*layers: Any) -> None:
+    """Makes the weights of `layers` slices of one where all are quantized by a kernel that can, without scales for
+    their inputs, and all or none have a bias. They must be refreshed after."""
+    if not all(isinstance(layer, QuantizedLinear) and layer.inverse_scales is None for layer in layers):
+        return
+    biases = [bias.detach() for layer in layers if (bias := under_adapters(layer.dense).bias) is not None]
+    packed = join_rows([layer.packed for layer in layers]) if len(biases) in (0, len(layers)) else None
+    if packed is None:
+        return
+    joined = JoinedWeight(packed, torch.cat(biases) if biases else None, len(layers))
+    for place, layer in enumerate(layers):
+        layer.joined, layer.place = joined, place
+    if joined.bias is not None:
+        for layer, bias in zip(layers, joined.bias.split([len(bias) for bias in biases]), strict=True):
+            layer.merged_bias = bias  # the next refresh writes it
+
+
+def _joined_weight(layers: Sequence[Any]) -> JoinedWeight | None:
+    """The weight that is made of those of `layers`, in this order."""
+    for place, layer in enumerate(layers):
+        if type(layer) is not QuantizedLinear or layer.joined is not layers[0].joined or layer.place != place:
+            return None
+        if layer.passes_gradient or layer._forward_hooks or layer._forward_pre_hooks:
+            return None
+    joined: JoinedWeight | None = layers[0].joined
+    return joined if joined is not None and joined.parts == len(layers) else None
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .awq import ActivationAware, ActivationStatistics
 from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrices_of, matrix_names
 from .kernels import LayerSpec, PackedWeight, check_kernel_name, make_packed
-from .linear import PackedLayer, QuantizedLinear
+from .linear import PackedLayer, QuantizedLinear, join
 from .scheme import GROUP_SIZES, Scheme, find_scheme
 from .source_weight import SourceSpec, inspect_projection, is_projection, is_trained_copy, under_adapters
 
@@ -21,6 +21,8 @@ from .source_weight import SourceSpec, inspect_projection, is_projection, is_tra
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 # "auto" packs the lm_head from this share of the bytes of a draft step on: below it, the gain is under a quarter.
 LM_HEAD_SHARE = 1 / 3
+# Projections of the same input, in the families that `engine/fused_layers.py` knows.
+SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 LM_HEAD_CHOICES = ("auto", "dense", "packed")
 
 
@@ -122,6 +124,7 @@ def quantize_projections(
     with torch.inference_mode(False), torch.no_grad():  # buffers made in inference mode could not be refreshed outside
         builder.replace_projections(shadow.get_decoder())
         builder.replace_lm_head(lm_head)
+        builder.join_siblings()
     layers, reasons = builder.layers, builder.left_dense
     network = QuantizedNetwork(layers, [name for names in reasons.values() for name in names])
     if reasons:
@@ -186,6 +189,12 @@ class _Builder:
             return  # nobody asked for it
         parent_name, _, child_name = self.names[head].rpartition(".")
         self._replace(self.shadow.get_submodule(parent_name), child_name, replacement)
+
+    def join_siblings(self) -> None:
+        """Joins the weights of projections of the same input."""
+        for parent in self.shadow.modules():
+            for names in SIBLINGS:
+                join(*(parent._modules.get(name) for name in names))
 
     def _replace(self, parent: nn.Module, child_name: str, replacement: PackedLayer | str) -> None:
         """Puts `replacement` in a child's place, or notes the reason why there is none."""

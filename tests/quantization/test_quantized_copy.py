@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 from spec_trl.generation.engine.shadow import share_weights
 from spec_trl.quantization import QuantizedLinear, quantize_projections
+from spec_trl.quantization.kernels.reference import ReferenceInt4
+from spec_trl.quantization.linear import project
 from tests.quantization.conftest import IDS, addresses, logits, never_dense, packed_buffers, quantized
 
 
@@ -203,3 +205,43 @@ def test_bad_names_are_refused_before_any_work(llama: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match=f"{name}='{value}'.*{valid}"):
             quantize_projections(drafter, **{name: value})
     assert not any(isinstance(module, QuantizedLinear) for module in drafter.modules())
+
+
+def test_projections_of_one_input_share_one_product(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weights and biases are slices of one, which a refresh writes; shadows of the drafter keep them."""
+    drafter, network = quantized(llama.double(), kernel="reference")
+    products: list[int] = []
+    multiply = ReferenceInt4.linear
+    monkeypatch.setattr(
+        ReferenceInt4, "linear", lambda packed, x: products.append(packed.layer.out_features) or multiply(packed, x)
+    )
+    x = torch.randn(2, 3, 128, dtype=torch.float64)
+    for network_of_layers in (drafter, share_weights(drafter)):
+        attention, mlp = network_of_layers.model.layers[1].self_attn, network_of_layers.model.layers[1].mlp
+        groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+        with torch.no_grad():
+            for parameter in llama.parameters():
+                parameter.mul_(1.5)
+        network.refresh()
+        for layers, width in zip(groups, (256, 384), strict=True):
+            apart = [layer(x) for layer in layers]
+            products.clear()
+            together = project(x, *layers)
+            assert products == [width]
+            for ours, theirs in zip(together, apart, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        for others in ((attention.q_proj, attention.k_proj), (attention.k_proj, attention.q_proj, attention.v_proj)):
+            assert all(map(torch.equal, project(x, *others), [layer(x) for layer in others]))  # not all, or not so
+        attention.q_proj.register_forward_hook(lambda module, args, output: output * 0)
+        assert not project(x, *groups[0])[0].any()
+    assert network.packed_bytes == sum(buffer.nbytes for buffer in packed_buffers(network))
+
+
+def test_what_differs_is_not_joined(llama: PreTrainedModel) -> None:
+    llama.model.layers[0].self_attn.k_proj.bias = None
+    drafter, _ = quantized(llama, kernel="reference")
+    assert [layer.self_attn.q_proj.joined is None for layer in drafter.model.layers] == [True, False]
+    scaled, _ = quantized(llama, "awq-w4-g128", "reference")
+    assert all(layer.mlp.up_proj.joined is None for layer in scaled.model.layers)
+    without_slices, _ = quantized(llama, "rtn-w8", "reference")
+    assert all(layer.mlp.up_proj.joined is None for layer in without_slices.model.layers)

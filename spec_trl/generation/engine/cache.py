@@ -70,6 +70,10 @@ class RaggedCache(Cache):
         window.row_index = torch.arange(positions.shape[0], device=positions.device)[:, None]  # [B, 1]
         self._used = max(self._used, first_row + positions.shape[0])
 
+    def layer_at(self, index: int) -> Any:
+        """Where the decoder's layer `index` writes."""
+        return self.layers[index]
+
     @property
     def first_row(self) -> int:
         """First row of the last forward."""
@@ -190,6 +194,25 @@ class _RaggedLayer(CacheLayerMixin):
         keys[window.row_index, :, window.positions] = key_states.transpose(1, 2)  # [B, q, kv, d]
         values[window.row_index, :, window.positions] = value_states.transpose(1, 2)
         return keys[:, :, : window.visible], values[:, :, : window.visible]
+
+    def rotate_and_update(
+        self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, norms: Sequence[Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`update` for heads `[B, q, heads, d]` as the projections give them, in one kernel: queries and keys
+        go through `norms`, one for each or none, and are rotated.
+
+        Returns:
+            Queries `[B, heads, q, d]`, and what `update` returns.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
+        window = self._window
+        weights, eps = [norm.weight for norm in norms] or [None, None], norms[0].variance_epsilon if norms else 0.0
+        query = torch.ops.spec_trl.rotate_and_write.default(
+            query, key, value, cos, sin, self.keys, self.values, window.positions, window.first_row, *weights, eps
+        )
+        rows = slice(window.first_row, window.first_row + len(query))
+        return query, self.keys[rows, :, : window.visible], self.values[rows, :, : window.visible]
 
     # Masks and positions are always passed explicitly, so no model code has to ask the cache for lengths.
     def get_seq_length(self) -> int:

@@ -36,6 +36,7 @@ CAPTURE_AFTER = 3
 COMPILE_AFTER = 10_000
 """Replays after which "auto" tries a compiled forward of that shape: compiling takes seconds to tens of seconds."""
 WARM_UPS = 2
+"""Forwards of a compiled network before its first capture of a shape; others have run eagerly for `CAPTURE_AFTER`."""
 SMALLEST_COLUMNS = 256
 
 
@@ -233,7 +234,7 @@ class GraphRunner(EagerRunner):
             self._mode, then = "graph", "goes on without being compiled"
         else:
             self._failed.add(key)
-            self._gave_up = not self._graphs
+            self._gave_up = not self._graphs and not isinstance(error, torch.OutOfMemoryError)  # a smaller one may fit
             then = "runs eagerly" if self._gave_up else f"runs eagerly for {key.rows} rows x {key.queries} tokens"
         warnings.warn(
             f"the forward of {type(self.network).__name__} could not be captured and {then}, with the same tokens but "
@@ -250,15 +251,18 @@ class GraphRunner(EagerRunner):
             RuntimeError: a replay's logits of the first rows are not about `expected`, which are `whose`.
         """
 
+        shape = *tokens.shape, expected.shape[-1]  # [rows, q, vocab]
+        shared = self.budget.logits(shape, expected.dtype, expected.device)
+
         def forward() -> Outputs:
             logits, features = runner._run(tokens, positions, key.columns, spans=self._uses_spans)
             # The hooks came along with a compiled twin, and keep its states here.
-            return logits, features if runner is self else self._features()
+            return shared.copy_(logits), features if runner is self else self._features()
 
         # Autocast keeps the casts of fp32 weights (adapters, say) until it ends; a graph must not read those.
         device, dtype = tokens.device.type, key.autocast
         with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=False):
-            for _ in range(WARM_UPS):  # kernels are compiled, and libraries make their workspaces, before the capture
+            for _ in range(0 if runner is self else WARM_UPS):
                 forward()
             recording, taken = self.budget.record(forward)
         recording.logits.fill_(float("nan"))  # a replay that does nothing must not pass

@@ -25,6 +25,9 @@ class _LayerCache:
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return self.layer.update(key_states, value_states)
 
+    def layer_at(self, _index: int) -> Any:
+        return self.layer
+
 
 def compiled_twin(network: PreTrainedModel, cache: RaggedCache) -> PreTrainedModel:
     """A twin of `network`, a shadow or its quantized twin, over the same weights, whose decoder layers are compiled.

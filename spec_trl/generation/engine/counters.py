@@ -1,7 +1,7 @@
 """What the engine counts during a rollout; each counter writes its part of the statistics when the rollout is over."""
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -139,7 +139,7 @@ class PhaseTimer:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()  # not added yet
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -150,6 +150,8 @@ class PhaseTimer:
             yield
             end.record()
             self._events.append((name, start, end))
+            while self._events and self._events[0][2].query():  # of earlier rounds: few stay
+                self._add_oldest()
         else:
             started = time.perf_counter()
             yield
@@ -159,7 +161,10 @@ class PhaseTimer:
         """Seconds of each phase so far."""
         if self._events:
             torch.cuda.synchronize()
-            for name, start, end in self._events:
-                self._seconds[name] += start.elapsed_time(end) / 1e3
-            self._events.clear()
+        while self._events:
+            self._add_oldest()
         return dict(self._seconds)
+
+    def _add_oldest(self) -> None:
+        name, start, end = self._events.popleft()
+        self._seconds[name] += start.elapsed_time(end) / 1e3

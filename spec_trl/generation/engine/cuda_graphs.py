@@ -1,9 +1,11 @@
 """Captures device work to be launched again as a whole: CUDA graphs."""
 
+import functools
 import gc
+import math
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,11 +40,14 @@ class CudaRecorder:
     def record(self, forward: Callable[[], Outputs]) -> Recording:
         """Captures the device work of `forward`, which must not wait for the device."""
         with CAPTURING, torch.cuda.device(self._device):
-            self._refuse_waiting(forward)
+            stream, current = _capture_stream(self._device), torch.cuda.current_stream()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):  # where libraries now make their workspaces, and not in the pool
+                self._refuse_waiting(forward)
+            current.wait_stream(stream)
             if self._pool is None:
                 # A pool must not lose its last graph while a library's workspace lies in it: this one stays.
                 self._pool = torch.cuda.graph_pool_handle()
-                self._stream = torch.cuda.Stream(self._device)
                 self._anchor, _ = self._capture(lambda: torch.zeros(1, device=self._device))
             graph, (logits, features) = self._capture(forward)
         return Recording(graph.replay, logits, features)
@@ -59,15 +64,16 @@ class CudaRecorder:
             torch.cuda.set_sync_debug_mode(mode)
 
     def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream = _capture_stream(self._device)
         collects = gc.isenabled()
         gc.disable()  # a dead graph that is collected now would be reset within the capture
         try:
             # Other threads (data loaders that pin memory) may call CUDA while this one captures.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 result = work()
         except BaseException:
-            torch.cuda.set_stream(stream)  # a capture that fails to end leaves its own stream set
+            torch.cuda.set_stream(before)  # a capture that fails to end leaves its own stream set
             raise
         finally:
             if collects:
@@ -87,11 +93,15 @@ class CudaRecorder:
         return start.elapsed_time(end) / 1e3 / _TIMED_REPLAYS
 
     def bytes(self) -> int:
-        """Bytes of device memory in use now."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # capturing does so too, and what it frees is not the graph's
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free
+        """Bytes of device memory that the allocator holds for what was captured."""
+        segments = [] if self._pool is None else torch.cuda.memory_snapshot(self._pool)
+        return sum(segment["total_size"] for segment in segments)
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures on `device`: libraries keep a workspace for each stream that they have seen."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass
@@ -106,6 +116,7 @@ class GraphBudget:
     preparations: int = 0
     """Forwards that ran eagerly on their way to being captured, were captured, or were tried compiled."""
     _warned: bool = field(default=False, repr=False)
+    _logits: Tensor | None = field(default=None, repr=False)  # [bytes] uint8
 
     def has_room(self) -> bool:
         """Whether one more may be captured; says so once when not."""
@@ -134,3 +145,14 @@ class GraphBudget:
         """One captured forward is gone, which took `taken` bytes."""
         self.bytes -= taken
         self.graphs -= 1
+        if self.graphs == 0:
+            self.bytes, self._logits = 0, None
+
+    def logits(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the logits of one more captured forward: all share it. Where it is too small a larger one takes
+        its place, in powers of two, and what was captured before keeps the smaller one."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._logits is None or self._logits.nbytes < size:
+            self._logits = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
+            self.bytes += self._logits.nbytes
+        return self._logits[:size].view(dtype).view(*shape)

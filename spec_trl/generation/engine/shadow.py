@@ -17,6 +17,7 @@ from ...dense_linear import DenseLinear, is_dense_on_cpu
 from ...quantization.source_weight import WRAPPED
 from .attention import RAGGED_ATTENTION
 from .family_hooks import adapt
+from .fused_layers import with_fused_kernels
 
 
 # What accelerate and TRL leave on the root of a prepared policy; generation runs the class's own forward.
@@ -100,6 +101,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
         kind = kind.__bases__[1]
     if is_dense_on_cpu(module):
         kind = DenseLinear
+    kind = with_fused_kernels(kind, module)
     clone = kind.__new__(kind)
     clones[id(module)] = clone
     state = dict(module.__dict__)

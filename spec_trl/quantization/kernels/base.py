@@ -3,7 +3,7 @@
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -76,6 +76,7 @@ class PackedWeight(nn.Module, ABC):
         activation_dtypes: those it can compute in, its own choice first; empty = any, the policy's first.
         multiples: numbers that must divide out_features and in_features.
         row_block: `pack_` takes rows from a multiple of this on, and (but for the last rows) a multiple of them.
+        rows_along: the dimension of each buffer along which rows lie, where a slice of the buffers is a weight too.
         max_rows: above this many rows of x the policy's dense weight is faster.
         activation_dtype: the dtype of x, y and the scales.
     """
@@ -87,6 +88,7 @@ class PackedWeight(nn.Module, ABC):
     activation_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
     multiples: ClassVar[tuple[int, int]] = (1, 1)
     row_block: ClassVar[int] = 1
+    rows_along: ClassVar[dict[str, int]] = {}
     max_rows: int = 16
     activation_dtype: torch.dtype
 
@@ -126,6 +128,25 @@ class PackedWeight(nn.Module, ABC):
     def nbytes(self) -> int:
         """Bytes that the packed weight occupies."""
         return sum(buffer.nbytes for buffer in self.buffers())
+
+
+def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight | None:
+    """One weight with the rows of `parts`, still empty, whose buffers become slices of its own: what is packed into
+    them is packed into it. None where they differ in more than their rows, or their kernel has no such slices."""
+    first, rows = parts[0], [part.layer.out_features for part in parts]
+    if not first.rows_along or any(count % first.row_block for count in rows):
+        return None
+    if any(
+        type(part) is not type(first) or replace(part.layer, out_features=rows[0]) != first.layer for part in parts
+    ):
+        return None
+    whole = type(first)(replace(first.layer, out_features=sum(rows)))
+    whole.max_rows = min(part.max_rows for part in parts)
+    for name, dim in first.rows_along.items():
+        sizes = [getattr(part, name).shape[dim] for part in parts]
+        for part, own in zip(parts, getattr(whole, name).split(sizes, dim), strict=True):
+            setattr(part, name, own)
+    return whole
 
 
 def join_nibbles(nibbles: Sequence[Tensor]) -> Tensor:

@@ -28,6 +28,7 @@ class ReferenceInt4(Reference):
     """Two 4-bit codes to a byte, zero points as bytes."""
 
     bits = 4
+    rows_along = {"nibbles": 0, "scales": 0, "zeros": 0}
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer)

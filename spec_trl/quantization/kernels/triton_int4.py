@@ -30,6 +30,7 @@ class TritonInt4(PackedWeight):
     package = Package("triton", "triton", "triton")
     activation_dtypes = (torch.bfloat16,)
     row_block = 16
+    rows_along = {"codes": 0, "scales_and_offsets": 1}
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer)

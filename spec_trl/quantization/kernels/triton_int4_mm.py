@@ -62,7 +62,7 @@ def _steps(words, parameters, NIBBLE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m", "spans", "spans_per_split"])  # or more numbers would mean more compilations
 def _int4_mm(
-    x_ptr, words_ptr, parameters_ptr, out_ptr, m, n, k, stored_n, spans, spans_per_split, row_stride,
+    x_ptr, words_ptr, parameters_ptr, out_ptr, m, n, k, stored_n, spans, spans_per_split, row_stride, group_stride,
     GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def _int4_mm(
     for span in range(first, tl.minimum(first + spans_per_split, spans)):
         words = tl.load(word_ptrs + span * (16 * WORDS))  # [BLOCK_N, WORDS]
         for group in tl.static_range(SPAN // GROUP):
-            group_at = (span * (SPAN // GROUP) + group) * stored_n
+            group_at = (span * (SPAN // GROUP) + group) * group_stride
             parameters = tl.load(parameters_ptr + group_at + stored_row)  # [BLOCK_N]
             product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for nibble in tl.static_range(group * (GROUP // WORDS), (group + 1) * (GROUP // WORDS)):
@@ -124,7 +124,7 @@ def triton_int4_mm(x: Tensor, words: Tensor, scales_and_offsets: Tensor, out_fea
     Args:
         x: [m, in], bfloat16, the last dimension contiguous.
         words: int32 [stored_rows / 16, spans, 16, words per row and span].
-        scales_and_offsets: int32 [groups, stored_rows].
+        scales_and_offsets: int32 [groups, stored_rows], the last dimension contiguous.
         out_features: rows of W; at most stored_rows.
         group: columns that share a scale.
     """
@@ -146,7 +146,8 @@ def triton_int4_mm(x: Tensor, words: Tensor, scales_and_offsets: Tensor, out_fea
     with torch.cuda.device_of(x):
         _int4_mm[(tiles, splits, blocks)](
             x, words, scales_and_offsets, parts, m, out_features, k, stored_n, spans, triton.cdiv(spans, splits),
-            x.stride(0), GROUP=group, WORDS=words_per_span, BLOCK_M=block_m, BLOCK_N=BLOCK_N,
+            x.stride(0), scales_and_offsets.stride(0),
+            GROUP=group, WORDS=words_per_span, BLOCK_M=block_m, BLOCK_N=BLOCK_N,
             EVEN_K=k % (8 * words_per_span) == 0, INTERPRETED=not on_gpu, num_warps=NUM_WARPS, num_stages=stages,
         )  # fmt: skip
         if splits > 1:

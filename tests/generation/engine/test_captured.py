@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import spec_trl
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.engine import captured, processors, runner
+from spec_trl.generation.engine import captured, fused_layers, processors, runner
 from spec_trl.generation.engine.captured import column_bucket, row_bucket
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 from spec_trl.scheduling.control import Chain
@@ -101,7 +101,8 @@ def test_a_seed_gives_the_same_bits_in_every_call(tape) -> None:
 def test_kept_between_calls_while_weights_change_in_place(fresh, tape) -> None:
     config = {"verification": "rejection", "draft_length": 3}
     statistics = graph(fresh, "self", config).statistics
-    assert (statistics.graphs, statistics.graph_bytes) == (tape.recorded, tape.bytes())
+    logits = 8 * 1 * 64 * 8, 8 * 4 * 64 * 8  # of 8 rows, and one token or four; smaller ones lie there too
+    assert (statistics.graphs, statistics.graph_bytes) == (tape.recorded, tape.bytes() + sum(logits))
     for seed in range(2):
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -248,7 +249,8 @@ def test_inference_mode_and_training(fresh, tape) -> None:
 
 @pytest.mark.slow
 def test_through_the_kernels(tape, monkeypatch) -> None:
-    """What a GPU runs, as far as a CPU can: captured forwards with span attention, and drawing in one pass.
+    """What a GPU runs, as far as a CPU can: captured forwards of fused layers with span attention, and drawing in one
+    pass.
 
     The kernels run under Triton's interpreter here; float32, so a near tie could differ, and none does.
     """
@@ -258,6 +260,7 @@ def test_through_the_kernels(tape, monkeypatch) -> None:
     options = dict(max_new_tokens=4, temperature=0.7, top_k=20)
     expected = outputs(generate(model, prompts, "none", {"runner": "eager"}, **options))
     monkeypatch.setattr(runner, "reads_spans", lambda network: True)
+    monkeypatch.setattr(fused_layers, "run_on", lambda device: True)
     monkeypatch.setattr(processors, "_is_fused", lambda logits: True)
     monkeypatch.setattr(captured, "CAPTURE_AFTER", 1)
     monkeypatch.setattr(captured, "WARM_UPS", 0)
@@ -315,6 +318,42 @@ def test_an_attention_kernel_that_fails_gives_way_to_masks(tape, monkeypatch) ->
     with pytest.warns(UserWarning, match="attention kernel failed.*under masks.*no compiler here") as seen:
         result = graph(model)
     assert len(seen) == 1 and outputs(result) == expected and tape.replayed > 15
+
+
+def test_logits_of_all_shapes_share_memory(fresh, unlike) -> None:
+    """Of what was captured since the largest; and nobody reads those of a forward after the next one."""
+    recordings: list[Recording] = []
+
+    def spoil(recording: Recording) -> Callable[[], None]:
+        recordings.append(recording)
+
+        def replay() -> None:
+            recordings[0].logits.untyped_storage().fill_(255)  # NaN
+            recordings[-1].logits.untyped_storage().fill_(255)
+            recording.replay()
+
+        return replay
+
+    unlike(spoil)
+    config = {"draft_length": 2, "verification": "rejection"}
+    expected = eager(fresh, "self", config, **EOS)
+    result = graph(fresh, "self", config, **EOS)
+    assert outputs(result) == outputs(expected) and result.statistics.total == expected.statistics.total
+    places = [recording.logits.data_ptr() for recording in recordings]
+    assert len(set(places)) == 2 < len(places)
+
+
+def test_a_first_shape_without_memory_spoils_no_other(fresh, tape, monkeypatch) -> None:
+    record = tape.record
+
+    def no_memory(forward: Callable[[], Outputs]) -> Recording:
+        monkeypatch.setattr(tape, "record", record)
+        raise torch.OutOfMemoryError("not now")
+
+    monkeypatch.setattr(tape, "record", no_memory)
+    with pytest.warns(UserWarning, match="could not be captured and runs eagerly for 8 rows x"):
+        result = graph(fresh, "self")
+    assert outputs(result) == outputs(eager(fresh)) and tape.replayed > 0
 
 
 def test_one_shape_that_fails_spoils_no_other(fresh, tape, monkeypatch) -> None:

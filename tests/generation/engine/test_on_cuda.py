@@ -32,8 +32,8 @@ def prompts() -> Prompts:
     return {name: tensor.cuda() for name, tensor in prompts.items()}
 
 
-def run(model: nn.Module, prompts: Prompts, strategy: str, runner: str, **options: Any) -> Any:
-    config = {"runner": runner, "draft_kernel": "auto" if strategy == "none" else "reference"}
+def run(model: nn.Module, prompts: Prompts, strategy: str, runner: str, keep: bool = True, **options: Any) -> Any:
+    config = {"runner": runner, "keep_graphs": keep, "draft_kernel": "auto" if strategy == "none" else "reference"}
     return generate(model, prompts, strategy, config, **({"max_new_tokens": 96} | options))
 
 
@@ -78,6 +78,18 @@ def test_memory_is_given_back(model, prompts) -> None:
     assert torch.cuda.memory_allocated() > before
     spec_trl.release(model)
     assert allocated() <= before + 2**20
+
+
+@pytest.mark.parametrize("model", [torch.bfloat16], indirect=True)
+def test_many_calls_leave_no_more_memory_than_one(model, prompts) -> None:
+    """With what libraries keep: each call captures anew, on the stream of the one before."""
+    left = []
+    for _ in range(3):
+        result = run(model, prompts, "none", "graph", keep=False)
+        torch.cuda.synchronize()
+        assert result.statistics.graphs >= 1
+        left.append(torch.cuda.memory_allocated())
+    assert left[1] == left[2]
 
 
 @pytest.mark.parametrize("model", [torch.bfloat16], indirect=True)

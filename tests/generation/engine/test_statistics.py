@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import memory
-from spec_trl.generation.engine.counters import LENGTH_BIN, DraftCounter, RoundLog
+from spec_trl.generation.engine.counters import LENGTH_BIN, DraftCounter, PhaseTimer, RoundLog
 from spec_trl.generation.engine.statistics import (
     DEPTH_EDGES,
     DraftCounts,
@@ -228,3 +228,44 @@ def test_cache_bytes_and_tokens_alone(tiny, tiny_assistant, monkeypatch: pytest.
     assert cache_bytes("model", assistant_model=tiny_assistant) == 14 * row_bytes
     sequences = generate(tiny, SEVEN, "self", return_dict_in_generate=False)
     assert isinstance(sequences, torch.Tensor) and sequences.shape == (7, 9 + 24)
+
+
+class LateEvent:
+    """A CUDA event that is over when the host waits for the device."""
+
+    now = waited = alive = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        LateEvent.alive += 1
+
+    def __del__(self) -> None:
+        LateEvent.alive -= 1
+
+    def record(self) -> None:
+        LateEvent.now += 1
+        self.at = LateEvent.now
+
+    def query(self) -> bool:
+        return self.at <= LateEvent.waited
+
+    def elapsed_time(self, end: "LateEvent") -> float:
+        assert end.query()
+        return 1e3 * (end.at - self.at)
+
+    @classmethod
+    def wait(cls) -> None:
+        cls.waited = cls.now
+
+
+def test_a_long_rollout_keeps_few_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", LateEvent.wait)
+    timer, most = PhaseTimer(torch.device("cuda")), 0
+    for _ in range(50):
+        for name in ("draft", "verify", "draft"):
+            with timer.phase(name):
+                pass
+            most = max(most, LateEvent.alive)
+        LateEvent.wait()  # for the round's tokens
+    assert timer.seconds() == {"draft": 100, "verify": 50} and most <= 10

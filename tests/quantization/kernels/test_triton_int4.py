@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec_trl.quantization.kernels.base import join_rows
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.kernels.triton_int4 import TritonInt4
+from spec_trl.quantization.rtn import RoundToNearest
 from tests.quantization.conftest import layer_spec
 from tests.quantization.conftest import pack as pack_weight
 
@@ -63,6 +65,25 @@ def test_rows_of_x_do_not_mix_and_may_be_a_view():
     y = packed.linear(x)
     assert y[1].isnan().all() and torch.equal(y[[0, 2]], clean[[0, 2]])
     assert packed.linear(x[:0]).shape == (0, 20)
+
+
+def test_slices_of_one_weight():
+    """Packed into each, multiplied by each and by the whole."""
+    torch.manual_seed(0)
+    weights = [torch.randn(rows, 320, device=DEVICE) for rows in (32, 16, 48)]
+    apart = [pack(TritonInt4, weight, 64) for weight in weights]
+    parts = [TritonInt4(packed.layer) for packed in apart]
+    whole = join_rows(parts)
+    for part, weight in zip(parts, weights, strict=True):
+        RoundToNearest().quantize_(weight, part)
+    x = torch.randn(3, 320, device=DEVICE).to(BF16)
+    expected = [packed.linear(x) for packed in apart]
+    assert all(map(torch.equal, [part.linear(x) for part in parts], expected))
+    assert torch.equal(whole.linear(x), torch.cat(expected, dim=1))
+    odd = TritonInt4(layer_spec(17, 320, 64, device=DEVICE.type, activation_dtype=BF16))
+    assert join_rows([odd, *parts]) is None  # a block has 16 rows
+    other = TritonInt4(layer_spec(32, 320, 32, device=DEVICE.type, activation_dtype=BF16))
+    assert join_rows([other, *parts]) is None
 
 
 def test_division_of_the_columns_changes_rounding_only(monkeypatch):

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..noise import _TO_UNIT
+from . import operator
 
 
 # Chosen by reasoning, not measured yet: 16 logits per thread, and 38 programs per row of 152k tokens.
@@ -108,14 +109,18 @@ def _merge_chunks(
     tl.store(logprob_ptr + row, tl.where(lost, float("nan"), x - normaliser))
 
 
-@torch.library.custom_op("spec_trl::gumbel_draw", mutates_args=())
+def _shapes(logits: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    scores = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    return torch.empty_like(scores, dtype=torch.int64), scores, torch.empty_like(scores)
+
+
+@operator("gumbel_draw", _shapes)
 def fused_draw(
     logits: Tensor, keys: Tensor | None, temperature: float = 1.0, floors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws one token per row from softmax(x), x = float32(logits) / temperature, by the Gumbel-max trick.
 
-    The custom op `spec_trl::gumbel_draw`: `torch.compile` and the capture of CUDA graphs go through it. A call
-    compiles kernels where dtypes or strides are new; so call once before capturing. No gradient.
+    A call compiles kernels where dtypes or strides are new; so call once before capturing. No gradient.
 
     Args:
         logits: `[N, vocabulary]` float32, bfloat16 or float16; rows any stride apart, each contiguous.
@@ -159,12 +164,6 @@ def fused_draw(
             BLOCK=triton.next_power_of_2(chunks), num_warps=1, **options,
         )  # fmt: skip
     return tokens, scores, logprobs
-
-
-@fused_draw.register_fake
-def _(logits: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    scores = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    return torch.empty_like(scores, dtype=torch.int64), scores, torch.empty_like(scores)
 
 
 def _check(logits: Tensor, keys: Tensor | None, temperature: float, floors: Tensor | None) -> None:

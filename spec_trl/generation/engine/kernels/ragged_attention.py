@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import operator
+
 
 # Chosen by reasoning about bfloat16 with d = 128 on Hopper, not measured yet.
 _QUERY_TILE = 128 * 128  # most folded queries times d per program; further ones read K/V again, from L2 as a rule
@@ -165,7 +167,12 @@ def _merge(
     tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=e < VALUE_DIM)
 
 
-@torch.library.custom_op("spec_trl::ragged_decode_attention", mutates_args=())
+def _shapes(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
+    batch, heads, length, _head_dim = query.shape
+    return query.new_empty(batch, length, heads, values.shape[3])
+
+
+@operator("ragged_decode_attention", _shapes)
 def ragged_decode_attention(
     query: Tensor,
     keys: Tensor,
@@ -178,8 +185,7 @@ def ragged_decode_attention(
 ) -> Tensor:
     """Attention of few queries per row over each row's own columns of the cache; no gradient.
 
-    The custom op `spec_trl::ragged_decode_attention`: `torch.compile` and the capture of CUDA graphs go through it. A
-    call compiles kernels where shapes or strides are new; so call once before capturing.
+    A call compiles kernels where shapes or strides are new; so call once before capturing.
 
     Args:
         query: `[B, heads, q, d]` float32, bfloat16 or float16, any strides.
@@ -241,12 +247,6 @@ def ragged_decode_attention(
             num_warps=2,
         )  # fmt: skip
     return out
-
-
-@ragged_decode_attention.register_fake
-def _(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
-    batch, heads, length, _head_dim = query.shape
-    return query.new_empty(batch, length, heads, values.shape[3])
 
 
 def _splits(programs: int, blocks: int, multiprocessors: int) -> int:

@@ -1,0 +1,102 @@
+"""How many kernels a decoder layer launches in a decoding forward, with the families' own code and with fused kernels.
+
+    python -m benchmarks.gpu.kernels_per_layer
+
+On a GPU they are counted in the profiler's trace. Without one every tensor operation that is no view counts as a
+kernel, and each of our operators as those that it launches; the kernels then run in Triton's interpreter, on a tiny
+model, and a product with packed weights counts as one. A layer is the difference between a model of two layers and one
+of one.
+"""
+
+import os
+import sys
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from spec_trl.generation.engine import fused_layers
+from spec_trl.generation.engine.cache import RaggedCache
+from spec_trl.generation.engine.runner import EagerRunner
+from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.quantization import quantize_projections
+from spec_trl.quantization.kernels.reference import ReferenceInt4
+
+from .shapes import TINY, config_of, random_model
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LAUNCHES = {"ragged_decode_attention": 2}
+"""Kernels of our operators, where these are not one."""
+# What makes no kernel though it is no view either.
+_NOTHING = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "_unsafe_view", "detach"}
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if not func.is_view and name not in _NOTHING:
+            self.found[name] += LAUNCHES.get(name, 1)
+        return func(*args, **(kwargs or {}))
+
+
+def _one_operation(packed: ReferenceInt4, x: torch.Tensor) -> torch.Tensor:
+    return x.new_ones(len(x), packed.layer.out_features)
+
+
+def in_a_forward(family: str, layers: int, quantized: bool, fused: bool) -> Counter[str]:
+    """Kernels or operations of one forward of one token per row."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = config_of(TINY, model_type=family, num_hidden_layers=layers, head_dim=32)
+    model = random_model(config, device, torch.bfloat16)
+    with mock.patch.object(fused_layers, "run_on", lambda _device: fused):
+        network = make_shadow(model)
+    if quantized:
+        quantize_projections(network, kernel="auto" if device.type == "cuda" else "reference", lm_head="dense")
+    runner = EagerRunner(network, RaggedCache.for_network(network, rows=2, columns=64))
+    token = torch.ones(2, 1, dtype=torch.int64, device=device)
+
+    def forward() -> None:
+        runner._run(token, token, 64, spans=True)
+
+    with torch.no_grad():
+        forward()  # allocates and compiles
+        if device.type == "cpu":
+            with _Operations() as operations, mock.patch.object(ReferenceInt4, "linear", _one_operation):
+                forward()
+            return operations.found
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            forward()
+            torch.cuda.synchronize()
+        return Counter(event.name for event in recorded.events() if event.device_type == DeviceType.CUDA)
+
+
+def per_layer(family: str, quantized: bool = False, fused: bool = True) -> Counter[str]:
+    """Kernels of one layer by name."""
+    return in_a_forward(family, 2, quantized, fused) - in_a_forward(family, 1, quantized, fused)
+
+
+def main() -> int:
+    print(f"{'':22}{'own code':>10}{'fused':>10}")
+    for family in FAMILIES:
+        for quantized in (False, True):
+            counts = [per_layer(family, quantized, fused).total() for fused in (False, True)]
+            print(f"{family + (', 4 bits' if quantized else ''):22}{counts[0]:>10}{counts[1]:>10}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

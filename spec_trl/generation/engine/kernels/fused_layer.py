@@ -1,0 +1,269 @@
+"""What a decoder layer does between its matrix products, in Triton. Import it only where Triton is wanted.
+
+A small operation on a GPU takes the time of its launch. An eager layer has some thirty of them; here they are five:
+
+    norm | q, k, v | rotate, write | attention | o | add, norm | gate, up | silu, multiply | down | add
+
+Every kernel computes in float32 (float64 for float64) and rounds to the dtype of the activations wherever the modules
+of transformers do, so in half precision too the results are those of the modules, sums in another order apart.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import operator
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Chosen by reasoning, not measured yet: 8 elements per thread, but at least one warp.
+_ELEMENTS_PER_WARP = 256
+_MOST_WARPS = 16
+_SILU_BLOCK = 1024
+# The modules' products are rounded before they are added.
+_OPTIONS = dict(enable_fp_fusion=False)
+
+
+@triton.jit
+def _rounded_product(x: tl.tensor, y: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+    """x * y, rounded to the dtype of x."""
+    return (x.to(WIDE) * y.to(WIDE)).to(x.dtype)
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr: tl.tensor, residual_ptr: tl.tensor, weight_ptr: tl.tensor, sum_ptr: tl.tensor, out_ptr: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr, ADDS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row; with ADDS the row is x + residual, which is stored too."""
+    d = tl.arange(0, BLOCK)  # [BLOCK]
+    at = tl.program_id(0).to(tl.int64) * SIZE + d
+    x = tl.load(x_ptr + at, mask=d < SIZE, other=0.0)
+    if ADDS:
+        x = (x.to(WIDE) + tl.load(residual_ptr + at, mask=d < SIZE, other=0.0).to(WIDE)).to(x.dtype)
+        tl.store(sum_ptr + at, x, mask=d < SIZE)
+    wide = x.to(tl.float32)  # whatever WIDE is: so do the modules
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(x.dtype)
+    weight = tl.load(weight_ptr + d, mask=d < SIZE, other=0.0)
+    tl.store(out_ptr + at, _rounded_product(normed, weight, WIDE), mask=d < SIZE)
+
+
+@triton.jit
+def _silu_multiply(
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, out_ptr: tl.tensor, gate_row: tl.tensor, up_row: tl.tensor,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    gate = tl.load(gate_ptr + row * gate_row + d, mask=d < SIZE, other=0.0)
+    up = tl.load(up_ptr + row * up_row + d, mask=d < SIZE, other=0.0)
+    wide = gate.to(WIDE)
+    activated = (wide / (1 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out_ptr + row * SIZE + d, _rounded_product(activated, up, WIDE), mask=d < SIZE)
+
+
+@triton.jit
+def _cache_offset(
+    row: tl.tensor, head: tl.tensor, column: tl.tensor,
+    row_stride: tl.tensor, head_stride: tl.tensor, column_stride: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Where a buffer of the cache holds a head's states of a row's column; nothing else here knows its layout."""
+    return row * row_stride + head * head_stride + column * column_stride
+
+
+@triton.jit
+def _rotate(
+    from_ptr: tl.tensor, to_ptr: tl.tensor, weight_ptr: tl.tensor, cos_ptr: tl.tensor, sin_ptr: tl.tensor,
+    eps: tl.tensor, HALF: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """One head of one token: normed with NORM, then rotated by its position."""
+    d = tl.arange(0, BLOCK)  # [BLOCK]
+    low = tl.load(from_ptr + d, mask=d < HALF, other=0.0)
+    high = tl.load(from_ptr + HALF + d, mask=d < HALF, other=0.0)
+    if NORM:
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide_low * wide_low + wide_high * wide_high, 0) / (2 * HALF) + eps)
+        low_weight = tl.load(weight_ptr + d, mask=d < HALF, other=0.0)
+        high_weight = tl.load(weight_ptr + HALF + d, mask=d < HALF, other=0.0)
+        low = _rounded_product((wide_low * factor).to(low.dtype), low_weight, WIDE)
+        high = _rounded_product((wide_high * factor).to(high.dtype), high_weight, WIDE)
+    low_cos = tl.load(cos_ptr + d, mask=d < HALF, other=0.0)
+    low_sin = tl.load(sin_ptr + d, mask=d < HALF, other=0.0)
+    high_cos = tl.load(cos_ptr + HALF + d, mask=d < HALF, other=0.0)
+    high_sin = tl.load(sin_ptr + HALF + d, mask=d < HALF, other=0.0)
+    low_kept, high_kept = _rounded_product(low, low_cos, WIDE), _rounded_product(high, high_cos, WIDE)
+    low_turned, high_turned = _rounded_product(high, low_sin, WIDE), _rounded_product(low, high_sin, WIDE)
+    tl.store(to_ptr + d, (low_kept.to(WIDE) - low_turned.to(WIDE)).to(low.dtype), mask=d < HALF)
+    tl.store(to_ptr + HALF + d, (high_kept.to(WIDE) + high_turned.to(WIDE)).to(low.dtype), mask=d < HALF)
+
+
+@triton.jit(do_not_specialize=["length", "first_row"])
+def _rotate_and_write(
+    query_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, cos_ptr: tl.tensor, sin_ptr: tl.tensor,
+    query_weight_ptr: tl.tensor, key_weight_ptr: tl.tensor, eps: tl.tensor,
+    position_ptr: tl.tensor, out_ptr: tl.tensor, keys_ptr: tl.tensor, values_ptr: tl.tensor,
+    length: tl.tensor, first_row: tl.tensor,
+    query_row: tl.tensor, query_step: tl.tensor, query_head: tl.tensor,
+    key_row: tl.tensor, key_step: tl.tensor, key_head: tl.tensor,
+    value_row: tl.tensor, value_step: tl.tensor, value_head: tl.tensor,
+    cos_row: tl.tensor, cos_step: tl.tensor, sin_row: tl.tensor, sin_step: tl.tensor,
+    position_row: tl.tensor, position_step: tl.tensor,
+    keys_row: tl.tensor, keys_head: tl.tensor, keys_column: tl.tensor,
+    values_row: tl.tensor, values_head: tl.tensor, values_column: tl.tensor,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """One head of one token: a query's goes to out `[B, heads, q, d]`, a key's and a value's to the cache."""
+    row = (tl.program_id(0) // length).to(tl.int64)
+    step = (tl.program_id(0) % length).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    cos_ptr += row * cos_row + step * cos_step
+    sin_ptr += row * sin_row + step * sin_step
+    column = tl.load(position_ptr + row * position_row + step * position_step).to(tl.int64)
+    if head < HEADS:
+        query_at = query_ptr + row * query_row + step * query_step + head * query_head
+        to = out_ptr + ((row * HEADS + head) * length + step) * (2 * HALF)
+        _rotate(query_at, to, query_weight_ptr, cos_ptr, sin_ptr, eps, HALF, NORM, WIDE, BLOCK)
+    elif head < HEADS + KV_HEADS:
+        head -= HEADS
+        key_at = key_ptr + row * key_row + step * key_step + head * key_head
+        to = keys_ptr + _cache_offset(first_row + row, head, column, keys_row, keys_head, keys_column)
+        _rotate(key_at, to, key_weight_ptr, cos_ptr, sin_ptr, eps, HALF, NORM, WIDE, BLOCK)
+    else:
+        head -= HEADS + KV_HEADS
+        d = tl.arange(0, 2 * BLOCK)  # [2 * BLOCK]
+        value_at = value_ptr + row * value_row + step * value_step + head * value_head + d
+        value_to = values_ptr + _cache_offset(first_row + row, head, column, values_row, values_head, values_column)
+        tl.store(value_to + d, tl.load(value_at, mask=d < 2 * HALF), mask=d < 2 * HALF)
+
+
+def _same_twice(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def _same(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _query_first(query: Tensor, *_: object) -> Tensor:
+    batch, length, heads, head_dim = query.shape
+    return query.new_empty(batch, heads, length, head_dim)
+
+
+@operator("rms_norm", _same)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`[..., hidden]` contiguous, normed over its last dimension and times `weight` `[hidden]` of its dtype."""
+    out = torch.empty_like(x)
+    _norm(x, None, weight, out, out, eps)
+    return out
+
+
+@operator("add_rms_norm", _same_twice)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + residual, both `[..., hidden]` contiguous, and :func:`rms_norm` of that."""
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    _norm(x, residual, weight, total, out, eps)
+    return total, out
+
+
+@operator("silu_multiply", _same)
+def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of `[..., n]` each, rows any stride apart, as `[..., n]` contiguous."""
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    size = gate.shape[-1]
+    gate, up = gate.reshape(-1, size), up.reshape(-1, size)
+    _check("gate and up", gate.dtype, gate.stride(1) == up.stride(1) == 1 and gate.shape == up.shape, up)
+    if gate.numel():
+        with torch.cuda.device_of(gate):  # Triton launches on the current device
+            _silu_multiply[(len(gate), triton.cdiv(size, _SILU_BLOCK))](
+                gate, up, out, gate.stride(0), up.stride(0),
+                SIZE=size, WIDE=_wide(gate), BLOCK=_SILU_BLOCK, **_OPTIONS,
+            )  # fmt: skip
+    return out
+
+
+@operator("rotate_and_write", _query_first, writes=("keys", "values"))
+def rotate_and_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    first_row: int,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Rotates queries and keys by their positions, and writes keys and values into a layer's cache.
+
+    Args:
+        query: `[B, q, heads, d]`, the last dimension contiguous, as all that follow and of their dtype.
+        key, value: `[B, q, kv_heads, d]`.
+        cos, sin: `[B, q, d]`.
+        keys, values: `[rows, kv_heads, columns, d]`, the cache's buffers.
+        positions: `[B, q]` int64, the columns that row `first_row + b` writes.
+        query_weight, key_weight: `[d]`, of norms that come before the rotation; None: there are none.
+        eps: of the norms.
+
+    Returns:
+        The rotated queries `[B, heads, q, d]`, contiguous.
+    """
+    batch, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    weights = [] if query_weight is None or key_weight is None else [query_weight, key_weight]
+    tensors = key, value, cos, sin, keys, values, *weights
+    fits = (
+        key.shape == value.shape == (batch, length, kv_heads, head_dim)
+        and cos.shape == sin.shape == (batch, length, head_dim)
+        and keys.shape[1::2] == values.shape[1::2] == (kv_heads, head_dim)
+        and positions.shape == (batch, length)
+        and len(keys) >= first_row + batch <= len(values)
+        and all(tensor.stride(-1) == 1 for tensor in (query, *tensors))
+    )
+    _check("query, key, value, cos, sin, cache, positions and norms", query.dtype, fits, *tensors)
+    out = query.new_empty(batch, heads, length, head_dim)
+    if out.numel():
+        half = head_dim // 2
+        with torch.cuda.device_of(query):  # Triton launches on the current device
+            _rotate_and_write[(batch * length, heads + 2 * kv_heads)](
+                query, key, value, cos, sin, *(weights or (query, query)), eps, positions, out, keys, values,
+                length, first_row, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+                *cos.stride()[:2], *sin.stride()[:2], *positions.stride(), *keys.stride()[:3], *values.stride()[:3],
+                HEADS=heads, KV_HEADS=kv_heads, HALF=half, NORM=bool(weights),
+                WIDE=_wide(query), BLOCK=triton.next_power_of_2(half), num_warps=1, **_OPTIONS,
+            )  # fmt: skip
+    return out
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, total: Tensor, out: Tensor, eps: float) -> None:
+    size = x.shape[-1]
+    others = [] if residual is None else [residual]
+    fits = all(tensor.shape == x.shape and tensor.is_contiguous() for tensor in (x, *others))
+    _check("x, residual and weight", x.dtype, fits and weight.shape == (size,), weight, *others)
+    if x.numel() == 0:
+        return
+    block = triton.next_power_of_2(size)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _rms_norm[(x.numel() // size,)](
+            x, x if residual is None else residual, weight, total, out, eps,
+            SIZE=size, ADDS=residual is not None, WIDE=_wide(x), BLOCK=block,
+            num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), **_OPTIONS,
+        )  # fmt: skip
+
+
+def _wide(x: Tensor) -> tl.dtype:
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def _check(names: str, dtype: torch.dtype, fits: bool, *others: Tensor) -> None:
+    found = {dtype, *(other.dtype for other in others)}
+    if len(found) > 1 or dtype not in DTYPES or not fits:
+        raise ValueError(
+            f"{names} do not fit together, or are of {found}: pass the shapes and strides that the function names, "
+            f"all of one dtype of {DTYPES}."
+        )

@@ -1,0 +1,162 @@
+"""The small operations of a decoder layer against transformers' own modules, in the interpreter or on a device."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+from tests.generation.engine.kernels.ahead_of_time import compile_for
+
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from spec_trl.generation.engine.kernels.fused_layer import add_rms_norm, rms_norm, rotate_and_write, silu_multiply
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# In bfloat16 the interpreter truncates where a device rounds.
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def norm_of(size: int, dtype: torch.dtype) -> Qwen3RMSNorm:
+    norm = Qwen3RMSNorm(size, eps=0.1).to(DEVICE, dtype).requires_grad_(False)
+    norm.weight.data.uniform_(0.5, 2)
+    return norm
+
+
+def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    # A few roundings of float32 statistics; of half precision one in another direction.
+    eps = max(torch.finfo(theirs.dtype).eps, torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(ours, theirs, rtol=4 * eps, atol=4 * eps)
+
+
+@dtypes
+def test_norms(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm, x, residual = norm_of(90, dtype), random(2, 3, 90, dtype=dtype), random(2, 3, 90, dtype=dtype)
+    compare(rms_norm(x, norm.weight, 0.1), norm(x))
+    total, normed = add_rms_norm(x, residual, norm.weight, 0.1)
+    compare(total, x + residual)
+    compare(normed, norm(total))
+    assert rms_norm(x[:0], norm.weight, 0.1).shape == (0, 3, 90)
+
+
+@dtypes
+def test_silu_of_the_halves_of_one_tensor(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate, up = (4 * random(2, 3, 2 * 1030, dtype=dtype)).chunk(2, dim=-1)  # more than a program's share
+    ours = silu_multiply(gate, up)
+    assert ours.is_contiguous()
+    compare(ours, F.silu(gate) * up)
+    if dtype == torch.float16 and DEVICE == "cpu":
+        assert torch.equal(ours, F.silu(gate) * up)  # every rounding is where it should be
+
+
+@dtypes
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotates_and_writes_each_row_where_it_is(dtype: torch.dtype, normed: bool) -> None:
+    """Heads of a size that is no power of two, K and V in one tensor, rows from the third on, buffers of any strides;
+    nothing else of the cache changes."""
+    torch.manual_seed(0)
+    query, (key, value) = random(3, 2, 4, 24, dtype=dtype), random(2, 3, 2, 2, 24, dtype=dtype)
+    cos, sin = random(2, 3, 2, 24, dtype=dtype)
+    keys, values = random(7, 2, 30, 24, dtype=dtype), random(7, 30, 2, 24, dtype=dtype).transpose(1, 2)
+    positions = torch.tensor([[3, 4], [28, 29], [9, 0]], device=DEVICE)
+    norms = [norm_of(24, dtype) for _ in range(2)] if normed else [torch.nn.Identity()] * 2
+    rotated, new_keys = apply_rotary_pos_emb(
+        norms[0](query).transpose(1, 2), norms[1](key).transpose(1, 2), cos, sin
+    )  # [B, heads, q, d]
+    expected_keys, expected_values = keys.clone(), values.clone()
+    rows = torch.arange(2, 5, device=DEVICE)[:, None]
+    expected_keys[rows, :, positions] = new_keys.transpose(1, 2)
+    expected_values[rows, :, positions] = value
+    weights = [norm.weight for norm in norms] if normed else [None, None]
+    ours = rotate_and_write(query, key, value, cos, sin, keys, values, positions, 2, *weights, 0.1)
+    assert ours.is_contiguous() and torch.equal(values, expected_values)
+    compare(ours, rotated)
+    compare(keys, expected_keys)
+    if not normed and dtype != torch.bfloat16:
+        assert torch.equal(ours, rotated) and torch.equal(keys, expected_keys)  # every rounding is where it should be
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [("test_schema", "test_faketensor"), pytest.param("test_aot_dispatch_dynamic", marks=pytest.mark.slow)],
+)
+def test_are_proper_operators(tests: str | tuple[str, ...]) -> None:
+    operators = torch.ops.spec_trl
+    x, weight = random(2, 3, 8, dtype=torch.float32), random(8, dtype=torch.float32)
+    query, key = random(2, 3, 4, 8, dtype=torch.float32), random(2, 3, 2, 8, dtype=torch.float32)
+    cache, positions = random(2, 2, 9, 8, dtype=torch.float32), torch.tensor([[0, 1, 2], [4, 5, 6]], device=DEVICE)
+    calls = [
+        (operators.rms_norm, (x, weight, 0.1)),
+        (operators.add_rms_norm, (x, x, weight, 0.1)),
+        (operators.silu_multiply, (x, x)),
+        (
+            operators.rotate_and_write,
+            (query, key, key, x, x, cache, cache.clone(), positions, 0, weight, weight, 0.1),
+        ),
+    ]
+    for operator, inputs in calls:
+        torch.library.opcheck(operator.default, inputs, test_utils=tests)
+
+
+def test_bad_input_is_refused() -> None:
+    x, cache = torch.zeros(2, 3, 8), torch.zeros(2, 2, 9, 8)
+    heads, positions = torch.zeros(2, 3, 2, 8), torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="x, residual and weight do not fit"):
+        rms_norm(x, torch.zeros(7), 0.1)
+    with pytest.raises(ValueError, match=r"x, residual and weight.*torch.float16.*float32"):
+        add_rms_norm(x, x, torch.zeros(8).half(), 0.1)
+    with pytest.raises(ValueError, match="gate and up do not fit"):
+        silu_multiply(x, x[:, :2])
+    with pytest.raises(ValueError, match="query, key, value, cos, sin, cache, positions and norms do not fit"):
+        rotate_and_write(heads, heads, heads, x, x, cache, cache, positions, 1, None, None, 0.1)  # rows 1 to 3 of 2
+
+
+@pytest.mark.slow
+def test_machine_code(tmp_path) -> None:
+    """What the interpreter lets pass, a compiler may not."""
+    calls = """
+from spec_trl.generation.engine.kernels.fused_layer import *
+for dtype in (torch.bfloat16, torch.float32, torch.float64):
+    def empty(*shape):
+        return torch.empty(*shape, dtype=dtype)
+    x, weight = empty(2, 1, 3584), empty(3584)
+    rms_norm(x, weight, 1e-6)
+    add_rms_norm(x, x, weight, 1e-6)
+    silu_multiply(*empty(2, 1, 2 * 18944).chunk(2, -1))
+    query, key, angle, cache = empty(2, 6, 28, 128), empty(2, 6, 4, 128), empty(2, 6, 128), empty(2, 4, 512, 128)
+    for norm in (None, empty(128)):
+        places = torch.zeros(2, 6, dtype=torch.int64)
+        rotate_and_write(query, key, key, angle, angle, cache, cache.clone(), places, 0, norm, norm, 1e-6)
+"""
+    kernels = compile_for(90, calls, tmp_path)
+    names = ["_rms_norm", "_rms_norm", "_silu_multiply", "_rotate_and_write", "_rotate_and_write"]
+    assert [name for name, _ in kernels] == names * 3
+
+
+@pytest.mark.cuda
+def test_a_captured_graph_writes_anew() -> None:
+    """At the positions that the graph finds in its buffer, and as the eager kernel does."""
+    torch.manual_seed(0)
+    query, key = random(4, 6, 28, 128, dtype=torch.bfloat16), random(4, 6, 4, 128, dtype=torch.bfloat16)
+    cos, sin = random(2, 4, 6, 128, dtype=torch.bfloat16)
+    keys, values = random(2, 4, 4, 512, 128, dtype=torch.bfloat16)
+    positions = torch.arange(6, device=DEVICE).repeat(4, 1)
+    given = query, key, key, cos, sin
+    rotate_and_write(*given, keys, values, positions, 0, None, None, 0.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = rotate_and_write(*given, keys, values, positions, 0, None, None, 0.0)
+    positions += 100
+    query.copy_(random(4, 6, 28, 128, dtype=torch.bfloat16))
+    expected_keys, expected_values = keys.clone(), values.clone()
+    graph.replay()
+    assert torch.equal(out, rotate_and_write(*given, expected_keys, expected_values, positions, 0, None, None, 0.0))
+    assert torch.equal(keys, expected_keys) and torch.equal(values, expected_values)

@@ -1,0 +1,232 @@
+"""Fused decoder layers against the families' own code, with the kernels in Triton's interpreter or on a device."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from benchmarks.gpu.kernels_per_layer import per_layer
+from spec_trl.generation.engine import compiled, fused_layers
+from spec_trl.generation.engine.cache import RaggedCache, TailCache
+from spec_trl.generation.engine.compiled import compiled_twin
+from spec_trl.generation.engine.hidden_states import keep_states
+from spec_trl.generation.engine.runner import EagerRunner
+from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.quantization import quantize_projections
+from tests.conftest import tiny_llama
+from tests.generation.calls import generate, outputs, pad_left, random_rows
+
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SIZES = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=24, max_position_embeddings=256, initializer_range=0.1,
+)  # fmt: skip
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=4),
+    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": Qwen3Config(**SIZES),
+}
+
+
+def slow(parameter: object) -> object:
+    return pytest.param(*parameter if isinstance(parameter, tuple) else [parameter], marks=pytest.mark.slow)
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[PreTrainedModel], PreTrainedModel]:
+    """Makes shadows as on a GPU."""
+
+    def shadow(model: PreTrainedModel) -> PreTrainedModel:
+        with monkeypatch.context() as patch:
+            patch.setattr(fused_layers, "run_on", lambda device: True)
+            return make_shadow(model)
+
+    return shadow
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]).to(dtype).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+@torch.no_grad()
+def run(network: PreTrainedModel, cache: RaggedCache | None = None) -> torch.Tensor:
+    """Logits `[2, n, V]` of four forwards: prompts, and rounds of several tokens and of one, each row where it is."""
+    runner = EagerRunner(network, cache or RaggedCache.for_network(network, rows=3, columns=64))
+    tokens = torch.arange(14).view(2, 7) + 3
+    starts = torch.tensor([[0], [5]])  # the second row has more text: its first tokens are those of its prompt
+    runner.prefill(tokens[1:, :5], torch.arange(5)[None], 5, first_row=1)
+    logits = []
+    for begin, end in ((0, 3), (2, 4), (4, 5)):
+        positions = starts + torch.arange(begin, end)
+        logits.append(runner.forward(tokens[:, begin:end], positions, 5 + end))
+    return torch.cat(logits, dim=1)
+
+
+def names_of(network: nn.Module) -> set[str]:
+    return {type(module).__name__ for module in network.modules()}
+
+
+def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """The modules norm in float32 whatever their dtype; the interpreter truncates to bfloat16."""
+    error = (ours.double() - theirs.double()).norm(dim=-1) / theirs.double().norm(dim=-1)  # [B, q]
+    assert error.max() < (0.05 if theirs.dtype == torch.bfloat16 else 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [*map(slow, (torch.float64, torch.bfloat16)), torch.float32], ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_forward_is_that_of_the_family(fused, family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    network = fused(model)
+    name = type(model).__name__.removesuffix("ForCausalLM")
+    assert {f"Fused{name}{part}" for part in ("RMSNorm", "MLP", "Attention", "DecoderLayer")} < names_of(network)
+    compare(run(network), run(make_shadow(model)))
+
+
+@pytest.mark.parametrize("family", [slow("llama"), "qwen3"])
+def test_with_packed_weights_and_adapters(fused, family: str) -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(model_of(family), config).base_model.model
+    network, plain = fused(model), make_shadow(model)
+    compare(run(network), run(plain))
+    for shadow in (network, plain):
+        quantize_projections(shadow, kernel="reference")
+    compare(run(network), run(plain))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what stands in for kernels on a CPU")
+@pytest.mark.parametrize(
+    ("family", "quantized", "expected"),
+    [("qwen2", False, 14), ("qwen2", True, 12), slow(("llama", True, 11)), slow(("qwen3", False, 14))],
+)
+def test_at_most_sixteen_kernels_in_a_layer(family: str, quantized: bool, expected: int) -> None:
+    """Norm, three projections, rotation, two of attention, projection, add and norm, two projections, silu,
+    projection, add; of packed projections that share an input one, with one more for biases."""
+    found = per_layer(family, quantized)
+    assert found.total() == expected <= 16 and found["ragged_decode_attention"] == 2, found
+
+
+@pytest.mark.slow
+def test_one_compilation_serves_all_layers(fused) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    network = fused(model_of("qwen3"))
+    cache = RaggedCache.for_network(network, rows=3, columns=64)
+    expected = run(network, cache)
+    with pytest.MonkeyPatch.context() as patch:
+        compile_ = torch.compile
+        patch.setattr(compiled.torch, "compile", lambda f, **options: compile_(f, backend=counter, **options))
+        twin = compiled_twin(network, cache)
+    assert names_of(twin) == names_of(network)
+    compare(run(twin, cache), expected)
+    assert counter.frame_count <= 4  # as many as shapes, whatever the number of layers
+
+
+def test_hooks_see_what_they_saw(fused) -> None:
+    """On modules that a kernel would pass over, whether they came with the model or later; and hidden states."""
+    model = model_of("qwen3")
+    plain, network = make_shadow(model), fused(model)
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def watch(shadow: PreTrainedModel, whose: str) -> None:
+        layer = shadow.model.layers[1]
+        for module in (layer.post_attention_layernorm, layer.self_attn.k_norm, layer.mlp.act_fn):
+            module.register_forward_hook(lambda _module, _args, output: seen[whose].append(output) or output * 1.5)
+        keep_states(shadow, [0, 1, 2], states := {})
+        seen[whose] = []
+        seen[whose + " logits"] = [run(shadow)]
+        seen[whose] += states.values()
+
+    watch(plain, "plain")
+    watch(network, "fused")
+    assert len(seen["plain"]) == len(seen["fused"]) == 3 * 4 + 3
+    for ours, theirs in zip(seen["fused"] + seen["fused logits"], seen["plain"] + seen["plain logits"], strict=True):
+        compare(ours, theirs)
+
+
+def test_with_gradient_or_other_caches_the_own_code_runs(fused) -> None:
+    model = model_of("llama")
+    network, tokens = fused(model), torch.arange(5)[None]
+    gradients = []
+    for shadow in (make_shadow(model), network):
+        shadow(tokens).logits.sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    assert all(map(torch.equal, *gradients))
+    with torch.no_grad():
+        compare(network(tokens, use_cache=False).logits, model(tokens).logits)
+        compare(network(tokens, use_cache=True).logits, model(tokens).logits)
+        cache = RaggedCache.for_network(network, rows=1, columns=64)
+        runner = EagerRunner(network, cache)
+        runner.prefill(tokens[:, :3], torch.arange(3)[None], 3)
+        tail = EagerRunner(network, TailCache(cache, torch.tensor([4]), size=4))
+        compare(tail.forward(tokens[:, 3:], torch.tensor([[3, 4]]), 5), model(tokens).logits[:, 3:])
+
+
+def test_what_is_not_known_keeps_its_own_code(fused) -> None:
+    assert not any(name.startswith("Fused") for name in names_of(make_shadow(model_of("llama"))))  # on a CPU
+    gemma = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES))
+    assert names_of(fused(gemma)) == names_of(make_shadow(gemma))
+    model = model_of("llama")
+    first, second = model.model.layers
+    first.mlp.act_fn = nn.ReLU()
+    first.post_attention_layernorm.forward = lambda hidden_states: hidden_states
+    second.mlp.__class__ = own = type("LlamaMLP", (LlamaMLP,), {})  # as code of a hub's model has them
+    network = fused(model)
+    layers = network.model.layers
+    assert [type(layer.mlp) for layer in layers] == [LlamaMLP, own]
+    assert type(layers[0].post_attention_layernorm) is LlamaRMSNorm
+    compare(run(network), run(make_shadow(model)))
+
+
+def test_where_triton_cannot_launch_the_own_code_runs(fused, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*_: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    fused_layers._launches.cache_clear()
+    monkeypatch.setattr("spec_trl.generation.engine.kernels.fused_layer.rms_norm", no_compiler)
+    with pytest.warns(UserWarning, match="keep transformers' own code.*no compiler here") as seen:
+        network = fused(model_of("llama"))
+    fused_layers._launches.cache_clear()
+    assert len(seen) == 1 and names_of(network) == names_of(make_shadow(model_of("llama")))
+
+
+def test_a_shadow_of_a_shadow_is_the_same(fused) -> None:
+    network = fused(model_of("mistral"))
+    assert names_of(make_shadow(network)) == names_of(network)
+
+
+@pytest.mark.parametrize("family", ["llama", slow("qwen3")])
+def test_tokens_are_those_of_the_families_code(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer_of = fused_layers._layer_of
+    model = tiny_llama(num_hidden_layers=1) if family == "llama" else model_of(family)
+    prompts = pad_left(random_rows([5, 3]))
+    expected = outputs(generate(model, prompts, max_new_tokens=6))
+    monkeypatch.setattr(fused_layers, "run_on", lambda device: True)
+    used = []
+    monkeypatch.setattr(fused_layers, "_layer_of", lambda *given: used.append(layer_of(*given)) or used[-1])
+    for strategy in ("none", "self"):
+        result = generate(model, prompts, strategy, {"draft_length": 3}, max_new_tokens=6)
+        assert outputs(result) == expected and result.statistics.drafter_failure is None
+    assert used and None not in used and result.statistics.total.accepted > 0
