@@ -47,7 +47,8 @@ class Stopping:
         step = torch.arange(start, start + count, device=keep.device)  # [n]
         row, place = (step < keep[:, None]).nonzero(as_tuple=True)
         stopped = torch.zeros(len(keep), count, dtype=torch.bool, device=keep.device)  # [B, n]
-        for member, prefix in self._prefixes.groups(row, start + place + 1):  # prefixes that end with the token
+        at, steps = row.tolist(), (start + place + 1).tolist()  # prefixes that end with the token
+        for member, prefix in self._prefixes.groups(at, self._prefixes.widths(at, steps)):
             for criterion in self._by_prefix:
                 stopped[row[member], place[member]] |= criterion(prefix, None)
         first = torch.where(stopped.any(1), start + stopped.int().argmax(1) + 1, keep + 1)  # [B]
