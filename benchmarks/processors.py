@@ -62,9 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
     findings.append(Finding("a round without processors", seconds["without"], "s"))
     write_result(
         options.output, "rollouts", "Logits processors",
-        f"{model_line(loaded.facts)}; batch {BATCH}, copies of a prompt of {options.prompt} tokens, γ = {DRAFT_LENGTH} "
-        f"by lookups, temperature 1; repetition_penalty={PENALTY}, top_p={TOP_P}. Medians of {options.turns} rounds of each kind "
-        "in turns, ratios of neighbours, with the lowest and the highest.",
+        f"{model_line(loaded.facts)}; batch {BATCH}, copies of a prompt of {options.prompt} tokens; "
+        f"γ = {DRAFT_LENGTH} by lookups, temperature 1, repetition_penalty={PENALTY}, top_p={TOP_P}. Medians of "
+        f"{options.turns} rounds of each kind in turns, ratios of neighbours, with the lowest and the highest.",
         machine, findings, {"options": shown(options), "model": loaded.facts, "seconds": seconds},
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Every processor and criterion acts as in `generate`: against transformers itself, and against a plain loop."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import (
 from transformers.generation import logits_process as hf
 
 from spec_trl.generation.engine import processors
-from spec_trl.generation.engine.filters import Filters
+from spec_trl.generation.engine.filters import Filters, keep_top_p
 from spec_trl.generation.engine.noise import RoundNoise, draw, stream_keys
 from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
 from spec_trl.generation.engine.rows import Progress, Request, Rows
@@ -269,7 +270,9 @@ def check_bit_for_bit(names: list[str], count: int, offset: int, dtype: torch.dt
         pipeline = pipeline.over(rows)
     elif elsewhere:
         view.rows = rows
-    processed = pipeline(logits, offset)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processors, "keep_top_p", functools.partial(keep_top_p, count=2))  # of a small vocabulary
+        processed = pipeline(logits, offset)
     for row, i, expected in shown_by_generate(names, rows, logits, offset):
         assert torch.equal(processed[row, i], expected), (names, row, i)
     assert torch.equal(logits, before), "the model's own logits, which others read"
