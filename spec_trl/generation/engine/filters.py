@@ -18,6 +18,7 @@ _FILTERS = (hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
 # Tokens looked at first, and how many times as many where these do not decide. At top_p = 0.95 few positions of a
 # trained model keep more; a sort of 152k logits costs sixty times the first look.
 _FIRST, _MORE = 128, 16
+_BLOCK = 64  # tokens
 # Elements at a time: a chunk's scratch, 4 MiB in float32, stays in a CPU's cache.
 _CHUNK = 1 << 20
 # Of the mass. Where the cut is as close as that, transformers decides: its float32 sums were seen to err by 5e-7.
@@ -38,7 +39,7 @@ def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST,
     out = torch.empty_like(scores) if out is None else out
     rows = max(1, _CHUNK // vocabulary)
     for part, to in zip(scores.split(rows), out.split(rows), strict=True):
-        values, tokens = part.topk(count)  # [m, count] each
+        values, tokens = _best(part, count)  # [m, count] each
         p = part.softmax(-1)  # [m, V]
         own = p.gather(1, tokens).double() / p.sum(1, keepdim=True)  # [m, count]
         # transformers removes what has, with all that is less likely, 1 - top_p or less.
@@ -51,6 +52,19 @@ def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST,
         if rest is not None:
             to[~decided] = rest
     return out
+
+
+def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`scores.topk(count)` of scores `[n, vocabulary]`, in half the time: the best lie in the `count` best blocks."""
+    rows, vocabulary = scores.shape
+    if count * _BLOCK > vocabulary:
+        return scores.topk(count)
+    whole = vocabulary - vocabulary % _BLOCK
+    blocks = scores[:, :whole].unflatten(1, (-1, _BLOCK)).amax(2).topk(count, sorted=False).indices  # [n, count]
+    tokens = (_BLOCK * blocks[..., None] + torch.arange(_BLOCK)).flatten(1)  # [n, count * block]
+    tokens = torch.cat([tokens, torch.arange(whole, vocabulary).expand(rows, -1)], dim=1)
+    values, at = scores.gather(1, tokens).topk(count)  # [n, count] each
+    return values, tokens.gather(1, at)
 
 
 @dataclass(frozen=True)

@@ -308,17 +308,20 @@ class LogitsPipeline:
         self, processor: hf.RepetitionPenaltyLogitsProcessor, scores: Tensor, row: Sequence[int], widths: Sequence[int]
     ) -> Tensor:
         """As transformers does it, on the tokens before each place, at all places at once."""
-        view, vocabulary = self._prefixes, scores.shape[1]
+        view, (count, vocabulary) = self._prefixes, scores.shape
         ignored = self._bind_padding(processor, row).prompt_ignore_length
         ignored = ignored[:, None] if isinstance(ignored, Tensor) else ignored or 0  # [n, 1] or a number
         place = torch.arange(max(widths), device=scores.device)  # [width]
         seen = (place >= ignored) & (place < view.on_device(widths)[:, None])  # [n, width]
-        # As transformers does, with a column for what is not seen or is no token that the model can say.
-        tokens = view.prefixes(view.on_device(row), max(widths)).where(seen, vocabulary).clamp_(max=vocabulary)
-        padded = F.pad(scores, (0, 1))  # [n, V + 1]
-        own = padded.gather(1, tokens)  # [n, width]
-        own = torch.where(own < 0, own * processor.penalty, own / processor.penalty)
-        return padded.scatter_(1, tokens, own)[:, :vocabulary]
+        # One element more, for what is not seen or is no token that the model can say.
+        flat = scores.new_empty(count * vocabulary + 1)
+        processed = flat[:-1].view(count, vocabulary).copy_(scores)
+        tokens = view.prefixes(view.on_device(row), max(widths))  # [n, width]
+        at = tokens + vocabulary * torch.arange(count, device=scores.device)[:, None]
+        at = at.where(seen & (tokens < vocabulary), count * vocabulary).flatten()  # [n * width]
+        own = flat[at]
+        flat[at] = torch.where(own < 0, own * processor.penalty, own / processor.penalty)
+        return processed
 
     def _process_by_prefix(
         self, processor: LogitsProcessor, scores: Tensor, row: Sequence[int], widths: Sequence[int]
