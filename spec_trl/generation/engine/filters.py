@@ -36,22 +36,26 @@ def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST,
     usual = 0 < warper.top_p < 1 and warper.min_tokens_to_keep == 1
     if scores.device.type != "cpu" or count * _MORE > vocabulary or not usual:
         return warper(None, scores)
-    out = torch.empty_like(scores) if out is None else out
-    rows = max(1, _CHUNK // vocabulary)
-    for part, to in zip(scores.split(rows), out.split(rows), strict=True):
-        values, tokens = _best(part, count)  # [m, count] each
-        p = part.softmax(-1)  # [m, V]
-        own = p.gather(1, tokens).double() / p.sum(1, keepdim=True)  # [m, count]
-        # transformers removes what has, with all that is less likely, 1 - top_p or less.
-        left = warper.top_p - (own.cumsum(1) - own)  # [m, count], of the mass, before each token
-        kept = left > 0
-        tied = kept[:, :-1] & ~kept[:, 1:] & (values[:, :-1] == values[:, 1:])
-        decided = (left.abs() > _CLOSE).all(1) & ~kept[:, -1] & ~tied.any(1)  # [m]; not where scores are NaN
-        rest = None if decided.all() else keep_top_p(warper, part[~decided], count * _MORE)
-        to.fill_(warper.filter_value).scatter_(1, tokens, values.masked_fill(~kept, warper.filter_value))
-        if rest is not None:
-            to[~decided] = rest
+    parts = [_likeliest(part, count) for part in scores.split(max(1, _CHUNK // vocabulary))]
+    values, tokens, own = map(torch.cat, zip(*parts, strict=True))  # [n, count] each
+    # transformers removes what has, with all that is less likely, 1 - top_p or less.
+    left = warper.top_p - (own.cumsum(1) - own)  # [n, count], of the mass, before each token
+    kept = left > 0
+    tied = kept[:, :-1] & ~kept[:, 1:] & (values[:, :-1] == values[:, 1:])
+    decided = (left.abs() > _CLOSE).all(1) & ~kept[:, -1] & ~tied.any(1)  # [n]; not where scores are NaN
+    rest = None if decided.all() else keep_top_p(warper, scores[~decided], count * _MORE)
+    out = torch.full_like(scores, warper.filter_value) if out is None else out.fill_(warper.filter_value)
+    out.scatter_(1, tokens, values.masked_fill(~kept, warper.filter_value))
+    if rest is not None:
+        out[~decided] = rest
     return out
+
+
+def _likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` best of scores `[n, vocabulary]`, their tokens and probabilities (float64): `[n, count]` each."""
+    values, tokens = _best(scores, count)
+    p = scores.softmax(-1)  # [n, V]
+    return values, tokens, p.gather(1, tokens).double() / p.sum(1, keepdim=True)
 
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
