@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.captured import CAPTURE_AFTER, runner_for, runner_mode
@@ -29,6 +29,7 @@ class RoundBench:
         columns: of the cache, per row.
         config: names the runner.
         rollout: the kind of rollout.
+        processors: of logits.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class RoundBench:
         columns: int,
         config: SpeculativeConfig,
         rollout: type[Rollout] = Rollout,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         batch = len(prompts)
         self._rows = Rows(batch, columns, model.device)
@@ -49,7 +51,7 @@ class RoundBench:
             drafters,
             NeverSpeculate(),
             self._rows,
-            LogitsPipeline(LogitsProcessorList(), view, batch),
+            LogitsPipeline(LogitsProcessorList(processors), view, batch),
             Stopping(StoppingCriteriaList(), view),
             do_sample=True,
             rejection=False,

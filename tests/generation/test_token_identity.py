@@ -17,8 +17,9 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import release
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import runner
+from spec_trl.generation.engine import processors, runner
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.filters import keep_top_p
 from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
@@ -41,6 +42,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": dict(do_sample=False),
     "filters": dict(temperature=0.7, top_k=20, top_p=0.9),
     "penalty": dict(repetition_penalty=1.3, temperature=0.8),
+    "penalty and top-p": dict(repetition_penalty=1.3, top_p=0.9, min_new_tokens=7),
     "greedy n-grams": dict(do_sample=False, no_repeat_ngram_size=2),
     "least tokens": dict(min_new_tokens=7),
     "bad words": dict(bad_words_ids=[[44], [6, 56], [38, 45]]),
@@ -229,6 +231,7 @@ def test_tokens_are_those_of_plain_decoding(scenario: Scenario, tiny, drafters: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_QUERIES_PER_FORWARD", scenario.prefill[0])
         patch.setattr(runner, "TOKENS_PER_FORWARD", scenario.prefill[1])
+        patch.setattr(processors, "keep_top_p", functools.partial(keep_top_p, count=2))  # of a small vocabulary
         if scenario.captured:
             release(tiny)
             install_tape(patch)

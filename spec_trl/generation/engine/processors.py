@@ -3,9 +3,10 @@
 transformers applies them to a rectangular batch, one step at a time. Here a step verifies several positions of rows
 that have generated different numbers of tokens:
 
-* Processors that look at the scores alone run once over all positions.
-* Those whose result for a row depends on that row's prefix and scores alone run on the prefixes that `generate` would
-  have shown them, grouped by length: most of transformers' own, and any class with the attribute `prefix_only = True`.
+* Processors that look at the scores alone, at the number of tokens before a position, or at which tokens these are,
+  run once over all positions.
+* Others whose result for a row depends on that row's prefix and scores alone run on the prefixes that `generate` would
+  have shown them, grouped by length: some of transformers' own, and any class with the attribute `prefix_only = True`.
 * Users' own of this kind may refuse a prefix that they forbid: they are shown a row's drafts step by step, only as far
   as the target takes them.
 * All others may look at other rows or keep state. They need rows that run in step (`in_step.py`), and are called once
@@ -15,7 +16,7 @@ that have generated different numbers of tokens:
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, 
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .filters import Filters, keep_top_p
 from .kernels import run_on
 from .noise import Draw, RoundNoise, draw, widen
 from .rows import Rows
@@ -63,6 +65,15 @@ _BY_PREFIX = (
     hf.SuppressTokensAtBeginLogitsProcessor,
     hf.WatermarkLogitsProcessor,
 )
+# Those of them that look at the length of a prefix alone: which lengths they act on, all of these alike.
+_ACTS_ON: dict[type, Callable[[Any, int], bool]] = {
+    hf.MinLengthLogitsProcessor: lambda own, width: width < own.min_length,
+    hf.MinNewTokensLengthLogitsProcessor: lambda own, width: width - own.prompt_length_to_skip < own.min_new_tokens,
+    hf.ForcedBOSTokenLogitsProcessor: lambda own, width: width == 1,
+    hf.ForcedEOSTokenLogitsProcessor: lambda own, width: width == own.max_length - 1,
+    hf.SuppressTokensAtBeginLogitsProcessor: lambda own, width: width == own.begin_index,
+}
+_NO_FILTERS = Filters()
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _KNOWN = {*_SCORES_ONLY, *_ROW_BOUND, *_BY_PREFIX, *_CRITERIA}
 
@@ -89,28 +100,37 @@ class PrefixView:
         """The same view of other `rows` of the same requests."""
         return PrefixView(rows, self._input_ids)
 
-    def groups(self, row: Tensor, step: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Groups the positions `step` tokens after the committed ones of `row` (`[n]` int64 each) by the widths of the
-        prefixes before them; yields indices into `row` `[m]` int64 and prefixes `[m, width]`."""
-        widths = self._input_ids.shape[1] + self.rows.generated[row] + step  # [n]
-        for width in widths.unique().tolist():
-            member = (widths == width).nonzero().flatten()  # [m]
-            yield member, self._prefixes(row[member], width)
+    def widths(self, row: Sequence[int], step: Sequence[int]) -> list[int]:
+        """Widths of the prefixes before the positions `step` tokens after the committed ones of `row`, n each."""
+        spans = map(self.rows.generated_span, row)
+        return [self._input_ids.shape[1] + own.stop - own.start + more for own, more in zip(spans, step, strict=True)]
+
+    def groups(self, row: Sequence[int], widths: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
+        """Groups places in `row` by the `widths` of the prefixes before them, n each; yields m indices into both, and
+        prefixes `[m, width]`."""
+        for width in sorted(set(widths)):
+            member = [i for i, own in enumerate(widths) if own == width]
+            yield member, self.prefixes(self.on_device([row[i] for i in member]), width)
 
     def batch(self, step: int) -> Tensor:
         """Prefixes `[B, width]` of all rows in the caller's order; all have generated equally many tokens."""
-        width = self._input_ids.shape[1] + int(self.rows.generated[0]) + step
-        return self._prefixes(self.order, width)
+        return self.prefixes(self.order, self.widths([0], [step])[0])
+
+    def on_device(self, numbers: Sequence[int]) -> Tensor:
+        """`[n]` int64 where the rows are; the host does not wait for the copy."""
+        return torch.tensor(numbers, dtype=torch.int64).to(self.rows.tokens.device, non_blocking=True)
 
     @property
     def order(self) -> Tensor:
         """`[B]` int64: which row holds each request."""
         return self.rows.requests.argsort()
 
-    def _prefixes(self, row: Tensor, width: int) -> Tensor:
+    def prefixes(self, row: Tensor, width: int) -> Tensor:
+        """`[n, width]` tokens of `row` (`[n]` int64), drafts included; after them anything."""
         padded, rows = self._input_ids.shape[1], self.rows
         output = torch.arange(width - padded, device=row.device) + rows.prompt_lengths[row, None]  # [n, new]
-        return torch.cat([self._input_ids[rows.requests[row]], rows.tokens[row].gather(1, output)], dim=1)
+        output.clamp_(max=rows.columns - 1)
+        return torch.cat([self._input_ids[rows.requests[row]], rows.tokens[row[:, None], output]], dim=1)
 
 
 _WARPERS = (
@@ -127,7 +147,10 @@ class LogitsPipeline:
 
     def __init__(self, processors: LogitsProcessorList, prefixes: PrefixView, batch_size: int) -> None:
         self._processors = processors
-        self._filters = Filters.of(processors)
+        # Where one kernel draws, it applies the last of them, as many as it can.
+        suffixes = ((start, Filters.of(processors[start:])) for start in range(len(processors) + 1))
+        first, self._filters = next((start, own) for start, own in suffixes if own is not None)
+        self._before_filters = processors[:first]
         self._prefixes = prefixes
         self._batch_size = batch_size
         self._looks_at_prefixes = any(type(processor) not in _SCORES_ONLY for processor in processors)
@@ -154,16 +177,21 @@ class LogitsPipeline:
 
     def __call__(self, logits: Tensor, offset: int = 0) -> Tensor:
         """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens."""
+        return self._at_all(self._processors, logits, offset)
+
+    def _at_all(self, processors: Sequence[LogitsProcessor], logits: Tensor, offset: int) -> Tensor:
         batch, count, _ = logits.shape
-        row = torch.arange(batch, device=logits.device).repeat_interleave(count)  # [B * n]
-        step = torch.arange(offset, offset + count, device=logits.device).repeat(batch)  # [B * n]
-        return self._process(logits.flatten(0, 1), row, step).reshape(logits.shape)
+        row = [row for row in range(batch) for _ in range(count)]
+        step = list(range(offset, offset + count)) * batch
+        return self._process(processors, logits.flatten(0, 1), row, step).reshape(logits.shape)
 
     def draw(self, logits: Tensor, noise: RoundNoise | None, offset: int = 0, want_logprobs: bool = False) -> Draw:
         """Processes logits as above and draws a token at each position. On CUDA one kernel draws, which also applies
-        temperature, top-k and min-p where nothing else is set."""
-        if self._filters is None or not _is_fused(logits):
+        temperature, top-k, top-p and min-p where they come last."""
+        if not _is_fused(logits):
             return draw_processed(self(widen(logits), offset), noise, offset, want_logprobs)
+        if self._before_filters:
+            logits = self._at_all(self._before_filters, widen(logits), offset)
         return draw_processed(logits, noise, offset, want_logprobs, self._filters)
 
     def draw_verified(
@@ -233,78 +261,94 @@ class LogitsPipeline:
         Returns the scores, processed where no processor refused the prefix, and `[B]` bool which rows these are.
         """
         processed, passed = scores.clone(), shown.clone()
-        row = shown.nonzero().flatten()  # [n]
-        if not len(row):
+        rows = shown.nonzero().flatten().tolist()
+        if not rows:
             return processed, passed
         try:
-            processed[row] = self._process(scores[row], row, torch.full_like(row, step))
+            processed[rows] = self._process(self._processors, scores[rows], rows, [step] * len(rows))
         except Exception:
-            for one in row.split(1):  # whose prefix was it?
+            for row in rows:  # whose prefix was it?
                 try:
-                    processed[one] = self._process(scores[one], one, torch.full_like(one, step))
+                    processed[row] = self._process(self._processors, scores[row][None], [row], [step])[0]
                 except Exception:
-                    passed[one] = False
+                    passed[row] = False
         return processed, passed
 
-    def _process(self, scores: Tensor, row: Tensor, step: Tensor) -> Tensor:
-        """Processes scores `[n, vocabulary]` at places `step` (`[n]`) after the committed tokens of `row` (`[n]`)."""
-        for processor in self._processors:
-            if type(processor) in _SCORES_ONLY:
+    def _process(
+        self, processors: Sequence[LogitsProcessor], scores: Tensor, row: Sequence[int], step: Sequence[int]
+    ) -> Tensor:
+        """Processes scores `[n, vocabulary]` at places `step` after the committed tokens of `row`, n each."""
+        widths = self._prefixes.widths(row, step) if self._looks_at_prefixes else []
+        given = scores  # the model's, which others may read: not to be written to
+        for processor in processors:
+            if type(processor) is hf.TopPLogitsWarper:
+                scores = keep_top_p(processor, scores, out=None if scores is given else scores)
+            elif type(processor) in _SCORES_ONLY:
                 scores = processor(None, scores)
             elif needs_batch(processor):
                 order = self._prefixes.order  # [B]
-                scores = processor(self._prefixes.batch(int(step[0])), scores[order])[self._prefixes.rows.requests]
+                scores = processor(self._prefixes.batch(step[0]), scores[order])[self._prefixes.rows.requests]
+            elif type(processor) in _ACTS_ON:
+                scores = self._process_by_length(processor, scores, widths)
+            elif type(processor) is hf.ExponentialDecayLengthPenalty:
+                scores = _decay(processor, scores, widths)
+            elif type(processor) is hf.RepetitionPenaltyLogitsProcessor:
+                scores = self._penalise_repetition(processor, scores, row, widths)
             else:
-                scores = self._process_by_prefix(processor, scores, row, step)
+                scores = self._process_by_prefix(processor, scores, row, widths)
         return scores
 
-    def _process_by_prefix(self, processor: LogitsProcessor, scores: Tensor, row: Tensor, step: Tensor) -> Tensor:
-        processed = torch.empty_like(scores)
-        for member, prefix in self._prefixes.groups(row, step):
-            requests = self._prefixes.rows.requests[row[member]]  # [m]
-            if isinstance(processor, _ROW_BOUND):
-                for i, request in enumerate(requests.tolist()):
-                    bound = _bind_to_row(processor, request, self._batch_size)
-                    processed[member[i]] = bound(prefix[i : i + 1], scores[member[i]][None])[0]
-            else:
-                processed[member] = _bind_padding(processor, requests, self._batch_size)(prefix, scores[member])
+    def _process_by_length(self, processor: LogitsProcessor, scores: Tensor, widths: Sequence[int]) -> Tensor:
+        acts = [_ACTS_ON[type(processor)](processor, width) for width in widths]
+        if not any(acts):
+            return scores
+        processed = processor(scores.new_empty(0, widths[acts.index(True)], dtype=torch.int64), scores)
+        return processed if all(acts) else processed.where(self._prefixes.on_device(acts)[:, None] > 0, scores)
+
+    def _penalise_repetition(
+        self, processor: hf.RepetitionPenaltyLogitsProcessor, scores: Tensor, row: Sequence[int], widths: Sequence[int]
+    ) -> Tensor:
+        """As transformers does it, on the tokens before each place, at all places at once."""
+        view, (count, vocabulary) = self._prefixes, scores.shape
+        ignored = self._bind_padding(processor, row).prompt_ignore_length
+        ignored = ignored[:, None] if isinstance(ignored, Tensor) else ignored or 0  # [n, 1] or a number
+        place = torch.arange(max(widths), device=scores.device)  # [width]
+        seen = (place >= ignored) & (place < view.on_device(widths)[:, None])  # [n, width]
+        # One element more, for what is not seen or is no token that the model can say.
+        flat = scores.new_empty(count * vocabulary + 1)
+        processed = flat[:-1].view(count, vocabulary).copy_(scores)
+        tokens = view.prefixes(view.on_device(row), max(widths))  # [n, width]
+        at = tokens + vocabulary * torch.arange(count, device=scores.device)[:, None]
+        at = at.where(seen & (tokens < vocabulary), count * vocabulary).flatten()  # [n * width]
+        own = flat[at]
+        flat[at] = torch.where(own < 0, own * processor.penalty, own / processor.penalty)
         return processed
 
-
-@dataclass(frozen=True)
-class Filters:
-    """Temperature, top-k and min-p (None: unset). The last two only set the smallest logit that may be drawn."""
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    min_p: float | None = None
-
-    @classmethod
-    def of(cls, processors: LogitsProcessorList) -> "Filters | None":
-        """The filters that `processors` are; None where there are others, or these in another order."""
-        filters = cls()
-        for each in processors:
-            # Whether what it filters out cannot be drawn at all.
-            bars = isinstance(each, hf.TopKLogitsWarper | hf.MinPLogitsWarper) and each.filter_value == -math.inf
-            if type(each) is hf.TemperatureLogitsWarper and filters == cls():
-                filters = replace(filters, temperature=each.temperature)
-            elif type(each) is hf.TopKLogitsWarper and filters.top_k is filters.min_p is None and bars:
-                filters = replace(filters, top_k=each.top_k)
-            elif type(each) is hf.MinPLogitsWarper and filters.min_p is None and bars and each.min_tokens_to_keep == 1:
-                filters = replace(filters, min_p=each.min_p or None)
+    def _process_by_prefix(
+        self, processor: LogitsProcessor, scores: Tensor, row: Sequence[int], widths: Sequence[int]
+    ) -> Tensor:
+        view, processed = self._prefixes, torch.empty_like(scores)
+        for member, prefix in view.groups(row, widths):
+            if isinstance(processor, _ROW_BOUND):
+                for i, place in enumerate(member):
+                    bound = _bind_to_row(processor, view.rows.indices[row[place]], self._batch_size)
+                    processed[place] = bound(prefix[i : i + 1], scores[place][None])[0]
             else:
-                return None
-        return filters
+                bound, at = self._bind_padding(processor, [row[i] for i in member]), view.on_device(member)  # at: [m]
+                processed[at] = bound(prefix, scores[at])
+        return processed
 
-    def floors(self, logits: Tensor) -> Tensor | None:
-        """Smallest logits `[n]` float32, divided by the temperature, that may be drawn from `logits` `[n, V]`."""
-        bounds = []
-        if self.top_k is not None:
-            bounds.append(logits.topk(min(self.top_k, logits.shape[1]), sorted=False).values.amin(1).float())
-        if self.min_p is not None:
-            # p >= min_p * p_max, whatever top-k has left out: the two share their normaliser.
-            bounds.append(logits.amax(1).float() + self.temperature * math.log(self.min_p))
-        return torch.stack(bounds).amax(0) / self.temperature if bounds else None
+    def _bind_padding(self, processor: LogitsProcessor, row: Sequence[int]) -> LogitsProcessor:
+        """The processor with the padding of n places in `row`; transformers >= 5.23 keeps that of the caller's."""
+        if not isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
+            return processor
+        padding, requests = processor.prompt_ignore_length, self._prefixes.rows.indices
+        if not isinstance(padding, Tensor):
+            return processor
+        bound, copies = copy.copy(processor), self._batch_size // len(padding)  # num_return_sequences
+        at = self._prefixes.on_device([requests[own] // copies for own in row])  # [n]
+        bound.prompt_ignore_length = padding.to(at.device)[at]  # [n]
+        return bound
 
 
 def _is_fused(logits: Tensor) -> bool:
@@ -313,7 +357,11 @@ def _is_fused(logits: Tensor) -> bool:
 
 
 def draw_processed(
-    logits: Tensor, noise: RoundNoise | None, first: int = 0, want_logprobs: bool = False, filters: Filters = Filters()
+    logits: Tensor,
+    noise: RoundNoise | None,
+    first: int = 0,
+    want_logprobs: bool = False,
+    filters: Filters = _NO_FILTERS,
 ) -> Draw:
     """As :func:`~spec_trl.generation.engine.noise.draw`, on CUDA by one kernel, which alone applies `filters`."""
     if not _is_fused(logits):
@@ -322,8 +370,8 @@ def draw_processed(
 
     batch, count, _ = logits.shape
     keys = None if noise is None else noise.keys[:, first : first + count].reshape(-1)  # [B * n]
-    floors = filters.floors(logits.flatten(0, 1))  # [B * n]
-    drawn = fused_draw(logits.flatten(0, 1), keys, filters.temperature, floors)  # of [B * n] each
+    floors = filters.floors(logits.flatten(0, 1))  # [B * n] each
+    drawn = fused_draw(logits.flatten(0, 1), keys, filters.temperature, *floors)  # of [B * n] each
     tokens, scores, logprobs = (part.view(batch, count) for part in drawn)
     return Draw(tokens, scores, logprobs if want_logprobs else None)
 
@@ -343,13 +391,13 @@ def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> L
     return bound
 
 
-def _bind_padding(processor: LogitsProcessor, requests: Tensor, batch_size: int) -> LogitsProcessor:
-    """The processor with the padding of `requests` (`[n]`), which transformers >= 5.23 keeps for the caller's rows."""
-    if not isinstance(processor, hf.RepetitionPenaltyLogitsProcessor):
-        return processor
-    padding = processor.prompt_ignore_length
-    if not isinstance(padding, Tensor):
-        return processor
-    bound = copy.copy(processor)
-    bound.prompt_ignore_length = padding.to(requests.device)[requests // (batch_size // len(padding))]  # [n]
-    return bound
+def _decay(processor: hf.ExponentialDecayLengthPenalty, scores: Tensor, widths: Sequence[int]) -> Tensor:
+    """As transformers does it, at places `[n]` of different `widths` of the prefixes before them."""
+    late = [max(width - processor.regulation_start, 0) for width in widths]
+    if not any(late):
+        return scores
+    factors = torch.tensor([processor.regulation_factor**own - 1 for own in late], dtype=scores.dtype)
+    processor.eos_token_id = ids = processor.eos_token_id.to(scores.device)  # [ids]
+    own = scores[:, ids]  # [n, ids]
+    more = own.abs() * factors.to(scores.device, non_blocking=True)[:, None]
+    return scores.index_copy(1, ids, own + more.masked_fill(~own.isfinite(), 0.0))

@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -56,16 +55,13 @@ class Stopping:
     def _first_by_prefix(self, keep: Integers, start: int, count: int) -> Integers:
         """`[B]`: after how many tokens each row stops, if at one of its tokens `start..start + count`, of which it has
         `keep` (`[B]`); one more than it has where it does not."""
-        most = torch.from_numpy(keep).to(self._prefixes.rows.tokens.device)  # [B]
-        step = torch.arange(start, start + count, device=most.device)  # [n]
-        row, place = (step < most[:, None]).nonzero(as_tuple=True)
-        stopped = torch.zeros(len(keep), count, dtype=torch.bool, device=most.device)  # [B, n]
-        for member, prefix in self._prefixes.groups(row, start + place + 1):  # prefixes that end with the token
+        row, place = (np.arange(start, start + count) < keep[:, None]).nonzero()  # of each token
+        stopped = np.zeros((len(keep), count), np.bool_)  # [B, n]
+        at, steps = row.tolist(), (start + place + 1).tolist()  # prefixes that end with the token
+        for member, prefix in self._prefixes.groups(at, self._prefixes.widths(at, steps)):
             for criterion in self._by_prefix:
-                stopped[row[member], place[member]] |= criterion(prefix, None)
-        first: Tensor = torch.where(stopped.any(1), start + stopped.int().argmax(1) + 1, most + 1)  # [B]
-        found: Integers = first.cpu().numpy()
-        return found
+                stopped[row[member], place[member]] |= torch.as_tensor(criterion(prefix, None)).cpu().numpy()
+        return np.where(stopped.any(1), start + stopped.argmax(1) + 1, keep + 1)
 
 
 def length_limit(criteria: StoppingCriteriaList) -> int:

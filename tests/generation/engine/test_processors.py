@@ -1,11 +1,16 @@
 """Every processor and criterion acts as in `generate`: against transformers itself, and against a plain loop."""
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -16,9 +21,11 @@ from transformers import (
 from transformers.generation import logits_process as hf
 
 from spec_trl.generation.engine import processors
+from spec_trl.generation.engine.filters import Filters, keep_top_p
 from spec_trl.generation.engine.noise import RoundNoise, draw, position_keys, stream_keys
-from spec_trl.generation.engine.processors import Filters, LogitsPipeline, PrefixView
-from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
+from spec_trl.generation.engine.rows import Progress, Request, Rows
+from spec_trl.generation.engine.verification import Proposal
 from tests.conftest import tiny_llama
 from tests.generation.calls import (
     Alternate,
@@ -161,6 +168,171 @@ def view() -> PrefixView:
     return PrefixView(rows, torch.tensor([[60, 61, 62, 63, 3], [60, 61, 4, 5, 6]]))
 
 
+# ---- Rows of different lengths ---------------------------------------------------------------------------------
+
+VOCABULARY, PROMPTS_OF, GENERATED = 64, (4, 1, 7, 3, 5, 2), (3, 0, 5, 9, 1, 3)
+PADDED = pad_left(random_rows(PROMPTS_OF, VOCABULARY, seed=3))  # [6, 7]
+STOPS = torch.tensor([7, 11])
+BY_TOKENS = {
+    "penalty": hf.RepetitionPenaltyLogitsProcessor(1.3),
+    "reward": hf.RepetitionPenaltyLogitsProcessor(0.7),
+    "penalty without prompt": hf.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=7),
+    "penalty of a part": hf.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=9),
+    "penalty without padding": hf.RepetitionPenaltyLogitsProcessor(1.3, PADDED["attention_mask"].argmax(1)),
+    "n-grams": hf.NoRepeatNGramLogitsProcessor(2),
+    "bad words": hf.NoBadWordsLogitsProcessor([[44], [6, 56]], STOPS),
+    "bias": hf.SequenceBiasLogitsProcessor([[[8], 2.0], [[9, 10], -3.0]]),
+    "allowed": hf.PrefixConstrainedLogitsProcessor(by_row, 1),
+    "own": Alternate(),
+}  # fmt: skip
+BY_LENGTH = {
+    "min_length": hf.MinLengthLogitsProcessor(11, STOPS),
+    "min_new_tokens": hf.MinNewTokensLengthLogitsProcessor(7, 5, STOPS),
+    "forced bos": hf.ForcedBOSTokenLogitsProcessor(5),
+    "forced eos": hf.ForcedEOSTokenLogitsProcessor(15, STOPS),
+    "decay": hf.ExponentialDecayLengthPenalty((2, 1.3), STOPS, 7),
+    "no decay": hf.ExponentialDecayLengthPenalty((90, 1.3), STOPS, 7),
+    "begin": hf.SuppressTokensAtBeginLogitsProcessor([*range(3, 40)], 7),
+}
+BY_SCORES = {
+    "temperature": hf.TemperatureLogitsWarper(0.6),
+    "top_k": hf.TopKLogitsWarper(20),
+    "top_p": hf.TopPLogitsWarper(0.8),
+    "min_p": hf.MinPLogitsWarper(0.02),
+}
+ALL = BY_TOKENS | BY_LENGTH | BY_SCORES
+
+
+def ragged_rows() -> Rows:
+    """Four of six requests, one of which another rank has begun, in rows that have changed places; and what follows
+    their tokens is written already."""
+    rows, generator = Rows(6, 24, torch.device("cpu")), torch.Generator().manual_seed(4)
+    requests = []
+    for index, (ids, mask) in enumerate(zip(PADDED["input_ids"], PADDED["attention_mask"].bool(), strict=True)):
+        begun = None
+        if index == 3:
+            begun = Progress(torch.randint(3, VOCABULARY, (2,), generator=generator), None, 0, 4, dict)
+        requests.append(Request(index, ids[mask], 20, index, begun))
+    rows.admit(requests)
+    rows.tokens[:, max(PROMPTS_OF) + 2 :] = 63  # nobody may look here
+    done = torch.tensor([GENERATED[index] - (2 if index == 3 else 0) for index in rows.indices])
+    rows.write(0, torch.randint(3, VOCABULARY, (6, 9), generator=generator))
+    rows.commit(rows.host_lengths + done.numpy(), None)
+    rows.drop([rows.indices.index(0), rows.indices.index(5)])
+    rows.write(0, torch.randint(3, VOCABULARY, (4, 5), generator=generator))
+    return rows
+
+
+def shown_by_generate(names: list[str], rows: Rows, logits: Tensor, offset: int) -> Iterator[tuple[int, int, Tensor]]:
+    """What transformers' own make of each place alone: row, place, scores."""
+    for row, request in enumerate(rows.indices):
+        for i in range(logits.shape[1]):
+            output = rows.tokens[row, rows.generated_span(row).start : rows.host_lengths[row] + offset + i]
+            prefix, scores = torch.cat([PADDED["input_ids"][request], output])[None], logits[row, i][None].clone()
+            for name in names:
+                processor = ALL[name]
+                if name == "penalty without padding":
+                    processor = hf.RepetitionPenaltyLogitsProcessor(1.3, ALL[name].prompt_ignore_length[[request]])
+                if name == "allowed":
+                    processor = hf.PrefixConstrainedLogitsProcessor(lambda _, p, own=request: by_row(own, p), 1)
+                scores = processor(prefix, scores)
+            yield row, i, scores[0]
+
+
+@settings(deadline=None, max_examples=150, derandomize=True, database=None)
+@given(
+    tokens=st.permutations([*BY_TOKENS]), lengths=st.permutations([*BY_LENGTH]), count=st.integers(1, 6),
+    scores=st.sampled_from([[], ["top_p"], [*BY_SCORES]]), parts=st.tuples(st.integers(0, 2), st.integers(0, 4)),
+    offset=st.integers(0, 2), dtype=st.sampled_from([torch.float32, torch.float64]), elsewhere=st.booleans(),
+)  # fmt: skip
+def test_rows_of_different_lengths_bit_for_bit(
+    tokens, lengths, count, scores, parts, offset, dtype, elsewhere
+) -> None:
+    names = tokens[: parts[0]] + lengths[: parts[1]] + scores
+    check_bit_for_bit(names, min(count, 6 - offset), offset, dtype, elsewhere)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_bit_for_bit(name: str) -> None:
+    check_bit_for_bit([name], 5, 1, torch.float32, elsewhere=True)
+
+
+def check_bit_for_bit(names: list[str], count: int, offset: int, dtype: torch.dtype, elsewhere: bool) -> None:
+    rows = ragged_rows()
+    logits = 3 * torch.randn(4, count, VOCABULARY, dtype=dtype, generator=torch.Generator().manual_seed(5))
+    logits[0, :, 20:30] = -torch.inf
+    before = logits.clone()
+    other = Rows(6, 24, torch.device("cpu"))
+    view = PrefixView(other if elsewhere else rows, PADDED["input_ids"])
+    pipeline = LogitsPipeline(LogitsProcessorList([ALL[name] for name in names]), view, 6)
+    if elsewhere and not {"allowed", "own"} & {*names}:
+        pipeline = pipeline.over(rows)
+    elif elsewhere:
+        view.rows = rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processors, "keep_top_p", functools.partial(keep_top_p, count=2))  # of a small vocabulary
+        processed = pipeline(logits, offset)
+    for row, i, expected in shown_by_generate(names, rows, logits, offset):
+        assert torch.equal(processed[row, i], expected), (names, row, i)
+    assert torch.equal(logits, before), "the model's own logits, which others read"
+
+
+class Operations(TorchDispatchMode):
+    """Counts aten operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+READS = ("_local_scalar_dense", "nonzero", "unique", "item", "equal")
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_operations_of_a_round_do_not_depend_on_its_lengths(on_cuda: bool, monkeypatch) -> None:
+    """Nor does the host wait for the device; on a CPU, where it need not wait, it reads whether top-p is decided."""
+    if on_cuda:
+        pytest.importorskip("triton")
+        from spec_trl.generation.engine.kernels import top_p_floors
+
+        def launch(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # the interpreter reads, and takes long
+            return torch.zeros(len(logits)), torch.zeros(len(logits), dtype=torch.int32)
+
+        monkeypatch.setattr(top_p_floors, "top_p_floors", launch)
+        monkeypatch.setattr(processors, "_is_fused", lambda logits: True)
+    batch, gamma, width = 16, 5, 7
+    generator = torch.Generator().manual_seed(6)
+    prompts = torch.randint(3, VOCABULARY, (batch, width), generator=generator)
+    names = ["penalty", "min_new_tokens", "decay", "temperature", "top_p"]
+    counts = []
+    for distinct in (1, 1, 4, 16):  # the first one makes what is kept
+        rows = Rows(batch, 64, torch.device("cpu"))
+        rows.admit([Request(i, prompts[i], 60, i) for i in range(batch)])
+        rows.commit(rows.host_lengths + torch.arange(batch).numpy() % distinct, None)
+        pipeline = LogitsPipeline(LogitsProcessorList([ALL[name] for name in names]), PrefixView(rows, prompts), batch)
+        logits = torch.randn(batch, gamma + 1, VOCABULARY, generator=generator)
+        noise = RoundNoise(rows.noise_keys(gamma + 1), VOCABULARY)
+        proposal = Proposal(torch.zeros(batch, gamma, dtype=torch.int64), torch.full((batch,), gamma))
+        with Operations() as seen:
+            pipeline.draw_verified(logits, noise, proposal, want_logprobs=False)
+        assert not on_cuda or not [name for name in seen.names if any(read in name for read in READS)]
+        counts.append(len(seen.names))
+    assert counts[1] == counts[2] == counts[3]
+
+
+def test_groups_without_reading_the_device() -> None:
+    rows = ragged_rows()
+    view = PrefixView(rows, PADDED["input_ids"])
+    with Operations() as seen:
+        pipeline = LogitsPipeline(LogitsProcessorList([Alternate()]), view, 6)
+        pipeline(torch.zeros(4, 3, VOCABULARY))
+    assert not [name for name in seen.names if any(read in name for read in READS)]
+
+
 TEMPERATURE, TOP_K, MIN_P, TOP_P = (
     hf.TemperatureLogitsWarper(0.6), hf.TopKLogitsWarper(7), hf.MinPLogitsWarper(0.05), hf.TopPLogitsWarper(0.8),
 )  # fmt: skip
@@ -174,7 +346,16 @@ TEMPERATURE, TOP_K, MIN_P, TOP_P = (
         ([TEMPERATURE, TOP_K], Filters(0.6, top_k=7)),
         ([TOP_K, MIN_P], Filters(1.0, top_k=7, min_p=0.05)),
         ([TEMPERATURE, TOP_K, MIN_P], Filters(0.6, top_k=7, min_p=0.05)),
-        ([TEMPERATURE, TOP_P], None),
+        ([TEMPERATURE, TOP_P], Filters(0.6, top_p=0.8)),
+        ([TEMPERATURE, TOP_K, TOP_P, MIN_P], Filters(0.6, top_k=7, top_p=0.8, min_p=0.05)),
+        ([TOP_P, hf.MinPLogitsWarper(0.4)], Filters(top_p=0.8, min_p=0.4)),
+        ([TOP_P, hf.MinPLogitsWarper(1e-6)], Filters(top_p=0.8, min_p=1e-6)),
+        ([MIN_P, TOP_P], None),
+        ([TOP_P, TOP_K], None),
+        ([TOP_P, TOP_P], None),
+        ([hf.TopPLogitsWarper(1.0)], None),
+        ([hf.TopPLogitsWarper(0.8, min_tokens_to_keep=2)], None),
+        ([hf.TopPLogitsWarper(0.8, filter_value=-5.0)], None),
         ([TOP_K, hf.TopKLogitsWarper(50)], None),
         ([MIN_P, hf.MinPLogitsWarper(0.01)], None),
         ([TOP_K, TEMPERATURE], None),
@@ -188,20 +369,25 @@ def test_filters(members: list[Any], filters: Filters | None) -> None:
     assert Filters.of(LogitsProcessorList(members)) == filters
     if filters is None:
         return
+    if filters.top_p is not None:
+        pytest.importorskip("triton")
     logits = 3 * torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     processed = LogitsProcessorList(members)(None, logits.clone())
-    floors = filters.floors(logits)
+    floors, first = filters.floors(logits)
     kept = torch.ones_like(logits, dtype=torch.bool)
     if floors is not None:
-        kept = logits / filters.temperature >= floors[:, None]
+        kept = logits / filters.temperature >= floors[:, None] - 1e-6
+    assert first is None or first.max() < 64
     assert torch.equal(kept, processed > -torch.inf)
 
 
 @pytest.mark.parametrize(
-    ("members", "sampled"), [([], False), ([TEMPERATURE, TOP_K, MIN_P], True), ([TEMPERATURE, TOP_P], True)]
-)
+    ("members", "sampled"),
+    [([], False), ([TEMPERATURE, TOP_K, MIN_P], True), ([TEMPERATURE, TOP_P], True),
+     ([BY_TOKENS["penalty"], TEMPERATURE, TOP_P, MIN_P], True), ([TOP_P, TEMPERATURE], True)],
+)  # fmt: skip
 def test_drawing_in_one_pass(members: list[Any], sampled: bool, view: PrefixView, monkeypatch) -> None:
-    """On CUDA a kernel draws, here in Triton's interpreter; temperature, top-k and min-p act in it."""
+    """On CUDA a kernel draws, here in Triton's interpreter; temperature, top-k, top-p and min-p act in it."""
     pytest.importorskip("triton")
     pipeline = LogitsPipeline(LogitsProcessorList(members), view, 1)
     logits = 3 * torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))

@@ -46,10 +46,11 @@ def _gumbel(key: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["vocabulary", "chunks"])
 def _draw_chunk(
-    logit_ptr: tl.tensor, key_ptr: tl.tensor, floor_ptr: tl.tensor, stat_ptr: tl.tensor, index_ptr: tl.tensor,
+    logit_ptr: tl.tensor, key_ptr: tl.tensor, floor_ptr: tl.tensor, first_ptr: tl.tensor,
+    stat_ptr: tl.tensor, index_ptr: tl.tensor,
     reciprocal: tl.tensor, vocabulary: tl.tensor, chunks: tl.tensor,
     logit_row: tl.tensor, key_row: tl.tensor, floor_row: tl.tensor,
-    NOISE: tl.constexpr, FLOORS: tl.constexpr, CHUNK: tl.constexpr,
+    NOISE: tl.constexpr, FLOORS: tl.constexpr, FIRST: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Maximum and exponential sum of a chunk's x, its best perturbed score (NaN if any x is NaN) and where that is."""
     row = tl.program_id(0).to(tl.int64)
@@ -60,7 +61,10 @@ def _draw_chunk(
     poisoned = tl.max((x != x).to(tl.int32), 0)
     kept = x == x
     if FLOORS:
-        kept = kept & (x >= tl.load(floor_ptr + row * floor_row))
+        floor = tl.load(floor_ptr + row * floor_row)
+        kept = kept & (x >= floor)
+        if FIRST:
+            kept = kept & ((x > floor) | (token >= tl.load(first_ptr + row)))
     x = tl.where(kept, x, float("-inf"))
     score = x
     if NOISE:
@@ -116,7 +120,11 @@ def _shapes(logits: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator("gumbel_draw", _shapes)
 def fused_draw(
-    logits: Tensor, keys: Tensor | None, temperature: float = 1.0, floors: Tensor | None = None
+    logits: Tensor,
+    keys: Tensor | None,
+    temperature: float = 1.0,
+    floors: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws one token per row from softmax(x), x = float32(logits) / temperature, by the Gumbel-max trick.
 
@@ -129,6 +137,7 @@ def fused_draw(
             `logits.float() / temperature` is on CUDA (on a CPU torch divides, and the last bit may differ).
         floors: `[N]` float32; tokens with x below their row's floor count as if their logit were -inf (top-k and min-p
             act by such a threshold).
+        first: `[N]` contiguous int32, with floors: tokens before it whose x equals the floor count likewise (top-p).
 
     Returns:
         Tokens `[N]` int64, the first of equals; their perturbed scores x + noise `[N]` float32, NaN where a logit of
@@ -138,7 +147,7 @@ def fused_draw(
     Raises:
         ValueError: shapes, dtypes or strides do not fit, or the temperature is not positive.
     """
-    _check(logits, keys, temperature, floors)
+    _check(logits, keys, temperature, floors, first)
     rows, vocabulary = logits.shape
     tokens = logits.new_empty(rows, dtype=torch.int64)
     scores = logits.new_empty(rows, dtype=torch.float32)
@@ -154,10 +163,12 @@ def fused_draw(
     options = dict(enable_fp_fusion=False)
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         _draw_chunk[(rows, chunks)](
-            logits, stats if keys is None else keys, stats if floors is None else floors, stats, indices,
+            logits, stats if keys is None else keys, stats if floors is None else floors,
+            stats if first is None else first, stats, indices,
             reciprocal, vocabulary, chunks, logits.stride(0), 0 if keys is None else keys.stride(0),
             0 if floors is None else floors.stride(0),
-            NOISE=keys is not None, FLOORS=floors is not None, CHUNK=CHUNK, num_warps=_NUM_WARPS, **options,
+            NOISE=keys is not None, FLOORS=floors is not None, FIRST=first is not None, CHUNK=CHUNK,
+            num_warps=_NUM_WARPS, **options,
         )  # fmt: skip
         _merge_chunks[(rows,)](
             stats, indices, logits, tokens, scores, logprobs, reciprocal, chunks, logits.stride(0),
@@ -166,7 +177,9 @@ def fused_draw(
     return tokens, scores, logprobs
 
 
-def _check(logits: Tensor, keys: Tensor | None, temperature: float, floors: Tensor | None) -> None:
+def _check(
+    logits: Tensor, keys: Tensor | None, temperature: float, floors: Tensor | None, first: Tensor | None
+) -> None:
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16) or logits.dim() != 2 or not logits.shape[1]:
         raise ValueError(
             f"logits are {logits.dtype} of shape {list(logits.shape)}: pass [N, vocabulary] of float32, bfloat16 or "
@@ -176,7 +189,8 @@ def _check(logits: Tensor, keys: Tensor | None, temperature: float, floors: Tens
         raise ValueError(f"logits have strides {logits.stride()}: make their last dimension contiguous.")
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive; pass keys=None for the argmax.")
-    for name, given, dtype in (("keys", keys, torch.int64), ("floors", floors, torch.float32)):
+    vectors = (("keys", keys, torch.int64), ("floors", floors, torch.float32), ("first", first, torch.int32))
+    for name, given, dtype in vectors:
         if given is not None and (given.shape != logits.shape[:1] or given.dtype != dtype):
             raise ValueError(
                 f"{name} are {given.dtype} of shape {list(given.shape)}: pass {dtype} [{logits.shape[0]}], one for "

@@ -1,0 +1,126 @@
+"""Top-k, top-p and min-p bar tokens from being drawn; top-p here without sorting the vocabulary.
+
+On CUDA a kernel finds the thresholds, and the one that draws applies them (`Filters`). On a CPU the likeliest tokens
+alone decide what top-p keeps, wherever they hold the mass (`keep_top_p`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as hf
+
+
+_FILTERS = (hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
+# Tokens looked at first, and how many times as many where these do not decide. At top_p = 0.95 few positions of a
+# trained model keep more; a sort of 152k logits costs sixty times the first look.
+_FIRST, _MORE = 128, 16
+_BLOCK = 64  # tokens
+# Elements at a time: a chunk's scratch, 4 MiB in float32, stays in a CPU's cache.
+_CHUNK = 1 << 20
+# Of the mass. Where the cut is as close as that, transformers decides: its float32 sums were seen to err by 5e-7.
+_CLOSE = 1e-6
+
+
+def keep_top_p(warper: hf.TopPLogitsWarper, scores: Tensor, count: int = _FIRST, out: Tensor | None = None) -> Tensor:
+    """What `warper` makes of scores `[n, vocabulary]`, from each row's `count` best where they decide.
+
+    They do where they hold the mass, and the cut lies neither between equal scores, of which transformers' unstable
+    sort keeps any, nor within rounding. Other rows look at more, and in the end are sorted. `out`: where to write,
+    which may be `scores` itself: new memory costs more than the arithmetic.
+    """
+    vocabulary = scores.shape[1]
+    usual = 0 < warper.top_p < 1 and warper.min_tokens_to_keep == 1
+    if scores.device.type != "cpu" or count * _MORE > vocabulary or not usual:
+        return warper(None, scores)
+    parts = [_likeliest(part, count) for part in scores.split(max(1, _CHUNK // vocabulary))]
+    values, tokens, own = map(torch.cat, zip(*parts, strict=True))  # [n, count] each
+    # transformers removes what has, with all that is less likely, 1 - top_p or less.
+    left = warper.top_p - (own.cumsum(1) - own)  # [n, count], of the mass, before each token
+    kept = left > 0
+    tied = kept[:, :-1] & ~kept[:, 1:] & (values[:, :-1] == values[:, 1:])
+    decided = (left.abs() > _CLOSE).all(1) & ~kept[:, -1] & ~tied.any(1)  # [n]; not where scores are NaN
+    rest = None if decided.all() else keep_top_p(warper, scores[~decided], count * _MORE)
+    out = torch.full_like(scores, warper.filter_value) if out is None else out.fill_(warper.filter_value)
+    out.scatter_(1, tokens, values.masked_fill(~kept, warper.filter_value))
+    if rest is not None:
+        out[~decided] = rest
+    return out
+
+
+def _likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` best of scores `[n, vocabulary]`, their tokens and probabilities (float64): `[n, count]` each."""
+    values, tokens = _best(scores, count)
+    p = scores.softmax(-1)  # [n, V]
+    return values, tokens, p.gather(1, tokens).double() / p.sum(1, keepdim=True)
+
+
+def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`scores.topk(count)` of scores `[n, vocabulary]`, in half the time: the best lie in the `count` best blocks."""
+    rows, vocabulary = scores.shape
+    if count * _BLOCK > vocabulary:
+        return scores.topk(count)
+    whole = vocabulary - vocabulary % _BLOCK
+    blocks = scores[:, :whole].unflatten(1, (-1, _BLOCK)).amax(2).topk(count, sorted=False).indices  # [n, count]
+    tokens = (_BLOCK * blocks[..., None] + torch.arange(_BLOCK)).flatten(1)  # [n, count * block]
+    tokens = torch.cat([tokens, torch.arange(whole, vocabulary).expand(rows, -1)], dim=1)
+    values, at = scores.gather(1, tokens).topk(count)  # [n, count] each
+    return values, tokens.gather(1, at)
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Temperature, top-k, top-p and min-p (None: unset). The last three only set the smallest logit that may be
+    drawn."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    @classmethod
+    def of(cls, processors: Sequence[LogitsProcessor]) -> "Filters | None":
+        """The filters that `processors` are; None where there are others, or these in another order."""
+        filters = cls()
+        for each in processors:
+            # Whether what it filters out cannot be drawn at all, and whether it filters by its number alone.
+            bars = isinstance(each, _FILTERS) and each.filter_value == -math.inf
+            alone = bars and each.min_tokens_to_keep == 1
+            if type(each) is hf.TemperatureLogitsWarper and filters == cls():
+                filters = replace(filters, temperature=each.temperature)
+            elif type(each) is hf.TopKLogitsWarper and filters == cls(filters.temperature) and bars:
+                filters = replace(filters, top_k=each.top_k)
+            elif (
+                type(each) is hf.TopPLogitsWarper
+                and filters.top_p is filters.min_p is None
+                and alone
+                and 0 < each.top_p < 1
+            ):
+                filters = replace(filters, top_p=each.top_p)
+            elif type(each) is hf.MinPLogitsWarper and filters.min_p is None and alone:
+                filters = replace(filters, min_p=each.min_p or None)
+            else:
+                return None
+        return filters
+
+    def floors(self, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Smallest logits `[n]` float32, divided by the temperature, that may be drawn from `logits` `[n, V]`; and of
+        those that just equal it, the first token that may be (`[n]` int32; None: the first of all)."""
+        floors = first = None
+        if self.top_k is not None:
+            best = logits.topk(min(self.top_k, logits.shape[1]), sorted=False).values
+            floors = best.amin(1).float() / self.temperature
+        if self.top_p is not None:
+            from .kernels.top_p_floors import top_p_floors  # imports Triton
+
+            floors, first = top_p_floors(logits, self.top_p, self.temperature, floors)
+        if self.min_p is not None:
+            # p >= min_p * p_max, whatever top-k and top-p have left out: they share their normaliser.
+            least = (logits.amax(1).float() + self.temperature * math.log(self.min_p)) / self.temperature
+            if first is not None and floors is not None:
+                first = first.masked_fill(least > floors, 0)
+            floors = least if floors is None else torch.maximum(least, floors)
+        return floors, first
