@@ -20,7 +20,7 @@ from ..scheduling.toggle import SpeculationToggle
 from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_decoupled, check_strategy, check_verification
 from .decoupling import decoupled, keep_acceptance
 from .engine import requirements
-from .engine.captured import GraphRunner, keep_runner, runner_for, runner_mode
+from .engine.captured import GraphRunner, captures, keep_runner, runner_for, runner_mode
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
 from .engine.noise import stream_keys
@@ -143,7 +143,7 @@ def speculative_decoding(
     prompts, in_step = _validate(call, model_kwargs)
     with ExitStack() as at_end:  # puts back what the call takes of what is kept for the model
         completions, statistics = _roll_out(call, *_prepare(call, prompts, in_step, at_end))
-    if not call.config.keep_graphs and runner_mode(call.config, model.device) != "eager":
+    if not call.config.keep_graphs and captures(call.config, model.device):
         gc.collect()  # a runner and what it captured hold each other
     return _assemble(call, completions, statistics)
 
