@@ -27,11 +27,11 @@ class CompiledRunner(EagerRunner):
         if tokens.shape[1] > MOST_QUERIES or autocast_dtype(tokens.device) is not None:
             return super().forward(tokens, positions, columns, first_row)
         self.forwards += 1
-        # Hidden states may be learned from, which those made in inference mode cannot.
+        # What inference mode makes cannot be learned from, and hidden states, unlike logits, are large to copy.
         with nullcontext() if self._kept else torch.inference_mode():
             logits, features = self._run(tokens, positions, columns, first_row, spans=True)
         self._tell(features, positions, first_row)
-        return logits.clone() if logits.is_inference() else logits  # processors may write to them
+        return logits.clone() if logits.is_inference() else logits  # drafters learn from them
 
 
 def cpu_runner(network: PreTrainedModel, cache: RaggedCache) -> EagerRunner:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM
 
 from spec_trl.generation.engine import cpu_attention
 from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
@@ -17,6 +17,7 @@ from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.compiled import CompiledRunner, cpu_runner
 from spec_trl.generation.engine.cpu_attention import attend
 from spec_trl.generation.engine.runner import EagerRunner
+from spec_trl.generation.engine.shadow import make_shadow
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -108,21 +109,28 @@ def test_soft_caps_and_windows_go_under_masks() -> None:
     assert found[0] == found[1]
 
 
-class InPlace(LogitsProcessor):
-    prefix_only = True
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, ::2] -= 1.0
-        return scores
-
-
-def test_processors_may_write_to_the_scores(tiny: LlamaForCausalLM) -> None:
-    """Which were computed in inference mode."""
+def test_a_cache_that_is_made_in_inference_mode_outlives_it(tiny: LlamaForCausalLM) -> None:
+    """Prompts of one token have no prefill; rows that end first leave gaps, which are filled outside of it."""
+    prompts = pad_left([torch.tensor([token]) for token in range(3, 11)])
+    config, ends = {"max_batch_size": 4}, list(range(16))
     found = [
-        outputs(generate(tiny, PROMPTS, "self", {"runner": runner}, logits_processor=LogitsProcessorList([InPlace()])))
+        outputs(generate(tiny, prompts, "none", config | {"runner": runner}, eos_token_id=ends))
         for runner in ("compiled", "eager")
     ]
-    assert found[0] == found[1]
+    assert found[0] == found[1] and len({len(tokens) for tokens in found[0]}) > 2
+
+
+@pytest.mark.parametrize("what", ["logits", "hidden states"])
+def test_what_it_returns_can_be_learned_from(tiny: LlamaForCausalLM, what: str) -> None:
+    runner = cpu_runner(make_shadow(tiny), RaggedCache.for_network(tiny, 1, 8))
+    heard: list[Tensor] = []
+    if what == "hidden states":
+        runner.listen([1], lambda features, *_: heard.append(features))
+    with torch.no_grad():
+        found = [runner.forward(torch.tensor([[5]]), torch.tensor([[0]]), 1), *heard][-1]
+    weight = torch.ones(found.shape[-1], requires_grad=True)
+    (found * weight).sum().backward()
+    assert weight.grad is not None
 
 
 # ---- the compiler ---------------------------------------------------------------------------------------------------
