@@ -1,7 +1,6 @@
 """Compiled forwards. On a GPU: decoder layers through torch.compile, one compilation for all layers of a network. On a
 CPU: attention in C++."""
 
-from contextlib import nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -27,11 +26,11 @@ class CompiledRunner(EagerRunner):
         if tokens.shape[1] > MOST_QUERIES or autocast_dtype(tokens.device) is not None:
             return super().forward(tokens, positions, columns, first_row)
         self.forwards += 1
-        # What inference mode makes cannot be learned from, and hidden states, unlike logits, are large to copy.
-        with nullcontext() if self._kept else torch.inference_mode():
+        with torch.inference_mode():
             logits, features = self._run(tokens, positions, columns, first_row, spans=True)
-        self._tell(features, positions, first_row)
-        return logits.clone() if logits.is_inference() else logits  # drafters learn from them
+        # Copies: drafters learn from these, and from what inference mode makes nobody can.
+        self._tell(None if features is None else features.clone(), positions, first_row)
+        return logits.clone()
 
 
 def cpu_runner(network: PreTrainedModel, cache: RaggedCache) -> EagerRunner:
