@@ -306,6 +306,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--verification", default="exact", choices=["exact", "rejection"], help="of the drafts")
     parser.add_argument("--draft-kernel", default="auto", help="of the self-drafter")
     parser.add_argument("--draft-lm-head", default="auto", choices=["auto", "dense", "packed"], help="likewise")
+    parser.add_argument("--runner", default="auto", choices=["auto", "eager", "graph", "compiled"], help="of ours")
     parser.add_argument("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
     parser.add_argument("--prompts", type=Path, help="JSON list of strings; default: examples/data/stories.json")
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
@@ -340,6 +341,7 @@ def main() -> None:
         draft_kernel=options.draft_kernel,
         draft_lm_head=options.draft_lm_head,
         verification=options.verification,
+        runner=options.runner,
     )
     for strategy in options.strategies:
         methods[f"ours {strategy}"] = ours(model, strategy, assistant, config)

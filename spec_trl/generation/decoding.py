@@ -20,7 +20,7 @@ from ..scheduling.toggle import SpeculationToggle
 from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_decoupled, check_strategy, check_verification
 from .decoupling import decoupled, keep_acceptance
 from .engine import requirements
-from .engine.captured import GraphRunner, free_for_cache, keep_runner, runner_for, runner_mode
+from .engine.captured import GraphRunner, captures, free_for_cache, keep_runner, runner_for, runner_mode
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
 from .engine.kv_room import KVRoom, RowNeeds
@@ -146,7 +146,7 @@ def speculative_decoding(
     prompts, in_step = _validate(call, model_kwargs)
     with ExitStack() as at_end:  # puts back what the call takes of what is kept for the model
         completions, statistics = _roll_out(call, *_prepare(call, prompts, in_step, at_end))
-    if not call.config.keep_graphs and runner_mode(call.config, model.device) != "eager":
+    if not call.config.keep_graphs and captures(call.config, model.device):
         gc.collect()  # a runner and what it captured hold each other
     return _assemble(call, completions, statistics)
 
@@ -195,7 +195,7 @@ def _prepare(
     # "none" gets the same columns: attention over other widths would differ in the last bits.
     most_drafted = max(config.draft_length, control.most_drafted)
     columns, capacity = longest + most_drafted, call.capacity
-    graphs = config.max_graph_memory * 2**30 if runner_mode(config, device) != "eager" else 0
+    graphs = config.max_graph_memory * 2**30 if captures(config, device) else 0
     needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, graphs)
     if in_step:  # all rows stay to the end
         check_memory(f"K/V of {capacity} rows x {columns} columns", int(capacity * columns * needs.column), device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..generation.configuration import SpeculativeConfig
-from ..generation.engine.captured import CAPTURE_AFTER, runner_for, runner_mode
+from ..generation.engine.captured import CAPTURE_AFTER, captures, runner_for
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.processors import LogitsPipeline, PrefixView
 from ..generation.engine.request_queue import RequestQueue
@@ -58,7 +58,7 @@ class RoundBench:
             want_logprobs=False,
             strategy="measuring",
         )
-        self._captures = runner_mode(config, model.device) != "eager"
+        self._captures = captures(config, model.device)
         self._rollout.begin()
         self._rollout.admit()
 
@@ -80,7 +80,7 @@ class RoundBench:
 
 def warm_up_rounds(model: PreTrainedModel, config: SpeculativeConfig) -> int:
     """Rounds of each shape that are not timed: they prepare kernels and captured forwards."""
-    return 1 if runner_mode(config, model.device) == "eager" else CAPTURE_AFTER
+    return CAPTURE_AFTER if captures(config, model.device) else 1
 
 
 def bar_text(what: str, model: PreTrainedModel, kept_in: Path | None) -> str:

@@ -257,7 +257,7 @@ def check(
         result = generate(
             tiny,
             pad_left([ROWS[row] for row in rows], WIDTH),
-            config={"max_batch_size": scenario.capacity, "runner": "graph" if scenario.captured else "eager"},
+            config={"max_batch_size": scenario.capacity, "runner": "graph" if scenario.captured else "compiled"},
             drafter=members,
             control=control,
             request_ids=rows,

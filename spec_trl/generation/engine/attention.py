@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+from .cpu_attention import attend
 from .kernels import run_on
 
 
@@ -190,6 +191,11 @@ def ragged_attention(
     `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls.
     """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if not attention_mask.is_floating_point() and not run_on(query.device):
+        output = attend(query, key, value, attention_mask, scale) if softcap is None and s_aux is None else None
+        if output is not None:
+            return output, None  # [B, q, heads, d]
+        attention_mask = _mask_of(attention_mask, key.shape[2], query.dtype)  # [B, 1, q, columns]
     if not attention_mask.is_floating_point():
         from .kernels.ragged_attention import ragged_decode_attention  # imports Triton
 
@@ -219,6 +225,13 @@ def ragged_attention(
         output = weights[..., : key.shape[2]] @ value  # [B, kv, groups * q, d]
     output = output.reshape(batch, heads, length, -1)  # [B, heads, q, d]
     return output.transpose(1, 2).contiguous(), None  # [B, q, heads, d], of which some families take a view
+
+
+def _mask_of(spans: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """The additive mask `[B, 1, q, columns]` that `spans` `[B, 1, q, 2]` stand for."""
+    column = torch.arange(columns, device=spans.device)
+    masked = (column < spans[..., :1]) | (column > spans[..., 1:])  # [B, 1, q, columns]
+    return torch.zeros(masked.shape, dtype=dtype, device=spans.device).masked_fill_(masked, torch.finfo(dtype).min)
 
 
 AttentionInterface.register(RAGGED_ATTENTION, ragged_attention)

@@ -165,6 +165,7 @@ class _RaggedLayer(CacheLayerMixin):
         super().__init__()
         self._window = window
 
+    @torch.inference_mode(False)  # what is made here is written to outside of inference mode too
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         window, given = self._window, (key_states, value_states)
         if not window.is_allocated:

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from .. import kept
 from ..configuration import SpeculativeConfig
 from .cache import RaggedCache, autocast_dtype
-from .compiled import compiled_twin
+from .compiled import compiled_twin, cpu_runner
+from .cpu_attention import compiler
 from .cuda_graphs import CudaRecorder, GraphBudget, Outputs, Recording
 from .memory import free_memory
 from .runner import EagerRunner, Heard
@@ -349,12 +350,18 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
     `device` has none."""
     if recorder_for(device) is not None:
         return config.runner
-    if config.runner in ("graph", "compiled"):
+    if config.runner == "graph":
         raise ValueError(
-            f'runner="{config.runner}" captures CUDA graphs, and the model is on {device}. Move it to a CUDA device, '
-            'or use runner="auto" or "eager".'
+            f'runner="graph" captures CUDA graphs, and the model is on {device}. Move it to a CUDA device, or use '
+            'runner="auto", "compiled" or "eager".'
         )
-    return "eager"
+    is_compiled = config.runner != "eager" and device.type == "cpu" and compiler() is not None
+    return "compiled" if is_compiled else "eager"
+
+
+def captures(config: SpeculativeConfig, device: torch.device) -> bool:
+    """Whether forwards are captured on `device`, and have to be freed."""
+    return recorder_for(device) is not None and config.runner != "eager"
 
 
 def runner_for(model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig) -> EagerRunner:
@@ -369,7 +376,8 @@ def runner_for(model: PreTrainedModel, rows: int, columns: int, config: Speculat
     if mode == "eager" or recorder is None:
         if recorder is None:  # it may have been on another device
             kept.take(model, _NAME)
-        return EagerRunner(make_shadow(model), RaggedCache.for_network(model, rows, columns))
+        make = cpu_runner if mode == "compiled" else EagerRunner
+        return make(make_shadow(model), RaggedCache.for_network(model, rows, columns))
     # Autocast decides in which dtype K/V is stored.
     made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
     runner: GraphRunner | None = kept.take(model, _NAME)

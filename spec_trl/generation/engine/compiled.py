@@ -1,4 +1,5 @@
-"""Decoder layers through torch.compile: one compilation serves all the layers of a network."""
+"""Compiled forwards. On a GPU: decoder layers through torch.compile, one compilation for all layers of a network. On a
+CPU: attention in C++."""
 
 from functools import partial
 from types import FunctionType
@@ -8,8 +9,33 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .cache import RaggedCache
+from .cache import RaggedCache, autocast_dtype
+from .cpu_attention import MOST_QUERIES, runs_compiled
+from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
+
+
+class CompiledRunner(EagerRunner):
+    """An :class:`EagerRunner` on a CPU with compiled attention for the few tokens per row of drafting and verifying.
+    Prefill and races (`forward_chains`) run as the eager runner's."""
+
+    def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
+        return cpu_runner(network, self._cache_for(network, shares_cache))
+
+    def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
+        if tokens.shape[1] > MOST_QUERIES or autocast_dtype(tokens.device) is not None:
+            return super().forward(tokens, positions, columns, first_row)
+        self.forwards += 1
+        with torch.inference_mode():
+            logits, features = self._run(tokens, positions, columns, first_row, spans=True)
+        # Copies: drafters learn from these, and from what inference mode makes nobody can.
+        self._tell(None if features is None else features.clone(), positions, first_row)
+        return logits.clone()
+
+
+def cpu_runner(network: PreTrainedModel, cache: RaggedCache) -> EagerRunner:
+    """A runner with compiled attention where that serves `network`, else an eager one."""
+    return (CompiledRunner if runs_compiled(network) else EagerRunner)(network, cache)
 
 
 class _LayerCache:

@@ -36,9 +36,10 @@ def test_masks_and_spans_follow_the_rule(kind: str, starts: list[int], count: in
     assert inside[:, 0].tolist() == expected
 
 
-def test_spans_go_to_the_kernel() -> None:
+def test_spans_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ragged_attention` under spans is what it is under the mask they stand for (fp32, interpreted on a CPU)."""
     pytest.importorskip("triton")
+    monkeypatch.setattr(attention, "run_on", lambda device: True)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in ((2, 2), (1, 20), (1, 20)))
     plan = MaskPlan(("sliding_attention",), False, sliding_window=7, chunk_size=0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import spec_trl
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
-from spec_trl.generation.engine import captured, fused_layers, processors, runner
+from spec_trl.generation.engine import attention, captured, fused_layers, processors, runner
 from spec_trl.generation.engine.captured import column_bucket, row_bucket
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 from spec_trl.scheduling.control import Chain
@@ -261,6 +261,7 @@ def test_through_the_kernels(tape, monkeypatch) -> None:
     expected = outputs(generate(model, prompts, "none", {"runner": "eager"}, **options))
     monkeypatch.setattr(runner, "reads_spans", lambda network: True)
     monkeypatch.setattr(fused_layers, "run_on", lambda device: True)
+    monkeypatch.setattr(attention, "run_on", lambda device: True)
     monkeypatch.setattr(processors, "_is_fused", lambda logits: True)
     monkeypatch.setattr(captured, "CAPTURE_AFTER", 1)
     monkeypatch.setattr(captured, "WARM_UPS", 0)
@@ -314,6 +315,7 @@ def test_an_attention_kernel_that_fails_gives_way_to_masks(tape, monkeypatch) ->
     model = tiny_llama().float()
     expected = outputs(eager(model))
     monkeypatch.setattr(runner, "reads_spans", lambda network: True)
+    monkeypatch.setattr(attention, "run_on", lambda device: True)
     monkeypatch.setattr(kernels, "ragged_decode_attention", no_compiler)
     with pytest.warns(UserWarning, match="attention kernel failed.*under masks.*no compiler here") as seen:
         result = graph(model)

@@ -110,7 +110,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     # captured forwards
     (r'runner="graph" captures CUDA graphs, and the model is on cpu', dict(config={"runner": "graph"})),
-    (r'runner="compiled" captures CUDA graphs, and the model is on cpu', dict(config={"runner": "compiled"})),
     # inputs that would be dropped
     (r"pixel_values", dict(pixel_values=torch.zeros(2, 3))),
     (r"token_type_ids", dict(token_type_ids=torch.zeros(2, 3))),
