@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from spec_trl.generation.engine import fused_layers
+from spec_trl.generation.engine import attention, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
@@ -69,7 +69,8 @@ def in_a_forward(family: str, layers: int, quantized: bool, fused: bool) -> Coun
     token = torch.ones(2, 1, dtype=torch.int64, device=device)
 
     def forward() -> None:
-        runner._run(token, token, 64, spans=True)
+        with mock.patch.object(attention, "run_on", lambda _device: True):
+            runner._run(token, token, 64, spans=True)
 
     with torch.no_grad():
         forward()  # allocates and compiles

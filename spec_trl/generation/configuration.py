@@ -121,9 +121,8 @@ class SpeculativeConfig:
     runner: Runner = option(
         "auto",
         'How forwards run. "eager": as the modules are. "graph": captured as CUDA graphs, for shapes that come again. '
-        '"compiled": on CUDA the same with compiled decoder layers; on a CPU with attention in C++, compiled once per '
-        'machine in seconds. "auto": on CUDA "graph", and compiled where a shape that is replayed often measures '
-        'faster so; elsewhere "compiled". What cannot be captured or compiled runs eagerly.',
+        '"compiled": on CUDA the same with compiled layers, on a CPU with attention in C++. "auto": there "compiled", '
+        'on CUDA "graph", or "compiled" where that measures faster. What cannot be captured or compiled runs eagerly.',
     )
     max_graph_memory: float = option(
         4.0,
