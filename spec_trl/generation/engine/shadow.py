@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...quantization.source_weight import WRAPPED
 from .attention import RAGGED_ATTENTION
+from .cpu_norm import with_compiled_norm
 from .dense_linear import DenseLinear, is_dense_on_cpu
 from .family_hooks import adapt
 
@@ -100,6 +101,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
         kind = kind.__bases__[1]
     if is_dense_on_cpu(module):
         kind = DenseLinear
+    kind = with_compiled_norm(kind, module)
     clone = kind.__new__(kind)
     clones[id(module)] = clone
     state = dict(module.__dict__)

@@ -1,4 +1,4 @@
-"""Compiled attention on a CPU, and the runner that uses it. Token identity under it: `test_token_identity.py`."""
+"""Compiled attention and norms on a CPU, and their runner. Token identity: `test_token_identity.py`."""
 
 import shutil
 import subprocess
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM
 
-from spec_trl.generation.engine import cpu_attention
+from spec_trl.generation.engine import cpu_attention, cpu_norm, native_code
 from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.compiled import CompiledRunner, cpu_runner
@@ -22,8 +22,12 @@ from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 
-pytestmark = pytest.mark.skipif(cpu_attention.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(native_code.compiler() is None, reason="no C++ compiler")
 PROMPTS = pad_left(random_rows([9, 2, 14]))
+SIZES: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, max_position_embeddings=128, initializer_range=0.1,
+)  # fmt: skip
 COLUMNS = 600  # more than one block of columns, for heads of 64
 
 
@@ -100,11 +104,7 @@ def test_tokens_are_those_of_masks(tiny: LlamaForCausalLM, monkeypatch: pytest.M
 
 def test_soft_caps_and_windows_go_under_masks() -> None:
     torch.manual_seed(0)
-    settings: dict[str, Any] = dict(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, sliding_window=5, max_position_embeddings=128, initializer_range=0.1,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(Gemma2Config(**settings)).double().eval()
+    model = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, sliding_window=5)).double().eval()
     found = [outputs(generate(model, PROMPTS, "self", {"runner": runner})) for runner in ("compiled", "eager")]
     assert found[0] == found[1]
 
@@ -133,6 +133,23 @@ def test_what_it_returns_can_be_learned_from(tiny: LlamaForCausalLM, what: str) 
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "bitnet"])
+def test_norms_are_compiled(family: str) -> None:
+    config = AutoConfig.for_model(family, **SIZES)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    norm, ours = model.model.norm, make_shadow(model).model.norm
+    norm.weight.data.normal_()
+    x = torch.randn(3, 2, 1, norm.weight.numel())
+    with torch.no_grad():
+        expected = norm(x)
+        assert torch.equal(ours(x), expected)  # in other forwards, transformers' own
+    with torch.inference_mode():
+        apart = x.repeat_interleave(2, dim=-1)[..., ::2]  # not contiguous
+        torch.testing.assert_close(ours(apart), expected, rtol=1e-5, atol=1e-6)
+        assert ours(x.bfloat16()).dtype == norm(x.bfloat16()).dtype
+    assert isinstance(ours, cpu_norm._CompiledNorm) and cpu_norm._compiled() is not None
+
+
 # ---- the compiler ---------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +164,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[li
         return run(arguments, **options)
 
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
-    monkeypatch.setattr(cpu_attention.subprocess, "run", noted)
+    monkeypatch.setattr(native_code.subprocess, "run", noted)
     cpu_attention._compiled.cache_clear()
     yield compiled
     cpu_attention._compiled.cache_clear()
@@ -177,7 +194,7 @@ def test_without_a_compiler_attention_stays_torchs(
         broken.write_text("this is not C++")
         monkeypatch.setattr(cpu_attention, "_SOURCE", broken)
     else:
-        monkeypatch.setattr(cpu_attention, "_SECONDS", 1e-3)
+        monkeypatch.setattr(native_code, "_SECONDS", 1e-3)
     for runner in ("compiled", "auto"):
         assert outputs(generate(model, PROMPTS, "self", {"runner": runner})) == expected
     assert len(compilations) == (trouble == "it fails")  # tried once
