@@ -120,9 +120,9 @@ class SpeculativeConfig:
     )
     runner: Runner = option(
         "auto",
-        'How forwards run. "eager": as the modules are. "graph": captured as CUDA graphs, for shapes that come again. '
-        '"compiled": on CUDA the same with compiled layers, on a CPU with attention in C++. "auto": there "compiled", '
-        'on CUDA "graph", or "compiled" where that measures faster. What cannot be captured or compiled runs eagerly.',
+        'How forwards run. "eager": as the modules are. "graph": captured as CUDA graphs. "compiled": the same with '
+        'compiled decoder layers; on a CPU, parts of layers in C++. "auto": on a CPU "compiled"; on CUDA "graph", '
+        "and compiled where a shape replayed often is faster so. What cannot be captured or compiled runs eagerly.",
     )
     max_graph_memory: float = option(
         4.0,

@@ -197,10 +197,10 @@ class _RaggedLayer(CacheLayerMixin):
         return keys[:, :, : window.visible], values[:, :, : window.visible]
 
     def rotate_and_update(
-        self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, norms: Sequence[Any]
+        self, write: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, norms: Sequence[Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`update` for heads `[B, q, heads, d]` as the projections give them, in one kernel: queries and keys
-        go through `norms`, one for each or none, and are rotated.
+        """:meth:`update` for heads `[B, q, heads, d]` as the projections give them, in the one kernel `write`: queries
+        and keys go through `norms`, one for each or none, and are rotated.
 
         Returns:
             Queries `[B, heads, q, d]`, and what `update` returns.
@@ -209,9 +209,8 @@ class _RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
         window = self._window
         weights, eps = [norm.weight for norm in norms] or [None, None], norms[0].variance_epsilon if norms else 0.0
-        query = torch.ops.spec_trl.rotate_and_write.default(
-            query, key, value, cos, sin, self.keys, self.values, window.positions, window.first_row, *weights, eps
-        )
+        cache = self.keys, self.values, window.positions, window.first_row
+        query = write(query, key, value, cos, sin, *cache, *weights, eps)
         rows = slice(window.first_row, window.first_row + len(query))
         return query, self.keys[rows, :, : window.visible], self.values[rows, :, : window.visible]
 

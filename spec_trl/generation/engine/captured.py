@@ -23,9 +23,9 @@ from .. import kept
 from ..configuration import SpeculativeConfig
 from .cache import RaggedCache, autocast_dtype
 from .compiled import compiled_twin, cpu_runner
-from .cpu_attention import compiler
 from .cuda_graphs import CudaRecorder, GraphBudget, Outputs, Recording
 from .memory import free_memory
+from .native_code import compiler
 from .runner import EagerRunner, Heard
 from .shadow import addresses, fingerprint, make_shadow
 

@@ -1,7 +1,8 @@
-"""Decoder layers of a shadow on a GPU: fused kernels where transformers' modules launch one for each small operation.
+"""Decoder layers of a shadow: fused kernels where transformers' modules launch one for each small operation.
 
-Classes are told by their names and modules, and each family's code was read: any other class, subclasses included,
-keeps its own code. So do calls that the kernels cannot take: with gradient, without a ragged cache, in several dtypes.
+On a GPU they are Triton's; on a CPU they are C++, in forwards of the compiled runner. Classes are told by their names
+and modules, and each family's code was read: any other class, subclasses included, keeps its own code. So do calls
+that the kernels cannot take: with gradient, without a ragged cache, in several dtypes.
 """
 
 import functools
@@ -14,27 +15,39 @@ from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 
 from ...quantization.linear import project
+from . import cpu_layer
 from .attention import RAGGED_ATTENTION, ragged_attention
 from .cache import RaggedCache, _RaggedLayer, autocast_dtype
 from .kernels import run_on
+from .native_code import compiler
 
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FAMILIES = ("BitNet", "Llama", "Mistral", "Qwen2", "Qwen3")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SILU = (nn.SiLU, SiLUActivation)
 
 
-class _Norm(nn.Module):
+class _Fused(nn.Module):
+    _kernels: Any
+    """`torch.ops.spec_trl`, Triton's, or :mod:`cpu_layer`: set when the class is made."""
+
+    def _fit(self, x: Tensor, *others: Tensor) -> bool:
+        """Whether the kernels, which have no gradient, take these together."""
+        served = cpu_layer.serves(x) if self._kernels is cpu_layer else x.dtype in _DTYPES
+        return served and not torch.is_grad_enabled() and all(other.dtype == x.dtype for other in others)
+
+
+class _Norm(_Fused):
     weight: Tensor
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Any:
-        if not _fit(hidden_states, self.weight):
+        if not self._fit(hidden_states, self.weight):
             return super().forward(hidden_states)
-        return torch.ops.spec_trl.rms_norm.default(hidden_states.contiguous(), self.weight, self.variance_epsilon)
+        return self._kernels.rms_norm(hidden_states.contiguous(), self.weight, self.variance_epsilon)
 
 
-class _Mlp(nn.Module):
+class _Mlp(_Fused):
     gate_proj: Any
     up_proj: Any
     down_proj: Any
@@ -42,11 +55,22 @@ class _Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         gate, up = project(x, self.gate_proj, self.up_proj)  # [..., intermediate]
-        fused = _fit(gate, up) and _is_unwatched(self.act_fn)
-        return self.down_proj(torch.ops.spec_trl.silu_multiply.default(gate, up) if fused else self.act_fn(gate) * up)
+        fused = self._fit(gate, up) and _is_unwatched(self.act_fn)
+        product = self._kernels.silu_multiply(gate, up) if fused else self.act_fn(gate) * up  # [..., intermediate]
+        return self.down_proj(self._between(product))
+
+    def _between(self, product: Tensor) -> Any:
+        return product
 
 
-class _Attention(nn.Module):
+class _MlpWithNorm(_Mlp):
+    ffn_sub_norm: Any
+
+    def _between(self, product: Tensor) -> Any:
+        return self.ffn_sub_norm(product)
+
+
+class _Attention(_Fused):
     config: Any
     layer_idx: int
     head_dim: int
@@ -72,25 +96,36 @@ class _Attention(nn.Module):
             layer is None
             or self.config._attn_implementation != RAGGED_ATTENTION
             or not all(map(_is_fused_norm, norms))
-            or not _fit(hidden_states, *position_embeddings, *(norm.weight for norm in norms))
+            or not self._fit(hidden_states, *position_embeddings, *(norm.weight for norm in norms))
             or autocast_dtype(hidden_states.device) not in (None, hidden_states.dtype)
         ):
             return super().forward(hidden_states, *given, **kwargs)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (states.view(shape) for states in projected)  # [B, q, heads or kv_heads, d]
-        if not _fit(hidden_states, query, key, value):
+        if not self._fit(hidden_states, query, key, value):
             return super().forward(hidden_states, *given, **kwargs)
-        query, keys, values = layer.rotate_and_update(query, key, value, *position_embeddings, norms)
+        write = self._kernels.rotate_and_write
+        query, keys, values = layer.rotate_and_update(write, query, key, value, *position_embeddings, norms)
         output, _ = ragged_attention(self, query, keys, values, attention_mask, self.scaling)  # [B, q, heads, d]
-        return self.o_proj(output.flatten(2)), None
+        return self.o_proj(self._between(output.flatten(2))), None
+
+    def _between(self, output: Tensor) -> Any:
+        return output
 
 
 class _AttentionWithNorms(_Attention):
     _norms = "q_norm", "k_norm"
 
 
-class _DecoderLayer(nn.Module):
+class _AttentionWithNormAfter(_Attention):
+    attn_sub_norm: Any
+
+    def _between(self, output: Tensor) -> Any:
+        return self.attn_sub_norm(output)
+
+
+class _DecoderLayer(_Fused):
     self_attn: Any
     mlp: Any
     input_layernorm: Any
@@ -98,13 +133,13 @@ class _DecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         norm = self.post_attention_layernorm
-        if args or not _is_fused_norm(norm) or not _fit(hidden_states, norm.weight):
+        if args or not _is_fused_norm(norm) or not self._fit(hidden_states, norm.weight):
             return super().forward(hidden_states, *args, **kwargs)
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         if attended.dtype != hidden_states.dtype:
             residual = hidden_states + attended
             return residual + self.mlp(norm(residual))
-        residual, normed = torch.ops.spec_trl.add_rms_norm.default(
+        residual, normed = self._kernels.add_rms_norm(
             attended.contiguous(), hidden_states.contiguous(), norm.weight, norm.variance_epsilon
         )
         return residual + self.mlp(normed)
@@ -113,12 +148,16 @@ class _DecoderLayer(nn.Module):
 def with_fused_kernels(kind: type, module: nn.Module) -> type:
     """The class that the clone of `module`, of class `kind`, should have: `kind` itself, or a subclass with fused
     kernels where these run and the class is known."""
-    fused, parameter = _fused(kind), next(module.parameters(), None)
-    if fused is kind or parameter is None or not run_on(parameter.device) or "forward" in vars(module):
+    parameter = next(module.parameters(), None)
+    if parameter is None or "forward" in vars(module):
         return kind
-    if issubclass(fused, _Mlp) and type(module.act_fn) not in _SILU:
+    device = parameter.device
+    on_cpu = device.type == "cpu" and not run_on(device)
+    fused = _fused(kind, on_cpu)
+    if fused is kind or (issubclass(fused, _Mlp) and type(module.act_fn) not in _SILU):
         return kind
-    return fused if _launches(parameter.device) else kind
+    runs = compiler() is not None if on_cpu else run_on(device) and _launches(device)
+    return fused if runs else kind
 
 
 @functools.cache
@@ -139,20 +178,17 @@ def _launches(device: torch.device) -> bool:
 
 
 @functools.cache
-def _fused(kind: type) -> type:
+def _fused(kind: type, on_cpu: bool) -> type:
     for family in FAMILIES:
         if kind.__module__ == f"transformers.models.{family.lower()}.modeling_{family.lower()}":
-            attention = _AttentionWithNorms if family == "Qwen3" else _Attention
-            ours = dict(RMSNorm=_Norm, MLP=_Mlp, Attention=attention, DecoderLayer=_DecoderLayer)
+            attention = dict(Qwen3=_AttentionWithNorms, BitNet=_AttentionWithNormAfter).get(family, _Attention)
+            mlp = _MlpWithNorm if family == "BitNet" else _Mlp
+            ours = dict(RMSNorm=_Norm, MLP=mlp, Attention=attention, DecoderLayer=_DecoderLayer)
             mixin = ours.get(kind.__name__.removeprefix(family))
             if mixin is not None:
-                return type(f"Fused{kind.__name__}", (mixin, kind), {})
+                kernels = cpu_layer if on_cpu else torch.ops.spec_trl
+                return type(f"Fused{kind.__name__}", (mixin, kind), {"_kernels": kernels})
     return kind
-
-
-def _fit(x: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels, which have no gradient, take these together."""
-    return not torch.is_grad_enabled() and x.dtype in _DTYPES and all(other.dtype == x.dtype for other in others)
 
 
 def _is_fused_norm(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Compiled attention on a CPU, and the runner that uses it. Token identity under it: `test_token_identity.py`."""
+"""Compiled attention on a CPU, and their runner. Token identity: `test_token_identity.py`."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM
 
-from spec_trl.generation.engine import cpu_attention
+from spec_trl.generation.engine import cpu_attention, native_code
 from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.compiled import CompiledRunner, cpu_runner
@@ -22,8 +22,12 @@ from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 
-pytestmark = pytest.mark.skipif(cpu_attention.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(native_code.compiler() is None, reason="no C++ compiler")
 PROMPTS = pad_left(random_rows([9, 2, 14]))
+SIZES: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, max_position_embeddings=128, initializer_range=0.1,
+)  # fmt: skip
 COLUMNS = 600  # more than one block of columns, for heads of 64
 
 
@@ -100,11 +104,7 @@ def test_tokens_are_those_of_masks(tiny: LlamaForCausalLM, monkeypatch: pytest.M
 
 def test_soft_caps_and_windows_go_under_masks() -> None:
     torch.manual_seed(0)
-    settings: dict[str, Any] = dict(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, sliding_window=5, max_position_embeddings=128, initializer_range=0.1,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(Gemma2Config(**settings)).double().eval()
+    model = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, sliding_window=5)).double().eval()
     found = [outputs(generate(model, PROMPTS, "self", {"runner": runner})) for runner in ("compiled", "eager")]
     assert found[0] == found[1]
 
@@ -147,7 +147,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[li
         return run(arguments, **options)
 
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
-    monkeypatch.setattr(cpu_attention.subprocess, "run", noted)
+    monkeypatch.setattr(native_code.subprocess, "run", noted)
     cpu_attention._compiled.cache_clear()
     yield compiled
     cpu_attention._compiled.cache_clear()
@@ -177,7 +177,7 @@ def test_without_a_compiler_attention_stays_torchs(
         broken.write_text("this is not C++")
         monkeypatch.setattr(cpu_attention, "_SOURCE", broken)
     else:
-        monkeypatch.setattr(cpu_attention, "_SECONDS", 1e-3)
+        monkeypatch.setattr(native_code, "_SECONDS", 1e-3)
     for runner in ("compiled", "auto"):
         assert outputs(generate(model, PROMPTS, "self", {"runner": runner})) == expected
     assert len(compilations) == (trouble == "it fails")  # tried once

@@ -1,5 +1,6 @@
-"""Fused decoder layers against the families' own code, with the kernels in Triton's interpreter or on a device."""
+"""Fused decoder layers against the families' own code: in Triton, interpreted or on a device, and in C++."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoModelForCausalLM,
+    BitNetConfig,
     Gemma2Config,
     LlamaConfig,
     MistralConfig,
@@ -19,10 +21,11 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from benchmarks.gpu.kernels_per_layer import per_layer
-from spec_trl.generation.engine import compiled, fused_layers
+from spec_trl.generation.engine import compiled, cpu_layer, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache, TailCache
-from spec_trl.generation.engine.compiled import compiled_twin
+from spec_trl.generation.engine.compiled import CompiledRunner, compiled_twin
 from spec_trl.generation.engine.hidden_states import keep_states
+from spec_trl.generation.engine.native_code import compiler
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.quantization import quantize_projections
@@ -37,6 +40,7 @@ SIZES = dict(
     num_key_value_heads=2, head_dim=24, max_position_embeddings=256, initializer_range=0.1,
 )  # fmt: skip
 CONFIGS = {
+    "bitnet": BitNetConfig(**SIZES | {"head_dim": 16}, hidden_act="silu"),
     "llama": LlamaConfig(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=4),
     "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
@@ -70,9 +74,9 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel
 
 
 @torch.no_grad()
-def run(network: PreTrainedModel, cache: RaggedCache | None = None) -> torch.Tensor:
+def run(network: PreTrainedModel, cache: RaggedCache | None = None, kind: type = EagerRunner) -> torch.Tensor:
     """Logits `[2, n, V]` of four forwards: prompts, and rounds of several tokens and of one, each row where it is."""
-    runner = EagerRunner(network, cache or RaggedCache.for_network(network, rows=3, columns=64))
+    runner = kind(network, cache or RaggedCache.for_network(network, rows=3, columns=64))
     tokens = torch.arange(14).view(2, 7) + 3
     starts = torch.tensor([[0], [5]])  # the second row has more text: its first tokens are those of its prompt
     runner.prefill(tokens[1:, :5], torch.arange(5)[None], 5, first_row=1)
@@ -101,6 +105,49 @@ def test_a_forward_is_that_of_the_family(fused, family: str, dtype: torch.dtype)
     name = type(model).__name__.removesuffix("ForCausalLM")
     assert {f"Fused{name}{part}" for part in ("RMSNorm", "MLP", "Attention", "DecoderLayer")} < names_of(network)
     compare(run(network), run(make_shadow(model)))
+
+
+@pytest.fixture
+def in_cpp(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the compiled functions that ran."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    ran: list[str] = []
+
+    def note(name: str) -> None:
+        function = getattr(cpu_layer, name)
+        monkeypatch.setattr(cpu_layer, name, lambda *given: (ran.append(name), function(*given))[1])
+
+    for name in ("rms_norm", "add_rms_norm", "silu_multiply", "rotate_and_write"):
+        note(name)
+    return ran
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_in_cpp_a_forward_is_that_of_the_family(
+    in_cpp: list[str], monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype, threads: int
+) -> None:
+    monkeypatch.setattr(cpu_layer, "_threads", lambda out: threads)
+    network = make_shadow(model_of(family, dtype))
+    expected = run(network)
+    assert not in_cpp, "an eager forward runs the modules as they are"
+    compare(run(network, kind=CompiledRunner), expected)
+    norms = 2 * 3 * (3 if family == "bitnet" else 1) + 3  # layers x forwards, and the last one
+    assert Counter(in_cpp) == dict(rms_norm=norms, add_rms_norm=6, silu_multiply=6, rotate_and_write=6)
+
+
+def test_in_cpp_with_packed_weights_adapters_and_hooks(in_cpp: list[str]) -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    network = make_shadow(get_peft_model(model_of("qwen3"), config).base_model.model)
+    quantize_projections(network, kernel="reference")
+    compare(run(network, kind=CompiledRunner), run(network))
+    in_cpp.clear()
+    network.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, given, out: 2 * out)
+    compare(run(network, kind=CompiledRunner), run(network))
+    assert Counter(in_cpp)["add_rms_norm"] == 3, "one layer's is watched"
 
 
 @pytest.mark.parametrize("family", [slow("llama"), "qwen3"])
@@ -184,8 +231,10 @@ def test_with_gradient_or_other_caches_the_own_code_runs(fused) -> None:
         compare(tail.forward(tokens[:, 3:], torch.tensor([[3, 4]]), 5), model(tokens).logits[:, 3:])
 
 
-def test_what_is_not_known_keeps_its_own_code(fused) -> None:
-    assert not any(name.startswith("Fused") for name in names_of(make_shadow(model_of("llama"))))  # on a CPU
+def test_what_is_not_known_keeps_its_own_code(fused, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_layers, "compiler", lambda: None)  # on a CPU
+        assert not any(name.startswith("Fused") for name in names_of(make_shadow(model_of("llama"))))
     gemma = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES))
     assert names_of(fused(gemma)) == names_of(make_shadow(gemma))
     model = model_of("llama")
@@ -209,7 +258,7 @@ def test_where_triton_cannot_launch_the_own_code_runs(fused, monkeypatch: pytest
     with pytest.warns(UserWarning, match="keep transformers' own code.*no compiler here") as seen:
         network = fused(model_of("llama"))
     fused_layers._launches.cache_clear()
-    assert len(seen) == 1 and names_of(network) == names_of(make_shadow(model_of("llama")))
+    assert len(seen) == 1 and not any(name.startswith("Fused") for name in names_of(network))
 
 
 def test_a_shadow_of_a_shadow_is_the_same(fused) -> None:

@@ -1,0 +1,104 @@
+"""What a decoder layer does between its matrix products, on a CPU: C++ in the place of some thirty small operations,
+each of which costs its call. The functions are those of `kernels/fused_layer.py`, with the same arguments."""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .native_code import load
+
+
+SCALARS = {torch.float32: "float", torch.float64: "double"}
+"""The dtypes that compiled C++ computes in."""
+_PER_THREAD = 1 << 15  # elements: with fewer, a second thread saves less than waking it takes
+
+_Heads = ctypes.c_int64 * 28  # struct Heads
+_Strides = ctypes.c_int64 * 2
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the functions take `x`: in inference mode, in forwards of the compiled runner that is."""
+    fits = x.dtype in SCALARS and x.device.type == "cpu" and torch.is_inference_mode_enabled()
+    return fits and _library(x.dtype) is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`[..., hidden]` contiguous, normed over its last dimension and times `weight` `[hidden]`."""
+    out = torch.empty_like(x)
+    _norm(x, None, weight, None, out, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + residual, both `[..., hidden]` contiguous, and :func:`rms_norm` of that."""
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    _norm(x, residual, weight, total, out, eps)
+    return total, out
+
+
+def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of `[..., n]` each, rows any stride apart, as `[..., n]` contiguous."""
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    size = gate.shape[-1]
+    gate, up = gate.reshape(-1, size), up.reshape(-1, size)
+    strides = _Strides(gate.stride(0), up.stride(0))
+    pointers = gate.data_ptr(), up.data_ptr(), out.data_ptr()
+    _library(out.dtype).silu_multiply(*pointers, len(gate), size, strides, _threads(out))
+    return out
+
+
+def rotate_and_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    first_row: int,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Rotates queries and keys by their positions, and writes keys and values into a layer's cache: see
+    :func:`~spec_trl.generation.engine.kernels.fused_layer.rotate_and_write`."""
+    batch, length, heads, head_dim = query.shape
+    out = query.new_empty(batch, heads, length, head_dim)
+    sizes = _Heads(
+        batch, length, heads, key.shape[2], head_dim, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *cos.stride()[:2], *sin.stride()[:2], *positions.stride(), *keys.stride()[:3], *values.stride()[:3],
+        first_row, _threads(out),
+    )  # fmt: skip
+    tensors = query, key, value, cos, sin, keys, values, positions
+    weights = (None if weight is None else weight.data_ptr() for weight in (query_weight, key_weight))
+    function = _library(out.dtype).rotate_and_write
+    function(*(tensor.data_ptr() for tensor in tensors), *weights, out.data_ptr(), sizes, eps)
+    return out
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float) -> None:
+    size = x.shape[-1]
+    pointers = (None if each is None else each.data_ptr() for each in (x, residual, weight, total, out))
+    _library(out.dtype).rms_norm(*pointers, x.numel() // size, size, eps, _threads(out))
+
+
+def _threads(out: Tensor) -> int:
+    return min(torch.get_num_threads(), 1 + out.numel() // _PER_THREAD)
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> Any:
+    library = load(Path(__file__).with_suffix(".cpp"), SCALAR=SCALARS[dtype])
+    if library is not None:
+        pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+        library.rms_norm.argtypes = [pointer] * 5 + [integer, integer, real, integer]
+        library.silu_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer]
+        library.rotate_and_write.argtypes = [pointer] * 11 + [_Heads, real]
+        for function in (library.rms_norm, library.silu_multiply, library.rotate_and_write):
+            function.restype = None
+    return library

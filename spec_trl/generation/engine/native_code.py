@@ -1,0 +1,50 @@
+"""C++ of ours, compiled on the machine where it runs, where there is a compiler, and kept in the user's cache."""
+
+import ctypes
+import hashlib
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+
+from ...json_files import replacing
+from ...quantization.kernels.kernel_table import cache_directory
+
+
+logger = logging.getLogger(__name__)
+
+# -ffast-math, which lets sums be taken in vectors, is for compiling alone: a linker that is told of it adds code that
+# has the whole process round tiny numbers to zero.
+_COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC")
+_LINK = ("-shared", "-fopenmp")
+_SECONDS = 60  # after which a compiler is given up
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine."""
+    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
+def load(source: Path, **defined: object) -> ctypes.CDLL | None:
+    """`source`, compiled now or by an earlier process with these macros `defined`; None where that fails."""
+    program = compiler()
+    if program is None:
+        return None
+    options = (*_COMPILE, *(f"-D{name}={value}" for name, value in defined.items()))
+
+    def call(*arguments: str) -> bytes:
+        return subprocess.run([program, *arguments], check=True, capture_output=True, timeout=_SECONDS).stdout
+
+    try:
+        # What the compiler defines names its version and the instructions of this CPU: machines may share a home.
+        facts = call(*options, "-dM", "-E", "-x", "c++", "/dev/null") + source.read_bytes()
+        path = cache_directory() / f"{source.stem}_{hashlib.sha256(facts).hexdigest()[:16]}.so"
+        if not path.exists():
+            with replacing(path.with_suffix(".o")) as compiled, replacing(path) as linked:
+                call(*options, "-c", str(source), "-o", str(compiled))
+                call(*_LINK, str(compiled), "-o", str(linked))
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or b""
+        logger.info("%s is done by torch, which is slower on a CPU: %s %s", source.stem, error, said.decode())
+        return None
