@@ -4,20 +4,18 @@ from .base import LayerSpec, PackedWeight, QuantizedRows
 from .humming import HummingInt4
 from .kernel_times import choose_measured
 from .marlin import MarlinInt4
-from .onnxruntime_int4 import OnnxRuntimeInt4
+from .onnxruntime_int4 import OnnxRuntimeInt4, is_fastest
 from .reference import ReferenceInt4, ReferenceInt8
 from .torch_int4 import TorchInt4Cpu, TorchInt4Cuda
 from .torch_int8 import TorchInt8Cpu
 from .triton_int4 import TritonInt4
 
 
-# Where nothing is measured, the first that fits serves.
+# On a CPU a rule decides, on a GPU measured times.
 FAST_KERNELS: tuple[type[PackedWeight], ...] = (
     TorchInt4Cpu, OnnxRuntimeInt4, TorchInt4Cuda, TritonInt4, HummingInt4, MarlinInt4, TorchInt8Cpu,
 )  # fmt: skip
 KERNELS: tuple[type[PackedWeight], ...] = (*FAST_KERNELS, ReferenceInt4, ReferenceInt8)
-MEASURED_WEIGHTS = 1 << 19
-"""Weights of a layer from which kernels for a CPU are measured: smaller ones spend their time on the calls."""
 
 __all__ = [
     "FAST_KERNELS",
@@ -52,8 +50,8 @@ def fitting_kernels(name: str, layer: LayerSpec) -> list[type[PackedWeight]] | s
 def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:
     """The kernel for `layer`, or the reason why there is none.
 
-    "auto" takes the one that measured fastest, and none where the dense layer is faster still. On a CPU it measures
-    where it has a choice, and takes the first that fits elsewhere. It never takes "reference".
+    "auto" takes the fastest kernel that can hold the layer: on a CPU by a rule, on a GPU the one that measured
+    fastest, and none where the dense layer is faster still. It never takes "reference".
     """
     choice = _choose(name, layer)
     return choice if isinstance(choice, str) else choice[0]
@@ -62,7 +60,7 @@ def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:
 def make_packed(name: str, layer: LayerSpec) -> PackedWeight | str:
     """An empty packed weight of the kernel that `find_kernel` names, or the reason why there is none.
 
-    Its `max_rows` is the measured one where "auto" measured, otherwise the kernel's own.
+    Under "auto" on a GPU its `max_rows` is the measured one, otherwise the kernel's own.
     """
     choice = _choose(name, layer)
     if isinstance(choice, str):
@@ -78,9 +76,9 @@ def _choose(name: str, layer: LayerSpec) -> tuple[type[PackedWeight], int | None
     fitting = fitting_kernels(name, layer)
     if isinstance(fitting, str):
         return fitting
-    is_choice = len(fitting) > 1 and layer.out_features * layer.in_features >= MEASURED_WEIGHTS
-    if name != "auto" or not (layer.device.type == "cuda" or is_choice):
-        return fitting[0], None
+    if name != "auto" or layer.device.type != "cuda":
+        preferred = name == "auto" and OnnxRuntimeInt4 in fitting and is_fastest(layer)
+        return OnnxRuntimeInt4 if preferred else fitting[0], None
     measured = choose_measured(layer, fitting)
     if measured is None:
         return "no kernel was measured to be faster than the dense layer"

@@ -1,37 +1,29 @@
-"""Times the kernels that can hold a layer, on its device, and keeps the table: the choice of "auto"."""
+"""Times the kernels that can hold a layer, on its device, and keeps the table: the choice of "auto" on a GPU."""
 
 import copy
-import platform
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import cycle
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...dense_linear import DenseLinear, is_dense_on_cpu
 from .base import LayerSpec, PackedWeight, QuantizedRows
 from .kernel_table import ROWS, KernelChoice, KernelTable, TableKey, Times
 
 
 REPLAYS = 20  # of which the median counts
 MIN_CALLS, MAX_CALLS = 8, 128  # in one replay
-CPU_CALLS, CPU_SECONDS = 5, 0.01  # a CPU's time is the least of so many calls, which take at least so long together
-CPU_CACHE = 1 << 25  # bytes: the third-level cache of many CPUs
-CPU_WEIGHTS = 1 << 22  # of a larger layer a CPU measures the first rows: a call on a vocabulary takes 0.1 s
 FILL = 1 << 24  # weights made at once
 UNMEASURED_ROWS = 16  # the limit of a kernel where memory is too short for measuring
 TOLERANCE = 0.05  # of an output's standard deviation: bfloat16 rounding of the largest outputs stays within half of it
 
 Timer = Callable[[str, int, Sequence[Callable[[], Tensor]]], float]
-"""(kernel's name or "dense", rows of x, calls) → seconds of one call, when all are run one after the other. The
-calls take turns with copies of the weight that are together too large for the cache."""
+"""(kernel's name or "dense", rows of x, calls) → median seconds of one call, when all are run one after the other. The
+calls take turns with copies of the weight that are together too large for the L2 cache."""
 
 tables: dict[TableKey, KernelTable] = {}
 """What this process has measured or read."""
@@ -61,24 +53,8 @@ def time_replays(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) ->
     return statistics.median(seconds)
 
 
-def time_calls(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) -> float:
-    """The timer for a CPU: the least time of a call, each on another copy. What else runs only adds to a time."""
-    for call in calls if rows == ROWS[0] else calls[:1]:
-        call()  # what is made at first use, and torch's threads
-    seconds: list[float] = []
-    turns = cycle(calls)
-    while len(seconds) < CPU_CALLS or sum(seconds) < CPU_SECONDS:
-        started = time.perf_counter()
-        next(turns)()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
-
-
 def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> KernelChoice | None:
     """The choice among `kernels` for `layer`; None where the dense layer is faster than each of them."""
-    if layer.device.type == "cpu":
-        most = max(1, CPU_WEIGHTS // layer.in_features // 64) * 64  # a multiple of every kernel's row_block
-        layer = replace(layer, out_features=min(layer.out_features, most))
     try:
         return kernel_table(layer, kernels).choose()
     except torch.OutOfMemoryError as error:
@@ -90,9 +66,9 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
         return KernelChoice(kernels[0].name, UNMEASURED_ROWS)
 
 
-def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer | None = None) -> KernelTable:
-    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once, by
-    the timer for its device, and then kept, in memory and in the user's cache.
+def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays) -> KernelTable:
+    """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once and
+    then kept, in memory and in the user's cache.
 
     A kernel that fails, or whose product differs from (code - zero) * scale by more than bfloat16 rounding, is not in
     the table. One warning names it, and such a table is not saved.
@@ -104,8 +80,7 @@ def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer:
         except (ValueError, OSError) as error:
             if not isinstance(error, FileNotFoundError):  # nobody named this file: it is no reason to stop
                 warnings.warn(f"the kernels are measured again: {error}", stacklevel=2)
-            own = time_calls if layer.device.type == "cpu" else time_replays
-            table = tables[key] = measure(layer, kernels, timer or own)
+            table = tables[key] = measure(layer, kernels, timer)
             if len(table.kernels) == len(kernels):
                 try:
                     table.save()
@@ -130,7 +105,7 @@ def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Time
 
         weight = draw(layer.out_features, layer.in_features, dtype=dense_dtype)  # [out, in]
         weights = [weight, *(weight.clone() for _ in range(_copies(weight.nbytes, layer.device) - 1))]
-        dense = clock("dense", dense_dtype, [_dense_layer(weight) for weight in weights])
+        dense = clock("dense", dense_dtype, [partial(F.linear, weight=weight) for weight in weights])
         del weight, weights
         for kernel in kernels:
             if kernel.name in failed_kernels:
@@ -186,20 +161,11 @@ def _check(packed: PackedWeight, inputs: dict[int, Tensor]) -> None:
                 raise ArithmeticError(f"with {rows} rows its product is off by {float(error):.3g} standard deviations")
 
 
-def _dense_layer(weight: Tensor) -> nn.Module:
-    """The layer that a shadow has over `weight`."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    if is_dense_on_cpu(layer):
-        layer.__class__ = DenseLinear
-    return layer
-
-
 def _copies(nbytes: int, device: torch.device) -> int:
-    """Copies of a weight that together take twice the device's cache."""
-    on_gpu = device.type == "cuda"
-    cache = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else CPU_CACHE
-    return min(MAX_CALLS, -(-2 * cache // nbytes))
+    """Copies of a weight that together take twice the device's L2 cache."""
+    if device.type != "cuda":
+        return 1
+    return min(MAX_CALLS, -(-2 * torch.cuda.get_device_properties(device).L2_cache_size // nbytes))
 
 
 def _dense_dtype(layer: LayerSpec) -> torch.dtype:
@@ -212,18 +178,12 @@ def _key(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> TableKey:
     on_gpu = layer.device.type == "cuda"
     packages = dict.fromkeys(kernel.package.name for kernel in kernels if kernel.package is not None)
     return TableKey(
-        device=torch.cuda.get_device_name(layer.device) if on_gpu else _cpu_name(),
+        device=torch.cuda.get_device_name(layer.device) if on_gpu else layer.device.type,
         software=", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in packages)]),
         layer=f"{layer.out_features}x{layer.in_features}, {layer.bits} bits, group {layer.group}, "
         f"{_dense_dtype(layer)}, {layer.activation_dtype}",
         kernels=", ".join(kernel.name for kernel in kernels),
     )
-
-
-def _cpu_name() -> str:
-    """What kind of CPU it is, and the threads that torch uses of it."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} {capability} {torch.get_num_threads()} threads"
 
 
 def _version(package: str) -> str:

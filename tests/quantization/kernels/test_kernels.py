@@ -84,8 +84,23 @@ def test_a_missing_onnxruntime_is_named(monkeypatch) -> None:
     )
 
 
-def test_the_choice_by_name() -> None:
+@pytest.mark.skipif(not HAS_ONNXRUNTIME, reason="onnxruntime is not installed")
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2"])
+def test_the_rule_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
+    """Without AVX-512 onnxruntime; with it only for layers that give it several threads."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    small = TorchInt4Cpu if capability == "AVX512" else OnnxRuntimeInt4
+    found = [find_kernel("auto", layer_spec(rows, 1024)) for rows in (64, 8128, 8192)]
+    assert found == [small, small, OnnxRuntimeInt4]
+    assert find_kernel("torch_int4", layer_spec(64)) is TorchInt4Cpu
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert find_kernel("auto", layer_spec(8192, 1024)) is small
+
+
+def test_the_choice_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" takes the fast kernel and never the reference."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert find_kernel("reference", layer_spec(64)) is ReferenceInt4
     assert find_kernel("reference", layer_spec(64, bits=8)) is ReferenceInt8
     assert find_kernel("auto", layer_spec(64)) is find_kernel("torch_int4", layer_spec(64)) is TorchInt4Cpu
