@@ -67,7 +67,7 @@ def test_what_is_replaced_and_what_is_not(llama: PreTrainedModel) -> None:
         assert layer.packed.layer.group == (64 if "down" in name else 128)
         assert layer.weight is llama.get_submodule(name).weight
     assert drafter.lm_head.weight is llama.lm_head.weight is drafter.model.embed_tokens.weight
-    assert type(drafter.model.norm) is type(llama.model.norm)
+    assert isinstance(drafter.model.norm, type(llama.model.norm))
     assert network.source_bytes == sum(2 * llama.get_submodule(name).weight.numel() for name in PROJECTIONS)
     assert 0.25 < network.packed_bytes / network.source_bytes <= 0.28
     assert network.packed_bytes == sum(buffer.nbytes for buffer in packed_buffers(network))

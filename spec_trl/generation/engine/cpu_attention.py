@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cpu_layer import SCALARS
 from .native_code import compiler, load
 
 
 MOST_QUERIES = 65
 """Tokens per row up to which it is used: γ + 1 at most; torch's own attention reads long prompts faster."""
+_SCALARS = {torch.float32: "float", torch.float64: "double"}
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _Numbers = ctypes.c_int64 * 11  # struct Sizes
 
 
 def runs_compiled(network: PreTrainedModel) -> bool:
     """Whether attention in `network` can take spans (:meth:`MaskPlan.spans`) for masks on a CPU."""
-    is_served = network.device.type == "cpu" and network.dtype in SCALARS and network._supports_attention_backend
+    is_served = network.device.type == "cpu" and network.dtype in _SCALARS and network._supports_attention_backend
     return is_served and compiler() is not None
 
 
@@ -53,7 +53,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scale: floa
 @functools.cache
 def _compiled(dtype: torch.dtype, head_size: int) -> Callable[..., None] | None:
     """The function for these; None where it cannot be compiled."""
-    scalar = SCALARS.get(dtype)
+    scalar = _SCALARS.get(dtype)
     library = None if scalar is None else load(_SOURCE, SCALAR=scalar, HEAD_SIZE=head_size)
     if library is None:
         return None

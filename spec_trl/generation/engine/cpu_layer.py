@@ -12,8 +12,6 @@ from torch import Tensor
 from .native_code import load
 
 
-SCALARS = {torch.float32: "float", torch.float64: "double"}
-"""The dtypes that compiled C++ computes in."""
 _PER_THREAD = 1 << 15  # elements: with fewer, a second thread saves less than waking it takes
 
 _Heads = ctypes.c_int64 * 28  # struct Heads
@@ -21,9 +19,10 @@ _Strides = ctypes.c_int64 * 2
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the functions take `x`: in inference mode, in forwards of the compiled runner that is."""
-    fits = x.dtype in SCALARS and x.device.type == "cpu" and torch.is_inference_mode_enabled()
-    return fits and _library(x.dtype) is not None
+    """Whether the functions take `x`: float32, in inference mode, in forwards of the compiled runner that is. float64
+    is for exactness: families' norms compute in float32 all the same, and would round differently here."""
+    fits = x.dtype == torch.float32 and x.device.type == "cpu" and torch.is_inference_mode_enabled()
+    return fits and _library() is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,7 +46,7 @@ def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.reshape(-1, size), up.reshape(-1, size)
     strides = _Strides(gate.stride(0), up.stride(0))
     pointers = gate.data_ptr(), up.data_ptr(), out.data_ptr()
-    _library(out.dtype).silu_multiply(*pointers, len(gate), size, strides, _threads(out))
+    _library().silu_multiply(*pointers, len(gate), size, strides, _threads(out))
     return out
 
 
@@ -76,7 +75,7 @@ def rotate_and_write(
     )  # fmt: skip
     tensors = query, key, value, cos, sin, keys, values, positions
     weights = (None if weight is None else weight.data_ptr() for weight in (query_weight, key_weight))
-    function = _library(out.dtype).rotate_and_write
+    function = _library().rotate_and_write
     function(*(tensor.data_ptr() for tensor in tensors), *weights, out.data_ptr(), sizes, eps)
     return out
 
@@ -84,7 +83,7 @@ def rotate_and_write(
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float) -> None:
     size = x.shape[-1]
     pointers = (None if each is None else each.data_ptr() for each in (x, residual, weight, total, out))
-    _library(out.dtype).rms_norm(*pointers, x.numel() // size, size, eps, _threads(out))
+    _library().rms_norm(*pointers, x.numel() // size, size, eps, _threads(out))
 
 
 def _threads(out: Tensor) -> int:
@@ -92,8 +91,8 @@ def _threads(out: Tensor) -> int:
 
 
 @functools.cache
-def _library(dtype: torch.dtype) -> Any:
-    library = load(Path(__file__).with_suffix(".cpp"), SCALAR=SCALARS[dtype])
+def _library() -> Any:
+    library = load(Path(__file__).with_suffix(".cpp"))
     if library is not None:
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         library.rms_norm.argtypes = [pointer] * 5 + [integer, integer, real, integer]
