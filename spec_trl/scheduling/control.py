@@ -146,6 +146,13 @@ class Control(ABC):
         """
         return
 
+    def overheard(
+        self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
+    ) -> None:
+        """Takes what drafts of candidate `which` would have become that were not verified, told by the text that each
+        of `requests` has come to: of `attempted` tokens `accepted` were right."""
+        return
+
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
     ) -> tuple[str, list[int]] | None:

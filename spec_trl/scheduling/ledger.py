@@ -1,0 +1,258 @@
+"""The ledger of decoding rounds: what they take (`Times`), and what becomes of drafts (`Drafts`).
+
+A control reads both, and writes to them what each round did. Plain numpy: it runs in every round, and in simulations.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+PLAIN_ERROR = 0.025  # sd of log(measured / predicted) of autoregressive rounds of one size beyond the machine's level
+CELL_ERROR = 0.1  # the same of rounds of one plan and size beyond their methods'
+DRIFT = 0.02  # sd by which the machine's level moves from round to round, in log seconds
+NOISE = 0.02, 0.05  # least, and first, sd of a round's time: formulas are no truer than 2 %
+NOISE_MEMORY = 20  # rounds over which the noise is estimated
+SURPRISE = 3.0  # sds beyond which something has jumped: a machine's noise has such errors once in 400 rounds
+FIRST_GUESS = 0.6, 2.0  # acceptance of a method that never drafted, and the draft positions that this guess counts
+PROMPT_LIKENESS, ROW_LIKENESS = 10.0, 20.0  # draft positions that the method counts beside a prompt, it beside a row
+FADE_ROUND, FADE_ROLLOUT = 0.95, 0.9  # weight of a row's evidence one round, and of all evidence one rollout, later
+MOST_PROMPTS = 4096  # prompts that are remembered; those that came last stay
+
+
+class Kind(NamedTuple):
+    """Rounds that are alike: of no method, they are autoregressive."""
+
+    methods: tuple[str, ...]  # strategies that draft
+    plan: tuple[int, ...]  # γ of each, and whether rows get chains of all
+    size: int  # bit length of the number of rows
+
+
+class Times:
+    """How rounds differ from their prediction: log(measured / predicted) is
+
+        the machine's level  +  a term of each method  +  a term of the kind of round  +  noise
+
+    in one Kalman filter. The level wanders and jumps, the others hardly move. So what all rounds share (contention, a
+    slow clock, an error of the whole prediction) cancels where kinds are compared, and one is blamed only for what
+    rounds of other kinds do not show.
+
+    Args:
+        method_error: sd of a method's term before it was measured, in log seconds.
+    """
+
+    def __init__(self, method_error: float) -> None:
+        self._method_error = method_error
+        self._places: dict[Any, int] = {"level": 0}
+        self._mean, self._covariance = np.zeros(1), np.ones((1, 1))  # [terms], [terms, terms]
+        self._noise = NOISE[1] ** 2
+        self._last: Kind | None = None
+        self.rounds = 0
+
+    def observe(self, kind: Kind, log_ratio: float) -> None:
+        """Takes a round that took exp(`log_ratio`) times its prediction."""
+        self.rounds += 1
+        own = self._terms(kind)
+        mean, covariance, places = self._mean, self._covariance, [0, *own]
+        covariance[0, 0] += DRIFT**2
+        error = log_ratio - mean[places].sum()
+        cross = covariance[:, places].sum(1)  # [terms]
+        spread = cross[places].sum() + self._noise
+        surprise = error * error / spread
+        self._noise += (max(min(surprise, SURPRISE**2) * self._noise, NOISE[0] ** 2) - self._noise) / NOISE_MEMORY
+        if surprise > SURPRISE**2:
+            covariance[0, 0] += (
+                error * error
+            )  # the machine has jumped; or, where the kind is new, its prediction is off
+            if kind != self._last:
+                covariance[own, own] += error * error / len(own)
+            cross = covariance[:, places].sum(1)
+            spread = cross[places].sum() + self._noise
+        self._last = kind
+        mean += cross * (error / spread)
+        covariance -= np.outer(cross, cross / spread)
+
+    def weights(self, kinds: Sequence[Kind], baseline: Kind) -> Floats:
+        """`[kinds, terms]`: by which terms rounds of `kinds` differ from `baseline`, an autoregressive one."""
+        own = [self._terms(kind) for kind in (baseline, *kinds)]  # may add terms
+        weights = np.zeros((len(kinds), len(self._mean)))
+        for row, places in zip(weights, own[1:], strict=True):
+            row[places] += 1.0
+        weights[:, own[0]] -= 1.0
+        return weights
+
+    def offsets(self, weights: Floats) -> tuple[Floats, Floats]:
+        """How much longer rounds take than their predictions say, beside the baseline: mean and variance of the
+        logarithm, `[kinds]` each. `weights` may have been made before the last terms were added."""
+        terms = weights.shape[1]
+        variances = ((weights @ self._covariance[:terms, :terms]) * weights).sum(1)
+        return weights @ self._mean[:terms], np.maximum(variances, 0.0)
+
+    def seconds(self, kind: Kind, predicted: float) -> float:
+        """What a round of `kind` takes now."""
+        return predicted * math.exp(self._mean[[0, *self._terms(kind)]].sum())
+
+    def end_rollout(self) -> None:
+        """Anything may have moved a little between rollouts: terms that are known well become less certain."""
+        place = np.arange(1, len(self._mean))
+        variance = self._covariance[place, place]
+        self._covariance[place, place] = np.where(variance < CELL_ERROR**2, variance / FADE_ROLLOUT, variance)
+
+    def _terms(self, kind: Kind) -> list[int]:
+        """Places of its terms, without the level; unknown ones are added."""
+        if kind.methods:
+            wanted = [*((name, self._method_error) for name in kind.methods), (kind, CELL_ERROR)]
+        else:
+            wanted = [(kind, PLAIN_ERROR)]
+        for name, error in wanted:
+            if name not in self._places:
+                place = self._places[name] = len(self._mean)
+                self._mean = np.append(self._mean, 0.0)
+                wider = np.zeros((place + 1, place + 1))
+                wider[:place, :place] = self._covariance
+                wider[place, place] = error**2
+                self._covariance = wider
+        return [self._places[name] for name, _ in wanted]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; JSON."""
+        terms = [[*name] if isinstance(name, Kind) else name for name in self._places]
+        return {
+            "terms": terms,
+            "mean": self._mean.tolist(),
+            "covariance": self._covariance.tolist(),
+            "noise": self._noise,
+            "rounds": self.rounds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave. The machine may be another: its level is as open as at first."""
+        names = [name if isinstance(name, str) else Kind(*map(tuple, name[:2]), name[2]) for name in state["terms"]]
+        self._places = {name: place for place, name in enumerate(names)}
+        self._mean, self._covariance = np.array(state["mean"]), np.array(state["covariance"])
+        self._covariance[0, 0] += 1.0
+        self._noise, self.rounds, self._last = state["noise"], state["rounds"], None
+
+
+@dataclass
+class _Rollout:
+    """What is known of the rows of a rollout; M methods, 4 counts each as in `Drafts`."""
+
+    keys: list[str]  # of the prompts, each once
+    prompt_of: Integers  # [requests]
+    prompts: Floats  # [prompts, M, 4]
+    rows: Floats  # [requests, M, 4]
+    hot: NDArray[np.bool_]  # [requests, M], whether the last draft was accepted whole
+
+
+class Drafts:
+    """Acceptance of each method, of the method on each prompt, and on each row: each drawn towards the one before.
+
+    Acceptance is two rates (`acceptance.py`), so four counts: accepted first tokens, first tokens, accepted further
+    ones, further ones. Where `looked_up` text was accepted whole, the copy goes on: the next first token is as likely
+    as a further one, and counts as one.
+    """
+
+    def __init__(self, methods: Sequence[str], looked_up: Sequence[bool]) -> None:
+        self.methods = list(methods)
+        self._looked_up = np.array(looked_up, dtype=bool)  # [M]
+        self._counts = np.zeros((len(methods), 4))
+        self._prompts: dict[str, Floats] = {}  # [M, 4] each, oldest first
+        self.begin([])
+
+    def begin(self, prompts: Sequence[str]) -> None:
+        """A rollout of these prompts, one per request, starts."""
+        number = {key: place for place, key in enumerate(dict.fromkeys(prompts))}
+        shape = len(self.methods), 4
+        nothing = np.zeros(shape)
+        self._now = _Rollout(
+            keys=list(number),
+            prompt_of=np.array([number[key] for key in prompts], dtype=np.int64),
+            prompts=np.array([self._prompts.get(key, nothing) * FADE_ROLLOUT for key in number]).reshape(-1, *shape),
+            rows=np.zeros((len(prompts), *shape)),
+            hot=np.zeros((len(prompts), len(self.methods)), dtype=bool),
+        )
+
+    def record(self, method: int, requests: Integers, accepted: Integers, attempted: Integers) -> None:
+        """Adds a draft for each of `requests`: of `attempted` tokens that had a verdict `accepted` were right, `[n]`
+        each."""
+        now, first = self._now, np.ones_like(requests)
+        if self._looked_up[method]:
+            first = 1 - now.hot[requests, method]  # [n]
+        firsts = [np.minimum(accepted, first), np.minimum(attempted, first)]
+        counts = np.stack([*firsts, accepted - firsts[0], attempted - firsts[1]], axis=1, dtype=float)  # [n, 4]
+        now.hot[requests, method] = (0 < attempted) & (attempted == accepted)
+        self._counts[method] += counts.sum(0)
+        np.add.at(now.prompts, (now.prompt_of[requests], method), counts)
+        now.rows[requests, method] = FADE_ROUND * now.rows[requests, method] + counts
+
+    def end_rollout(self) -> None:
+        """Older rollouts fade: a method's counts with every rollout, a prompt's with every one that has it again."""
+        for key, counts in zip(self._now.keys, self._now.prompts, strict=True):
+            self._prompts.pop(key, None)
+            self._prompts[key] = counts  # at the end: the newest
+        for key in list(self._prompts)[:-MOST_PROMPTS]:
+            del self._prompts[key]
+        self._counts *= FADE_ROLLOUT
+        self.begin([])
+
+    def survivals(self, requests: Integers, most: int) -> Floats:
+        """`[B, M, most]`: probabilities that a draft for each of `requests` `[B]` gets 1, 2, … tokens far."""
+        now = self._now
+        rates = self._rates()  # [M, 2]
+        rates = _drawn(now.prompts[now.prompt_of[requests]], rates, PROMPT_LIKENESS)  # [B, M, 2]
+        rates = _drawn(now.rows[requests], rates, ROW_LIKENESS)
+        goes_on = now.hot[requests] & self._looked_up  # [B, M]
+        first = np.where(goes_on, rates[..., 1], rates[..., 0])
+        return first[..., None] * rates[..., 1:] ** np.arange(most)
+
+    def variances(self, most: int) -> Floats:
+        """`[M, most]`: variance of log τ of each method at γ = 1, 2, …, for want of evidence."""
+        rates = self._rates()
+        spread = np.sqrt(rates * (1 - rates) / (self._counts[:, 1::2] + FIRST_GUESS[1] + 1))  # [M, 2], sd of Beta
+        higher = np.minimum(rates + spread, 1.0)
+        further = np.arange(most)
+        tau, *others = (
+            1 + (first[:, None] * rate[:, None] ** further).cumsum(1)  # [M, most]
+            for first, rate in (rates.T, (higher[:, 0], rates[:, 1]), (rates[:, 0], higher[:, 1]))
+        )
+        return sum((other / tau - 1) ** 2 for other in others)  # type: ignore[return-value]
+
+    def positions(self, method: int) -> float:
+        """Draft positions that have told of the method."""
+        return float(self._counts[method, 1::2].sum())
+
+    def _rates(self) -> Floats:
+        """`[M, 2]`: a method's rate of first and of further tokens."""
+        return _drawn(self._counts, np.full((len(self.methods), 2), FIRST_GUESS[0]), FIRST_GUESS[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; JSON."""
+        return {
+            "methods": {name: counts.tolist() for name, counts in zip(self.methods, self._counts, strict=True)},
+            "prompts": [
+                [key, dict(zip(self.methods, counts.tolist(), strict=True))] for key, counts in self._prompts.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave, with as many of its methods as draft here; what earlier releases wrote
+        has one number more before a prompt's four counts."""
+
+        def own(found: Mapping[str, Sequence[float]]) -> Floats:
+            return np.array([found.get(name, [0.0] * 4)[-4:] for name in self.methods], dtype=float).reshape(-1, 4)
+
+        self._counts = own(state["methods"])
+        self._prompts = {key: own(found) for key, found in state["prompts"]}
+
+
+def _drawn(counts: Floats, towards: Floats, weight: float) -> Floats:
+    """Rates `[..., 2]` of `counts` `[..., 4]`, drawn `towards` others as if by `weight` positions."""
+    return (counts[..., ::2] + weight * towards) / (counts[..., 1::2] + weight)

@@ -1,0 +1,293 @@
+"""One rule for when to draft, with what and how far: the plan of least expected time to the last row.
+
+It chooses among no draft, each drafter at each γ, rows divided among two of them, and races of two. What is not known
+well yet is tried, and paid for from an account: so a rollout is never much slower than one without drafts.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from .account import Account
+from .control import Candidate, Chain, Control, Tally
+from .ledger import Drafts, Floats, Integers, Kind, Times
+from .plain_decoding import PlainRounds
+
+
+INCOME = 0.02  # share of an autoregressive round that each round adds to the account: what trials may cost in the end
+CARRIED = 1.0  # autoregressive rounds of the account that pass on to the next rollout, which may be short
+MOST_SAVED = 8.0  # autoregressive rounds that the account holds at most: what was gained long ago pays for no trial
+DWELL = 2  # rounds for which a plan is kept while the rows stay: deciding costs time too
+CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
+
+RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
+"""Predicted seconds of a round: by γ of each drafter, most draft tokens of a row, rows, and their mean length."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing that a round may be."""
+
+    chains: tuple[tuple[int, int], ...] = ()  # (candidate, γ) each; none: decode autoregressively
+    race: bool = False  # rows get all chains; else each row the best one for it
+
+    @property
+    def width(self) -> int:
+        """Most draft tokens of a row."""
+        return (sum if self.race else max)([length for _, length in self.chains] or [0])
+
+
+PLAIN = Arm()
+
+
+class _Table(NamedTuple):
+    """What does not change from round to round while the number of rows stays."""
+
+    arms: tuple[Arm, ...]
+    seconds: Floats  # [arms, B], predicted of rounds of 1 to B rows
+    plain: float  # of an autoregressive round of B rows
+    weights: Floats  # [arms, terms], see `Times.weights`
+    drafts: Integers  # [arms, 2], places of their drafters at their γ in `Drafts.variances`
+
+
+class Planner(Control):
+    """The control of all strategies that may choose.
+
+    * **Expected**: an arm's τ on each row in flight (`Drafts`) and its seconds (predicted, corrected by `Times`) give
+      the time until the last row ends; while requests wait for a row, tokens per second count instead.
+    * **Rule**: the arm of largest log gain over autoregressive decoding plus its standard deviation, among those whose
+      worst case the account covers. So what might be better is tried, and what is known to be worse is not.
+    * **Account**, in autoregressive rounds: it has an income, and what speculation measurably gained or lost.
+
+    Without uncertainty, with one candidate of one γ and rows that are alike, the rule is ER's π_SD (Eq. 3).
+
+    Args:
+        candidates: drafters of different names, at least one.
+        draft_lengths: γ that may be chosen, ascending.
+        seconds: predicts rounds.
+        times, drafts: the ledger, which outlives the control.
+        margin: ε of ER Eq. 3: log gain, about, from which drafting begins.
+        race: whether rows may get chains of two drafters.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        draft_lengths: Sequence[int],
+        seconds: RoundSeconds,
+        times: Times,
+        drafts: Drafts,
+        margin: float = 0.05,
+        race: bool = True,
+    ) -> None:
+        self.candidates = list(candidates)
+        self._lengths, self._margin, self._may_race = np.array(sorted(draft_lengths)), margin, race
+        self._predict, self.times, self.drafts = seconds, times, drafts
+        self._singles = [
+            Arm(((which, int(length)),)) for which in range(len(self.candidates)) for length in self._lengths
+        ]
+        self._kind = lru_cache(self._kind_of)
+        self.saved = 0.0
+        self.tallies = [Tally() for _ in self.candidates]
+        self.begin(1, [])
+
+    @property
+    def races(self) -> bool:  # type: ignore[override]
+        """Whether a round may have chains of two drafters."""
+        return len({candidate.is_network for candidate in self.candidates}) == 2
+
+    @property
+    def most_drafted(self) -> int:
+        return int(self._lengths[-1]) * (2 if self.races and self._may_race else 1)
+
+    # ---- a rollout ------------------------------------------------------------------------------------------------
+
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        self._capacity = max(capacity, 1)
+        self._sizes = sorted({min(1 << power, self._capacity) for power in range(self._capacity.bit_length() + 1)})
+        self._predicted: dict[Arm, Floats] = {}
+        self._length_then = math.nan
+        self.drafts.begin(prompts)
+        self.saved = min(self.saved, CARRIED)
+        self.tallies = [Tally() for _ in self.candidates]
+        self._dropped: set[int] = set()
+        self._rows, self._since = (0, False), 0
+        self._tables: dict[tuple[tuple[Arm, ...], int], _Table] = {}
+        self._now, self._refused = PLAIN, Account(None, "no round was planned")
+        self._verdicts: tuple[Sequence[int], Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]] | None = None
+
+    def drop(self, index: int) -> None:
+        self._dropped.add(index)
+
+    def finish(self) -> None:
+        self._settle()
+        self.times.end_rollout()
+        self.drafts.end_rollout()
+
+    # ---- a round --------------------------------------------------------------------------------------------------
+
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        self._settle()
+        rows = len(requests), waiting > 0
+        self._since += 1
+        if rows == self._rows and self._since < DWELL and len(self._now.chains) < 2:
+            return self._chains(self._now)
+        self._rows, self._since, self._batch = rows, 0, len(requests)
+        if not 0.8 < length / self._length_then < 1.25:  # predictions move little within that
+            self._predicted, self._tables, self._length_then = {}, {}, length
+        survivals = self.drafts.survivals(np.array(requests), int(self._lengths[-1]))  # [B, M, most γ]
+        efficiencies = (1 + survivals.cumsum(-1)[..., self._lengths - 1]).transpose(1, 2, 0)  # [M, Γ, B]
+        taus = efficiencies.reshape(len(self._singles), -1)  # [arms, B]
+        singles = self._table(())
+        gains = self._log_gains(singles, taus, waiting)  # [arms]
+        pairs = list(self._pairs(gains, taus, survivals, waiting))
+        table = self._table(tuple(arm for arm, _ in pairs))
+        if pairs:
+            taus = np.concatenate([taus, [tau for _, tau in pairs]])
+            gains = self._log_gains(table, taus, waiting)
+        self._now = self._choose(table, gains)
+        return self._chains(self._now, efficiencies)
+
+    def _choose(self, table: _Table, gains: Floats) -> Arm:
+        """The arm of largest optimistic gain that the account covers; `gains` `[arms]` are the predicted ones."""
+        offsets, variances = self.times.offsets(table.weights)
+        unsure = self.drafts.variances(int(self._lengths[-1])).ravel()[table.drafts].max(1)  # [arms]
+        gains = gains - offsets
+        # Each of its rounds commits a token per row at least, so it costs at most this many autoregressive rounds.
+        ratios = table.seconds[:, -1] / table.plain * np.exp(offsets)
+        tokens = np.maximum(np.exp(gains - CAUTION * np.sqrt(unsure)) * ratios, 1.0)
+        worst = ratios * np.exp(CAUTION * np.sqrt(variances)) - tokens  # [arms]
+        allowed = (worst <= max(self.saved, 0.0)) & [self._may_draft(arm) for arm in table.arms]
+        begins = math.log1p(self._margin) if self._now == PLAIN else 0.0
+        hopes = np.where(allowed, gains + np.sqrt(variances + unsure) - begins, -np.inf)
+        best = int(hopes.argmax())
+        self._gain = math.exp(gains[best])
+        return table.arms[best] if hopes[best] > 0 else PLAIN
+
+    def _may_draft(self, arm: Arm) -> bool:
+        return all(
+            which not in self._dropped and self._batch <= self.candidates[which].max_rows for which, _ in arm.chains
+        )
+
+    def _pairs(self, gains: Floats, taus: Floats, survivals: Floats, waiting: int) -> Iterator[tuple[Arm, Floats]]:
+        """A network beside a lookup, each at the γ that is best alone, with τ of each row."""
+        best = gains.reshape(len(self.candidates), -1).argmax(1) + np.arange(len(self.candidates)) * len(self._lengths)
+        for network, lookup in self._couples:
+            one, other = best[network], best[lookup]
+            chains = (*self._singles[one].chains, *self._singles[other].chains)
+            if self._batch > 1:
+                yield Arm(chains), np.maximum(taus[one], taus[other])
+            if self._may_race and not waiting:
+                both = min(length for _, length in chains)  # of two chains the longer one counts
+                shared = (survivals[:, network, :both] * survivals[:, lookup, :both]).sum(1)  # [B]
+                yield Arm(chains, race=True), taus[one] + taus[other] - 1 - shared
+
+    @property
+    def _couples(self) -> list[tuple[int, int]]:
+        networks, lookups = (
+            [which for which, candidate in enumerate(self.candidates) if candidate.is_network == is_network]
+            for is_network in (True, False)
+        )
+        return [(network, lookup) for network in networks for lookup in lookups]
+
+    def _log_gains(self, table: _Table, taus: Floats, waiting: int) -> Floats:
+        """How much sooner the rows end than autoregressively, `[arms]`, with τ of each row `[arms, B]`."""
+        if waiting:
+            return np.log(taus.mean(1) * table.plain / table.seconds[:, -1])
+        stays = np.sort(1 / taus, axis=1)  # rounds per token of each row, the first to end first
+        stays[:, 1:] -= stays[:, :-1].copy()
+        return np.log(table.plain / (stays * table.seconds[:, ::-1]).sum(1))
+
+    def _table(self, pairs: tuple[Arm, ...]) -> _Table:
+        """All single arms and `pairs`, for rounds of the present size."""
+        key = pairs, self._batch
+        if key not in self._tables:
+            arms, batch, most = (*self._singles, *pairs), self._batch, int(self._lengths[-1])
+            places = [[which * most + length - 1 for which, length in arm.chains] for arm in arms]
+            self._tables[key] = _Table(
+                arms,
+                np.array([self._seconds(arm)[:batch] for arm in arms]),
+                self._seconds(PLAIN)[batch - 1],
+                self.times.weights([self._kind(arm, batch) for arm in arms], self._kind(PLAIN, batch)),
+                np.array([(own[0], own[-1]) for own in places]),
+            )
+        return self._tables[key]
+
+    def _chains(self, arm: Arm, efficiencies: Floats | None = None) -> tuple[Chain, ...]:
+        if efficiencies is None or len(arm.chains) < 2 or arm.race:
+            return tuple(Chain(which, length) for which, length in arm.chains)
+        taus = np.array([efficiencies[which, self._lengths == length][0] for which, length in arm.chains])  # [2, B]
+        best = taus.argmax(0)
+        rows = [tuple(np.flatnonzero(best == place).tolist()) for place in range(len(arm.chains))]
+        return tuple(
+            Chain(which, length, None if len(own) == self._batch else own)
+            for (which, length), own in zip(arm.chains, rows, strict=True)
+            if own
+        )
+
+    # ---- what rounds did --------------------------------------------------------------------------------------------
+
+    def record_rows(
+        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
+    ) -> None:
+        self._verdicts = requests, accepted, drafted
+
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
+        arm, batch = self._now, self._batch
+        if not is_typical or draft_length < arm.width:
+            return  # forwards were captured, or these were a rollout's last rounds: they are of no kind
+        kind = self._kind(arm, batch)
+        self.times.observe(kind, math.log(seconds / self._seconds(arm)[batch - 1]))
+        gained = 0.0
+        if arm.chains:
+            plain = self.times.seconds(self._kind(PLAIN, batch), self._seconds(PLAIN)[batch - 1])
+            gained = tokens / batch - seconds / plain
+            if len(arm.chains) == 1:
+                tally = self.tallies[arm.chains[0][0]]
+                tally.add_round(batch, tokens, seconds)
+                tally.baseline_seconds += plain * tokens / batch
+                tally.predicted_sum += self._gain
+                tally.predicted_rounds += 1
+        self.saved = min(self.saved + INCOME + gained, MOST_SAVED)
+
+    def overheard(
+        self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
+    ) -> None:
+        self.drafts.record(which, np.array(requests), np.array(accepted), np.array(attempted))
+
+    def _settle(self) -> None:
+        """Writes the verdicts of the last round."""
+        if self._verdicts is None:
+            return
+        (requests, accepted, drafted), self._verdicts = self._verdicts, None
+        for which, own in accepted.items():
+            right, tried = np.array(own), np.array(drafted[which])  # [B]
+            had = right >= 0
+            self.drafts.record(which, np.array(requests)[had], right[had], np.minimum(right + 1, tried)[had])
+
+    # ---- predictions ------------------------------------------------------------------------------------------------
+
+    def _seconds(self, arm: Arm) -> Floats:
+        """Predicted seconds of a round of 1, 2, … rows: `[capacity]`, between powers of two by straight lines."""
+        if arm not in self._predicted:
+            lengths = {self.candidates[which].name: length for which, length in arm.chains}
+            at = [self._predict(lengths, arm.width, rows, self._length_then) for rows in self._sizes]
+            self._predicted[arm] = np.interp(np.arange(1, self._capacity + 1), self._sizes, at)
+        return self._predicted[arm]
+
+    def _kind_of(self, arm: Arm, batch: int) -> Kind:
+        names = tuple(self.candidates[which].name for which, _ in arm.chains)
+        return Kind(names, (*(length for _, length in arm.chains), int(arm.race)), batch.bit_length())
+
+    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+        if not self.times.rounds:
+            return None
+        return sum(
+            each.rounds
+            * self.times.seconds(self._kind(PLAIN, each.batch), self._predict({}, 0, each.batch, each.length))
+            for each in rounds
+        )
