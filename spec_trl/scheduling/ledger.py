@@ -95,6 +95,10 @@ class Times:
         variances = ((weights @ self._covariance[:terms, :terms]) * weights).sum(1)
         return weights @ self._mean[:terms], np.maximum(variances, 0.0)
 
+    def first_variance(self, kind: Kind) -> float:
+        """Of `offsets`, before anything was measured."""
+        return len(kind.methods) * self._method_error**2 + CELL_ERROR**2 + PLAIN_ERROR**2
+
     def seconds(self, kind: Kind, predicted: float) -> float:
         """What a round of `kind` takes now."""
         return predicted * math.exp(self._mean[[0, *self._terms(kind)]].sum())
@@ -134,7 +138,9 @@ class Times:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave. The machine may be another: its level is as open as at first."""
-        names = [name if isinstance(name, str) else Kind(*map(tuple, name[:2]), name[2]) for name in state["terms"]]
+        names = [
+            each if isinstance(each, str) else Kind(tuple(each[0]), tuple(each[1]), each[2]) for each in state["terms"]
+        ]
         self._places = {name: place for place, name in enumerate(names)}
         self._mean, self._covariance = np.array(state["mean"]), np.array(state["covariance"])
         self._covariance[0, 0] += 1.0
@@ -190,7 +196,7 @@ class Drafts:
         counts = np.stack([*firsts, accepted - firsts[0], attempted - firsts[1]], axis=1, dtype=float)  # [n, 4]
         now.hot[requests, method] = (0 < attempted) & (attempted == accepted)
         self._counts[method] += counts.sum(0)
-        np.add.at(now.prompts, (now.prompt_of[requests], method), counts)
+        np.add.at(now.prompts[:, method], now.prompt_of[requests], counts)
         now.rows[requests, method] = FADE_ROUND * now.rows[requests, method] + counts
 
     def end_rollout(self) -> None:
@@ -223,7 +229,7 @@ class Drafts:
             1 + (first[:, None] * rate[:, None] ** further).cumsum(1)  # [M, most]
             for first, rate in (rates.T, (higher[:, 0], rates[:, 1]), (rates[:, 0], higher[:, 1]))
         )
-        return sum((other / tau - 1) ** 2 for other in others)  # type: ignore[return-value]
+        return sum((other / tau - 1) ** 2 for other in others)
 
     def positions(self, method: int) -> float:
         """Draft positions that have told of the method."""

@@ -122,6 +122,7 @@ class Planner(Control):
 
     def drop(self, index: int) -> None:
         self._dropped.add(index)
+        self._now, self._rows = PLAIN, (0, False)
 
     def finish(self) -> None:
         self._settle()
@@ -161,11 +162,11 @@ class Planner(Control):
         ratios = table.seconds[:, -1] / table.plain * np.exp(offsets)
         tokens = np.maximum(np.exp(gains - CAUTION * np.sqrt(unsure)) * ratios, 1.0)
         worst = ratios * np.exp(CAUTION * np.sqrt(variances)) - tokens  # [arms]
-        allowed = (worst <= max(self.saved, 0.0)) & [self._may_draft(arm) for arm in table.arms]
+        allowed = (worst <= self.saved) & [self._may_draft(arm) for arm in table.arms]
         begins = math.log1p(self._margin) if self._now == PLAIN else 0.0
         hopes = np.where(allowed, gains + np.sqrt(variances + unsure) - begins, -np.inf)
         best = int(hopes.argmax())
-        self._gain = math.exp(gains[best])
+        self._gain, self._variance = math.exp(gains[best]), float(variances[best])
         return table.arms[best] if hopes[best] > 0 else PLAIN
 
     def _may_draft(self, arm: Arm) -> bool:
@@ -245,7 +246,9 @@ class Planner(Control):
         gained = 0.0
         if arm.chains:
             plain = self.times.seconds(self._kind(PLAIN, batch), self._seconds(PLAIN)[batch - 1])
-            gained = tokens / batch - seconds / plain
+            # After a jump of the machine, drafts may seem cheap because nothing else was measured: no credit for that.
+            doubt = math.sqrt(max(self._variance - self.times.first_variance(kind), 0.0))
+            gained = tokens / batch - seconds / plain * math.exp(CAUTION * doubt)
             if len(arm.chains) == 1:
                 tally = self.tallies[arm.chains[0][0]]
                 tally.add_round(batch, tokens, seconds)

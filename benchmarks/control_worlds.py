@@ -1,0 +1,360 @@
+"""Worlds in which a control decodes without any clock: machines, texts and noise are functions of a seed.
+
+* Whether a draft token is right is drawn for (method, request, position) before the rollout. So all controls decode
+  the same text, and the best that could be done with it can be computed.
+* A round has a true time, by formula, and a measured one, the true one times noise, drift and contention. The control
+  is told the measured one and charged the true one: noise acts through decisions alone.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from spec_trl.scheduling.control import Chain, Control
+
+
+MOST_TOKENS, PROMPT = 256, 64  # of a completion at most, and of each prompt
+DRAFT_LENGTHS = (2, 5, 10)
+METHODS = ("self", "model", "ngram")
+NETWORKS = ("self", "model")
+REGIMES = ("pays", "neutral", "hurts")
+EPOCH = 6  # rollouts after which prompts come back
+
+Plan = tuple[tuple[str, int], ...]  # methods with their γ, raced; none: autoregressive
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A batch, how well drafting pays, and how many requests there are for each row."""
+
+    batch: int
+    regime: str
+    refill: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.batch}{' refilled' if self.refill > 1 else ''} {self.regime}"
+
+
+CELLS = [Cell(batch, regime) for batch in (1, 4, 16, 64) for regime in REGIMES]
+CELLS += [Cell(16, regime, refill=3) for regime in REGIMES]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """True seconds. An autoregressive round of the whole batch in a short context takes about 1."""
+
+    knee: float  # tokens whose arithmetic takes as long as reading the weights
+    copy: float  # bytes of the self-drafter over the target's
+    small: float  # bytes of the small model over the target's
+
+    def round_seconds(self, batch: int, length: float, lengths: Mapping[str, int], width: int) -> float:
+        """Of a round in which each method of `lengths` drafts its γ, and rows have at most `width` drafts."""
+        drafts = sum(self._drafts(method, batch, length, count) for method, count in lengths.items())
+        attention = 0.000025 * batch * length
+        return 0.08 + drafts + _either(1.0 + attention, batch * (1 + width) / self.knee)
+
+    def _drafts(self, method: str, batch: int, length: float, count: int) -> float:
+        if method == "ngram":
+            return 0.0005 * batch
+        if method == "self":
+            return count * (0.05 + _either(self.copy + 0.000025 * batch * length, batch / self.knee))
+        return count * (0.03 + _either(self.small, batch / self.knee * 0.1))
+
+
+_MACHINES = {"pays": (14.0, 0.22, 0.08), "neutral": (3.5, 0.34, 0.22), "hurts": (2.2, 0.45, 0.3)}
+# By regime and kind of prompt: chance of a right token of "self" and "model", and of "ngram" after a wrong and a
+# right one.
+_TEXTS = {
+    "pays": {"story": (0.88, 0.70, 0.04, 0.40), "copy": (0.90, 0.60, 0.35, 0.95)},
+    "neutral": {"story": (0.80, 0.50, 0.03, 0.35), "copy": (0.82, 0.45, 0.10, 0.80)},
+    "hurts": {"story": (0.66, 0.40, 0.01, 0.20), "copy": (0.68, 0.35, 0.03, 0.50)},
+}
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Requests, each with its prompt's key, its length, and by method how many tokens are right from a position on."""
+
+    prompts: list[str]
+    lengths: list[int]
+    runs: list[dict[str, list[int]]]
+
+
+class World:
+    """A cell with its machine and `rollouts` consecutive rollouts."""
+
+    def __init__(self, cell: Cell, seed: int, rollouts: int = 8) -> None:
+        self.cell, self.seed = cell, seed
+        knee, copy, small = _MACHINES[cell.regime]
+        self.machine = Machine(knee * cell.batch, copy, small)
+        chance = random.Random(f"profile {cell} {seed}")
+        self._errors = [math.exp(chance.gauss(0, error)) for error in (0.03, 0.10, 0.08)]
+        self.rollouts = [self._rollout(number) for number in range(rollouts)]
+
+    def predict(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
+        """What a calibration believes of a round: the truth but for factors of plain rounds, drafts and verifying."""
+        plain, drafting, verifying = self._errors
+        seconds = self.machine.round_seconds
+        if not lengths:
+            return plain * seconds(batch, length, {}, 0)
+        drafts = seconds(batch, length, lengths, 0) - seconds(batch, length, {}, 0)
+        return drafting * drafts + verifying * seconds(batch, length, {}, width)
+
+    def _rollout(self, number: int) -> Rollout:
+        cell, count = self.cell, self.cell.batch * self.cell.refill
+        group = 4 if count >= 4 else 1  # completions of a prompt
+        keys = [f"{number % EPOCH}-{request // group}" for request in range(count)]
+        lengths, runs = [], []
+        for request, key in enumerate(keys):
+            prompt = random.Random(f"prompt {cell} {self.seed} {key}")
+            chances = _TEXTS[cell.regime]["copy" if prompt.random() < 0.5 else "story"]
+            shifts = {method: prompt.gauss(0, 0.35) for method in METHODS}
+            slopes = {method: prompt.gauss(0, 0.5) for method in METHODS}
+            usual = prompt.gauss(math.log(80), 0.4)
+            row = random.Random(f"row {cell} {self.seed} {number} {request}")
+            length = int(min(max(math.exp(row.gauss(usual, 0.5)), 12), MOST_TOKENS))
+            own = {}
+            for method in METHODS:
+                right, was_right = [], False
+                for position in range(length + 1):
+                    if method == "ngram":
+                        chance, weight = chances[3 if was_right else 2], 0.5
+                    else:
+                        chance, weight = chances[METHODS.index(method)], 1.0
+                    learned = 0.02 * number * (method == "self")  # it follows the policy
+                    moved = shifts[method] + slopes[method] * position / MOST_TOKENS + learned
+                    was_right = row.random() < _sigmoid(math.log(chance / (1 - chance)) + weight * moved)
+                    right.append(was_right)
+                own[method] = _runs(right)
+            lengths.append(length)
+            runs.append(own)
+        return Rollout(keys, lengths, runs)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What measured times are off by: noise of each round, a slow drift, and a burst of contention."""
+
+    spread: float = 0.0  # sd of the logarithm
+    drift: float = 0.0
+    burst: tuple[int, int, int] | None = None  # rollout, and its rounds from, to, that seem three times as long
+    seed: int = 0
+
+    def factor(self, rollout: int, number: int, clock: float) -> float:
+        """Of round `number`, at `clock` seconds of the world."""
+        own = random.Random(f"{self.seed} {rollout} {number}")
+        factor = math.exp(own.gauss(0, self.spread) - self.spread**2 / 2) if self.spread else 1.0
+        factor *= 1 + self.drift * math.sin(clock / 60 + self.seed)
+        if self.burst and self.burst[0] == rollout and self.burst[1] <= number < self.burst[2]:
+            factor *= 3.0
+        return factor
+
+
+NOISES = ("0%", "5%", "20%", "burst")
+
+
+def noise_named(name: str, seed: int) -> Noise:
+    """One of `NOISES`; bursts come in the first rounds of all, or later."""
+    if name == "burst":
+        return Noise(0.05, 0.0, (0, 0, 50) if seed % 2 == 0 else (3, 10, 50), seed)
+    return {"0%": Noise(seed=seed), "5%": Noise(0.05, 0.05, None, seed), "20%": Noise(0.20, 0.10, None, seed)}[name]
+
+
+class Decoder:
+    """Decodes one rollout of a world, round by round."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.machine, self.rollout = world.machine, world.rollouts[number]
+        self.capacity = world.cell.batch
+        self.done = [0] * len(self.rollout.lengths)  # tokens of each request
+        self._next, self.rows = 0, []  # type: int, list[int]
+        self.refill()
+
+    def copy(self) -> "Decoder":
+        """Another one at the same place."""
+        other = object.__new__(Decoder)
+        other.__dict__ |= self.__dict__ | {"done": list(self.done), "rows": list(self.rows)}
+        return other
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a row."""
+        return len(self.done) - self._next
+
+    @property
+    def length(self) -> float:
+        """Mean of the rows."""
+        return PROMPT + sum(self.done[request] for request in self.rows) / len(self.rows)
+
+    def refill(self) -> None:
+        """Retires rows that have ended, and gives theirs to those that wait."""
+        self.rows = [request for request in self.rows if self.done[request] < self.rollout.lengths[request]]
+        free = min(self.capacity - len(self.rows), self.waiting)
+        self.rows += range(self._next, self._next + free)
+        self._next += free
+
+    def left(self, request: int) -> int:
+        """Tokens that it has yet to generate."""
+        return self.rollout.lengths[request] - self.done[request]
+
+    def right(self, method: str, request: int, at: int | None = None) -> int:
+        """Tokens in a row that the method would have right."""
+        return self.rollout.runs[request][method][self.done[request] if at is None else at]
+
+    def play(self, plan: Plan, rounds: float = math.inf) -> float:
+        """True seconds of at most so many rounds under one plan."""
+        seconds, lengths, width = 0.0, dict(plan), sum(count for _, count in plan)
+        done, texts, ends = self.done, self.rollout.runs, self.rollout.lengths
+        while self.rows and rounds > 0:
+            rounds -= 1
+            seconds += self.machine.round_seconds(len(self.rows), self.length, lengths, width)
+            ended = False
+            for request in self.rows:
+                at, runs, best = done[request], texts[request], 0
+                for method, count in plan:
+                    best = max(best, min(runs[method][at], count))
+                done[request] = min(at + 1 + best, ends[request])
+                ended = ended or done[request] == ends[request]
+            if ended:
+                self.refill()
+        return seconds
+
+
+@dataclass(frozen=True)
+class Played:
+    """A rollout under a control: true seconds, rounds, and how many of them drafted and raced."""
+
+    seconds: float
+    rounds: int
+    drafted: int
+    raced: int
+
+
+def decode(control: Control, world: World, number: int, noise: Noise) -> Played:
+    """One rollout under `control`, called as the engine calls it; its candidates are named as methods."""
+    names = [candidate.name for candidate in control.candidates]
+    state, seconds, rounds, drafts, races = Decoder(world, number), 0.0, 0, 0, 0
+    clock = 1000.0 * number
+    heard = [0] * len(state.done)  # up to where lookups' drafts have been compared with the text
+    control.begin(state.capacity, state.rollout.prompts)
+    while state.rows:
+        rows, length = list(state.rows), state.length
+        room = max(state.left(request) for request in rows) - 1
+        planned = control.plan(rows, length, state.waiting)
+        chains = [Chain(own.which, min(own.draft_length, room), own.rows) for own in planned if room]
+        lengths = _lengths(chains, len(rows))
+        width = max((sum(own[row] for own in lengths.values()) for row in range(len(rows))), default=0)
+        accepted, drafted, gains = {}, {}, [0] * len(rows)
+        for which, own in lengths.items():
+            drafted[which] = [min(own[row], state.left(each) - 1) if own[row] else -1 for row, each in enumerate(rows)]
+            accepted[which] = [
+                min(state.right(names[which], each), drafted[which][row]) for row, each in enumerate(rows)
+            ]
+            gains = [max(gain, count) for gain, count in zip(gains, accepted[which], strict=True)]
+        named = {names[which]: max(own) for which, own in lengths.items()}
+        true = state.machine.round_seconds(len(rows), length, named, width)
+        measured = true * noise.factor(number, rounds, clock)
+        if chains:
+            control.record_rows(rows, accepted, drafted)
+        for request, gain in zip(rows, gains, strict=True):
+            state.done[request] += gain + 1
+        control.record(width, measured, sum(gains) + len(rows))
+        _overhear(control, names, state, rows, heard, set(lengths))
+        state.refill()
+        seconds, clock, rounds = seconds + true, clock + measured, rounds + 1
+        drafts, races = drafts + bool(chains), races + (len(lengths) > 1)
+    control.finish()
+    return Played(seconds, rounds, drafts, races)
+
+
+def _lengths(chains: Iterable[Chain], batch: int) -> dict[int, list[int]]:
+    """γ of each row, by candidate."""
+    found: dict[int, list[int]] = {}
+    for chain in chains:
+        own = found.setdefault(chain.which, [0] * batch)
+        for row in range(batch) if chain.rows is None else chain.rows:
+            own[row] = max(own[row], chain.draft_length)
+    return found
+
+
+def _overhear(
+    control: Control, names: Sequence[str], state: Decoder, rows: Sequence[int], heard: list[int], drafted: set[int]
+) -> None:
+    """What lookups would have drafted, compared with the text once it is as long as a draft."""
+    most = DRAFT_LENGTHS[-1]
+    for which, name in enumerate(names):
+        if name in NETWORKS:
+            continue
+        if which in drafted:  # its verdicts are told already
+            for request in rows:
+                heard[request] = state.done[request]
+            continue
+        for request in rows:
+            while heard[request] + most < state.done[request]:
+                accepted = min(state.right(name, request, heard[request]), most)
+                control.overheard(which, [request], [accepted], [min(accepted + 1, most)])
+                heard[request] += accepted + 1
+
+
+# ---- what could have been done --------------------------------------------------------------------------------------
+
+
+PLAIN: Plan = ()
+FIXED: list[Plan] = [PLAIN, *(((method, count),) for method in METHODS for count in DRAFT_LENGTHS)]
+RACES: list[Plan] = [
+    ((method, count), ("ngram", other)) for method in NETWORKS for count in DRAFT_LENGTHS for other in DRAFT_LENGTHS
+]
+EVERY = 12  # rounds after which the oracle chooses anew
+
+
+class Bounds:
+    """What the rollouts of a world take without drafts, with the best fixed plan, and by an oracle."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    @cached_property
+    def _fixed(self) -> list[dict[Plan, float]]:
+        numbers = range(len(self._world.rollouts))
+        return [{plan: Decoder(self._world, number).play(plan) for plan in FIXED} for number in numbers]
+
+    @property
+    def plain(self) -> list[float]:
+        """Never speculating."""
+        return [own[PLAIN] for own in self._fixed]
+
+    @property
+    def fixed(self) -> list[float]:
+        """The best of one method at one γ, or none, for the whole rollout."""
+        return [min(own.values()) for own in self._fixed]
+
+    @cached_property
+    def oracle(self) -> list[float]:
+        """Knows all times and texts: every few rounds it takes the plan that would end the rollout soonest if kept.
+        That is no bound: a control that follows each row in each round may be faster."""
+        found = []
+        for number in range(len(self._world.rollouts)):
+            state, seconds = Decoder(self._world, number), 0.0
+            while state.rows:
+                best = min([*FIXED, *RACES], key=lambda plan: state.copy().play(plan))
+                seconds += state.play(best, EVERY)
+            found.append(seconds)
+        return found
+
+
+def _either(a: float, b: float) -> float:
+    """About the larger one: memory traffic and arithmetic overlap, but not quite."""
+    return float((a**3 + b**3) ** (1 / 3))
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def _runs(right: Sequence[bool]) -> list[int]:
+    run, found = 0, [0] * len(right)
+    for position in range(len(right) - 1, -1, -1):
+        run = found[position] = run + 1 if right[position] else 0
+    return found

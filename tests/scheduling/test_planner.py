@@ -1,0 +1,232 @@
+"""The planner's rule, its account, and the ledger under it."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+
+from spec_trl.scheduling.control import Candidate, Chain
+from spec_trl.scheduling.ledger import FADE_ROLLOUT, Drafts, Kind, Times
+from spec_trl.scheduling.planner import CARRIED, INCOME, Planner
+from spec_trl.scheduling.plain_decoding import PlainRounds
+
+
+def flat(cycle: float) -> Callable[[Mapping[str, int], int, int, float], float]:
+    """Any round with drafts takes `cycle` autoregressive rounds."""
+    return lambda lengths, width, batch, length: cycle if lengths else 1.0
+
+
+def planner(cycle: float, names: tuple[str, ...] = ("self",), draft_lengths: tuple[int, ...] = (5,)) -> Planner:
+    networks = [name != "ngram" for name in names]
+    candidates = [Candidate(name, 5, 1.0, 64, None, own) for name, own in zip(names, networks, strict=True)]
+    return Planner(candidates, draft_lengths, flat(cycle), Times(0.2), Drafts(names, [not own for own in networks]))
+
+
+def drive(control: Planner, tokens: int, seconds: Callable[[int, int], float], rounds: int) -> list[bool]:
+    """One row whose drafts give `tokens` a round; returns in which rounds it drafted."""
+    control.begin(1, ["a"])
+    drafted = []
+    for number in range(rounds):
+        plan = control.plan([0], 100.0, 0)
+        length = plan[0].draft_length if plan else 0
+        if length:
+            control.record_rows([0], {0: [tokens - 1]}, {0: [length]})
+        control.record(length, seconds(number, length), tokens if length else 1)
+        drafted.append(length > 0)
+    control.finish()
+    return drafted
+
+
+# ---- defects of the controls before it ------------------------------------------------------------------------------
+
+
+def test_a_burst_in_the_first_rounds_does_not_make_drafting_look_cheap() -> None:
+    control = planner(4.0)
+    for call in range(4):  # drafting is 1.33x slower
+        drafted = drive(
+            control, 3, lambda number, g: (4.0 if g else 1.0) * (3.0 if call == 0 and number < 3 else 1), 200
+        )
+        took = sum(4.0 if own else 1.0 for own in drafted) / sum(3 if own else 1 for own in drafted)
+        assert took <= 1.02
+
+
+def test_contention_does_not_switch_a_good_drafter_off() -> None:
+    control = planner(2.0)
+    drafted = drive(control, 4, lambda number, g: (2.0 if g else 1.0) * (3.0 if 17 <= number < 32 else 1.0), 300)
+    assert drafted[-1]
+    assert sum(drafted) >= 0.9 * len(drafted)
+
+
+def test_trials_are_bounded_from_the_first_rollout_on() -> None:
+    drafted = drive(planner(5.0), 1, lambda number, g: 5.0 if g else 1.0, 100)
+    lost = sum(5.0 if own else 1.0 for own in drafted) / len(drafted) - 1
+    assert lost <= INCOME + 0.01
+
+
+def test_copying_is_noticed_without_a_draft() -> None:
+    control = planner(1.6, names=("ngram",))
+    control.begin(1, ["a"])
+    assert not control.plan([0], 100.0, 0)
+    for _ in range(6):
+        control.record(0, 1.0, 1)
+        control.overheard(0, [0], [5], [5])
+        plan = control.plan([0], 100.0, 0)
+    assert plan == (Chain(0, 5),)
+
+
+# ---- the rule -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cycle", [1.5, 2.2, 3.0, 4.0])
+def test_with_all_known_it_is_the_papers_rule(cycle: float) -> None:
+    # ER Eq. 3: speculate where tau T_p / (gamma T_q + T_V) >= 1 + eps.
+    control, right, tried = planner(cycle), 700, 1000
+    control.begin(1, ["a"])
+    for _ in range(40):
+        control.times.observe(Kind(("self",), (5, 0), 1), 0.0)
+        control.times.observe(Kind((), (0,), 1), 0.0)
+    tau = 1 + sum(0.7**k for k in range(1, 6))
+    for _ in range(400):  # first tokens 0.7, further ones 0.7
+        control.drafts.record(0, np.zeros(1, int), np.array([right]), np.array([tried]))
+        control.drafts.record(0, np.zeros(1, int), np.array([0]), np.array([1]))
+    for _ in range(7 * 400 // 3):
+        control.drafts.record(0, np.zeros(1, int), np.array([1]), np.array([1]))
+    assert bool(control.plan([0], 100.0, 0)) == (tau / cycle >= 1.05)
+
+
+def test_more_rows_than_a_kernel_serves_do_not_draft() -> None:
+    control = planner(1.1)
+    control.begin(65, ["a"] * 65)
+    control.saved = 8.0
+    assert control.plan(range(64), 100.0, 0)
+    assert not control.plan(range(65), 100.0, 0)
+
+
+def test_a_failed_drafter_is_not_asked_again() -> None:
+    control = planner(1.1)
+    control.begin(1, ["a"])
+    control.saved = 8.0
+    assert control.plan([0], 100.0, 0)
+    control.drop(0)
+    assert not control.plan([0], 200.0, 0)
+    control.begin(1, ["a"])
+    assert control.plan([0], 100.0, 0)
+
+
+def test_rows_that_copy_take_the_lookup_and_others_the_network() -> None:
+    control = planner(1.2, names=("self", "ngram"))
+    control.begin(4, ["copies", "copies", "new", "new"])
+    control.saved = 8.0
+    for _ in range(50):
+        control.drafts.record(1, np.arange(4), np.array([5, 5, 0, 0]), np.array([5, 5, 1, 1]))
+        control.drafts.record(0, np.arange(4), np.array([2, 2, 2, 2]), np.array([3, 3, 3, 3]))
+        for kind in (Kind(("self",), (5, 0), 3), Kind(("self", "ngram"), (5, 5, 0), 3), Kind((), (0,), 3)):
+            control.times.observe(kind, 0.0)
+    control._may_race = False
+    assert set(control.plan(range(4), 100.0, 0)) == {Chain(0, 5, (2, 3)), Chain(1, 5, (0, 1))}
+
+
+def test_the_account_carries_little_to_the_next_rollout() -> None:
+    control = planner(2.0)
+    drive(control, 5, lambda number, g: 2.0 if g else 1.0, 100)
+    assert control.saved > CARRIED
+    control.begin(1, ["a"])
+    assert control.saved == CARRIED
+
+
+def test_rounds_of_no_kind_teach_nothing() -> None:
+    control = planner(1.1)
+    control.begin(1, ["a"])
+    control.plan([0], 100.0, 0)
+    control.record(0, 50.0, 1, is_typical=False)
+    assert control.times.rounds == 0
+
+
+def test_seconds_of_plain_decoding_follow_the_level() -> None:
+    control = planner(2.0)
+    assert control.plain_seconds([PlainRounds(10, 1, 100.0)]) is None
+    drive(control, 1, lambda number, g: 6.0 if g else 3.0, 50)
+    assert control.plain_seconds([PlainRounds(10, 1, 100.0)]) == pytest.approx(30.0, rel=0.05)
+
+
+# ---- the ledger -------------------------------------------------------------------------------------------------------
+
+
+PLAIN, SELF, MODEL = Kind((), (0,), 1), Kind(("self",), (5, 0), 1), Kind(("model",), (5, 0), 1)
+
+
+def offset(times: Times, kind: Kind) -> tuple[float, float]:
+    mean, variance = times.offsets(times.weights([kind], PLAIN))
+    return float(mean[0]), float(variance[0])
+
+
+def test_what_all_rounds_share_is_the_level() -> None:
+    times = Times(0.2)
+    for number in range(60):
+        times.observe((PLAIN, SELF)[number % 2], math.log(3.0) + (0.3 if number % 2 else 0.0))
+    assert offset(times, SELF)[0] == pytest.approx(0.3, abs=0.03)
+    before = offset(times, SELF)[0]
+    for _ in range(10):  # the machine becomes twice as slow while it drafts
+        times.observe(SELF, math.log(6.0) + 0.3)
+    assert offset(times, SELF)[0] == pytest.approx(before, abs=0.05)
+    assert times.seconds(PLAIN, 1.0) == pytest.approx(6.0, rel=0.1)
+
+
+def test_what_is_not_measured_is_uncertain() -> None:
+    times = Times(0.2)
+    for _ in range(20):
+        times.observe(PLAIN, 0.0)
+        times.observe(SELF, 0.0)
+    assert offset(times, SELF)[1] < 0.01 < offset(times, MODEL)[1]
+
+
+def test_noise_is_not_taken_for_jumps() -> None:
+    times, chance = Times(0.2), np.random.default_rng(0)
+    for number in range(400):
+        times.observe((PLAIN, SELF)[number % 2], chance.normal(0.0, 0.2))
+    assert abs(offset(times, SELF)[0]) < 0.1
+
+
+def test_a_ledger_goes_on_from_a_checkpoint() -> None:
+    times, drafts = Times(0.2), Drafts(["self", "ngram"], [False, True])
+    drafts.begin(["a", "b"])
+    for _ in range(20):
+        times.observe(SELF, 0.4)
+        times.observe(PLAIN, 0.1)
+        drafts.record(0, np.arange(2), np.array([3, 1]), np.array([4, 2]))
+    drafts.end_rollout()
+    again, others = Times(0.2), Drafts(["ngram", "self"], [True, False])
+    again.load_state_dict(json.loads(json.dumps(times.state_dict())))
+    others.load_state_dict(json.loads(json.dumps(drafts.state_dict())))
+    assert offset(again, SELF) == pytest.approx(offset(times, SELF))
+    drafts.begin(["a", "b"])
+    others.begin(["a", "b"])
+    np.testing.assert_allclose(
+        drafts.survivals(np.arange(2), 3), others.survivals(np.arange(2), 3)[:, ::-1], err_msg="by name, not by place"
+    )
+
+
+def test_a_prompts_own_acceptance_counts_in_later_rollouts() -> None:
+    drafts = Drafts(["self"], [False])
+    for _ in range(3):
+        drafts.begin(["easy", "hard"])
+        for _ in range(30):
+            drafts.record(0, np.arange(2), np.array([5, 0]), np.array([5, 1]))
+        drafts.end_rollout()
+    drafts.begin(["hard", "new", "easy"])
+    hard, new, easy = drafts.survivals(np.arange(3), 1)[:, 0, 0]
+    assert hard < new < easy
+    assert drafts.positions(0) == pytest.approx(sum(30 * 6 * FADE_ROLLOUT**age for age in (1, 2, 3)))
+
+
+def test_a_copy_that_was_accepted_whole_goes_on() -> None:
+    drafts = Drafts(["ngram"], [True])
+    drafts.begin(["a"])
+    for accepted, attempted in [(0, 1)] * 8 + [(5, 5)] * 4 + [(2, 3)] * 2:
+        drafts.record(0, np.zeros(1, int), np.array([accepted]), np.array([attempted]))
+    cold = drafts.survivals(np.zeros(1, int), 1)[0, 0, 0]
+    drafts.record(0, np.zeros(1, int), np.array([5]), np.array([5]))
+    hot = drafts.survivals(np.zeros(1, int), 1)[0, 0, 0]
+    assert cold < 0.5 < hot

@@ -1,0 +1,35 @@
+"""The planner on simulated worlds: close to an oracle, and never much slower than no drafts. No clock is read."""
+
+import pytest
+
+from benchmarks.control_regret import Summary, run
+from benchmarks.control_worlds import CELLS, Cell, World
+
+
+@pytest.mark.parametrize("noise", ["0%", "20%", "burst"])
+def test_small_batches_stay_near_the_oracle_and_are_never_slower(noise: str) -> None:
+    cells = [cell for cell in CELLS if cell.batch <= 4]
+    outcomes = [run(cell, seed, noise) for cell in cells for seed in (0, 1)]
+    found = Summary.of(outcomes)
+    assert found.regret <= 0.11  # one row is the hardest: a rollout of few rounds is over before much is known
+    assert found.worst_sequence <= (1.03 if noise == "burst" else 1.02)
+    assert found.worst_rollout <= 1.10
+    assert found.slower <= 0.06
+    assert found.first_alone <= 1.03
+
+
+def test_drafting_where_it_pays_and_not_where_it_hurts() -> None:
+    pays, hurts = (run(Cell(16, regime), 0, "5%") for regime in ("pays", "hurts"))
+    assert sum(pays.taken) <= 0.55 * sum(pays.plain)
+    assert sum(hurts.taken) <= 1.01 * sum(hurts.plain)
+
+
+def test_one_drafter_alone() -> None:
+    found = run(Cell(4, "pays"), 0, "5%", methods=["self"])
+    assert sum(found.taken) <= 0.6 * sum(found.plain)
+
+
+def test_worlds_are_the_same_each_time() -> None:
+    one, other = World(Cell(4, "neutral"), 3, rollouts=2), World(Cell(4, "neutral"), 3, rollouts=2)
+    assert one.rollouts == other.rollouts
+    assert run(Cell(4, "neutral"), 3, "20%", 2).taken == run(Cell(4, "neutral"), 3, "20%", 2).taken
