@@ -99,8 +99,8 @@ def test_division_of_the_columns_changes_rounding_only(monkeypatch):
 
 
 def test_the_last_program_of_a_tile_adds_the_parts_in_order():
-    """As captured: over counters that stay, in memory that holds what the call before has left; into float32, since the
-    interpreter cuts off where bfloat16 rounds."""
+    """As captured: over counters that stay, in memory that holds what the call before has left; into float32,
+    since the interpreter cuts off where bfloat16 rounds."""
     torch.manual_seed(0)
     packed = pack(TritonInt4, torch.randn(200, 1024, device=DEVICE), 128)  # two tiles, of four spans
     x = torch.randn(40, 1024, device=DEVICE).to(BF16)  # two blocks
