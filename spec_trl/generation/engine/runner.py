@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 from .attention import MaskPlan, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
+from .draft_loop import NetworkDraft
 from .hidden_states import keep_states
 from .requirements import position_limit
 from .rows import Admission, Rows
+from .verification import Proposal
 
 
 # Attention reads columns up to the longest row, rounded up: few distinct shapes, so that kernels that are prepared
@@ -61,6 +63,10 @@ class EagerRunner:
         logits, features = self._run(tokens, positions, columns, first_row)
         self._tell(features, positions, first_row)
         return logits
+
+    def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
+        """Drafts token by token; the first forward attends over columns `0..columns`, the next over one more."""
+        return draft.run(lambda tokens, positions, step: self.forward(tokens, positions, columns + step))
 
     def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:
         """Runs several chains of each row at once over columns `0..columns`; returns logits `[B, W, vocab]`.
