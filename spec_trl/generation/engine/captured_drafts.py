@@ -38,31 +38,37 @@ class _Key(NamedTuple):
 
 @dataclass
 class CapturedLoop:
-    """A loop over static buffers, of a bucket of rows. It keeps nothing else of the draft it was captured with."""
+    """A loop over static buffers, of a bucket of rows. It keeps nothing else of the draft it was captured with.
+
+    What it returns lies in the buffers too: other captured work, which is replayed before anybody reads it, writes to
+    whatever a capture took.
+    """
 
     tokens: Tensor  # [rows, known + γ]
     columns: Tensor  # [rows, known + γ - 1]
     keys: Tensor | None  # [rows, γ], of the noise
+    scores: Tensor  # [rows, γ]
     filled: int  # rows of the buffers that a call has filled; the others stand at column 0
     recording: Recording | None = None
     bytes: int = 0  # that it took
 
     @classmethod
-    def over(cls, draft: NetworkDraft, rows: int) -> "CapturedLoop":
-        """One that is not recorded yet, for `rows`, filled with `draft`: warming up writes the K/V that it wrote."""
+    def over(cls, draft: NetworkDraft, rows: int, scores: Tensor) -> "CapturedLoop":
+        """One that is not recorded yet, for `rows`, filled with `draft`, which gave `scores` `[B, γ]`: warming up
+        writes the K/V that it wrote."""
         keys = None if draft.noise is None else pad(draft.noise.keys[:, : draft.draft_length], rows)
-        return cls(pad(draft.tokens, rows), pad(draft.columns, rows), keys, len(draft.tokens))
+        return cls(pad(draft.tokens, rows), pad(draft.columns, rows), keys, pad(scores, rows), len(draft.tokens))
 
     def run(self, draft: NetworkDraft, forward: Forward) -> Outputs:
         """The loop of `draft` over the buffers: scores and tokens `[rows, γ]`."""
         noise = None if draft.noise is None or self.keys is None else draft.noise.over(self.keys)
         proposal = replace(draft, tokens=self.tokens, columns=self.columns, noise=noise).run(forward)
         assert proposal.scores is not None
-        return proposal.scores, proposal.tokens
+        return self.scores.copy_(proposal.scores), self.tokens[:, draft.known :]
 
     def replay(self, draft: NetworkDraft) -> Proposal:
         """The same as `draft.run`; its tensors hold until the next replay."""
-        assert self.recording is not None and self.recording.features is not None
+        assert self.recording is not None
         rows, known = len(draft.tokens), draft.known
         self.tokens[:rows, :known] = draft.tokens[:, :known]
         self.columns[:rows] = draft.columns
@@ -72,7 +78,7 @@ class CapturedLoop:
             self.columns[rows:] = 0  # so that free rows read one column, not many
         self.filled = rows
         self.recording.replay()
-        return Proposal(self.recording.features[:rows], None, None, self.recording.logits[:rows])
+        return Proposal(self.tokens[:rows, known:], None, None, self.scores[:rows])
 
 
 class CapturedLoops:
@@ -97,7 +103,8 @@ class CapturedLoops:
     ) -> None:
         """Captures the loop of `draft`, which has just drafted `expected`, with `forward` of the network `name`; goes
         on without it, with a warning, where that fails."""
-        loop = CapturedLoop.over(draft, shape.rows)
+        assert expected.scores is not None
+        loop = CapturedLoop.over(draft, shape.rows, expected.scores)
         try:
             compared = partial(_up_to_the_first_other, expected)
             loop.recording, loop.bytes = record(partial(loop.run, draft, forward), compared, "those of single steps")

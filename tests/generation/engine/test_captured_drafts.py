@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import is_tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LogitsProcessorList
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -121,6 +123,50 @@ def test_what_needs_the_text_or_the_logits_goes_step_by_step(fresh, tape, replay
     config, options = PER_STEP[case]
     check(run(fresh, "graph", config=config, **options), run(fresh, "eager", config=config, **options))
     assert not replays and tape.replayed > 20
+
+
+class Taken(TorchDispatchMode):
+    """Collects the memory that operations take for their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.UntypedStorage] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, new = (
+            {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tree_leaves(of) if is_tensor(each)}
+            for of in ((args, kwargs), result)
+        )
+        self.found += [storage for place, storage in new.items() if place not in given]
+        return result
+
+
+def test_captures_share_a_pool(fresh, tape, monkeypatch) -> None:
+    """Each may use what another took: nobody reads there what has not been written in the same replay."""
+    record, taken = tape.record, []
+
+    def watch(work: Callable[[], Outputs]) -> Recording:
+        def watched() -> Outputs:
+            with Taken() as memory:
+                outputs = work()
+            taken.append(memory.found)
+            return outputs
+
+        recording = record(watched)
+        own = taken[-1]
+
+        def replay() -> None:
+            for other in taken:
+                for storage in other if other is not own else []:
+                    storage.fill_(255)  # NaN, or token -1
+            recording.replay()
+
+        return recording._replace(replay=replay)
+
+    monkeypatch.setattr(tape, "record", watch)
+    check(run(fresh, "graph"), run(fresh, "eager"))
+    assert len(taken) > 3 and all(len(own) > 20 for own in taken)
 
 
 def test_a_loop_keeps_nothing_of_the_call(fresh, tape, replays) -> None:
