@@ -104,8 +104,8 @@ class CapturedLoops:
         """Captures the loop of `draft`, which has just drafted `expected`, with `forward` of the network `name`; goes
         on without it, with a warning, where that fails."""
         assert expected.scores is not None
-        loop = CapturedLoop.over(draft, shape.rows, expected.scores)
         try:
+            loop = CapturedLoop.over(draft, shape.rows, expected.scores)
             compared = partial(_up_to_the_first_other, expected)
             loop.recording, loop.bytes = record(partial(loop.run, draft, forward), compared, "those of single steps")
         except Exception as error:

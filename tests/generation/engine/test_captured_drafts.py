@@ -104,6 +104,11 @@ def test_weights_that_are_refreshed_in_place(fresh, tape, replays) -> None:
         assert len(replays) > found.statistics.rounds // 2
 
 
+def test_compiled_layers_in_a_loop(fresh, tape, replays) -> None:
+    check(run(fresh, "compiled"), run(fresh, "eager"))
+    assert len(replays) > 4
+
+
 def test_each_way_to_draw_has_a_loop_of_its_own(fresh, tape) -> None:
     """A second call with other filters must not draw by those of the first."""
     for options in (*DRAWS.values(), dict(temperature=2.5), dict(do_sample=False)):
