@@ -24,7 +24,7 @@ from .noise import RoundNoise, derive, position_keys
 from .noise_ahead import NoiseAhead
 from .outcome import Integers, Outcome
 from .processors import LogitsPipeline
-from .request_queue import RequestQueue
+from .request_queue import Patience, RequestQueue
 from .rows import Progress, Request, Rows, prompt_key
 from .runner import EagerRunner
 from .statistics import SpeculationStatistics
@@ -81,6 +81,7 @@ class Rollout:
         self._timeline = TimelineLog(len(requests), self._drafters.names)
         self._ended_in = [0] * len(requests)
         self._prompt_keys = [prompt_key(request.prompt) for request in requests]
+        self._patience = Patience(self._prompt_keys, rows.capacity)
         self._tokens_read = 0
         self._counter = DraftCounter(len(requests), self._drafters.names)
         self._timer = PhaseTimer(rows.tokens.device)
@@ -117,6 +118,8 @@ class Rollout:
         """Gives free rows to waiting requests and reads their prompts; returns whether there are rows to decode."""
         rows, room = self._rows, self._kv_room
         free = 0 if room is not None and room.is_full else rows.capacity - rows.active
+        if free and self._patience.waits(free, rows.indices, self._queue.upcoming):
+            free = 0
         taken = self._queue.take(free, rows.active) if free and (self._queue.waiting or not rows.active) else []
         if taken and room is not None:
             fitting = room.fitting(taken)

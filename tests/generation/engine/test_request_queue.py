@@ -1,0 +1,58 @@
+"""When free rows are given to waiting requests: the rule alone, and rollouts under it."""
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from spec_trl.generation.engine import request_queue
+from spec_trl.generation.engine.request_queue import Patience, RequestQueue
+from spec_trl.generation.engine.rows import Request
+from tests.generation.calls import generate, outputs, pad_left, random_rows
+
+
+ENDS = dict(eos_token_id=[5, 6, 7], max_new_tokens=40)
+
+
+def request(index: int) -> Request:
+    return Request(index, torch.tensor([index]), 9, 0)
+
+
+def test_rows_wait_until_they_have_cost_a_quarter_of_a_round() -> None:
+    """Of 16 rows 4: one row for 3 rounds, or 1, 2 and then 3 rows."""
+    patience = Patience([str(index) for index in range(20)], 16)
+    assert [patience.waits(1, range(15), request(15)) for _ in range(8)] == 2 * [True, True, True, False]
+    assert [patience.waits(free, range(16 - free), request(16)) for free in (1, 2, 1)] == [True, True, False]
+    assert not patience.waits(4, range(12), request(15))
+    assert not Patience(["a", "b"], 4).waits(1, [0], request(1)), "few rows never wait"
+
+
+def test_nothing_is_waited_for_where_it_saves_nothing_or_never_comes() -> None:
+    patience = Patience(["a", "b", "b", "c"], 100)
+    assert patience.waits(1, [0], request(3))
+    assert not patience.waits(1, [0, 1], request(2)), "its prompt is in flight"
+    assert patience.waits(1, [0], None) and patience.waits(1, [0], request(1))
+    assert not patience.waits(1, [], request(3)), "no row is in flight"
+
+
+@pytest.mark.parametrize("strategy", ["none", "ngram"])
+def test_several_prompts_are_read_at_once_and_no_token_changes(
+    strategy: str, fresh: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, admitted = pad_left(random_rows([4 + i % 3 for i in range(48)])), []
+    take = RequestQueue.take
+
+    def counted(queue: RequestQueue, free: int, active: int) -> list[Request]:
+        taken = take(queue, free, active)
+        admitted.append((len(taken), active))
+        return taken
+
+    monkeypatch.setattr(RequestQueue, "take", counted)
+    found, times = [], []
+    for patience in (request_queue.PATIENCE, 0.0):
+        monkeypatch.setattr(request_queue, "PATIENCE", patience)
+        admitted.clear()
+        found.append(outputs(generate(fresh, prompts, strategy, {"max_batch_size": 16}, **ENDS)))
+        times.append(sum(count > 0 for count, _ in admitted))
+        assert sum(count for count, _ in admitted) == 48
+    assert found[0] == found[1] == outputs(generate(fresh, prompts, "none", **ENDS))
+    assert times[0] < 0.8 * times[1]
