@@ -98,8 +98,8 @@ def main(arguments: list[str] | None = None) -> None:
                 findings.append(Finding(f"{rows} rows: {name}, both", median(both), "ms", "", (min(both), max(both))))
     write_result(
         options.output, "quantization", "4-bit kernels on a CPU",
-        f"Shape of {options.shape}, policy in {options.dtype}, groups of 128 (bitsandbytes, NF4: 64); medians of {options.turns} turns, with "
-        "the least and the most. The dense layers are those of the target.",
+        f"Shape of {options.shape}, policy in {options.dtype}, groups of 128 (bitsandbytes, NF4: 64); medians of "
+        f"{options.turns} turns, with the least and the most. The dense layers are those of the target.",
         machine, findings, {"options": shown(options), "cells": cells},
     )  # fmt: skip
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 PATIENCE = 0.25
 """Rounds that empty rows may cost until more are free: each costs a round over the number of all rows. A forward over
-several short prompts takes little longer than over one; a wait that saves nothing has lost no more than this. The best
-of those simulated, for which no case that was simulated takes longer than without (benchmarks/admission.py)."""
+several short prompts takes little longer than over one, and a wait that saves nothing has cost no more than this. Of
+the values simulated (benchmarks/admission.py) the largest that lengthens no case by more than about 0.1 %."""
 
 
 class Patience:
