@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PATIENCE = 0.25
 """Rounds that empty rows may cost until more are free: each costs a round over the number of all rows. A forward over
 several short prompts takes little longer than over one, and a wait that saves nothing has cost no more than this. Of
-the values simulated (benchmarks/admission.py) the largest that lengthens no case by more than about 0.1 %."""
+the values simulated (benchmarks/admission.py) the largest that lengthens no case by more than 0.2 %."""
 
 
 class Patience:
