@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from spec_trl import SpeculativeConfig
-from spec_trl.generation.engine import request_queue
-from spec_trl.generation.engine.request_queue import PATIENCE, RequestQueue
+from spec_trl.generation.engine.request_queue import RequestQueue
 from spec_trl.generation.engine.rows import Request
+from spec_trl.scheduling import admission
+from spec_trl.scheduling.admission import PATIENCE
 from spec_trl.scheduling.cluster import Lengths
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 
@@ -190,7 +191,7 @@ def decode(model: Any, case: Case, patience: float, seed: int) -> tuple[float, t
     def make_queue(requests: list[Request]) -> RequestQueue:
         return RequestQueue([replace(each, limit=case.prompt + lengths[each.index]) for each in requests])
 
-    request_queue.PATIENCE = patience
+    admission.PATIENCE = patience
     started = time.process_time()
     output = model.generate(
         prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=case.lengths.maximum,

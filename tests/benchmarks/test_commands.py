@@ -16,7 +16,7 @@ from benchmarks import admission, configurations, end_to_end, identity_grid, roo
 from benchmarks.never_slower import ALWAYS, NONE, TOGGLE
 from benchmarks.training_task import demo_task
 from spec_trl.drafter_training.untrained import write_eagle3
-from spec_trl.generation.engine import request_queue
+from spec_trl.scheduling import admission as rule
 from spec_trl.scheduling.cluster import Lengths
 from spec_trl.trainers.run_log import read_run
 from tests.benchmarks.conftest import Command, set_arguments
@@ -75,7 +75,7 @@ def test_rtn_awq(command: Command) -> None:
 def test_admission(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: what waits for rows that never come loses, what reads beside saves. Run: the tokens are the same."""
     monkeypatch.setattr(admission, "CASES", (admission.CASES[0], admission.CASES[5]))
-    monkeypatch.setattr(request_queue, "PATIENCE", request_queue.PATIENCE)  # the command changes it
+    monkeypatch.setattr(rule, "PATIENCE", rule.PATIENCE)  # the command changes it
     models = f"--models {STORY_MODEL} --batches 8:10 --turns 1 --median 2"
     result = command("admission", f"--seeds 1 {models}")
     found = result.details["policies"]  # six on a CPU, where eager and captured are one

@@ -1,6 +1,5 @@
 """Gives the requests of a batch to rows that are free."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .rows import Request
@@ -8,35 +7,6 @@ from .rows import Request
 
 if TYPE_CHECKING:
     from .rollout import Rollout
-
-
-PATIENCE = 0.25
-"""Rounds that empty rows may cost until more are free: each costs a round over the number of all rows. A forward over
-several short prompts takes little longer than over one, and a wait that saves nothing has cost no more than this. Of
-the values simulated (benchmarks/admission.py) the largest that lengthens no case by more than 0.2 %."""
-
-
-class Patience:
-    """Decides when free rows are given to waiting requests: when several can be, whose prompts are then read at once.
-
-    Args:
-        prompt_keys: of all requests, by index; equal for equal prompts.
-        capacity: number of all rows.
-    """
-
-    def __init__(self, prompt_keys: Sequence[str], capacity: int) -> None:
-        self._keys, self._capacity = prompt_keys, capacity
-        self._empty = 0  # rows times rounds that were empty since the last admission
-
-    def waits(self, free: int, in_flight: Sequence[int], upcoming: Request | None) -> bool:
-        """Whether `free` rows stay empty for another round. They never do where no request is `in_flight`, nor for a
-        prompt that is: it is not read again."""
-        shares = upcoming is not None and self._keys[upcoming.index] in {self._keys[index] for index in in_flight}
-        self._empty += free
-        if in_flight and not shares and self._empty < PATIENCE * self._capacity:
-            return True
-        self._empty = 0
-        return False
 
 
 class RequestQueue:
