@@ -120,8 +120,8 @@ class Rollout:
         rows, room = self._rows, self._kv_room
         free = 0 if room is not None and room.is_full else rows.capacity - rows.active
         keys, upcoming = self._prompt_keys, self._queue.upcoming
-        in_flight = {keys[index] for index in rows.indices} if free else ()
-        if free and self._patience.waits(free, in_flight, upcoming and keys[upcoming.index]):
+        next_key = None if upcoming is None else keys[upcoming.index]
+        if free and self._patience.waits(free, {keys[index] for index in rows.indices}, next_key):
             free = 0
         taken = self._queue.take(free, rows.active) if free and (self._queue.waiting or not rows.active) else []
         if taken and room is not None:
