@@ -11,11 +11,12 @@ from transformers import LlamaForCausalLM
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.quantization.kernels import LayerSpec, find_kernel
-from spec_trl.quantization.kernels.base import NORMAL_FLOATS
+from spec_trl.quantization.kernels.base import NORMAL_FLOATS, join_rows
 from spec_trl.quantization.kernels.bitsandbytes_nf4 import BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda
 from spec_trl.quantization.kernels.kernel_times import ROWS, measure
 from spec_trl.quantization.kernels.reference import ReferenceNF4
 from spec_trl.quantization.quantized_copy import QuantizedNetwork
+from spec_trl.quantization.rtn import RoundToNearest
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.quantization.conftest import logits, never_dense, pack, quantized
 
@@ -78,6 +79,17 @@ def test_it_multiplies_like_the_reference(out: int, columns: int, dtype: torch.d
 
 
 @needs_bitsandbytes
+def test_projections_of_one_input_share_one_product_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    parts = [BitsAndBytesNF4Cuda(nf4_layer(out)) for out in (32, 8)]
+    whole, x = join_rows(parts), torch.randn(3, 128).to(BF16)
+    for part in parts:
+        RoundToNearest().quantize_(torch.randn(part.layer.out_features, 128), part)
+    assert whole is not None
+    assert torch.equal(whole.linear(x), torch.cat([part.linear(x) for part in parts], dim=1))
+
+
+@needs_bitsandbytes
 @needs_avx512
 def test_measuring_knows_its_codes() -> None:
     """On a GPU a kernel whose product is wrong is left out of the choice."""
@@ -113,6 +125,7 @@ def test_a_drafter_of_it_is_refreshed_in_place(llama: LlamaForCausalLM) -> None:
     assert [codes.data_ptr() for codes in codes_of(network)] == addresses
 
 
+@pytest.mark.filterwarnings("ignore:.*of the drafter stay dense")
 @pytest.mark.parametrize("kernel", [pytest.param("auto", marks=[needs_bitsandbytes, needs_avx512]), "reference"])
 def test_drafts_change_no_token(kernel: str, stories: Any) -> None:
     prompts = pad_left(random_rows([4, 7, 2]))
