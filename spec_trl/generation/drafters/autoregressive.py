@@ -34,6 +34,7 @@ class NetworkDrafter(TrainableDrafter):
     """
 
     has_probabilities = True
+    takes_pages = True
     network: PreTrainedModel
 
     def __init__(
@@ -90,6 +91,8 @@ class NetworkDrafter(TrainableDrafter):
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         rows = self.session.rows
+        if self._owns_cache:
+            self.cache.reserve((rows.host_lengths + draft_length).tolist())
         proposal = self.draft(self._draft_logits(draft_length), noise)
         if self._cached is not None:  # all but the newest draft token were fed
             self._cached[: rows.active] = rows.lengths
