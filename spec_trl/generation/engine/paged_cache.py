@@ -57,14 +57,14 @@ class PagedCache(RaggedCache):
         self._paged.reads_table = False
 
     def table_to_read(self, rows: int) -> Tensor:
-        tables, first = self._paged.tables, self.first_row
-        assert tables is not None
+        assert self.tables is not None
         self._paged.reads_table = True
-        return tables[0, first : first + rows]
+        return self.tables[0, self.first_row : self.first_row + rows]
 
     def reserve(self, lengths: Sequence[int], first_row: int = 0) -> None:
         for row, length in enumerate(lengths, first_row):
             self.pages.grow(row, pages_of(length))
+        self._used = max(self._used, first_row + len(lengths))
         self._send_changes()
 
     def copy_rows(self, source: list[int], destination: list[int], columns: list[int]) -> None:
@@ -103,16 +103,22 @@ class PagedCache(RaggedCache):
         return self.pages.most * PAGE_COLUMNS * self.column_bytes
 
     @property
+    def tables(self) -> Tensor | None:
+        """The device's, `[2, rows, pages]` int32: where columns are read, and where they are written; None: nothing was
+        written yet."""
+        return self._paged.tables
+
+    @property
     def held_bytes(self) -> int:
         return (self.pages.count + 1) * PAGE_COLUMNS * self.column_bytes
 
     def _places(self, columns: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
         rows, columns = super()._places(columns, first_row)
-        tables = self._paged.tables
-        if tables is None:
-            tables = self._paged.tables = self._make_tables(columns.device)
+        if self.tables is None:
+            self._paged.tables = self._make_tables(columns.device)
             self._send_changes()
-        return tables[1, rows, columns // PAGE_COLUMNS].long(), columns % PAGE_COLUMNS  # [B, n] each
+        assert self.tables is not None
+        return self.tables[1, rows, columns // PAGE_COLUMNS].long(), columns % PAGE_COLUMNS  # [B, n] each
 
     @torch.inference_mode(False)  # it is written to outside of inference mode too
     def _make_tables(self, device: torch.device) -> Tensor:
@@ -122,7 +128,7 @@ class PagedCache(RaggedCache):
     @torch.inference_mode(False)
     def _send_changes(self) -> None:
         """Tells the device's tables what has changed, in one copy; before there are tables it waits."""
-        tables = self._paged.tables
+        tables = self.tables
         changes = [] if tables is None else self.pages.changes()
         if tables is None or not changes:
             return
