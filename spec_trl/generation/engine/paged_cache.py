@@ -104,8 +104,8 @@ class PagedCache(RaggedCache):
 
     @property
     def tables(self) -> Tensor | None:
-        """The device's, `[2, rows, pages]` int32: where columns are read, and where they are written; None: nothing was
-        written yet."""
+        """The device's, `[2, rows, pages]` int32: where columns are read, and where they are written; None: no forward
+        has run."""
         return self._paged.tables
 
     @property
