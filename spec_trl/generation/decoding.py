@@ -27,7 +27,7 @@ from .engine.kv_room import KVRoom, PoolRoom, RowNeeds
 from .engine.memory import check_memory, takes_pages
 from .engine.noise import stream_keys
 from .engine.paged_cache import PagedCache
-from .engine.pages import PAGE_COLUMNS, pages_of
+from .engine.pages import PAGE_COLUMNS
 from .engine.processors import LogitsPipeline, PrefixView
 from .engine.request_queue import RequestQueue
 from .engine.rollout import Completion, Rollout
@@ -218,8 +218,8 @@ def _prepare(
     rows = Rows(capacity, columns, device)
     prefixes = PrefixView(rows, call.input_ids)
     warn_of_slow_dtype(model)
-    pages = capacity * pages_of(columns) if in_step else needs.pages_that_fit(capacity, free_for_cache(model))
-    runner = runner_for(model, capacity, columns, config, pages if in_pool else None, together=in_step)
+    pages = None if in_step else needs.pages_that_fit(capacity, free_for_cache(model))
+    runner = runner_for(model, capacity, columns, config, pages)
     room: KVRoom | None = None
     if not in_step and isinstance(runner.cache, PagedCache):
         room = PoolRoom(rows, runner.cache, most_drafted)

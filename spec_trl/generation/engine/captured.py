@@ -384,7 +384,6 @@ def runner_for(
     columns: int,
     config: SpeculativeConfig,
     pages: int | None = None,
-    together: bool = False,
 ) -> EagerRunner:
     """A runner of `model`'s shadow, which never changes the model.
 
@@ -397,8 +396,7 @@ def runner_for(
         rows: in flight, of `columns` tokens.
         columns: of a row, drafts included.
         config: its `runner` decides.
-        pages: that memory holds, where K/V lies in the pages of a pool; None: it does not.
-        together: all rows must have room for all their columns at once.
+        pages: that memory holds, where K/V lies in the pages of a pool; None: all rows must have all their columns.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -408,31 +406,32 @@ def runner_for(
         if recorder is None:  # it may have been on another device
             kept.take(model, _NAME)
         make = cpu_runner if mode == "compiled" else EagerRunner
-        return make(make_shadow(model), _cache_for(model, rows, columns, pages))
+        return make(make_shadow(model), _cache_for(model, rows, columns, config, pages))
     # Autocast decides in which dtype K/V is stored.
     made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
     runner: GraphRunner | None = kept.take(model, _NAME)
     if runner is not None:
         cache = runner.cache
         has_room = cache.rows >= row_bucket(rows) and cache.columns >= columns
-        if together and isinstance(cache, PagedCache):
+        if pages is None and isinstance(cache, PagedCache):
             has_room = has_room and cache.pages.count >= rows * pages_of(columns)
         if runner.made_for == made_for and has_room:
             runner.begin()
             return runner
         del cache, runner
         gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
-    cache = _cache_for(model, row_bucket(rows), -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS, pages)
+    columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
+    cache = _cache_for(model, row_bucket(rows), columns, config, pages)
     budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
     return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
 
 
-def _cache_for(model: PreTrainedModel, rows: int, columns: int, pages: int | None) -> RaggedCache:
-    """A cache with so many `pages`, but for one row at least and for all rows at most; None: one without pages."""
-    if pages is None:
-        return RaggedCache.for_network(model, rows, columns)
-    of_row = pages_of(columns)
-    return PagedCache.with_pages(model, rows, columns, min(max(pages, of_row), rows * of_row))
+def _cache_for(
+    model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig, pages: int | None
+) -> RaggedCache:
+    if takes_pool(config, model.device):
+        return PagedCache.with_pages(model, rows, columns, pages)
+    return RaggedCache.for_network(model, rows, columns)
 
 
 def free_for_cache(model: PreTrainedModel) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import RaggedCache, _RaggedLayer, _Window
-from .pages import PAGE_COLUMNS, Pages, pages_of
+from .pages import EMPTY, PAGE_COLUMNS, Pages, pages_of
 
 
 @dataclass
@@ -20,14 +20,14 @@ class _PagedWindow(_Window):
 
 class PagedCache(RaggedCache):
     """A :class:`RaggedCache` whose columns lie in pages of 64, taken as rows grow, and shared by rows with the same
-    prompt. Each layer has a pool `[pages + 1, kv_heads, 64, head_dim]` for keys and one for values; one table serves
-    all layers:
+    prompt. Each layer has a pool `[2 + pages, kv_heads, 64, head_dim]` for keys and one for values; one table serves
+    all layers, of 8 pages for example:
 
-        tables[0]   7 3 5 0      column 70 of the first row: page 3, place 6
-        tables[1]   0 0 5 0      where it is written: pages 7 and 3 are shared, and known
+        tables[0]   7 3 5 0      column 70 of the first row: page 3, place 6. A column of no row is read from page 0
+        tables[1]   9 9 5 9      where it is written: pages 7 and 3 are shared, and known
 
-    Page 0 belongs to nobody: what padding, free rows of a captured forward, and tokens that are fed once more write
-    goes there. A masked column that a row does not have is read there too: its values are finite, and weigh nothing.
+    Nobody reads page 9, the last one: padding, free rows of a captured forward and tokens that are fed once more write
+    there, broken drafters perhaps NaN. Nobody writes page 0: masked columns are zeros, and weigh nothing.
 
     Pools and tables stay at their addresses, so captured forwards live as long as the cache does. The host knows which
     pages each row has (:class:`Pages`) and sends what changes in one copy, outside of captured forwards; the device is
@@ -35,19 +35,22 @@ class PagedCache(RaggedCache):
 
     Args:
         layers, rows, columns: as of the ragged cache.
-        pages: what the pools hold together with the page of nobody.
+        pages: that rows can have.
     """
 
     def __init__(self, layers: int, rows: int, columns: int, pages: int) -> None:
         super().__init__(layers, rows, columns)
         self.pages = Pages(pages, rows)
-        self._window = self._paged = _PagedWindow(layers, pages + 1, PAGE_COLUMNS, row_columns=columns)
+        self._window = self._paged = _PagedWindow(layers, 2 + pages, PAGE_COLUMNS, row_columns=columns)
         self.layers = [_PagedLayer(self._paged) for _ in range(layers)]
 
     @classmethod
-    def with_pages(cls, network: PreTrainedModel, rows: int, columns: int, pages: int) -> "PagedCache":
-        """One with a layer for each of the network's decoder layers."""
-        return cls(network.config.get_text_config(decoder=True).num_hidden_layers, rows, columns, pages)
+    def with_pages(cls, network: PreTrainedModel, rows: int, columns: int, pages: int | None) -> "PagedCache":
+        """One with a layer for each of the network's decoder layers, and so many `pages`, but for one row at least and
+        for all rows at most; None: for all rows."""
+        layers, of_row = network.config.get_text_config(decoder=True).num_hidden_layers, pages_of(columns)
+        most = rows * of_row
+        return cls(layers, rows, columns, most if pages is None else min(max(pages, of_row), most))
 
     def like(self, network: PreTrainedModel) -> "PagedCache":
         return self.with_pages(network, self.rows, self.columns, self.pages.count)
@@ -110,7 +113,7 @@ class PagedCache(RaggedCache):
 
     @property
     def held_bytes(self) -> int:
-        return (self.pages.count + 1) * PAGE_COLUMNS * self.column_bytes
+        return (2 + self.pages.count) * PAGE_COLUMNS * self.column_bytes
 
     def _places(self, columns: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
         rows, columns = super()._places(columns, first_row)
@@ -123,7 +126,8 @@ class PagedCache(RaggedCache):
     @torch.inference_mode(False)  # it is written to outside of inference mode too
     def _make_tables(self, device: torch.device) -> Tensor:
         width = -(-pages_of(self.columns) // 2) * 2  # spans hold them in pairs (`MaskPlan.spans`)
-        return torch.zeros(2, self.rows, width, dtype=torch.int32, device=device)
+        nothing = torch.tensor([EMPTY, self.pages.waste], dtype=torch.int32, device=device)
+        return nothing[:, None, None].repeat(1, self.rows, width)
 
     @torch.inference_mode(False)
     def _send_changes(self) -> None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 PAGE_COLUMNS = 64
 """Columns of a row that are counted, copied and shared at once. A power of two, as the blocks of columns that a kernel
 reads: these do not cross pages."""
-NOBODYS = 0
-"""The page that nobody owns. It stands for columns that a row does not have: what is written there nobody reads."""
+EMPTY = 0
+"""The page that is read in the place of columns that a row does not have: zeros, since nobody writes it."""
 
 
 class Change(NamedTuple):
@@ -27,7 +27,8 @@ def pages_of(columns: int) -> int:
 
 
 class Pages:
-    """Pages 1 to `count`, and which `rows` have them, in the order of their columns.
+    """Pages 1 to `count`, and which `rows` have them, in the order of their columns. Page 0 is :data:`EMPTY`, and page
+    `count + 1` the waste: what is written there nobody reads.
 
     Rows that begin alike share the pages of their beginning:
 
@@ -38,13 +39,14 @@ class Pages:
     Attributes:
         of_row: the pages of each row.
         shared: how many of its first pages a row shares, or has shared: their columns are known, and whoever computes
-            them again writes to the page that nobody owns.
+            them again writes to the waste.
+        waste: that page.
         most: pages that were owned when there were most of them.
     """
 
     def __init__(self, count: int, rows: int) -> None:
-        self.count = count
-        self._free = list(range(count, NOBODYS, -1))
+        self.count, self.waste = count, count + 1
+        self._free = list(range(count, EMPTY, -1))
         self._owners = [0] * (count + 1)  # rows that have each page
         self._changed: set[tuple[int, int]] = set()
         self.of_row: list[list[int]] = [[] for _ in range(rows)]
@@ -109,7 +111,8 @@ class Pages:
         found = []
         for row, index in sorted(self._changed):
             own = self.of_row[row]
-            page = own[index] if index < len(own) else NOBODYS
-            found.append(Change(row, index, page, NOBODYS if index < self.shared[row] else page))
+            read = own[index] if index < len(own) else EMPTY
+            is_own = self.shared[row] <= index < len(own)
+            found.append(Change(row, index, read, read if is_own else self.waste))
         self._changed.clear()
         return found

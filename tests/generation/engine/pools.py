@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation import decoding
-from spec_trl.generation.engine import kv_room, memory, paged_cache, pages
+from spec_trl.generation.engine import captured, kv_room, memory, paged_cache, pages
 from spec_trl.generation.engine.kv_room import RowNeeds
 from spec_trl.generation.engine.paged_cache import PagedCache
 
@@ -19,7 +19,8 @@ def install_pool(monkeypatch: pytest.MonkeyPatch, columns: int = 4, most: int | 
     caches: list[PagedCache] = []
     for module in (pages, paged_cache, memory, kv_room, decoding):
         monkeypatch.setattr(module, "PAGE_COLUMNS", columns)
-    monkeypatch.setattr(decoding, "takes_pool", lambda config, device: True)
+    for module in (captured, decoding):
+        monkeypatch.setattr(module, "takes_pool", lambda config, device: True)
     if most is not None:
         monkeypatch.setattr(RowNeeds, "pages_that_fit", lambda self, rows, free: most)
     make = PagedCache.__init__
@@ -50,18 +51,20 @@ def check(cache: PagedCache, shared: dict[tuple[int, int], list[Tensor]]) -> Non
     """What the tables say, and that a page with several owners is not written."""
     own = cache.pages
     owners = Counter(page for row in own.of_row for page in row)
-    assert pages.NOBODYS not in owners and len(owners) + own.free == own.count
+    assert not {pages.EMPTY, own.waste} & set(owners) and len(owners) + own.free == own.count
     if cache.tables is not None:
-        expected = torch.zeros_like(cache.tables)  # [2, rows, pages]
+        expected = torch.full_like(cache.tables, pages.EMPTY)  # [2, rows, pages]
+        expected[1] = own.waste
         for row, of_row in enumerate(own.of_row):
             expected[0, row, : len(of_row)] = torch.tensor(of_row)
             expected[1, row, own.shared[row] : len(of_row)] = torch.tensor(of_row[own.shared[row] :])
         assert torch.equal(cache.tables, expected)
-        written = cache.tables[1][cache.tables[1] > 0].tolist()
+        written = cache.tables[1][cache.tables[1] != own.waste].tolist()
         assert len(set(written)) == len(written) and all(owners[page] == 1 for page in written)
     for key in [key for key in shared if key[0] == id(cache) and owners[key[1]] < 2]:
         del shared[key]
     layers = [layer for layer in cache.layers if layer.is_initialized]
+    assert not any(pool[pages.EMPTY].any() for layer in layers for pool in (layer.keys, layer.values))
     for page in [page for page, count in owners.items() if count > 1]:
         now = [pool[page].clone() for layer in layers for pool in (layer.keys, layer.values)]
         before = shared.setdefault((id(cache), page), now)
