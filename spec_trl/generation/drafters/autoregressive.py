@@ -34,7 +34,7 @@ class NetworkDrafter(TrainableDrafter):
     """
 
     has_probabilities = True
-    takes_pages = True
+    uses_pool = True
     network: PreTrainedModel
 
     def __init__(

@@ -54,11 +54,11 @@ class RowNeeds:
         dtype, config = autocast_dtype(model.device) or model.dtype, model.config.get_text_config(decoder=True)
         tokens = min(prefilled, TOKENS_PER_FORWARD)
         target = kv_bytes(model, dtype)
-        whole = [drafter.column_bytes for drafter in drafters if in_pool and not drafter.takes_pages]
+        whole = [drafter.column_bytes for drafter in drafters if in_pool and not drafter.uses_pool]
         if not reads_spans(model):  # pages are gathered, for one layer at a time
             whole.append(target / config.num_hidden_layers)
         return cls(
-            column=target + sum(drafter.column_bytes for drafter in drafters if drafter.takes_pages or not in_pool),
+            column=target + sum(drafter.column_bytes for drafter in drafters if drafter.uses_pool or not in_pool),
             row=_LOGITS * verified * config.vocab_size * torch.float32.itemsize + in_pool * sum(whole),
             fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + graphs,
         )
@@ -151,14 +151,15 @@ class PoolRoom(KVRoom):
     def leaving(self, columns: int) -> list[int]:
         """Rows that have to leave, so that the others have pages for what the next round writes."""
         rows, lacking = self._rows, -self._left(np.zeros_like(self._rows.host_lengths))
+        if lacking <= 0:
+            return []
         shortest = rows.host_lengths.argsort(kind="stable").tolist()
         leaving: list[int] = []
         while lacking > self._pages.only_of(leaving) and len(leaving) < rows.active - 1:
             row = shortest[len(leaving)]
             leaving.append(row)
             lacking -= self._growth(row, rows.host_lengths[row])
-        if leaving:
-            self._refused_at = rows.active - len(leaving)
+        self._refused_at = rows.active - len(leaving)
         return sorted(leaving)
 
     def _left(self, growth: Integers) -> float:

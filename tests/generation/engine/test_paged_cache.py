@@ -16,6 +16,7 @@ from spec_trl.generation import decoding
 from spec_trl.generation.drafters.autoregressive import NetworkDrafter
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.thread import DraftThread
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import paged_cache
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.drafter import Drafter
@@ -218,6 +219,22 @@ def test_drafts_are_those_of_a_ragged_cache(tiny: LlamaForCausalLM, drafters, mo
     assert outputs(found) == outputs(expected)
     assert found.statistics.per_drafter == expected.statistics.per_drafter
     assert found.statistics.per_drafter["self"].accepted > 0
+
+
+def test_what_a_broken_drafter_writes_reaches_nobody(tape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its NaN goes to the columns of its drafts, which are verified, and with free rows to the waste."""
+    model = tiny_llama()
+    options: dict[str, Any] = dict(config={"runner": "graph", "max_batch_size": 5}, **ENDS)
+    expected = outputs(generate(model, PROMPTS, **options))
+    install_pool(monkeypatch)
+    release(model)
+    drafter = SelfDrafter(model, kernel="reference")
+    for layer in drafter.quantized.layers.values():
+        layer.packed.scales.fill_(torch.nan)
+    with pytest.warns(UserWarning, match="returned NaN logits"):
+        found = generate(model, PROMPTS, drafter=drafter, **options)
+    assert outputs(found) == expected
+    release(model)
 
 
 def test_a_copy_that_runs_ahead_reads_through_the_table(tiny: LlamaForCausalLM, monkeypatch) -> None:
