@@ -61,7 +61,7 @@ def check(cache: PagedCache, shared: dict[tuple[int, int], list[Tensor]]) -> Non
         assert torch.equal(cache.tables, expected)
         written = cache.tables[1][cache.tables[1] != own.waste].tolist()
         assert len(set(written)) == len(written) and all(owners[page] == 1 for page in written)
-    for key in [key for key in shared if key[0] == id(cache) and owners[key[1]] < 2]:
+    for key in [key for key in list(shared) if key[0] == id(cache) and owners[key[1]] < 2]:
         del shared[key]
     layers = [layer for layer in cache.layers if layer.is_initialized]
     assert not any(pool[pages.EMPTY].any() for layer in layers for pool in (layer.keys, layer.values))

@@ -247,15 +247,18 @@ def test_a_copy_that_runs_ahead_reads_through_the_table(tiny: LlamaForCausalLM, 
     assert outputs(found) == outputs(generate(tiny, PROMPTS, **ENDS))
 
 
-def test_rows_that_move_between_ranks(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that has nothing left takes rows of the other, with the tail of their K/V."""
-    prompts = ranks.prompts(8)
-    plain = outputs(generate(tiny, prompts, **ranks.ENDS))
-    install_pool(monkeypatch, most=150)
-    texts, pools, _ = ranks.decode(
-        2, [[0, 1, 2, 3, 4, 5, 6], 7], 8, lambda _, make: generate(tiny, prompts, make_queue=make, **ranks.ENDS)
-    )
-    assert texts == plain
+@pytest.mark.parametrize(("strategy", "head_share"), [("none", 0.0), ("self", 0.37), ("model", 0.37)])
+def test_rows_that_move_between_ranks(
+    strategy: str, head_share: float, tiny: LlamaForCausalLM, tiny_assistant: LlamaForCausalLM, monkeypatch
+) -> None:
+    """A rank that has nothing left takes rows of the other one, with the tail of their K/V."""
+    install_pool(monkeypatch)
+    ranks.test_moved_rows_go_on_where_they_were(tiny, tiny_assistant, "", strategy, head_share, monkeypatch)
+
+
+def test_a_copy_that_runs_ahead_reads_moved_rows(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_pool(monkeypatch)
+    ranks.test_a_copy_that_drafts_ahead_reads_the_columns_of_moved_rows(tiny, monkeypatch)
 
 
 @pytest.mark.parametrize(
