@@ -33,6 +33,7 @@ class NetworkDrafter(TrainableDrafter):
     """
 
     has_probabilities = True
+    uses_pool = True
     network: PreTrainedModel
 
     def __init__(
@@ -89,6 +90,8 @@ class NetworkDrafter(TrainableDrafter):
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         session, rows = self.session, self.session.rows
+        if self._owns_cache:
+            self.cache.reserve((rows.host_lengths + draft_length).tolist())
         known = self._catch_up()
         columns = rows.columns_after(-known, known + draft_length).clamp(min=0)  # [B, known + γ]
         tokens = rows.tokens[: rows.active].gather(1, columns)  # [B, known + γ]

@@ -120,7 +120,7 @@ class TrainableDrafter(Drafter):
         context = 0 if features is None else features.shape[1]
         where = rows.columns_after(-1 - context, context + 1 + draft_length).clamp(min=0)
         pairs = [
-            (layer.keys[: rows.active, :, :columns], layer.values[: rows.active, :, :columns])
+            layer.read(0, rows.active, columns)
             if layer.is_initialized  # else a layer without attention
             else (rows.tokens[:0], rows.tokens[:0])
             for layer in self.cache.layers

@@ -26,6 +26,8 @@ from .cuda_graphs import CudaRecorder, GraphBudget, Outputs, Recording
 from .draft_loop import NetworkDraft
 from .memory import free_memory
 from .native_code import compiler
+from .paged_cache import PagedCache
+from .pages import pages_of
 from .runner import EagerRunner, Heard
 from .shadow import addresses, fingerprint, make_shadow
 from .verification import Proposal
@@ -96,7 +98,8 @@ class GraphRunner(EagerRunner):
     def begin(self) -> None:
         """A generation begins."""
         self.forwards = self.eager_forwards = 0
-        self._listeners.clear()  # what an exception may have left
+        self.cache.clear()  # of what a drafter that failed has left, as of listeners
+        self._listeners.clear()
         for each in self._of_drafters:
             each._in_use = False
 
@@ -107,6 +110,12 @@ class GraphRunner(EagerRunner):
     @property
     def preparations(self) -> int:
         return self.budget.preparations
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of captured forwards and of the caches, its drafters' included."""
+        caches = {id(each.cache): each.cache for each in (self, *self._of_drafters)}
+        return self.budget.bytes + sum(cache.held_bytes for cache in caches.values())
 
     def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
         key = self._key(tokens, columns) if first_row == 0 and tokens.shape[1] <= MOST_QUERIES else None
@@ -355,40 +364,71 @@ def captures(config: SpeculativeConfig, device: torch.device) -> bool:
     return recorder_for(device) is not None and config.runner != "eager"
 
 
-def runner_for(model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig) -> EagerRunner:
-    """A runner of `model`'s shadow, which never changes the model, over a cache for `rows` in flight of `columns`
-    tokens; raises ValueError where captured forwards are wanted on a device without them.
+def takes_pool(config: SpeculativeConfig, device: torch.device) -> bool:
+    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses."""
+    return captures(config, device)
+
+
+def runner_for(
+    model: PreTrainedModel,
+    rows: int,
+    columns: int,
+    config: SpeculativeConfig,
+    pages: int | None = None,
+) -> EagerRunner:
+    """A runner of `model`'s shadow, which never changes the model.
 
     One with captured forwards serves one call at a time. :func:`keep_runner` keeps it, with its cache, for the next,
     until the model dies, changes (other modules, hooks or weight tensors; the values of the weights may change) or
-    needs more room.
+    needs more room. A pool that is kept stays as large as it is, however much memory there is now.
+
+    Args:
+        model: the target.
+        rows: in flight, of `columns` tokens.
+        columns: of a row, drafts included.
+        config: its `runner` decides.
+        pages: that memory holds, where K/V lies in the pages of a pool; None: all rows must have all their columns.
+
+    Raises:
+        ValueError: captured forwards are wanted on a device without them.
     """
     mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
     if mode == "eager" or recorder is None:
         if recorder is None:  # it may have been on another device
             kept.take(model, _NAME)
         make = cpu_runner if mode == "compiled" else EagerRunner
-        return make(make_shadow(model), RaggedCache.for_network(model, rows, columns))
+        return make(make_shadow(model), _cache_for(model, rows, columns, config, pages))
     # Autocast decides in which dtype K/V is stored.
     made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
     runner: GraphRunner | None = kept.take(model, _NAME)
     if runner is not None:
         cache = runner.cache
-        if runner.made_for == made_for and cache.rows >= row_bucket(rows) and cache.columns >= columns:
+        has_room = cache.rows >= row_bucket(rows) and cache.columns >= columns
+        if pages is None and isinstance(cache, PagedCache):
+            has_room = has_room and cache.pages.count >= rows * pages_of(columns)
+        if runner.made_for == made_for and has_room:
             runner.begin()
             return runner
         del cache, runner
         gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
-    cache = RaggedCache.for_network(model, row_bucket(rows), -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS)
+    columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
+    cache = _cache_for(model, row_bucket(rows), columns, config, pages)
     budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
     return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
 
 
+def _cache_for(
+    model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig, pages: int | None
+) -> RaggedCache:
+    if takes_pool(config, model.device):
+        return PagedCache.with_pages(model, rows, columns, pages)
+    return RaggedCache.for_network(model, rows, columns)
+
+
 def free_for_cache(model: PreTrainedModel) -> int:
-    """Bytes that a cache may take, or one that is kept for the next call, and its captured forwards, take already."""
+    """Bytes that caches may take, or those that are kept for the next call, and captured forwards, take already."""
     runner: GraphRunner | None = kept.look(model, _NAME)
-    taken = 0 if runner is None else runner.cache.bytes_of([]) + runner.captured[1]
-    return free_memory(model.device) + taken
+    return free_memory(model.device) + (0 if runner is None else runner.held_bytes)
 
 
 def keep_runner(model: PreTrainedModel, runner: GraphRunner) -> None:

@@ -109,6 +109,8 @@ class Drafter(CandidateGenerator):
     """The `assistant_strategy` it belongs to; statistics go by this name."""
     has_probabilities: bool
     """Whether proposals can carry draft logits, which rejection verification needs."""
+    uses_pool: bool = False
+    """Whether its K/V lies in pages where the target's does, and else in whole rows."""
     max_rows: int = sys.maxsize
     """With more rows in flight a draft costs what the target costs; such rounds decode autoregressively."""
     cost: DraftCost | None = None

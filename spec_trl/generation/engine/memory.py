@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from .pages import PAGE_COLUMNS, pages_of
 
-PAGE_COLUMNS = 64
-"""Columns of a row that are counted, and copied, at once."""
+
 _NORESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
 
 
@@ -70,7 +70,7 @@ class PagedZeros:
 
 def in_pages(columns: int) -> int:
     """`columns` in whole pages of `PAGE_COLUMNS`."""
-    return -(-columns // PAGE_COLUMNS) * PAGE_COLUMNS
+    return pages_of(columns) * PAGE_COLUMNS
 
 
 def _up(size: int) -> int:

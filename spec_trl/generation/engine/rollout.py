@@ -149,6 +149,8 @@ class Rollout:
         started, prepared = time.perf_counter(), self._target.preparations
         batch, length = self._rows.active, self._mean_length()
         lengths = draft_lengths(plan, batch)
+        width = sum(max(own) for own in lengths.values())
+        self._target.cache.reserve((self._rows.host_lengths + width).tolist())
         with self._timer.phase("noise"):
             count = 1 + max((max(own) for own in lengths.values()), default=0)
             noise = self._noise.of_round(count) if self._do_sample else None

@@ -102,7 +102,8 @@ class EagerRunner:
         decoding round feeds those, like any other last committed token. `heads`: how many columns to write of rows of
         which the others are known. Returns the number of tokens read."""
         device = rows.tokens.device
-        lengths = (rows.lengths[admission.first :] - 1).tolist()  # ascending over the leaders
+        lengths = (rows.host_lengths[admission.first :] - 1).tolist()  # ascending over the leaders
+        self.cache.reserve(lengths[: admission.leaders], admission.first)
         for row, columns in (heads or {}).items():
             lengths[row - admission.first] = columns
         start = 0
@@ -197,7 +198,7 @@ class EagerRunner:
         return found[0] if found else sound
 
     def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
-        return self.cache if shares_cache else RaggedCache.for_network(network, self.cache.rows, self.cache.columns)
+        return self.cache if shares_cache else self.cache.like(network)
 
     def _position_ids(self, positions: Tensor) -> Tensor:
         # Drafts of a row about to end may lie past the last position; their outputs are discarded, but a learned
@@ -219,7 +220,12 @@ class EagerRunner:
         self.cache.point_at(positions if places is None else places, columns, first_row)
         dtype = autocast_dtype(tokens.device) or self.network.dtype
         keys = self.cache.key_positions
-        masks = self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype, places, keys)
+        # Torch's attention, and the one in C++, read columns next to each other.
+        table = self.cache.table_to_read(len(tokens)) if spans and self._uses_spans else None
+        if spans:
+            masks = self._masks.spans(positions, table)
+        else:
+            masks = self._masks.build(positions, columns, dtype, places, keys)
         logits = self.network(
             input_ids=tokens,
             position_ids=self._position_ids(positions),
