@@ -101,7 +101,7 @@ def left_by_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
     """Bytes that the control groups of this process, a container's or a job's, leave it: of each the limit less what
     is in use, but for file pages that give way first. Infinity without a limit.
 
-    psutil, torch and accelerate know the whole machine alone.
+    psutil and torch know the whole machine alone.
     """
     left = math.inf
     for line in own.read_text().splitlines() if own.exists() else ():
