@@ -1,9 +1,12 @@
 """4-bit kernels on a CPU: all projections and the head of a model's shape, against the policy's dense layers.
 
+Where bitsandbytes is installed its NF4 is one of them.
 Weights are random. Dense and kernels run in turns, each over all layers as a draft step does; medians of the turns.
 """
 
 import argparse
+import importlib.util
+import itertools
 import time
 from statistics import median
 from typing import Any
@@ -38,8 +41,9 @@ def dense_layer(shape: tuple[int, int], dtype: torch.dtype) -> nn.Module:
 def make_kernels(shapes: list[tuple[int, int]], dtype: torch.dtype) -> dict[str, list[Any]]:
     """Packed layers by the name of their kernel."""
     made: dict[str, list[Any]] = {}
-    for shape in shapes:
-        layer = LayerSpec(*shape, 4, 128, dtype, None, torch.device("cpu"))
+    kinds = [(128, False)] if importlib.util.find_spec("bitsandbytes") is None else [(128, False), (64, True)]
+    for shape, (group, normal_float) in itertools.product(shapes, kinds):
+        layer = LayerSpec(*shape, 4, group, dtype, None, torch.device("cpu"), normal_float)
         fitting = fitting_kernels("auto", layer)
         for kernel in KERNELS if isinstance(fitting, str) else fitting:
             packed = kernel(layer)
@@ -94,8 +98,8 @@ def main(arguments: list[str] | None = None) -> None:
                 findings.append(Finding(f"{rows} rows: {name}, both", median(both), "ms", "", (min(both), max(both))))
     write_result(
         options.output, "quantization", "4-bit kernels on a CPU",
-        f"Shape of {options.shape}, policy in {options.dtype}, groups of 128; medians of {options.turns} turns, with "
-        "the least and the most. The dense layers are those of the target.",
+        f"Shape of {options.shape}, policy in {options.dtype}, groups of 128 (bitsandbytes, NF4: 64); medians of "
+        f"{options.turns} turns, with the least and the most. The dense layers are those of the target.",
         machine, findings, {"options": shown(options), "cells": cells},
     )  # fmt: skip
 

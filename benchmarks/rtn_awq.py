@@ -159,6 +159,8 @@ def findings(result: dict[str, Any]) -> list[Finding]:
             else:
                 low, high = cell["gain_interval"]
                 found.append(Finding(f"{what}, gain", cell["gain"], "tokens per round", baseline, (low, high)))
+        if not model["cost"]:
+            continue
         for scheme in ("rtn", "awq"):
             seconds = model["cost"][f"{scheme}_refresh_seconds"]
             found.append(Finding(f"{model_line(model)}: one {scheme.upper()} refresh", 1e3 * seconds, "ms"))
@@ -207,9 +209,12 @@ def main() -> None:
         loaded = load_model(spec, DTYPES[options.dtype], "cpu", seed=options.seed, measured=False)
         tokens = observed_tokens(loaded, options.texts, options.observed_texts, options.observed_length)
         cells = acceptance(loaded, tokens, options) if loaded.tokenizer is not None else []
-        models.append(loaded.facts | {"acceptance": cells, "cost": cost(loaded, tokens, options)})
+        has_awq = any(scheme.startswith("awq") for scheme in options.schemes)
+        seconds = cost(loaded, tokens, options) if has_awq else {}
+        models.append(loaded.facts | {"acceptance": cells, "cost": seconds})
     result = {"options": shown(options), "models": models}
-    title = "Round-to-nearest against AWQ, 4 bits against 8"
+    default = "Round-to-nearest against AWQ, 4 bits against 8"
+    title = default if tuple(options.schemes) == SCHEMES else f"Schemes {', '.join(options.schemes)}"
     write_result(options.output, "quantization", title, setup(result), machine, findings(result), result)
 
 

@@ -51,11 +51,13 @@ def layer_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
 
 
 def four_bit_kernels(device: torch.device) -> list[type[PackedWeight]]:
-    """All that can run on `device`, but the reference, which is not meant to be fast."""
+    """All that can run on `device` for codes of equal steps, but the reference, which is not meant to be fast."""
     return [
         kernel
         for kernel in KERNELS
-        if kernel.bits == 4 and kernel.device_type in (None, device.type) and kernel is not ReferenceInt4
+        if (kernel.bits, kernel.normal_float) == (4, False)
+        and kernel.device_type in (None, device.type)
+        and kernel is not ReferenceInt4
     ]
 
 

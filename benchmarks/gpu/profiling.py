@@ -33,7 +33,7 @@ LONGEST = 30
 PATTERNS = {  # the first that is found in a kernel's name
     "sampling": r"^_draw_chunk|^_merge_chunks|argmax|logsumexp",
     "attention": r"^_attend|^_merge|attention|flash|fmha|sdpa",
-    "weights": r"^_int4_mm|^_add_parts|gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|int4|humming|marlin|dot_kernel",
+    "weights": r"^_int4_mm|gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|int4|humming|marlin|dot_kernel",
 }
 
 Kernel = tuple[str, float, float]

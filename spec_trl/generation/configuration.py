@@ -197,8 +197,8 @@ class SpeculativeConfig:
 
     draft_quantization: str = option(
         "rtn-w4-g128",
-        'Quantization of the self-drafter: "rtn-w4-g128" (or g64, g32), "rtn-w8", or "awq-w4-g128" (or g64, g32), '
-        "which rounds to nearest until a training step has shown activations.",
+        'Quantization of the self-drafter: "rtn-w4-g128" (or g64, g32), "rtn-w8", "nf4" (with bitsandbytes), or '
+        '"awq-w4-g128" (or g64, g32), which rounds to nearest until a training step has shown activations.',
     )
     draft_kernel: str = option(
         "auto",

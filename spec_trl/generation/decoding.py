@@ -20,12 +20,14 @@ from ..scheduling.toggle import SpeculationToggle
 from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_decoupled, check_strategy, check_verification
 from .decoupling import decoupled, keep_acceptance
 from .engine import requirements
-from .engine.captured import GraphRunner, captures, free_for_cache, keep_runner, runner_for, runner_mode
+from .engine.captured import GraphRunner, captures, free_for_cache, keep_runner, runner_for, runner_mode, takes_pool
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
-from .engine.kv_room import KVRoom, RowNeeds
+from .engine.kv_room import KVRoom, PoolRoom, RowNeeds
 from .engine.memory import check_memory, takes_pages
 from .engine.noise import stream_keys
+from .engine.paged_cache import PagedCache
+from .engine.pages import PAGE_COLUMNS
 from .engine.processors import LogitsPipeline, PrefixView
 from .engine.request_queue import RequestQueue
 from .engine.rollout import Completion, Rollout
@@ -35,6 +37,11 @@ from .engine.slow_dtype import warn_of_slow_dtype
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit
 from .strategies import as_drafters, keep_control, make_control, make_drafters, take_control
+
+
+_LIMIT_OVER_LENGTH = 4
+"""As many rows share a pool as it holds at this part of their limit: lengths have a long tail, and with an eighth of
+the limit on average they took up to 0.16 of rows x limit (`kv_memory`, benchmarks/RESULTS.md)."""
 
 
 @dataclass
@@ -196,9 +203,13 @@ def _prepare(
     most_drafted = max(config.draft_length, control.most_drafted)
     columns, capacity = longest + most_drafted, call.capacity
     graphs = config.max_graph_memory * 2**30 if captures(config, device) else 0
-    needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, graphs)
+    in_pool = takes_pool(config, device)
+    needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, graphs, columns if in_pool else 0)
     if in_step:  # all rows stay to the end
         check_memory(f"K/V of {capacity} rows x {columns} columns", int(capacity * columns * needs.column), device)
+    elif config.max_batch_size is None and in_pool:
+        expected = min(max(columns // _LIMIT_OVER_LENGTH, longest - call.new_tokens + PAGE_COLUMNS), columns)
+        capacity = min(capacity, needs.rows_that_fit(expected, free_for_cache(model)))
     elif config.max_batch_size is None and not takes_pages(device):
         capacity = min(capacity, needs.rows_that_fit(columns, free_for_cache(model)))
     drafters = decoupled(drafters, model, config, call.rejects, capacity, longest)
@@ -207,7 +218,13 @@ def _prepare(
     rows = Rows(capacity, columns, device)
     prefixes = PrefixView(rows, call.input_ids)
     warn_of_slow_dtype(model)
-    runner = runner_for(model, capacity, columns, config)
+    pages = None if in_step else needs.pages_that_fit(capacity, free_for_cache(model))
+    runner = runner_for(model, capacity, columns, config, pages)
+    room: KVRoom | None = None
+    if not in_step and isinstance(runner.cache, PagedCache):
+        room = PoolRoom(rows, runner.cache, most_drafted)
+    elif not in_step and takes_pages(device):
+        room = KVRoom(rows, needs)
     streamer = call.streamer
     options: dict[str, Any] = dict(
         pipeline=LogitsPipeline(call.processors, prefixes, len(prompts)),
@@ -217,7 +234,7 @@ def _prepare(
         want_logprobs=bool(call.generation_config.return_dict_in_generate),
         strategy=call.strategy,
         on_tokens=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
-        room=KVRoom(rows, needs) if takes_pages(device) and not in_step else None,
+        room=room,
     )
     make: Callable[..., Rollout] = Rollout
     if in_step:

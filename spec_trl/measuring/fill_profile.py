@@ -136,7 +136,8 @@ def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
     scheme, names = find_scheme(config.draft_quantization), set[str]()
     for each in _projections(model):
         if (group := scheme.group_for(each.in_features)) is not None:
-            layer = LayerSpec(each.out_features, each.in_features, scheme.bits, group, each.dtype, None, each.device)
+            sizes, codes = (each.out_features, each.in_features), (scheme.bits, group)
+            layer = LayerSpec(*sizes, *codes, each.dtype, None, each.device, scheme.normal_float)
             kernel = find_kernel(config.draft_kernel, layer)
             if not isinstance(kernel, str):
                 names.add(kernel.name)

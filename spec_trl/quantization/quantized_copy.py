@@ -106,15 +106,15 @@ def quantize_projections(
 
     Args:
         shadow: a causal LM with module objects of its own over the policy's Parameters, in eval mode.
-        scheme: "rtn-w4-g128", "rtn-w4-g64", "rtn-w4-g32", "rtn-w8", "awq-w4-g128", "awq-w4-g64" or "awq-w4-g32". A
-            row that the group does not divide takes the next smaller group. "awq" rounds to nearest until the first
-            refresh with statistics.
+        scheme: "rtn-w4-g128", "rtn-w4-g64", "rtn-w4-g32", "rtn-w8", "awq-w4-g128", "awq-w4-g64", "awq-w4-g32" or
+            "nf4". A row that the group does not divide takes the next smaller group. "awq" rounds to nearest until the
+            first refresh with statistics.
         kernel: "auto" = the best for each layer; or a kernel's name.
         lm_head: "dense", "packed", or "auto" = packed if, left dense, it would make up at least a third of the
             weight bytes that a draft step reads. A head whose forward is patched or hooked stays dense.
 
     Raises:
-        ValueError: a name that is not known.
+        ValueError: a name that is not known; or "nf4", where no layer has a kernel.
     """
     wanted = find_scheme(scheme)
     check_kernel_name(kernel)
@@ -126,6 +126,11 @@ def quantize_projections(
         builder.replace_lm_head(lm_head)
         builder.join_siblings()
     layers, reasons = builder.layers, builder.left_dense
+    if wanted.normal_float and not layers:
+        raise ValueError(
+            f"scheme={scheme!r} can pack no layer of this model: {'; '.join(reasons)}. 'rtn-w4-g64' has kernels that "
+            "come with torch."
+        )
     network = QuantizedNetwork(layers, [name for names in reasons.values() for name in names])
     if reasons:
         count = len(network.dense_layers)
@@ -224,8 +229,9 @@ class _Builder:
         group = self.scheme.group_for(source.in_features)
         if group is None:
             return f"{source.in_features} input features are no multiple of {GROUP_SIZES[-1]}"
-        sizes = source.out_features, source.in_features
-        return make_packed(self.kernel, LayerSpec(*sizes, self.scheme.bits, group, source.dtype, None, source.device))
+        sizes, codes = (source.out_features, source.in_features), (self.scheme.bits, group)
+        layer = LayerSpec(*sizes, *codes, source.dtype, None, source.device, self.scheme.normal_float)
+        return make_packed(self.kernel, layer)
 
 
 def _shorten(names: list[str]) -> str:

@@ -1,14 +1,15 @@
 """Round-to-nearest quantization (ER §3.1, §C.4): the policy's weight in, a packed weight out, some rows at a time.
 
-4 bits are asymmetric by group, with integer zero points; 8 bits are symmetric by row. The range always contains 0, so
-a zero weight stays exactly zero. The scale is rounded to the kernel's activation dtype before the codes are computed
-with it, so every kernel multiplies with the same numbers.
+4 bits are asymmetric by group, with integer zero points, or NF4; 8 bits are symmetric by row. The range always
+contains 0, so a zero weight stays exactly zero. The scale is rounded to the kernel's activation dtype before the codes
+are computed with it, so every kernel multiplies with the same numbers.
 """
 
 import torch
 from torch import Tensor
 
 from .kernels import PackedWeight, QuantizedRows
+from .kernels.base import normal_floats
 
 
 MIN_SCALE = 1e-5  # an all-zero group must not divide by zero
@@ -38,7 +39,8 @@ class RoundToNearest:
         if scales is not None:
             values.mul_(scales)  # [rows, in]
         codes = self._borrow(torch.int32, source)  # [rows, in]
-        round_rows = _round_to_4_bits if packed.bits == 4 else _round_to_8_bits
+        four = _round_to_normal_floats if packed.normal_float else _round_to_4_bits
+        round_rows = four if packed.bits == 4 else _round_to_8_bits
         return round_rows(values, codes, packed.layer.group, packed.activation_dtype)
 
     def _borrow(self, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -64,6 +66,17 @@ def _round_to_4_bits(values: Tensor, codes: Tensor, group: int, scale_dtype: tor
     zeros = low.div_(steps).neg_().round_().clamp_(0, 15)  # [rows, groups]
     grouped.div_(steps[..., None]).add_(zeros[..., None]).round_().clamp_(0, 15)  # [rows, groups, group]
     return QuantizedRows(codes.copy_(values), scales, zeros)
+
+
+def _round_to_normal_floats(values: Tensor, codes: Tensor, group: int, scale_dtype: torch.dtype) -> QuantizedRows:
+    """NF4: the nearest of 16 values times the largest magnitude of the group (QLoRA §3). `values` [rows, in] is used
+    up, `codes` int32 [rows, in] is filled."""
+    grouped = values.view(values.shape[0], -1, group)  # [rows, groups, group]
+    scales = torch.maximum(grouped.amax(-1), grouped.amin(-1).neg_()).clamp_(min=MIN_SCALE).to(scale_dtype)
+    grouped.div_(scales.to(values.dtype)[..., None])  # [rows, groups, group], -1 … 1
+    levels = normal_floats(values.dtype, values.device)  # [16]
+    torch.bucketize(values, (levels[1:] + levels[:-1]) / 2, out_int32=True, out=codes)  # [rows, in]
+    return QuantizedRows(codes, scales, torch.zeros_like(scales))
 
 
 def _round_to_8_bits(values: Tensor, codes: Tensor, group: int, scale_dtype: torch.dtype) -> QuantizedRows:

@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from .admission import Patience
 from .correction import OverheadCorrection
 
 
@@ -21,25 +22,32 @@ class PlainRounds(NamedTuple):
     length: float
 
 
-def plain_rounds(prompts: Sequence[int], tokens: Sequence[int], capacity: int, done: int = 0) -> list[PlainRounds]:
+def plain_rounds(
+    prompts: Sequence[tuple[int, str]], tokens: Sequence[int], capacity: int, done: int = 0
+) -> list[PlainRounds]:
     """The rounds of plain decoding, from one change of the batch to the next.
 
     Args:
-        prompts: prompt tokens of each request.
+        prompts: prompt tokens of each request, and the prompt's key.
         tokens: what it generates, at least 1.
         capacity: rows; further requests wait, and follow in order.
         done: rounds to leave out at the beginning.
     """
     found: list[PlainRounds] = []
-    rows: list[tuple[int, int]] = []  # a heap of (round in which it ends, length that it would have had in round 0)
-    now = admitted = lengths = 0
+    # A heap of (round in which it ends, length that it would have had in round 0, key).
+    rows: list[tuple[int, int, str]] = []
+    patience, now, admitted, lengths = Patience(capacity), 0, 0, 0
     while rows or admitted < len(prompts):
-        while admitted < len(prompts) and len(rows) < capacity:
-            start = prompts[admitted] - now
-            heapq.heappush(rows, (now + tokens[admitted], start))
+        free, wait = capacity - len(rows), 0
+        if free and admitted < len(prompts):
+            wait = patience.rounds(free, {key for *_, key in rows}, prompts[admitted][1])
+        while not wait and admitted < len(prompts) and len(rows) < capacity:
+            start = prompts[admitted][0] - now
+            heapq.heappush(rows, (now + tokens[admitted], start, prompts[admitted][1]))
             lengths += start
             admitted += 1
-        end, first = rows[0][0], max(now, done)
+        end, first = min(rows[0][0], now + (wait or rows[0][0])), max(now, done)
+        patience.wait(free if wait else 0, end - now)
         if end > first:
             found.append(PlainRounds(end - first, len(rows), lengths / len(rows) + (first + end - 1) / 2))
         now = end

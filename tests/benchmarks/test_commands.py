@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import configurations, end_to_end, identity_grid, roofline_fit
+from benchmarks import admission, configurations, end_to_end, identity_grid, roofline_fit
 from benchmarks.never_slower import ALWAYS, NONE, TOGGLE
 from benchmarks.training_task import demo_task
 from spec_trl.drafter_training.untrained import write_eagle3
+from spec_trl.scheduling import admission as rule
+from spec_trl.scheduling.cluster import Lengths
 from spec_trl.trainers.run_log import read_run
 from tests.benchmarks.conftest import Command, set_arguments
 from tests.conftest import STORY_MODEL
@@ -61,11 +64,38 @@ def test_refresh(command: Command) -> None:
 
 
 def test_rtn_awq(command: Command) -> None:
-    arguments = f"--models {STORY_MODEL} --schemes rtn-w4-g128 rtn-w8 --draft-lengths 3 --rows 4 --batch 4 --repeats 1"
-    result = command("rtn_awq", f"{arguments} --max-new-tokens 8 --observed-texts 2 --observed-length 16")
-    coarse, fine = result.details["models"][0]["acceptance"]
+    arguments = f"--models {STORY_MODEL} --schemes rtn-w4-g128 awq-w4-g128 rtn-w8 --draft-lengths 3 --rows 4 --batch 4"
+    result = command("rtn_awq", f"{arguments} --repeats 1 --max-new-tokens 8 --observed-texts 2 --observed-length 16")
+    coarse, _, fine = result.details["models"][0]["acceptance"]
+    assert any(finding.what.endswith("one AWQ refresh") for finding in result.findings)
     assert coarse["gain_interval"] == [0, 0] and coarse["gain"] == 0
     assert fine["gain_interval"][0] <= fine["gain"] <= fine["gain_interval"][1]
+
+
+def test_admission(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: what waits for rows that never come loses, what reads beside saves. Run: the tokens are the same."""
+    monkeypatch.setattr(admission, "CASES", (admission.CASES[0], admission.CASES[5]))
+    monkeypatch.setattr(rule, "PATIENCE", rule.PATIENCE)  # the command changes it
+    models = f"--models {STORY_MODEL} --batches 8:10 --turns 1 --median 2"
+    result = command("admission", f"--seeds 1 {models}")
+    found = result.details["policies"]  # six on a CPU, where eager and captured are one
+    few, many = ({each["policy"]: each for each in part} for part in (found[:6], found[6:]))
+    assert few["4 free rows"]["total"] > 0.1 and few["a quarter of a round"]["total"] == 0
+    assert many["a quarter of a round"]["total"] < -0.02 and many["chunks of 256 beside, captured"]["total"] < -0.05
+    assert result.findings[-1].what.startswith("measured: ")
+
+
+def test_simulated_admissions_add_up() -> None:
+    """One row, one request after the other: each its prompt and its rounds; four of one prompt read it once."""
+    machine = replace(admission.CPU, host=0.5)
+    case = admission.Case(machine, 1, 2, Lengths(3, 0.001, 3), 10, 1)
+    prefill, per_round = machine.forward(10, 0, 0, True), machine.forward(1, 1, 0, False)
+    total, mean = admission.simulate(case, admission.AT_ONCE, 0)
+    assert total == pytest.approx(2 * (0.5 + prefill + 3 * per_round), rel=0.02)
+    assert mean == pytest.approx(0.75 * total)
+    shared = admission.Case(machine, 4, 4, Lengths(3, 0.001, 3), 10, 4)
+    expected = 0.5 + prefill + 3 * machine.forward(4, 4, 0, False)
+    assert admission.simulate(shared, admission.AT_ONCE, 0)[0] == pytest.approx(expected, rel=0.02)
 
 
 def test_first_call(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

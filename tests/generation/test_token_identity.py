@@ -26,6 +26,7 @@ from spec_trl.scheduling.control import Chain
 from tests.generation import grammars
 from tests.generation.calls import Alternate, EndByPrefix, generate, outputs, pad_left, plain_decoding, random_rows
 from tests.generation.conftest import Make
+from tests.generation.engine.pools import install_pool
 from tests.generation.engine.tape import install_tape
 from tests.generation.grammars import WIDTH, EndsOnce, Trie, grammar
 from tests.generation.races import Knowing, Plans, raced
@@ -151,6 +152,7 @@ class Scenario:
         rounds: the chains of each round, over and over; a chain's rows are every n-th one.
         prefill: (queries, tokens) of one prefill forward at most.
         captured: forwards are captured and replayed, in a second call too.
+        pages: columns of a page, where K/V lies in the pages of a pool; 0: it does where forwards are captured.
         fault: of one drafter.
     """
 
@@ -164,6 +166,7 @@ class Scenario:
     rounds: tuple[tuple[Chain, ...], ...]
     prefill: tuple[int, int]
     captured: bool
+    pages: int
     fault: Fault | None
 
 
@@ -197,6 +200,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         rounds=tuple(map(tuple, draw(st.lists(st.lists(chain, max_size=4), min_size=1, max_size=4)))),
         prefill=draw(st.sampled_from([(1024, 8192), (1024, 8192), (4, 8), (5, 1000), (1, 1)])),
         captured=is_capturable and draw(st.sampled_from([False, False, False, True])),
+        pages=draw(st.sampled_from([0, 4, 4, 8])),
         fault=fault,
     )
 
@@ -235,6 +239,8 @@ def test_tokens_are_those_of_plain_decoding(scenario: Scenario, tiny, drafters: 
         if scenario.captured:
             release(tiny)
             install_tape(patch)
+        if scenario.pages:
+            install_pool(patch, scenario.pages)
         for part in (scenario.rows[: scenario.split], scenario.rows[scenario.split :]):
             for _ in range(1 + scenario.captured if part else 0):
                 check(scenario, part, [answers[row] for row in part], eos, tiny, drafters)

@@ -198,7 +198,8 @@ def test_bad_names_are_refused_before_any_work(llama: PreTrainedModel) -> None:
         (
             "kernel",
             "marlln",
-            "auto', 'torch_int4', 'onnxruntime', 'triton', 'humming', 'marlin', 'torch_int8', 'reference",
+            "auto', 'torch_int4', 'onnxruntime', 'triton', 'humming', 'marlin', 'torch_int8', 'bitsandbytes', "
+            "'reference",
         ),
         ("lm_head", "tied", "auto', 'dense', 'packed"),
     ):

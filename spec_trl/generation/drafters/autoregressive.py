@@ -1,7 +1,5 @@
 """Drafting token by token with a network: the loop that the self-drafter and a small model share."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -9,6 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...quantization.linear import QuantizedLinear
 from ..engine.cache import RaggedCache
+from ..engine.draft_loop import NetworkDraft
 from ..engine.drafter import DraftSession
 from ..engine.model_costs import kv_bytes
 from ..engine.noise import RoundNoise
@@ -34,6 +33,7 @@ class NetworkDrafter(TrainableDrafter):
     """
 
     has_probabilities = True
+    uses_pool = True
     network: PreTrainedModel
 
     def __init__(
@@ -89,11 +89,18 @@ class NetworkDrafter(TrainableDrafter):
         torch.minimum(cached, rows.lengths - 1, out=cached)  # also where a drafter that ran ahead goes back
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        rows = self.session.rows
-        proposal = self.draft(self._draft_logits(draft_length), noise)
-        if self._cached is not None:  # all but the newest draft token were fed
+        session, rows = self.session, self.session.rows
+        if self._owns_cache:
+            self.cache.reserve((rows.host_lengths + draft_length).tolist())
+        known = self._catch_up()
+        columns = rows.columns_after(-known, known + draft_length).clamp(min=0)  # [B, known + γ]
+        tokens = rows.tokens[: rows.active].gather(1, columns)  # [B, known + γ]
+        columns = columns[:, :-1]  # of all that are fed
+        draft = NetworkDraft(tokens, columns, known, noise, session.draw, rows.write, session.drawn_by)
+        proposal = self._runner.draft(draft, rows.longest)
+        if self._cached is not None:
             self._cached[: rows.active] = rows.lengths
-            self._fed = rows.columns_after(0, draft_length - 1), rows.window(0, draft_length - 1)
+            self._fed = columns[:, known:], proposal.tokens[:, :-1]
         return proposal
 
     @property
@@ -123,23 +130,16 @@ class NetworkDrafter(TrainableDrafter):
             if isinstance(module, nn.Linear | Conv1D | QuantizedLinear)
         }
 
-    def _draft_logits(self, count: int) -> Iterator[Tensor]:
-        """Logits `[B, 1, V]` of `count` draft tokens, after feeding what the cache lacks."""
+    def _catch_up(self) -> int:
+        """Feeds what the cache lacks but for the newest tokens; returns how many these are, at least 1."""
+        if self._cached is None:
+            return 1
         rows = self.session.rows
-        missing = 1
-        if self._cached is not None:
-            # Usually 1, or 2 after a block that was accepted whole; more after rounds in which it did not draft. Rows
-            # that lack fewer feed some tokens again, which writes the same K/V.
-            missing = int((rows.lengths - self._cached[: rows.active]).max())
+        # Usually 1, or 2 after a block that was accepted whole; more after rounds in which it did not draft. Rows that
+        # lack fewer feed some tokens again, which writes the same K/V.
+        missing = int((rows.lengths - self._cached[: rows.active]).max())
         while missing > CATCH_UP:  # in pieces, without logits: all at once would need memory for a long prompt's
             columns = rows.columns_after(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]
             self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)
             missing -= CATCH_UP
-        columns = rows.columns_after(-missing, missing + count - 1).clamp(min=0)  # [B, missing + count - 1]
-        yield self._forward(columns[:, :missing], rows.longest)[:, -1:]
-        for step in range(count - 1):
-            yield self._forward(columns[:, missing + step, None], rows.longest + step + 1)
-
-    def _forward(self, columns: Tensor, visible: int) -> Tensor:
-        tokens = self.session.rows.tokens[: len(columns)].gather(1, columns)  # [B, q]
-        return self._runner.forward(tokens, columns, visible)
+        return missing

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.cache import RaggedCache, ReplayCache
+from ..engine.draft_loop import draft_loop
 from ..engine.drafter import Drafter
 from ..engine.noise import RoundNoise
 from ..engine.verification import Proposal
@@ -119,7 +120,7 @@ class TrainableDrafter(Drafter):
         context = 0 if features is None else features.shape[1]
         where = rows.columns_after(-1 - context, context + 1 + draft_length).clamp(min=0)
         pairs = [
-            (layer.keys[: rows.active, :, :columns], layer.values[: rows.active, :, :columns])
+            layer.read(0, rows.active, columns)
             if layer.is_initialized  # else a layer without attention
             else (rows.tokens[:0], rows.tokens[:0])
             for layer in self.cache.layers
@@ -129,19 +130,9 @@ class TrainableDrafter(Drafter):
         return Canvas(rows.lengths.clone(), rows.tokens[: rows.active].gather(1, where), features, columns, pairs)
 
     def draft(self, logits: Iterable[Tensor], noise: RoundNoise | None) -> Proposal:
-        """Draws one token of every row from each of `logits` `[B, 1, V]`, γ of them, and writes it to the session's
-        rows before it asks for the next."""
-        session, rows = self.session, self.session.rows
-        tokens, kept, scores, drawn = [], [], [], None
-        for step, present in enumerate(logits):
-            drawn, processed = session.draw(present, noise, step, drawn)
-            rows.write(step, drawn.tokens)
-            tokens.append(drawn.tokens)
-            scores.append(drawn.scores)
-            if processed is not None:
-                kept.append(processed)
-        draft_logits = torch.cat(kept, dim=1) if kept else None  # [B, γ, V]
-        return Proposal(torch.cat(tokens, dim=1), None, draft_logits, torch.cat(scores, dim=1))
+        """Drafts from `logits` `[B, 1, V]`, γ of them; what was drawn stands in the session's rows before the next
+        logits are asked for."""
+        return draft_loop(logits, noise, self.session.draw, self.session.rows.write)
 
     def context_features(self) -> Tensor | None:
         """`[B, context, F]` of the columns before a round, a copy."""

@@ -74,12 +74,16 @@ class MaskPlan:
         """A window that no mask has, though transformers' cache keeps to it, and forgets what lies before."""
         return self.sliding_window or None if self.layer_types == (FULL,) and not self.per_type else None
 
-    def spans(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+    def spans(self, positions: Tensor, table: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """The same masks as the first and the last column that each query sees, for queries at cache columns
         `positions`.
 
         `[B, q]` int64 give `[B, 1, q, 2]` int64, or one such tensor per layer type: as short as the queries, however
         long the rows, so that a captured forward serves every length.
+
+        A `table` of pages (`PagedCache.table_to_read`, `[B, pages]` int32, an even number) follows the queries, two
+        pages in the place of one query's columns: `[B, 1, q + pages / 2, 2]`. Families hand masks on to attention, and
+        nothing else as surely.
         """
         spans: dict[str, Tensor] = {}
         for layer_type in self.layer_types:
@@ -88,7 +92,10 @@ class MaskPlan:
                 first = (positions - self.sliding_window + 1).clamp(min=0)
             elif layer_type == CHUNKED:
                 first = positions // self.chunk_size * self.chunk_size
-            spans[layer_type] = torch.stack([first, positions], dim=-1)[:, None]  # [B, 1, q, 2]
+            own = torch.stack([first, positions], dim=-1)  # [B, q, 2]
+            if table is not None:
+                own = torch.cat([own, table.unflatten(1, (-1, 2))], dim=1)  # [B, q + pages / 2, 2]
+            spans[layer_type] = own[:, None]
         return spans if self.per_type else spans[self.layer_types[0]]
 
     def build(
@@ -182,7 +189,8 @@ def ragged_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention of `[B, heads, q, d]` queries over `[B, kv_heads, columns, d]` keys under an additive mask or spans.
+    """Attention of `[B, heads, q, d]` queries over `[B, kv_heads, columns, d]` keys under an additive mask or spans;
+    where these hold a table, over the pages `[pages, kv_heads, 64, d]` of a pool.
 
     The heads of one K/V group are folded into the query axis, so K/V is read once and never repeated:
 
@@ -199,9 +207,11 @@ def ragged_attention(
     if not attention_mask.is_floating_point():
         from .kernels.ragged_attention import ragged_decode_attention  # imports Triton
 
-        first, last = attention_mask[:, 0, :, 0], attention_mask[:, 0, :, 1]  # [B, q]
+        length = query.shape[2]
+        first, last = attention_mask[:, 0, :length].unbind(-1)  # [B, q] each
+        table = attention_mask[:, 0, length:].flatten(1) if attention_mask.shape[2] > length else None  # [B, pages]
         # Autocast may leave queries wide and K/V narrow.
-        output = ragged_decode_attention(query.to(key.dtype), key, value, first, last, scale, softcap, s_aux)
+        output = ragged_decode_attention(query.to(key.dtype), key, value, first, last, scale, softcap, s_aux, table)
         return output.to(query.dtype), None  # [B, q, heads, d]
     batch, heads, length, _head_dim = query.shape
     kv_heads = key.shape[1]

@@ -23,11 +23,11 @@ class _Window:
     its memory would stay until the garbage collector finds the cycle."""
 
     layers: int
-    rows: int
+    rows: int  # of the buffers, as columns
     columns: int
     first_row: int = 0
-    row_index: Tensor | None = None  # [B, 1] int64
-    positions: Tensor | None = None  # [B, q] int64, columns that are written
+    to_rows: Tensor | None = None  # [B, q] int64, rows of the buffers that are written
+    to_columns: Tensor | None = None  # [B, q] int64, columns of these rows
     visible: int = 0  # columns that are read
     is_allocated: bool = False
 
@@ -66,9 +66,22 @@ class RaggedCache(Cache):
         """Says where the next forward writes: row `first_row + b` at columns `positions[b]` (`[B, q]` int64), and that
         it reads columns `0..columns`."""
         window = self._window
-        window.first_row, window.positions, window.visible = first_row, positions, columns
-        window.row_index = torch.arange(positions.shape[0], device=positions.device)[:, None]  # [B, 1]
+        window.first_row, window.visible = first_row, columns
+        window.to_rows, window.to_columns = self._places(positions, first_row)
         self._used = max(self._used, first_row + positions.shape[0])
+
+    def reserve(self, lengths: Sequence[int], first_row: int = 0) -> None:
+        """Makes ready for forwards that write the first `lengths[i]` columns of each row `first_row + i`: nothing,
+        where memory is taken as it is written."""
+
+    def like(self, network: PreTrainedModel) -> "RaggedCache":
+        """A cache for another `network`, of the same size and kind."""
+        return type(self).for_network(network, self.rows, self.columns)
+
+    def table_to_read(self, rows: int) -> Tensor | None:
+        """Has the next forward, of `rows` rows, read pages where they lie; returns `[rows, pages]` int32, which page
+        holds which columns. None: columns lie next to each other, and there is no table."""
+        return None
 
     def layer_at(self, index: int) -> Any:
         """Where the decoder's layer `index` writes."""
@@ -102,6 +115,11 @@ class RaggedCache(Cache):
         self.give_back(active, self._used)
         self._used = active
 
+    def clear(self) -> None:
+        """Forgets all rows: a generation begins."""
+        self.give_back(0, self._used)
+        self._used = 0
+
     def give_back(self, first: int, end: int, kept: int = 0) -> None:
         """Gives back the memory of rows `first..end`, but for their first `kept` columns, where it is taken page by
         page."""
@@ -118,29 +136,32 @@ class RaggedCache(Cache):
     def move_columns(self, source: Tensor, destination: Tensor) -> None:
         """Copies columns `source[b]` of row b to its columns `destination[b]` (`[B, n]` int64 each), which may overlap
         but name no column twice."""
-        row = torch.arange(len(source), device=source.device)[:, None]  # [B, 1]
+        (rows, columns), (to_rows, to_columns) = (self._places(each, 0) for each in (source, destination))
         for layer in self._allocated:  # what is read is gathered before anything is written
-            layer.keys[row, :, destination] = layer.keys[row, :, source]  # [B, n, kv, d]
-            layer.values[row, :, destination] = layer.values[row, :, source]
+            layer.keys[to_rows, :, to_columns] = layer.keys[rows, :, columns]  # [B, n, kv, d]
+            layer.values[to_rows, :, to_columns] = layer.values[rows, :, columns]
 
     def export_row(self, row: int, start: int, stop: int) -> RowStates:
         """A copy of a row's columns `start..stop`; nothing where that is none."""
-        layers = enumerate(self.layers) if stop > start else ()
-        return {
-            index: (layer.keys[row, :, start:stop].clone(), layer.values[row, :, start:stop].clone())
-            for index, layer in layers
-            if layer.is_initialized
-        }
+        layers = [(index, layer) for index, layer in enumerate(self.layers) if layer.is_initialized]
+        found: RowStates = {}
+        for index, layer in layers if stop > start else ():
+            keys, values = layer.read(row, 1, stop)  # [1, kv, stop, d] each
+            found[index] = keys[0, :, start:].clone(), values[0, :, start:].clone()
+        return found
 
     def import_row(self, row: int, start: int, states: RowStates) -> None:
         """Writes what :meth:`export_row` gave to a row's columns from `start` on."""
         for index, (keys, values) in states.items():
-            layer = self.layers[index]
-            if not layer.is_initialized:
-                layer.lazy_initialization(keys[None], values[None])
-            layer.keys[row, :, start : start + keys.shape[1]] = keys
-            layer.values[row, :, start : start + values.shape[1]] = values
-        self._used = max(self._used, row + 1)
+            stop = start + keys.shape[1]
+            self.reserve([stop], row)
+            self.point_at(torch.arange(start, stop, device=keys.device)[None], 0, row)
+            self.layers[index].update(keys[None], values[None])
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it takes without any rows."""
+        return self.bytes_of([])
 
     @property
     def column_bytes(self) -> int:
@@ -152,6 +173,12 @@ class RaggedCache(Cache):
         counts = Counter(buffer.kind for layer in self._allocated for buffer in layer.buffers)
         kinds = {buffer.kind: buffer for layer in self._allocated for buffer in layer.buffers}  # alike in most layers
         return sum(count * kinds[kind].bytes_of(lengths) for kind, count in counts.items())
+
+    def _places(self, columns: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+        """Rows and columns of the buffers, `[B, n]` int64 each, where `columns` `[B, n]` of the rows from `first_row`
+        on are written."""
+        row = torch.arange(first_row, first_row + len(columns), device=columns.device)  # [B]
+        return row[:, None].expand_as(columns), columns
 
     @property
     def _allocated(self) -> list[Any]:
@@ -190,11 +217,18 @@ class _RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self._window
-        rows = slice(window.first_row, window.first_row + key_states.shape[0])
-        keys, values = self.keys[rows], self.values[rows]  # [B, kv, columns, d], views
-        keys[window.row_index, :, window.positions] = key_states.transpose(1, 2)  # [B, q, kv, d]
-        values[window.row_index, :, window.positions] = value_states.transpose(1, 2)
-        return keys[:, :, : window.visible], values[:, :, : window.visible]
+        self.keys[window.to_rows, :, window.to_columns] = key_states.transpose(1, 2)  # [B, q, kv, d]
+        self.values[window.to_rows, :, window.to_columns] = value_states.transpose(1, 2)
+        return self._visible(len(key_states))
+
+    def read(self, first_row: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[rows, kv_heads, columns, d]` of the rows from `first_row` on."""
+        own = slice(first_row, first_row + rows)
+        return self.keys[own, :, :columns], self.values[own, :, :columns]
+
+    def _visible(self, rows: int) -> tuple[Tensor, Tensor]:
+        """What the present forward, over `rows` rows, reads."""
+        return self.read(self._window.first_row, rows, self._window.visible)
 
     def rotate_and_update(
         self, write: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, norms: Sequence[Any]
@@ -209,10 +243,9 @@ class _RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
         window = self._window
         weights, eps = [norm.weight for norm in norms] or [None, None], norms[0].variance_epsilon if norms else 0.0
-        cache = self.keys, self.values, window.positions, window.first_row
+        cache = self.keys, self.values, window.to_rows, window.to_columns
         query = write(query, key, value, cos, sin, *cache, *weights, eps)
-        rows = slice(window.first_row, window.first_row + len(query))
-        return query, self.keys[rows, :, : window.visible], self.values[rows, :, : window.visible]
+        return query, *self._visible(len(query))
 
     # Masks and positions are always passed explicitly, so no model code has to ask the cache for lengths.
     def get_seq_length(self) -> int:
@@ -274,8 +307,7 @@ class _TailLayer(_RaggedLayer):
         visible = window.visible - window.columns
         if visible == 0:
             return keys, values
-        rows = slice(window.first_row, window.first_row + len(keys))
-        heads = target.keys[rows, :, :visible], target.values[rows, :, :visible]  # [B, kv, visible, d]
+        heads = target.read(window.first_row, len(keys), visible)  # [B, kv, visible, d] each
         return torch.cat([heads[0], keys], dim=2), torch.cat([heads[1], values], dim=2)
 
 
@@ -290,7 +322,7 @@ class ReplayCache(Cache):
 
     def point_at(self, positions: Tensor) -> None:
         """Says where the next forward writes: columns `[B, q]` int64 of each row."""
-        self._window.positions = positions
+        self._window.to_columns = positions
 
 
 class _ReplayLayer(_RaggedLayer):
@@ -300,7 +332,7 @@ class _ReplayLayer(_RaggedLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        positions = self._window.positions  # [B, q]
+        positions = self._window.to_columns  # [B, q]
         assert positions is not None
         where = torch.arange(len(positions), device=positions.device)[:, None], slice(None), positions
         keys, values = self.keys.to(key_states.dtype, copy=True), self.values.to(value_states.dtype, copy=True)

@@ -8,26 +8,29 @@ in buckets. Weights are read where they lie: an optimizer step, or a refresh of 
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import kept
 from ..configuration import SpeculativeConfig
 from .cache import RaggedCache, autocast_dtype
+from .captured_drafts import CapturedLoops
+from .captured_forward import SMALLEST_COLUMNS, CapturedForward, ForwardKey, column_bucket, pad, row_bucket
 from .compiled import compiled_twin, cpu_runner
 from .cuda_graphs import CudaRecorder, GraphBudget, Outputs, Recording
+from .draft_loop import NetworkDraft
 from .memory import free_memory
 from .native_code import compiler
+from .paged_cache import PagedCache
+from .pages import pages_of
 from .runner import EagerRunner, Heard
 from .shadow import addresses, fingerprint, make_shadow
+from .verification import Proposal
 
 
 MOST_QUERIES = 65
@@ -38,34 +41,6 @@ COMPILE_AFTER = 10_000
 """Replays after which "auto" tries a compiled forward of that shape: compiling takes seconds to tens of seconds."""
 WARM_UPS = 2
 """Forwards of a compiled network before its first capture of a shape; others have run eagerly for `CAPTURE_AFTER`."""
-SMALLEST_COLUMNS = 256
-
-
-class _Key(NamedTuple):
-    rows: int
-    queries: int
-    columns: int
-    autocast: torch.dtype | None
-
-
-@dataclass
-class _Graph:
-    key: _Key
-    tokens: Tensor  # [rows, q], static
-    positions: Tensor  # [rows, q], static
-    recording: Recording
-    bytes: int  # that it took
-    filled: int  # rows of the buffers that a call has filled; the others stand at position 0
-    replays: int = 0
-
-    def fill(self, tokens: Tensor, positions: Tensor) -> None:
-        """Puts this call into the buffers: a replay writes its K/V, and no other."""
-        rows = len(tokens)
-        self.tokens[:rows] = tokens
-        self.positions[:rows] = positions
-        if self.filled > rows:
-            self.positions[rows:] = 0  # so that free rows read one column, not many
-        self.filled = rows
 
 
 class GraphRunner(EagerRunner):
@@ -94,12 +69,13 @@ class GraphRunner(EagerRunner):
         self.budget = budget
         self.made_for = made_for
         self._mode = mode
-        self._graphs: dict[_Key, _Graph] = {}
-        self._asked: Counter[_Key] = Counter()
+        self._graphs: dict[ForwardKey, CapturedForward] = {}
+        self._loops = CapturedLoops()
+        self._asked: Counter[ForwardKey] = Counter()
         # Each stays until another takes its place in a later call.
         self._of_drafters: list[GraphRunner] = []
         self._in_use = False  # by a drafter, in this generation
-        self._failed: set[_Key] = set()
+        self._failed: set[ForwardKey] = set()
         self._gave_up = False
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "GraphRunner":
@@ -122,7 +98,8 @@ class GraphRunner(EagerRunner):
     def begin(self) -> None:
         """A generation begins."""
         self.forwards = self.eager_forwards = 0
-        self._listeners.clear()  # what an exception may have left
+        self.cache.clear()  # of what a drafter that failed has left, as of listeners
+        self._listeners.clear()
         for each in self._of_drafters:
             each._in_use = False
 
@@ -133,6 +110,12 @@ class GraphRunner(EagerRunner):
     @property
     def preparations(self) -> int:
         return self.budget.preparations
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of captured forwards and of the caches, its drafters' included."""
+        caches = {id(each.cache): each.cache for each in (self, *self._of_drafters)}
+        return self.budget.bytes + sum(cache.held_bytes for cache in caches.values())
 
     def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
         key = self._key(tokens, columns) if first_row == 0 and tokens.shape[1] <= MOST_QUERIES else None
@@ -151,11 +134,32 @@ class GraphRunner(EagerRunner):
         self._tell(None if recording.features is None else recording.features[:rows], positions, first_row)
         return recording.logits[:rows]
 
-    def _forward_padded(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
+    def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
+        """As the eager runner's; where it was captured whole, its tensors hold until the same shape drafts again."""
+        shape = self._key(draft.tokens[:, :1], columns + draft.draft_length - 1)
+        if shape is None or draft.drawn_by is None or self._gave_up:
+            return super().draft(draft, columns)
+        loop = self._loops.get(draft, shape)
+        if loop is not None:
+            self.forwards += draft.draft_length
+            return loop.replay(draft)
+        proposal = super().draft(draft, columns)
+        if self._loops.ask(draft, shape) == CAPTURE_AFTER and self.budget.has_room():
+            self.budget.preparations += 1
+            runner = self._compiled_runner if self._mode == "compiled" else self
+
+            def forward(tokens: Tensor, positions: Tensor, _step: int) -> Tensor:
+                return runner._run(tokens, positions, shape.columns, spans=self._uses_spans)[0]
+
+            record = partial(self._record, runner, shape)
+            self._loops.capture(draft, shape, proposal, forward, record, type(self.network).__name__)
+        return proposal
+
+    def _forward_padded(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
         """Computes eagerly what a captured forward of `key` would. Attention under spans, or over more rows, rounds
         differently; so a seed samples the same tokens whether or not a shape is captured yet."""
         rows = len(tokens)
-        padded, places = _pad(tokens, key.rows), _pad(positions, key.rows)  # [key.rows, q] each
+        padded, places = pad(tokens, key.rows), pad(positions, key.rows)  # [key.rows, q] each
         try:
             logits, features = self._run(padded, places, key.columns, spans=self._uses_spans)
         except Exception as error:
@@ -179,23 +183,23 @@ class GraphRunner(EagerRunner):
             self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        for graph in self._graphs.values():
-            self.budget.give_back(graph.bytes)
+        for taken in (*(graph.bytes for graph in self._graphs.values()), *self._loops.drop()):
+            self.budget.give_back(taken)
         self._graphs.clear()
         vars(self).pop("_compiled_runner", None)
 
     # ---- which graph ----------------------------------------------------------------------------------------------
 
-    def _key(self, tokens: Tensor, columns: int) -> _Key | None:
+    def _key(self, tokens: Tensor, columns: int) -> ForwardKey | None:
         """The key under which a forward of this shape is captured; None: such forwards are not captured."""
         autocast = autocast_dtype(tokens.device)
         if autocast is not None and self.network.dtype != autocast:
             # Autocast casts wide weights once per rollout and keeps the copies; a graph would cast in each replay.
             return None
         visible = self.cache.columns if self._uses_spans else column_bucket(columns, self.cache.columns)
-        return _Key(row_bucket(len(tokens)), tokens.shape[1], visible, autocast)
+        return ForwardKey(row_bucket(len(tokens)), tokens.shape[1], visible, autocast)
 
-    def _graph_for(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
+    def _graph_for(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
         """The captured forward of `key`, which may be captured now; None: run eagerly."""
         graph = self._graphs.get(key)
         if graph is None and key not in self._failed:
@@ -209,27 +213,27 @@ class GraphRunner(EagerRunner):
             graph = self._capture(key, tokens, positions, columns)
         return graph
 
-    def _larger(self, key: _Key) -> _Graph | None:
+    def _larger(self, key: ForwardKey) -> CapturedForward | None:
         """A captured forward into which `key` fits."""
         same = [other for other in self._graphs if (other.queries, other.autocast) == (key.queries, key.autocast)]
         fitting = [other for other in same if other.rows >= key.rows and other.columns >= key.columns]
         return self._graphs[min(fitting)] if fitting else None
 
-    def _capture(self, key: _Key, tokens: Tensor, positions: Tensor, columns: int) -> _Graph | None:
+    def _capture(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
         """Captures the forward of `key`; None, with a warning, where that fails."""
         # Filled with this very call: warming up writes the K/V that the call writes anyway.
-        buffers = _pad(tokens, key.rows), _pad(positions, key.rows)  # [rows, q] each
+        buffers = pad(tokens, key.rows), pad(positions, key.rows)  # [rows, q] each
         try:
             expected, _ = self._run(tokens, positions, columns)
             runner = self._compiled_runner if self._mode == "compiled" else self
-            recording, taken = self._record(runner, *buffers, key, expected, "an eager forward's")
+            recording, taken = self._record_forward(runner, *buffers, key, expected, "an eager forward's")
         except Exception as error:
             self._note_failure(key, error)
             return None
-        graph = self._graphs[key] = _Graph(key, *buffers, recording, taken, len(tokens))
+        graph = self._graphs[key] = CapturedForward(key, *buffers, recording, taken, len(tokens))
         return graph
 
-    def _note_failure(self, key: _Key, error: Exception) -> None:
+    def _note_failure(self, key: ForwardKey, error: Exception) -> None:
         """A compiled network goes on uncompiled; else this shape runs eagerly, or all shapes if it was the first."""
         if self._mode == "compiled":
             self._mode, then = "graph", "goes on without being compiled"
@@ -243,15 +247,10 @@ class GraphRunner(EagerRunner):
             stacklevel=2,
         )
 
-    def _record(
-        self, runner: EagerRunner, tokens: Tensor, positions: Tensor, key: _Key, expected: Tensor, whose: str
+    def _record_forward(
+        self, runner: EagerRunner, tokens: Tensor, positions: Tensor, key: ForwardKey, expected: Tensor, whose: str
     ) -> tuple[Recording, int]:
-        """Captures a forward of `runner` on these buffers; returns also the bytes that it took.
-
-        Raises:
-            RuntimeError: a replay's logits of the first rows are not about `expected`, which are `whose`.
-        """
-
+        """:meth:`_record` for a forward of `runner` on these buffers; the first rows' logits are `expected`."""
         shape = *tokens.shape, expected.shape[-1]  # [rows, q, vocab]
         shared = self.budget.logits(shape, expected.dtype, expected.device)
 
@@ -260,15 +259,34 @@ class GraphRunner(EagerRunner):
             # The hooks came along with a compiled twin, and keep its states here.
             return shared.copy_(logits), features if runner is self else self._features()
 
+        def compared(recording: Recording) -> tuple[Tensor, Tensor]:
+            return recording.logits[: len(expected)], expected
+
+        return self._record(runner, key, forward, compared, whose)
+
+    def _record(
+        self,
+        runner: EagerRunner,
+        key: ForwardKey,
+        work: Callable[[], Outputs],
+        compared: Callable[[Recording], tuple[Tensor, Tensor]],
+        whose: str,
+    ) -> tuple[Recording, int]:
+        """Captures `work`, forwards of `runner`; returns also the bytes that it took.
+
+        Raises:
+            RuntimeError: the logits or scores `compared`, a replay's and others, which are `whose`, are not about the
+                same.
+        """
         # Autocast keeps the casts of fp32 weights (adapters, say) until it ends; a graph must not read those.
-        device, dtype = tokens.device.type, key.autocast
+        device, dtype = self.network.device.type, key.autocast
         with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=False):
             for _ in range(0 if runner is self else WARM_UPS):
-                forward()
-            recording, taken = self.budget.record(forward)
+                work()
+            recording, taken = self.budget.record(work)
         recording.logits.fill_(float("nan"))  # a replay that does nothing must not pass
         recording.replay()
-        if not self._agree(recording.logits[: len(expected)], expected):
+        if not self._agree(*compared(recording)):
             self.budget.give_back(taken)
             raise RuntimeError(f"its logits differ from {whose}")
         return recording, taken
@@ -290,7 +308,7 @@ class GraphRunner(EagerRunner):
     def _compiled_runner(self) -> EagerRunner:
         return EagerRunner(compiled_twin(self.network, self.cache), self.cache)
 
-    def _try_compiled(self, graph: _Graph) -> None:
+    def _try_compiled(self, graph: CapturedForward) -> None:
         """Takes a compiled forward in place of `graph`, which is filled, if it agrees with it and measures faster."""
         if not self.budget.has_room():
             return
@@ -300,7 +318,7 @@ class GraphRunner(EagerRunner):
             before.replay()
             expected = before.logits.clone()  # the next replay may overwrite them
             buffers = graph.tokens, graph.positions
-            recording, taken = self._record(
+            recording, taken = self._record_forward(
                 self._compiled_runner, *buffers, graph.key, expected, "the uncompiled forward's"
             )
             is_faster = seconds(recording.replay) < seconds(before.replay)
@@ -314,24 +332,6 @@ class GraphRunner(EagerRunner):
                 f"{type(error).__name__}: {error}",
                 stacklevel=2,
             )
-
-
-def row_bucket(rows: int) -> int:
-    """Rows that a batch of `rows` is padded to: a power of two up to 8, then a multiple of 8, of 32 beyond 64."""
-    if rows <= 8:
-        return 1 << (rows - 1).bit_length()
-    step = 8 if rows <= 64 else 32
-    return -(-rows // step) * step
-
-
-def column_bucket(columns: int, limit: int) -> int:
-    """Columns that `columns` are padded to where attention reads a mask: a power of two, at most `limit`."""
-    return min(max(SMALLEST_COLUMNS, 1 << (columns - 1).bit_length()), limit)
-
-
-def _pad(values: Tensor, rows: int) -> Tensor:
-    """A copy `[rows, q]` of `values` `[B, q]`, with zeros after them: free rows then read one column, not many."""
-    return F.pad(values, (0, 0, 0, rows - len(values)))
 
 
 # ---- kept between calls ---------------------------------------------------------------------------------------------
@@ -364,40 +364,71 @@ def captures(config: SpeculativeConfig, device: torch.device) -> bool:
     return recorder_for(device) is not None and config.runner != "eager"
 
 
-def runner_for(model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig) -> EagerRunner:
-    """A runner of `model`'s shadow, which never changes the model, over a cache for `rows` in flight of `columns`
-    tokens; raises ValueError where captured forwards are wanted on a device without them.
+def takes_pool(config: SpeculativeConfig, device: torch.device) -> bool:
+    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses."""
+    return captures(config, device)
+
+
+def runner_for(
+    model: PreTrainedModel,
+    rows: int,
+    columns: int,
+    config: SpeculativeConfig,
+    pages: int | None = None,
+) -> EagerRunner:
+    """A runner of `model`'s shadow, which never changes the model.
 
     One with captured forwards serves one call at a time. :func:`keep_runner` keeps it, with its cache, for the next,
     until the model dies, changes (other modules, hooks or weight tensors; the values of the weights may change) or
-    needs more room.
+    needs more room. A pool that is kept stays as large as it is, however much memory there is now.
+
+    Args:
+        model: the target.
+        rows: in flight, of `columns` tokens.
+        columns: of a row, drafts included.
+        config: its `runner` decides.
+        pages: that memory holds, where K/V lies in the pages of a pool; None: all rows must have all their columns.
+
+    Raises:
+        ValueError: captured forwards are wanted on a device without them.
     """
     mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
     if mode == "eager" or recorder is None:
         if recorder is None:  # it may have been on another device
             kept.take(model, _NAME)
         make = cpu_runner if mode == "compiled" else EagerRunner
-        return make(make_shadow(model), RaggedCache.for_network(model, rows, columns))
+        return make(make_shadow(model), _cache_for(model, rows, columns, config, pages))
     # Autocast decides in which dtype K/V is stored.
     made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
     runner: GraphRunner | None = kept.take(model, _NAME)
     if runner is not None:
         cache = runner.cache
-        if runner.made_for == made_for and cache.rows >= row_bucket(rows) and cache.columns >= columns:
+        has_room = cache.rows >= row_bucket(rows) and cache.columns >= columns
+        if pages is None and isinstance(cache, PagedCache):
+            has_room = has_room and cache.pages.count >= rows * pages_of(columns)
+        if runner.made_for == made_for and has_room:
             runner.begin()
             return runner
         del cache, runner
         gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
-    cache = RaggedCache.for_network(model, row_bucket(rows), -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS)
+    columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
+    cache = _cache_for(model, row_bucket(rows), columns, config, pages)
     budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
     return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
 
 
+def _cache_for(
+    model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig, pages: int | None
+) -> RaggedCache:
+    if takes_pool(config, model.device):
+        return PagedCache.with_pages(model, rows, columns, pages)
+    return RaggedCache.for_network(model, rows, columns)
+
+
 def free_for_cache(model: PreTrainedModel) -> int:
-    """Bytes that a cache may take, or one that is kept for the next call, and its captured forwards, take already."""
+    """Bytes that caches may take, or those that are kept for the next call, and captured forwards, take already."""
     runner: GraphRunner | None = kept.look(model, _NAME)
-    taken = 0 if runner is None else runner.cache.bytes_of([]) + runner.captured[1]
-    return free_memory(model.device) + taken
+    return free_memory(model.device) + (0 if runner is None else runner.held_bytes)
 
 
 def keep_runner(model: PreTrainedModel, runner: GraphRunner) -> None:

@@ -14,7 +14,7 @@ from .native_code import load
 
 _PER_THREAD = 1 << 15  # elements: with fewer, a second thread saves less than waking it takes
 
-_Heads = ctypes.c_int64 * 28  # struct Heads
+_Heads = ctypes.c_int64 * 29  # struct Heads
 _Strides = ctypes.c_int64 * 2
 
 
@@ -58,8 +58,8 @@ def rotate_and_write(
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
-    positions: Tensor,
-    first_row: int,
+    to_rows: Tensor,
+    to_columns: Tensor,
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     eps: float,
@@ -70,10 +70,10 @@ def rotate_and_write(
     out = query.new_empty(batch, heads, length, head_dim)
     sizes = _Heads(
         batch, length, heads, key.shape[2], head_dim, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        *cos.stride()[:2], *sin.stride()[:2], *positions.stride(), *keys.stride()[:3], *values.stride()[:3],
-        first_row, _threads(out),
+        *cos.stride()[:2], *sin.stride()[:2], *to_rows.stride(), *to_columns.stride(),
+        *keys.stride()[:3], *values.stride()[:3], _threads(out),
     )  # fmt: skip
-    tensors = query, key, value, cos, sin, keys, values, positions
+    tensors = query, key, value, cos, sin, keys, values, to_rows, to_columns
     weights = (None if weight is None else weight.data_ptr() for weight in (query_weight, key_weight))
     function = _library().rotate_and_write
     function(*(tensor.data_ptr() for tensor in tensors), *weights, out.data_ptr(), sizes, eps)
@@ -97,7 +97,7 @@ def _library() -> Any:
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         library.rms_norm.argtypes = [pointer] * 5 + [integer, integer, real, integer]
         library.silu_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer]
-        library.rotate_and_write.argtypes = [pointer] * 11 + [_Heads, real]
+        library.rotate_and_write.argtypes = [pointer] * 12 + [_Heads, real]
         for function in (library.rms_norm, library.silu_multiply, library.rotate_and_write):
             function.restype = None
     return library

@@ -18,7 +18,7 @@ CAPTURING = threading.Lock()
 _TIMED_REPLAYS = 20
 
 Outputs = tuple[Tensor, Tensor | None]
-"""Logits, and features of a listened runner."""
+"""Logits, and features of a listened runner; of a draft loop scores and tokens."""
 T = TypeVar("T")
 
 

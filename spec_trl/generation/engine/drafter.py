@@ -17,6 +17,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ...scheduling.draft_length import MAX_DRAFT_LENGTH
 from .. import kept
 from .cache import TailCache
+from .filters import Filters
 from .noise import Draw, RoundNoise, draw, stream_keys, widen
 from .processors import LogitsPipeline, PrefixView, draw_processed
 from .rows import Admission, Request, Rows
@@ -53,6 +54,11 @@ class DraftSession:
     def most_columns(self) -> list[int]:
         """Columns of each row, drafts included, when there were most."""
         return [length + self.most_drafted for length in self.rows.most]
+
+    @property
+    def drawn_by(self) -> Filters | None:
+        """All that :meth:`draw` depends on besides logits and noise; None: also the text, or it keeps logits."""
+        return None if self.keep_logits else self.pipeline.only_filters
 
     def draw(
         self, logits: Tensor, noise: RoundNoise | None, step: int, previous: Draw | None = None
@@ -103,6 +109,8 @@ class Drafter(CandidateGenerator):
     """The `assistant_strategy` it belongs to; statistics go by this name."""
     has_probabilities: bool
     """Whether proposals can carry draft logits, which rejection verification needs."""
+    uses_pool: bool = False
+    """Whether its K/V lies in pages where the target's does, and else in whole rows."""
     max_rows: int = sys.maxsize
     """With more rows in flight a draft costs what the target costs; such rounds decode autoregressively."""
     cost: DraftCost | None = None

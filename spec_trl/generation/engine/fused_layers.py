@@ -20,6 +20,7 @@ from .attention import RAGGED_ATTENTION, ragged_attention
 from .cache import RaggedCache, _RaggedLayer, autocast_dtype
 from .kernels import run_on
 from .native_code import compiler
+from .paged_cache import _PagedLayer
 
 
 FAMILIES = ("BitNet", "Llama", "Mistral", "Qwen2", "Qwen3")
@@ -205,4 +206,4 @@ def _layer_of(cache: Any, index: int) -> Any:
     if cache is None or (isinstance(cache, Cache) and not isinstance(cache, RaggedCache)):
         return None
     layer = cache.layer_at(index)
-    return layer if type(layer) is _RaggedLayer else None
+    return layer if type(layer) in (_RaggedLayer, _PagedLayer) else None

@@ -1,16 +1,20 @@
 """How many rows there is memory for, and which rows leave when it ends."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from .attention import reads_spans
 from .cache import autocast_dtype
 from .drafter import Drafter
-from .memory import PAGE_COLUMNS, free_memory
+from .memory import free_memory
 from .model_costs import kv_bytes
+from .outcome import Integers
+from .paged_cache import PagedCache
+from .pages import PAGE_COLUMNS, pages_of
 from .rows import Request, Rows, text_length
 from .runner import TOKENS_PER_FORWARD
 
@@ -25,7 +29,8 @@ class RowNeeds:
 
     Args:
         column: K/V of one column of a row, in the target's cache and its drafters'.
-        row: a row's share in the activations of a verification.
+        row: a row's share in the activations of a verification; and what of its K/V is taken at full length, where the
+            rest lies in the pages of a pool.
         fixed: activations of a prefill, and captured forwards.
     """
 
@@ -35,21 +40,36 @@ class RowNeeds:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, drafters: Sequence[Drafter], verified: int, prefilled: int, graphs: float
+        cls,
+        model: PreTrainedModel,
+        drafters: Sequence[Drafter],
+        verified: int,
+        prefilled: int,
+        graphs: float,
+        in_pool: int = 0,
     ) -> "RowNeeds":
         """Those of `model` and its `drafters`, where a row's `verified` tokens are verified at once, at most
-        `prefilled` are read, and captured forwards take `graphs` bytes."""
+        `prefilled` are read, and captured forwards take `graphs` bytes. `in_pool`: columns of a row, where K/V lies in
+        the pages of a pool."""
         dtype, config = autocast_dtype(model.device) or model.dtype, model.config.get_text_config(decoder=True)
         tokens = min(prefilled, TOKENS_PER_FORWARD)
+        target = kv_bytes(model, dtype)
+        whole = [drafter.column_bytes for drafter in drafters if in_pool and not drafter.uses_pool]
+        if not reads_spans(model):  # pages are gathered, for one layer at a time
+            whole.append(target / config.num_hidden_layers)
         return cls(
-            column=kv_bytes(model, dtype) + sum(drafter.column_bytes for drafter in drafters),
-            row=_LOGITS * verified * config.vocab_size * torch.float32.itemsize,
+            column=target + sum(drafter.column_bytes for drafter in drafters if drafter.uses_pool or not in_pool),
+            row=_LOGITS * verified * config.vocab_size * torch.float32.itemsize + in_pool * sum(whole),
             fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + graphs,
         )
 
     def rows_that_fit(self, columns: int, free: int) -> int:
         """Rows of `columns` for which `free` bytes are enough; at least one, whose cache says if it does not fit."""
         return max(int((free - self.fixed) // (columns * self.column + self.row)), 1)
+
+    def pages_that_fit(self, rows: int, free: int) -> int:
+        """Pages of a pool for which `free` bytes are enough beside what else `rows` rows need; 0 or less: none."""
+        return int((free - self.fixed - rows * self.row) // (PAGE_COLUMNS * self.column))
 
 
 class KVRoom:
@@ -72,14 +92,12 @@ class KVRoom:
 
     def fitting(self, requests: Sequence[Request]) -> int:
         """How many of `requests`, from the first on, there is memory for; at least one where no row is in flight."""
-        rows, needs = self._rows, self._needs
+        rows = self._rows
         growth = np.minimum(np.maximum(rows.host_generated, PAGE_COLUMNS), rows.room)  # [active]
-        left = self._free() - rows.active * needs.row - int(growth.sum()) * needs.column
+        left = self._left(growth)
         count = 0
-        for request in requests:
-            length = text_length(request)
-            expected = length + max(length - len(request.prompt), PAGE_COLUMNS)
-            left -= min(expected, request.limit) * needs.column + needs.row
+        for needed in self._needed(requests):
+            left -= needed
             if left < 0:
                 break
             count += 1
@@ -108,5 +126,63 @@ class KVRoom:
         self._slack, self._columns_then = slack, columns
         return sorted(leaving)
 
+    def _left(self, growth: Integers) -> float:
+        """Bytes that are left when each row has become longer by `growth` `[active]` columns."""
+        rows, needs = self._rows, self._needs
+        return self._free() - rows.active * needs.row - int(growth.sum()) * needs.column
+
+    def _needed(self, requests: Sequence[Request]) -> Iterator[float]:
+        """Bytes that a row of each of `requests` will need."""
+        for request in requests:
+            yield _expected(request) * self._needs.column + self._needs.row
+
     def _free(self) -> float:
         return free_memory(self._rows.tokens.device) - self._needs.fixed
+
+
+class PoolRoom(KVRoom):
+    """The same where K/V lies in the pages of `cache`: it counts free pages, exactly, and so in every round. A round
+    drafts `most_drafted` tokens of a row at most."""
+
+    def __init__(self, rows: Rows, cache: PagedCache, most_drafted: int) -> None:
+        super().__init__(rows, RowNeeds(0.0, 0.0, 0.0))
+        self._pages, self._drafted = cache.pages, most_drafted
+
+    def leaving(self, columns: int) -> list[int]:
+        """Rows that have to leave, so that the others have pages for what the next round writes."""
+        rows, lacking = self._rows, -self._left(np.zeros_like(self._rows.host_lengths))
+        if lacking <= 0:
+            return []
+        shortest = rows.host_lengths.argsort(kind="stable").tolist()
+        leaving: list[int] = []
+        while lacking > self._pages.only_of(leaving) and len(leaving) < rows.active - 1:
+            row = shortest[len(leaving)]
+            leaving.append(row)
+            lacking -= self._growth(row, rows.host_lengths[row])
+        self._refused_at = rows.active - len(leaving)
+        return sorted(leaving)
+
+    def _left(self, growth: Integers) -> float:
+        lengths = (self._rows.host_lengths + growth).tolist()
+        return self._pages.free - sum(self._growth(row, length) for row, length in enumerate(lengths))
+
+    def _needed(self, requests: Sequence[Request]) -> Iterator[float]:
+        known = set(self._rows.prompts)
+        for request in requests:
+            pages = pages_of(_expected(request) + self._drafted)
+            if request.progress is None:
+                prompt = request.prompt.cpu().numpy().tobytes()
+                if prompt in known:
+                    pages -= (len(request.prompt) - 1) // PAGE_COLUMNS  # shared with another row
+                known.add(prompt)
+            yield pages
+
+    def _growth(self, row: int, length: int) -> int:
+        """Pages that a row of `length` tokens, and drafts after them, lacks."""
+        return max(pages_of(length + self._drafted) - len(self._pages.of_row[row]), 0)
+
+
+def _expected(request: Request) -> int:
+    """Columns that a request will probably take: as many more as it has generated, and a page at least."""
+    length = text_length(request)
+    return min(length + max(length - len(request.prompt), PAGE_COLUMNS), request.limit)

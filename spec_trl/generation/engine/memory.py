@@ -5,13 +5,14 @@ import mmap
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import torch
 
+from .pages import PAGE_COLUMNS, pages_of
 
-PAGE_COLUMNS = 64
-"""Columns of a row that are counted, and copied, at once."""
+
 _NORESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
 
 
@@ -69,7 +70,7 @@ class PagedZeros:
 
 def in_pages(columns: int) -> int:
     """`columns` in whole pages of `PAGE_COLUMNS`."""
-    return -(-columns // PAGE_COLUMNS) * PAGE_COLUMNS
+    return pages_of(columns) * PAGE_COLUMNS
 
 
 def _up(size: int) -> int:
@@ -91,6 +92,32 @@ def check_memory(what: str, needed: int, device: torch.device) -> None:
 def free_memory(device: torch.device) -> int:
     """Bytes that tensors may take on `device`; what the CUDA allocator keeps for later ones counts as free."""
     if device.type != "cuda":
-        return psutil.virtual_memory().available
+        return int(min(psutil.virtual_memory().available, left_by_cgroups()))
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def left_by_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Bytes that the control groups of this process, a container's or a job's, leave it: of each the limit less what
+    is in use, but for file pages that give way first. Infinity without a limit.
+
+    psutil and torch know the whole machine alone.
+    """
+    left = math.inf
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            top, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif controllers == "memory":  # version 1
+            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        limit, used, pages = names
+        group = top / path.lstrip("/")  # in a container it may be another one's path, of which `top` alone exists
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top):
+                with suppress(OSError, ValueError):  # no such file; "max": no limit
+                    stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+                    free = int((folder / limit).read_text()) - int((folder / used).read_text())
+                    left = min(left, max(free + int(stat.get(pages, 0)), 0))
+    return left

@@ -67,7 +67,7 @@ def _hash_into(keys: Tensor, counters: Tensor, out: Tensor, scratch: Tensor) -> 
     return out.bitwise_xor_(scratch.bitwise_and_(0xFFFF))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache  # for good: captured draft loops read it
 def _counters(vocabulary: int, device: torch.device) -> Tensor:
     """`[V]` int32. An odd multiplier: counters of one key differ in many bits before the first round."""
     return torch.arange(vocabulary, dtype=torch.int32, device=device).mul_(_signed(0x9E3779B1, 32))
@@ -113,6 +113,10 @@ class RoundNoise:
         if self.keys.numel() * self._vocabulary > _ROUND_BUDGET:
             return None
         return gumbel_noise(self.keys.view(-1), self._vocabulary).view(*self.keys.shape, self._vocabulary)
+
+    def over(self, keys: Tensor) -> "RoundNoise":
+        """The noise of other `keys` `[B, count]`."""
+        return RoundNoise(keys, self._vocabulary)
 
     def part(self, step: int) -> "RoundNoise":
         """The noise at position `step` alone; what is computed is computed for all."""

@@ -156,6 +156,11 @@ class LogitsPipeline:
         self._looks_at_prefixes = any(type(processor) not in _SCORES_ONLY for processor in processors)
         self.may_refuse = any(type(p) is hf.PrefixConstrainedLogitsProcessor or not is_known(p) for p in processors)
 
+    @property
+    def only_filters(self) -> Filters | None:
+        """What the processors are, where these are temperature, top-k, top-p and min-p; None: there are others."""
+        return None if self._before_filters else self._filters
+
     def over(self, rows: Rows) -> "LogitsPipeline":
         """The same over other `rows` of the same requests, for another thread: copies of transformers' own processors,
         without those that run a user's function or draw random numbers."""

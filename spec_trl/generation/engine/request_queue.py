@@ -22,6 +22,11 @@ class RequestQueue:
         self._own = list(requests)
         self.waiting = len(requests)
 
+    @property
+    def upcoming(self) -> Request | None:
+        """The request that is given out next, where that is known."""
+        return self._own[0] if self._own else None
+
     def take(self, free: int, active: int) -> list[Request]:
         """At most `free` requests, to be decoded next to the `active` rows; none where none is active: it is over."""
         taken, self._own = self._own[:free], self._own[free:]

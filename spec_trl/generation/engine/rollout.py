@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...scheduling.admission import Patience
 from ...scheduling.control import Chain, Control, Tally
 from ...scheduling.plain_decoding import plain_rounds
 from ...scheduling.race_helper import RaceHelper
@@ -81,6 +82,7 @@ class Rollout:
         self._timeline = TimelineLog(len(requests), self._drafters.names)
         self._ended_in = [0] * len(requests)
         self._prompt_keys = [prompt_key(request.prompt) for request in requests]
+        self._patience = Patience(rows.capacity)
         self._tokens_read = 0
         self._counter = DraftCounter(len(requests), self._drafters.names)
         self._timer = PhaseTimer(rows.tokens.device)
@@ -117,6 +119,10 @@ class Rollout:
         """Gives free rows to waiting requests and reads their prompts; returns whether there are rows to decode."""
         rows, room = self._rows, self._kv_room
         free = 0 if room is not None and room.is_full else rows.capacity - rows.active
+        keys, upcoming = self._prompt_keys, self._queue.upcoming
+        next_key = None if upcoming is None else keys[upcoming.index]
+        if free and self._patience.waits(free, {keys[index] for index in rows.indices}, next_key):
+            free = 0
         taken = self._queue.take(free, rows.active) if free and (self._queue.waiting or not rows.active) else []
         if taken and room is not None:
             fitting = room.fitting(taken)
@@ -143,6 +149,8 @@ class Rollout:
         started, prepared = time.perf_counter(), self._target.preparations
         batch, length = self._rows.active, self._mean_length()
         lengths = draft_lengths(plan, batch)
+        width = sum(max(own) for own in lengths.values())
+        self._target.cache.reserve((self._rows.host_lengths + width).tolist())
         with self._timer.phase("noise"):
             count = 1 + max((max(own) for own in lengths.values()), default=0)
             noise = self._noise.of_round(count) if self._do_sample else None
@@ -434,7 +442,8 @@ class Rollout:
         """What plain decoding would have taken: the same prefill, the rounds before the first draft, and the rest."""
         if self._log.plain_rounds == self._log.rounds:
             return self._statistics.seconds
-        prompts = [len(request.prompt) for request in self._queue.requests if self._completions[request.index]]
+        ended = [request for request in self._queue.requests if self._completions[request.index]]
+        prompts = [(len(request.prompt), self._prompt_keys[request.index]) for request in ended]
         left = plain_rounds(prompts, tokens, self._rows.capacity, done=self._log.plain_rounds)
         rest = self._control.plain_seconds(left)
         known = self._statistics.phase_seconds["prefill"] + self._log.plain_seconds

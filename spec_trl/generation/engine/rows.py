@@ -152,7 +152,8 @@ class Rows:
         for request in requests:
             key = request.prompt.cpu().numpy().tobytes()
             (followers if key in seen and request.progress is None else leaders).append((key, request))
-            seen.add(key)
+            if request.progress is None:  # else its K/V may not be here yet
+                seen.add(key)
         leaders.sort(key=lambda leader: text_length(leader[1]))  # rows of like length prefill with little padding
         for row, (key, request) in enumerate(leaders + followers, start=first):
             prompt, length = len(request.prompt), text_length(request)
@@ -166,7 +167,8 @@ class Rows:
             self._host[:, row] = length, prompt, request.limit
             self.prompts.append(key)
             self.indices.append(request.index)
-            row_of_prompt.setdefault(key, row)
+            if progress is None:
+                row_of_prompt.setdefault(key, row)
         self.active += len(requests)
         columns = torch.arange(self.columns, device=self.tokens.device)  # [columns]
         positions = columns - self.prompt_lengths[first:, None]  # [n, columns]

@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 from .attention import MaskPlan, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
+from .draft_loop import NetworkDraft
 from .hidden_states import keep_states
 from .requirements import position_limit
 from .rows import Admission, Rows
+from .verification import Proposal
 
 
 # Attention reads columns up to the longest row, rounded up: few distinct shapes, so that kernels that are prepared
@@ -62,6 +64,10 @@ class EagerRunner:
         self._tell(features, positions, first_row)
         return logits
 
+    def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
+        """Drafts token by token; the first forward attends over columns `0..columns`, the next over one more."""
+        return draft.run(lambda tokens, positions, step: self.forward(tokens, positions, columns + step))
+
     def forward_chains(self, layout: ChainLayout, columns: int) -> Tensor:
         """Runs several chains of each row at once over columns `0..columns`; returns logits `[B, W, vocab]`.
 
@@ -96,7 +102,8 @@ class EagerRunner:
         decoding round feeds those, like any other last committed token. `heads`: how many columns to write of rows of
         which the others are known. Returns the number of tokens read."""
         device = rows.tokens.device
-        lengths = (rows.lengths[admission.first :] - 1).tolist()  # ascending over the leaders
+        lengths = (rows.host_lengths[admission.first :] - 1).tolist()  # ascending over the leaders
+        self.cache.reserve(lengths[: admission.leaders], admission.first)
         for row, columns in (heads or {}).items():
             lengths[row - admission.first] = columns
         start = 0
@@ -191,7 +198,7 @@ class EagerRunner:
         return found[0] if found else sound
 
     def _cache_for(self, network: PreTrainedModel, shares_cache: bool) -> RaggedCache:
-        return self.cache if shares_cache else RaggedCache.for_network(network, self.cache.rows, self.cache.columns)
+        return self.cache if shares_cache else self.cache.like(network)
 
     def _position_ids(self, positions: Tensor) -> Tensor:
         # Drafts of a row about to end may lie past the last position; their outputs are discarded, but a learned
@@ -213,7 +220,12 @@ class EagerRunner:
         self.cache.point_at(positions if places is None else places, columns, first_row)
         dtype = autocast_dtype(tokens.device) or self.network.dtype
         keys = self.cache.key_positions
-        masks = self._masks.spans(positions) if spans else self._masks.build(positions, columns, dtype, places, keys)
+        # Torch's attention, and the one in C++, read columns next to each other.
+        table = self.cache.table_to_read(len(tokens)) if spans and self._uses_spans else None
+        if spans:
+            masks = self._masks.spans(positions, table)
+        else:
+            masks = self._masks.build(positions, columns, dtype, places, keys)
         logits = self.network(
             input_ids=tokens,
             position_ids=self._position_ids(positions),

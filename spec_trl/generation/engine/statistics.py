@@ -160,7 +160,7 @@ class SpeculationStatistics:
             drafter learns.
         seconds: of the whole call.
         cache_bytes: of K/V when there was most of it, a small drafter's own included: on a CPU under Linux the pages
-            that were written, else the whole cache.
+            that were written, of a pool those that rows had, else the whole cache.
         preemptions: times that a row left since memory ended; it came back, and its K/V was computed again.
         graphs: captured forwards that the target and its drafters hold.
         graph_bytes: device memory that these take next to weights and cache.

@@ -1,11 +1,12 @@
 """Kernels that multiply with packed weights, and the choice among them."""
 
 from .base import LayerSpec, PackedWeight, QuantizedRows
+from .bitsandbytes_nf4 import BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda
 from .humming import HummingInt4
 from .kernel_times import choose_measured
 from .marlin import MarlinInt4
 from .onnxruntime_int4 import OnnxRuntimeInt4, is_fastest
-from .reference import ReferenceInt4, ReferenceInt8
+from .reference import ReferenceInt4, ReferenceInt8, ReferenceNF4
 from .torch_int4 import TorchInt4Cpu, TorchInt4Cuda
 from .torch_int8 import TorchInt8Cpu
 from .triton_int4 import TritonInt4
@@ -14,8 +15,9 @@ from .triton_int4 import TritonInt4
 # On a CPU a rule decides, on a GPU measured times.
 FAST_KERNELS: tuple[type[PackedWeight], ...] = (
     TorchInt4Cpu, OnnxRuntimeInt4, TorchInt4Cuda, TritonInt4, HummingInt4, MarlinInt4, TorchInt8Cpu,
+    BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda,
 )  # fmt: skip
-KERNELS: tuple[type[PackedWeight], ...] = (*FAST_KERNELS, ReferenceInt4, ReferenceInt8)
+KERNELS: tuple[type[PackedWeight], ...] = (*FAST_KERNELS, ReferenceInt4, ReferenceInt8, ReferenceNF4)
 
 __all__ = [
     "FAST_KERNELS",
@@ -40,11 +42,13 @@ def check_kernel_name(name: str) -> None:
 def fitting_kernels(name: str, layer: LayerSpec) -> list[type[PackedWeight]] | str:
     """The kernels called `name` that can hold `layer`, under "auto" all fast ones; or why there is none."""
     named = FAST_KERNELS if name == "auto" else [kernel for kernel in KERNELS if kernel.name == name]
-    kernels = [k for k in named if k.bits == layer.bits and k.device_type in (None, layer.device.type)]
+    codes = layer.bits, layer.normal_float
+    kernels = [k for k in named if (k.bits, k.normal_float) == codes and k.device_type in (None, layer.device.type)]
     reasons = {kernel: kernel.unsupported(layer) for kernel in kernels}
     fitting = [kernel for kernel, reason in reasons.items() if reason is None]
     why = "; ".join(f"{kernel.name}: {reason}" for kernel, reason in reasons.items())
-    return fitting or why or f"kernel {name!r} has nothing for {layer.bits}-bit weights on {layer.device.type}"
+    kind = "NF4" if layer.normal_float else f"{layer.bits}-bit"
+    return fitting or why or f"kernel {name!r} has nothing for {kind} weights on {layer.device.type}"
 
 
 def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:

@@ -1,5 +1,6 @@
 """The interface between the quantizer, which makes codes, and the kernels, each of which stores them its own way."""
 
+import functools
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,17 +12,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+NORMAL_FLOATS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""NF4's values by code: quantiles of a normal distribution over the largest, with an exact zero (QLoRA, Dettmers et
+al. 2023, §3 and App. E)."""
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One weight matrix, as a kernel must know it before it stores it.
 
     Attributes:
         out_features, in_features: shape of the weight, [out, in].
-        bits: 4 (asymmetric, integer zero points) or 8 (symmetric).
+        bits: 4 (asymmetric, integer zero points; or NF4) or 8 (symmetric).
         group: number of weights of a row that share a scale; divides in_features.
         policy_dtype: dtype in which the policy computes with this weight.
         activation_dtype: dtype the caller wants activations and scales in; None = the kernel's choice.
         device: where the weight lives.
+        normal_float: of the two kinds with 4 bits it is NF4.
     """
 
     out_features: int
@@ -31,6 +42,7 @@ class LayerSpec:
     policy_dtype: torch.dtype
     activation_dtype: torch.dtype | None
     device: torch.device
+    normal_float: bool = False
 
     @property
     def groups(self) -> int:
@@ -40,12 +52,13 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Some rows of a quantized weight: weight = (codes - zeros) * scales, group by group.
+    """Some rows of a quantized weight, group by group: weight = (codes - zeros) * scales, or for NF4
+    NORMAL_FLOATS[codes] * scales.
 
     Attributes:
         codes: int32 [rows, in]; 0..15 for 4 bits, -127..127 for 8. Scratch memory: valid during `pack_` only.
         scales: [rows, groups] in the kernel's activation dtype.
-        zeros: [rows, groups], whole numbers 0..15 in a floating dtype; all 0 for 8 bits.
+        zeros: [rows, groups], whole numbers 0..15 in a floating dtype; all 0 for 8 bits and NF4.
     """
 
     codes: Tensor
@@ -71,6 +84,7 @@ class PackedWeight(nn.Module, ABC):
     Attributes:
         name: the kernel's name; kernels for different devices may share one.
         bits: the width of the codes it stores.
+        normal_float: whether they stand for NF4's values.
         device_type: the only kind of device it runs on; None = any.
         package: the package that it comes from; None = torch alone.
         activation_dtypes: those it can compute in, its own choice first; empty = any, the policy's first.
@@ -83,6 +97,7 @@ class PackedWeight(nn.Module, ABC):
 
     name: ClassVar[str]
     bits: ClassVar[int]
+    normal_float: ClassVar[bool] = False
     device_type: ClassVar[str | None] = None
     package: ClassVar[Package | None] = None
     activation_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
@@ -104,7 +119,7 @@ class PackedWeight(nn.Module, ABC):
 
     @classmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
-        """Why this kernel cannot hold `layer`, of its bits and on its kind of device; None when it can."""
+        """Why this kernel cannot hold `layer`, of its codes and on its kind of device; None when it can."""
         if cls.activation_dtypes and layer.activation_dtype not in (None, *cls.activation_dtypes):
             known = " or ".join(map(str, cls.activation_dtypes))
             return f"activation_dtype={layer.activation_dtype}, and it computes in {known}"
@@ -147,6 +162,13 @@ def join_rows(parts: Sequence[PackedWeight]) -> PackedWeight | None:
         for part, own in zip(parts, getattr(whole, name).split(sizes, dim), strict=True):
             setattr(part, name, own)
     return whole
+
+
+@functools.lru_cache(maxsize=16)
+def normal_floats(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """NF4's values, [16]. Kept: copying them to a GPU waits for it."""
+    with torch.inference_mode(False):
+        return torch.tensor(NORMAL_FLOATS, dtype=dtype, device=device)
 
 
 def join_nibbles(nibbles: Sequence[Tensor]) -> Tensor:

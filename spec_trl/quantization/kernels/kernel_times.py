@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import LayerSpec, PackedWeight, QuantizedRows
+from .base import LayerSpec, PackedWeight, QuantizedRows, normal_floats
 from .kernel_table import ROWS, KernelChoice, KernelTable, TableKey, Times
 
 
@@ -70,7 +70,7 @@ def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer:
     """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once and
     then kept, in memory and in the user's cache.
 
-    A kernel that fails, or whose product differs from (code - zero) * scale by more than bfloat16 rounding, is not in
+    A kernel that fails, or whose product differs from that of the codes by more than bfloat16 rounding, is not in
     the table. One warning names it, and such a table is not saved.
     """
     key = _key(layer, kernels)
@@ -139,7 +139,8 @@ def random_rows(packed: PackedWeight) -> Iterator[tuple[int, QuantizedRows]]:
         count = min(step, layer.out_features - first)
         draw = partial(torch.randint, generator=generator, device=layer.device)
         codes = draw(0, 16, (count, layer.in_features), dtype=torch.int32)  # [rows, in]
-        zeros = draw(5, 11, (count, layer.groups), dtype=torch.int32).to(dtype)  # [rows, groups]
+        lowest, end = (0, 1) if layer.normal_float else (5, 11)
+        zeros = draw(lowest, end, (count, layer.groups), dtype=torch.int32).to(dtype)  # [rows, groups]
         scales = draw(64, 128, (count, layer.groups), dtype=torch.int32).to(dtype) / 4096  # [rows, groups]
         yield first, QuantizedRows(codes, scales, zeros)
 
@@ -150,7 +151,10 @@ def _check(packed: PackedWeight, inputs: dict[int, Tensor]) -> None:
     rounded = {rows: x.to(packed.activation_dtype) for rows, x in inputs.items()}  # [m, in] each
     products = {rows: packed.linear(x) for rows, x in rounded.items()}  # [m, out] each
     for first, stored in random_rows(packed):
-        steps = stored.codes.view(-1, layer.groups, layer.group) - stored.zeros.float()[..., None]
+        values = stored.codes  # [n, in]
+        if layer.normal_float:
+            values = normal_floats(torch.float32, layer.device)[values]  # [n, in]
+        steps = values.view(-1, layer.groups, layer.group) - stored.zeros.float()[..., None]
         weight = (steps * stored.scales.float()[..., None]).flatten(1)  # [n, in]
         for rows, x in rounded.items():
             exact = F.linear(x.float(), weight)  # [m, n]

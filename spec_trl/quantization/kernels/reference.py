@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import LayerSpec, PackedWeight, QuantizedRows
+from .base import LayerSpec, PackedWeight, QuantizedRows, normal_floats
 
 
 class Reference(PackedWeight):
@@ -51,6 +51,16 @@ class ReferenceInt4(Reference):
         codes = self.unpack().view(-1, self.layer.groups, self.layer.group)  # [out, groups, group]
         steps = codes.to(self.activation_dtype) - self.zeros[..., None]  # [out, groups, group]
         return (steps * self.scales[..., None]).flatten(1)  # [out, in]
+
+
+class ReferenceNF4(ReferenceInt4):
+    """The same bytes; the zero points stay 0."""
+
+    normal_float = True
+
+    def dequantize(self) -> Tensor:
+        values = normal_floats(self.activation_dtype, self.layer.device)[self.unpack().int()]  # [out, in]
+        return (values.view(-1, self.layer.groups, self.layer.group) * self.scales[..., None]).flatten(1)  # [out, in]
 
 
 class ReferenceInt8(Reference):

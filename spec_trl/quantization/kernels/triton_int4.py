@@ -34,13 +34,14 @@ class TritonInt4(PackedWeight):
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer)
-        from . import triton_int4_mm  # noqa: F401, registers the operator
+        from .triton_int4_mm import tiles_for  # registers the operator
 
         words = 32 if layer.in_features % 256 == 0 else 16
         spans, blocks = -(-layer.in_features // (8 * words)), -(-layer.out_features // 16)
         self.codes = self.allocate(blocks, spans, 16, words, dtype=torch.int32)  # [rows/16, spans, 16, words]
         # [groups, stored_rows]
         self.scales_and_offsets = self.allocate(spans * 8 * words // layer.group, blocks * 16, dtype=torch.int32)
+        self.arrivals = self.allocate(tiles_for(layer.out_features), dtype=torch.int32)  # [tiles]
 
     def pack_(self, first_row: int, rows: QuantizedRows) -> None:
         _, spans, _, words = self.codes.shape
@@ -59,6 +60,7 @@ class TritonInt4(PackedWeight):
         self.codes[first : first + len(packed)] = packed.transpose(1, 2)  # [rows/16, spans, 16, words]
 
     def linear(self, x: Tensor) -> Tensor:
+        weight = self.codes, self.scales_and_offsets, self.arrivals
         return torch.ops.spec_trl.triton_int4_mm(
-            x.contiguous(), self.codes, self.scales_and_offsets, self.layer.out_features, self.layer.group
+            x.contiguous(), *weight, self.layer.out_features, self.layer.group
         )  # [m, out]

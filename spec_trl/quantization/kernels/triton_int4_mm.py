@@ -5,8 +5,9 @@ A nibble becomes a number by OR-ing it into the bits of 128 in bfloat16, which m
 multiplies a group's product, in fp32. W is the left operand: its unpacked weights stay in registers, and x is padded
 to 8 or 16 rows only.
 
-Where W has too few tiles for the device, the columns are divided among programs and a second kernel adds the parts in
-a fixed order: no atomics, the same bits at each call.
+Where W has too few tiles for the device, the columns of a tile are divided among programs, and the last of them to
+arrive adds the parts in a fixed order: one kernel, and the same bits at each call. A counter per tile tells which is
+the last, and that one sets it to 0 again, for the next call or replay.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -62,11 +63,13 @@ def _steps(words, parameters, NIBBLE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m", "spans", "spans_per_split"])  # or more numbers would mean more compilations
 def _int4_mm(
-    x_ptr, words_ptr, parameters_ptr, out_ptr, m, n, k, stored_n, spans, spans_per_split, row_stride, group_stride,
+    x_ptr, words_ptr, parameters_ptr, out_ptr, parts_ptr, arrivals_ptr, m, n, k, stored_n, spans, spans_per_split,
+    row_stride, group_stride,
     GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_K: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    DIVIDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One [BLOCK_N, BLOCK_M] tile of W xᵀ over a share of the spans; out [splits, m, n]."""
+    """One [BLOCK_N, BLOCK_M] tile of W xᵀ over a share of the spans; out [m, n]. Where these are several shares,
+    DIVIDED, each is written to parts [splits, m, n] and counted in arrivals [blocks of m, tiles of n]."""
     SPAN: tl.constexpr = 8 * WORDS
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N], of W
     split = tl.program_id(1)
@@ -91,18 +94,23 @@ def _int4_mm(
                 product = tl.dot(steps, x.to(steps.dtype), product, input_precision="ieee")
             scale = (parameters & -65536).to(tl.float32, bitcast=True)  # [BLOCK_N]
             y += scale[:, None] * product
-    to = (split.to(tl.int64) * m + column[None, :]) * n + row[:, None]  # [BLOCK_N, BLOCK_M]
-    tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=wanted & (row < n)[:, None])
-
-
-@triton.jit(do_not_specialize=["count"])
-def _add_parts(parts_ptr, out_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """out [count] = the sum of parts [SPLITS, count], in order."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    y = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        y += tl.load(parts_ptr + split * count + at, mask=at < count, other=0.0)
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=at < count)
+    to = column[None, :].to(tl.int64) * n + row[:, None]  # [BLOCK_N, BLOCK_M]
+    mask = wanted & (row < n)[:, None]  # [BLOCK_N, BLOCK_M]
+    if DIVIDED:
+        size = m.to(tl.int64) * n
+        tl.store(parts_ptr + split * size + to, y, mask=mask)
+        # All threads have stored before one of them releases, and what was released is acquired before any loads.
+        tl.debug_barrier()
+        arrivals = arrivals_ptr + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for part in range(tl.num_programs(1)):
+                # .cg: from the L2 cache, where the others' stores are; not from L1.
+                total += tl.load(parts_ptr + part * size + to, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptr + to, total.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(arrivals, 0)
+    else:
+        tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def splits_for(tiles: int, spans: int, multiprocessors: int) -> int:
@@ -117,14 +125,24 @@ def splits_for(tiles: int, spans: int, multiprocessors: int) -> int:
     return next(splits for splits in divisions if busiest(splits) <= bound)
 
 
+def tiles_for(out_features: int) -> int:
+    """Number of tiles of W's rows, each with a counter for every MAX_BLOCK_M rows of x."""
+    return triton.cdiv(out_features, BLOCK_N)
+
+
 @torch.library.custom_op("spec_trl::triton_int4_mm", mutates_args=())
-def triton_int4_mm(x: Tensor, words: Tensor, scales_and_offsets: Tensor, out_features: int, group: int) -> Tensor:
+def triton_int4_mm(
+    x: Tensor, words: Tensor, scales_and_offsets: Tensor, arrivals: Tensor, out_features: int, group: int
+) -> Tensor:
     """x Wᵀ for a W in the layout of `TritonInt4`: [m, out_features] in bfloat16.
 
     Args:
         x: [m, in], bfloat16, the last dimension contiguous.
         words: int32 [stored_rows / 16, spans, 16, words per row and span].
         scales_and_offsets: int32 [groups, stored_rows], the last dimension contiguous.
+        arrivals: int32 [tiles], zeros before and after each call: the counters of captured calls with few rows. Graphs
+            that were captured with the same are replayed one after the other. Other calls, which another stream may
+            run meanwhile (a drafter that learns), take counters of their own, one launch more.
         out_features: rows of W; at most stored_rows.
         group: columns that share a scale.
     """
@@ -140,21 +158,24 @@ def triton_int4_mm(x: Tensor, words: Tensor, scales_and_offsets: Tensor, out_fea
         stages = NUM_STAGES if gpu.shared_memory_per_multiprocessor >= STAGES_MEMORY else NUM_STAGES - 1
     # Copies of less than 4 bytes per thread would not be asynchronous.
     block_m = min(MAX_BLOCK_M, max(256 // words_per_span, triton.next_power_of_2(m)))
-    tiles, blocks = triton.cdiv(out_features, BLOCK_N), triton.cdiv(m, block_m)
+    tiles, blocks = tiles_for(out_features), triton.cdiv(m, block_m)
     splits = splits_for(tiles * blocks, spans, multiprocessors)
-    parts = y if splits == 1 else x.new_empty(splits, m, out_features, dtype=torch.float32)
+    parts = y
+    if splits > 1:
+        parts = x.new_empty(splits, m, out_features, dtype=torch.float32)
+        if blocks > 1 or not (on_gpu and torch.cuda.is_current_stream_capturing()):
+            arrivals = arrivals.new_zeros(tiles * blocks)
     with torch.cuda.device_of(x):
         _int4_mm[(tiles, splits, blocks)](
-            x, words, scales_and_offsets, parts, m, out_features, k, stored_n, spans, triton.cdiv(spans, splits),
-            x.stride(0), scales_and_offsets.stride(0),
+            x, words, scales_and_offsets, y, parts, arrivals, m, out_features, k, stored_n, spans,
+            triton.cdiv(spans, splits), x.stride(0), scales_and_offsets.stride(0),
             GROUP=group, WORDS=words_per_span, BLOCK_M=block_m, BLOCK_N=BLOCK_N,
-            EVEN_K=k % (8 * words_per_span) == 0, INTERPRETED=not on_gpu, num_warps=NUM_WARPS, num_stages=stages,
+            EVEN_K=k % (8 * words_per_span) == 0, DIVIDED=splits > 1, INTERPRETED=not on_gpu,
+            num_warps=NUM_WARPS, num_stages=stages,
         )  # fmt: skip
-        if splits > 1:
-            _add_parts[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), SPLITS=splits, BLOCK=1024)
     return y
 
 
 @triton_int4_mm.register_fake
-def _(x: Tensor, words: Tensor, scales_and_offsets: Tensor, out_features: int, group: int) -> Tensor:
+def _(x: Tensor, words: Tensor, scales_and_offsets: Tensor, arrivals: Tensor, out_features: int, group: int) -> Tensor:
     return x.new_empty(x.shape[0], out_features)

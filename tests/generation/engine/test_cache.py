@@ -1,10 +1,12 @@
 """The ragged cache and the rows above it: memory, and who shares a prompt. That all is where it belongs,
 `test_token_identity.py` says."""
 
+from dataclasses import replace
+
 import torch
 
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.generation.engine.rows import Progress, Request, Rows
 
 
 CPU = torch.device("cpu")
@@ -46,6 +48,18 @@ def test_admission_groups_copies_after_their_leader() -> None:
     later = rows.admit([request(4, [5, 6]), request(5, [9])])
     assert (later.first, later.leaders, later.followers, later.sources) == (4, 1, [5], [1])
     assert rows.requests.tolist() == [1, 3, 0, 2, 5, 4]
+
+
+def test_a_row_whose_states_are_on_their_way_is_no_source() -> None:
+    """Another rank sends the tail of its K/V, the prompt's perhaps; once it is here, later rows may copy it."""
+    rows = Rows(4, 20, CPU)
+    progress = Progress(torch.tensor([7, 8]), None, 0, 4, dict)
+    moved = replace(request(0, [1, 2, 3]), progress=progress)
+    admission = rows.admit([moved, request(1, [1, 2, 3]), request(2, [1, 2, 3])])
+    assert rows.requests.tolist() == [1, 0, 2] and list(admission.moved) == [1]
+    assert (admission.leaders, admission.followers, admission.sources) == (2, [2], [0])
+    rows.drop([0, 2])
+    assert rows.admit([request(3, [1, 2, 3])]).sources == [0]
 
 
 def test_a_prompt_is_not_shared_with_a_row_that_left() -> None:

@@ -1,5 +1,6 @@
 """K/V on a CPU takes memory for what is written alone; the kernel is asked how much."""
 
+import math
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import LlamaForCausalLM, StoppingCriteriaList
 
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.memory import PagedZeros
+from spec_trl.generation.engine.memory import PagedZeros, free_memory, left_by_cgroups
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs, pad_left, random_rows
 
@@ -59,6 +60,32 @@ def test_other_devices_take_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     zeros.tensor.fill_(1)
     zeros.give_back(0, 3)
     assert zeros.tensor.all() and zeros.bytes_of([1]) == zeros.tensor.nbytes
+
+
+def write_group(folder: Path, limit: str, used: str, stat: str, version: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for name, text in zip((*names, "memory.stat"), (limit, used, stat), strict=True):
+        (folder / name).write_text(text + "\n")
+
+
+def test_limits_of_control_groups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the process's own group and those around it; under version 1 also where its path is another machine's."""
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    assert left_by_cgroups(root, own) == math.inf, "no control groups"
+    own.write_text("9:name=systemd:/x\n4:cpu,cpuacct:/\n0::/job_7/step_0\n")
+    write_group(root / "job_7/step_0", "max", "900", "anon 100\ninactive_file 800", version=2)
+    assert left_by_cgroups(root, own) == math.inf, "no limit"
+    write_group(root / "job_7", "5000", "3000", "anon 2200\ninactive_file 700\nactive_file 100", version=2)
+    assert left_by_cgroups(root, own) == 5000 - 3000 + 700
+    write_group(root / "job_7", "5000", "6000", "anon 6000", version=2)
+    assert left_by_cgroups(root, own) == 0
+
+    own.write_text("4:memory:/docker/abc\n0::/\n")
+    write_group(root / "memory", "4000", "1000", "inactive_file 1\ntotal_inactive_file 300", version=1)
+    assert left_by_cgroups(root, own) == 4000 - 1000 + 300
+    monkeypatch.setattr(memory, "left_by_cgroups", lambda: left_by_cgroups(root, own))
+    assert free_memory(CPU) == 3300
 
 
 def test_gaps_are_closed_and_the_rest_is_given_back() -> None:

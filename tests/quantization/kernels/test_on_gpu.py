@@ -1,10 +1,12 @@
 """Every 4-bit kernel on a GPU: product, refresh in place under a captured graph, large blocks of rows, measuring."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from spec_trl.quantization.kernels import FAST_KERNELS, fitting_kernels, kernel_times
-from spec_trl.quantization.kernels.reference import ReferenceInt4
+from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceNF4
 from spec_trl.quantization.rtn import RoundToNearest
 from tests.quantization.conftest import layer_spec, pack
 
@@ -21,7 +23,7 @@ def kernel(request):
 
 def layer_for(kernel, shape):
     """The layer of this shape (out, in, group); the test is skipped where the kernel cannot hold it."""
-    layer = layer_spec(*shape, device="cuda", dtype=torch.bfloat16)
+    layer = replace(layer_spec(*shape, device="cuda", dtype=torch.bfloat16), normal_float=kernel.normal_float)
     reason = kernel.unsupported(layer)
     if reason is not None:
         pytest.skip(reason)
@@ -33,7 +35,8 @@ def test_multiplies_like_the_reference(kernel, shape):
     torch.manual_seed(0)
     layer = layer_for(kernel, shape)
     weight = torch.randn(*shape[:2], device="cuda") / 60
-    packed, reference = pack(kernel, layer, weight), pack(ReferenceInt4, layer, weight)
+    slow = ReferenceNF4 if kernel.normal_float else ReferenceInt4
+    packed, reference = pack(kernel, layer, weight), pack(slow, layer, weight)
     exact_weight = reference.dequantize().double()
     for rows in (1, 3, 8, 16, 17, 64):
         x = torch.randn(rows, shape[1], device="cuda").bfloat16()

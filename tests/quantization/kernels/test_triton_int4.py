@@ -98,6 +98,29 @@ def test_division_of_the_columns_changes_rounding_only(monkeypatch):
     torch.testing.assert_close(products[1], products[0], rtol=2**-7, atol=1e-3)
 
 
+def test_the_last_program_of_a_tile_adds_the_parts_in_order():
+    """As captured: over counters that stay, in memory that holds what the call before has left; into float32,
+    since the interpreter cuts off where bfloat16 rounds."""
+    torch.manual_seed(0)
+    packed = pack(TritonInt4, torch.randn(200, 1024, device=DEVICE), 128)  # two tiles, of four spans
+    x = torch.randn(40, 1024, device=DEVICE).to(BF16)  # two blocks
+    y, parts = (
+        torch.empty(40, 200, device=DEVICE),
+        torch.empty(4, 40, 200, device=DEVICE),
+    )
+    arrivals = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
+    constants = dict(GROUP=128, WORDS=32, BLOCK_M=32, BLOCK_N=128, EVEN_K=True, DIVIDED=True)
+    for _ in range(2):
+        y.fill_(torch.nan)
+        mm._int4_mm[(2, 4, 2)](
+            x, packed.codes, packed.scales_and_offsets, y, parts, arrivals, 40, 200, 1024, 208, 4, 1, 1024, 208,
+            **constants, INTERPRETED=DEVICE.type == "cpu",
+        )  # fmt: skip
+        assert torch.equal(y, ((parts[0] + parts[1]) + parts[2]) + parts[3]) and not arrivals.any()
+        torch.testing.assert_close(y, packed.linear(x).float(), rtol=2**-7, atol=1e-3)
+        parts.fill_(torch.nan)
+
+
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(tiles=st.integers(1, 1200), spans=st.integers(1, 80))
 def test_splits(tiles, spans):
@@ -162,7 +185,7 @@ def test_the_operator_can_be_compiled():
     torch.manual_seed(0)
     packed = pack(TritonInt4, torch.randn(4, 128, device=DEVICE), 64)
     x = torch.randn(1, 128, device=DEVICE).to(BF16)
-    arguments = (x, packed.codes, packed.scales_and_offsets, 4, 64)
+    arguments = (x, packed.codes, packed.scales_and_offsets, packed.arrivals, 4, 64)
     torch.library.opcheck(mm.triton_int4_mm, arguments, test_utils=("test_schema", "test_faketensor"))
     compiled = torch.compile(lambda x: packed.linear(x) * 2, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), packed.linear(x) * 2)
@@ -178,9 +201,11 @@ spec = importlib.util.spec_from_file_location("mm", sys.argv[1])
 mm = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mm)
 names, found = mm._int4_mm.arg_names, []
-for capability, block_m, words, group in json.loads(sys.argv[2]):
+for capability, block_m, words, group, divided in json.loads(sys.argv[2]):
     pointers = {"x_ptr": "*bf16", "words_ptr": "*i32", "parameters_ptr": "*i32", "out_ptr": "*bf16"}
-    constants = dict(GROUP=group, WORDS=words, BLOCK_M=block_m, BLOCK_N=mm.BLOCK_N, EVEN_K=True, INTERPRETED=False)
+    pointers |= {"parts_ptr": "*fp32", "arrivals_ptr": "*i32"}
+    constants = dict(GROUP=group, WORDS=words, BLOCK_M=block_m, BLOCK_N=mm.BLOCK_N, EVEN_K=True)
+    constants |= dict(DIVIDED=divided, INTERPRETED=False)
     signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in names}
     aligned = [*pointers, "n", "k", "stored_n", "row_stride"]
     kernel = triton.compile(
@@ -200,8 +225,8 @@ print(json.dumps(found))
 @pytest.mark.slow
 def test_it_compiles_for_gpus_that_are_not_here():
     """The interpreter does not see the assembly; Triton's own assembler does, and needs no GPU."""
-    # Capability, BLOCK_M, WORDS, GROUP. In one process: importing takes longer than compiling.
-    cases = [(90, 8, 32, 128), (90, 32, 32, 32), (90, 16, 16, 64), (80, 16, 16, 128)]
+    # Capability, BLOCK_M, WORDS, GROUP, DIVIDED. In one process: importing takes longer than compiling.
+    cases = [(90, 8, 32, 128, True), (90, 32, 32, 32, False), (90, 16, 16, 64, True), (80, 16, 16, 128, True)]
     arguments = [mm.__file__, json.dumps(cases)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE, *arguments], env=environment, capture_output=True, text=True)
@@ -214,3 +239,8 @@ def test_it_compiles_for_gpus_that_are_not_here():
         assert ptx.count("cp.async.c") >= mm.NUM_STAGES, case  # loads run ahead
         stores = ptx[: ptx.index("st.global")].count("st.shared")
         assert stores <= 8, case  # of the result's way out: unpacked weights stay in registers
+        if case[-1]:  # every thread has stored its part before one counts the program, and loads none before that
+            before, counted, after = re.split(r"(atom\.\S+)", ptx)
+            assert counted.startswith("atom.global.gpu.acq_rel.add"), case
+            assert "bar.sync" in before[before.rindex("st.global") :], case
+            assert "bar.sync" in after[: after.index("ld.global.cg")] and "ld.global.cg" not in before, case

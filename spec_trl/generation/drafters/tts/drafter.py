@@ -52,6 +52,7 @@ class DistilledDrafter(Drafter):
         self.student, self._how = student, how
         student.context = student.learned_context
         self.has_probabilities, self.max_rows = student.has_probabilities, student.max_rows
+        self.uses_pool = student.uses_pool
         self._stride = UpdateStride(how.stride)
         self.learner: Learner | None = None
         """What has been learned; None before the first generation."""

@@ -99,17 +99,17 @@ def _rotate(
     tl.store(to_ptr + HALF + d, (high_kept.to(WIDE) + high_turned.to(WIDE)).to(low.dtype), mask=d < HALF)
 
 
-@triton.jit(do_not_specialize=["length", "first_row"])
+@triton.jit(do_not_specialize=["length"])
 def _rotate_and_write(
     query_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, cos_ptr: tl.tensor, sin_ptr: tl.tensor,
     query_weight_ptr: tl.tensor, key_weight_ptr: tl.tensor, eps: tl.tensor,
-    position_ptr: tl.tensor, out_ptr: tl.tensor, keys_ptr: tl.tensor, values_ptr: tl.tensor,
-    length: tl.tensor, first_row: tl.tensor,
+    to_row_ptr: tl.tensor, to_column_ptr: tl.tensor, out_ptr: tl.tensor, keys_ptr: tl.tensor, values_ptr: tl.tensor,
+    length: tl.tensor,
     query_row: tl.tensor, query_step: tl.tensor, query_head: tl.tensor,
     key_row: tl.tensor, key_step: tl.tensor, key_head: tl.tensor,
     value_row: tl.tensor, value_step: tl.tensor, value_head: tl.tensor,
     cos_row: tl.tensor, cos_step: tl.tensor, sin_row: tl.tensor, sin_step: tl.tensor,
-    position_row: tl.tensor, position_step: tl.tensor,
+    to_row_row: tl.tensor, to_row_step: tl.tensor, to_column_row: tl.tensor, to_column_step: tl.tensor,
     keys_row: tl.tensor, keys_head: tl.tensor, keys_column: tl.tensor,
     values_row: tl.tensor, values_head: tl.tensor, values_column: tl.tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
@@ -121,7 +121,8 @@ def _rotate_and_write(
     head = tl.program_id(1).to(tl.int64)
     cos_ptr += row * cos_row + step * cos_step
     sin_ptr += row * sin_row + step * sin_step
-    column = tl.load(position_ptr + row * position_row + step * position_step).to(tl.int64)
+    to_row = tl.load(to_row_ptr + row * to_row_row + step * to_row_step).to(tl.int64)
+    column = tl.load(to_column_ptr + row * to_column_row + step * to_column_step).to(tl.int64)
     if head < HEADS:
         query_at = query_ptr + row * query_row + step * query_step + head * query_head
         to = out_ptr + ((row * HEADS + head) * length + step) * (2 * HALF)
@@ -129,13 +130,13 @@ def _rotate_and_write(
     elif head < HEADS + KV_HEADS:
         head -= HEADS
         key_at = key_ptr + row * key_row + step * key_step + head * key_head
-        to = keys_ptr + _cache_offset(first_row + row, head, column, keys_row, keys_head, keys_column)
+        to = keys_ptr + _cache_offset(to_row, head, column, keys_row, keys_head, keys_column)
         _rotate(key_at, to, key_weight_ptr, cos_ptr, sin_ptr, eps, HALF, NORM, WIDE, BLOCK)
     else:
         head -= HEADS + KV_HEADS
         d = tl.arange(0, 2 * BLOCK)  # [2 * BLOCK]
         value_at = value_ptr + row * value_row + step * value_step + head * value_head + d
-        value_to = values_ptr + _cache_offset(first_row + row, head, column, values_row, values_head, values_column)
+        value_to = values_ptr + _cache_offset(to_row, head, column, values_row, values_head, values_column)
         tl.store(value_to + d, tl.load(value_at, mask=d < 2 * HALF), mask=d < 2 * HALF)
 
 
@@ -193,8 +194,8 @@ def rotate_and_write(
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
-    positions: Tensor,
-    first_row: int,
+    to_rows: Tensor,
+    to_columns: Tensor,
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     eps: float,
@@ -206,7 +207,8 @@ def rotate_and_write(
         key, value: `[B, q, kv_heads, d]`.
         cos, sin: `[B, q, d]`.
         keys, values: `[rows, kv_heads, columns, d]`, the cache's buffers.
-        positions: `[B, q]` int64, the columns that row `first_row + b` writes.
+        to_rows, to_columns: `[B, q]` int64, the row and the column of the buffers that each token is written to; they
+            must lie within them.
         query_weight, key_weight: `[d]`, of norms that come before the rotation; None: there are none.
         eps: of the norms.
 
@@ -221,19 +223,19 @@ def rotate_and_write(
         key.shape == value.shape == (batch, length, kv_heads, head_dim)
         and cos.shape == sin.shape == (batch, length, head_dim)
         and keys.shape[1::2] == values.shape[1::2] == (kv_heads, head_dim)
-        and positions.shape == (batch, length)
-        and len(keys) >= first_row + batch <= len(values)
+        and to_rows.shape == to_columns.shape == (batch, length)
         and all(tensor.stride(-1) == 1 for tensor in (query, *tensors))
     )
-    _check("query, key, value, cos, sin, cache, positions and norms", query.dtype, fits, *tensors)
+    _check("query, key, value, cos, sin, cache, places and norms", query.dtype, fits, *tensors)
     out = query.new_empty(batch, heads, length, head_dim)
     if out.numel():
         half = head_dim // 2
         with torch.cuda.device_of(query):  # Triton launches on the current device
             _rotate_and_write[(batch * length, heads + 2 * kv_heads)](
-                query, key, value, cos, sin, *(weights or (query, query)), eps, positions, out, keys, values,
-                length, first_row, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-                *cos.stride()[:2], *sin.stride()[:2], *positions.stride(), *keys.stride()[:3], *values.stride()[:3],
+                query, key, value, cos, sin, *(weights or (query, query)), eps, to_rows, to_columns, out, keys, values,
+                length, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+                *cos.stride()[:2], *sin.stride()[:2], *to_rows.stride(), *to_columns.stride(),
+                *keys.stride()[:3], *values.stride()[:3],
                 HEADS=heads, KV_HEADS=kv_heads, HALF=half, NORM=bool(weights),
                 WIDE=_wide(query), BLOCK=triton.next_power_of_2(half), num_warps=1, **_OPTIONS,
             )  # fmt: skip

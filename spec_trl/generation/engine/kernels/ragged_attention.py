@@ -40,14 +40,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @triton.jit(do_not_specialize=["columns", "splits"])
 def _attend(
     query_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, first_ptr: tl.tensor, last_ptr: tl.tensor,
-    partial_ptr: tl.tensor, maximum_ptr: tl.tensor, total_ptr: tl.tensor,
+    table_ptr: tl.tensor, partial_ptr: tl.tensor, maximum_ptr: tl.tensor, total_ptr: tl.tensor,
     scale: tl.tensor, cap: tl.tensor, columns: tl.tensor, splits: tl.tensor,
     query_row: tl.tensor, query_head: tl.tensor, query_step: tl.tensor, query_dim: tl.tensor,
     key_row: tl.tensor, key_head: tl.tensor, key_column: tl.tensor,
     value_row: tl.tensor, value_head: tl.tensor, value_column: tl.tensor,
-    first_row: tl.tensor, first_step: tl.tensor, last_row: tl.tensor, last_step: tl.tensor,
+    first_row: tl.tensor, first_step: tl.tensor, last_row: tl.tensor, last_step: tl.tensor, table_row: tl.tensor,
     LENGTH: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
     """The softmax-weighted values of one share of one row's columns, not normalised, with maximum and sum.
 
@@ -71,6 +72,9 @@ def _attend(
     last = tl.minimum(last, columns - 1).to(tl.int32)  # [M]
     begin = tl.min(tl.where(first <= last, first, columns), 0)
     end = tl.max(tl.where(first <= last, last + 1, 0), 0)
+    seen_from = begin
+    if PAGE:
+        begin = begin // BLOCK_N * BLOCK_N  # so that no block crosses pages
     blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
     # Shares that differ by a block at most. Splits beyond the number of blocks get none.
     start = begin + split * blocks // splits * BLOCK_N
@@ -82,19 +86,27 @@ def _attend(
         query_ptr + query_at[:, None] + d[None, :] * query_dim,
         mask=(m < FOLDED)[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
     )  # [M, D]  # fmt: skip
-    key_at = key_ptr + row * key_row + head.to(tl.int64) * key_head + start.to(tl.int64) * key_column
-    value_at = value_ptr + row * value_row + head.to(tl.int64) * value_head + start.to(tl.int64) * value_column
-    key_at += n[None, :] * key_column + d[:, None]  # [D, N]
-    value_at += n[:, None] * value_column + e[None, :]  # [N, E]
+    key_at = key_ptr + head.to(tl.int64) * key_head + n[None, :] * key_column + d[:, None]  # [D, N]
+    value_at = value_ptr + head.to(tl.int64) * value_head + n[:, None] * value_column + e[None, :]  # [N, E]
 
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     partial = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     for at in range(start, end, BLOCK_N):
         column = at + n  # [N]
-        # V is masked like K: a weight of 0 times a NaN that lies past the end would be NaN.
-        key = tl.load(key_at, mask=(d < HEAD_DIM)[:, None] & (column < end)[None, :], other=0.0)  # [D, N]
-        value = tl.load(value_at, mask=(column < end)[:, None] & (e < VALUE_DIM)[None, :], other=0.0)  # [N, E]
+        place, offset = row, tl.full((), at, tl.int64)  # the block's row of the buffers, and its first column there
+        if PAGE:
+            place, offset = tl.load(table_ptr + row * table_row + at // PAGE).to(tl.int64), offset % PAGE
+        # V is masked like K: a weight of 0 times a NaN that lies outside would be NaN.
+        inside = (column >= seen_from) & (column < end)  # [N]
+        key = tl.load(
+            key_at + (place * key_row + offset * key_column),
+            mask=(d < HEAD_DIM)[:, None] & inside[None, :], other=0.0,
+        )  # [D, N]  # fmt: skip
+        value = tl.load(
+            value_at + (place * value_row + offset * value_column),
+            mask=inside[:, None] & (e < VALUE_DIM)[None, :], other=0.0,
+        )  # [N, E]  # fmt: skip
         scores = tl.dot(query, key, input_precision="ieee") * scale  # [M, N]
         if SOFTCAP:
             # tanh(s) = sign(s) (1 - t) / (1 + t) with t = exp(-2 |s|), which never overflows; `scale` holds the 2.
@@ -109,8 +121,6 @@ def _attend(
         total = total * decay + tl.sum(weights, 1)
         partial = tl.dot(weights.to(value.dtype), value, partial * decay[:, None], input_precision="ieee")
         maximum = higher
-        key_at += BLOCK_N * key_column
-        value_at += BLOCK_N * value_column
 
     to = ((row * tl.num_programs(1) + head) * splits + split) * FOLDED + m  # [M], in [B, kv, splits, groups * q]
     tl.store(maximum_ptr + to, maximum, mask=m < FOLDED)
@@ -182,6 +192,7 @@ def ragged_decode_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Attention of few queries per row over each row's own columns of the cache; no gradient.
 
@@ -199,6 +210,9 @@ def ragged_decode_attention(
         scale: factor of query · key.
         softcap: scores become `tanh(score / softcap) * softcap` (Gemma 2).
         sinks: `[heads]` floating, a score per head that joins the denominator once (GPT-OSS's `s_aux`).
+        table: `[B, pages]` int64 or int32, last dimension contiguous: keys and values are then pages
+            `[any, kv_heads, 64, d]`, and row b's column c is column c % 64 of page `table[b, c // 64]`. The 64 may be
+            any power of two from 64 on. None: row b's columns lie in row b.
 
     Returns:
         `[B, q, heads, d_v]` contiguous, in query's dtype; computed in float32.
@@ -206,9 +220,12 @@ def ragged_decode_attention(
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
-    _check(query, keys, values, first, last, softcap, sinks)
+    _check(query, keys, values, first, last, softcap, sinks, table)
     batch, heads, length, head_dim = query.shape
     kv_heads, columns, value_dim = values.shape[1:]
+    page = 0
+    if table is not None:
+        page, columns = columns, columns * table.shape[1]
     groups = heads // kv_heads
     folded = groups * length
     out = query.new_empty(batch, length, heads, value_dim)
@@ -232,11 +249,12 @@ def ragged_decode_attention(
         factor, cap = 2 * scale / softcap * _LOG2E, softcap * _LOG2E
     with torch.cuda.device_of(query):  # Triton launches on the current device
         _attend[(batch * blocks, kv_heads, splits)](
-            query, keys, values, first, last, partial, maximum, total,
+            query, keys, values, first, last, first if table is None else table, partial, maximum, total,
             factor, cap, columns, splits,
             *query.stride(), *keys.stride()[:3], *values.stride()[:3], *first.stride(), *last.stride(),
-            LENGTH=length, GROUPS=groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, SOFTCAP=softcap is not None,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e,
+            0 if table is None else table.stride(0),
+            LENGTH=length, GROUPS=groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page,
+            SOFTCAP=softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e,
             num_warps=4 if block_m <= 64 else 8, num_stages=_NUM_STAGES,
         )  # fmt: skip
         _merge[(batch, kv_heads * folded)](
@@ -268,6 +286,7 @@ def _check(
     last: Tensor,
     softcap: float | None,
     sinks: Tensor | None,
+    table: Tensor | None,
 ) -> None:
     batch, heads, length, head_dim = query.shape
     if query.dtype not in _DTYPES:
@@ -275,7 +294,8 @@ def _check(
     for name, states in (("keys", keys), ("values", values)):
         if states.dtype != query.dtype:
             raise ValueError(f"{name} are {states.dtype} and query is {query.dtype}. Convert one to the other.")
-        if states.shape[0] < batch or states.shape[1:3] != keys.shape[1:3] or heads % states.shape[1]:
+        is_short = table is None and states.shape[0] < batch
+        if is_short or states.shape[1:3] != keys.shape[1:3] or heads % states.shape[1]:
             raise ValueError(
                 f"{name} of shape {list(states.shape)} do not fit query {list(query.shape)} and keys "
                 f"{list(keys.shape)}: they need [rows >= {batch}, kv_heads that divide {heads}, columns, d]."
@@ -290,6 +310,15 @@ def _check(
                 f"{name} is {bound.dtype} of shape {list(bound.shape)}: pass int64 or int32 [{batch}, {length}], one "
                 "column per query."
             )
+    if table is not None:
+        page = keys.shape[2]
+        if len(table) != batch or table.dtype not in (torch.int64, torch.int32) or table.stride(1) != 1:
+            raise ValueError(
+                f"table is {table.dtype} of shape {list(table.shape)}: pass int64 or int32 [{batch}, pages], its last "
+                "dimension contiguous."
+            )
+        if page % _BLOCK_N or page & (page - 1):
+            raise ValueError(f"keys have pages of {page} columns: make them a power of two from {_BLOCK_N} on.")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap} must be positive; pass None for no softcap.")
     if sinks is not None and sinks.shape != (heads,):

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import operator
+
 
 # Chosen by reasoning, not measured yet: 16 logits per thread.
 CHUNK = 8192
@@ -95,6 +97,12 @@ def _cut(
     tl.store(first_ptr + row, tl.where(lost, 0, first))
 
 
+def _shapes(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    cuts = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    return cuts, torch.empty_like(cuts, dtype=torch.int32)
+
+
+@operator("top_p_floors", _shapes)
 def top_p_floors(
     logits: Tensor, top_p: float, temperature: float = 1.0, floors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

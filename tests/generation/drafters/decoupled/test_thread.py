@@ -78,11 +78,17 @@ def test_a_drafter_that_hangs_serves_no_later_generation_until_it_returns(tiny) 
     class Hanging(SelfDrafter):
         calls = 0
 
-        def _forward(self, *where: Any) -> Any:
-            self.calls += 1
-            if self.calls == 6:  # within a window
-                is_over.wait()
-            return super()._forward(*where)
+        def begin(self, session: DraftSession) -> None:
+            super().begin(session)
+            forward = self._runner.forward
+
+            def hang(*fed: Any) -> Any:
+                self.calls += 1
+                if self.calls == 6:  # within a window
+                    is_over.wait()
+                return forward(*fed)
+
+            self._runner.forward = hang
 
     def wake(number: int) -> None:
         if number == 5:

@@ -76,7 +76,8 @@ def test_rotates_and_writes_each_row_where_it_is(dtype: torch.dtype, normed: boo
     expected_keys[rows, :, positions] = new_keys.transpose(1, 2)
     expected_values[rows, :, positions] = value
     weights = [norm.weight for norm in norms] if normed else [None, None]
-    ours = rotate_and_write(query, key, value, cos, sin, keys, values, positions, 2, *weights, 0.1)
+    places = rows.expand_as(positions), positions
+    ours = rotate_and_write(query, key, value, cos, sin, keys, values, *places, *weights, 0.1)
     assert ours.is_contiguous() and torch.equal(values, expected_values)
     compare(ours, rotated)
     compare(keys, expected_keys)
@@ -99,7 +100,7 @@ def test_are_proper_operators(tests: str | tuple[str, ...]) -> None:
         (operators.silu_multiply, (x, x)),
         (
             operators.rotate_and_write,
-            (query, key, key, x, x, cache, cache.clone(), positions, 0, weight, weight, 0.1),
+            (query, key, key, x, x, cache, cache.clone(), positions % 2, positions, weight, weight, 0.1),
         ),
     ]
     for operator, inputs in calls:
@@ -115,8 +116,8 @@ def test_bad_input_is_refused() -> None:
         add_rms_norm(x, x, torch.zeros(8).half(), 0.1)
     with pytest.raises(ValueError, match="gate and up do not fit"):
         silu_multiply(x, x[:, :2])
-    with pytest.raises(ValueError, match="query, key, value, cos, sin, cache, positions and norms do not fit"):
-        rotate_and_write(heads, heads, heads, x, x, cache, cache, positions, 1, None, None, 0.1)  # rows 1 to 3 of 2
+    with pytest.raises(ValueError, match="query, key, value, cos, sin, cache, places and norms do not fit"):
+        rotate_and_write(heads, heads, heads, x, x, cache, cache, positions[:1], positions, None, None, 0.1)
 
 
 @pytest.mark.slow
@@ -134,7 +135,7 @@ for dtype in (torch.bfloat16, torch.float32, torch.float64):
     query, key, angle, cache = empty(2, 6, 28, 128), empty(2, 6, 4, 128), empty(2, 6, 128), empty(2, 4, 512, 128)
     for norm in (None, empty(128)):
         places = torch.zeros(2, 6, dtype=torch.int64)
-        rotate_and_write(query, key, key, angle, angle, cache, cache.clone(), places, 0, norm, norm, 1e-6)
+        rotate_and_write(query, key, key, angle, angle, cache, cache.clone(), places, places, norm, norm, 1e-6)
 """
     kernels = compile_for(90, calls, tmp_path)
     names = ["_rms_norm", "_rms_norm", "_silu_multiply", "_rotate_and_write", "_rotate_and_write"]
@@ -148,15 +149,16 @@ def test_a_captured_graph_writes_anew() -> None:
     query, key = random(4, 6, 28, 128, dtype=torch.bfloat16), random(4, 6, 4, 128, dtype=torch.bfloat16)
     cos, sin = random(2, 4, 6, 128, dtype=torch.bfloat16)
     keys, values = random(2, 4, 4, 512, 128, dtype=torch.bfloat16)
+    rows = torch.arange(4, device=DEVICE)[:, None].expand(4, 6)
     positions = torch.arange(6, device=DEVICE).repeat(4, 1)
     given = query, key, key, cos, sin
-    rotate_and_write(*given, keys, values, positions, 0, None, None, 0.0)
+    rotate_and_write(*given, keys, values, rows, positions, None, None, 0.0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = rotate_and_write(*given, keys, values, positions, 0, None, None, 0.0)
+        out = rotate_and_write(*given, keys, values, rows, positions, None, None, 0.0)
     positions += 100
     query.copy_(random(4, 6, 28, 128, dtype=torch.bfloat16))
     expected_keys, expected_values = keys.clone(), values.clone()
     graph.replay()
-    assert torch.equal(out, rotate_and_write(*given, expected_keys, expected_values, positions, 0, None, None, 0.0))
+    assert torch.equal(out, rotate_and_write(*given, expected_keys, expected_values, rows, positions, None, None, 0.0))
     assert torch.equal(keys, expected_keys) and torch.equal(values, expected_values)

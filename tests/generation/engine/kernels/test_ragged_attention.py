@@ -10,6 +10,7 @@ from tests.generation.engine.kernels.ahead_of_time import compile_for
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from spec_trl.generation.engine import attention
 from spec_trl.generation.engine.kernels import ragged_attention
 from spec_trl.generation.engine.kernels.ragged_attention import ragged_decode_attention
 
@@ -85,6 +86,20 @@ def attend(query, keys, values, spans, scale, softcap=None, sinks=None) -> torch
     return ragged_decode_attention(query, keys, values, spans[..., 0], spans[..., 1], scale, softcap, sinks)
 
 
+def paged(states: torch.Tensor, batch: int, dtype: torch.dtype = torch.int32) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of `states` `[rows, kv_heads, columns, d]` in pages of 64 in any order, between pages of NaN, and the
+    table `[batch, pages]` that leads to them. What a row's last page has more than the row is NaN too."""
+    rows, kv_heads, columns, size = states.shape
+    count = -(-columns // 64)
+    pool = torch.full((2 * rows * count + 1, kv_heads, 64, size), torch.nan, dtype=states.dtype, device=DEVICE)
+    places = 1 + torch.randperm(2 * rows * count)[: rows * count].view(rows, count)
+    for row in range(rows):
+        for page in range(count):
+            part = states[row, :, 64 * page : 64 * page + 64]
+            pool[places[row, page], :, : part.shape[1]] = part
+    return pool, places[:batch].to(DEVICE, dtype)
+
+
 def compare(query, keys, values, spans, scale=None, softcap=None, sinks=None, tolerance=1e-5) -> None:
     scale = query.shape[3] ** -0.5 if scale is None else scale
     output = attend(query, keys, values, spans, scale, softcap, sinks)
@@ -114,6 +129,28 @@ def test_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert broken[1, 1, 1].all() and int(broken.sum()) == 8
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("limits", [{}, dict(window=40), dict(chunk=50)], ids=str)
+def test_pages(dtype: torch.dtype, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and shares begin within pages; nothing of a page outside of a row's columns is read."""
+    monkeypatch.setattr(ragged_attention, "_multiprocessors", lambda device: 5)
+    torch.manual_seed(0)
+    query, states = queries(3, 4, 2, 24), cache(4, 2, 24)
+    spans = causal([0, 75, COLUMNS - 2], 2, **limits)
+    first, last = spans[..., 0].clamp(min=0).amin(1), spans[..., 1].amax(1)
+    for row in range(3):
+        states[row, :, : first[row]] = torch.nan
+        states[row, :, last[row] + 1 :] = torch.nan
+    pool, table = paged(states, 3, dtype)
+    expected = textbook(query, states, states, spans, 0.3)
+    output = ragged_decode_attention(query, pool, pool, spans[..., 0], spans[..., 1], 0.3, None, None, table)
+    torch.testing.assert_close(output.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+    mask = torch.cat([spans.int(), torch.nn.functional.pad(table, (0, 1)).int().unflatten(1, (-1, 2))], dim=1)[:, None]
+    monkeypatch.setattr(attention, "run_on", lambda device: True)
+    through, _ = attention.ragged_attention(torch.nn.Module(), query, pool, pool, mask, 0.3)
+    assert torch.equal(through, output), "the table that comes with the spans"
+
+
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
@@ -141,8 +178,20 @@ def test_any_shapes(data: st.DataObject) -> None:
         splits = data.draw(st.sampled_from([1, 5, 1000]))
         patch.setattr(ragged_attention, "_multiprocessors", lambda device: splits)
         torch.use_deterministic_algorithms(True, warn_only=True)  # fills memory that is not initialised with NaN
+        table = None
+        if data.draw(st.booleans()):
+            torch.manual_seed(1)
+            keys_pool, table = paged(keys, batch)
+            torch.manual_seed(1)
+            values_pool, _ = paged(values, batch)
         try:
-            compare(query, keys, values, spans, scale, softcap, sinks, 1e-4 if scale > 1 else 1e-5)
+            tolerance = 1e-4 if scale > 1 else 1e-5
+            compare(query, keys, values, spans, scale, softcap, sinks, tolerance)
+            if table is not None:
+                bounds = spans[..., 0], spans[..., 1].clamp(max=COLUMNS - 1)
+                output = ragged_decode_attention(query, keys_pool, values_pool, *bounds, scale, softcap, sinks, table)
+                expected = textbook(query, keys, values, spans, scale, softcap, sinks)
+                torch.testing.assert_close(output.double().cpu(), expected, rtol=tolerance, atol=tolerance)
         finally:
             torch.use_deterministic_algorithms(False)
 
@@ -204,6 +253,8 @@ def test_is_a_proper_operator(tests: str | tuple[str, ...]) -> None:
         (dict(values=torch.zeros(2, 2, 64, 9).transpose(2, 3)), "values have strides"),
         (dict(last=torch.zeros(2, 4, dtype=torch.int64)), r"last is torch.int64 of shape \[2, 4\]"),
         (dict(first=torch.zeros(2, 3)), r"first is torch.float32 of shape \[2, 3\]"),
+        (dict(table=torch.zeros(3, 4, dtype=torch.int32)), r"table is torch.int32 of shape \[3, 4\]"),
+        (dict(table=torch.zeros(2, 4, dtype=torch.int32)), "keys have pages of 9 columns"),
         (dict(softcap=0.0), "softcap=0.0 must be positive"),
         (dict(sinks=torch.zeros(2)), r"sinks have shape \[2\]"),
     ],
@@ -239,9 +290,11 @@ for heads, kv_heads, length, d, d_v, dtype, softcap, sinks in {shapes}:
     spans = torch.empty(2, length, 2, dtype=torch.int64)
     sink = torch.empty(heads, dtype=dtype) if sinks else None
     ragged_decode_attention(query, keys, values, spans[..., 0], spans[..., 1], 0.1, softcap, sink)
+    pools, table = (states.unflatten(2, (-1, 64))[:, :, 0] for states in (keys, values)), spans.new_empty(2, 32)
+    ragged_decode_attention(query, *pools, spans[..., 0], spans[..., 1], 0.1, softcap, sink, table)
 """
     kernels = compile_for(capability, calls, tmp_path)
-    assert [name for name, _ in kernels] == ["_attend", "_merge"] * len(shapes)
+    assert [name for name, _ in kernels] == ["_attend", "_merge"] * 2 * len(shapes)
     assert max(shared for _, shared in kernels) <= 99 * 1024  # what the smallest of these GPUs gives a program
 
 
@@ -260,4 +313,21 @@ def test_a_captured_graph_serves_every_length() -> None:
         graph.replay()
         assert torch.equal(output, attend(query, keys, values, spans, 0.1))
         expected = textbook(query, keys, values, spans, 0.1)
+        torch.testing.assert_close(output.double().cpu(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.cuda
+def test_a_captured_graph_reads_the_table_as_it_is() -> None:
+    torch.manual_seed(0)
+    query, states = queries(3, 14, 6, 128, torch.bfloat16), cache(3, 2, 128, torch.bfloat16)
+    spans, (pool, table) = causal([3, 60, 144], 6), paged(states, 3)
+    given = query, pool, pool, spans[..., 0], spans[..., 1], 0.1, None, None, table
+    ragged_decode_attention(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = ragged_decode_attention(*given)
+    for rows in ([0, 1, 2], [0, 2, 1]):
+        expected = textbook(query, states[rows], states[rows], spans, 0.1)
+        table.copy_(table[rows])
+        graph.replay()
         torch.testing.assert_close(output.double().cpu(), expected, rtol=0.02, atol=0.02)

@@ -1,0 +1,62 @@
+"""One captured forward, and the shapes that forwards are captured for."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cuda_graphs import Recording
+
+
+SMALLEST_COLUMNS = 256
+
+
+class ForwardKey(NamedTuple):
+    """What a forward is captured for: numbers of rows, tokens per row and columns that are read, and autocast."""
+
+    rows: int
+    queries: int
+    columns: int
+    autocast: torch.dtype | None
+
+
+@dataclass
+class CapturedForward:
+    """A forward over static buffers."""
+
+    key: ForwardKey
+    tokens: Tensor  # [rows, q], static
+    positions: Tensor  # [rows, q], static
+    recording: Recording
+    bytes: int  # that it took
+    filled: int  # rows of the buffers that a call has filled; the others stand at position 0
+    replays: int = 0
+
+    def fill(self, tokens: Tensor, positions: Tensor) -> None:
+        """Puts this call into the buffers: a replay writes its K/V, and no other."""
+        rows = len(tokens)
+        self.tokens[:rows] = tokens
+        self.positions[:rows] = positions
+        if self.filled > rows:
+            self.positions[rows:] = 0  # so that free rows read one column, not many
+        self.filled = rows
+
+
+def row_bucket(rows: int) -> int:
+    """Rows that a batch of `rows` is padded to: a power of two up to 8, then a multiple of 8, of 32 beyond 64."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = 8 if rows <= 64 else 32
+    return -(-rows // step) * step
+
+
+def column_bucket(columns: int, limit: int) -> int:
+    """Columns that `columns` are padded to where attention reads a mask: a power of two, at most `limit`."""
+    return min(max(SMALLEST_COLUMNS, 1 << (columns - 1).bit_length()), limit)
+
+
+def pad(values: Tensor, rows: int) -> Tensor:
+    """A copy `[rows, q]` of `values` `[B, q]`, with zeros after them: free rows then read one column, not many."""
+    return F.pad(values, (0, 0, 0, rows - len(values)))

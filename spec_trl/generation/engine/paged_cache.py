@@ -1,0 +1,167 @@
+"""K/V in pages that a table leads to, where the device has no memory that is taken as it is written: on CUDA."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .cache import RaggedCache, _RaggedLayer, _Window
+from .pages import EMPTY, PAGE_COLUMNS, Pages, pages_of
+
+
+@dataclass
+class _PagedWindow(_Window):
+    tables: Tensor | None = None  # [2, rows, pages] int32: where columns are read, and where they are written
+    row_columns: int = 0  # that a row can have
+    reads_table: bool = False  # the present forward's attention does; else it is given columns next to each other
+
+
+class PagedCache(RaggedCache):
+    """A :class:`RaggedCache` whose columns lie in pages of 64, taken as rows grow, and shared by rows with the same
+    prompt. Each layer has a pool `[2 + pages, kv_heads, 64, head_dim]` for keys and one for values; one table serves
+    all layers, of 8 pages for example:
+
+        tables[0]   7 3 5 0      column 70 of the first row: page 3, place 6. A column of no row is read from page 0
+        tables[1]   9 9 5 9      where it is written: pages 7 and 3 are shared, and known
+
+    Nobody reads page 9, the last one: padding, free rows of a captured forward and tokens that are fed once more write
+    there, broken drafters perhaps NaN. Nobody writes page 0: masked columns are zeros, and weigh nothing.
+
+    Pools and tables stay at their addresses, so captured forwards live as long as the cache does. The host knows which
+    pages each row has (:class:`Pages`) and sends what changes in one copy, outside of captured forwards; the device is
+    never asked.
+
+    Args:
+        layers, rows, columns: as of the ragged cache.
+        pages: that rows can have.
+    """
+
+    def __init__(self, layers: int, rows: int, columns: int, pages: int) -> None:
+        super().__init__(layers, rows, columns)
+        self.pages = Pages(pages, rows)
+        self._window = self._paged = _PagedWindow(layers, 2 + pages, PAGE_COLUMNS, row_columns=columns)
+        self.layers = [_PagedLayer(self._paged) for _ in range(layers)]
+
+    @classmethod
+    def with_pages(cls, network: PreTrainedModel, rows: int, columns: int, pages: int | None) -> "PagedCache":
+        """One with a layer for each of the network's decoder layers, and so many `pages`, but for one row at least and
+        for all rows at most; None: for all rows."""
+        layers, of_row = network.config.get_text_config(decoder=True).num_hidden_layers, pages_of(columns)
+        most = rows * of_row
+        return cls(layers, rows, columns, most if pages is None else min(max(pages, of_row), most))
+
+    def like(self, network: PreTrainedModel) -> "PagedCache":
+        return self.with_pages(network, self.rows, self.columns, self.pages.count)
+
+    def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
+        super().point_at(positions, columns, first_row)
+        self._paged.reads_table = False
+
+    def table_to_read(self, rows: int) -> Tensor:
+        assert self.tables is not None
+        self._paged.reads_table = True
+        return self.tables[0, self.first_row : self.first_row + rows]
+
+    def reserve(self, lengths: Sequence[int], first_row: int = 0) -> None:
+        for row, length in enumerate(lengths, first_row):
+            self.pages.grow(row, pages_of(length))
+        self._used = max(self._used, first_row + len(lengths))
+        self._send_changes()
+
+    def copy_rows(self, source: list[int], destination: list[int], columns: list[int]) -> None:
+        pairs = []  # pages that are copied, and to which
+        for row, to, count in zip(source, destination, columns, strict=True):
+            self.pages.release(to)
+            self.pages.share(row, to, count // PAGE_COLUMNS)
+            self.pages.grow(to, pages_of(count))
+            if count % PAGE_COLUMNS:
+                pairs.append((self.pages.of_row[row][count // PAGE_COLUMNS], self.pages.of_row[to][-1]))
+        for layer in self._allocated if pairs else ():
+            before, after = torch.tensor(pairs, device=layer.keys.device).unbind(1)  # [n] each
+            for pool in (layer.keys, layer.values):
+                pool[after] = pool[before]
+        self._used = max([self._used, *(row + 1 for row in destination)])
+        self._send_changes()
+
+    def move_rows(self, source: list[int], destination: list[int], columns: list[int], active: int) -> None:
+        for row, to in zip(source, destination, strict=True):
+            self.pages.release(to)
+            self.pages.move(row, to)
+        self.give_back(active, self._used)
+        self._used = active
+
+    def give_back(self, first: int, end: int, kept: int = 0) -> None:
+        for row in range(first, end):
+            self.pages.release(row, pages_of(kept))
+        self._send_changes()
+
+    def clear(self) -> None:
+        super().clear()
+        self.pages.most = 0
+
+    def bytes_of(self, lengths: Sequence[int]) -> int:
+        """Bytes of the pages that were taken when they were most."""
+        return self.pages.most * PAGE_COLUMNS * self.column_bytes
+
+    @property
+    def tables(self) -> Tensor | None:
+        """The device's, `[2, rows, pages]` int32: where columns are read, and where they are written; None: no forward
+        has run."""
+        return self._paged.tables
+
+    @property
+    def held_bytes(self) -> int:
+        return (2 + self.pages.count) * PAGE_COLUMNS * self.column_bytes
+
+    def _places(self, columns: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+        rows, columns = super()._places(columns, first_row)
+        if self.tables is None:
+            self._paged.tables = self._make_tables(columns.device)
+            self._send_changes()
+        assert self.tables is not None
+        return self.tables[1, rows, columns // PAGE_COLUMNS].long(), columns % PAGE_COLUMNS  # [B, n] each
+
+    @torch.inference_mode(False)  # it is written to outside of inference mode too
+    def _make_tables(self, device: torch.device) -> Tensor:
+        width = -(-pages_of(self.columns) // 2) * 2  # spans hold them in pairs (`MaskPlan.spans`)
+        nothing = torch.tensor([EMPTY, self.pages.waste], dtype=torch.int32, device=device)
+        return nothing[:, None, None].repeat(1, self.rows, width)
+
+    @torch.inference_mode(False)
+    def _send_changes(self) -> None:
+        """Tells the device's tables what has changed, in one copy; before there are tables it waits."""
+        tables = self.tables
+        changes = [] if tables is None else self.pages.changes()
+        if tables is None or not changes:
+            return
+        _, rows, width = tables.shape
+        at = [row * width + index for row, index, _, _ in changes]
+        where = at + [rows * width + each for each in at]
+        pages = [change.read for change in changes] + [change.written for change in changes]
+        given = torch.tensor([where, pages])  # [2, n]
+        given = (given.pin_memory() if tables.is_cuda else given).to(tables.device, non_blocking=True)
+        tables.view(-1).scatter_(0, given[0], given[1].int())
+
+
+class _PagedLayer(_RaggedLayer):
+    def __init__(self, window: _PagedWindow) -> None:
+        super().__init__(window)
+        self._paged = window
+
+    def read(self, first_row: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        tables = self._paged.tables
+        assert tables is not None
+        pages = tables[0, first_row : first_row + rows, : pages_of(columns)]  # [B, p]
+        keys, values = (pool.transpose(0, 1)[:, pages] for pool in (self.keys, self.values))  # [kv, B, p, 64, d]
+        keys, values = (states.flatten(2, 3).transpose(0, 1) for states in (keys, values))  # [B, kv, p * 64, d]
+        return keys[:, :, :columns], values[:, :, :columns]
+
+    def get_max_length(self) -> int:
+        return self._paged.row_columns
+
+    get_max_cache_shape = get_max_length
+
+    def _visible(self, rows: int) -> tuple[Tensor, Tensor]:
+        return (self.keys, self.values) if self._paged.reads_table else super()._visible(rows)
