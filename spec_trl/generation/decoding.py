@@ -13,10 +13,10 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ..measuring.fill_ladder import find_ladder, keep_measured
+from ..measuring.fill_ladder import find_ladder
+from ..measuring.probe import probe
 from ..measuring.profile_cache import find_profile
 from ..scheduling.control import Control, NeverSpeculate
-from ..scheduling.toggle import SpeculationToggle
 from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_decoupled, check_strategy, check_verification
 from .decoupling import decoupled, keep_acceptance
 from .engine import requirements
@@ -282,7 +282,8 @@ def _control_of(call: _Call, drafters: list[Drafter], longest: int, at_end: Exit
         return make_control(drafters, config, profile)
     ladder = find_ladder(model, drafters, config, call.capacity) if chooses else None
     own = config if call.strategy == "best_of_n" else replace(config, best_of_n_race=False)
-    taken = take_control(model, drafters, own, profile, ladder)
+    rounds = partial(probe, model, drafters) if chooses and ladder is None else None
+    taken = take_control(model, drafters, own, profile, ladder, config.ladder_draft_lengths(), rounds)
     at_end.callback(keep_control, model, taken)
     return taken.control
 
@@ -304,8 +305,6 @@ def _roll_out(
         raise  # the runner is not kept: its cache may hold broken or half-written K/V
     if call.config.keep_graphs and isinstance(runner, GraphRunner):
         keep_runner(call.model, runner)
-    if _chooses_drafters(call, drafters) and isinstance(control, SpeculationToggle) and (rungs := control.rungs()):
-        keep_measured(call.model, drafters, call.config, rungs)
     if call.config.decoupled_execution != "never":
         keep_acceptance(call.model, drafters, statistics)
     if call.streamer is not None:

@@ -1,7 +1,7 @@
 """What an `assistant_strategy` means: which drafters draft, and the control that decides when they do."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,8 +13,11 @@ from ..quantization.kernels import PackedWeight
 from ..scheduling.best_of_n import BestOfN
 from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
 from ..scheduling.ladder import Ladder
+from ..scheduling.ledger import Drafts, Times
+from ..scheduling.planner import Planner
 from ..scheduling.profile import Profile
 from ..scheduling.roofline import Roofline
+from ..scheduling.round_costs import ProbedRounds, RooflineRounds
 from ..scheduling.selection import AcceptanceHistory
 from ..scheduling.toggle import SpeculationToggle
 from . import kept
@@ -36,6 +39,8 @@ Assistant: TypeAlias = "PreTrainedModel | str | None"
 _LEARNED = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
 # Kernels whose layers keep locks or partial sums between thread blocks: drafting and learning would share them.
 _ONE_STREAM = {"humming", "marlin"}
+PROBE_ERROR = 0.5
+"""sd of log(seconds / predicted) of a method's rounds that were only probed: the host and attention are left out."""
 
 
 # ---- drafters -----------------------------------------------------------------------------------------------------
@@ -193,9 +198,12 @@ def make_control(
     profile: Profile | None = None,
     ladder: Ladder | None = None,
     history: AcceptanceHistory | None = None,
+    draft_lengths: Sequence[int] = (),
+    rounds: Callable[[], ProbedRounds] | None = None,
 ) -> Control:
     """The control that `config.sd_toggle` asks for, over `drafters` in their order; with a `ladder` of them, that of
-    `"best_of_n"` and `"auto"`, which raises ValueError where two drafters have the same strategy name.
+    `"best_of_n"` and `"auto"`, which raises ValueError where two drafters have the same strategy name; without one and
+    with `rounds`, which probes the machine, a planner that chooses among them and `draft_lengths`.
 
     The `profile` predicts their rounds, and `history` is their acceptance so far. τ_prev is γ at first (ER Algorithm 1
     line 1).
@@ -218,6 +226,12 @@ def make_control(
             None if profile is None else profile.roofline, config.best_of_n_tolerance, config.best_of_n_budget,
             config.best_of_n_race,
         )  # fmt: skip
+    if rounds is not None:
+        names, networks = [drafter.strategy for drafter in drafters], [each.is_network for each in candidates]
+        times, drafts = Times(PROBE_ERROR), Drafts(names, [not is_network for is_network in networks])
+        costs = rounds() if profile is None else roofline_rounds(drafters, profile)
+        race, budget = config.best_of_n_race, config.best_of_n_budget
+        return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, race, budget)
     if config.sd_toggle == "always" and len(candidates) == 1:
         return AlwaysSpeculate(candidates[0])
     return SpeculationToggle(candidates, config.sd_margin)
@@ -232,6 +246,12 @@ class KeptControl:
     sources: tuple[Profile | None, Ladder | None]
     control: Control
     history: AcceptanceHistory
+
+
+def roofline_rounds(drafters: Sequence[Drafter], profile: Profile) -> RooflineRounds:
+    """What rounds of `drafters` take by a calibrated profile."""
+    found = {each.strategy: roofline_of(each, profile, None, 1) for each in drafters if each.has_probabilities}
+    return RooflineRounds(profile.roofline, {name: own for name, own in found.items() if own is not None})
 
 
 _HISTORY = "acceptance"
@@ -252,6 +272,8 @@ def take_control(
     config: SpeculativeConfig,
     profile: Profile | None,
     ladder: Ladder | None,
+    draft_lengths: Sequence[int] = (),
+    rounds: Callable[[], ProbedRounds] | None = None,
 ) -> KeptControl:
     """The control that the last call with the same options left, which has measured rounds by now; else a new one.
 
@@ -263,7 +285,7 @@ def take_control(
     found: KeptControl | None = kept.take(model, name)
     history: AcceptanceHistory = kept.take(model, _HISTORY) or AcceptanceHistory()
     if found is None or found.sources != (profile, ladder):
-        control = make_control(drafters, config, profile, ladder, history)
+        control = make_control(drafters, config, profile, ladder, history, draft_lengths, rounds)
     else:
         control = found.control
         if isinstance(control, BestOfN):

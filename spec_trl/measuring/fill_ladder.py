@@ -98,7 +98,7 @@ def find_ladder(
     draft_lengths: Sequence[int] | None = None,
 ) -> Ladder | None:
     """The ladder of these drafters: kept, or saved by an earlier run, or else profiled and saved. Under
-    `sd_toggle="measured"` nothing is profiled, and the ladder is None until :func:`keep_measured` has made one.
+    `sd_toggle="measured"` nothing is profiled, and the ladder may be None.
 
     It lies next to `config.roofline_profile`, or in the user's cache. A ladder that was profiled for less than half of
     `max_batch_size`, the most rows in flight that will occur, is replaced. `draft_lengths` are those of `config` where
@@ -117,7 +117,7 @@ def find_ladder(
     path = _path(key, config, shape)
     found: Ladder | None = kept.look(model, _NAME)
     if config.sd_toggle == "measured":
-        return found if found is not None and found.shape in (shape, shape + _MEASURED) else _load(path, shape)
+        return found if found is not None and found.shape == shape else _load(path, shape)
     if found is None or found.shape != shape:
         found = _load(path, shape)
     most = 2 * max(drafter.max_rows for drafter in drafters)  # more rows are not profiled
@@ -130,16 +130,7 @@ def find_ladder(
     return found
 
 
-def keep_measured(
-    model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig, rungs: Sequence[Rung]
-) -> None:
-    """Keeps measured rounds of these drafters as their ladder, for later calls with `sd_toggle="measured"`. It is not
-    saved, having one γ per drafter and few rounds."""
-    shape = _fingerprint(profile_key(model, config), drafters, config.ladder_draft_lengths())
-    kept.keep(model, _NAME, Ladder(tuple(rungs), shape + _MEASURED))
-
-
-_NAME, _MEASURED = "ladder", "; measured while decoding"
+_NAME = "ladder"
 
 
 def _load(path: Path, shape: str) -> Ladder | None:

@@ -93,6 +93,8 @@ class Control(ABC):
     candidates: Sequence[Candidate]
     tallies: list[Tally]
     races = False  # whether a row may get chains of several candidates in one round
+    listens_to: Sequence[int] = ()  # lookups of which it wants to be told what they would have drafted (`overheard`)
+    most_listened = 0  # draft tokens of each that are compared
 
     @property
     def most_drafted(self) -> int:

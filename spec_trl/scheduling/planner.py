@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .account import Account
+from .account import Account, promise, too_many_rows
+from .assignment import YARDSTICK, further_method
 from .control import Candidate, Chain, Control, Tally
+from .ladder import NO_METHOD
 from .ledger import Drafts, Floats, Integers, Kind, Times
 from .plain_decoding import PlainRounds
 
@@ -72,6 +74,7 @@ class Planner(Control):
         times, drafts: the ledger, which outlives the control.
         margin: ε of ER Eq. 3: log gain, about, from which drafting begins.
         race: whether rows may get chains of two drafters.
+        budget: most tokens of a race's verification, all rows together; None: as many as pay.
     """
 
     def __init__(
@@ -83,14 +86,18 @@ class Planner(Control):
         drafts: Drafts,
         margin: float = 0.05,
         race: bool = True,
+        budget: int | None = None,
     ) -> None:
         self.candidates = list(candidates)
         self._lengths, self._margin, self._may_race = np.array(sorted(draft_lengths)), margin, race
+        self._budget = math.inf if budget is None else budget
         self._predict, self.times, self.drafts = seconds, times, drafts
         self._singles = [
             Arm(((which, int(length)),)) for which in range(len(self.candidates)) for length in self._lengths
         ]
         self._kind = lru_cache(self._kind_of)
+        self.listens_to = [which for which, candidate in enumerate(self.candidates) if not candidate.is_network]
+        self.most_listened = int(self._lengths[-1])
         self.saved = 0.0
         self.tallies = [Tally() for _ in self.candidates]
         self.begin(1, [])
@@ -117,12 +124,40 @@ class Planner(Control):
         self._dropped: set[int] = set()
         self._rows, self._since = (0, False), 0
         self._tables: dict[tuple[tuple[Arm, ...], int], _Table] = {}
-        self._now, self._refused = PLAIN, Account(None, "no round was planned")
+        self._now, self._said = PLAIN, Account(None, "no round was planned")
         self._verdicts: tuple[Sequence[int], Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]] | None = None
 
     def drop(self, index: int) -> None:
         self._dropped.add(index)
         self._now, self._rows = PLAIN, (0, False)
+
+    def further_method(
+        self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
+    ) -> tuple[str, list[int]] | None:
+        """By SA Algorithm 3, for the requests of this rank: methods are ordered by what they gain for one row."""
+        arms = [arm for arm in self._singles if self._may_draft(arm)]
+        if not self._may_race or not arms or not len(requests):
+            return None
+        survivals = self.drafts.survivals(np.array(requests), max(int(self._lengths[-1]), YARDSTICK))  # [B, M, most]
+        gains: dict[str, float] = {}
+        for arm in arms:
+            ((which, length),) = arm.chains
+            name, tau = self.candidates[which].name, 1 + survivals[:, which, :length].sum(1).mean()
+            gains[name] = max(gains.get(name, 0.0), tau / self._seconds(arm)[0])
+        drafting = [self.candidates[which].name for which, _ in self._now.chains]
+        own = drafting[0] if drafting else NO_METHOD
+        judge = [candidate.name for candidate in self.candidates].index(own if own in gains else next(iter(gains)))
+        rates = 1 + survivals[:, judge, :YARDSTICK].sum(1)  # [B]
+        order = sorted(gains, key=gains.__getitem__, reverse=True)
+        return further_method(dict(zip(requests, rates.tolist(), strict=True)), order, own, helpers)
+
+    def account(self) -> Account:
+        return self._said
+
+    def forecast(self, batch: int, length: float) -> Account:
+        if batch > (most := max(candidate.max_rows for candidate in self.candidates)):
+            return Account(None, too_many_rows(batch, most))
+        return Account(None, "rounds will tell when to draft; trials may take 2 % of the time")
 
     def finish(self) -> None:
         self._settle()
@@ -151,6 +186,8 @@ class Planner(Control):
             taus = np.concatenate([taus, [tau for _, tau in pairs]])
             gains = self._log_gains(table, taus, waiting)
         self._now = self._choose(table, gains)
+        for which, chosen in self._now.chains:
+            self.candidates[which].draft_length = chosen
         return self._chains(self._now, efficiencies)
 
     def _choose(self, table: _Table, gains: Floats) -> Arm:
@@ -167,12 +204,26 @@ class Planner(Control):
         hopes = np.where(allowed, gains + np.sqrt(variances + unsure) - begins, -np.inf)
         best = int(hopes.argmax())
         self._gain, self._variance = math.exp(gains[best]), float(variances[best])
-        return table.arms[best] if hopes[best] > 0 else PLAIN
+        chosen = table.arms[best] if hopes[best] > 0 else PLAIN
+        self._say(chosen, table.arms[int(gains.argmax())], math.exp(gains.max()))
+        return chosen
+
+    def _say(self, chosen: Arm, best: Arm, gain: float) -> None:
+        """Keeps what is said of the rollout: of its newest draft, or else of what promised most."""
+        if not chosen.chains and any(tally.rounds for tally in self.tallies):
+            return
+        arm, gain = (chosen, self._gain) if chosen.chains else (best, gain)
+        names = " and ".join(f'"{self.candidates[which].name}" (γ = {length})' for which, length in arm.chains)
+        said = promise(names, gain, self._batch, self._length_then, by="promises")
+        self._said = Account(gain, f"{said}: {'drafting' if chosen.chains else 'not drafting'}")
 
     def _may_draft(self, arm: Arm) -> bool:
-        return all(
+        if arm.race and self._batch * (1 + arm.width) > self._budget:
+            return False
+        served = (
             which not in self._dropped and self._batch <= self.candidates[which].max_rows for which, _ in arm.chains
         )
+        return all(served)
 
     def _pairs(self, gains: Floats, taus: Floats, survivals: Floats, waiting: int) -> Iterator[tuple[Arm, Floats]]:
         """A network beside a lookup, each at the γ that is best alone, with τ of each row."""
@@ -267,9 +318,12 @@ class Planner(Control):
         if self._verdicts is None:
             return
         (requests, accepted, drafted), self._verdicts = self._verdicts, None
+        planned = dict(self._now.chains)
         for which, own in accepted.items():
             right, tried = np.array(own), np.array(drafted[which])  # [B]
             had = right >= 0
+            if not self.candidates[which].is_network:  # it drafts less than γ where it knows no more: that is no hit
+                tried[:] = planned.get(which, 0)
             self.drafts.record(which, np.array(requests)[had], right[had], np.minimum(right + 1, tried)[had])
 
     # ---- predictions ------------------------------------------------------------------------------------------------
@@ -294,3 +348,15 @@ class Planner(Control):
             * self.times.seconds(self._kind(PLAIN, each.batch), self._predict({}, 0, each.batch, each.length))
             for each in rounds
         )
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ledger, as a checkpoint keeps it; JSON."""
+        return {"times": self.times.state_dict(), **self.drafts.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave, or from the acceptance that earlier releases kept."""
+        self.drafts.load_state_dict(state)
+        if "times" in state:
+            self.times.load_state_dict(state["times"])

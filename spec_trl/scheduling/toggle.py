@@ -10,8 +10,6 @@ from typing import NamedTuple
 from .account import FAILED, Account, decision, promise, too_many_rows
 from .control import Candidate, OneDrafter, Tally
 from .correction import OverheadCorrection
-from .draft_length import acceptance_of
-from .ladder import Rung
 from .plain_decoding import PlainRounds, seconds_of
 
 
@@ -118,22 +116,6 @@ class SpeculationToggle(OneDrafter):
             if tally.block_efficiency is not None:
                 share = min(tally.rounds / WINDOW, 1.0)
                 candidate.block_efficiency += share * (tally.block_efficiency - candidate.block_efficiency)
-
-    def rungs(self) -> tuple[Rung, ...]:
-        """The rounds measured so far, in any rollout, as cells of a ladder at the present γ; empty unless each
-        candidate has some."""
-        found: list[Rung] = []
-        for candidate, state in zip(self.candidates, self._states, strict=True):
-            times = state.corrections[candidate.draft_length]
-            batches = times.batches(FEWEST)
-            if not batches:
-                return ()
-            acceptance = acceptance_of(candidate.block_efficiency, candidate.draft_length)
-            for batch in batches:
-                seconds = times.apply(batch, candidate.cycle_seconds(candidate.roofline, batch, self._length))
-                plain = self.autoregressive_seconds(batch, self._length)
-                found.append(Rung(candidate.name, batch, candidate.draft_length, acceptance, seconds, plain))
-        return tuple(found)
 
     def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
         self._batch, self._length = batch, length

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,14 @@ from ..generation.engine.drafter import Drafter
 from ..generation.engine.requirements import check_generation_config, check_model, policy_in
 from ..generation.strategies import check_assistants, make_control, make_drafters
 from ..measuring.fill_profile import hardware_name
+from ..measuring.probe import probe
 from ..quantization.awq import ActivationStatistics
 from ..scheduling.best_of_n import BestOfN
 from ..scheduling.control import Control
 from ..scheduling.draft_length import DraftLengthController
-from ..scheduling.ladder import Ladder
+from ..scheduling.planner import Planner
 from ..scheduling.profile import Profile
 from ..scheduling.selection import AcceptanceHistory
-from ..scheduling.toggle import SpeculationToggle
 from .checkpoint import DraftLengthState, RankState, RolloutState
 from .collapse_alarm import CollapseAlarm
 from .rollout_totals import RolloutTotals, metrics
@@ -94,7 +95,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._draft_lengths: dict[str, DraftLengthController] = {}  # by strategy
         self._saved_draft_lengths: dict[str, DraftLengthState] = {}
         self._memories: dict[str, dict[str, Any]] = {}  # saved, by strategy
-        self._acceptance = AcceptanceHistory()  # of "auto" and "best_of_n"
+        self._acceptance = AcceptanceHistory()  # of "auto" and "best_of_n", where a ladder was profiled
+        self._saved_ledger: dict[str, Any] | None = None  # where none was
         self._activations: ActivationStatistics | None = None  # for AWQ
         self._adaptation: DrafterAdaptation | None = None
         self._resumed_from: Path | None = None
@@ -324,13 +326,15 @@ class SpecGRPOTrainer(GRPOTrainer):
             ladder = None
             if drafters and chooses:
                 ladder = shared_ladder(self.accelerator, policy, drafters, self.args, rows)
-            self._control = make_control(drafters, config, self._profile, ladder, self._acceptance)
+            rounds = partial(probe, policy, drafters) if drafters and chooses and ladder is None else None
+            lengths = sorted({max(self.args.draft_lengths[0] // 2, 1), *self.args.draft_lengths})  # a short one to try
+            self._control = make_control(
+                drafters, config, self._profile, ladder, self._acceptance, lengths, rounds
+            )  # fmt: skip
+            if isinstance(self._control, Planner) and self._saved_ledger is not None:
+                self._control.load_state_dict(self._saved_ledger)
             self._calibration_seconds += time.perf_counter() - started
-        elif chooses and isinstance(self._control, SpeculationToggle) and (rungs := self._control.rungs()):
-            # The first rollouts were the profile: from now on acceptance by prompt chooses (SA §4.2).
-            ladder = Ladder(rungs, "measured while decoding")
-            self._control = make_control(drafters, config, self._profile, ladder, self._acceptance)
-        if not isinstance(self._control, BestOfN):  # which takes both from the acceptance so far
+        if not isinstance(self._control, BestOfN | Planner):  # which take both from the acceptance so far
             for candidate in self._control.candidates:
                 controller = self._draft_lengths[candidate.name]
                 candidate.draft_length = controller.draft_length
@@ -363,7 +367,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             self._append(record)
         if mode == "train":
             self._alarm.hear(record)
-            if not isinstance(self._control, BestOfN):
+            if not isinstance(self._control, BestOfN | Planner):
                 for name, controller in self._draft_lengths.items():
                     controller.observe(totals.counts.tallies[name].block_efficiency)
 
@@ -407,7 +411,10 @@ class SpecGRPOTrainer(GRPOTrainer):
                 self._adaptation.save_state(output_dir)
         learning = (each for each in self._drafters or [] if isinstance(each, HistoryDrafter | DistilledDrafter))
         memories = {drafter.strategy: memory for drafter in learning if (memory := drafter.state_dict())}
-        acceptance = self._acceptance.state_dict() if self.args.assistant_strategy in CHOOSE_BY_LADDER else None
+        acceptance = None
+        if self.args.assistant_strategy in CHOOSE_BY_LADDER:
+            keeps = self._control if isinstance(self._control, Planner) else self._acceptance
+            acceptance = keeps.state_dict()
         RankState(memories, acceptance).save(output_dir, self.accelerator.process_index)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -417,8 +424,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._rollouts, self._saved_draft_lengths = state.rollouts, state.draft_lengths
         own = RankState.load(checkpoint, self.accelerator.process_index)
         self._memories = {DistilledDrafter.strategy: {}, **own.memories}  # with an empty memory "tts" warns
-        self._acceptance = AcceptanceHistory()
-        if own.acceptance is not None:
+        self._acceptance, self._saved_ledger = AcceptanceHistory(), own.acceptance
+        if own.acceptance is not None and "times" not in own.acceptance:
             self._acceptance.load_state_dict(own.acceptance)
         self._drafters = self._control = self._adaptation = None  # made anew from what was saved
         self._resumed_from = Path(checkpoint)

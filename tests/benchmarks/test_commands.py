@@ -72,6 +72,12 @@ def test_rtn_awq(command: Command) -> None:
     assert fine["gain_interval"][0] <= fine["gain"] <= fine["gain_interval"][1]
 
 
+def test_control_regret(command: Command) -> None:
+    result = command("control_regret", "--worlds 1 --noises 0% --batches 1")
+    worst = next(finding for finding in result.findings if finding.what == "noise 0%: worst rollout")
+    assert 1.0 <= worst.value <= 1.1
+
+
 def test_admission(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: what waits for rows that never come loses, what reads beside saves. Run: the tokens are the same."""
     monkeypatch.setattr(admission, "CASES", (admission.CASES[0], admission.CASES[5]))

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,11 @@ def flat(cycle: float) -> Callable[[Mapping[str, int], int, int, float], float]:
     return lambda lengths, width, batch, length: cycle if lengths else 1.0
 
 
-def planner(cycle: float, names: tuple[str, ...] = ("self",), race: bool = True) -> Planner:
+def planner(cycle: float, names: tuple[str, ...] = ("self",), **options: Any) -> Planner:
     networks = [name != "ngram" for name in names]
     candidates = [Candidate(name, 5, 1.0, 64, None, own) for name, own in zip(names, networks, strict=True)]
     drafts = Drafts(names, [not own for own in networks])
-    return Planner(candidates, [5], flat(cycle), Times(0.2), drafts, race=race)
+    return Planner(candidates, [5], flat(cycle), Times(0.2), drafts, **options)
 
 
 def drive(control: Planner, tokens: int, slower: list[float], cycle: float, rounds: int) -> list[bool]:
@@ -124,6 +125,19 @@ def test_rows_that_copy_take_the_lookup_and_others_the_network() -> None:
         for kind in (Kind(("self",), (5, 0), 3), Kind(("self", "ngram"), (5, 5, 0), 3), Kind((), (0,), 3)):
             control.times.observe(kind, 0.0)
     assert set(control.plan(range(4), 100.0, 0)) == {Chain(0, 5, (2, 3)), Chain(1, 5, (0, 1))}
+
+
+@pytest.mark.parametrize(("budget", "races"), [(None, True), (11, True), (10, False)])
+def test_races_keep_to_their_budget(budget: int | None, races: bool) -> None:
+    control = planner(1.2, names=("self", "ngram"), budget=budget)
+    control.begin(1, ["a"])
+    control.saved = 8.0
+    for _ in range(50):
+        for which in (0, 1):
+            control.drafts.record(which, np.zeros(1, int), np.array([2]), np.array([3]))
+        for kind in (Kind(("self",), (5, 0), 1), Kind(("self", "ngram"), (5, 5, 1), 1), Kind((), (0,), 1)):
+            control.times.observe(kind, 0.0)
+    assert (len(control.plan([0], 100.0, 0)) == 2) == races  # 11 tokens of one row; more rows are of no use here
 
 
 def test_the_account_carries_little_to_the_next_rollout() -> None:

@@ -267,26 +267,6 @@ def test_rounds_of_short_rollouts_add_up() -> None:
     assert spoke[:PROBE_ROUNDS] == [False] * PROBE_ROUNDS and sum(spoke) == 6 and not any(spoke[PROBE_ROUNDS + 6 :])
 
 
-def test_what_rounds_took_makes_a_ladder() -> None:
-    machine = timed(lambda batch: 0.1 * batch, lambda index, batch: (0.3 + index) * batch, "self", "history")
-    toggle = machine.control
-    assert isinstance(toggle, SpeculationToggle) and toggle.rungs() == ()
-    machine.run([8] * 100)
-    toggle.finish()
-    toggle.drop(1)  # what was measured stays true
-    assert toggle.candidates[0].block_efficiency == 5.0
-    rungs = {(rung.method, rung.batch): rung for rung in toggle.rungs()}
-    assert set(rungs) == {("self", 8), ("history", 8)}
-    assert rungs["self", 8].seconds == pytest.approx(2.4) and rungs["history", 8].seconds == pytest.approx(10.4)
-    assert all(rung.plain_seconds == pytest.approx(0.8) and rung.draft_length == 5 for rung in rungs.values())
-    assert rungs["self", 8].block_efficiency == pytest.approx(5.0)
-    profiled = toggled()
-    faithful(profiled).run([4] * 60)
-    (rung,) = profiled.rungs()
-    assert rung.seconds == pytest.approx(A100.cycle_seconds(4, 512.0, 5)) and rung.batch == 4
-    assert rung.plain_seconds == pytest.approx(A100.target_seconds(4, 512.0))
-
-
 # ---- several candidates ---------------------------------------------------------------------------------------------
 
 

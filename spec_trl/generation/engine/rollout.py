@@ -24,6 +24,7 @@ from .memory import free_memory
 from .noise import RoundNoise, derive, position_keys
 from .noise_ahead import NoiseAhead
 from .outcome import Integers, Outcome
+from .overheard import Overheard
 from .processors import LogitsPipeline
 from .request_queue import RequestQueue
 from .rows import Progress, Request, Rows, prompt_key
@@ -67,8 +68,7 @@ class Rollout:
         room: KVRoom | None = None,
     ) -> None:
         requests = queue.requests
-        self._kv_room = room
-        self._queue = queue
+        self._kv_room, self._queue = room, queue
         self._completions: list[Completion | None] = [None] * len(requests)
         self._target, self._rows = target, rows
         self._drafters = GuardedDrafters(drafters, control.drop)
@@ -77,15 +77,12 @@ class Rollout:
         self._do_sample, self._rejection = do_sample, rejection and do_sample
         self._want_logprobs, self._on_tokens = want_logprobs, on_tokens
         self._vocabulary = target.network.config.get_text_config(decoder=True).vocab_size
-        self._noise = NoiseAhead(rows, self._vocabulary)
+        self._noise, self._ended_in = NoiseAhead(rows, self._vocabulary), [0] * len(requests)
         self._statistics, self._log = SpeculationStatistics(strategy), RoundLog()
         self._timeline = TimelineLog(len(requests), self._drafters.names)
-        self._ended_in = [0] * len(requests)
         self._prompt_keys = [prompt_key(request.prompt) for request in requests]
-        self._patience = Patience(rows.capacity)
-        self._tokens_read = 0
-        self._counter = DraftCounter(len(requests), self._drafters.names)
-        self._timer = PhaseTimer(rows.tokens.device)
+        self._patience, self._tokens_read = Patience(rows.capacity), 0
+        self._counter, self._timer = DraftCounter(len(requests), self._drafters.names), PhaseTimer(rows.tokens.device)
 
     def run(self) -> tuple[list[Completion | None], SpeculationStatistics]:
         """Generates until the queue and the rows are empty. Completions come in the order of their indices; None: the
@@ -110,6 +107,7 @@ class Rollout:
             self._rows, self._pipeline, self._do_sample, self._target, self._rejection, self._control.most_drafted
         )
         self._drafters.each(lambda drafter: drafter.begin(session))
+        self._overheard = Overheard(self._control, self._drafters, self._rows)
 
     def end(self) -> None:
         """Lets drafters go of the rows and caches, which would otherwise outlive the generation."""
@@ -151,6 +149,7 @@ class Rollout:
         lengths = draft_lengths(plan, batch)
         width = sum(max(own) for own in lengths.values())
         self._target.cache.reserve((self._rows.host_lengths + width).tolist())
+        self._overheard.before(lengths)
         with self._timer.phase("noise"):
             count = 1 + max((max(own) for own in lengths.values()), default=0)
             noise = self._noise.of_round(count) if self._do_sample else None
@@ -286,6 +285,7 @@ class Rollout:
         rows.commit(rows.host_lengths + kept, verdict.logprobs)
         if outcome.width:
             self._control.record_rows(list(rows.indices), *by_drafter)
+        self._overheard.after(rows.indices, outcome.tokens, kept)
         for which in outcome.broken:
             self._drafters.ask(which, report_broken)
         tokens = int(kept.sum())

@@ -1,0 +1,63 @@
+"""A first guess of what rounds take, in a fraction of a second: each kind of layer is timed once."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..generation.drafters.self_copy import SelfDrafter
+from ..generation.engine.cache import autocast_dtype
+from ..generation.engine.drafter import Drafter
+from ..generation.engine.model_costs import model_constants
+from ..generation.engine.shadow import make_shadow
+from ..quantization.linear import QuantizedLinear
+from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
+
+
+TOKENS = (1, 4, 16, 64)  # of the forwards that are timed
+CALLS = 3  # of which the fastest counts: other work can only make one slower
+
+
+def probe(model: PreTrainedModel, drafters: Sequence[Drafter]) -> ProbedRounds:
+    """Times the products of `model` and of its quantized copy among `drafters`, one for each shape. Other networks are
+    taken to cost their share of the target's bytes."""
+    with torch.no_grad():
+        target = _forward(make_shadow(model).modules(), model)
+        found = {}
+        for drafter in drafters:
+            if isinstance(drafter, SelfDrafter):
+                found[drafter.strategy] = _forward(drafter.network.modules(), model)
+            elif drafter.cost is not None:
+                share = drafter.cost.weight_bytes / drafter.cost.tokens / model_constants(model).weight_bytes
+                found[drafter.strategy] = target.times(share)
+    return ProbedRounds(target, found)
+
+
+def _forward(modules: Iterable[nn.Module], model: PreTrainedModel) -> ForwardSeconds:
+    """Of a network with these modules."""
+    alike: dict[tuple[object, ...], list[nn.Linear | QuantizedLinear]] = {}
+    for module in modules:
+        if isinstance(module, nn.Linear | QuantizedLinear):
+            alike.setdefault((type(module), module.in_features, module.out_features), []).append(module)
+    dtype = autocast_dtype(model.device) or model.dtype
+    seconds = [
+        sum(len(layers) * _seconds(layers[0], tokens, dtype, model.device) for layers in alike.values())
+        for tokens in TOKENS
+    ]
+    return ForwardSeconds(TOKENS, [max(each, 1e-9) for each in seconds])
+
+
+def _seconds(layer: nn.Linear | QuantizedLinear, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
+    x = torch.zeros(tokens, layer.in_features, dtype=dtype, device=device)  # [tokens, in]
+    best = float("inf")
+    for _ in range(1 + CALLS):  # the first prepares kernels
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        layer(x)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return best

@@ -1,0 +1,81 @@
+"""Lookups that draft beside a round: what their drafts would have become is told, and nothing else happens."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spec_trl.generation.engine.guarded_drafters import GuardedDrafters
+from spec_trl.generation.engine.overheard import Overheard
+from spec_trl.generation.engine.verification import Proposal
+
+
+class Listener:
+    listens_to, most_listened = [1], 3
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, int]] = []
+
+    def overheard(self, which: int, requests: Any, accepted: Any, attempted: Any) -> None:
+        assert which == 1
+        self.told += zip(requests, accepted, attempted, strict=True)
+
+
+@pytest.fixture
+def lookup() -> Any:
+    drafted = torch.tensor([[1, 2, 3], [1, 2, 0]])
+    asked: list[int] = []
+
+    def propose(draft_length: int, noise: None) -> Proposal:
+        asked.append(draft_length)
+        return Proposal(drafted, torch.tensor([3, 2]))
+
+    return SimpleNamespace(strategy="ngram", propose=propose, asked=asked)
+
+
+def heard(lookup: Any) -> tuple[Listener, Overheard]:
+    listener: Any = Listener()
+    network: Any = SimpleNamespace(strategy="self")
+    rows: Any = SimpleNamespace(indices=[4, 7])
+    return listener, Overheard(listener, GuardedDrafters([network, lookup], lambda index: None), rows)
+
+
+def commit(each: Overheard, *texts: list[int]) -> None:
+    width = max(map(len, texts))
+    tokens = np.array([[*text, *[0] * (width - len(text))] for text in texts])
+    each.after([4, 7], tokens, np.array([len(text) for text in texts]))
+
+
+def test_a_draft_is_compared_with_the_text_that_follows(lookup: Any) -> None:
+    listener, each = heard(lookup)
+    each.before({})
+    commit(each, [1], [1, 2])
+    assert not listener.told
+    each.before({})  # drafts are pending: no new ones
+    commit(each, [2], [5])  # of request 7 the lookup knew two tokens, and no third one
+    assert listener.told == [(7, 2, 3)]
+    each.before({0: [3, 3]})
+    commit(each, [3, 9], [9])  # accepted whole
+    assert listener.told == [(7, 2, 3), (4, 3, 3)] and lookup.asked == [3]
+    each.before({})
+    commit(each, [8], [8])
+    assert listener.told[2:] == [(4, 0, 1), (7, 0, 1)] and lookup.asked == [3, 3]
+
+
+def test_a_lookup_that_drafts_is_told_by_its_round(lookup: Any) -> None:
+    listener, each = heard(lookup)
+    each.before({})
+    each.before({1: [3, 3]})
+    commit(each, [5], [5])
+    assert not listener.told and lookup.asked == [3]
+
+
+def test_a_lookup_that_fails_is_dropped(lookup: Any) -> None:
+    listener, each = heard(lookup)
+    lookup.propose = lambda *_: 1 / 0
+    with pytest.warns(UserWarning, match="failed and is not used"):
+        each.before({})
+    commit(each, [5], [5])
+    assert not listener.told
