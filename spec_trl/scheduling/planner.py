@@ -23,7 +23,7 @@ from .plain_decoding import PlainRounds
 INCOME = 0.02  # share of an autoregressive round that each round adds to the account: what trials may cost in the end
 CARRIED = 1.0  # autoregressive rounds of the account that pass on to the next rollout, which may be short
 MOST_SAVED = 8.0  # autoregressive rounds that the account holds at most: what was gained long ago pays for no trial
-DWELL = 2  # rounds for which a plan is kept while the rows stay: deciding costs time too
+DWELL = 2, 4  # rounds for which a plan is kept while the rows stay, twice as many each time that it is chosen again
 CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
 
 RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
@@ -122,7 +122,7 @@ class Planner(Control):
         self.saved = min(self.saved, CARRIED)
         self.tallies = [Tally() for _ in self.candidates]
         self._dropped: set[int] = set()
-        self._rows, self._since = (0, False), 0
+        self._rows, self._since, self._dwell = (0, False), 0, DWELL[0]
         self._tables: dict[tuple[tuple[Arm, ...], int], _Table] = {}
         self._now, self._said = PLAIN, Account(None, "no round was planned")
         self._verdicts: tuple[Sequence[int], Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]] | None = None
@@ -170,7 +170,7 @@ class Planner(Control):
         self._settle()
         rows = len(requests), waiting > 0
         self._since += 1
-        if rows == self._rows and self._since < DWELL and len(self._now.chains) < 2:
+        if rows == self._rows and self._since < self._dwell and len(self._now.chains) < 2:
             return self._chains(self._now)
         self._rows, self._since, self._batch = rows, 0, len(requests)
         if not 0.8 < length / self._length_then < 1.25:  # predictions move little within that
@@ -185,7 +185,8 @@ class Planner(Control):
         if pairs:
             taus = np.concatenate([taus, [tau for _, tau in pairs]])
             gains = self._log_gains(table, taus, waiting)
-        self._now = self._choose(table, gains)
+        before, self._now = self._now, self._choose(table, gains)
+        self._dwell = min(2 * self._dwell, DWELL[1]) if self._now == before else DWELL[0]
         for which, chosen in self._now.chains:
             self.candidates[which].draft_length = chosen
         return self._chains(self._now, efficiencies)

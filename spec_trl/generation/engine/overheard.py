@@ -15,6 +15,7 @@ class Overheard:
     def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows) -> None:
         self._control, self._drafters, self._rows = control, drafters, rows
         self._pending: dict[int, dict[int, list[int]]] = {which: {} for which in control.listens_to}  # by request
+        self._rest = dict.fromkeys(control.listens_to, 0)
         self._right: dict[tuple[int, int], int] = {}  # drafts of a lookup and a request that were right so far
 
     def before(self, drafting: Mapping[int, object]) -> None:
@@ -23,7 +24,10 @@ class Overheard:
         for which, pending in self._pending.items():
             if which in drafting:
                 pending.clear()  # its verdicts are told by the round
+            elif self._rest[which] > 0:
+                self._rest[which] -= 1
             elif not pending.keys() & set(indices):
+                self._rest[which] = length  # rounds until they draft again: it costs the host a little
                 proposal = self._drafters.ask(which, lambda drafter: drafter.propose(length, None))
                 if proposal is None:
                     continue

@@ -144,12 +144,12 @@ class Rollout:
     def decode_round(self, plan: Sequence[Chain]) -> None:
         """One round: drafters draft the chains of `plan`, one target forward verifies them, and each row goes on with
         the chain of which most was accepted; without chains the target decodes."""
-        started, prepared = time.perf_counter(), self._target.preparations
         batch, length = self._rows.active, self._mean_length()
         lengths = draft_lengths(plan, batch)
+        self._overheard.before(lengths)  # its time is not the round's
+        started, prepared = time.perf_counter(), self._target.preparations
         width = sum(max(own) for own in lengths.values())
         self._target.cache.reserve((self._rows.host_lengths + width).tolist())
-        self._overheard.before(lengths)
         with self._timer.phase("noise"):
             count = 1 + max((max(own) for own in lengths.values()), default=0)
             noise = self._noise.of_round(count) if self._do_sample else None

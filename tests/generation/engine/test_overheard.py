@@ -59,6 +59,8 @@ def test_a_draft_is_compared_with_the_text_that_follows(lookup: Any) -> None:
     each.before({0: [3, 3]})
     commit(each, [3, 9], [9])  # accepted whole
     assert listener.told == [(7, 2, 3), (4, 3, 3)] and lookup.asked == [3]
+    each.before({})  # it rests for as many rounds as a draft has tokens
+    assert lookup.asked == [3]
     each.before({})
     commit(each, [8], [8])
     assert listener.told[2:] == [(4, 0, 1), (7, 0, 1)] and lookup.asked == [3, 3]
