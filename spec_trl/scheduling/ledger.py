@@ -95,10 +95,6 @@ class Times:
         variances = ((weights @ self._covariance[:terms, :terms]) * weights).sum(1)
         return weights @ self._mean[:terms], np.maximum(variances, 0.0)
 
-    def first_variance(self, kind: Kind) -> float:
-        """Of `offsets`, before anything was measured."""
-        return len(kind.methods) * self._method_error**2 + CELL_ERROR**2 + PLAIN_ERROR**2
-
     def seconds(self, kind: Kind, predicted: float) -> float:
         """What a round of `kind` takes now."""
         return predicted * math.exp(self._mean[[0, *self._terms(kind)]].sum())

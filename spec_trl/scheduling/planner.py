@@ -23,6 +23,7 @@ from .plain_decoding import PlainRounds
 INCOME = 0.02  # share of an autoregressive round that each round adds to the account: what trials may cost in the end
 CARRIED = 1.0  # autoregressive rounds of the account that pass on to the next rollout, which may be short
 MOST_SAVED = 8.0  # autoregressive rounds that the account holds at most: what was gained long ago pays for no trial
+KNOWN = 0.05  # variance of an arm's log seconds beside plain rounds' up to which what it gains is credited in full
 DWELL = 2, 4  # rounds for which a plan is kept while the rows stay, twice as many each time that it is chosen again
 CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
 
@@ -299,7 +300,7 @@ class Planner(Control):
         if arm.chains:
             plain = self.times.seconds(self._kind(PLAIN, batch), self._seconds(PLAIN)[batch - 1])
             # After a jump of the machine, drafts may seem cheap because nothing else was measured: no credit for that.
-            doubt = math.sqrt(max(self._variance - self.times.first_variance(kind), 0.0))
+            doubt = math.sqrt(max(self._variance - KNOWN, 0.0))
             gained = tokens / batch - seconds / plain * math.exp(CAUTION * doubt)
             if len(arm.chains) == 1:
                 tally = self.tallies[arm.chains[0][0]]
