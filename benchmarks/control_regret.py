@@ -21,7 +21,7 @@ from .measure import Finding, add_machine_arguments, begin, shown, write_result
 
 def planner(world: World, methods: Sequence[str] = METHODS) -> Planner:
     """A control that knows nothing of its world but what a calibration believes."""
-    candidates = [Candidate(name, DRAFT_LENGTHS[-1], 1.0, 10**9, None, name in NETWORKS) for name in methods]
+    candidates = [Candidate(name, DRAFT_LENGTHS[-1], 1.0, 10**9, name in NETWORKS) for name in methods]
     drafts = Drafts(methods, [name not in NETWORKS for name in methods])
     return Planner(candidates, DRAFT_LENGTHS, world.predict, Times(0.2), drafts)
 

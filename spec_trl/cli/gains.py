@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.statistics import SpeculationStatistics
-from ..generation.strategies import make_control, make_drafters
+from ..generation.strategies import make_drafters, roofline_rounds
 from ..scheduling.profile import Profile
+from ..scheduling.toggle import predicted_speedup
 from .near_ties import NOISE_PROMPT, distance, measure_logit_noise, reference_scores
 from .options import MARGIN
 from .prompts import pad_left
@@ -278,14 +279,14 @@ def summarise(
 
 def _predicted(way: Way, work: Work, calls: Sequence[Call], tau: float, profile: Profile) -> float | None:
     assert way.drafter is not None  # it drafted
-    (candidate,) = make_control([way.drafter], way.config, profile).candidates
-    if candidate.roofline is None:
+    if profile is None:
         return None
-    batch = len(work.prompts)
+    batch, name = len(work.prompts), way.drafter.strategy
     # Halfway through its completion a row has about its mean length over the rounds.
     length = fmean(len(p) + len(c) / 2 for call in calls for p, c in zip(work.prompts, call.completions, strict=True))
-    cycle = candidate.cycle_seconds(candidate.roofline, batch, length)
-    return tau * candidate.roofline.target_seconds(batch, length) / cycle
+    seconds = roofline_rounds([way.drafter], profile)
+    cycle = seconds({name: way.draft_length}, way.draft_length, batch, length)
+    return predicted_speedup(tau, seconds({}, 0, batch, length), cycle)
 
 
 def choose(gains: Sequence[Gain]) -> tuple[Way, float]:

@@ -28,7 +28,7 @@ TTSAnchor = Literal["current", "initial"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 BEST_OF_N_DRAFTERS = ("self", "history", "ngram", "model", "eagle3", "dflash", "tts")
 DECOUPLED = ("self", "model", "ngram")
-CHOOSE_BY_LADDER = ("auto", "best_of_n")
+CHOOSING = ("auto", "best_of_n")  # strategies of several drafters
 NEED_ASSISTANT = ("model", "eagle3", "dflash")
 TAKE_ASSISTANT = (*NEED_ASSISTANT, "tts", "auto", "best_of_n")
 
@@ -62,7 +62,7 @@ class SpeculativeConfig:
 
     draft_length: int = option(
         5,
-        'γ, draft tokens per round. "auto" and "best_of_n" use it, half of it or twice it, whichever promises most.',
+        'γ, draft tokens per round. Under sd_toggle="measured" half of it or twice it where that promises more.',
         low=1,
         high=MAX_DRAFT_LENGTH,
     )
@@ -89,12 +89,11 @@ class SpeculativeConfig:
 
     sd_toggle: Toggle = option(
         "measured",
-        'When to speculate. "measured": where a few rounds with the drafter were faster than autoregressive ones; an '
-        'existing roofline profile or draft ladder is used, and none is made. "roofline": where the roofline predicts '
-        "a speedup (ER §3.2) and measured rounds confirm it; a machine without a profile is calibrated before the "
-        'first token (minutes, once). "always": in every round that the drafter\'s kernels can serve. "never": decode '
-        'autoregressively. "auto" and "best_of_n" may decode autoregressively under each of them; under "roofline" '
-        'and "always" they profile the draft ladder first (half a minute, once).',
+        'When to speculate. "measured": where the rounds so far say that it ends the rollout sooner; trials are paid '
+        'from an account (docs/control.md), and nothing is calibrated. "roofline": where the roofline predicts a '
+        "speedup, to the letter of ER §3.2; a machine without a profile is calibrated before the first token "
+        '(minutes, once). "auto" and "best_of_n" are then decided as under "measured", from calibrated times. '
+        '"always": in every round that the kernels of the one drafter can serve. "never": decode autoregressively.',
     )
     sd_margin: float = option(0.05, "ε, predicted speedup beyond 1 that speculation needs.", low=0)
     roofline_profile: str | None = option(
@@ -183,13 +182,7 @@ class SpeculativeConfig:
         "assistant_model instead.",
     )
     best_of_n_budget: int | None = option(
-        None,
-        "Number of tokens that one verification of a race may have, all rows together. None: those that the roofline "
-        "says are free; without a profile, as many as the rollout's first speculative round verified.",
-        low=1,
-    )
-    best_of_n_tolerance: float = option(
-        0.05, "Share by which the roofline may predict a longer verification for tokens that count as free.", low=0
+        None, "Most tokens of one verification of a race, all rows together. None: as many as pay.", low=1
     )
     best_of_n_race: bool = option(
         True, "Several drafters race for a row when verification has room. False: one drafter per row."
@@ -285,8 +278,10 @@ class SpeculativeConfig:
             )
         return found
 
-    def ladder_draft_lengths(self) -> tuple[int, ...]:
-        """Each γ that the draft ladder is profiled with, ascending."""
+    def choice_of_draft_lengths(self) -> tuple[int, ...]:
+        """Each γ that a planner may choose in `generate`, ascending; one alone where plans are for that one."""
+        if self.decoupled_execution != "never":
+            return (self.draft_length,)
         lengths = {max(self.draft_length // 2, 1), self.draft_length, min(2 * self.draft_length, MAX_DRAFT_LENGTH)}
         return tuple(sorted(lengths))
 
@@ -369,9 +364,14 @@ def check_strategy(strategy: str) -> str:
     return strategy
 
 
-def check_verification(strategy: str, verification: str) -> None:
-    """Raises ValueError where `strategy` cannot be verified so."""
-    if verification != "rejection":
+def check_combination(strategy: str, config: SpeculativeConfig) -> None:
+    """Raises ValueError where `strategy` can neither be verified nor controlled as `config` says."""
+    if config.sd_toggle == "always" and strategy in CHOOSING:
+        raise ValueError(
+            f'sd_toggle="always" is for one drafter, and assistant_strategy={strategy!r} has several. Name one of '
+            'them, e.g. assistant_strategy="self", or set sd_toggle="measured".'
+        )
+    if config.verification != "rejection":
         return
     if strategy == "best_of_n":
         raise ValueError(

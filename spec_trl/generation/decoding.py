@@ -14,10 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ..measuring.fill_ladder import find_ladder
-from ..measuring.probe import probe
 from ..measuring.profile_cache import find_profile
 from ..scheduling.control import Control, NeverSpeculate
-from .configuration import CHOOSE_BY_LADDER, SpeculativeConfig, check_decoupled, check_strategy, check_verification
+from .configuration import CHOOSING, SpeculativeConfig, check_combination, check_decoupled, check_strategy
 from .decoupling import decoupled, keep_acceptance
 from .engine import requirements
 from .engine.captured import GraphRunner, captures, free_for_cache, keep_runner, runner_for, runner_mode, takes_pool
@@ -36,7 +35,7 @@ from .engine.runner import EagerRunner
 from .engine.slow_dtype import warn_of_slow_dtype
 from .engine.statistics import SpeculationStatistics
 from .engine.stopping import Stopping, length_limit
-from .strategies import as_drafters, keep_control, make_control, make_drafters, take_control
+from .strategies import as_drafters, keep_control, make_drafters, take_control
 
 
 _LIMIT_OVER_LENGTH = 4
@@ -162,7 +161,7 @@ def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], 
     """Refuses what cannot be served; returns prompts `[length]` int64 each, and whether rows must run in step."""
     model, batch = call.model, len(call.input_ids)
     check_strategy(call.strategy)
-    check_verification(call.strategy, call.config.verification)
+    check_combination(call.strategy, call.config)
     if call.drafter is None:
         check_decoupled(call.strategy, call.config)
     requirements.check_model(model)
@@ -275,22 +274,16 @@ def _drafters_of(call: _Call, at_end: ExitStack) -> list[Drafter]:
 def _control_of(call: _Call, drafters: list[Drafter], longest: int, at_end: ExitStack) -> Control:
     """The control of these drafters: one that is kept, or a new one, which may calibrate the machine first."""
     model, config = call.model, call.config
-    looks_at_times = config.sd_toggle in ("measured", "roofline") and bool(drafters)
-    profile = find_profile(model, config, call.capacity, longest) if looks_at_times else None
-    chooses = _chooses_drafters(call, drafters)
-    if not (chooses or looks_at_times):
-        return make_control(drafters, config, profile)
-    ladder = find_ladder(model, drafters, config, call.capacity) if chooses else None
+    predicts = config.sd_toggle in ("measured", "roofline") and bool(drafters)
+    profile = find_profile(model, config, call.capacity, longest) if predicts else None
+    lengths = config.choice_of_draft_lengths()
+    ladder = None
+    if predicts and call.strategy in CHOOSING:
+        ladder = find_ladder(model, drafters, config, call.capacity, lengths)
     own = config if call.strategy == "best_of_n" else replace(config, best_of_n_race=False)
-    rounds = partial(probe, model, drafters) if chooses and ladder is None else None
-    taken = take_control(model, drafters, own, profile, ladder, config.ladder_draft_lengths(), rounds)
+    taken = take_control(model, drafters, own, lengths, profile, ladder)
     at_end.callback(keep_control, model, taken)
     return taken.control
-
-
-def _chooses_drafters(call: _Call, drafters: list[Drafter]) -> bool:
-    """Whether a ladder says which drafter drafts."""
-    return call.strategy in CHOOSE_BY_LADDER and bool(drafters) and call.config.sd_toggle != "never"
 
 
 def _roll_out(

@@ -88,9 +88,9 @@ def _plans(
     if acceptance is None:
         return None
     profile = find_profile(model, replace(config, sd_toggle="measured"), capacity, length)  # one that exists
-    roofline = roofline_of(drafter, profile, None, config.draft_length)
-    if roofline is None:
+    if profile is None:
         return None
+    roofline = roofline_of(drafter, profile)
     share = _drafting_share()
     draft, verify = affine_times(roofline, capacity, length / 2, share if share > 0 else 1.0)
     alone, _ = affine_times(roofline, capacity, length / 2)

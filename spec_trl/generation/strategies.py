@@ -3,23 +3,23 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from ..measuring.probe import probe
 from ..quantization.kernels import PackedWeight
-from ..scheduling.best_of_n import BestOfN
-from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate
+from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
 from ..scheduling.ladder import Ladder
 from ..scheduling.ledger import Drafts, Times
 from ..scheduling.planner import Planner
 from ..scheduling.profile import Profile
 from ..scheduling.roofline import Roofline
-from ..scheduling.round_costs import ProbedRounds, RooflineRounds
-from ..scheduling.selection import AcceptanceHistory
-from ..scheduling.toggle import SpeculationToggle
+from ..scheduling.round_costs import LadderRounds, ProbedRounds, RooflineRounds
+from ..scheduling.toggle import RooflineToggle
 from . import kept
 from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy, require_folder_or_id
 from .drafters.canvas import TrainableDrafter
@@ -39,8 +39,9 @@ Assistant: TypeAlias = "PreTrainedModel | str | None"
 _LEARNED = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
 # Kernels whose layers keep locks or partial sums between thread blocks: drafting and learning would share them.
 _ONE_STREAM = {"humming", "marlin"}
-PROBE_ERROR = 0.5
-"""sd of log(seconds / predicted) of a method's rounds that were only probed: the host and attention are left out."""
+PROBE_ERROR, CALIBRATION_ERROR = 0.5, 0.1
+"""sd of log(seconds / predicted) of a method's rounds: a probe leaves out the host and attention; a calibration's
+errors are those of docs/control.md, "How good is the prediction"."""
 
 
 # ---- drafters -----------------------------------------------------------------------------------------------------
@@ -195,125 +196,106 @@ def _student(model: PreTrainedModel, assistant: Assistant, config: SpeculativeCo
 def make_control(
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
+    draft_lengths: Sequence[int],
+    probed: Callable[[], ProbedRounds],
     profile: Profile | None = None,
     ladder: Ladder | None = None,
-    history: AcceptanceHistory | None = None,
-    draft_lengths: Sequence[int] = (),
-    rounds: Callable[[], ProbedRounds] | None = None,
 ) -> Control:
-    """The control that `config.sd_toggle` asks for, over `drafters` in their order; with a `ladder` of them, that of
-    `"best_of_n"` and `"auto"`, which raises ValueError where two drafters have the same strategy name; without one and
-    with `rounds`, which probes the machine, a planner that chooses among them and `draft_lengths`.
+    """The control that `config.sd_toggle` asks for, over `drafters` in their order. A planner chooses among
+    `draft_lengths`; it predicts rounds by what was calibrated, a `profile` or a `ladder` of these drafters, else by
+    what `probed` times.
 
-    The `profile` predicts their rounds, and `history` is their acceptance so far. τ_prev is γ at first (ER Algorithm 1
-    line 1).
+    Raises:
+        ValueError: two drafters have the same strategy name, or several are to draft always.
     """
-    if config.sd_toggle == "never":
-        return NeverSpeculate("sd_toggle=never")
-    if not drafters:
-        return NeverSpeculate()
-    gamma = config.draft_length
+    if config.sd_toggle == "never" or not drafters:
+        return NeverSpeculate("sd_toggle=never" if config.sd_toggle == "never" else "no drafter")
+    names = [drafter.strategy for drafter in drafters]
+    if len(set(names)) < len(names):
+        raise ValueError(f"drafter has the strategies {names}, and a control tells them apart: pass one of each.")
+    gamma = config.draft_length  # τ_prev is γ at first (ER Algorithm 1 line 1)
     candidates = [
-        Candidate(
-            drafter.strategy, gamma, block_efficiency=float(gamma), max_rows=drafter.max_rows,
-            roofline=roofline_of(drafter, profile, ladder, gamma), is_network=drafter.has_probabilities,
-        )
+        Candidate(drafter.strategy, gamma, float(gamma), drafter.max_rows, drafter.has_probabilities)
         for drafter in drafters
-    ]  # fmt: skip
-    if ladder is not None:
-        return BestOfN(
-            candidates, ladder, AcceptanceHistory() if history is None else history, config.sd_margin,
-            None if profile is None else profile.roofline, config.best_of_n_tolerance, config.best_of_n_budget,
-            config.best_of_n_race,
-        )  # fmt: skip
-    if rounds is not None:
-        names, networks = [drafter.strategy for drafter in drafters], [each.is_network for each in candidates]
-        times, drafts = Times(PROBE_ERROR), Drafts(names, [not is_network for is_network in networks])
-        costs = rounds() if profile is None else roofline_rounds(drafters, profile)
-        race, budget = config.best_of_n_race, config.best_of_n_budget
-        return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, race, budget)
-    if config.sd_toggle == "always" and len(candidates) == 1:
+    ]
+    if config.sd_toggle == "always":
+        if len(drafters) > 1:
+            raise ValueError(
+                f'sd_toggle="always" is for one drafter, and drafter has {names}. Pass one, or set '
+                'sd_toggle="measured".'
+            )
         return AlwaysSpeculate(candidates[0])
-    return SpeculationToggle(candidates, config.sd_margin)
-
-
-@dataclass(frozen=True)
-class KeptControl:
-    """A control that is kept between calls under `name`, which says the drafters and options it serves; made of the
-    `sources` profile and ladder. `history`: how drafters of `"auto"` and `"best_of_n"` fared with the model."""
-
-    name: str
-    sources: tuple[Profile | None, Ladder | None]
-    control: Control
-    history: AcceptanceHistory
+    costs: RoundSeconds
+    if ladder is not None:
+        costs = LadderRounds(ladder, None if profile is None else profile.roofline)
+        draft_lengths = [
+            length for length in draft_lengths if all(length in ladder.draft_lengths(name, 1) for name in names)
+        ]
+    elif profile is not None:
+        costs = roofline_rounds(drafters, profile)
+    else:
+        costs = probed()
+    if config.sd_toggle == "roofline" and profile is not None and len(drafters) == 1:
+        return RooflineToggle(candidates[0], costs, config.sd_margin)
+    times = Times(PROBE_ERROR if profile is None and ladder is None else CALIBRATION_ERROR)
+    drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
+    race, budget = config.best_of_n_race, config.best_of_n_budget
+    return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, race, budget)
 
 
 def roofline_rounds(drafters: Sequence[Drafter], profile: Profile) -> RooflineRounds:
     """What rounds of `drafters` take by a calibrated profile."""
-    found = {each.strategy: roofline_of(each, profile, None, 1) for each in drafters if each.has_probabilities}
-    return RooflineRounds(profile.roofline, {name: own for name, own in found.items() if own is not None})
+    networks = {each.strategy: roofline_of(each, profile) for each in drafters if each.has_probabilities}
+    return RooflineRounds(profile.roofline, networks)
 
 
-_HISTORY = "acceptance"
-
-
-def acceptance_history_of(model: PreTrainedModel) -> AcceptanceHistory:
-    """How drafters of `"auto"` and `"best_of_n"` fared with `model` so far, kept from call to call."""
-    found: AcceptanceHistory | None = kept.look(model, _HISTORY)
-    if found is None:
-        found = AcceptanceHistory()
-        kept.keep(model, _HISTORY, found)
-    return found
-
-
-def take_control(
-    model: PreTrainedModel,
-    drafters: Sequence[Drafter],
-    config: SpeculativeConfig,
-    profile: Profile | None,
-    ladder: Ladder | None,
-    draft_lengths: Sequence[int] = (),
-    rounds: Callable[[], ProbedRounds] | None = None,
-) -> KeptControl:
-    """The control that the last call with the same options left, which has measured rounds by now; else a new one.
-
-    It and the history of acceptance are the caller's alone until :func:`keep_control`.
-    """
-    # Assistants go by their costs: a name that held them would keep them alive.
-    members = [(drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters]
-    name = f"control of {members}, {replace(config, seed=None, best_of_n_assistants=None)}"
-    found: KeptControl | None = kept.take(model, name)
-    history: AcceptanceHistory = kept.take(model, _HISTORY) or AcceptanceHistory()
-    if found is None or found.sources != (profile, ladder):
-        control = make_control(drafters, config, profile, ladder, history, draft_lengths, rounds)
-    else:
-        control = found.control
-        if isinstance(control, BestOfN):
-            control.history = history  # another call may have put back its own
-    return KeptControl(name, (profile, ladder), control, history)
-
-
-def keep_control(model: PreTrainedModel, taken: KeptControl) -> None:
-    """Keeps it for the next call, until `spec_trl.release(model)`."""
-    kept.keep(model, taken.name, taken)
-    kept.keep(model, _HISTORY, taken.history)
-
-
-def roofline_of(drafter: Drafter, profile: Profile | None, ladder: Ladder | None, gamma: int) -> Roofline | None:
-    """Predicts rounds of `drafter` with γ = `gamma`; None where only measuring tells, or the ladder has measured.
+def roofline_of(drafter: Drafter, profile: Profile) -> Roofline:
+    """Predicts rounds of `drafter`, a network.
 
     For another network than the policy's copy its own forwards stand in place of the self-drafter's. Their kernels are
     dense like the target's, so the target's coefficients serve until measured rounds correct them. A forward that
     drafts many tokens is shared among them.
     """
     cost = drafter.cost
-    if profile is None or (ladder is not None and cost is not None):
-        return None
     if cost is None:
         return profile.roofline
-    k, c = profile.roofline.constants, profile.roofline.coefficients
-    share = 1 / min(cost.tokens, gamma)
+    k, c, share = profile.roofline.constants, profile.roofline.coefficients, 1 / cost.tokens
     return Roofline(
         replace(k, draft_weight_bytes=cost.weight_bytes * share, draft_expert_bytes=0.0),
         replace(c, eta_D=1.0, c_D=c.c_T * share, t_D=c.t_T * share, phi_D=cost.dense_flops * share / k.dense_flops),
     )
+
+
+@dataclass(frozen=True)
+class KeptControl:
+    """A control that is kept between calls under `name`, which says the drafters and options it serves; made of the
+    `sources` profile and ladder."""
+
+    name: str
+    sources: tuple[Profile | None, Ladder | None]
+    control: Control
+
+
+def take_control(
+    model: PreTrainedModel,
+    drafters: Sequence[Drafter],
+    config: SpeculativeConfig,
+    draft_lengths: Sequence[int],
+    profile: Profile | None,
+    ladder: Ladder | None,
+) -> KeptControl:
+    """The control that the last call with the same options left, which has measured rounds by now; else a new one. It
+    is the caller's alone until :func:`keep_control`."""
+    # Assistants go by their costs: a name that held them would keep them alive.
+    members = [(drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters]
+    name = f"control of {members}, {replace(config, seed=None, best_of_n_assistants=None)}"
+    found: KeptControl | None = kept.take(model, name)
+    if found is None or found.sources != (profile, ladder):
+        control = make_control(drafters, config, draft_lengths, partial(probe, model, drafters), profile, ladder)
+        found = KeptControl(name, (profile, ladder), control)
+    return found
+
+
+def keep_control(model: PreTrainedModel, taken: KeptControl) -> None:
+    """Keeps it for the next call, until `spec_trl.release(model)`."""
+    kept.keep(model, taken.name, taken)

@@ -95,38 +95,35 @@ def find_ladder(
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
     max_batch_size: int,
-    draft_lengths: Sequence[int] | None = None,
+    draft_lengths: Sequence[int],
 ) -> Ladder | None:
-    """The ladder of these drafters: kept, or saved by an earlier run, or else profiled and saved. Under
-    `sd_toggle="measured"` nothing is profiled, and the ladder may be None.
+    """The ladder of these drafters: kept, or saved by an earlier run, or else profiled and saved under
+    `sd_toggle="roofline"`; None: there is none.
 
     It lies next to `config.roofline_profile`, or in the user's cache. A ladder that was profiled for less than half of
-    `max_batch_size`, the most rows in flight that will occur, is replaced. `draft_lengths` are those of `config` where
-    None.
+    `max_batch_size`, the most rows in flight that will occur, is then replaced.
 
     Raises:
-        ValueError: two drafters have the same strategy name.
         RuntimeError: a drafter failed.
     """
-    names = [drafter.strategy for drafter in drafters]
-    if len(set(names)) < len(names):
-        raise ValueError(f"drafter has the strategies {names}; races tell drafters apart by name: pass one of each.")
-    draft_lengths = config.ladder_draft_lengths() if draft_lengths is None else tuple(draft_lengths)
+    folder = cache_directory() if config.roofline_profile is None else Path(config.roofline_profile).parent
+    profiles = config.sd_toggle == "roofline"
+    if not profiles and not any(folder.glob("*.ladder.json")):
+        return None  # before the key, which takes milliseconds of every call
     key = profile_key(model, config)
     shape = _fingerprint(key, drafters, draft_lengths)
     path = _path(key, config, shape)
     found: Ladder | None = kept.look(model, _NAME)
-    if config.sd_toggle == "measured":
-        return found if found is not None and found.shape == shape else _load(path, shape)
     if found is None or found.shape != shape:
         found = _load(path, shape)
     most = 2 * max(drafter.max_rows for drafter in drafters)  # more rows are not profiled
-    if found is None or 2 * found.batches[-1] < min(max_batch_size, most):
+    if profiles and (found is None or 2 * found.batches[-1] < min(max_batch_size, most)):
         # A batch close to the largest would tell nothing new.
         batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
         found = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
         save_kept(found, path, "draft ladder")
-    kept.keep(model, _NAME, found)
+    if found is not None:
+        kept.keep(model, _NAME, found)
     return found
 
 

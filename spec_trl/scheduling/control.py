@@ -1,20 +1,19 @@
 """A control decides when drafters draft: it plans each decoding round, and is told what the round did.
-`NeverSpeculate` and `AlwaysSpeculate` plan the same whatever they are told; `toggle.py` and `best_of_n.py` learn."""
+`NeverSpeculate` and `AlwaysSpeculate` plan the same whatever they are told, `toggle.py` goes by a roofline, and
+`planner.py` learns."""
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import TypeAlias
 
 from .account import FAILED, Account, too_many_rows
-from .correction import OverheadCorrection
-from .ladder import LadderCosts
-from .plain_decoding import PlainRounds, seconds_of
-from .roofline import Roofline
+from .plain_decoding import PlainRounds
 
 
-Costs: TypeAlias = Roofline | LadderCosts  # predicts rounds of some rows of some mean length, in seconds
+RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
+"""Predicted seconds of a round: by γ of each drafter, most draft tokens of a row, rows, and their mean length."""
 
 
 @dataclass
@@ -25,15 +24,7 @@ class Candidate:
     draft_length: int  # γ
     block_efficiency: float  # τ_prev, of the last rollout that it drafted for; at first, what is expected
     max_rows: int  # most rows that its kernels serve
-    roofline: Costs | None = None  # predicts its rounds; None: only measuring tells
     is_network: bool = True  # False: drafts are looked up, and cost no forward
-
-    def cycle_seconds(self, roofline: Costs | None, batch: int, length: float) -> float:
-        """γ T̂_q + T̂_V of a round, without T̂_q where no network drafts; 0 where nothing predicts."""
-        if roofline is None:
-            return 0.0
-        predict = roofline.cycle_seconds if self.is_network else roofline.verify_seconds
-        return predict(batch, length, self.draft_length)
 
 
 @dataclass
@@ -44,7 +35,7 @@ class Tally:
     blocks: int = 0  # rows verified, summed over the rounds
     tokens: int = 0  # committed
     seconds: float = 0.0  # of the rounds
-    baseline_seconds: float = 0.0  # of autoregressive rounds for the same tokens, by the corrected profile
+    baseline_seconds: float = 0.0  # of autoregressive rounds for the same tokens, by what is known of them
     predicted_sum: float = 0.0  # of the predicted speedups
     predicted_rounds: int = 0  # rounds that had one
 
@@ -70,7 +61,7 @@ class Tally:
 
     @property
     def measured_speedup(self) -> float | None:
-        """Over the corrected profile's autoregressive time; None without a profile or rounds."""
+        """Over the autoregressive time; None where that is not known, or without rounds."""
         return self.baseline_seconds / self.seconds if self.baseline_seconds and self.seconds else None
 
 
@@ -219,7 +210,6 @@ class AlwaysSpeculate(OneDrafter):
 
     def __init__(self, candidate: Candidate) -> None:
         self.candidates: Sequence[Candidate] = (candidate,)
-        self._baseline = OverheadCorrection()  # the times of autoregressive rounds
         self._batch = 0
         self.begin(0, ())
 
@@ -233,8 +223,6 @@ class AlwaysSpeculate(OneDrafter):
         return 0, 0 if self._failed or batch > candidate.max_rows else candidate.draft_length
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-        if draft_length == 0 and is_typical:
-            self._baseline.record(self._batch, 0.0, seconds)
         if draft_length == self.candidates[0].draft_length:  # less: a rollout's last rounds
             self.tallies[0].add_round(self._batch, tokens, seconds)
 
@@ -247,6 +235,3 @@ class AlwaysSpeculate(OneDrafter):
     def forecast(self, batch: int, length: float) -> Account:
         most = self.candidates[0].max_rows
         return Account(None, too_many_rows(batch, most) if batch > most else "sd_toggle=always")
-
-    def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
-        return seconds_of(rounds, self._baseline)

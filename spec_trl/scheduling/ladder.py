@@ -6,7 +6,7 @@ tokens accepted at random with it, and have τ = (1 - p^(γ+1)) / (1 - p) tokens
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,7 @@ from typing import Literal, TypeAlias
 from ..json_files import read_json, write_json
 from .acceptance import Acceptance
 from .draft_length import MAX_DRAFT_LENGTH
-from .last_row import until_last_row
-from .roofline import Roofline, require_number
+from .roofline import require_number
 
 
 NO_METHOD = "none"  # plain decoding, γ = 0: in each ranking, at a speedup of 1
@@ -140,15 +139,6 @@ class Ladder:
         seconds = low.seconds + share * (high.seconds - low.seconds)
         return seconds, low.plain_seconds + share * (high.plain_seconds - low.plain_seconds)
 
-    def until_last_row(self, method: str, efficiencies: Sequence[float], draft_length: int) -> float:
-        """τ at which rows that are all alike would end as soon as the last of rows with these τ (`last_row.py`)."""
-        lowest = min(efficiencies)
-        costs = LadderCosts(self, method, lowest)
-        found = until_last_row(efficiencies, lambda batch: costs.cycle_seconds(batch, 0.0, draft_length))
-        # Profiled rounds of fewer rows may be dearer, by chance; or too cheap, being those of the nearest batch.
-        harmonic_mean = len(efficiencies) / sum(1 / efficiency for efficiency in efficiencies)
-        return min(max(found, lowest), harmonic_mean)
-
     def plain_seconds(self, batch: int) -> float:
         """Seconds of an autoregressive round at the profiled batch nearest to `batch`: the same for all methods."""
         return self._plain[self.profiled_batch(batch)]
@@ -204,30 +194,6 @@ class _File:
 
     def __post_init__(self) -> None:
         Ladder(self.rungs, self.shape)  # refuses what no ladder can be
-
-
-@dataclass(frozen=True)
-class LadderCosts:
-    """A method's round times by the ladder, which knows nothing of lengths; or, in proportion to the roofline's
-    autoregressive rounds, of those too."""
-
-    ladder: Ladder
-    method: str  # one of its methods
-    block_efficiency: float  # τ at which its times are read
-    roofline: Roofline | None = None  # the target's
-
-    def target_seconds(self, batch: int, length: float) -> float:
-        """Of an autoregressive round of `batch` rows."""
-        if self.roofline is None:
-            return self.ladder.plain_seconds(batch)
-        return self.roofline.target_seconds(batch, length)
-
-    def cycle_seconds(self, batch: int, length: float, draft_length: int) -> float:
-        """Of a round of γ = `draft_length`, drafts included."""
-        seconds, plain_seconds = self.ladder.round_seconds(self.method, self.block_efficiency, batch, draft_length)
-        return self.target_seconds(batch, length) * seconds / plain_seconds
-
-    verify_seconds = cycle_seconds  # asked of lookups alone, whose drafts take no time
 
 
 def _nearest_batch(batches: Iterable[int], batch: int) -> int:

@@ -1,17 +1,10 @@
-"""What plain decoding would have taken.
-
-Its tokens are the same, so its rounds are known; their times come from a corrected profile or from measured rounds.
-"""
+"""The rounds that plain decoding would have taken: its tokens are the same. A control knows what they take."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .admission import Patience
-from .correction import OverheadCorrection
-
-
-LEAST_ROUNDS = 3  # measured rounds of a size that make a baseline by themselves: one alone may have been disturbed
 
 
 class PlainRounds(NamedTuple):
@@ -54,21 +47,3 @@ def plain_rounds(
         while rows and rows[0][0] == now:
             lengths -= heapq.heappop(rows)[1]
     return found
-
-
-def seconds_of(
-    rounds: Sequence[PlainRounds],
-    measured: OverheadCorrection,
-    predicted: Callable[[int, float], float] | None = None,
-) -> float | None:
-    """Seconds that `rounds` of plain decoding take: as `predicted` by batch and mean length and corrected by how far
-    `measured` rounds were from that; or, where nothing predicts, as `measured`. None: nothing predicts, and most of
-    these rounds have a size that was not measured, nor one next to it."""
-    if predicted is None:
-        near = sum(each.rounds for each in rounds if measured.knows(each.batch, LEAST_ROUNDS, reach=1))
-        if 2 * near < sum(each.rounds for each in rounds):
-            return None
-    return sum(
-        each.rounds * measured.apply(each.batch, predicted(each.batch, each.length) if predicted else 0.0)
-        for each in rounds
-    )

@@ -5,16 +5,16 @@ well yet is tried, and paid for from an account: so a rollout is never much slow
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .account import Account, promise, too_many_rows
 from .assignment import YARDSTICK, further_method
-from .control import Candidate, Chain, Control, Tally
+from .control import Candidate, Chain, Control, RoundSeconds, Tally
 from .ladder import NO_METHOD
 from .ledger import Drafts, Floats, Integers, Kind, Times
 from .plain_decoding import PlainRounds
@@ -26,9 +26,6 @@ MOST_SAVED = 8.0  # autoregressive rounds that the account holds at most: what w
 KNOWN = 0.05  # variance of an arm's log seconds beside plain rounds' up to which what it gains is credited in full
 DWELL = 2, 4  # rounds for which a plan is kept while the rows stay, twice as many each time that it is chosen again
 CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
-
-RoundSeconds: TypeAlias = Callable[[Mapping[str, int], int, int, float], float]
-"""Predicted seconds of a round: by γ of each drafter, most draft tokens of a row, rows, and their mean length."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .ladder import Ladder
 from .roofline import Roofline
 
 
@@ -35,7 +36,7 @@ class ProbedRounds:
     drafters: Mapping[str, ForwardSeconds]  # those of networks, per draft token; lookups take no time
 
     def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
-        """As :data:`~.planner.RoundSeconds`."""
+        """As :data:`~.control.RoundSeconds`."""
         drafts = sum(count * self.drafters[name](batch) for name, count in lengths.items() if name in self.drafters)
         return self.target(batch * (1 + width)) + drafts
 
@@ -48,7 +49,7 @@ class RooflineRounds:
     drafters: Mapping[str, Roofline]  # those of networks
 
     def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
-        """As :data:`~.planner.RoundSeconds`."""
+        """As :data:`~.control.RoundSeconds`."""
         if not lengths:
             return self.target.target_seconds(batch, length)
         drafts = (
@@ -57,3 +58,19 @@ class RooflineRounds:
             if name in self.drafters
         )
         return self.target.verify_seconds(batch, length, width) + sum(drafts)
+
+
+@dataclass(frozen=True)
+class LadderRounds:
+    """Rounds by a profiled draft ladder (SA §4.2): what each drafter takes beyond an autoregressive round."""
+
+    ladder: Ladder
+    target: Roofline | None = None  # of autoregressive rounds, which it knows by length; None: by the ladder too
+
+    def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
+        """As :data:`~.control.RoundSeconds`."""
+        found = [self.ladder.round_seconds(name, 1.0, batch, count) for name, count in lengths.items()]
+        slowdown = 1 + sum(seconds / plain - 1 for seconds, plain in found)
+        if self.target is not None:
+            return self.target.target_seconds(batch, length) * slowdown
+        return self.ladder.plain_seconds(batch) * slowdown

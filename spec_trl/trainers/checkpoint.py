@@ -12,7 +12,7 @@ from ..json_files import read_json, replacing, write_json
 
 
 STATE_FILE = "rollout_state.json"
-_ACCEPTANCE_FILE = "rollout_acceptance_{}.json"
+_LEDGER_FILE = "rollout_acceptance_{}.json"
 _MEMORY_FILES = {HistoryDrafter.strategy: "rollout_history_{}.pt", DistilledDrafter.strategy: "rollout_tts_{}.pt"}
 _REMEDY = "resume from another checkpoint"
 
@@ -58,15 +58,16 @@ class RankState:
 
     Args:
         memories: by strategy, what the history remembers and what a drafter of `"tts"` has learned.
-        acceptance: acceptance so far under `"auto"` and `"best_of_n"`; None: under another strategy.
+        ledger: what the planner knows of rounds and drafts; None: another control decides. Older checkpoints have
+            acceptance alone.
     """
 
     memories: dict[str, dict[str, Any]]
-    acceptance: dict[str, Any] | None
+    ledger: dict[str, Any] | None
 
     def save(self, folder: str | Path, rank: int) -> None:
-        if self.acceptance is not None:
-            write_json(Path(folder) / _ACCEPTANCE_FILE.format(rank), self.acceptance)
+        if self.ledger is not None:
+            write_json(Path(folder) / _LEDGER_FILE.format(rank), self.ledger)
         for strategy, memory in self.memories.items():
             with replacing(Path(folder) / _MEMORY_FILES[strategy].format(rank)) as file:
                 torch.save(memory, file)
@@ -76,12 +77,12 @@ class RankState:
         """What `folder` holds of this rank, which may be nothing.
 
         Raises:
-            ValueError: the file of acceptance is damaged.
+            ValueError: the ledger's file is damaged.
         """
         memories: dict[str, dict[str, Any]] = {}
         for strategy, name in _MEMORY_FILES.items():
             path = Path(folder) / name.format(rank)
             if path.exists():
                 memories[strategy] = torch.load(path, map_location="cpu", weights_only=True)
-        path = Path(folder) / _ACCEPTANCE_FILE.format(rank)
-        return cls(memories, read_json(path, dict, "history of acceptance", _REMEDY) if path.exists() else None)
+        path = Path(folder) / _LEDGER_FILE.format(rank)
+        return cls(memories, read_json(path, dict, "ledger of rounds", _REMEDY) if path.exists() else None)

@@ -47,11 +47,10 @@ def shared_profile(
 def shared_ladder(
     accelerator: Accelerator, policy: PreTrainedModel, drafters: Sequence[Drafter], args: SpecGRPOConfig, rows: int
 ) -> Ladder | None:
-    """The draft ladder of `drafters`, found or profiled; None where rounds have yet to fill it. Otherwise as
-    `shared_profile`."""
+    """The draft ladder of `drafters`, found or profiled; None: there is none. Otherwise as `shared_profile`."""
 
     def find() -> Ladder | None:
-        ladder = find_ladder(policy, drafters, args.speculative_config(), rows, args.draft_lengths)
+        ladder = find_ladder(policy, drafters, args.speculative_config(), rows, args.choice_of_draft_lengths())
         if ladder is not None:
             ladder.save(ladder_path(Path(args.output_dir) / PROFILE_FILE))
         return ladder

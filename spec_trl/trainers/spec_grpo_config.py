@@ -12,9 +12,9 @@ from ..generation.configuration import (
     OPTIONS,
     TAKE_ASSISTANT,
     SpeculativeConfig,
+    check_combination,
     check_decoupled,
     check_strategy,
-    check_verification,
     document,
     require_bool,
     require_choice,
@@ -50,14 +50,14 @@ class SpecGRPOConfig(GRPOConfig):
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "best_of_n_assistants"]
 
     assistant_strategy: str = option(
-        "self",
-        'How rollouts are drafted; the tokens are the same under each strategy. "self": by the quantized copy of the '
-        'policy, refreshed when the weights have changed. "model": by a smaller causal LM. "ngram": by lookup in the '
-        'prompt. "history": by lookup in earlier rollouts of the same prompt and in the other completions of its '
-        'group. "eagle3", "dflash": by a learned drafter, which follows the policy (drafter_adaptation). "tts": by a '
-        'drafter that learns from the rounds it drafts (tts_drafter). "auto": by the copy, the history or an '
-        'assistant, whichever is fastest, or not at all. "best_of_n": the same with best_of_n_drafters, several of '
-        'them for the same rows in the tail. "none": not at all.',
+        "auto",
+        'How rollouts are drafted; the tokens are the same under each strategy. "auto": by the quantized copy of the '
+        'policy, the history or an assistant, whichever is fastest, or not at all. "self": by the copy, which is '
+        'refreshed when the weights have changed. "model": by a smaller causal LM. "ngram": by lookup in the prompt. '
+        '"history": by lookup in earlier rollouts of the same prompt and in the other completions of its group. '
+        '"eagle3", "dflash": by a learned drafter, which follows the policy (drafter_adaptation). "tts": by a drafter '
+        'that learns from the rounds it drafts (tts_drafter). "best_of_n": as "auto" with best_of_n_drafters, several '
+        'of them for the same rows where that pays. "none": not at all.',
     )
     assistant_model: str | None = option(
         None,
@@ -66,9 +66,9 @@ class SpecGRPOConfig(GRPOConfig):
     )
     draft_lengths: list[int] = option(
         [5, 7, 9, 11],
-        "Γ, draft lengths from 1 to 64 among which the controller moves, ascending; one entry keeps it fixed. Once "
-        '"auto" and "best_of_n" have a draft ladder, each rollout takes the length that promises most, and the next '
-        "four options have no effect.",
+        'Γ, draft lengths from 1 to 64, ascending; one entry keeps it fixed. Under sd_toggle="measured" each round '
+        'takes the one that promises most, or half of the shortest. Under "roofline" and "always" a controller '
+        "moves among them (ER §3.3), as the next four options say.",
     )
     initial_draft_length: int | None = option(None, "γ₀, the draft length to start with. None: the first one.")
     draft_length_up: float = option(
@@ -135,7 +135,6 @@ class SpecGRPOConfig(GRPOConfig):
     best_of_n_drafters: list[str] = shared("best_of_n_drafters")
     best_of_n_assistants: dict[str, Any] | str | None = shared("best_of_n_assistants")  # on the command line JSON
     best_of_n_budget: int | None = shared("best_of_n_budget")
-    best_of_n_tolerance: float = shared("best_of_n_tolerance")
     best_of_n_race: bool = shared("best_of_n_race")
 
     def __post_init__(self) -> None:
@@ -149,7 +148,6 @@ class SpecGRPOConfig(GRPOConfig):
                 'verification="rejection" needs draft probabilities, which '
                 f'assistant_strategy={self.assistant_strategy!r} has none of. Use verification="exact".'
             )
-        check_verification(self.assistant_strategy, self.verification)
         if self.roofline_profile is not None and self.assistant_strategy == "none":
             raise ValueError(
                 f"roofline_profile={self.roofline_profile!r} has no use with assistant_strategy='none'; drop one."
@@ -158,6 +156,7 @@ class SpecGRPOConfig(GRPOConfig):
         if self.rollout_batch_size is not None:  # SpeculativeConfig's error would call it max_batch_size
             require_int("rollout_batch_size", self.rollout_batch_size, 1, None)
         config = self.speculative_config()
+        check_combination(self.assistant_strategy, config)
         check_decoupled(self.assistant_strategy, config)
         self._check_draft_ranks()
         if self.assistant_strategy == "best_of_n":
@@ -230,6 +229,13 @@ class SpecGRPOConfig(GRPOConfig):
         given["tts_stride"] = int(self.tts_stride) if str(self.tts_stride).isdecimal() else self.tts_stride
         given["best_of_n_race"] = self.best_of_n_race and self.assistant_strategy == "best_of_n"
         return SpeculativeConfig(**given)
+
+    def choice_of_draft_lengths(self) -> list[int]:
+        """Each γ that a planner may choose, ascending; one alone where plans are for that one."""
+        if self.draft_ranks or self.decoupled_execution != "never":
+            return [self.draft_length_controller().draft_length]
+        short = [max(self.draft_lengths[0] // 2, 1)] if len(self.draft_lengths) > 1 else []  # cheap to try
+        return sorted({*short, *self.draft_lengths})
 
     def draft_length_controller(self) -> DraftLengthController:
         """A controller of the draft length at its start."""

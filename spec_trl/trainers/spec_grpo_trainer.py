@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from trl.models import unwrap_model_for_generation
 from ..distributed.draft_ranks import DraftRanks
 from ..distributed.shared_rollouts import SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
-from ..generation.configuration import CHOOSE_BY_LADDER
+from ..generation.configuration import CHOOSING
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
@@ -30,12 +29,10 @@ from ..generation.strategies import check_assistants, make_control, make_drafter
 from ..measuring.fill_profile import hardware_name
 from ..measuring.probe import probe
 from ..quantization.awq import ActivationStatistics
-from ..scheduling.best_of_n import BestOfN
 from ..scheduling.control import Control
 from ..scheduling.draft_length import DraftLengthController
 from ..scheduling.planner import Planner
 from ..scheduling.profile import Profile
-from ..scheduling.selection import AcceptanceHistory
 from .checkpoint import DraftLengthState, RankState, RolloutState
 from .collapse_alarm import CollapseAlarm
 from .rollout_totals import RolloutTotals, metrics
@@ -95,8 +92,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._draft_lengths: dict[str, DraftLengthController] = {}  # by strategy
         self._saved_draft_lengths: dict[str, DraftLengthState] = {}
         self._memories: dict[str, dict[str, Any]] = {}  # saved, by strategy
-        self._acceptance = AcceptanceHistory()  # of "auto" and "best_of_n", where a ladder was profiled
-        self._saved_ledger: dict[str, Any] | None = None  # where none was
+        self._saved_ledger: dict[str, Any] | None = None  # of the planner
         self._activations: ActivationStatistics | None = None  # for AWQ
         self._adaptation: DrafterAdaptation | None = None
         self._resumed_from: Path | None = None
@@ -107,7 +103,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._draft_ranks = DraftRanks(args.draft_ranks, rank, ranks)
         shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
         self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding)
-        self._alarm = CollapseAlarm(by_first_token=args.assistant_strategy in CHOOSE_BY_LADDER)
+        self._alarm = CollapseAlarm(by_first_token=args.assistant_strategy in CHOOSING)
         self._log: RunLog | None = None
         self._verdict = Verdict()
         self._calibration_seconds = 0.0  # not yet logged
@@ -314,27 +310,24 @@ class SpecGRPOTrainer(GRPOTrainer):
     def _current_control(self, policy: PreTrainedModel, drafters: list[Drafter], rows: int, width: int) -> Control:
         """The control, made at the first rollout, with the γ and τ_prev now in force (ER Algorithm 1, lines 6-8), for
         so many `rows` in flight of prompts of `width` tokens."""
-        config, chooses = self._speculative_config, self.args.assistant_strategy in CHOOSE_BY_LADDER
         is_new = self._control is None
         rows = max(rows, self.args.per_device_train_batch_size * self.args.steps_per_generation)
         rows = min(self.args.rollout_batch_size or rows, rows)  # in flight at most, in this rollout or a later one
         if self._control is None:
             started = time.perf_counter()
             length = width + self.args.max_completion_length
+            lengths, ladder = self.args.choice_of_draft_lengths(), None
             if drafters and self.args.sd_toggle in ("measured", "roofline"):
                 self._profile = shared_profile(self.accelerator, policy, self.args, rows, length)
-            ladder = None
-            if drafters and chooses:
-                ladder = shared_ladder(self.accelerator, policy, drafters, self.args, rows)
-            rounds = partial(probe, policy, drafters) if drafters and chooses and ladder is None else None
-            lengths = sorted({max(self.args.draft_lengths[0] // 2, 1), *self.args.draft_lengths})  # a short one to try
+                if self.args.assistant_strategy in CHOOSING:
+                    ladder = shared_ladder(self.accelerator, policy, drafters, self.args, rows)
             self._control = make_control(
-                drafters, config, self._profile, ladder, self._acceptance, lengths, rounds
-            )  # fmt: skip
+                drafters, self._speculative_config, lengths, lambda: probe(policy, drafters), self._profile, ladder
+            )
             if isinstance(self._control, Planner) and self._saved_ledger is not None:
                 self._control.load_state_dict(self._saved_ledger)
             self._calibration_seconds += time.perf_counter() - started
-        if not isinstance(self._control, BestOfN | Planner):  # which take both from the acceptance so far
+        if not isinstance(self._control, Planner):  # which chooses γ by itself
             for candidate in self._control.candidates:
                 controller = self._draft_lengths[candidate.name]
                 candidate.draft_length = controller.draft_length
@@ -367,7 +360,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             self._append(record)
         if mode == "train":
             self._alarm.hear(record)
-            if not isinstance(self._control, BestOfN | Planner):
+            if not isinstance(self._control, Planner):
                 for name, controller in self._draft_lengths.items():
                     controller.observe(totals.counts.tallies[name].block_efficiency)
 
@@ -411,11 +404,8 @@ class SpecGRPOTrainer(GRPOTrainer):
                 self._adaptation.save_state(output_dir)
         learning = (each for each in self._drafters or [] if isinstance(each, HistoryDrafter | DistilledDrafter))
         memories = {drafter.strategy: memory for drafter in learning if (memory := drafter.state_dict())}
-        acceptance = None
-        if self.args.assistant_strategy in CHOOSE_BY_LADDER:
-            keeps = self._control if isinstance(self._control, Planner) else self._acceptance
-            acceptance = keeps.state_dict()
-        RankState(memories, acceptance).save(output_dir, self.accelerator.process_index)
+        ledger = self._control.state_dict() if isinstance(self._control, Planner) else self._saved_ledger
+        RankState(memories, ledger).save(output_dir, self.accelerator.process_index)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -424,9 +414,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._rollouts, self._saved_draft_lengths = state.rollouts, state.draft_lengths
         own = RankState.load(checkpoint, self.accelerator.process_index)
         self._memories = {DistilledDrafter.strategy: {}, **own.memories}  # with an empty memory "tts" warns
-        self._acceptance, self._saved_ledger = AcceptanceHistory(), own.acceptance
-        if own.acceptance is not None and "times" not in own.acceptance:
-            self._acceptance.load_state_dict(own.acceptance)
+        self._saved_ledger = own.ledger
         self._drafters = self._control = self._adaptation = None  # made anew from what was saved
         self._resumed_from = Path(checkpoint)
 

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from spec_trl import SpeculativeOutput
+from spec_trl.generation.configuration import CHOOSING
 from spec_trl.generation.engine.noise import gumbel_noise, position_keys, stream_keys
 
 
@@ -45,13 +46,14 @@ def generate(
     config: dict[str, Any] | None = None,
     **options: Any,
 ) -> SpeculativeOutput:
-    """`model.generate` with a fixed seed, speculating in every round; samples from the full softmax at temperature 1
-    unless told otherwise."""
+    """`model.generate` with a fixed seed, speculating in every round where one drafter drafts; samples from the full
+    softmax at temperature 1 unless told otherwise."""
+    toggle = "measured" if strategy in CHOOSING else "always"
     defaults = dict(do_sample=True, top_k=0, max_new_tokens=24, return_dict_in_generate=True, pad_token_id=0)
     return model.generate(
         **prompts,
         assistant_strategy=strategy,
-        speculative_config={"seed": 0, "draft_kernel": "reference", "sd_toggle": "always"} | (config or {}),
+        speculative_config={"seed": 0, "draft_kernel": "reference", "sd_toggle": toggle} | (config or {}),
         **(defaults | options),
     )
 

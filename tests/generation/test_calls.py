@@ -5,7 +5,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,7 @@ from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.engine.captured import GraphRunner
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.kept import look
-from spec_trl.measuring import fill_ladder
-from spec_trl.scheduling.best_of_n import BestOfN
-from spec_trl.scheduling.ladder import Ladder, Rung
-from spec_trl.scheduling.selection import AcceptanceHistory
+from spec_trl.scheduling.planner import Planner
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, Prompts, generate, outputs, pad_left, random_rows
 
@@ -119,23 +115,18 @@ def test_a_call_that_fails_puts_its_drafter_back(way, fresh: LlamaForCausalLM, s
     assert outputs(call(PROMPTS)) == outputs(way("none")(PROMPTS))
 
 
-def test_release_frees_all_that_is_kept(way, fresh, tape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = (Drafter, GraphRunner, Ladder, BestOfN, AcceptanceHistory, PreTrainedModel)
+def test_release_frees_all_that_is_kept(way, fresh, tape) -> None:
+    kinds = (Drafter, GraphRunner, Planner, PreTrainedModel)
 
     def alive() -> Counter[type]:
         gc.collect()
         return Counter(type(thing) for thing in gc.get_objects() if isinstance(thing, kinds))
 
-    def build(model: LlamaForCausalLM, drafters: list[Drafter], *_: Any, **__: Any) -> Ladder:
-        return Ladder(tuple(Rung(each.strategy, 1, 3, 0.5, 1.0, 1.0) for each in drafters), "")
-
-    monkeypatch.setattr(fill_ladder, "build_ladder", build)
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
     assistant = tiny_llama(seed=1)
     before = alive()
     for strategy in ("self", "model", "tts", "auto"):
         way(strategy, "graph", assistant)(PROMPTS)
     new = alive() - before
-    assert {SelfDrafter, DistilledDrafter, GraphRunner, Ladder, BestOfN, AcceptanceHistory} <= set(new)
+    assert {SelfDrafter, DistilledDrafter, GraphRunner, Planner} <= set(new)
     spec_trl.release(fresh)
     assert alive() == before

@@ -194,8 +194,9 @@ def test_coerce() -> None:
 
 
 def test_what_follows_from_options(tmp_path: Path) -> None:
-    lengths = {length: SpeculativeConfig(draft_length=length).ladder_draft_lengths() for length in (1, 5, 64)}
+    lengths = {length: SpeculativeConfig(draft_length=length).choice_of_draft_lengths() for length in (1, 5, 64)}
     assert lengths == {1: (1, 2), 5: (2, 5, 10), 64: (32, 64)}
+    assert SpeculativeConfig(decoupled_execution="auto").choice_of_draft_lengths() == (5,)
     given = dict(scope="run", steps=2, anchor_weight=0.5, anchor="initial", asynchronous=True, rank=4)
     config = SpeculativeConfig(tts_stride="adaptive", **{f"tts_{name}": value for name, value in given.items()})
     assert config.distillation() == Distillation(stride=None, **given)

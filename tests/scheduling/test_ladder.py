@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_trl.scheduling.acceptance import Acceptance
-from spec_trl.scheduling.ladder import BlockEfficiency, Choice, Ladder, LadderCosts, Rung, ladder_path
+from spec_trl.scheduling.ladder import BlockEfficiency, Choice, Ladder, Rung, ladder_path
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.scheduling.round_costs import LadderRounds
 
 
 def rungs(method: str, batch: int, length: int, seconds: dict[float, float], plain: float = 1.0) -> list[Rung]:
@@ -106,19 +107,17 @@ GROWING = Roofline(  # a second, and one per 100 cached tokens
 )
 
 
-def test_ladder_as_costs() -> None:
-    """The ladder says how many autoregressive rounds a round is worth; a roofline, if any, how long those take."""
-    ladder = Ladder((*rungs("a", 4, 2, {0.0: 3.0, 1.0: 5.0}), *rungs("b", 4, 2, {0.5: 6.0}, plain=3.0)), "")
-    assert LadderCosts(ladder, "b", 1.75).cycle_seconds(4, 0.0, 2) == pytest.approx(2.0)
-    for tau, ratio in ((1.0, 3.0), (2.0, 4.0), (3.0, 5.0)):
-        costs = LadderCosts(ladder, "a", tau)
-        assert costs.target_seconds(4, 1e6) == 1.0  # the median of 1, 1 and 3
-        assert costs.cycle_seconds(4, 0.0, 2) == costs.verify_seconds(4, 0.0, 2) == pytest.approx(ratio)
-        costs = LadderCosts(ladder, "a", tau, GROWING)
-        for batch, length, plain in ((4, 100.0, 5.0), (4, 10_000.0, 401.0), (80, 100.0, 81.0)):
-            assert costs.target_seconds(batch, length) == pytest.approx(plain)
-            assert costs.cycle_seconds(batch, length, 2) == pytest.approx(ratio * plain)
-            assert costs.verify_seconds(batch, length, 2) == costs.cycle_seconds(batch, length, 2)
+def test_rounds_by_a_ladder() -> None:
+    """It says how many autoregressive rounds a round is worth; a roofline, if any, how long those take."""
+    ladder = Ladder((*rungs("a", 4, 2, {0.5: 4.0}), *rungs("b", 4, 2, {0.5: 6.0}, plain=3.0)), "")
+    rounds = LadderRounds(ladder)
+    assert rounds({}, 0, 4, 1e6) == 2.0  # the median of 1 and 3
+    assert rounds({"a": 2}, 2, 4, 1e6) == pytest.approx(8.0)
+    assert rounds({"b": 2}, 2, 4, 1e6) == pytest.approx(4.0)
+    assert rounds({"a": 2, "b": 2}, 4, 4, 1e6) == pytest.approx(10.0)  # what each takes beyond a plain one
+    for batch, length, plain in ((4, 100.0, 5.0), (4, 10_000.0, 401.0), (80, 100.0, 81.0)):
+        assert LadderRounds(ladder, GROWING)({}, 0, batch, length) == pytest.approx(plain)
+        assert LadderRounds(ladder, GROWING)({"a": 2}, 2, batch, length) == pytest.approx(4 * plain)
 
 
 def test_files(tmp_path: Path) -> None:

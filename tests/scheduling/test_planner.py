@@ -21,7 +21,7 @@ def flat(cycle: float) -> Callable[[Mapping[str, int], int, int, float], float]:
 
 def planner(cycle: float, names: tuple[str, ...] = ("self",), **options: Any) -> Planner:
     networks = [name != "ngram" for name in names]
-    candidates = [Candidate(name, 5, 1.0, 64, None, own) for name, own in zip(names, networks, strict=True)]
+    candidates = [Candidate(name, 5, 1.0, 64, own) for name, own in zip(names, networks, strict=True)]
     drafts = Drafts(names, [not own for own in networks])
     return Planner(candidates, [5], flat(cycle), Times(0.2), drafts, **options)
 

@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 
-from spec_trl.scheduling.acceptance import Acceptance, AcceptanceCounts
-from spec_trl.scheduling.assignment import MethodView, Racing, RowView, greedy_assignments
-from spec_trl.scheduling.best_of_n import BestOfN
-from spec_trl.scheduling.control import Candidate
+from spec_trl.scheduling.assignment import greedy_assignments
 from spec_trl.scheduling.draft_length import DraftLengthController
 from spec_trl.scheduling.fit import GemmMeasurement, effective_flops, evaluate, fit
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.selection import AcceptanceHistory
 from spec_trl.scheduling.sweep import Sample
 from tests.scheduling.test_profile import PROFILE
 
@@ -32,19 +28,10 @@ SAMPLES = [
 ]  # fmt: skip
 
 
-def best_of_n(*names: str) -> BestOfN:
-    return BestOfN([Candidate(name, 5, 5.0, 10) for name in names], LADDER, AcceptanceHistory())
-
-
 def algorithm_3(**changes: Any) -> object:
     """Its arguments for nobody."""
     arguments: dict[str, Any] = dict(requests={}, methods="xy", freed=[], workers_of={}, load={}, assigned={})
     return greedy_assignments(**(arguments | dict(max_batch=1, ladder_order="xy") | changes))
-
-
-def race(method: str) -> object:
-    row = RowView(0, "self", 4, Acceptance.geometric(0.5))
-    return Racing(LADDER).assign([row], [MethodView(method, 4, row.acceptance, 64)], 100)
 
 
 def fitted(samples: list[Sample] = SAMPLES, flops: float = 1e14, bandwidth: Any = (1e12, 2e12), **form: Any) -> object:
@@ -53,19 +40,10 @@ def fitted(samples: list[Sample] = SAMPLES, flops: float = 1e14, bandwidth: Any 
 
 Act = Callable[[], object]
 REFUSED: list[tuple[Act, str]] = [
-    # acceptance, selection
-    (lambda: AcceptanceCounts.of_round(-1, 3), "accepted=-1 of attempted=3 is out of range"),
-    (lambda: AcceptanceCounts.of_round(4, 3), "accepted=4 of attempted=3 is out of range"),
-    (lambda: AcceptanceHistory(decay=0.0), "decay=0.0 is out of range"),
-    (lambda: AcceptanceHistory(decay=1.1), "decay=1.1 is out of range"),
-    (lambda: AcceptanceHistory(prompts=0), "prompts=0 is out of range"),
-    # assignment, best-of-N
+    # assignment
     (lambda: algorithm_3(methods=[]), "methods is empty"),
     (lambda: algorithm_3(ladder_order=["x"]), r"ladder_order=\['x'\] lacks \['y'\]"),
     (lambda: algorithm_3(max_batch=0), "max_batch=0 is out of range"),
-    (lambda: race("eagle3"), "method='eagle3' is not in the ladder"),
-    (lambda: best_of_n("self", "self"), "one or more drafters of different names"),
-    (lambda: best_of_n(), "must be one or more drafters of different names"),
     # ladder
     (lambda: LADDER.speedup("eagle3", 1.5, 1, 2), r"method='eagle3' .*, which has \['self', 'ngram'\]"),
     (lambda: LADDER.speedup("self", 4.01, 1, 3), r"block_efficiency=4.01 of 'self' .*; it must be 1 to γ \+ 1 = 4"),

@@ -12,7 +12,7 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Candidate
-from spec_trl.scheduling.toggle import SpeculationToggle
+from spec_trl.scheduling.toggle import RooflineToggle
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs
 from tests.generation.races import PROMPTS, Knowing
@@ -44,7 +44,7 @@ def test_a_failure_is_said_once_and_ends_with_the_generation(tiny, expected, mon
     def fail(*_: Any) -> None:
         raise KeyError("the drafter's own trouble")
 
-    control = SpeculationToggle([Candidate("custom", 2, 2.0, 100)])
+    control = RooflineToggle(Candidate("custom", 2, 2.0, 100), lambda *_: 1.0)
     monkeypatch.setattr(drafter, "begin", fail)
     for _ in range(2):  # a control that has been in use, too
         with pytest.warns(UserWarning, match="Knowing failed.*same tokens.*KeyError: .the drafter") as caught:
