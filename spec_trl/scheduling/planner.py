@@ -299,8 +299,8 @@ class Planner(Control):
             # After a jump of the machine, drafts may seem cheap because nothing else was measured: no credit for that.
             doubt = math.sqrt(max(self._variance - KNOWN, 0.0))
             gained = tokens / batch - seconds / plain * math.exp(CAUTION * doubt)
-            if len(arm.chains) == 1:
-                tally = self.tallies[arm.chains[0][0]]
+            for which, _ in arm.chains:  # a race or a mixture counts for both
+                tally = self.tallies[which]
                 tally.add_round(batch, tokens, seconds)
                 tally.baseline_seconds += plain * tokens / batch
                 tally.predicted_sum += self._gain

@@ -19,9 +19,7 @@ from spec_trl.measuring import profile_cache as profiles_module
 from spec_trl.measuring.fill_profile import profile_key
 from spec_trl.scheduling.ladder import Ladder, Rung
 from spec_trl.scheduling.profile import Profile
-from spec_trl.scheduling.race_judge import RaceJudge
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.toggle import SpeculationToggle
 from spec_trl.trainers import shared_measurements
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.harness import Run, make_run, tiny_dataset, tiny_policy
@@ -108,11 +106,9 @@ def level_ladder(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 def ignore_round_times(patch: pytest.MonkeyPatch) -> None:
-    """Every round takes a second, and decides neither whether drafters draft nor whether they race."""
+    """Every round takes as long as any other."""
     seconds = itertools.count()
     patch.setattr(rollout, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
-    patch.setattr(SpeculationToggle, "_judge", lambda toggle: None)
-    patch.setattr(RaceJudge, "_judge", lambda judge, batch: None)
 
 
 # ---- The trainings ------------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ One pair of processes for all of them: starting it takes longer than any trainin
 """
 
 import gc
+import json
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from spec_trl.drafter_training import adaptation
 from spec_trl.drafter_training.adaptation import DrafterAdaptation
 from spec_trl.drafter_training.sequence_loss import TargetView
+from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.scheduling.ladder import Ladder
 from spec_trl.trainers import shared_measurements
 from tests.trainers.harness import Run, tiny_dataset, train
@@ -67,22 +70,22 @@ def choose(folder: Path) -> dict[str, Any]:
     profiled: list[int] = []
     find = shared_measurements.find_ladder
 
-    def watch(*args: Any) -> Ladder:
+    def profile(policy: Any, drafters: Any, config: SpeculativeConfig, *sizes: Any) -> Ladder | None:
         profiled.append(1)
-        return find(*args)
+        return find(policy, drafters, replace(config, sd_toggle="roofline"), *sizes)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shared_measurements, "find_ladder", watch)
+        patched.setattr(shared_measurements, "find_ladder", profile)
         patched.setenv("SPEC_TRL_CACHE", str(folder / "cache"))
         log = train(
             folder, "auto", **same_batch(rows_per_rank=4), draft_kernel="reference", draft_lengths=[3],
             save_strategy="steps", save_steps=2,
         )  # fmt: skip
+    control = log.calls[-1].control
     return {
         "completions": log.completions,
         "profiled": len(profiled),
-        "ladder": log.calls[-1].control.ladder,
-        "acceptance": log.calls[-1].control.history.state_dict(),
+        "ledger": json.loads(json.dumps(control.state_dict())),
         "drafted_by": [log.metric(f"rollout/drafted_by_{name}") for name in ("self", "history")],
     }
 

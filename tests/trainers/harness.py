@@ -1,6 +1,7 @@
 """A tiny policy, a tiny task, and runs on them that keep what was sampled."""
 
 import io
+import json
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +17,12 @@ from trl import GRPOTrainer
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl.generation.configuration import CHOOSING
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.quantization.awq import ActivationStatistics
-from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import Control
+from spec_trl.scheduling.planner import Planner
 from spec_trl.trainers.run_log import LOG_FILE, read_run
 
 
@@ -48,7 +50,7 @@ def tiny_dataset(rows: int = 64) -> Dataset:
 class Call:
     """What the trainer gave to `generate` in one rollout.
 
-    `draft_lengths` are those of the control's candidates then; `known` is its history of acceptance then.
+    `draft_lengths` are those of the control's candidates then; `known` is its ledger then.
     """
 
     step: int
@@ -144,7 +146,7 @@ def make_run(
         output_dir=str(output_dir), assistant_strategy=strategy, max_steps=3, per_device_train_batch_size=8,
         num_generations=4, max_completion_length=16, learning_rate=3e-3, lr_scheduler_type="constant",
         logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False,
-        disable_tqdm=True, seed=3, sd_toggle="always",
+        disable_tqdm=True, seed=3, sd_toggle="measured" if strategy in CHOOSING else "always",
     )  # fmt: skip
     arguments = dict(reward_funcs=count_digits, train_dataset=tiny_dataset(), callbacks=[run])
     run.trainer = kind(
@@ -160,7 +162,7 @@ def make_run(
         if "control" in given:  # not in calls by TRL's own trainer
             control, step = given["control"], run.trainer.state.global_step
             lengths = [candidate.draft_length for candidate in control.candidates]
-            known = control.history.state_dict() if isinstance(control, BestOfN) else {}
+            known = json.loads(json.dumps(control.state_dict())) if isinstance(control, Planner) else {}
             run.calls.append(Call(step, given["request_ids"], given["drafter"], control, lengths, known))
         return generate(*inputs, **given)
 

@@ -19,7 +19,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     memories: dict[str, Any] = {"history": {"texts": [torch.tensor([1, 2])]}, "tts": {"student": "eagle3"}}
     RankState(memories, {"rollout": 2, "methods": {}}).save(tmp_path, rank=1)
     found = RankState.load(tmp_path, rank=1)
-    assert found.acceptance == {"rollout": 2, "methods": {}} and found.memories["tts"] == memories["tts"]
+    assert found.ledger == {"rollout": 2, "methods": {}} and found.memories["tts"] == memories["tts"]
     assert torch.equal(found.memories["history"]["texts"][0], memories["history"]["texts"][0])
     assert {path.name for path in tmp_path.iterdir()} == {
         STATE_FILE, "rollout_acceptance_1.json", "rollout_history_1.pt", "rollout_tts_1.pt",
@@ -34,7 +34,7 @@ def test_older_files(tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_text(json.dumps({"rollouts": STATE.rollouts, "draft_lengths": draft_lengths}))
     (tmp_path / "rollout_acceptance_0.json").write_text(json.dumps({"version": 2, "rollout": 4}))
     assert RolloutState.load(tmp_path) == STATE
-    assert RankState.load(tmp_path, 0).acceptance == {"version": 2, "rollout": 4}
+    assert RankState.load(tmp_path, 0).ledger == {"version": 2, "rollout": 4}
     (tmp_path / STATE_FILE).write_text(json.dumps({"rollouts": STATE.rollouts}))
     assert RolloutState.load(tmp_path) == RolloutState(STATE.rollouts, {})
 
@@ -52,5 +52,5 @@ def test_damaged_files(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RolloutState.load(tmp_path)
     (tmp_path / "rollout_acceptance_0.json").write_text("[1]")
-    with pytest.raises(ValueError, match="rollout_acceptance_0.json is not a valid history of acceptance"):
+    with pytest.raises(ValueError, match="rollout_acceptance_0.json is not a valid ledger of rounds"):
         RankState.load(tmp_path, 0)

@@ -148,14 +148,14 @@ def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep
 
 
 def test_rollouts_that_choose_when_to_draft(tmp_path: Path, profiles: dict[str, str], level_ladder: Asked) -> None:
-    """By a profile and by what rounds really take: they begin autoregressively and end with speculation. By a ladder:
-    rounds have their say, whatever they make of it."""
+    """By a profile; by a ladder and what rounds really take, whatever that is; and by these rounds alone."""
     options: Options = dict(max_steps=6, max_completion_length=48, trainer={"train_dataset": tiny_dataset(8)})
     none = train(tmp_path, "none", **options)
     toggled = train(tmp_path, sd_toggle="roofline", roofline_profile=profiles["pays"], **options)
     assert_same_training(none, toggled)
-    assert 0 < toggled.metric("rollout/sd_on_fraction")[0] < 1
+    assert 0 < toggled.metric("rollout/sd_on_fraction")[0]
     assert_same_training(none, train(tmp_path, "auto", **options))
+    assert_same_training(none, train(tmp_path, "self", sd_toggle="measured", **options))
     assert len(level_ladder) == 1
 
 
