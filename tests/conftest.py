@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Training begins with a collection of garbage, which would go through all objects of imported modules."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or writes the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPEC_TRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of profiles, ladders and ledgers: empty at first."""
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "spec_trl" / "profiles"
 
 
 @pytest.fixture(scope="session")

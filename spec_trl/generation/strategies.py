@@ -1,16 +1,15 @@
 """What an `assistant_strategy` means: which drafters draft, and the control that decides when they do."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from ..measuring.probe import probe
+from ..measuring.known_rounds import KnownRounds, find_known_rounds
 from ..quantization.kernels import PackedWeight
 from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
 from ..scheduling.ladder import Ladder
@@ -18,7 +17,7 @@ from ..scheduling.ledger import Drafts, Times
 from ..scheduling.planner import Planner
 from ..scheduling.profile import Profile
 from ..scheduling.roofline import Roofline
-from ..scheduling.round_costs import LadderRounds, ProbedRounds, RooflineRounds
+from ..scheduling.round_costs import LadderRounds, RooflineRounds
 from ..scheduling.toggle import RooflineToggle
 from . import kept
 from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy, require_folder_or_id
@@ -39,9 +38,9 @@ Assistant: TypeAlias = "PreTrainedModel | str | None"
 _LEARNED = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
 # Kernels whose layers keep locks or partial sums between thread blocks: drafting and learning would share them.
 _ONE_STREAM = {"humming", "marlin"}
-PROBE_ERROR, CALIBRATION_ERROR = 0.5, 0.1
-"""sd of log(seconds / predicted) of a method's rounds: a probe leaves out the host and attention; a calibration's
-errors are those of docs/control.md, "How good is the prediction"."""
+CALIBRATION_ERROR = 0.1
+"""sd of log(seconds / predicted) of a method's rounds, by a calibration: see docs/control.md, "How good is the
+prediction"."""
 
 
 # ---- drafters -----------------------------------------------------------------------------------------------------
@@ -197,13 +196,13 @@ def make_control(
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
     draft_lengths: Sequence[int],
-    probed: Callable[[], ProbedRounds],
     profile: Profile | None = None,
     ladder: Ladder | None = None,
+    known: KnownRounds | None = None,
 ) -> Control:
     """The control that `config.sd_toggle` asks for, over `drafters` in their order. A planner chooses among
     `draft_lengths`; it predicts rounds by what was calibrated, a `profile` or a `ladder` of these drafters, else by
-    what `probed` times.
+    what is `known` of them, which must then be given.
 
     Raises:
         ValueError: two drafters have the same strategy name, or several are to draft always.
@@ -226,6 +225,7 @@ def make_control(
             )
         return AlwaysSpeculate(candidates[0])
     costs: RoundSeconds
+    times = Times(CALIBRATION_ERROR)
     if ladder is not None:
         costs = LadderRounds(ladder, None if profile is None else profile.roofline)
         draft_lengths = [
@@ -234,10 +234,10 @@ def make_control(
     elif profile is not None:
         costs = roofline_rounds(drafters, profile)
     else:
-        costs = probed()
+        assert known is not None
+        costs, times = known.seconds, known.times
     if config.sd_toggle == "roofline" and profile is not None and len(drafters) == 1:
         return RooflineToggle(candidates[0], costs, config.sd_margin)
-    times = Times(PROBE_ERROR if profile is None and ladder is None else CALIBRATION_ERROR)
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
     race, budget = config.best_of_n_race, config.best_of_n_budget
     return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, race, budget)
@@ -269,11 +269,12 @@ def roofline_of(drafter: Drafter, profile: Profile) -> Roofline:
 @dataclass(frozen=True)
 class KeptControl:
     """A control that is kept between calls under `name`, which says the drafters and options it serves; made of the
-    `sources` profile and ladder."""
+    `sources` profile and ladder, or of what is `known` without them."""
 
     name: str
     sources: tuple[Profile | None, Ladder | None]
     control: Control
+    known: KnownRounds | None
 
 
 def take_control(
@@ -291,11 +292,14 @@ def take_control(
     name = f"control of {members}, {replace(config, seed=None, best_of_n_assistants=None)}"
     found: KeptControl | None = kept.take(model, name)
     if found is None or found.sources != (profile, ladder):
-        control = make_control(drafters, config, draft_lengths, partial(probe, model, drafters), profile, ladder)
-        found = KeptControl(name, (profile, ladder), control)
+        known = None if profile or ladder else find_known_rounds(model, drafters, config)
+        control = make_control(drafters, config, draft_lengths, profile, ladder, known)
+        found = KeptControl(name, (profile, ladder), control, known)
     return found
 
 
 def keep_control(model: PreTrainedModel, taken: KeptControl) -> None:
-    """Keeps it for the next call, until `spec_trl.release(model)`."""
+    """Keeps it for the next call, until `spec_trl.release(model)`, and for later processes what rounds took."""
+    if taken.known is not None:
+        taken.known.keep()
     kept.keep(model, taken.name, taken)

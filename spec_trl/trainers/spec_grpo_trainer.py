@@ -27,7 +27,7 @@ from ..generation.engine.drafter import Drafter
 from ..generation.engine.requirements import check_generation_config, check_model, policy_in
 from ..generation.strategies import check_assistants, make_control, make_drafters
 from ..measuring.fill_profile import hardware_name
-from ..measuring.probe import probe
+from ..measuring.known_rounds import KnownRounds, find_known_rounds
 from ..quantization.awq import ActivationStatistics
 from ..scheduling.control import Control
 from ..scheduling.draft_length import DraftLengthController
@@ -89,6 +89,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._drafted_step = -1
         self._profile: Profile | None = None
         self._control: Control | None = None
+        self._known: KnownRounds | None = None
         self._draft_lengths: dict[str, DraftLengthController] = {}  # by strategy
         self._saved_draft_lengths: dict[str, DraftLengthState] = {}
         self._memories: dict[str, dict[str, Any]] = {}  # saved, by strategy
@@ -321,9 +322,9 @@ class SpecGRPOTrainer(GRPOTrainer):
                 self._profile = shared_profile(self.accelerator, policy, self.args, rows, length)
                 if self.args.assistant_strategy in CHOOSING:
                     ladder = shared_ladder(self.accelerator, policy, drafters, self.args, rows)
-            self._control = make_control(
-                drafters, self._speculative_config, lengths, lambda: probe(policy, drafters), self._profile, ladder
-            )
+            config = self._speculative_config
+            self._known = None if self._profile or ladder else find_known_rounds(policy, drafters, config)
+            self._control = make_control(drafters, config, lengths, self._profile, ladder, self._known)
             if isinstance(self._control, Planner) and self._saved_ledger is not None:
                 self._control.load_state_dict(self._saved_ledger)
             self._calibration_seconds += time.perf_counter() - started
@@ -358,6 +359,8 @@ class SpecGRPOTrainer(GRPOTrainer):
             self._metrics[mode][f"rollout/{name}"].append(value)
         if self.accelerator.is_main_process:
             self._append(record)
+            if self._known is not None:
+                self._known.keep()
         if mode == "train":
             self._alarm.hear(record)
             if not isinstance(self._control, Planner):

@@ -3,6 +3,7 @@ default one learns."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.model_costs import model_constants
 from spec_trl.generation.strategies import KeptControl, keep_control, make_control, roofline_of, take_control
 from spec_trl.measuring import fill_ladder, profile_cache
+from spec_trl.measuring.known_rounds import KnownRounds
 from spec_trl.scheduling.control import AlwaysSpeculate, Chain, Control, NeverSpeculate
 from spec_trl.scheduling.ladder import Ladder, Rung
+from spec_trl.scheduling.ledger import Times
 from spec_trl.scheduling.plain_decoding import PlainRounds
 from spec_trl.scheduling.planner import Planner
 from spec_trl.scheduling.profile import Profile, ProfileKey
@@ -86,7 +89,8 @@ LENGTHS = (2, 4)
 def controlled(drafters: list[Drafter], config: SpeculativeConfig | None = None, **sources: Any) -> Control:
     """The control of `drafters`; rounds that are only probed take a second."""
     probed = ProbedRounds(ForwardSeconds([1, 64], [1.0, 1.0]), {drafter.strategy: FREE for drafter in drafters})
-    return make_control(drafters, config or SpeculativeConfig(), LENGTHS, lambda: probed, **sources)
+    known = KnownRounds(Path("nowhere"), probed, Times(0.5), 0)
+    return make_control(drafters, config or SpeculativeConfig(), LENGTHS, known=known, **sources)
 
 
 def test_controls_by_configuration(four: list[Drafter]) -> None:

@@ -1,20 +1,11 @@
 """A policy and one real calibration of it, which all tests of measuring share."""
 
-from pathlib import Path
-
 import pytest
 from transformers import LlamaForCausalLM
 
 from spec_trl.measuring.fill_profile import calibrate
 from spec_trl.scheduling.profile import Profile
 from tests.conftest import tiny_llama
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of profiles and ladders: empty at first."""
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "spec_trl" / "profiles"
 
 
 @pytest.fixture(scope="session")

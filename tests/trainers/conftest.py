@@ -3,7 +3,6 @@ waits for a measurement or depends on what it would find."""
 
 import itertools
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,20 +30,6 @@ SLOW_TARGET = Roofline(
     ModelConstants("imaginary", 1e6, 0.0, 1.0, 0.0, 0.0),
     Coefficients(F_eff=1e12, BW_eff=1e6, rho_kappa=0.0, eta_D=0.0, c_T=0.0, c_D=0.0, c_V=0.0),
 )
-
-
-@pytest.fixture(autouse=True, scope="session")
-def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No shared training reads or writes the user's own profiles."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPEC_TRL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's own profiles, or those of other tests."""
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
 
 
 # ---- Machines that are not there ---------------------------------------------------------------------------------

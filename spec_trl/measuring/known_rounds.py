@@ -1,0 +1,76 @@
+"""What is known of a model's rounds on this machine before the first one: in the user's cache, or by a probe."""
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedModel
+
+from ..generation.configuration import SpeculativeConfig
+from ..generation.engine.drafter import Drafter
+from ..json_files import read_json, write_json
+from ..scheduling.ledger import Times
+from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
+from .fill_profile import profile_key
+from .probe import probe
+from .profile_cache import cache_directory
+
+
+PROBE_ERROR = 0.5
+"""sd of log(seconds / predicted) of a method's rounds that were only probed: the host and attention are left out."""
+FEWEST_ROUNDS = 100  # of which a file is worth its writing
+
+
+@dataclass
+class KnownRounds:
+    """Predicts rounds, and keeps the ledger of their times from process to process."""
+
+    path: Path  # of the file
+    seconds: ProbedRounds  # the prediction
+    times: Times  # how rounds differ from it
+    saved: int  # rounds that the file knows of
+
+    def keep(self) -> None:
+        """Writes the file where twice as many rounds are known as it knows of. One that cannot be written, as in a
+        read-only home, is not missed: the next process probes again."""
+        if self.times.rounds < max(2 * self.saved, FEWEST_ROUNDS):
+            return
+        self.saved = self.times.rounds
+        with suppress(OSError):
+            write_json(self.path, _File(1, self.seconds.target, dict(self.seconds.drafters), self.times.state_dict()))
+
+
+def find_known_rounds(
+    model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig
+) -> KnownRounds | None:
+    """What is known of rounds of `model` with `drafters`: by an earlier process, else by a probe; None where
+    `config.sd_toggle` or the lack of drafters leaves nothing to predict."""
+    if not drafters or config.sd_toggle in ("always", "never"):
+        return None
+    # One file for each hardware, shape, dtype and kernel, and each set of drafters.
+    members = [(each.strategy, type(each).__name__, each.cost) for each in drafters]
+    text = f"{members} {config.decoupled_execution}"
+    stem = profile_key(model, config).file_name.removesuffix(".json")
+    path = cache_directory() / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
+    try:
+        if path.exists():
+            file, times = read_json(path, _File, "ledger of rounds", "delete the file"), Times(PROBE_ERROR)
+            times.load_state_dict(file.times)
+            return KnownRounds(path, ProbedRounds(file.target, file.drafters), times, times.rounds)
+    except (ValueError, KeyError, TypeError) as error:
+        warnings.warn(f"{path} is left aside, and rounds are measured anew: {error}", stacklevel=2)
+    return KnownRounds(path, probe(model, drafters), Times(PROBE_ERROR), 0)
+
+
+@dataclass(frozen=True)
+class _File:
+    """Known rounds as they are written."""
+
+    version: Literal[1]
+    target: ForwardSeconds
+    drafters: dict[str, ForwardSeconds]
+    times: dict[str, Any]

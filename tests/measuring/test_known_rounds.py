@@ -1,0 +1,84 @@
+"""What is known of rounds is kept in the user's cache, and found by the next process."""
+
+from pathlib import Path
+
+import pytest
+
+from spec_trl import SpeculativeConfig
+from spec_trl.generation.drafters.ngram import NgramDrafter
+from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.measuring import known_rounds
+from spec_trl.measuring.known_rounds import FEWEST_ROUNDS, KnownRounds, find_known_rounds
+from spec_trl.scheduling.ledger import Kind
+from spec_trl.scheduling.round_costs import ForwardSeconds, ProbedRounds
+from tests.conftest import tiny_llama
+
+
+MODEL = tiny_llama()
+PLAIN, DRAFTED = Kind((), (0,), 1), Kind(("ngram",), (5, 0), 1)
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Probes take no time; the list has an entry for each."""
+    asked: list[int] = []
+
+    def probe(*_: object) -> ProbedRounds:
+        asked.append(1)
+        return ProbedRounds(ForwardSeconds((1, 4), (1.0, 2.0)), {})
+
+    monkeypatch.setattr(known_rounds, "probe", probe)
+    return asked
+
+
+def known(drafters: list[Drafter] | None = None, **config: object) -> KnownRounds:
+    found = find_known_rounds(MODEL, drafters or [NgramDrafter(3)], SpeculativeConfig(**config))
+    assert found is not None
+    return found
+
+
+def watched(rounds: KnownRounds, count: int) -> KnownRounds:
+    """After so many rounds, of which those with drafts took twice what was predicted."""
+    for _ in range(count // 2):
+        rounds.times.observe(PLAIN, 0.0)
+        rounds.times.observe(DRAFTED, 0.7)
+    rounds.keep()
+    return rounds
+
+
+def test_the_next_process_knows_what_this_one_measured(probed: list[int], cache: Path) -> None:
+    watched(known(), FEWEST_ROUNDS)
+    assert len(probed) == 1
+    again = known()
+    assert again.times.rounds == FEWEST_ROUNDS and again.seconds({}, 0, 4, 9.0) == 2.0
+    assert again.times.seconds(DRAFTED, 1.0) / again.times.seconds(PLAIN, 1.0) == pytest.approx(2.0, rel=0.05)
+    assert len(probed) == 1
+    for other in (known([NgramDrafter(3), NgramDrafter(2)]), known(decoupled_execution="auto"), known(runner="eager")):
+        assert other.times.rounds == 0
+    for toggle in ("always", "never"):
+        assert find_known_rounds(MODEL, [NgramDrafter(3)], SpeculativeConfig(sd_toggle=toggle)) is None
+    assert find_known_rounds(MODEL, [], SpeculativeConfig()) is None
+
+
+def test_it_is_written_when_rounds_have_doubled(probed: list[int], cache: Path) -> None:
+    rounds = watched(known(), FEWEST_ROUNDS - 2)
+    assert not list(cache.glob("*"))
+    watched(rounds, 2)
+    (path,) = cache.glob("*.rounds.json")
+    before = path.read_text()
+    watched(rounds, FEWEST_ROUNDS - 2)
+    assert path.read_text() == before
+    watched(rounds, 2)
+    assert path.read_text() != before
+    assert len(probed) == 1
+
+
+def test_a_broken_file_is_left_aside(probed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched(known(), FEWEST_ROUNDS)
+    (path,) = cache.glob("*.rounds.json")
+    for text in ("{", path.read_text().replace('"mean"', '"means"')):
+        path.write_text(text)
+        with pytest.warns(UserWarning, match="rounds.json is left aside, and rounds are measured anew"):
+            assert known().times.rounds == 0
+    monkeypatch.setenv("SPEC_TRL_CACHE", "/proc/nowhere")  # it cannot be written
+    watched(known(), FEWEST_ROUNDS)
