@@ -84,8 +84,7 @@ bench: $(READY)
 	$(RUN) -m benchmarks.identity --output bench_output/identity.json
 	$(RUN) -m benchmarks.refresh --output bench_output/refresh.json
 	$(RUN) -m benchmarks.end_to_end --steps 6 --repeats 2 --calibration-seconds 5 --output bench_output/end_to_end.json
-	$(RUN) -m benchmarks.never_slower --models shape:tiny,bfloat16 shape:qwen2.5-0.5b,bfloat16 --batch 1 4 --repeats 3 \
-		--calibration-seconds 60 --output bench_output/never_slower.json
+	$(RUN) -m benchmarks.control_machine --repeats 3 --output bench_output/control_machine.json
 
 clean:
 	rm -rf demo_output bench_output .pytest_cache .ruff_cache .mypy_cache build *.egg-info

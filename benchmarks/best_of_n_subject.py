@@ -1,8 +1,8 @@
-"""A model with drafters, prompts and profiles, as the best-of-N benchmarks need it."""
+"""A model with drafters and prompts, as the best-of-N benchmarks need it."""
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import LogitsProcessorList
@@ -13,21 +13,17 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import self_drafter_of
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.measuring.fill_ladder import find_ladder
-from spec_trl.measuring.fill_profile import calibrate
 from spec_trl.scheduling.control import Control
-from spec_trl.scheduling.ladder import Ladder
-from spec_trl.scheduling.profile import Profile
 
 from .calls import Way, way
 from .copying import Copying, copy_heavy
-from .measure import add_machine_arguments, stopwatch
+from .measure import add_machine_arguments
 from .models import DTYPES, LoadedModel, load_model
 from .workload import Workload, end_tokens
 
 
 STORY, COPY = "story", "copy-heavy"
-BEST_OF_N, SELF, NONE = "best_of_n", "self", "none"
+NONE = "none"
 PASSAGE = 32  # tokens of a prompt; in copy-heavy ones they come over and over
 BEGUN = 4  # tokens of it that such a prompt has begun to repeat
 
@@ -40,19 +36,11 @@ class Subject:
         loaded: the target.
         drafters: by method.
         processors: make synthetic weights copy.
-        config: γ of `self`, and the roofline of the ladder.
-        profile: that roofline.
-        ladder: of the drafters.
-        ladder_seconds: that it took.
     """
 
     loaded: LoadedModel
     drafters: dict[str, Drafter]
     processors: LogitsProcessorList
-    config: SpeculativeConfig
-    profile: Profile
-    ladder: Ladder
-    ladder_seconds: float
 
     def work(self, prompts: Sequence[list[int]], kinds: Sequence[str], new_tokens: int) -> Workload:
         """Prompts of the `kinds`, without an end of sequence: rows of one length are the same work in every way."""
@@ -69,13 +57,13 @@ class Subject:
         config: SpeculativeConfig | None = None,
         control: Control | None = None,
     ) -> Way:
-        """A way to generate with the drafters called `names`; without a config, as the toggle decides."""
+        """A way to generate with the drafters called `names`."""
         def drafters() -> list[Drafter]:
             # A history would know the completions that the way before has just made of these prompts.
             return [empty_history() if name == "history" else self.drafters[name] for name in names]
 
         given = {"logits_processor": self.processors, "control": control}
-        return way(self.loaded.model, strategy, config or self.config, drafters, **given)
+        return way(self.loaded.model, strategy, config or SpeculativeConfig(), drafters, **given)
 
 
 def empty_history() -> HistoryDrafter:
@@ -83,8 +71,8 @@ def empty_history() -> HistoryDrafter:
     return HistoryDrafter(SpeculativeConfig.history_max_tokens)
 
 
-def make_subject(target: str, options: argparse.Namespace, folder: Path) -> Subject:
-    """Loads, trains or measures all that one model needs; profiles go to `folder`."""
+def make_subject(target: str, options: argparse.Namespace) -> Subject:
+    """Loads or trains all that one model needs."""
     spec, dtype = target.rsplit(",", 1)
     loaded = load_model(spec, DTYPES[dtype], options.device, options.agreement, options.seed)
     model = loaded.model
@@ -96,18 +84,9 @@ def make_subject(target: str, options: argparse.Namespace, folder: Path) -> Subj
     }
     if options.assistant is not None and loaded.tokenizer is not None:
         drafters["model"] = SmallModelDrafter(load_assistant(str(options.assistant), model), model)
-    config = SpeculativeConfig(draft_length=options.draft_length)
-    most = max(options.batch)
-    profile = calibrate(model, config, most, PASSAGE + BEGUN + max(options.new_tokens), options.calibration_seconds)
-    path = folder / f"{Path(spec).name.replace(':', '-')}.json"
-    profile.save(path)
-    config = replace(config, sd_toggle="roofline", roofline_profile=str(path), roofline_mismatch="error")
-    with stopwatch(model.device) as watch:
-        ladder = find_ladder(model, list(drafters.values()), config, most)
-    assert ladder is not None  # "roofline" profiles one where there is none
     # Ids of a large vocabulary hardly come twice by chance: two of three tokens tell a passage.
     copying = [Copying(3, options.copied)] if loaded.tokenizer is None else []
-    return Subject(loaded, drafters, LogitsProcessorList(copying), config, profile, ladder, watch.value)
+    return Subject(loaded, drafters, LogitsProcessorList(copying))
 
 
 def add_arguments(parser: argparse.ArgumentParser, targets: Sequence[str], result: str) -> None:
@@ -117,6 +96,4 @@ def add_arguments(parser: argparse.ArgumentParser, targets: Sequence[str], resul
     add("--assistant", type=Path, help="folder of a small LM, for models with a tokenizer")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
     add("--copied", type=float, default=0.95, help="shape models: probability of a copied token (%(default)s)")
-    add("--draft-length", type=int, default=5, help="γ; the ladder has half and twice it, too (default: %(default)s)")
-    add("--calibration-seconds", type=float, default=60.0, help="at most, for the roofline (default: %(default)s)")
     add_machine_arguments(parser, result)

@@ -4,8 +4,8 @@ Half of the prompts are stories; half are passages, of stories or of the article
 summarisation, twice and begun again, which the target goes on to copy. Each drafter runs by itself, always on, at each
 γ; the one with the fewest target forwards is the best single method. Against it the same drafters race.
 
-On a small CPU hardly any verified token is free, and the race's judge rightly stops it. So that what is measured is
-what races do where they are allowed, the control is told how long each round would have taken on an A100 with a 7B
+On a small CPU hardly any verified token is free, and races rightly do not happen. So that what is measured is what
+races do where they pay, the control is told how long each round would have taken on an A100 with a 7B
 target, by the roofline that the EfficientRollout authors published; a small LM's forward is taken to cost a tenth of
 the target's. Forwards and tokens are real, and so are the seconds of this machine; those of the A100 are modelled.
 
@@ -18,10 +18,9 @@ import itertools
 import json
 import random
 import statistics
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,11 @@ from typing import Any
 from tqdm import tqdm
 
 from spec_trl import SpeculativeConfig
-from spec_trl.scheduling.best_of_n import BestOfN
+from spec_trl.generation.strategies import CALIBRATION_ERROR
 from spec_trl.scheduling.control import Candidate, Chain
-from spec_trl.scheduling.ladder import Ladder, Rung
+from spec_trl.scheduling.ledger import Drafts, Times
+from spec_trl.scheduling.planner import Planner
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.selection import AcceptanceHistory
 
 from .best_of_n_subject import COPY, NONE, PASSAGE, STORY, Subject, add_arguments, make_subject
 from .calls import Call, Way, identical_rows, in_turns, ratios
@@ -51,7 +50,7 @@ NETWORKS = ("self", "model")
 RACES = {"best_of_n, one drafter per row": False, "best_of_n": True}
 
 
-def seconds_on_a100(batch: int, length: float, width: int, drafted: dict[str, int]) -> float:
+def seconds_on_a100(batch: int, length: float, width: int, drafted: Mapping[str, int]) -> float:
     """Of a round that verifies `width` draft tokens of each row, `drafted` of them by which drafter."""
     verify = A100.verify_seconds(batch, length, width) if width else A100.target_seconds(batch, length)
     small = SMALL * A100.target_seconds(batch, length) * drafted.get("model", 0)
@@ -59,23 +58,7 @@ def seconds_on_a100(batch: int, length: float, width: int, drafted: dict[str, in
     return verify + small + (A100.cycle_seconds(batch, length, own) - A100.verify_seconds(batch, length, own))
 
 
-def ladder_on_a100(methods: Sequence[str], batches: Sequence[int], lengths: Sequence[int]) -> Ladder:
-    """What profiling would find there."""
-    return Ladder(
-        tuple(
-            Rung(
-                name, batch, length, 0.6, seconds_on_a100(batch, 256, length, {name: length}),
-                A100.target_seconds(batch, 256),
-            )
-            for name in methods
-            for batch in batches
-            for length in lengths
-        ),
-        "A100",
-    )  # fmt: skip
-
-
-class BestOfNOnA100(BestOfN):
+class PlannerOnA100(Planner):
     """Decides as it would there: each round takes the seconds of the roofline."""
 
     def begin(self, capacity: int, prompts: Sequence[str]) -> None:
@@ -97,14 +80,15 @@ class BestOfNOnA100(BestOfN):
         super().record(draft_length, seconds, tokens, is_typical)
 
 
-def control_on_a100(pool: Sequence[str], lengths: Sequence[int], rows: int, race: bool) -> BestOfNOnA100:
-    """Best-of-N over `pool` with budget and judge as there."""
-    candidates = [
-        Candidate(name, lengths[0], 1.0, rows, None if name == "model" else A100, name in NETWORKS) for name in pool
-    ]
-    batches = [batch for batch in (1, 2, 4, 8, 16, 32, 64) if batch <= rows]
-    ladder = ladder_on_a100(pool, batches, lengths)
-    return BestOfNOnA100(candidates, ladder, AcceptanceHistory(), roofline=A100, race=race)
+def control_on_a100(pool: Sequence[str], lengths: Sequence[int], rows: int, race: bool) -> PlannerOnA100:
+    """The planner over `pool` on that machine, which it has calibrated."""
+    candidates = [Candidate(name, lengths[0], 1.0, rows, name in NETWORKS) for name in pool]
+
+    def seconds(drafted: Mapping[str, int], width: int, batch: int, length: float) -> float:
+        return seconds_on_a100(batch, length, width, drafted)
+
+    drafts = Drafts(pool, [name not in NETWORKS for name in pool])
+    return PlannerOnA100(candidates, lengths, seconds, Times(CALIBRATION_ERROR), drafts, race=race)
 
 
 @dataclass
@@ -183,7 +167,7 @@ def articles(subject: Subject, file: Path) -> Iterator[list[int]]:
     yield from itertools.cycle(subject.loaded.tokenizer(texts)["input_ids"])
 
 
-def _timed(subject: Subject, pool: Sequence[str], control: BestOfNOnA100, modelled: list[float]) -> Way:
+def _timed(subject: Subject, pool: Sequence[str], control: PlannerOnA100, modelled: list[float]) -> Way:
     """Best-of-N, which notes its seconds on the A100."""
     way = subject.way("best_of_n", pool, control=control)
 
@@ -289,12 +273,11 @@ def main() -> None:
     options = parse_arguments()
     machine, started = begin(options), time.perf_counter()
     pools = []
-    with tempfile.TemporaryDirectory() as folder:
-        for target in options.models:
-            subject = make_subject(target, options, Path(folder))
-            for rows in options.batch:
-                for pool in tqdm(options.pools, desc=f"{subject.loaded.facts['model']}, {rows} rows"):
-                    pools.append(subject.loaded.facts | measure_pool(subject, pool.split(","), rows, options))
+    for target in options.models:
+        subject = make_subject(target, options)
+        for rows in options.batch:
+            for pool in tqdm(options.pools, desc=f"{subject.loaded.facts['model']}, {rows} rows"):
+                pools.append(subject.loaded.facts | measure_pool(subject, pool.split(","), rows, options))
     result = {"options": shown(options), "pools": pools, "seconds": time.perf_counter() - started}
     title = "Best-of-N: the tail of a mixed batch"
     write_result(options.output, "best_of_n", title, setup(result), machine, findings(result), result)

@@ -45,7 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "history": {"assistant_strategy": "history", "sd_toggle": "always"} | _ADAPTIVE,
     **{always_on(length): _ALWAYS | {"draft_lengths": [length]} for length in FIXED},
     EFFICIENT_ROLLOUT: _TOGGLED | _ADAPTIVE,
-    "auto": {"assistant_strategy": "auto", "sd_toggle": "roofline", "sd_margin": 0.05} | _ADAPTIVE,
+    "auto": {"assistant_strategy": "auto", "draft_lengths": LADDER},
 }
 """Rows of Table 2; the always-on ones become one, at γ*."""
 

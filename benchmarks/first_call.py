@@ -27,10 +27,10 @@ from spec_trl.generation.configuration import STRATEGIES
 from .calls import ratios, rotated, sampling
 from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
 from .models import DTYPES, load_model, model_line
-from .never_slower import TARGETS
-from .workload import Workload, end_tokens, prompt_source
+from .workload import STORY_MODEL, Workload, end_tokens, prompt_source
 
 
+TARGETS = [f"{STORY_MODEL},float32", "shape:qwen2.5-0.5b,bfloat16"]
 PLAIN, NONE = "generate", "none"
 
 

@@ -23,11 +23,11 @@ recorded options. [docs/performance.md](../docs/performance.md) says what the nu
 FIGURES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "rollouts": ("×", "tokens/s over the baseline's", ("rollout_none", "rollout_continuous_450", "rollout_continuous",
                  "rollout_batch1", "rollout_qwen_093", "rollout_qwen_085")),
-    "never_slower": ("×", "tokens/s over the baseline's", ("never_slower_05b", "never_slower_stories", "first_call")),
+    "never_slower": ("×", "tokens/s over the baseline's", ("control_machine", "control_machine_05b", "first_call")),
     "lossless": ("rows", 'identical to "none" with the same seed', ("identity_grid",)),
     "tts": ("±%", "change of the acceptance length against the frozen drafter",
             ("tts_drafters", "tts_drafters_self", "tts_run", "tts_run_S5")),
-    "best_of_n": ("×", "over the baseline's", ("best_of_n", "best_of_n_05b", "best_of_n_05b_seed1")),
+    "best_of_n": ("×", "over the baseline's", ("best_of_n_tail", "best_of_n_tail_stories")),
     "workers": ("×", "over the baseline's", ("specactor",)),
     "quantization": ("tokens per round", "block efficiency, or its gain over the baseline's", ("rtn_awq",)),
     "calibration": ("%", "error of a time, or agreement of the sign", ("calibration",)),
