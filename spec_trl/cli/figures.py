@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ..generation.configuration import CHOOSE_BY_LADDER
 from ..generation.engine.statistics import DraftCounts, added
 from ..trainers.run_log import RolloutRecord, Run, StepRecord
 from ..trainers.verdict import verdict_of
@@ -183,7 +182,7 @@ def completion_curves(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 def draft_length_schedule(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     """γ with its ceiling γ + 1 and the measured τ, by rollout (ER Fig. 4b, 14). Where each round has its own γ, their
     mean without a ceiling."""
-    chosen = any(record.strategy in CHOOSE_BY_LADDER for record in rollouts)
+    chosen = any(map(_varies, rollouts))
     drawn = _known(rollouts, "mean_draft_length" if chosen else "draft_length", "block_efficiency")
     if not drawn:
         return None
@@ -199,6 +198,16 @@ def draft_length_schedule(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     if chosen:
         moves = f"{statistics.fmean(gammas):.1f} on average, {min(gammas):.1f} to {max(gammas):.1f} by rollout"
     return Drawing(figure, f"γ: {moves}; τ went from {taus[0]:.2f} to {taus[-1]:.2f}.")
+
+
+def _varies(record: RolloutRecord) -> bool:
+    """Whether rounds drafted with several γ, each in a tenth of the rounds that drafted or more: at the end of a text
+    drafts are cut anyway."""
+    rounds: dict[int, int] = {}
+    for point in record.points:
+        if point.draft_length:
+            rounds[point.draft_length] = rounds.get(point.draft_length, 0) + point.rounds
+    return sum(count >= 0.1 * sum(rounds.values()) for count in rounds.values()) > 1
 
 
 def changes(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -50,6 +50,7 @@ def speedups(*pairs: tuple[float | None, float]) -> Drawing | None:
     )
 
 
+VARIED = [RoundPoint(8, 9.0, 5, 89, 0.1, 1000, "self"), RoundPoint(8, 9.0, 2, 11, 0.1, 200, "ngram")]
 PHASED = make_rollout(0, seconds=10.0, refresh_seconds=1.0, phase_seconds={"draft": 3.0, "verify": 4.0}, tokens=500)
 
 
@@ -81,7 +82,7 @@ PHASED = make_rollout(0, seconds=10.0, refresh_seconds=1.0, phase_seconds={"draf
         ),
         (
             figures.draft_length_schedule(
-                [make_rollout(i, strategy="auto", mean_draft_length=2.0 + i, block_efficiency=3.0 + i) for i in (0, 2)]
+                [make_rollout(i, points=VARIED, mean_draft_length=2.0 + i, block_efficiency=3.0 + i) for i in (0, 2)]
             ),
             "γ: 3.0 on average, 2.0 to 4.0 by rollout; τ went from 3.00 to 5.00.",
         ),
