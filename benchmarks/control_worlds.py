@@ -8,10 +8,11 @@
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from spec_trl.generation.engine.chains import draft_lengths
 from spec_trl.scheduling.control import Chain, Control
 
 
@@ -244,7 +245,7 @@ def decode(control: Control, world: World, number: int, noise: Noise) -> Played:
         room = max(state.left(request) for request in rows) - 1
         planned = control.plan(rows, length, state.waiting)
         chains = [Chain(own.which, min(own.draft_length, room), own.rows) for own in planned if room]
-        lengths = _lengths(chains, len(rows))
+        lengths = draft_lengths(chains, len(rows))
         width = max((sum(own[row] for own in lengths.values()) for row in range(len(rows))), default=0)
         accepted, drafted, gains = {}, {}, [0] * len(rows)
         for which, own in lengths.items():
@@ -267,16 +268,6 @@ def decode(control: Control, world: World, number: int, noise: Noise) -> Played:
         drafts, races = drafts + bool(chains), races + (len(lengths) > 1)
     control.finish()
     return Played(seconds, rounds, drafts, races)
-
-
-def _lengths(chains: Iterable[Chain], batch: int) -> dict[int, list[int]]:
-    """γ of each row, by candidate."""
-    found: dict[int, list[int]] = {}
-    for chain in chains:
-        own = found.setdefault(chain.which, [0] * batch)
-        for row in range(batch) if chain.rows is None else chain.rows:
-            own[row] = max(own[row], chain.draft_length)
-    return found
 
 
 def _overhear(
