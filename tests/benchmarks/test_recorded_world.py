@@ -121,8 +121,11 @@ def test_acceptance_of_each_drafter() -> None:
         found = acceptance_of([several], name)
         assert found is not None and found == pytest.approx(rates, abs=0.015)
     # A single γ leaves one of two rates open: the first-token acceptance tells.
-    alone = make_rollout(0, points=points_of("ngram", other, 5), first_token_acceptance=0.2)
-    assert acceptance_of([alone], "ngram") == pytest.approx(other, abs=0.015)
+    for first in (0.2, 0.5):
+        alone = make_rollout(0, points=points_of("ngram", other, 5), first_token_acceptance=first)
+        found = acceptance_of([alone], "ngram")
+        assert found is not None and found.first == pytest.approx(first, abs=0.015)
+        assert found.block_efficiency(5) == pytest.approx(other.block_efficiency(5), rel=0.02)
     assert acceptance_of([alone], "self") is None
 
 
@@ -133,6 +136,8 @@ def test_texts_are_as_long_as_rows_were_in_flight() -> None:
     points += [RoundPoint(1, 90.0, 5, 20, 1.0, 60, "self")]
     record = make_rollout(0, points=points, completion_curve=[(10.0, 2), (30.0, 3), (50.0, 4)], timeline=[])
     assert lengths_of(record) == [10, 10, 30, 90]
+    late = replace(record, completion_curve=[(12.0, 2), (30.0, 3), (50.0, 4)])  # two seem to have had 12
+    assert sum(lengths_of(late)) == pytest.approx(140, abs=1)
     record = replace(record, completion_curve=[(10.0, 3), (30.0, 4), (50.0, 5)])
     assert lengths_of(record) == [10, 10, 10, 30, 80]  # first come, first ended
     timeline = [RequestTimeline(4, [(10.0, 9, [])], 30.0), RequestTimeline(0, [(0.0, 0, [])], 50.0)]
