@@ -67,7 +67,8 @@ class RecordedMachine:
         if len(drafting) < 2 or name in self._plans:
             return self._between(name, width, batch, rounded)
         plain = self._of_plan("", 0, batch, rounded)
-        return plain + sum(self._between(own, count, batch, rounded) - plain for own, count in drafting.items())
+        alone = [self._between(own, count, batch, rounded) for own, count in drafting.items()]
+        return plain + sum(max(seconds - plain, 0.0) for seconds in alone)
 
     def _between(self, name: str, width: int, batch: int, length: int) -> float:
         """Between the draft lengths that were measured; beyond them a token takes as long as one of the longest."""
@@ -79,7 +80,7 @@ class RecordedMachine:
         if low == width:
             return below
         if low == own[-1]:
-            return plain + (below - plain) * width / low
+            return below + max(below - plain, 0.0) * (width / low - 1)  # measured too fast: no token takes less than 0
         high = min(count for count in own if count > width)
         return below + (self._of_plan(name, high, batch, length) - below) * (width - low) / (high - low)
 
@@ -144,7 +145,8 @@ class RecordedWorld(World):
         without = self.machine.round_seconds(batch, length, {}, 0)
         if not lengths:
             return plain * without
-        return verifying * without + drafting * (self.machine.round_seconds(batch, length, lengths, width) - without)
+        seconds = self.machine.round_seconds(batch, length, lengths, width)
+        return verifying * min(seconds, without) + drafting * max(seconds - without, 0.0)
 
     def _recorded(self, record: RolloutRecord, usual: Mapping[str, Acceptance | None]) -> Rollout:
         chance, runs = random.Random(f"{self.seed} {record.rollout}"), []

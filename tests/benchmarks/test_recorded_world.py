@@ -104,6 +104,9 @@ def test_rounds_take_what_was_measured_and_straight_lines_between() -> None:
     assert seconds(2, 96, 4, self=4) == pytest.approx(3.0 * 0.4 / 1.5, rel=1e-3)
     assert seconds(8, 96, 12, ngram=4, self=8) == 5.0 and seconds(8, 96, 6, ngram=2, self=4) == pytest.approx(3.0)
     assert seconds(8, 96, 6, history=2, self=4) == pytest.approx(1.0 + 0.5 + 2.0)  # these two never drafted together
+    # By chance a short draft was faster than none: a longer one is not faster yet.
+    machine = RecordedMachine([*plain, RoundPoint(8, 100.0, 2, 1, 0.7, 8, "ngram")])
+    assert seconds(8, 96, 2, ngram=2) == seconds(8, 96, 10, ngram=10) == pytest.approx(0.7)
     with pytest.raises(ValueError, match="no round of this run was plain"):
         RecordedMachine(drafted)
 
