@@ -116,6 +116,7 @@ class RecordedMachine:
 
 class RecordedWorld(World):
     """The training rollouts of a log, `most` of them from the first one on; texts and errors are drawn by `seed`.
+    Rounds take what they took after the first rollout, in which caches and memory were cold.
 
     Raises:
         ValueError: the log cannot be read, no round was plain, or none drafted.
@@ -133,7 +134,8 @@ class RecordedWorld(World):
         self.draft_lengths = sorted({max(given[0] // 2, 1), *given})  # those that the trainer's planner has
         batch = max(point.batch for point in points)
         self.cell = Cell(batch, "recorded", -(-max(record.completion_curve[-1][1] for record in records) // batch))
-        self.seed, self.machine = seed, RecordedMachine(points)
+        warm = [point for record in records[1:] or records for point in record.points]
+        self.seed, self.machine = seed, RecordedMachine(warm)
         self._draw_errors()
         self.prompt = max(1.0, sum(map(_prompt, records)) / len(records))
         usual = {name: acceptance_of(records, name) for name in self.methods}

@@ -157,6 +157,16 @@ def test_regret_on_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert all(fixed <= plain for fixed, plain in zip(Bounds(world).fixed, Bounds(world).plain, strict=True))
 
 
+def test_what_the_first_rollout_took_does_not_count(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / LOG_FILE)
+    log.append(make_header())
+    for number, seconds in enumerate([9.0, 1.0, 1.0]):
+        points = [RoundPoint(4, 64.0, 0, 9, seconds, 36), RoundPoint(4, 64.0, 5, 9, 2.0 * seconds, 90, "self")]
+        log.append(make_rollout(number, points=points))
+    machine = RecordedWorld(tmp_path).machine
+    assert [machine.round_seconds(4, 64.0, lengths, 5) for lengths in ({}, {"self": 5})] == pytest.approx([1.0, 2.0])
+
+
 def test_a_log_without_drafts_is_refused(tmp_path: Path) -> None:
     log = RunLog(tmp_path / LOG_FILE)
     log.append(make_header())
