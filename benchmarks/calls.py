@@ -35,9 +35,7 @@ class Call:
     @property
     def speculative_share(self) -> float:
         """Of the decoding rounds, those with a draft."""
-        spans, rounds = self.statistics.speculating, self.statistics.rounds
-        ends = [start for start, _ in spans[1:]] + [rounds]
-        return sum(end - start for (start, length), end in zip(spans, ends, strict=True) if length) / rounds
+        return self.statistics.drafted_rounds / self.statistics.rounds
 
 
 Way = Callable[[Workload, int], Call]

@@ -4,26 +4,30 @@
 row from a fresh start, under four kinds of noise. No clock is read: the table is the same on each machine.
 
     python -m benchmarks.control_regret --worlds 3
+    python -m benchmarks.control_regret --log output_dir     # on what a training run recorded
 """
 
 import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from spec_trl.scheduling.control import Candidate
 from spec_trl.scheduling.ledger import Drafts, Times
 from spec_trl.scheduling.planner import Planner
 
-from .control_worlds import CELLS, DRAFT_LENGTHS, METHODS, NETWORKS, NOISES, Bounds, Cell, World, decode, noise_named
-from .measure import Finding, add_machine_arguments, begin, shown, write_result
+from .control_worlds import CELLS, NOISES, Bounds, Cell, World, decode, noise_named
+from .measure import Finding, add_machine_arguments, begin, findings_table, shown, write_result
+from .recorded_world import RecordedWorld
 
 
-def planner(world: World, methods: Sequence[str] = METHODS) -> Planner:
-    """A control that knows nothing of its world but what a calibration believes."""
-    candidates = [Candidate(name, DRAFT_LENGTHS[-1], 1.0, 10**9, name in NETWORKS) for name in methods]
-    drafts = Drafts(methods, [name not in NETWORKS for name in methods])
-    return Planner(candidates, DRAFT_LENGTHS, world.predict, Times(0.2), drafts)
+def planner(world: World, methods: Sequence[str] = ()) -> Planner:
+    """A control that knows nothing of its world but what a calibration believes. Without `methods`: of all."""
+    names, lengths = methods or world.methods, world.draft_lengths
+    candidates = [Candidate(name, lengths[-1], 1.0, 10**9, is_network=name in world.networks) for name in names]
+    drafts = Drafts(names, [name not in world.networks for name in names])
+    return Planner(candidates, lengths, world.predict, Times(0.2), drafts)
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,16 @@ class Outcome:
         return [taken / plain for taken, plain in zip(self.taken, self.plain, strict=True)]
 
 
-def run(cell: Cell, seed: int, noise: str, rollouts: int = 8, methods: Sequence[str] = METHODS) -> Outcome:
-    """Rollouts one after the other under one planner."""
-    world = World(cell, seed, rollouts)
-    control, bounds = planner(world, methods), Bounds(world)
-    taken = [decode(control, world, number, noise_named(noise, seed)).seconds for number in range(rollouts)]
-    return Outcome(cell, taken, bounds.plain, bounds.fixed, bounds.oracle)
+def run(cell: Cell, seed: int, noise: str, rollouts: int = 8, methods: Sequence[str] = ()) -> Outcome:
+    """Rollouts of a simulated world one after the other under one planner."""
+    return run_world(World(cell, seed, rollouts), noise, methods)
+
+
+def run_world(world: World, noise: str, methods: Sequence[str] = ()) -> Outcome:
+    """All rollouts of `world` one after the other under one planner."""
+    control, bounds, off = planner(world, methods), Bounds(world), noise_named(noise, world.seed)
+    taken = [decode(control, world, number, off).seconds for number in range(len(world.rollouts))]
+    return Outcome(world.cell, taken, bounds.plain, bounds.fixed, bounds.oracle)
 
 
 @dataclass(frozen=True)
@@ -96,20 +104,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--worlds", type=int, default=3, help="of each cell, from --seed on (default: %(default)s)")
     parser.add_argument("--noises", nargs="+", default=NOISES, choices=NOISES)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64], help="rows (default: %(default)s)")
+    parser.add_argument("--log", type=Path, help="output_dir of a run, whose rollouts are replayed; writes no result")
     add_machine_arguments(parser, "control_regret")
     options = parser.parse_args(arguments)
     machine, seeds = begin(options), range(options.seed, options.seed + options.worlds)
     cells = [cell for cell in CELLS if cell.batch in options.batches]
+    if options.log is None:
+        worlds = [World(cell, seed) for cell in cells for seed in seeds]
+    else:
+        worlds = [RecordedWorld(options.log, seed) for seed in seeds]
     found = []
     for noise in options.noises:
-        summary = Summary.of([run(cell, seed, noise) for cell in cells for seed in seeds])
-        found += findings(noise, summary, 1 in options.batches)
+        outcomes = [run_world(world, noise) for world in worlds]
+        found += findings(noise, Summary.of(outcomes), options.log is None and 1 in options.batches)
+    if options.log is not None:
+        print(f"{worlds[0].cell.batch} rows, {', '.join(worlds[0].methods)}\n{findings_table(found)}")
+        return
     write_result(
         options.output, "never_slower", "The planner on simulated worlds",
         f"{len(cells)} cells of {options.worlds} worlds each, eight rollouts in a row from a fresh start; three "
         "drafters at γ 2, 5, 10. Times are formulas, and the same on each machine. The oracle knows all times and "
         "texts, and chooses anew every 12 rounds.",
-        machine, found, {"options": shown(options)},
+        machine, found, {"options": shown(options, "log")},
     )  # fmt: skip
 
 

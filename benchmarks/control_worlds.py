@@ -8,10 +8,11 @@
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from spec_trl.generation.engine.chains import draft_lengths
 from spec_trl.scheduling.control import Chain, Control
 
 
@@ -85,13 +86,21 @@ class Rollout:
 class World:
     """A cell with its machine and `rollouts` consecutive rollouts."""
 
+    methods: Sequence[str] = METHODS
+    networks: Sequence[str] = NETWORKS  # those of `methods` that run forwards; others look up
+    draft_lengths: Sequence[int] = DRAFT_LENGTHS
+    prompt: float = PROMPT  # tokens of each
+
     def __init__(self, cell: Cell, seed: int, rollouts: int = 8) -> None:
         self.cell, self.seed = cell, seed
         knee, copy, small = _MACHINES[cell.regime]
         self.machine = Machine(knee * cell.batch, copy, small)
-        chance = random.Random(f"profile {cell} {seed}")
-        self._errors = [math.exp(chance.gauss(0, error)) for error in (0.03, 0.10, 0.08)]
+        self._draw_errors()
         self.rollouts = [self._rollout(number) for number in range(rollouts)]
+
+    def _draw_errors(self) -> None:
+        chance = random.Random(f"profile {self.cell} {self.seed}")
+        self._errors = [math.exp(chance.gauss(0, error)) for error in (0.03, 0.10, 0.08)]
 
     def predict(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
         """What a calibration believes of a round: the truth but for factors of plain rounds, drafts and verifying."""
@@ -167,7 +176,7 @@ class Decoder:
 
     def __init__(self, world: World, number: int) -> None:
         self.machine, self.rollout = world.machine, world.rollouts[number]
-        self.capacity = world.cell.batch
+        self.capacity, self._prompt = world.cell.batch, world.prompt
         self.done = [0] * len(self.rollout.lengths)  # tokens of each request
         self._next, self.rows = 0, []  # type: int, list[int]
         self.refill()
@@ -186,7 +195,7 @@ class Decoder:
     @property
     def length(self) -> float:
         """Mean of the rows."""
-        return PROMPT + sum(self.done[request] for request in self.rows) / len(self.rows)
+        return self._prompt + sum(self.done[request] for request in self.rows) / len(self.rows)
 
     def refill(self) -> None:
         """Retires rows that have ended, and gives theirs to those that wait."""
@@ -244,7 +253,7 @@ def decode(control: Control, world: World, number: int, noise: Noise) -> Played:
         room = max(state.left(request) for request in rows) - 1
         planned = control.plan(rows, length, state.waiting)
         chains = [Chain(own.which, min(own.draft_length, room), own.rows) for own in planned if room]
-        lengths = _lengths(chains, len(rows))
+        lengths = draft_lengths(chains, len(rows))
         width = max((sum(own[row] for own in lengths.values()) for row in range(len(rows))), default=0)
         accepted, drafted, gains = {}, {}, [0] * len(rows)
         for which, own in lengths.items():
@@ -261,7 +270,7 @@ def decode(control: Control, world: World, number: int, noise: Noise) -> Played:
         for request, gain in zip(rows, gains, strict=True):
             state.done[request] += gain + 1
         control.record(width, measured, sum(gains) + len(rows))
-        _overhear(control, names, state, rows, heard, set(lengths))
+        _overhear(control, world, names, state, rows, heard, set(lengths))
         state.refill()
         seconds, clock, rounds = seconds + true, clock + measured, rounds + 1
         drafts, races = drafts + bool(chains), races + (len(lengths) > 1)
@@ -269,23 +278,14 @@ def decode(control: Control, world: World, number: int, noise: Noise) -> Played:
     return Played(seconds, rounds, drafts, races)
 
 
-def _lengths(chains: Iterable[Chain], batch: int) -> dict[int, list[int]]:
-    """γ of each row, by candidate."""
-    found: dict[int, list[int]] = {}
-    for chain in chains:
-        own = found.setdefault(chain.which, [0] * batch)
-        for row in range(batch) if chain.rows is None else chain.rows:
-            own[row] = max(own[row], chain.draft_length)
-    return found
-
-
 def _overhear(
-    control: Control, names: Sequence[str], state: Decoder, rows: Sequence[int], heard: list[int], drafted: set[int]
-) -> None:
+    control: Control, world: World, names: Sequence[str], state: Decoder, rows: Sequence[int], heard: list[int],
+    drafted: set[int],
+) -> None:  # fmt: skip
     """What lookups would have drafted, compared with the text once it is as long as a draft."""
-    most = DRAFT_LENGTHS[-1]
+    most = world.draft_lengths[-1]
     for which, name in enumerate(names):
-        if name in NETWORKS:
+        if name in world.networks:
             continue
         if which in drafted:  # its verdicts are told already
             for request in rows:
@@ -302,10 +302,6 @@ def _overhear(
 
 
 PLAIN: Plan = ()
-FIXED: list[Plan] = [PLAIN, *(((method, count),) for method in METHODS for count in DRAFT_LENGTHS)]
-RACES: list[Plan] = [
-    ((method, count), ("ngram", other)) for method in NETWORKS for count in DRAFT_LENGTHS for other in DRAFT_LENGTHS
-]
 EVERY = 12  # rounds after which the oracle chooses anew
 
 
@@ -314,11 +310,17 @@ class Bounds:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        singles = [(method, count) for method in world.methods for count in world.draft_lengths]
+        self._singles: list[Plan] = [PLAIN, *((single,) for single in singles)]
+        self._races: list[Plan] = [
+            (one, other) for one in singles for other in singles
+            if one[0] in world.networks and other[0] not in world.networks
+        ]  # fmt: skip
 
     @cached_property
     def _fixed(self) -> list[dict[Plan, float]]:
         numbers = range(len(self._world.rollouts))
-        return [{plan: Decoder(self._world, number).play(plan) for plan in FIXED} for number in numbers]
+        return [{plan: Decoder(self._world, number).play(plan) for plan in self._singles} for number in numbers]
 
     @property
     def plain(self) -> list[float]:
@@ -338,7 +340,7 @@ class Bounds:
         for number in range(len(self._world.rollouts)):
             state, seconds = Decoder(self._world, number), 0.0
             while state.rows:
-                best = min([*FIXED, *RACES], key=lambda plan: state.copy().play(plan))
+                best = min([*self._singles, *self._races], key=lambda plan: state.copy().play(plan))
                 seconds += state.play(best, EVERY)
             found.append(seconds)
         return found

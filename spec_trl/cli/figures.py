@@ -11,7 +11,6 @@ from functools import reduce
 from itertools import pairwise
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
@@ -97,6 +96,11 @@ def percent(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {share:.1%}" for name, share in ordered) or "no phase took any time"
 
 
+def spread(rollouts: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+    """The first, middle and last of them."""
+    return [rollouts[at] for at in sorted({0, len(rollouts) // 2, len(rollouts) - 1})]
+
+
 def _known(rollouts: Sequence[RolloutRecord], *names: str) -> list[tuple[Any, ...]]:
     """(rollout, value of each field in `names`) of the rollouts that know all of them."""
     rows = [(record.rollout, *(vars(record)[name] for name in names)) for record in rollouts]
@@ -158,8 +162,7 @@ def completion_curves(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
         return None
     figure, (axes,) = canvas(("seconds since the rollout's start", "finished requests (%)"))
     texts = []
-    for index, colour in zip(sorted({0, len(drawn) // 2, len(drawn) - 1}), (BLUE, ORANGE, GREEN), strict=False):
-        record = drawn[index]
+    for record, colour in zip(spread(drawn), (BLUE, ORANGE, GREEN), strict=False):
         seconds, finished = zip(*record.completion_curve, strict=True)
         total = finished[-1]
         shares = [100 * count / total for count in finished]
@@ -176,44 +179,35 @@ def completion_curves(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
     return Drawing(figure, "; ".join(texts) + ".")
 
 
-def speculation_spans(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """For every rollout, which rounds decoded autoregressively and which speculated with what γ (ER §3.2)."""
-    drawn = [record for record in rollouts if record.rounds and record.speculating]
-    if not drawn:
-        return None
-    boxes: dict[int, list[Box]] = {}
-    for record in drawn:
-        for (start, draft_length), (end, _) in pairwise([*record.speculating, (record.rounds, 0)]):
-            boxes.setdefault(draft_length, []).append((start, end, record.rollout - 0.5, record.rollout + 0.5))
-    boxes = dict(sorted(boxes.items()))
-    labels = {gamma: f"γ = {gamma}" if gamma else "autoregressive" for gamma in boxes}
-    drafted = [label for gamma, label in labels.items() if gamma]
-    shades = matplotlib.colormaps["viridis_r"]  # the longer the draft, the darker
-    colours = {label: shades(0.15 + 0.8 * at / max(1, len(drafted) - 1)) for at, label in enumerate(drafted)}
-    figure, (axes,) = canvas(("decoding round (rank 0)", _ROLLOUT))
-    draw_boxes(axes, {labels[gamma]: own for gamma, own in boxes.items()}, {"autoregressive": PALE, **colours})
-    axes.set(xlim=(0, max(r.rounds for r in drawn)), ylim=(drawn[-1].rollout + 0.5, drawn[0].rollout - 0.5))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    rounds = {gamma: sum(round(end - start) for start, end, *_ in own) for gamma, own in boxes.items()}
-    on = (sum(rounds.values()) - rounds.get(0, 0)) / (sum(rounds.values()) or math.nan)
-    counts = ", ".join(f"{label}: {rounds[gamma]}" for gamma, label in labels.items())
-    return Drawing(figure, f"{on:.1%} of all rounds speculated (rounds: {counts}).")
-
-
 def draft_length_schedule(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """γ and its ceiling γ + 1 with the measured τ, by rollout (ER Fig. 4b, 14)."""
-    drawn = _known(rollouts, "draft_length", "block_efficiency")
+    """γ with its ceiling γ + 1 and the measured τ, by rollout (ER Fig. 4b, 14). Where each round has its own γ, their
+    mean without a ceiling."""
+    chosen = any(map(_varies, rollouts))
+    drawn = _known(rollouts, "mean_draft_length" if chosen else "draft_length", "block_efficiency")
     if not drawn:
         return None
     figure, (axes,) = canvas((_ROLLOUT, "tokens per verified block"))
     counts, gammas, taus = zip(*drawn, strict=True)
-    axes.step(counts, gammas, where="mid", color=ORANGE, label="draft length γ")
-    axes.step(counts, [g + 1 for g in gammas], where="mid", color=GREY, linestyle="--", label="ceiling γ + 1")
+    axes.step(counts, gammas, where="mid", color=ORANGE, label="mean draft length γ" if chosen else "draft length γ")
+    if not chosen:
+        axes.step(counts, [g + 1 for g in gammas], where="mid", color=GREY, linestyle="--", label="ceiling γ + 1")
     draw_line(axes, counts, taus, color=BLUE, label="block efficiency τ")
     axes.set_ylim(0, None)
     axes.legend(loc="lower right")
     moves = " → ".join(f"{gamma} (rollout {rollout})" for rollout, gamma in changes(counts, gammas))
+    if chosen:
+        moves = f"{statistics.fmean(gammas):.1f} on average, {min(gammas):.1f} to {max(gammas):.1f} by rollout"
     return Drawing(figure, f"γ: {moves}; τ went from {taus[0]:.2f} to {taus[-1]:.2f}.")
+
+
+def _varies(record: RolloutRecord) -> bool:
+    """Whether rounds drafted with several γ, each in a tenth of the rounds that drafted or more: at the end of a text
+    drafts are cut anyway."""
+    rounds: dict[int, int] = {}
+    for point in record.points:
+        if point.draft_length:
+            rounds[point.draft_length] = rounds.get(point.draft_length, 0) + point.rounds
+    return sum(count >= 0.1 * sum(rounds.values()) for count in rounds.values()) > 1
 
 
 def changes(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -275,7 +269,7 @@ def depth_efficiency(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
 
 
 def speedups(rollouts: Sequence[RolloutRecord]) -> Drawing | None:
-    """Speedup that the roofline predicted and that was measured, by rollout and against each other (ER Eq. 1, E.4)."""
+    """Speedup that the control predicted and that was measured, by rollout and against each other (ER Eq. 1, E.4)."""
     kept = _known(rollouts, "predicted_speedup", "measured_speedup")
     if not kept:
         return None

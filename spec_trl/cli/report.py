@@ -18,6 +18,7 @@ from ..trainers.verdict import verdict_of
 from . import figures
 from .boundary import block_efficiency_of_run, points_of_run, points_of_sweep, toggle_boundary
 from .figures import Drawing
+from .plan_figure import plans_over_rounds
 from .timeline_figure import timeline_of_run
 
 
@@ -80,7 +81,7 @@ def _build(log: Run, profile: Profile | None, margin: float, missing: str) -> li
         Section("rollout_time", "Rollout time", figures.rollout_phases(train), "no training rollout was logged."),
         Section("completion", "Completion curve", figures.completion_curves(train), "no rollout logged one."),
         Section("ranks", "Ranks", figures.rank_seconds(train), "one rank decoded."),
-        Section("speculation", "Speculation on and off", figures.speculation_spans(train), "no rounds were logged."),
+        Section("plan", "Plan over rounds", plans_over_rounds(train), "no rollout logged it."),
         Section("timeline", "Who drafted for whom", timeline_of_run(train), "no rollout that speculated logged it."),
         Section("draft_length", "Draft length and τ", figures.draft_length_schedule(train), silent),
         Section("entropy_acceptance", "Entropy and first-token acceptance", by_first, silent),

@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import reduce
+from typing import Any
 
 from accelerate.utils import gather_object
 
 from ..distributed.pool import SharedPool
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.statistics import DraftCounts, SpeculationStatistics, added
-from ..generation.engine.timeline import RequestTimeline, slowest
+from ..generation.engine.timeline import MOST_PLANS, PlanChange, RequestTimeline, slowest, thin
 from ..scheduling.account import Account
 from ..scheduling.control import Control, Tally
 from .run_log import TIMELINES, Mode, RolloutRecord, RoundPoint
@@ -30,6 +31,7 @@ class Counts:
     rounds: int = 0
     drafted_rounds: int = 0
     draft_length_sum: int = 0  # γ, summed over rounds
+    rounds_of: dict[str, int] = field(default_factory=dict)  # that each strategy drafted in, alone or with another
     drafter_updates: int = 0
     per_depth: dict[int, DraftCounts] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)  # by strategy
@@ -69,7 +71,7 @@ class RolloutTotals:
     durations: Durations = field(default_factory=Durations)
     rounds: int = 0
     phase_seconds: dict[str, float] = field(default_factory=dict)
-    speculating: list[tuple[int, int]] = field(default_factory=list)
+    speculating: list[PlanChange] = field(default_factory=list)
     completion_curve: list[tuple[float, int]] = field(default_factory=list)
     points: list[RoundPoint] = field(default_factory=list)
     timeline: list[RequestTimeline] = field(default_factory=list)
@@ -89,7 +91,7 @@ class RolloutTotals:
         preparation included."""
         begun, rounds, done = self.durations.seconds, self.rounds, self.counts.requests
         self.phase_seconds = added(self.phase_seconds, statistics.phase_seconds)
-        self.speculating += [(rounds + start, draft_length) for start, draft_length in statistics.speculating]
+        self.speculating += [plan._replace(round=rounds + plan.round) for plan in statistics.speculating]
         self.completion_curve += [(begun + second, done + count) for second, count in statistics.completion_curve]
         self.points += [
             RoundPoint(p.batch, p.length, p.draft_length, p.rounds, p.seconds / p.rounds, p.tokens, p.drafter)
@@ -106,9 +108,13 @@ class RolloutTotals:
         tallies: dict[str, Tally] = {}
         for candidate, tally in zip(control.candidates, control.tallies, strict=True):
             tallies[candidate.name] = tallies.get(candidate.name, Tally()) + tally
+        rounds_of: dict[str, int] = {}
+        for point in statistics.points:
+            for name in (point.drafter or "").split("+") if point.draft_length else ():
+                rounds_of[name] = rounds_of.get(name, 0) + point.rounds
         counts = Counts(
             requests, statistics.tokens, statistics.logprob_sum, statistics.rounds, statistics.drafted_rounds,
-            sum(point.rounds * point.draft_length for point in statistics.points), updates,
+            sum(point.rounds * point.draft_length for point in statistics.points), rounds_of, updates,
             statistics.per_depth, tallies, {} if racing is None else racing.wins,
             0 if pool is None else pool.taken_over,
         )  # fmt: skip
@@ -134,12 +140,14 @@ class RolloutTotals:
         """The rollout as it is logged; `draft_lengths` are the γ that were in force, by strategy."""
         counts, plain = self.counts, self.durations.plain_seconds
         drafts = sum(counts.per_depth.values(), DraftCounts())
-        drafted_by = {name: tally.rounds / (counts.rounds or 1) for name, tally in counts.tallies.items()}
+        drafted_by = {name: counts.rounds_of.get(name, 0) / (counts.rounds or 1) for name in counts.tallies}
         main = max((name for name in drafted_by if drafted_by[name]), key=drafted_by.__getitem__, default=None)
         speculation = sum(counts.tallies.values(), Tally())
         predicted = speculation.predicted_speedup
         if predicted is None and self.account is not None:  # nothing was drafted: what kept it from drafting
             predicted = self.account.predicted_speedup
+        plans: list[Any] = list(self.speculating)
+        thin(plans, MOST_PLANS, 0)
         step_size = -(-len(self.completion_curve) // CURVE_POINTS) or 1
         return RolloutRecord(
             mode=mode,
@@ -161,7 +169,7 @@ class RolloutTotals:
             predicted_speedup=predicted,
             measured_speedup=speculation.measured_speedup,
             rounds=self.rounds,
-            speculating=self.speculating,
+            speculating=[PlanChange(*plan) for plan in plans],
             completion_curve=self.completion_curve[::-step_size][::-1],  # with its last point
             per_depth=dict(sorted(counts.per_depth.items())),
             points=self.points,

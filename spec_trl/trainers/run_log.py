@@ -16,7 +16,7 @@ from pydantic import Discriminator
 from tqdm import tqdm
 
 from ..generation.engine.statistics import DraftCounts
-from ..generation.engine.timeline import RequestTimeline
+from ..generation.engine.timeline import PlanChange, RequestTimeline
 from ..json_files import from_json, to_json
 
 
@@ -128,7 +128,7 @@ class RolloutRecord:
     predicted_speedup: float | None
     measured_speedup: float | None
     rounds: int
-    speculating: list[tuple[int, int]] = field(default_factory=list)
+    speculating: list[PlanChange] = field(default_factory=list)
     completion_curve: list[tuple[float, int]] = field(default_factory=list)
     per_depth: dict[int, DraftCounts] = field(default_factory=dict)
     points: list[RoundPoint] = field(default_factory=list)

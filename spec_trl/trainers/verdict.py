@@ -1,8 +1,9 @@
 """Whether speculation helped a run's training rollouts: one sentence, from the run log. Calibration, and making,
 refreshing and training the drafter are subtracted from the gain."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ..generation.engine.statistics import added
 from .run_log import Record, RolloutRecord, Run, RunHeader, StepRecord
 
 
@@ -21,6 +22,7 @@ class Verdict:
         plain_seconds: what plain decoding would have taken for them.
         calibration_seconds, adaptation_seconds: spent outside of rollouts.
         rounds, drafted_rounds: of all training rollouts.
+        rounds_of: those in which each strategy drafted, alone or with another.
         plain_rounds: rounds that were timed without drafts.
         reason: of the newest rollout; None: the log is older than this field.
     """
@@ -33,6 +35,7 @@ class Verdict:
     adaptation_seconds: float = 0.0
     rounds: int = 0
     drafted_rounds: float = 0.0
+    rounds_of: dict[str, float] = field(default_factory=dict)
     plain_rounds: int = 0
     reason: str | None = None
 
@@ -46,6 +49,8 @@ class Verdict:
             self.rollouts += 1
             self.rounds += record.rounds
             self.drafted_rounds += record.rounds * (record.sd_on_fraction or 0.0)
+            own = {name: record.rounds * share for name, share in record.drafted_by.items() if share}
+            self.rounds_of = added(self.rounds_of, own)
             self.plain_rounds += sum(point.rounds for point in record.points if not point.draft_length)
             self.reason = record.reason
             if record.plain_seconds is not None:
@@ -72,10 +77,13 @@ class Verdict:
             extra = f"; {costs} took {_text(-self.saved)}" if -self.saved >= NOTABLE else ""
             return f"nothing was drafted{why}: rollouts were plain decoding{extra}."
         share = f"drafting in {self.drafted_rounds / self.rounds:.0%} of rounds"
+        if len(self.rounds_of) > 1:
+            each = sorted(self.rounds_of.items(), key=lambda item: -item[1])
+            share += f" ({', '.join(f'{name} in {rounds / self.rounds:.0%}' for name, rounds in each)})"
         if not self.compared:
             why = "the log is older than this comparison" if self.reason is None else "no plain round was measured"
             return f"{share}; the speedup over plain decoding is not known: {why}."
-        baseline = "" if self.plain_rounds else " as calibration measured it (no round of the run was plain)"
+        baseline = "" if self.plain_rounds else " as predicted (no round of the run was plain)"
         gain = f"{_text(abs(self.saved))} {'saved' if self.saved >= 0 else 'lost'} ({costs} subtracted)"
         known = f"; known of {self.compared} of {self.rollouts} rollouts" if self.compared < self.rollouts else ""
         return f"rollouts {self.plain_seconds / self.spent:.2f}× of plain decoding{baseline}, {gain}, {share}{known}."

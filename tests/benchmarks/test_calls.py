@@ -14,19 +14,19 @@ from benchmarks.measure import peak_memory
 from benchmarks.never_slower import ALWAYS, NONE, TOGGLE
 from benchmarks.rollout import PLAIN, Run
 from benchmarks.workload import Workload
-from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
+from spec_trl.generation.engine.statistics import DraftCounts, RoundPoint, SpeculationStatistics
 from spec_trl.scheduling.ladder import Choice
 
 
 WORK = Workload([[1, 2], [3]], 10, 1.0, (), 0)
 
 
-def call(
-    seconds: float, rows: list[list[int]], spans: list[tuple[int, int]], prefill: float = 0.0, drafts: int = 0
-) -> Call:
+def call(seconds: float, rows: list[list[int]], drafted: int, prefill: float = 0.0, drafts: int = 0) -> Call:
+    """Of ten rounds, of which some `drafted`."""
     total = DraftCounts(blocks=drafts, committed=3 * drafts)
     phases = {"prefill": prefill, "control": 0.1}
-    statistics = SpeculationStatistics("self", total, rounds=10, speculating=spans, phase_seconds=phases)
+    points = [RoundPoint(2, 9.0, 5, "self", drafted), RoundPoint(2, 9.0, 0, None, 10 - drafted)]
+    statistics = SpeculationStatistics("self", total, rounds=10, points=points, phase_seconds=phases)
     return Call(seconds, [list(row) for row in rows], statistics)
 
 
@@ -36,7 +36,7 @@ def test_each_turn_starts_with_the_next_way() -> None:
     def way(name: str) -> Way:
         def run(work: Workload, seed: int) -> Call:
             order.append((name, seed))
-            return call(1.0, [[1]], [(0, 0)])
+            return call(1.0, [[1]], 0)
 
         return run
 
@@ -45,16 +45,15 @@ def test_each_turn_starts_with_the_next_way() -> None:
 
 
 def test_share_of_rounds_that_speculated() -> None:
-    for spans, share in (([(0, 0)], 0), ([(0, 0), (3, 5), (8, 0)], 0.5), ([(0, 0), (3, 5), (4, 7)], 0.7)):
-        assert call(1.0, [], spans).speculative_share == share
+    assert [call(1.0, [], drafted).speculative_share for drafted in (0, 5, 7)] == [0, 0.5, 0.7]
 
 
 def test_ratios_are_paired_within_repeats_and_taken_to_the_better() -> None:
     texts = [[1, 2], [3, 4]]
     calls = {
-        NONE: [call(s, texts, [(0, 0)], prefill=p) for s, p in ((1.0, 0.5), (10.0, 5.0), (4.0, 2.0))],
-        ALWAYS: [call(s, texts, [(0, 5)], drafts=4) for s in (0.5, 5.0, 4.0)],
-        TOGGLE: [call(s, texts, [(0, 0), (5, 5)], prefill=p) for s, p in ((1.0, 0.0), (5.0, 3.0), (2.0, 1.0))],
+        NONE: [call(s, texts, 0, prefill=p) for s, p in ((1.0, 0.5), (10.0, 5.0), (4.0, 2.0))],
+        ALWAYS: [call(s, texts, 10, drafts=4) for s in (0.5, 5.0, 4.0)],
+        TOGGLE: [call(s, texts, 5, prefill=p) for s, p in ((1.0, 0.0), (5.0, 3.0), (2.0, 1.0))],
     }
     calls[TOGGLE][0].completions[1] = [3, 9]
     bookkeeping = Bookkeeping(control=0.01, log=0.02, counter=0.04, clocks=0.03)
@@ -68,7 +67,7 @@ def test_ratios_are_paired_within_repeats_and_taken_to_the_better() -> None:
     assert cell.bookkeeping_share == pytest.approx((0.01 + 0.02 + 0.03 + 0.5 * 0.04) / 0.2)
     assert (cell.identical_rows, cell.rows) == (5, 6) == identical_rows(calls[TOGGLE], calls[NONE])
     assert cell.passes
-    calls[ALWAYS] = [call(s / 4, texts, [(0, 5)], drafts=4) for s in (0.5, 5.0, 4.0)]
+    calls[ALWAYS] = [call(s / 4, texts, 10, drafts=4) for s in (0.5, 5.0, 4.0)]
     cell = never_slower.summarise(WORK, calls, bookkeeping)
     assert (cell.better, cell.toggle_to_better) == (ALWAYS, 0.25)
     assert not cell.passes
@@ -76,14 +75,14 @@ def test_ratios_are_paired_within_repeats_and_taken_to_the_better() -> None:
 
 def test_tokens_follow_the_time_within_bounds() -> None:
     """Ten rounds in a second after half a second of reading."""
-    way: Way = lambda work, seed: call(1.5, [[1]], [(0, 0)], prefill=0.5)  # noqa: E731
+    way: Way = lambda work, seed: call(1.5, [[1]], 0, prefill=0.5)  # noqa: E731
     for seconds, most, tokens in ((6.5, 1000, 60), (6.5, 40, 40), (0.6, 1000, never_slower.FEWEST_TOKENS)):
         assert never_slower.tokens_for(way, WORK, seconds, most) == tokens
 
 
 def test_the_first_choice_is_judged_by_what_measured() -> None:
     def made(seconds: float, rows: list[list[int]], *changes: tuple[float, int, list[str]]) -> Call:
-        found = call(seconds, rows, [(0, 0)])
+        found = call(seconds, rows, 0)
         found.statistics.timeline = [SimpleNamespace(changes=list(changes))]  # type: ignore[list-item]
         return found
 

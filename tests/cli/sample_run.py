@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 from spec_trl.generation.engine.statistics import DraftCounts
-from spec_trl.generation.engine.timeline import RequestTimeline
+from spec_trl.generation.engine.timeline import PlanChange, RequestTimeline
 from spec_trl.scheduling.profile import Profile, ProfileKey
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 from spec_trl.scheduling.sweep import Sample
@@ -37,7 +37,7 @@ def make_rollout(index: int, seed: int = 0, **changes: object) -> RolloutRecord:
     alpha = 0.99 - 0.12 * entropy
     tau = (1 - alpha ** (gamma + 1)) / (1 - alpha)
     roofline = make_roofline()
-    points, curve, second, finished = [], [], 0.0, 0
+    points, plans, curve, second, finished = [], [], [], 0.0, 0
     for batch in (64, 32, 16, 8, 4, 2, 1):
         length = 60.0 * (8 - batch.bit_length())
         for speculates in {4: (False, True)}.get(batch, (batch <= 8,)):
@@ -46,7 +46,9 @@ def make_rollout(index: int, seed: int = 0, **changes: object) -> RolloutRecord:
                 seconds = roofline.cycle_seconds(batch, length, gamma)
             seconds *= chance.uniform(0.97, 1.03)
             tokens = round(12 * batch * (tau if speculates else 1))
-            points.append(RoundPoint(batch, length, gamma * speculates, 12, seconds, tokens))
+            drafter = "self" if speculates else None
+            points.append(RoundPoint(batch, length, gamma * speculates, 12, seconds, tokens, drafter))
+            plans.append(PlanChange(12 * len(plans), gamma * speculates, batch, drafter))
             second += 12 * seconds
         finished += batch - batch // 2
         curve.append((second, finished))
@@ -58,7 +60,7 @@ def make_rollout(index: int, seed: int = 0, **changes: object) -> RolloutRecord:
         block_efficiency=tau, acceptance_rate=(tau - 1) / gamma, first_token_acceptance=alpha,
         target_entropy=entropy, draft_length=gamma, mean_draft_length=float(gamma), sd_on_fraction=0.6,
         predicted_speedup=1.3, measured_speedup=1.3 * chance.uniform(0.9, 1.1), rounds=96,
-        speculating=[(0, 0), (36, gamma)], completion_curve=curve,
+        speculating=plans, completion_curve=curve,
         per_depth={
             0: DraftCounts(blocks * gamma, round(blocks * (tau - 1)), blocks, committed=round(blocks * tau)),
             512: DraftCounts(blocks // 4 * gamma, 50, blocks // 4, committed=round(blocks / 4 * 0.8 * tau)),

@@ -9,16 +9,17 @@ from typing import Any
 import numpy
 import pytest
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 
 from spec_trl.cli import figures
 from spec_trl.cli.figures import PALE, Drawing, drafter_colour, verdict_of_run
 from spec_trl.cli.ladder_figure import draft_ladder
+from spec_trl.cli.plan_figure import plans_over_rounds
 from spec_trl.cli.timeline_figure import timeline, timeline_of_run
 from spec_trl.generation.engine.statistics import DraftCounts
-from spec_trl.generation.engine.timeline import RequestTimeline
+from spec_trl.generation.engine.timeline import PlanChange, RequestTimeline
 from spec_trl.scheduling.ladder import Ladder, Rung
-from spec_trl.trainers.run_log import TIMELINES, RolloutRecord, Run
+from spec_trl.trainers.run_log import TIMELINES, RolloutRecord, RoundPoint, Run
 from spec_trl.trainers.verdict import verdict_of
 from tests.cli.sample_run import make_header, make_rollout, make_step
 
@@ -38,12 +39,6 @@ def steps(*seconds_and_phases: tuple[float, dict[str, float]]) -> Drawing | None
     return figures.step_times(made)
 
 
-def spans(*rounds_and_changes: tuple[int, list[tuple[int, int]]]) -> Drawing | None:
-    return figures.speculation_spans(
-        [make_rollout(at, rounds=n, speculating=own) for at, (n, own) in enumerate(rounds_and_changes)]
-    )
-
-
 def curves(records: Sequence[RolloutRecord]) -> Drawing | None:
     records = [make_rollout(0, completion_curve=[]), *(replace(r, completion_curve=CURVE) for r in records)]
     return figures.completion_curves(records)
@@ -55,6 +50,7 @@ def speedups(*pairs: tuple[float | None, float]) -> Drawing | None:
     )
 
 
+VARIED = [RoundPoint(8, 9.0, 5, 89, 0.1, 1000, "self"), RoundPoint(8, 9.0, 2, 11, 0.1, 200, "ngram")]
 PHASED = make_rollout(0, seconds=10.0, refresh_seconds=1.0, phase_seconds={"draft": 3.0, "verify": 4.0}, tokens=500)
 
 
@@ -80,13 +76,15 @@ PHASED = make_rollout(0, seconds=10.0, refresh_seconds=1.0, phase_seconds={"draf
         (curves(ROLLOUTS[:5]), f"rollout 0: {MARKS}; rollout 2: {MARKS}; rollout 4: {MARKS}."),
         (curves(ROLLOUTS[3:4]), f"rollout 3: {MARKS}."),
         (
-            spans((100, [(0, 0), (30, 5), (60, 0), (70, 7)]), (10, [(0, 0)])),
-            "54.5% of all rounds speculated (rounds: autoregressive: 50, γ = 5: 30, γ = 7: 30).",
-        ),
-        (
             figures.draft_length_schedule(ROLLOUTS),
             "γ: 5 (rollout 0) → 7 (rollout 8) → 9 (rollout 16); τ went from "
             f"{ROLLOUTS[0].block_efficiency:.2f} to {ROLLOUTS[-1].block_efficiency:.2f}.",
+        ),
+        (
+            figures.draft_length_schedule(
+                [make_rollout(i, points=VARIED, mean_draft_length=2.0 + i, block_efficiency=3.0 + i) for i in (0, 2)]
+            ),
+            "γ: 3.0 on average, 2.0 to 4.0 by rollout; τ went from 3.00 to 5.00.",
         ),
         # 1.2 against exactly 1 is not on one side, nor 0.9 against 1.2.
         (
@@ -148,7 +146,7 @@ def test_without_data_there_is_no_figure() -> None:
         speculating=[], completion_curve=[], per_depth={}, plain_seconds=None,
     )  # fmt: skip
     for figure in (
-        figures.completion_curves, figures.speculation_spans, figures.draft_length_schedule, figures.depth_efficiency,
+        figures.completion_curves, plans_over_rounds, figures.draft_length_schedule, figures.depth_efficiency,
         figures.speedups, lambda records: figures.entropy_against(records, "block_efficiency"),
         lambda records: verdict_of_run(run_of(*records)),
     ):  # fmt: skip
@@ -235,6 +233,50 @@ def test_the_last_rollout_that_raced_is_drawn() -> None:
     assert raced.startswith("rollout 1, the slowest 3 of 9 requests")
     assert drawn(timeline_of_run(run(ALONE, ALONE, PLAIN))).text.startswith("rollout 1, ")
     assert timeline_of_run(run(PLAIN, [])) is timeline_of_run([]) is None
+
+
+# ---- the plan over rounds -------------------------------------------------------------------------------------------
+
+
+POINTS = [
+    RoundPoint(8, 60.0, 0, 30, 0.5, 240), RoundPoint(8, 90.0, 5, 10, 1.0, 320, "self"),
+    RoundPoint(4, 90.0, 10, 40, 0.8, 640, "self+ngram"), RoundPoint(2, 90.0, 0, 20, 0.4, 40),
+]  # fmt: skip
+CHANGES = [
+    PlanChange(0, 0, 8),
+    PlanChange(30, 5, 8, "self"),
+    PlanChange(40, 10, 4, "self+ngram"),
+    PlanChange(80, 0, 2),
+]
+
+
+def test_rows_over_rounds_with_the_colours_of_who_drafts() -> None:
+    """Stripes for both of two, and the longest draft in the drafter's full colour; a shorter one is lighter."""
+    old = make_rollout(9, speculating=[PlanChange(0, 5)])  # of a log without rows
+    planned = [make_rollout(i, rounds=100, points=POINTS, speculating=CHANGES, reason=f"why {i}") for i in range(5)]
+    drawing = drawn(plans_over_rounds([*planned, old]))
+    assert [axes.get_title() for axes in drawing.figure.axes] == ["rollout 0", "rollout 2", "rollout 4"]
+    ((collection,),) = {tuple(axes.collections) for axes in drawing.figure.axes[:1]}
+    found = {}
+    for path, colour in zip(collection.get_paths(), collection.get_facecolor(), strict=True):
+        corners = path.vertices
+        found[corners[:, 0].min(), corners[:, 0].max(), corners[:, 1].min(), corners[:, 1].max()] = colour
+    lighter = [1 - 0.675 * (1 - part) for part in to_rgb(drafter_colour("self"))]
+    wanted = {
+        (0, 30, 0, 8): to_rgb(PALE), (30, 40, 0, 8): lighter, (40, 80, 0, 2): to_rgb(drafter_colour("self")),
+        (40, 80, 2, 4): to_rgb(drafter_colour("ngram")), (80, 100, 0, 2): to_rgb(PALE),
+    }  # fmt: skip
+    assert found.keys() == wanted.keys()
+    assert all(list(found[box][:3]) == pytest.approx(wanted[box]) for box in wanted)
+    assert drawing.text == (
+        "autoregressive 50.0%, self+ngram 40.0%, self 10.0% of all rounds; rollout 0: why 0; rollout 2: why 2; "
+        "rollout 4: why 4."
+    )
+    assert drawing.table[1:] == [
+        ["autoregressive", "0", "50.0%", "5.6", "1.00", "12"], ["self", "5", "10.0%", "8.0", "4.00", "32"],
+        ["self+ngram", "10", "40.0%", "4.0", "4.00", "20"],
+    ]  # fmt: skip
+    assert plans_over_rounds([old]) is None
 
 
 # ---- draft ladder (SA Fig. 10a) -------------------------------------------------------------------------------------

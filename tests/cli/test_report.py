@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from spec_trl.cli.main import main
-from spec_trl.generation.engine.timeline import RequestTimeline
-from spec_trl.trainers.run_log import LOG_FILE, RunLog, read_run
+from spec_trl.generation.engine.timeline import PlanChange, RequestTimeline
+from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, read_run
 from tests.cli.sample_run import make_header, make_rollout
 
 
@@ -34,7 +34,12 @@ def test_report_of_a_run(report: tuple[Path, str]) -> None:
     assert base64.b64decode(pictures[0].partition(",")[2]) == (folder / "report" / "verdict.png").read_bytes()
     assert all(link.attrib["href"].startswith("#") for link in page.iter("a"))
     assert {"some & model", "some <CPU>, 2 threads", "[5, 7, 9]"} <= {cell.text for cell in page.iter("td")}
-    for expected in ("24 training rollouts, 1 of evaluation, 24 steps", "Pearson r = -", "rollout 60.0%", "γ = 9: "):
+    for expected in (
+        "24 training rollouts, 1 of evaluation, 24 steps",
+        "Pearson r = -",
+        "rollout 60.0%",
+        "of all rounds; rollout 0: speculation predicted",
+    ):
         assert expected in printed
     assert "Toggle boundary: γ = 5: " in printed and "profile gave" not in printed
     assert "Who drafted for whom: rollout 23, the slowest 4 of 64 requests" in printed
@@ -52,7 +57,8 @@ def test_a_run_without_speculation_says_so_in_one_line_each(
     log.append(make_header(strategy="none"))
     plain = make_rollout(
         0, strategy="none", drafter=None, block_efficiency=None, acceptance_rate=None, first_token_acceptance=None,
-        predicted_speedup=None, measured_speedup=None, speculating=[(0, 0)], per_depth={}, points=[],
+        predicted_speedup=None, measured_speedup=None, per_depth={},
+        speculating=[PlanChange(0, 0, 4)], points=[RoundPoint(4, 9.0, 0, 96, 0.1, 384)],
         timeline=[RequestTimeline(0, [(0.0, 0, [])], 1.0)], sd_on_fraction=0.0, plain_seconds=None, reason=None,
     )  # fmt: skip
     for index in range(3):
@@ -65,7 +71,7 @@ def test_a_run_without_speculation_says_so_in_one_line_each(
     assert "Who drafted for whom: no rollout that speculated logged it." in printed
     assert "Toggle boundary: the run used no profile; name one with --profile." in printed
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "completion.png", "report.html", "rollout_time.png", "speculation.png",
+        "completion.png", "plan.png", "report.html", "rollout_time.png",
     ]  # fmt: skip
     page_of((tmp_path / "out" / "report.html").read_text())
 

@@ -97,6 +97,7 @@ def test_profiles_decide(tmp_path: Path, profiles: dict[str, str], capsys: pytes
         if pays:
             assert record.plain_seconds > 0 and record.reason.startswith("the roofline predicted ")
             assert 5 in {point.draft_length for point in record.points}
+            assert 0 < record.drafted_by["self"]
             assert record.phase_seconds["control"] > 0 and record.predicted_speedup > 1
         else:
             assert record.reason.startswith(said.removeprefix("spec_trl rollouts: ").partition(" at ")[0])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from spec_trl.generation.engine.statistics import DraftCounts
+from spec_trl.generation.engine.timeline import PlanChange
 from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, StepRecord, read_run
 from tests.cli.sample_run import make_header, make_rollout, make_step, write_run
 
@@ -25,7 +26,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     header, rollout, step = (json.loads(line) for line in path.read_text().splitlines()[:3])
     assert header == {"kind": "header", **asdict(make_header())}
     assert set(rollout) == {"kind", *asdict(make_rollout(0))}
-    assert rollout["per_depth"]["512"]["blocks"] == 50 and rollout["speculating"] == [[0, 0], [36, 5]]
+    assert rollout["per_depth"]["512"]["blocks"] == 50 and rollout["speculating"][3] == [36, 5, 8, "self"]
     assert step == {"kind": "step", **asdict(make_step(1))}
 
 
@@ -61,6 +62,7 @@ def test_an_older_log_is_read(tmp_path: Path) -> None:
     (record,) = run.rollouts
     assert record.per_depth == {64: DraftCounts(100, 40, 20, committed=60)}
     assert record.points == [RoundPoint(4, 9.0, 5, 7, 0.2, 60)] and record.completion_curve == [(1.5, 4)]
+    assert record.speculating == [PlanChange(0, 5, None, None)]
     assert record.timeline == [] and record.reason is record.plain_seconds is None
     assert run.steps == [StepRecord(1, 3.0, {"rollout": 2.0}, None)]
 

@@ -13,7 +13,7 @@ from spec_trl.generation.engine.statistics import (
     RoundPoint,
     SpeculationStatistics,
 )
-from spec_trl.generation.engine.timeline import RequestTimeline
+from spec_trl.generation.engine.timeline import PlanChange, RequestTimeline
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Tally
 from spec_trl.trainers import rollout_totals, run_log
 from spec_trl.trainers.rollout_totals import RolloutTotals, metrics
@@ -63,8 +63,13 @@ DRAFTED, NOT_DRAFTED = (run_log.RoundPoint(8, 100.0, gamma, 20, 0.1, 480) for ga
             [rollout(0, 10.0, None), rollout(1, 10.0, 15.0)],
         ),
         (
-            f"rollouts 1.50× of plain decoding as calibration measured it (no round of the run was plain), {SAVED}.",
+            f"rollouts 1.50× of plain decoding as predicted (no round of the run was plain), {SAVED}.",
             [rollout(0, 10.0, 15.0, points=[DRAFTED])],
+        ),
+        (
+            "rollouts 1.50× of plain decoding, 10.0 s saved (calibration and refresh subtracted), drafting in 50% of "
+            "rounds (ngram in 45%, self in 10%).",
+            [rollout(i, 10.0, 15.0, drafted_by={"self": 0.2 * i, "ngram": 0.45, "model": 0.0}) for i in (0, 1)],
         ),
         (
             f"rollouts 1.50× of plain decoding, {SAVED}.",
@@ -100,7 +105,8 @@ def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -
     first = SpeculationStatistics(
         "self", seconds=3.0, plain_seconds=4.0, reason="first", predicted_speedup=1.3,
         completion_curve=[(2.0, 4), (3.0, 8)],
-        ended_in=[6] * 4 + [9] * 4, speculating=[(0, 5), (8, 0)], rounds=9, tokens=200, logprob_sum=-300.0,
+        ended_in=[6] * 4 + [9] * 4, speculating=[PlanChange(0, 5, 8, "self"), PlanChange(8, 0, 4)],
+        rounds=9, tokens=200, logprob_sum=-300.0,
         points=[RoundPoint(8, 20.0, 5, "self", 8, 2.0, 190), RoundPoint(4, 30.0, 0, None, 1, 0.5, 10)],
         total=DraftCounts(100, 60, 30, 30, 20, 190), per_depth={0: DraftCounts(100, 60, 30, 30, 20, 190)},
         timeline=[RequestTimeline(0, [(0.0, 0, ["self"])], 3.0)], phase_seconds={"draft": 1.0},
@@ -125,11 +131,12 @@ def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -
     assert (record.reason, record.predicted_speedup) == ("first", 1.3)
     assert (record.drafter, record.draft_length, record.mean_draft_length) == ("self", 5, 5.0)
     assert (record.tokens, record.requests, record.target_entropy, record.rounds) == (800, 32, 1.5, 18)
-    assert (record.sd_on_fraction, record.drafted_by) == (8 / 9, {"self": 1.0, "tts": 0.0})
+    assert (record.sd_on_fraction, record.drafted_by) == (8 / 9, {"self": 8 / 9, "tts": 0.0})
     assert (record.race_wins, record.drafter_updates) == ({"self": 12, "ngram": 4}, 8)
     assert record.per_depth == {0: DraftCounts(400, 240, 120, 120, 80, 760)}
     assert (record.block_efficiency, record.acceptance_rate, record.first_token_acceptance) == (760 / 120, 0.6, 2 / 3)
-    assert record.speculating == [(0, 5), (8, 0), (9, 5), (17, 0)] and record.phase_seconds == {"draft": 2.0}
+    assert [plan[:2] for plan in record.speculating] == [(0, 5), (8, 0), (9, 5), (17, 0)]
+    assert record.speculating[2] == PlanChange(9, 5, 8, "self") and record.phase_seconds == {"draft": 2.0}
     assert record.completion_curve == [(2.0, 4), (3.0, 8), (5.25, 12), (6.25, 16)]
     assert record.timeline[-1] == RequestTimeline(8, [(3.25, 9, ["self"])], 6.25)
     assert record.points[:2] == [
@@ -137,7 +144,7 @@ def test_the_turns_of_a_rollout_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -
     ]  # fmt: skip
     logged = metrics(record, refreshes=False, races=True)
     assert {name: logged[name] for name in ("drafted_by_self", "race_wins_self", "race_wins_tts")} == {
-        "drafted_by_self": 1.0, "race_wins_self": 12, "race_wins_tts": 0,
+        "drafted_by_self": 8 / 9, "race_wins_self": 12, "race_wins_tts": 0,
     }  # fmt: skip
     assert (logged["drafter_updates"], logged["drafter_update_seconds"]) == (8, 9.0)
     assert record_with(plain_seconds=7.0).plain_seconds == 7.0

@@ -10,6 +10,7 @@ import torch
 
 from .outcome import Integers
 from .statistics import DEPTH_EDGES, DraftCounts, RacingStatistics, RoundPoint, SpeculationStatistics
+from .timeline import MOST_PLANS, PlanChange, thin
 
 
 LENGTH_BIN = 128
@@ -21,16 +22,18 @@ class RoundLog:
 
     def __init__(self) -> None:
         self._points: dict[tuple[int, int, int, str | None], RoundPoint] = {}
-        self._spans: list[tuple[int, int]] = []
+        self._plans: list[tuple[int, int, int, str | None]] = []  # see `PlanChange`
         self.rounds, self.plain_rounds, self.plain_seconds = 0, 0, 0.0
 
     def add(
         self, batch: int, length: float, draft_length: int, drafter: str | None, seconds: float, tokens: int
     ) -> None:
         """Adds one round; see :class:`RoundPoint`."""
-        if not self._spans or self._spans[-1][1] != draft_length:
-            self._spans.append((self.rounds, draft_length))
-        if self._spans[-1] == (0, 0):
+        plan = draft_length, batch, drafter
+        if not self._plans or self._plans[-1][1:] != plan:
+            self._plans.append((self.rounds, *plan))
+            thin(self._plans, MOST_PLANS, 0)
+        if not draft_length and self.plain_rounds == self.rounds:
             self.plain_rounds += 1
             self.plain_seconds += seconds
         self.rounds += 1
@@ -43,7 +46,8 @@ class RoundLog:
 
     def write_to(self, statistics: SpeculationStatistics) -> None:
         """Fills in `rounds`, `speculating` and `points`."""
-        statistics.rounds, statistics.speculating, statistics.points = self.rounds, self._spans, self.points
+        statistics.rounds, statistics.points = self.rounds, self.points
+        statistics.speculating = [PlanChange(*plan) for plan in self._plans]
 
     @property
     def points(self) -> list[RoundPoint]:

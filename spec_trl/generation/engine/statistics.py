@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from .timeline import RequestTimeline
+from .timeline import PlanChange, RequestTimeline
 
 
 DEPTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -146,7 +146,7 @@ class SpeculationStatistics:
         rounds: decoding rounds until the last row ended, of one target forward each.
         ended_in: the rounds in which rows of the batch ended, in their order, counted from 1.
         timeline: who drafted for each row of the batch, and when. Neither has rows that other ranks decoded.
-        speculating: (round, draft length) at each change; 0 is autoregressive decoding.
+        speculating: what was drafted, at each change, of which at most `MOST_PLANS` are kept.
         points: measured rounds by batch, bin of length, γ and drafter.
         predicted_speedup: mean over the speculative rounds by the roofline or ladder; without such rounds the largest
             that was predicted. None: there is neither roofline nor ladder.
@@ -181,7 +181,7 @@ class SpeculationStatistics:
     rounds: int = 0
     ended_in: list[int] = field(default_factory=list)
     timeline: list[RequestTimeline] = field(default_factory=list)
-    speculating: list[tuple[int, int]] = field(default_factory=list)
+    speculating: list[PlanChange] = field(default_factory=list)
     points: list[RoundPoint] = field(default_factory=list)
     predicted_speedup: float | None = None
     measured_speedup: float | None = None

@@ -1,14 +1,17 @@
-"""Who drafted for which request, and when (SA Fig. 14), by the changes alone. Neither torch nor transformers is needed
-to read it."""
+"""Who drafted when: for which request (SA Fig. 14), and for the batch; by the changes alone. Neither torch nor
+transformers is needed to read it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ...scheduling.control import Chain
 
 
 MOST_CHANGES = 32
 """Of one request. Where there are more, two spells in a row, the shortest together, become one: that of the longer."""
+MOST_PLANS = 128
+"""Changes of the plan of a rollout, likewise: about as many as a figure of it can show."""
 
 
 @dataclass
@@ -26,6 +29,22 @@ class RequestTimeline:
     request: int
     changes: list[tuple[float, int, list[str]]] = field(default_factory=list)
     ended: float = 0.0
+
+
+class PlanChange(NamedTuple):
+    """What rounds do from one of them on.
+
+    Args:
+        round: the first of them, counted from 0.
+        draft_length: as of a `RoundPoint`; 0 is autoregressive decoding.
+        rows: in flight. None: the log is older than this field.
+        drafter: who drafts, several joined by "+". None: nobody, or the log is older than this field.
+    """
+
+    round: int
+    draft_length: int
+    rows: int | None = None
+    drafter: str | None = None
 
 
 def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTimeline]:
@@ -57,7 +76,7 @@ class TimelineLog:
             changes = self.timelines[request].changes
             if not changes or changes[-1][2] != own:
                 changes.append((seconds, round_, own))
-                _thin(changes)
+                thin(changes, MOST_CHANGES, 1)
 
     def end(self, requests: Sequence[int], seconds: float) -> None:
         """`requests` ended."""
@@ -65,13 +84,14 @@ class TimelineLog:
             self.timelines[request].ended = seconds
 
 
-def _thin(changes: list[tuple[float, int, list[str]]]) -> None:
-    """Makes one of two spells if `changes` are too many; the one that goes on is not among them."""
-    if len(changes) <= MOST_CHANGES:
-        return
-    at = min(range(1, len(changes) - 1), key=lambda at: changes[at + 1][1] - changes[at - 1][1])
-    (second, begun, drafters), (_, middle, others), (_, ended, _) = changes[at - 1 : at + 2]
-    changes[at - 1 : at + 1] = [(second, begun, drafters if middle - begun >= ended - middle else others)]
-    for place in (at, at - 1):
-        if place and changes[place][2] == changes[place - 1][2]:
-            del changes[place]
+def thin(changes: list[Any], most: int, when: int) -> None:
+    """Makes one of two spells while there are more than `most` `changes`; the one that goes on is not among them. The
+    field `when` of a change is its round; what was changed comes after it."""
+    while len(changes) > most:
+        at = min(range(1, len(changes) - 1), key=lambda at: changes[at + 1][when] - changes[at - 1][when])
+        one, other, ended = changes[at - 1 : at + 2]
+        longer = one if 2 * other[when] >= one[when] + ended[when] else other
+        changes[at - 1 : at + 1] = [(*one[: when + 1], *longer[when + 1 :])]
+        for place in (at, at - 1):
+            if place and changes[place][when + 1 :] == changes[place - 1][when + 1 :]:
+                del changes[place]

@@ -143,7 +143,7 @@ def test_rows_beyond_the_kernel_decode_autoregressively(fresh: LlamaForCausalLM)
     drafter.max_rows = 2
     drafted = generate(fresh, prompts, "self", drafter=drafter, max_new_tokens=40, eos_token_id=stop)
     spans = drafted.statistics.speculating
-    assert spans[0] == (0, 0) and any(length for _, length in spans[1:])
+    assert spans[0] == (0, 0, 4, None) and any(plan.draft_length for plan in spans[1:])
     assert outputs(drafted) == outputs(generate(fresh, prompts, max_new_tokens=40, eos_token_id=stop))
 
 

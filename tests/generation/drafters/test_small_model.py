@@ -105,9 +105,8 @@ def test_forwards_are_counted(tiny, tiny_assistant) -> None:
     prompts, config = pad_left(random_rows([3, 5])), {"draft_length": 3}
     result = generate(tiny, prompts, "model", config, assistant_model=tiny_assistant, max_new_tokens=16)
     statistics = result.statistics
-    # One prefill of both prompts, and γ forwards in each round; `speculating` tells γ from round to round.
-    spans = [*statistics.speculating, (statistics.rounds, 0)]
-    fed = sum((until - since) * gamma for (since, gamma), (until, _) in zip(spans, spans[1:], strict=False))
+    # One prefill of both prompts, and γ forwards in each round.
+    fed = sum(point.rounds * point.draft_length for point in statistics.points)
     assert statistics.draft_forwards == 1 + fed
     assert statistics.target_forwards == 1 + statistics.rounds
 

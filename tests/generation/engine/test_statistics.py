@@ -23,6 +23,7 @@ from spec_trl.generation.engine.statistics import (
     Tail,
     added,
 )
+from spec_trl.generation.engine.timeline import MOST_PLANS, PlanChange
 from spec_trl.scheduling.control import AlwaysSpeculate, Candidate
 from spec_trl.scheduling.plain_decoding import PlainRounds
 from tests.generation.calls import generate, pad_left, random_rows
@@ -119,8 +120,32 @@ def test_like_rounds_are_one_point() -> None:
         RoundPoint(4, 20.0, 0, None, 2, 3.0, 30), RoundPoint(4, 20.0, 3, "self", 2, 9.0, 90),
         RoundPoint(4, LENGTH_BIN, 0, None, 1, 4.0, 40), RoundPoint(2, 5.0, 0, None, 1, 5.0, 50),
     ]  # fmt: skip
-    assert found.speculating == [(0, 0), (2, 3), (3, 0), (5, 3)] and (found.rounds, found.drafted_rounds) == (6, 2)
+    assert found.speculating == [
+        PlanChange(0, 0, 4), PlanChange(2, 3, 4, "self"), PlanChange(3, 0, 4), PlanChange(4, 0, 2),
+        PlanChange(5, 3, 4, "self"),
+    ]  # fmt: skip
+    assert (found.rounds, found.drafted_rounds) == (6, 2)
     assert (log.plain_rounds, log.plain_seconds) == (2, 3.0)
+
+
+def test_of_many_plans_the_short_spells_are_left_out() -> None:
+    """Spells of 50 rounds stay; of those of 3 rounds and of 1 the longer ones do, and take the others' rounds."""
+    log, rounds = RoundLog(), 5
+    for _ in range(5):
+        log.add(4, 10.0, 0, None, 2.0, 4)
+    for spell in range(400):
+        length, gamma = (50, 5) if spell % 10 == 0 else (3, 2) if spell % 2 else (1, 1)
+        for _ in range(length):
+            log.add(2, 10.0, gamma, "self", 1.0, 2)
+        rounds += length
+    found = SpeculationStatistics("self")
+    log.write_to(found)
+    assert MOST_PLANS / 2 < len(found.speculating) <= MOST_PLANS and found.rounds == rounds
+    shown = {plan[1:]: 0 for plan in found.speculating}
+    for plan, until in zip(found.speculating, [*(plan.round for plan in found.speculating[1:]), rounds], strict=True):
+        shown[plan[1:]] += until - plan.round
+    assert shown[5, 2, "self"] == 50 * 40 and shown.get((1, 2, "self"), 0) < 40 and found.speculating[0].round == 0
+    assert (log.plain_rounds, log.plain_seconds) == (5, 10.0)
 
 
 def test_tail_by_hand() -> None:
@@ -157,7 +182,7 @@ def test_fields_agree_with_the_output(tiny) -> None:
     assert 0 < sum(found.phase_seconds.values()) <= found.seconds
     assert found.tokens_per_second == found.tokens / found.seconds
     assert found.target_forwards > found.rounds > 0 < found.draft_forwards
-    assert found.speculating[0] == (0, 4) and found.speculating == sorted(dict(found.speculating).items())
+    assert found.speculating[0] == PlanChange(0, 4, 3, "self") and found.speculating == sorted(set(found.speculating))
     assert (found.strategy, found.drafter_failure, found.reason) == ("self", None, "sd_toggle=always")
 
 
@@ -211,7 +236,7 @@ def test_nothing_drafted_is_nan_not_zero(tiny) -> None:
     found = generate(tiny, pad_left(random_rows([3]))).statistics
     assert all(map(math.isnan, (found.acceptance_rate, found.block_efficiency, found.first_token_acceptance)))
     assert found.rounds == found.target_forwards - 1 == 24
-    assert (found.speculating, found.per_depth, found.reason) == ([(0, 0)], {}, "no drafter")
+    assert (found.speculating, found.per_depth, found.reason) == ([(0, 0, 1, None)], {}, "no drafter")
     assert generate(tiny, SEVEN, "self", {"sd_toggle": "never"}).statistics.total == DraftCounts()
 
 

@@ -1,0 +1,175 @@
+"""A log as a world: what its rounds took, how good its drafts were, and how long its texts, come back."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import control_regret
+from benchmarks.control_worlds import Bounds, Cell, Decoder, Noise, World, decode
+from benchmarks.recorded_world import RecordedMachine, RecordedWorld, acceptance_of, lengths_of
+from spec_trl.generation.engine.counters import RoundLog
+from spec_trl.generation.engine.timeline import RequestTimeline
+from spec_trl.scheduling.acceptance import Acceptance
+from spec_trl.scheduling.control import Candidate, Chain, Control, Tally
+from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RoundPoint, RunLog
+from tests.cli.sample_run import make_header, make_rollout, write_run
+
+
+PLANS = [(), (Chain(0, 5),), (Chain(1, 10),), (Chain(0, 2),), (), (Chain(0, 5), Chain(1, 2)), (Chain(0, 10),)]
+NAMES = ["self", "ngram"]
+
+
+class Recorder(Control):
+    """Goes through `PLANS`, and writes what the rounds did as the engine and the trainer do."""
+
+    def __init__(self) -> None:
+        self.candidates = [Candidate("self", 10, 1.0, 100), Candidate("ngram", 10, 1.0, 100, is_network=False)]
+        self.tallies = [Tally(), Tally()]
+        self.records: list[RolloutRecord] = []
+
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        self._log, self._seconds, self._alive = RoundLog(), 0.0, set(range(len(prompts)))
+        self._ends: list[float] = []
+        self._requests = len(prompts)
+
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        ended = self._requests - waiting - len(requests) - len(self._ends)
+        self._ends += [self._seconds] * ended
+        self._now, self._batch, self._length = PLANS[self._log.rounds // 3 % len(PLANS)], len(requests), length
+        return self._now
+
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
+        names = "+".join(NAMES[chain.which] for chain in self._now) if draft_length else None
+        self._seconds += seconds
+        self._log.add(self._batch, self._length, draft_length, names, seconds, tokens)
+
+    def drop(self, index: int) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        self._ends += [self._seconds] * (self._requests - len(self._ends))
+        points = [
+            RoundPoint(p.batch, p.length, p.draft_length, p.rounds, p.seconds / p.rounds, p.tokens, p.drafter)
+            for p in self._log.points
+        ]
+        curve = [(second, done) for done, second in enumerate(self._ends, 1)]
+        changes = dict(points=points, completion_curve=curve, timeline=[], first_token_acceptance=None)
+        self.records.append(make_rollout(len(self.records), **changes))
+
+
+def recorded(world: World, folder: Path) -> RecordedWorld:
+    control = Recorder()
+    for number in range(len(world.rollouts)):
+        decode(control, world, number, Noise())
+    log = RunLog(folder / LOG_FILE)
+    log.append(make_header(settings={"draft_lengths": [5, 10]}))
+    for record in control.records:
+        log.append(record)
+    return RecordedWorld(folder)
+
+
+@pytest.mark.parametrize("refill", [1, 3])
+def test_a_simulated_world_comes_back_from_its_log(refill: int, tmp_path: Path) -> None:
+    """But for lookups, which are about as good on each row: which rows they are good on the log does not say."""
+    world = World(Cell(16, "pays", refill), 0, rollouts=4)
+    found = recorded(world, tmp_path)
+    assert found.methods == ["ngram", "self"] and found.networks == ["self"] and found.draft_lengths == [2, 5, 10]
+    assert (found.cell.batch, found.cell.refill, len(found.rollouts)) == (16, refill, 4)
+    assert found.prompt == pytest.approx(world.prompt, abs=10)
+    for plan in [(), (("self", 5),), (("self", 10),), (("self", 5), ("ngram", 2))]:
+        ours, theirs = (sum(Decoder(each, number).play(plan) for number in range(4)) for each in (found, world))
+        assert ours == pytest.approx(theirs, rel=0.07), plan
+    for own, real in zip(found.rollouts, world.rollouts, strict=True):
+        assert sum(own.lengths) == pytest.approx(sum(real.lengths), rel=0.02)
+        assert len(own.lengths) == len(real.lengths) == 16 * refill
+
+
+def test_rounds_take_what_was_measured_and_straight_lines_between() -> None:
+    plain = [RoundPoint(8, 100.0, 0, 10, 1.0, 80), RoundPoint(8, 300.0, 0, 10, 2.0, 80)]
+    plain += [RoundPoint(2, 100.0, 0, 10, 0.4, 20)]
+    drafted = [RoundPoint(8, 100.0, 4, 10, 3.0, 200, "self"), RoundPoint(8, 100.0, 8, 10, 4.0, 200, "self")]
+    both = [RoundPoint(8, 100.0, 12, 10, 5.0, 300, "self+ngram")]
+    other = [RoundPoint(8, 100.0, 2, 10, 1.5, 90, "history")]
+    machine = RecordedMachine([*plain, *drafted, *both, *other])
+
+    def seconds(batch: int, length: float, width: int, **lengths: int) -> float:
+        return machine.round_seconds(batch, length, lengths, width)
+
+    assert seconds(8, 96, 0) == 1.0 and seconds(8, 192, 0) == pytest.approx(1.46) and seconds(8, 900, 0) == 2.0
+    assert seconds(5, 96, 0) == pytest.approx(0.7)  # between the batches
+    assert [seconds(8, 96, n, self=n) for n in (2, 4, 6, 8, 16)] == pytest.approx([2.0, 3.0, 3.5, 4.0, 7.0])
+    # What drafting takes with two rows was never measured: as much less as plain rounds do, 1.5 s on average.
+    assert seconds(2, 96, 4, self=4) == pytest.approx(3.0 * 0.4 / 1.5, rel=1e-3)
+    assert seconds(8, 96, 12, ngram=4, self=8) == 5.0 and seconds(8, 96, 6, ngram=2, self=4) == pytest.approx(3.0)
+    assert seconds(8, 96, 6, history=2, self=4) == pytest.approx(1.0 + 0.5 + 2.0)  # these two never drafted together
+    # By chance a short draft was faster than none: a longer one is not faster yet.
+    machine = RecordedMachine([*plain, RoundPoint(8, 100.0, 2, 1, 0.7, 8, "ngram")])
+    assert seconds(8, 96, 2, ngram=2) == seconds(8, 96, 10, ngram=10) == pytest.approx(0.7)
+    with pytest.raises(ValueError, match="no round of this run was plain"):
+        RecordedMachine(drafted)
+
+
+def points_of(name: str, rates: Acceptance, *lengths: int) -> list[RoundPoint]:
+    return [RoundPoint(8, 90.0, n, 100, 1.0, round(800 * rates.block_efficiency(n)), name) for n in lengths]
+
+
+def test_acceptance_of_each_drafter() -> None:
+    one, other = Acceptance(0.8, 0.6), Acceptance(0.2, 0.9)
+    several = make_rollout(
+        0, points=points_of("self", one, 2, 5, 10) + points_of("ngram", other, 2, 5, 10), first_token_acceptance=0.5
+    )
+    for name, rates in (("self", one), ("ngram", other)):
+        found = acceptance_of([several], name)
+        assert found is not None and found == pytest.approx(rates, abs=0.015)
+    # A single γ leaves one of two rates open: the first-token acceptance tells.
+    for first in (0.2, 0.5):
+        alone = make_rollout(0, points=points_of("ngram", other, 5), first_token_acceptance=first)
+        found = acceptance_of([alone], "ngram")
+        assert found is not None and found.first == pytest.approx(first, abs=0.015)
+        assert found.block_efficiency(5) == pytest.approx(other.block_efficiency(5), rel=0.02)
+    assert acceptance_of([alone], "self") is None
+
+
+def test_texts_are_as_long_as_rows_were_in_flight() -> None:
+    """Of four rows two end after 10 tokens, one after 30 and one after 90. Or three after 10: a fifth request has the
+    row of one of them until 30, and what is in the timeline says that it is not the one that goes on until 90."""
+    points = [RoundPoint(4, 50.0, 0, 10, 1.0, 40), RoundPoint(2, 60.0, 5, 10, 2.0, 40, "self")]
+    points += [RoundPoint(1, 90.0, 5, 20, 1.0, 60, "self")]
+    record = make_rollout(0, points=points, completion_curve=[(10.0, 2), (30.0, 3), (50.0, 4)], timeline=[])
+    assert lengths_of(record) == [10, 10, 30, 90]
+    late = replace(record, completion_curve=[(12.0, 2), (30.0, 3), (50.0, 4)])  # two seem to have had 12
+    assert sum(lengths_of(late)) == pytest.approx(140, abs=1)
+    record = replace(record, completion_curve=[(10.0, 3), (30.0, 4), (50.0, 5)])
+    assert lengths_of(record) == [10, 10, 10, 30, 80]  # first come, first ended
+    timeline = [RequestTimeline(4, [(10.0, 9, [])], 30.0), RequestTimeline(0, [(0.0, 0, [])], 50.0)]
+    assert lengths_of(replace(record, timeline=timeline)) == [10, 10, 10, 90, 20]
+
+
+def test_regret_on_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, rollouts=3)
+    control_regret.main(["--log", str(tmp_path), "--worlds", "1", "--noises", "0%"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("64 rows, self\n") and "| noise 0%: worst rollout |" in printed
+    world = RecordedWorld(tmp_path)
+    assert world.predict({}, 0, 8, 100.0) != world.machine.round_seconds(8, 100.0, {}, 0)
+    assert all(fixed <= plain for fixed, plain in zip(Bounds(world).fixed, Bounds(world).plain, strict=True))
+
+
+def test_what_the_first_rollout_took_does_not_count(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / LOG_FILE)
+    log.append(make_header())
+    for number, seconds in enumerate([9.0, 1.0, 1.0]):
+        points = [RoundPoint(4, 64.0, 0, 9, seconds, 36), RoundPoint(4, 64.0, 5, 9, 2.0 * seconds, 90, "self")]
+        log.append(make_rollout(number, points=points))
+    machine = RecordedWorld(tmp_path).machine
+    assert [machine.round_seconds(4, 64.0, lengths, 5) for lengths in ({}, {"self": 5})] == pytest.approx([1.0, 2.0])
+
+
+def test_a_log_without_drafts_is_refused(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / LOG_FILE)
+    log.append(make_header())
+    log.append(make_rollout(0, points=[RoundPoint(4, 9.0, 0, 9, 1.0, 36)]))
+    with pytest.raises(ValueError, match="no training rollout drafted"):
+        RecordedWorld(tmp_path)
