@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import admission, configurations, end_to_end, identity_grid, roofline_fit
+from benchmarks import admission, configurations, control_machine, end_to_end, identity_grid, roofline_fit
 from benchmarks.never_slower import ALWAYS, NONE, TOGGLE
 from benchmarks.training_task import demo_task
 from spec_trl.drafter_training.untrained import write_eagle3
@@ -24,6 +24,7 @@ from tests.conftest import STORY_MODEL
 
 
 TINY = "shape:tiny,float32"
+PARTS = {"all", "first", "later", "cpu"}  # of the calls that `control_machine` compares
 
 
 def test_rollout(command: Command) -> None:
@@ -115,6 +116,25 @@ def test_first_call(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == ["generate", "none", *once, *once[2:], *once[:2]]
     assert result.details["cells"][0]["ratios"]["self, second call"] == {"generate": 1.0, "none": 1.0}
     assert "shape:tiny, float32, batch 1: ngram" in {each.what for each in result.findings}
+
+
+def test_control_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way starts with nothing kept, and the ways take turns; a differing row fails, after the result."""
+    released: list[object] = []
+    release = control_machine.spec_trl.release
+    monkeypatch.setattr("spec_trl.release", lambda model: (released.append(model), release(model)))
+    monkeypatch.setenv("SPEC_TRL_CACHE", "")
+    arguments = "--models shape:tiny,float64 --batches 1 2 --kinds copy-heavy --single history --repeats 2 --calls 2 "
+    (model,) = command("control_machine", f"{arguments} --tokens 8").details["models"]
+    assert len(released) == 2 * (2 * 3 + 1)  # cells x (repeats x ways, and at the end)
+    assert [cell["batch"] for cell in model["cells"]] == [1, 2]
+    for cell in model["cells"]:
+        assert cell["identical_rows"] == cell["rows"] == 2 * 2 * 2 * cell["batch"]
+        assert set(cell["to_none"]) == {"auto", "history"} and set(cell["to_none"]["auto"]) == PARTS
+        assert cell["better"] in ("none", "history") and len(cell["to_none_by_repeat"]) == 2
+    monkeypatch.setattr(control_machine, "identical_rows", lambda ours, theirs: (0, 1))
+    with pytest.raises(SystemExit, match="4 completions differ"):
+        command("control_machine", f"{arguments} --tokens 1")
 
 
 @pytest.mark.slow
@@ -253,6 +273,8 @@ def test_end_to_end(command: Command, tmp_path: Path) -> None:
         ("rollout --strategies ngram --verification rejection", "ngram has no draft probabilities"),
         ("identity --strategies model", "strategy model needs --assistant"),
         ("first_call --batch 0", "must be 1 or more"),
+        ("control_machine --batches 0", "must be 1 or more"),
+        ("control_machine --models nowhere,float32", "--models nowhere: no such folder"),
         ("never_slower --models shape:tiny", "name a dtype after a comma"),
         ("never_slower --models nowhere,float32", "--models nowhere: no such folder"),
         ("never_slower --batch 0", "must be 1 or more"),
