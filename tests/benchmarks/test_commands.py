@@ -107,13 +107,17 @@ def test_simulated_admissions_add_up() -> None:
 def test_first_call(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is released before it, and nothing before the second call."""
     calls: list[str] = []
-    monkeypatch.setattr("benchmarks.first_call.rate", lambda model, work, way, seed: float(calls.append(way) is None))
+    speeds = {"self": 0.5, "ngram": 0.25}  # tokens per second
+    rate = lambda model, work, way, seed: (calls.append(way), speeds.get(way, 1.0))[1]  # noqa: E731
+    monkeypatch.setattr("benchmarks.first_call.rate", rate)
     monkeypatch.setattr("spec_trl.release", lambda model: calls.append("release"))
     monkeypatch.setenv("SPEC_TRL_CACHE", "")
     result = command("first_call", f"--models {TINY} --batch 1 --repeats 2 --new-tokens 4 --strategies self ngram")
     once = ["release", "generate", "release", "none", "release", "self", "self", "release", "ngram", "ngram"]
     assert calls == ["generate", "none", *once, *once[2:], *once[:2]]
-    assert result.details["cells"][0]["ratios"]["self, second call"] == {"generate": 1.0, "none": 1.0}
+    (cell,) = result.details["cells"]
+    assert cell["ratios"]["self, second call"] == {"generate": 0.5, "none": 0.5}
+    assert cell["more_seconds"] == {"self": [4.0, 4.0], "ngram": [12.0, 12.0]}
     assert "shape:tiny, float32, batch 1: ngram" in {each.what for each in result.findings}
 
 
