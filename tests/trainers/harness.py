@@ -1,5 +1,6 @@
 """A tiny policy, a tiny task, and runs on them that keep what was sampled."""
 
+import copy
 import io
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.quantization.awq import ActivationStatistics
 from spec_trl.scheduling.best_of_n import BestOfN
 from spec_trl.scheduling.control import Control
+from spec_trl.scheduling.planner import Planner
+from spec_trl.scheduling.selection import AcceptanceHistory
 from spec_trl.trainers.run_log import LOG_FILE, read_run
 
 
@@ -48,7 +51,7 @@ def tiny_dataset(rows: int = 64) -> Dataset:
 class Call:
     """What the trainer gave to `generate` in one rollout.
 
-    `draft_lengths` are those of the control's candidates then; `known` is its history of acceptance then.
+    `draft_lengths` are those of the control's candidates then; `known` is what a checkpoint would keep of it then.
     """
 
     step: int
@@ -160,7 +163,8 @@ def make_run(
         if "control" in given:  # not in calls by TRL's own trainer
             control, step = given["control"], run.trainer.state.global_step
             lengths = [candidate.draft_length for candidate in control.candidates]
-            known = control.history.state_dict() if isinstance(control, BestOfN) else {}
+            keeps = control.history if isinstance(control, BestOfN) else control
+            known = copy.deepcopy(keeps.state_dict()) if isinstance(keeps, AcceptanceHistory | Planner) else {}
             run.calls.append(Call(step, given["request_ids"], given["drafter"], control, lengths, known))
         return generate(*inputs, **given)
 
