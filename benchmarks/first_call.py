@@ -2,7 +2,8 @@
 
 Before each first call all that is kept for the model is released: no packed copy, no profile, no measured round. A
 second call follows on what the first one left. Both are compared with `"none"` and with transformers' own `generate`
-on the same prompts, in turns; ratios are medians over repeats of tokens/s within a repeat, of whole calls.
+on the same prompts, in turns; ratios are medians over repeats of tokens/s within a repeat, of whole calls. So are the
+seconds that the first call takes longer than `"none"`, of which the highest repeat has what a process prepares once.
 
     python -m benchmarks.first_call
     python -m benchmarks.first_call --models shape:qwen2.5-0.5b,float32 --batch 1 --strategies self --repeats 3
@@ -60,7 +61,15 @@ def measure(target: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             name: {against: statistics.median(ratios(found, rates[against])) for against in (PLAIN, NONE)}
             for name, found in rates.items() if name not in (PLAIN, NONE)
         }  # fmt: skip
-        cells.append({"model": Path(spec).name, "dtype": dtype, "batch": batch, "rates": rates, "ratios": medians})
+        tokens = batch * options.new_tokens
+        more = {
+            name: [tokens / own - tokens / none for own, none in zip(rates[name], rates[NONE], strict=True)]
+            for name in options.strategies
+        }
+        cells.append(
+            {"model": Path(spec).name, "dtype": dtype, "batch": batch, "rates": rates, "ratios": medians,
+             "more_seconds": more}
+        )  # fmt: skip
     return cells
 
 
@@ -76,9 +85,12 @@ def rate(model: PreTrainedModel, work: Workload, strategy: str, seed: int) -> fl
 
 
 def findings(result: dict[str, Any]) -> list[Finding]:
-    """Each call over `none` and over `generate`."""
+    """Each call over `none` and over `generate`, and the seconds that the first one takes longer."""
     found = []
     for cell in result["cells"]:
+        for name, more in cell["more_seconds"].items():
+            what = f"{model_line(cell)}, batch {cell['batch']}: {name}, longer than"
+            found.append(Finding(what, statistics.median(more), "s", NONE, (min(more), max(more))))
         for name, own in cell["ratios"].items():
             for against, ratio in own.items():
                 passes = ratios(cell["rates"][name], cell["rates"][against])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import best_of_n, never_slower, rollout
+from benchmarks import best_of_n, control_machine, never_slower, rollout
 from benchmarks.bookkeeping import Bookkeeping
 from benchmarks.calls import Call, Way, identical_rows, in_turns
 from benchmarks.measure import peak_memory
@@ -71,6 +71,23 @@ def test_ratios_are_paired_within_repeats_and_taken_to_the_better() -> None:
     cell = never_slower.summarise(WORK, calls, bookkeeping)
     assert (cell.better, cell.toggle_to_better) == (ALWAYS, 0.25)
     assert not cell.passes
+
+
+def test_starts_are_paired_call_by_call() -> None:
+    def starts(*repeats: tuple[float, float], cpu: float = 1.0) -> list[control_machine.Start]:
+        return [control_machine.Start([call(s, [[1], [2]], [(0, 0)]) for s in each], [cpu, cpu]) for each in repeats]
+
+    made = {"none": starts((1, 1), (2, 2), (9, 9)), "auto": starts((2, 1), (4, 1), (12, 3), cpu=4.0)}
+    made |= {"self": starts((2, 2), (9, 9), (9, 9)), "ngram": starts((1, 1), (1, 0.25), (6, 6))}
+    made["ngram"][1].calls[0].completions[0] = [7]
+    cell = control_machine.summarise("story", WORK, made)
+    assert cell.to_none["auto"] == {"all": 0.8, "first": 0.5, "later": 2.0, "cpu": 0.25}
+    assert cell.to_none_by_repeat == [2 / 3, 0.8, 1.2] and cell.to_none["self"]["all"] == 0.5
+    # Medians of a start: none of 2, 4 and 18 seconds, self of 4, 18 and 18, ngram of 1.25, 2 and 12.
+    assert (cell.better, cell.to_better) == ("ngram", 2 / 3)
+    assert (cell.identical_rows, cell.rows) == (35, 36)
+    alone = {name: [control_machine.Start(each.calls[:1], [1.0]) for each in own] for name, own in made.items()}
+    assert set(control_machine.summarise("story", WORK, alone).to_none["auto"]) == {"all", "first", "cpu"}
 
 
 def test_tokens_follow_the_time_within_bounds() -> None:

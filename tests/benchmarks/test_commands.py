@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import admission, configurations, end_to_end, identity_grid, roofline_fit
+from benchmarks import admission, configurations, control_machine, end_to_end, identity_grid, roofline_fit
 from benchmarks.never_slower import ALWAYS, NONE, TOGGLE
 from benchmarks.training_task import demo_task
 from spec_trl.drafter_training.untrained import write_eagle3
@@ -107,14 +107,36 @@ def test_simulated_admissions_add_up() -> None:
 def test_first_call(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is released before it, and nothing before the second call."""
     calls: list[str] = []
-    monkeypatch.setattr("benchmarks.first_call.rate", lambda model, work, way, seed: float(calls.append(way) is None))
+    speeds = {"self": 0.5, "ngram": 0.25}  # tokens per second
+    rate = lambda model, work, way, seed: (calls.append(way), speeds.get(way, 1.0))[1]  # noqa: E731
+    monkeypatch.setattr("benchmarks.first_call.rate", rate)
     monkeypatch.setattr("spec_trl.release", lambda model: calls.append("release"))
     monkeypatch.setenv("SPEC_TRL_CACHE", "")
     result = command("first_call", f"--models {TINY} --batch 1 --repeats 2 --new-tokens 4 --strategies self ngram")
     once = ["release", "generate", "release", "none", "release", "self", "self", "release", "ngram", "ngram"]
     assert calls == ["generate", "none", *once, *once[2:], *once[:2]]
-    assert result.details["cells"][0]["ratios"]["self, second call"] == {"generate": 1.0, "none": 1.0}
+    (cell,) = result.details["cells"]
+    assert cell["ratios"]["self, second call"] == {"generate": 0.5, "none": 0.5}
+    assert cell["more_seconds"] == {"self": [4.0, 4.0], "ngram": [12.0, 12.0]}
     assert "shape:tiny, float32, batch 1: ngram" in {each.what for each in result.findings}
+
+
+def test_control_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way starts with nothing kept; after the result, a differing row fails."""
+    released: list[object] = []
+    release = control_machine.spec_trl.release
+    monkeypatch.setattr("spec_trl.release", lambda model: (released.append(model), release(model)))
+    monkeypatch.setenv("SPEC_TRL_CACHE", "")
+    arguments = "--models shape:tiny,float64 --batches 2 --kinds copy-heavy --single history --calls 2"
+    (model,) = command("control_machine", f"{arguments} --repeats 2 --tokens 8").details["models"]
+    assert len(released) == 2 * 3 + 1  # repeats x ways, and at the end
+    (cell,) = model["cells"]
+    assert cell["identical_rows"] == cell["rows"] == 2 * 2 * 2 * 2  # ways x repeats x calls x rows
+    assert set(cell["to_none"]) == {"auto", "history"} and len(cell["to_none_by_repeat"]) == 2
+    assert set(cell["to_none"]["auto"]) == {"all", "first", "later", "cpu"}
+    monkeypatch.setattr(control_machine, "identical_rows", lambda ours, theirs: (0, 1))
+    with pytest.raises(SystemExit, match="2 completions differ"):
+        command("control_machine", f"{arguments} --repeats 1 --tokens 1")
 
 
 @pytest.mark.slow
@@ -253,6 +275,8 @@ def test_end_to_end(command: Command, tmp_path: Path) -> None:
         ("rollout --strategies ngram --verification rejection", "ngram has no draft probabilities"),
         ("identity --strategies model", "strategy model needs --assistant"),
         ("first_call --batch 0", "must be 1 or more"),
+        ("control_machine --batches 0", "must be 1 or more"),
+        ("control_machine --models nowhere,float32", "--models nowhere: no such folder"),
         ("never_slower --models shape:tiny", "name a dtype after a comma"),
         ("never_slower --models nowhere,float32", "--models nowhere: no such folder"),
         ("never_slower --batch 0", "must be 1 or more"),

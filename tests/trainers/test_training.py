@@ -234,6 +234,23 @@ def test_resumed_races_go_on_with_what_they_knew_of_their_drafters(raced: Raced,
     assert same_tensors(end, resumed) and not same_tensors(half, end)
 
 
+def test_a_resumed_planner_knows_the_rounds_and_the_acceptance_of_before(tmp_path: Path) -> None:
+    options: dict[str, Any] = dict(sd_toggle="measured", max_steps=2, save_strategy="steps", save_steps=1)
+    whole = train(tmp_path / "whole", "auto", **options)
+    checkpoint = whole.folder / "checkpoint-1"
+    rest = train(tmp_path / "rest", "auto", resume=checkpoint, **options)
+    saved = json.loads((checkpoint / "rollout_acceptance_0.json").read_text())
+    assert [call.step for call in rest.calls] == [1] and rest.calls[0].control is not whole.calls[0].control
+    before, after, resumed = (json.loads(json.dumps(call.known)) for call in (*whole.calls, *rest.calls))
+    assert after == saved and not before["times"]["rounds"]
+    saved["times"]["covariance"][0][0] += 1.0  # it may be another machine, whose level is unknown
+    assert resumed == saved
+    ours = rest.calls[0].control
+    assert isinstance(ours, Planner) and ours.times.rounds > saved["times"]["rounds"] > 0
+    assert [ours.drafts.positions(which) > 0 for which in ours.listens_to] == [True]
+    assert whole.completions[1:] == rest.completions
+
+
 def test_checkpoints_of_other_trainers(tmp_path: Path, learned: Run) -> None:
     """Of TRL's: the count begins anew. Of another strategy: the count goes on, draft lengths begin anew, and what
     should have been learned is missed."""

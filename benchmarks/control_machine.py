@@ -1,0 +1,244 @@
+"""The default control on this machine: `"auto"` against no drafts and against single methods, from a fresh start.
+
+A cell is a model, a batch and a kind of prompts: stories, or prompts whose completion repeats them. In each repeat
+each way starts with all released that is kept for the model, and generates several times in a row, for other prompts
+each time. Ways: `"none"`, `"auto"` with its defaults (the planner, without a profile), and single methods that draft
+always, so that no control costs them time. Ways take turns; ratios are medians over repeats of the ratio within one.
+
+    python -m benchmarks.control_machine --prompts ../shared/data/tinystories/tinystories_1000.json
+    python -m benchmarks.control_machine --models shape:qwen2.5-0.5b,float32 --tokens 24 --repeats 3 --calls 2 \\
+        --output benchmarks/results/control_machine_05b.json
+
+Rows of a wide float32 model may differ after a near-tie of two tokens: the result is written, and the command fails.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import LogitsProcessorList
+
+import spec_trl
+from spec_trl import SpeculativeConfig
+
+from .best_of_n_subject import BEGUN, COPY, PASSAGE, STORY
+from .calls import Call, Way, identical_rows, ratios, rotated, way
+from .copying import Copying, copy_heavy
+from .measure import Finding, add_machine_arguments, begin, shown, write_result
+from .models import DTYPES, LoadedModel, check_model, load_model, model_line, synthetic_line
+from .workload import STORY_MODEL, Workload, end_tokens, prompt_source
+
+
+NONE, AUTO = "none", "auto"
+SINGLE = ("self", "history", "ngram")
+COPYING = Copying(4, 0.95)  # no model here copies by itself; ordinary text repeats three of four tokens rarely
+AGAINST_NONE, AGAINST_BETTER, MOST_CELLS = 0.98, 0.95, 0.8  # what should be reached; the second in that share of cells
+
+
+@dataclass(frozen=True)
+class Start:
+    """Calls in a row from a fresh start, and the CPU seconds of all threads in each."""
+
+    calls: list[Call]
+    cpu_seconds: list[float]
+
+
+@dataclass
+class Cell:
+    """One model at one batch size on one kind of prompts; medians over repeats.
+
+    Args:
+        kind: of prompts.
+        batch: rows.
+        new_tokens: of each row in a call.
+        seconds, cpu_seconds: of all calls of a start, by way.
+        to_none: tokens/s of each way over `none`'s within a repeat: of all calls of a start, of the first, of the
+            later ones, and of all by CPU time.
+        better: the faster one of `none` and the single methods.
+        to_better: tokens/s of `auto` over its, likewise.
+        to_none_by_repeat: `auto`'s, all calls.
+        speculative_share: of the rounds of `auto`.
+        identical_rows, rows: of all other ways' completions, those equal to `none`'s.
+    """
+
+    kind: str
+    batch: int
+    new_tokens: int
+    seconds: dict[str, float]
+    cpu_seconds: dict[str, float]
+    to_none: dict[str, dict[str, float]]
+    better: str
+    to_better: float
+    to_none_by_repeat: list[float]
+    speculative_share: float
+    identical_rows: int
+    rows: int
+
+
+def summarise(kind: str, work: Workload, starts: dict[str, list[Start]]) -> Cell:
+    """Medians and ratios of a cell's starts, by way and repeat."""
+    wall = {name: [[call.seconds for call in start.calls] for start in own] for name, own in starts.items()}
+    parts = {
+        "all": {name: [sum(each) for each in own] for name, own in wall.items()},
+        "first": {name: [each[0] for each in own] for name, own in wall.items()},
+        "later": {name: [sum(each[1:]) for each in own] for name, own in wall.items()},
+        "cpu": {name: [sum(start.cpu_seconds) for start in own] for name, own in starts.items()},
+    }
+    if not any(parts["later"][NONE]):
+        del parts["later"]
+    seconds, cpu_seconds = (
+        {name: statistics.median(each) for name, each in parts[part].items()} for part in ("all", "cpu")
+    )
+    better = min((name for name in starts if name != AUTO), key=seconds.__getitem__)
+    calls = {name: [call for start in own for call in start.calls] for name, own in starts.items()}
+    same = [identical_rows(made, calls[NONE]) for name, made in calls.items() if name != NONE]
+    return Cell(
+        kind, len(work.prompts), work.max_new_tokens, seconds, cpu_seconds,
+        to_none={
+            name: {part: statistics.median(ratios(taken[NONE], taken[name])) for part, taken in parts.items()}
+            for name in starts if name != NONE
+        },
+        better=better,
+        to_better=statistics.median(ratios(parts["all"][better], parts["all"][AUTO])),
+        to_none_by_repeat=ratios(parts["all"][NONE], parts["all"][AUTO]),
+        speculative_share=statistics.median(call.speculative_share for call in calls[AUTO]),
+        identical_rows=sum(equal for equal, _ in same),
+        rows=sum(rows for _, rows in same),
+    )  # fmt: skip
+
+
+def measure_cell(loaded: LoadedModel, kind: str, batch: int, options: argparse.Namespace) -> Cell:
+    """Starts of all ways in turns."""
+    model, repeats = loaded.model, options.repeats
+    prompts = [
+        copy_heavy(ids, PASSAGE, BEGUN) if kind == COPY else ids[:PASSAGE]
+        for ids in prompt_source(loaded, options.prompts, batch * repeats * options.calls, options.seed)
+    ]
+    pad = model.generation_config.pad_token_id or 0
+    works = [
+        Workload(prompts[i : i + batch], options.tokens, 1.0, (), pad) for i in range(0, len(prompts), batch)
+    ]
+    always, processors = SpeculativeConfig(sd_toggle="always"), LogitsProcessorList([COPYING] if kind == COPY else [])
+    ways = {
+        name: way(model, name, SpeculativeConfig() if name == AUTO else always, logits_processor=processors)
+        for name in (NONE, AUTO, *options.single)
+    }
+    for each in ways.values():  # what the process prepares once
+        each(replace(works[0], max_new_tokens=4), options.seed)
+    starts: dict[str, list[Start]] = {name: [] for name in ways}
+    for repeat in tqdm(range(repeats), f"{loaded.facts['model']}, {kind}, batch {batch}"):
+        first = repeat * options.calls
+        for name in rotated(list(ways), repeat):
+            spec_trl.release(model)
+            starts[name].append(start(ways[name], works[first : first + options.calls], options.seed + first))
+    spec_trl.release(model)
+    return summarise(kind, works[0], starts)
+
+
+def start(own: Way, works: Sequence[Workload], seed: int) -> Start:
+    """One call after the other."""
+    calls, cpu_seconds = [], []
+    for number, work in enumerate(works):
+        began = time.process_time()
+        calls.append(own(work, seed + number))
+        cpu_seconds.append(time.process_time() - began)
+    return Start(calls, cpu_seconds)
+
+
+def measure(target: str, options: argparse.Namespace) -> dict[str, Any]:
+    """All cells of one model."""
+    spec, dtype = target.rsplit(",", 1)
+    loaded = load_model(spec, DTYPES[dtype], options.device, options.agreement, options.seed)
+    end_tokens(loaded, ignore_eos=True)  # rows of one length are the same work in every way
+    cells = [asdict(measure_cell(loaded, kind, batch, options)) for batch in options.batches for kind in options.kinds]
+    return loaded.facts | {"cells": cells}
+
+
+def findings(result: dict[str, Any]) -> list[Finding]:
+    """`auto` over `none` and over the better one."""
+    found = []
+    for model in result["models"]:
+        for cell in model["cells"]:
+            what = f"{model_line(model)}, {cell['kind']}, batch {cell['batch']}"
+            own, repeats = cell["to_none"][AUTO], cell["to_none_by_repeat"]
+            found += [
+                Finding(what, own["all"], "×", NONE, (min(repeats), max(repeats))),
+                Finding(f"{what}: first call", own["first"], "×", NONE),
+                Finding(f"{what}: CPU time", own["cpu"], "×", NONE),
+                Finding(what, cell["to_better"], "×", f"the better one: {cell['better']}"),
+            ]
+    return found
+
+
+def setup(result: dict[str, Any]) -> str:
+    """How it was measured, and in how many cells it is as it should be."""
+    options, count = result["options"], len(cells := all_cells(result))
+    slower = [cell["to_none"][AUTO]["all"] < AGAINST_NONE for cell in cells]
+    better = sum(cell["to_better"] >= AGAINST_BETTER for cell in cells)
+    same, rows = (sum(cell[name] for cell in cells) for name in ("identical_rows", "rows"))
+    return (
+        f'"auto" with its defaults against "none" and {", ".join(options["single"])} that draft always, from a fresh '
+        f"start {options['calls']} calls in a row of {options['tokens']} new tokens per row, temperature 1. "
+        f"Tokens/s of all calls of a start: median of {options['repeats']} repeats in "
+        f"turns, lowest and highest. At least {AGAINST_NONE} of `none` in {count - sum(slower)} of {count} cells "
+        f"(wanted: all), {AGAINST_BETTER} of the better of `none` and a single method in {better} (wanted: "
+        f"{MOST_CELLS:.0%}). {same} of {rows} completions are `none`'s."
+        + "".join(synthetic_line(model) for model in result["models"])
+    )
+
+
+def all_cells(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of all models."""
+    return [cell for model in result["models"] for cell in model["cells"]]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--models", nargs="+", default=[f"{STORY_MODEL},float32"], metavar="MODEL,DTYPE",
+        help="folder, wide:FOLDER*k, shape:NAME; dtype (default: the stories260K of examples/data)")  # fmt: skip
+    add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
+    add("--batches", type=int, nargs="+", default=[1, 4, 16], help="rows (default: %(default)s)")
+    add("--kinds", nargs="+", choices=[STORY, COPY], default=[STORY, COPY], help="of prompts (default: both)")
+    add("--single", nargs="*", choices=SINGLE, default=SINGLE, help="methods to compare with (default: all)")
+    add("--tokens", type=int, default=192, help="new ones per row and call (default: %(default)s)")
+    add("--calls", type=int, default=3, help="in a row from a fresh start (default: %(default)s)")
+    add("--repeats", type=int, default=10, help="of each cell (default: %(default)s)")
+    add("--prompts", type=Path, help="JSON list of strings (default: examples/data/stories.json)")
+    add_machine_arguments(parser, "control_machine")
+    options = parser.parse_args()
+    for model in options.models:
+        spec, _, dtype = model.rpartition(",")
+        if not spec or dtype not in DTYPES:
+            parser.error(f"--models {model}: name a dtype after a comma, one of {', '.join(DTYPES)}")
+        try:
+            check_model(spec)
+        except ValueError as error:
+            parser.error(f"--models {error}")
+    if min(*options.batches, options.repeats, options.tokens, options.calls) < 1:
+        parser.error(f"--batches {options.batches}, --repeats, --tokens and --calls must be 1 or more")
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    machine, started = begin(options), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SPEC_TRL_CACHE"] = folder  # no profile and no ladder of an earlier run
+        models = [measure(target, options) for target in options.models]
+    result = {"options": shown(options), "models": models, "seconds": time.perf_counter() - started}
+    title = "The default control on this machine"
+    write_result(options.output, "never_slower", title, setup(result), machine, findings(result), result)
+    if differing := sum(cell["rows"] - cell["identical_rows"] for cell in all_cells(result)):
+        raise SystemExit(f'{differing} completions differ from those of "none"')
+
+
+if __name__ == "__main__":
+    main()

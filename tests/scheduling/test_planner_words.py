@@ -1,0 +1,147 @@
+"""What the planner says of a rollout, which method it gives to a worker that helps, and rounds by a roofline."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from spec_trl.scheduling.control import Candidate
+from spec_trl.scheduling.ledger import Drafts, Times
+from spec_trl.scheduling.planner import Planner
+from spec_trl.scheduling.round_costs import RooflineRounds
+from tests.scheduling.test_toggle import A100
+
+
+DRAFTING = {"self": 0.2, "model": 1.0, "ngram": 0.05}  # autoregressive rounds that a draft takes
+
+
+def seconds(lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
+    return 1.0 + sum(DRAFTING[name] for name in lengths)
+
+
+def planner(*names: str, race: bool = True, most: int = 64) -> Planner:
+    candidates = [Candidate(name, 5, 1.0, most, None, name != "ngram") for name in names]
+    drafts = Drafts(names, [name == "ngram" for name in names])
+    return Planner(candidates, [5], seconds, Times(0.2), drafts, race=race)
+
+
+def accept(control: Planner, which: int, accepted: list[int], drafts: int = 30) -> None:
+    """Each request had `drafts` drafts of 5 tokens, of which so many were right."""
+    right = np.array(accepted)
+    for _ in range(drafts):
+        control.drafts.record(which, np.arange(len(accepted)), right, np.minimum(right + 1, 5))
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def test_before_a_rollout() -> None:
+    control = planner("self", "ngram")
+    assert control.account().reason == "no round was planned" and control.account().predicted_speedup is None
+    assert control.forecast(64, 100.0).reason == "rounds will tell when to draft; trials may take 2 % of the time"
+    forecast = control.forecast(65, 100.0)
+    assert forecast.reason == "more rows (65) than the drafter's kernels serve (64)"
+    assert forecast.predicted_speedup is None
+
+
+def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
+    control = planner("model", "self")
+    control.begin(2, ["a", "b"])
+    for which in (0, 1):
+        accept(control, which, [0, 0])
+    assert not control.plan([0, 1], 100.0, 0)
+    said = control.account()
+    assert said.predicted_speedup is not None and 1 / 1.2 <= said.predicted_speedup < 0.9  # by a single token each
+    assert said.reason == f'"self" (γ = 5) promises {said.predicted_speedup:.2f}× at 2 rows × 100 tokens: not drafting'
+
+
+def test_the_newest_draft_is_said() -> None:
+    control = planner("self", "ngram", race=False)
+    control.begin(1, ["a"])
+    control.saved = 8.0
+    accept(control, 0, [4])
+    accept(control, 1, [0])
+    (chain,) = control.plan([0], 100.0, 0)
+    said = control.account()
+    tau = 1 + 1 + 0.75 + 0.75**2 + 0.75**3 + 0.75**4  # of four further tokens three were right
+    assert chain.which == 0 and said.predicted_speedup == pytest.approx(tau / 1.2, rel=0.02)
+    assert said.reason == f'"self" (γ = 5) promises {said.predicted_speedup:.2f}× at 1 row × 100 tokens: drafting'
+    control.record(5, 1.2, 5)
+    control.drop(0)
+    control.drop(1)
+    assert not control.plan([0], 300.0, 0)
+    assert control.account() == said  # rounds without a draft change nothing
+    control.begin(1, ["a"])
+    assert control.account().reason == "no round was planned"
+
+
+def test_two_that_draft_are_both_said() -> None:
+    control = planner("self", "ngram", race=False)
+    control.begin(4, ["copies", "copies", "new", "new"])
+    control.saved = 8.0
+    accept(control, 1, [5, 5, 0, 0])
+    accept(control, 0, [0, 0, 5, 5])
+    assert len(control.plan(range(4), 100.0, 0)) == 2
+    assert control.account().reason.startswith('"self" (γ = 5) and "ngram" (γ = 5) promises ')
+
+
+# ---- a worker that helps --------------------------------------------------------------------------------------------
+
+
+def racing() -> Planner:
+    """Drafts by the copy; request 1 is its slowest. Lookups gain most of all methods, and the small LM least."""
+    control = planner("model", "self", "ngram")
+    control.begin(2, ["a", "b"])
+    control.saved = 8.0
+    for which in (0, 2):
+        accept(control, which, [4, 4])
+    accept(control, 1, [5, 3])
+    control.drop(2)
+    assert [chain.which for chain in control.plan([0, 1], 100.0, 0)] == [1]
+    return control
+
+
+def test_a_helper_gets_the_best_method_that_nobody_has_and_the_slowest_rows_first() -> None:
+    control = racing()
+    assert control.further_method([0, 1], {}) == ("model", [1, 0])  # lookups have failed
+    assert control.further_method([0, 1], {(0, "model"): 7, (1, "model"): 7}) is None
+
+
+def test_methods_are_ordered_by_their_gain() -> None:
+    control = planner("model", "self", "ngram")
+    control.begin(2, ["a", "b"])
+    for which in range(3):
+        accept(control, which, [0, 0])
+    assert not control.plan([0, 1], 100.0, 0)
+    taken: dict[tuple[int, str], int] = {}
+    for worker, wanted in enumerate(("ngram", "self", "model")):  # all draft equally well, and not equally fast
+        found = control.further_method([0, 1], taken)
+        assert found is not None and found[0] == wanted
+        taken |= {(request, wanted): worker for request in found[1]}
+
+
+def test_where_no_one_can_help() -> None:
+    control = racing()
+    assert control.further_method([], {}) is None
+    control = planner("self", race=False)
+    control.begin(1, ["a"])
+    control.plan([0], 100.0, 0)
+    assert control.further_method([0], {}) is None
+    control = planner("self", most=1)
+    control.begin(2, ["a", "b"])
+    control.plan([0, 1], 100.0, 0)  # more rows than it serves
+    assert control.further_method([0, 1], {}) is None
+
+
+# ---- rounds by a roofline -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_rounds_by_a_roofline(batch: int) -> None:
+    rounds = RooflineRounds(A100, {"self": A100})
+    assert rounds({}, 0, batch, 512.0) == A100.target_seconds(batch, 512.0)
+    assert rounds({"self": 7}, 7, batch, 512.0) == pytest.approx(A100.cycle_seconds(batch, 512.0, 7))
+    assert rounds({"ngram": 7}, 7, batch, 512.0) == A100.verify_seconds(batch, 512.0, 7)  # a lookup takes no time
+    drafts = 3 * A100.draft_seconds(batch, 512.0)
+    raced = A100.verify_seconds(batch, 512.0, 8) + drafts
+    assert rounds({"self": 3, "ngram": 5}, 8, batch, 512.0) == pytest.approx(raced)
