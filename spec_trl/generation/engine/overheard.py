@@ -12,8 +12,8 @@ class Overheard:
     """Has the lookups that the control listens to draft beside a round now and then, and tells it how far the text
     that follows agrees. No forward is run, and no token depends on it."""
 
-    def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows) -> None:
-        self._control, self._drafters, self._rows = control, drafters, rows
+    def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows, vocabulary: int) -> None:
+        self._control, self._drafters, self._rows, self._vocabulary = control, drafters, rows, vocabulary
         self._pending: dict[int, dict[int, list[int]]] = {which: {} for which in control.listens_to}  # by request
         self._rest = dict.fromkeys(control.listens_to, 0)
         self._right: dict[tuple[int, int], int] = {}  # drafts of a lookup and a request that were right so far
@@ -28,7 +28,8 @@ class Overheard:
                 self._rest[which] -= 1
             elif not pending.keys() & set(indices):
                 self._rest[which] = length  # rounds until they draft again: it costs the host a little
-                proposal = self._drafters.ask(which, lambda drafter: drafter.propose(length, None))
+                shape = len(indices), length, self._vocabulary
+                proposal = self._drafters.ask(which, lambda drafter: drafter.propose(length, None).checked(*shape))
                 if proposal is None:
                     continue
                 counts, drafts = proposal.drafted().tolist(), proposal.tokens.tolist()

@@ -107,7 +107,7 @@ class Rollout:
             self._rows, self._pipeline, self._do_sample, self._target, self._rejection, self._control.most_drafted
         )
         self._drafters.each(lambda drafter: drafter.begin(session))
-        self._overheard = Overheard(self._control, self._drafters, self._rows)
+        self._overheard = Overheard(self._control, self._drafters, self._rows, self._vocabulary)
 
     def end(self) -> None:
         """Lets drafters go of the rows and caches, which would otherwise outlive the generation."""

@@ -39,7 +39,7 @@ def heard(lookup: Any) -> tuple[Listener, Overheard]:
     listener: Any = Listener()
     network: Any = SimpleNamespace(strategy="self")
     rows: Any = SimpleNamespace(indices=[4, 7])
-    return listener, Overheard(listener, GuardedDrafters([network, lookup], lambda index: None), rows)
+    return listener, Overheard(listener, GuardedDrafters([network, lookup], lambda index: None), rows, 9)
 
 
 def commit(each: Overheard, *texts: list[int]) -> None:
