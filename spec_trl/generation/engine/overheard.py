@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from ...scheduling.control import Control
+from .drafter import Drafter
 from .guarded_drafters import GuardedDrafters
 from .outcome import Integers
 from .rows import Rows
+from .verification import Proposal
 
 
 class Overheard:
@@ -28,14 +30,17 @@ class Overheard:
                 self._rest[which] -= 1
             elif not pending.keys() & set(indices):
                 self._rest[which] = length  # rounds until they draft again: it costs the host a little
-                shape = len(indices), length, self._vocabulary
-                proposal = self._drafters.ask(which, lambda drafter: drafter.propose(length, None).checked(*shape))
+                proposal = self._drafters.ask(which, self._draft)
                 if proposal is None:
                     continue
                 counts, drafts = proposal.drafted().tolist(), proposal.tokens.tolist()
                 pending.clear()
                 for request, count, draft in zip(indices, counts, drafts, strict=True):
                     pending[request], self._right[which, request] = draft[:count], 0
+
+    def _draft(self, drafter: Drafter) -> Proposal:
+        length = self._control.most_listened
+        return drafter.propose(length, None).checked(self._rows.active, length, self._vocabulary)
 
     def after(self, requests: Sequence[int], tokens: Integers, kept: Integers) -> None:
         """A round has committed the first `kept` `[B]` of `tokens` `[B, γ + 1]`."""

@@ -288,9 +288,8 @@ class Rollout:
         self._overheard.after(rows.indices, outcome.tokens, kept)
         for which in outcome.broken:
             self._drafters.ask(which, report_broken)
-        tokens = int(kept.sum())
-        self._drafters.each(lambda drafter: drafter.observe(tokens))
-        return ends.nonzero()[0].tolist(), tokens
+        self._drafters.each(lambda drafter: drafter.observe(outcome.tokens, kept))
+        return ends.nonzero()[0].tolist(), int(kept.sum())
 
     def _retire(self, finished: list[int]) -> None:
         if finished:

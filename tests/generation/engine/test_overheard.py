@@ -38,7 +38,7 @@ def lookup() -> Any:
 def heard(lookup: Any) -> tuple[Listener, Overheard]:
     listener: Any = Listener()
     network: Any = SimpleNamespace(strategy="self")
-    rows: Any = SimpleNamespace(indices=[4, 7])
+    rows: Any = SimpleNamespace(indices=[4, 7], active=2)
     return listener, Overheard(listener, GuardedDrafters([network, lookup], lambda index: None), rows, 9)
 
 
