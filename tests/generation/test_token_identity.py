@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import release
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import processors, runner
+from spec_trl.generation.engine import overheard, processors, runner
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.filters import keep_top_p
 from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
@@ -245,6 +245,7 @@ def test_tokens_are_those_of_plain_decoding(scenario: Scenario, tiny, drafters: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_QUERIES_PER_FORWARD", scenario.prefill[0])
         patch.setattr(runner, "TOKENS_PER_FORWARD", scenario.prefill[1])
+        patch.setattr(overheard, "SHARE", 1e9)  # however long lookups take, they draft
         patch.setattr(processors, "keep_top_p", functools.partial(keep_top_p, count=2))  # of a small vocabulary
         if scenario.captured:
             release(tiny)
@@ -259,7 +260,10 @@ def test_tokens_are_those_of_plain_decoding(scenario: Scenario, tiny, drafters: 
 @pytest.mark.parametrize("capacity", [3, 8])  # rows that end give way to others, or not
 @pytest.mark.parametrize("sampling", ["greedy", "softmax"])
 @pytest.mark.parametrize("rounds", [None, random_plans(5).planned])
-def test_controls_that_listen(rounds: Any, sampling: str, capacity: int, tiny, drafters: Make, plain) -> None:
+def test_controls_that_listen(
+    rounds: Any, sampling: str, capacity: int, tiny, drafters: Make, plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overheard, "SHARE", 1e9)
     answers, eos = plain(sampling, ((0, 9), (3, 20)))
     names = ("half right", "history", "self", "model", "ngram")
     scenario = Scenario(
