@@ -12,6 +12,8 @@ from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Candidate, Chain, Control, Tally
+from spec_trl.scheduling.ledger import Drafts, Times
+from spec_trl.scheduling.planner import Planner
 from tests.generation.calls import pad_left, random_rows
 
 
@@ -40,6 +42,7 @@ class Plans(Control):
         self.begun = capacity, list(prompts)
         self.alive = set(range(len(self.candidates)))
         self.rounds: list[dict[str, Any]] = []
+        self.heard: list[tuple[int, int]] = []  # lookup, and tokens of its draft that were right
         self._next = itertools.cycle(self.planned)
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
@@ -63,8 +66,63 @@ class Plans(Control):
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         self.rounds[-1] |= {"width": draft_length, "seconds": seconds, "tokens": tokens, "is_typical": is_typical}
 
+    def overheard(
+        self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
+    ) -> None:
+        for right, tried in zip(accepted, attempted, strict=True):
+            assert 0 <= right <= tried <= self.most_listened and tried >= 1
+            self.heard.append((which, right))
+
     def drop(self, index: int) -> None:
         self.alive.discard(index)
+
+
+class Planned(Plans):
+    """Has a planner choose, which is told other seconds than rounds took: it goes from arm to arm."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        super().__init__(len(drafters), [[Chain(0, 10)]])
+        self._chance = random.Random(0)
+        names = [candidate.name for candidate in self.candidates]
+        for candidate, drafter in zip(self.candidates, drafters, strict=True):
+            candidate.is_network = drafter.has_probabilities
+        ledger = Times(0.5), Drafts(names, [not candidate.is_network for candidate in self.candidates])
+        self.planner = Planner(self.candidates, (2, 5), self._predict, *ledger)
+
+    def _predict(self, lengths: Mapping[str, int], *_: float) -> float:
+        return self._chance.uniform(0.5, 2.0) / max(len(lengths), 1)  # rounds of two drafters are not rare
+
+    def begin(self, capacity: int, prompts: Sequence[str]) -> None:
+        super().begin(capacity, prompts)
+        self.planner.begin(capacity, prompts)
+
+    def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        self.planner.saved = 8.0  # trials cost nothing here
+        self._next = iter([self.planner.plan(requests, length, waiting)])
+        return super().plan(requests, length, waiting)
+
+    def record_rows(
+        self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
+    ) -> None:
+        super().record_rows(requests, accepted, drafted)
+        self.planner.record_rows(requests, accepted, drafted)
+
+    def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
+        super().record(draft_length, seconds, tokens, is_typical)
+        self.planner.record(draft_length, self._chance.uniform(0.5, 2.0), tokens)
+
+    def overheard(
+        self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
+    ) -> None:
+        super().overheard(which, requests, accepted, attempted)
+        self.planner.overheard(which, requests, accepted, attempted)
+
+    def drop(self, index: int) -> None:
+        super().drop(index)
+        self.planner.drop(index)
+
+    def finish(self) -> None:
+        self.planner.finish()
 
 
 def random_plans(count: int, seed: int = 0) -> Plans:

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import release
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine import processors, runner
+from spec_trl.generation.engine import overheard, processors, runner
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.filters import keep_top_p
 from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatistics
@@ -29,7 +29,7 @@ from tests.generation.conftest import Make
 from tests.generation.engine.pools import install_pool
 from tests.generation.engine.tape import install_tape
 from tests.generation.grammars import WIDTH, EndsOnce, Trie, grammar
-from tests.generation.races import Knowing, Plans, raced
+from tests.generation.races import Knowing, Planned, Plans, raced, random_plans
 
 
 NEW = 24
@@ -65,7 +65,12 @@ def sampling_options(name: str, rows: Sequence[int], lenient: bool = False) -> t
 
 def spoiled(**parts: Callable[[Tensor], Any]) -> Callable[[Proposal], Any]:
     """What makes other tensors of a proposal's."""
-    return lambda proposal: replace(proposal, **{name: part(getattr(proposal, name)) for name, part in parts.items()})
+
+    def spoil(proposal: Proposal) -> Proposal:
+        proposal = replace(proposal, lengths=proposal.drafted())  # some drafters name none
+        return replace(proposal, **{name: part(getattr(proposal, name)) for name, part in parts.items()})
+
+    return spoil
 
 
 def throw(_: Any) -> Any:
@@ -149,7 +154,8 @@ class Scenario:
         sampling: of `SAMPLING`.
         eos: places (row, position) whose tokens, in a text without EOS, are the EOS ids.
         drafters: names; "right": knows what will be sampled, "half right": for a random number of tokens.
-        rounds: the chains of each round, over and over; a chain's rows are every n-th one.
+        rounds: the chains of each round, over and over; a chain's rows are every n-th one. None: a planner's choice.
+        listened: draft tokens of each lookup that are compared with the text; 0: none.
         prefill: (queries, tokens) of one prefill forward at most.
         captured: forwards are captured and replayed, in a second call too.
         pages: columns of a page, where K/V lies in the pages of a pool; 0: it does where forwards are captured.
@@ -163,7 +169,8 @@ class Scenario:
     sampling: str
     eos: tuple[tuple[int, int], ...]
     drafters: tuple[str, ...]
-    rounds: tuple[tuple[Chain, ...], ...]
+    rounds: tuple[tuple[Chain, ...], ...] | None
+    listened: int
     prefill: tuple[int, int]
     captured: bool
     pages: int
@@ -188,6 +195,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         method = draw(st.sampled_from(["propose"] * 4 + ["begin", "admit", "move", "observe", "end"]))
         trouble = draw(st.sampled_from([*FATAL, *HARMLESS, *OF_NETWORK * 2])) if method == "propose" else "throws"
         fault = Fault(draw(st.integers(0, len(names) - 1)), method, draw(st.integers(1, 3)), trouble)
+    rounds = tuple(map(tuple, draw(st.lists(st.lists(chain, max_size=4), min_size=1, max_size=4))))
+    plans = draw(st.sampled_from([None, rounds, rounds, rounds]))
     is_capturable = fault is None or fault.trouble not in OF_NETWORK  # what is not says so in a warning of its own
     return Scenario(
         rows=tuple(rows),
@@ -197,9 +206,10 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         sampling=draw(st.sampled_from([*SAMPLING])),
         eos=tuple(draw(st.lists(st.tuples(st.integers(0, len(ROWS) - 1), st.integers(0, NEW - 1)), max_size=3))),
         drafters=tuple(names),
-        rounds=tuple(map(tuple, draw(st.lists(st.lists(chain, max_size=4), min_size=1, max_size=4)))),
+        rounds=plans,
+        listened=draw(st.sampled_from([0, 1, 3, 6])),
         prefill=draw(st.sampled_from([(1024, 8192), (1024, 8192), (4, 8), (5, 1000), (1, 1)])),
-        captured=is_capturable and draw(st.sampled_from([False, False, False, True])),
+        captured=is_capturable and plans is not None and draw(st.sampled_from([False, False, False, True])),
         pages=draw(st.sampled_from([0, 4, 4, 8])),
         fault=fault,
     )
@@ -235,6 +245,7 @@ def test_tokens_are_those_of_plain_decoding(scenario: Scenario, tiny, drafters: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_QUERIES_PER_FORWARD", scenario.prefill[0])
         patch.setattr(runner, "TOKENS_PER_FORWARD", scenario.prefill[1])
+        patch.setattr(overheard, "SHARE", 1e9)  # however long lookups take, they draft
         patch.setattr(processors, "keep_top_p", functools.partial(keep_top_p, count=2))  # of a small vocabulary
         if scenario.captured:
             release(tiny)
@@ -246,17 +257,37 @@ def test_tokens_are_those_of_plain_decoding(scenario: Scenario, tiny, drafters: 
                 check(scenario, part, [answers[row] for row in part], eos, tiny, drafters)
 
 
+@pytest.mark.parametrize("capacity", [3, 8])  # rows that end give way to others, or not
+@pytest.mark.parametrize("sampling", ["greedy", "softmax"])
+@pytest.mark.parametrize("rounds", [None, random_plans(5).planned])
+def test_controls_that_listen(
+    rounds: Any, sampling: str, capacity: int, tiny, drafters: Make, plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overheard, "SHARE", 1e9)
+    answers, eos = plain(sampling, ((0, 9), (3, 20)))
+    names = ("half right", "history", "self", "model", "ngram")
+    scenario = Scenario(
+        tuple(range(len(ROWS))), 0, capacity, NEW, sampling, ((0, 9), (3, 20)), names, rounds,
+        listened=3, prefill=(1024, 8192), captured=False, pages=0, fault=None,
+    )  # fmt: skip
+    control = check(scenario, scenario.rows, answers, eos, tiny, drafters)
+    assert {which for which, _ in control.heard} == {0, 1, 4} and {0, 1} <= {right for _, right in control.heard}
+    assert raced(control)
+
+
 def check(
     scenario: Scenario, rows: Sequence[int], expected: Answers, eos: list[int], tiny: LlamaForCausalLM, make: Make
-) -> None:
-    """Generates `rows` and compares."""
+) -> Plans:
+    """Generates `rows`, compares, and returns the control."""
     texts = [tokens for tokens, _ in expected]
     members = [
         Knowing(texts, None if name == "right" else seed) if name.endswith("right") else make(name)[0]
         for seed, name in enumerate(scenario.drafters)
     ]
     happened = scenario.fault.put_into(members[scenario.fault.which]) if scenario.fault else []
-    control = Plans(len(members), scenario.rounds)
+    lookups = [which for which, member in enumerate(members) if not member.has_probabilities]
+    control = Plans(len(members), scenario.rounds) if scenario.rounds else Planned(members)
+    control.listens_to, control.most_listened = lookups if scenario.listened else (), scenario.listened
     trie, options = sampling_options(scenario.sampling, rows)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -287,10 +318,12 @@ def check(
     for which, name in enumerate(scenario.drafters):
         if name == "right" and trie is None and not (scenario.fault and scenario.fault.which == which):
             assert all(each["accepted"].get(which) == each["drafted"].get(which) for each in control.rounds)
+            assert {accepted for own, accepted in control.heard if own == which} <= {scenario.listened}
     failures = [str(warning.message) for warning in warned if "failed" in str(warning.message)]
     lost = {scenario.fault.which} if happened and scenario.fault and scenario.fault.is_fatal else set()
     assert len(failures) == bool(statistics.drafter_failure) == len(lost), failures
     assert control.alive == set(range(len(members))) - lost
+    return control
 
 
 def check_rounds(control: Plans, found: SpeculationStatistics, lengths: list[int], names: list[str]) -> None:

@@ -11,6 +11,7 @@ from ..engine.draft_loop import NetworkDraft
 from ..engine.drafter import DraftSession
 from ..engine.model_costs import kv_bytes
 from ..engine.noise import RoundNoise
+from ..engine.outcome import Integers
 from ..engine.rows import Admission
 from ..engine.runner import EagerRunner
 from ..engine.shadow import decoder_layers
@@ -77,7 +78,7 @@ class NetworkDrafter(TrainableDrafter):
         if self._cached is not None:
             self._cached[destination] = self._cached[source]
 
-    def observe(self, tokens: int) -> None:
+    def observe(self, tokens: Integers, kept: Integers) -> None:
         if self._cached is None:
             return
         rows, cached = self.session.rows, self._cached[: self.session.rows.active]  # [B]

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..configuration import require_int
 from ..engine.drafter import Drafter, DraftSession
 from ..engine.noise import RoundNoise
+from ..engine.outcome import Integers
 from ..engine.rows import Admission
 from ..engine.verification import Proposal
 from .suffix_index import SuffixIndex
@@ -45,10 +46,15 @@ class HistoryDrafter(Drafter):
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
         self._texts: list[Text] = []  # of each row
-        self._window = 1  # tokens to read per row and round: the most that one round has committed
+        self._unread: list[tuple[Integers, Integers]] = []  # what rounds have committed since texts were extended
         self.history.drop_indexes(())
 
+    def end(self) -> None:
+        self._catch_up()
+        super().end()
+
     def admit(self, admission: Admission) -> None:
+        self._catch_up()
         prompts = self.session.rows.prompts
         self.history.drop_indexes(set(prompts))
         del self._texts[admission.first :]
@@ -57,34 +63,31 @@ class HistoryDrafter(Drafter):
             self.history.extend(self._texts[row], progress.tokens.tolist())
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
+        self._catch_up()
         for row, target in zip(source, destination, strict=True):
             self._texts[target] = self._texts[row]
 
-    def observe(self, tokens: int) -> None:
-        texts = self._texts[: self.session.rows.active]
-        lengths, tails = self._read(self._window)
-        missing = [length - text.length for length, text in zip(lengths, texts, strict=True)]
-        if max(missing) > self._window:
-            self._window = max(missing)
-            _, tails = self._read(self._window)
-        for text, tail, count in zip(texts, tails, missing, strict=True):
-            self.history.extend(text, tail[len(tail) - count :])
-        self.history.evict()
+    def observe(self, tokens: Integers, kept: Integers) -> None:
+        self._unread.append((tokens, kept))
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        self._catch_up()
         rows = self.session.rows
         drafts = [self.history.propose(text, draft_length) for text in self._texts[: rows.active]]
         padded = [draft + [0] * (draft_length - len(draft)) for draft in drafts]
         tokens = torch.tensor(padded, dtype=torch.int64, device=rows.tokens.device)  # [B, γ]
         return Proposal(tokens, torch.tensor([len(draft) for draft in drafts], device=tokens.device))  # lengths: [B]
 
-    def _read(self, count: int) -> tuple[list[int], list[list[int]]]:
-        """Length and last `count` committed tokens of each row, the first one repeated where there are fewer."""
-        rows = self.session.rows
-        columns = rows.columns_after(-count, count).clamp(min=0)  # [B, count]
-        tails = rows.tokens[: rows.active].gather(1, columns)  # [B, count]
-        values = torch.cat([rows.lengths[:, None], tails], dim=1).tolist()  # [B, 1 + count]
-        return [row[0] for row in values], [row[1:] for row in values]
+    def _catch_up(self) -> None:
+        """Extends the texts by what rounds have committed since. Rows are where they were in these rounds."""
+        rounds, self._unread = self._unread, []
+        new: list[list[int]] = [[] for _ in self._texts]
+        for tokens, kept in rounds:
+            for own, committed, count in zip(new, tokens.tolist(), kept.tolist(), strict=False):  # rows that ended: no
+                own += committed[:count]
+        for text, own in zip(self._texts, new, strict=True):
+            self.history.extend(text, own)
+        self.history.evict()
 
     def remember(self, prompt: Sequence[int], completion: Sequence[int]) -> None:
         """Takes in a completion that another rank has decoded; not while a generation runs."""
@@ -102,13 +105,13 @@ class HistoryDrafter(Drafter):
 
 @dataclass(eq=False)
 class Text:
-    """One completion: its tokens so far, the `node` where it ends in its prompt's index, and its length with the
-    prompt's, which is counted on when the text has been evicted (`prompt` is None)."""
+    """One completion: its tokens so far, of which the first `indexed` are in its prompt's index and end at `node`;
+    `prompt` is None when it has been evicted."""
 
     prompt: "_Prompt | None"
-    length: int
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     node: int = -1
+    indexed: int = 0
 
 
 @dataclass(eq=False)
@@ -116,7 +119,8 @@ class _Prompt:
     key: bytes
     tokens: "array[int]"
     texts: "deque[Text]" = field(default_factory=deque)  # oldest first
-    index: SuffixIndex | None = None  # of all its texts; kept while the prompt is in flight
+    index: SuffixIndex | None = None  # of its texts when it was last asked; kept while the prompt is in flight
+    grown: list[tuple[Text, int]] = field(default_factory=list)  # texts to be indexed, in this order, and how far
 
 
 class RolloutHistory:
@@ -151,7 +155,7 @@ class RolloutHistory:
         if prompt is None:
             prompt = self._prompts[key] = _Prompt(key, array("i", array("q", key)))
             self._token_count += len(prompt.tokens)
-        text = Text(prompt, len(prompt.tokens))
+        text = Text(prompt)
         if prompt.index is not None:
             text.node = prompt.index.root
         prompt.texts.append(text)
@@ -160,13 +164,12 @@ class RolloutHistory:
 
     def extend(self, text: Text, tokens: Sequence[int]) -> None:
         """Adds tokens at the end of a text."""
-        text.length += len(tokens)
-        if text.prompt is None:
+        if text.prompt is None or not tokens:
             return
         text.tokens.extend(tokens)
         self._token_count += len(tokens)
         if text.prompt.index is not None:
-            text.node = text.prompt.index.extend(text.node, tokens)
+            text.prompt.grown.append((text, len(text.tokens)))
 
     def propose(self, text: Text, draft_length: int) -> list[int]:
         """Up to `draft_length` tokens that may follow the text."""
@@ -176,8 +179,12 @@ class RolloutHistory:
         if index is None:
             index = prompt.index = SuffixIndex(prompt.tokens)
             self._indexed.add(prompt)
+            prompt.grown = [(each, len(each.tokens)) for each in prompt.texts]
             for each in prompt.texts:
-                each.node = index.extend(index.root, each.tokens)
+                each.node, each.indexed = index.root, 0
+        for each, end in prompt.grown:
+            each.node, each.indexed = index.extend(each.node, each.tokens[each.indexed : end]), end
+        prompt.grown.clear()
         return index.propose(text.node, draft_length)
 
     def evict(self) -> None:

@@ -19,6 +19,7 @@ from .. import kept
 from .cache import TailCache
 from .filters import Filters
 from .noise import Draw, RoundNoise, draw, stream_keys, widen
+from .outcome import Integers
 from .processors import LogitsPipeline, PrefixView, draw_processed
 from .rows import Admission, Request, Rows
 from .runner import EagerRunner
@@ -180,9 +181,9 @@ class Drafter(CandidateGenerator):
             verified: `[B]` bool, the rows whose proposal was verified; the logits of the others mean nothing.
         """
 
-    def observe(self, tokens: int) -> None:
-        """A round has committed `tokens` tokens in all rows together: `session.rows` tells which drafts survived. Also
-        called where the drafter did not draft, or the drafts of another were taken."""
+    def observe(self, tokens: Integers, kept: Integers) -> None:
+        """A round has committed the first `kept` `[B]` of `tokens` `[B, n]` of each row, on the host; `session.rows`
+        tells which drafts survived. Also called where the drafter did not draft, or another's drafts were taken."""
 
     def end(self) -> None:
         """Lets go of the session: the generation is over."""
@@ -234,7 +235,7 @@ class Drafter(CandidateGenerator):
         if new:
             rows.write(0, input_ids[:, -new:])
             rows.commit(np.array([length]), None)
-            self.observe(new)
+            self.observe(input_ids[:, -new:].cpu().numpy(), np.array([new]))
         draft_length = min(draft_length, max_length - length - 1)
         if draft_length < 1:
             return input_ids, None

@@ -1,57 +1,93 @@
 """What lookups would have drafted while others did: their drafts are compared with the text for nothing."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from ...scheduling.control import Control
+from ...scheduling.planner import SHARE
+from .drafter import Drafter
 from .guarded_drafters import GuardedDrafters
 from .outcome import Integers
 from .rows import Rows
+from .verification import Proposal
+
+
+@dataclass
+class _Lookup:
+    """One that is listened to."""
+
+    pending: dict[int, tuple[list[int], int]] = field(default_factory=dict)  # by request: draft, how far it was right
+    rounds: int = 0  # that it rests yet
+    since: float = 0.0  # when it drafted last
+    seconds: float = 0.0  # that it has taken since
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Takes the time of what it does."""
+        started = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started
+
+    def rests(self) -> bool:
+        """Whether it drafted a few rounds ago, or has taken more than its share of the time that has passed."""
+        self.rounds -= 1
+        return self.rounds >= 0 or time.perf_counter() - self.since < self.seconds / SHARE
 
 
 class Overheard:
     """Has the lookups that the control listens to draft beside a round now and then, and tells it how far the text
-    that follows agrees. No forward is run, and no token depends on it."""
+    that follows agrees. No forward is run, and no token depends on it. Lookups take :data:`~.planner.SHARE` of the
+    time each: they rest meanwhile."""
 
-    def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows) -> None:
-        self._control, self._drafters, self._rows = control, drafters, rows
-        self._pending: dict[int, dict[int, list[int]]] = {which: {} for which in control.listens_to}  # by request
-        self._rest = dict.fromkeys(control.listens_to, 0)
-        self._right: dict[tuple[int, int], int] = {}  # drafts of a lookup and a request that were right so far
+    def __init__(self, control: Control, drafters: GuardedDrafters, rows: Rows, vocabulary: int) -> None:
+        self._control, self._drafters, self._rows, self._vocabulary = control, drafters, rows, vocabulary
+        self._lookups = {which: _Lookup() for which in control.listens_to}
 
     def before(self, drafting: Mapping[int, object]) -> None:
         """A round begins, in which `drafting` do so: where nothing is pending, other lookups draft."""
-        indices, length = self._rows.indices, self._control.most_listened
-        for which, pending in self._pending.items():
+        for which, lookup in self._lookups.items():
             if which in drafting:
-                pending.clear()  # its verdicts are told by the round
-            elif self._rest[which] > 0:
-                self._rest[which] -= 1
-            elif not pending.keys() & set(indices):
-                self._rest[which] = length  # rounds until they draft again: it costs the host a little
-                proposal = self._drafters.ask(which, lambda drafter: drafter.propose(length, None))
-                if proposal is None:
-                    continue
-                counts, drafts = proposal.drafted().tolist(), proposal.tokens.tolist()
-                pending.clear()
-                for request, count, draft in zip(indices, counts, drafts, strict=True):
-                    pending[request], self._right[which, request] = draft[:count], 0
+                lookup.pending.clear()  # its verdicts are told by the round
+            elif not lookup.rests() and lookup.pending.keys().isdisjoint(self._rows.indices):
+                lookup.rounds, lookup.since, lookup.seconds = self._control.most_listened, time.perf_counter(), 0.0
+                with lookup.working():
+                    lookup.pending = self._drafters.ask(which, self._drafts) or {}
+
+    def _drafts(self, drafter: Drafter) -> dict[int, tuple[list[int], int]]:
+        length, indices = self._control.most_listened, self._rows.indices
+        proposal: Proposal = drafter.propose(length, None).checked(len(indices), length, self._vocabulary)
+        counts, drafts = proposal.drafted().tolist(), proposal.tokens.tolist()
+        return {request: (draft[:count], 0) for request, count, draft in zip(indices, counts, drafts, strict=True)}
 
     def after(self, requests: Sequence[int], tokens: Integers, kept: Integers) -> None:
         """A round has committed the first `kept` `[B]` of `tokens` `[B, γ + 1]`."""
-        if not any(self._pending.values()):
-            return
-        most = self._control.most_listened
-        texts = {request: own[:count].tolist() for request, own, count in zip(requests, tokens, kept, strict=True)}
-        for which, pending in self._pending.items():
-            told = []
-            for request in texts.keys() & pending.keys():
-                draft, right = pending[request], self._right[which, request]
-                for token in texts[request]:
-                    if right == len(draft) or draft[right] != token:
-                        told.append((request, right, min(right + 1, most)))
-                        del pending[request]
-                        break
-                    right += 1
-                self._right[which, request] = right
-            if told:
-                self._control.overheard(which, *zip(*told, strict=True))
+        for which, lookup in self._lookups.items():
+            if lookup.pending:
+                with lookup.working():
+                    self._compare(which, lookup.pending, requests, tokens, kept)
+
+    def _compare(
+        self,
+        which: int,
+        pending: dict[int, tuple[list[int], int]],
+        requests: Sequence[int],
+        tokens: Integers,
+        kept: Integers,
+    ) -> None:
+        told, most = [], self._control.most_listened
+        for request, text, count in zip(requests, tokens.tolist(), kept.tolist(), strict=True):
+            if request not in pending:
+                continue
+            draft, right = pending[request]
+            for token in text[:count]:
+                if right == len(draft) or draft[right] != token:
+                    told.append((request, right, min(right + 1, most)))
+                    del pending[request]
+                    break
+                right += 1
+            else:
+                pending[request] = draft, right
+        if told:
+            self._control.overheard(which, *zip(*told, strict=True))

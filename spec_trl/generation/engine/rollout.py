@@ -107,7 +107,7 @@ class Rollout:
             self._rows, self._pipeline, self._do_sample, self._target, self._rejection, self._control.most_drafted
         )
         self._drafters.each(lambda drafter: drafter.begin(session))
-        self._overheard = Overheard(self._control, self._drafters, self._rows)
+        self._overheard = Overheard(self._control, self._drafters, self._rows, self._vocabulary)
 
     def end(self) -> None:
         """Lets drafters go of the rows and caches, which would otherwise outlive the generation."""
@@ -288,9 +288,8 @@ class Rollout:
         self._overheard.after(rows.indices, outcome.tokens, kept)
         for which in outcome.broken:
             self._drafters.ask(which, report_broken)
-        tokens = int(kept.sum())
-        self._drafters.each(lambda drafter: drafter.observe(tokens))
-        return ends.nonzero()[0].tolist(), tokens
+        self._drafters.each(lambda drafter: drafter.observe(outcome.tokens, kept))
+        return ends.nonzero()[0].tolist(), int(kept.sum())
 
     def _retire(self, finished: list[int]) -> None:
         if finished:

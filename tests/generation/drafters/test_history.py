@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,7 +153,7 @@ def drafts_of(drafter: HistoryDrafter, prompts: list[list[int]], answers: list[l
         new = [answers[i][step % len(answers[i])] for i in rows.requests.tolist()]
         rows.write(0, torch.tensor(new)[:, None])
         rows.commit(rows.host_lengths + 1, None)
-        drafter.observe(0)
+        drafter.observe(np.array(new)[:, None], np.ones(len(new), int))
     return found
 
 

@@ -22,7 +22,7 @@ PROMPTS = pad_left(random_rows([4, 6, 5, 7, 4, 9]))
 
 
 @pytest.mark.parametrize("rows", [6, 2])  # all in flight; or rows that retire give way to others
-@pytest.mark.parametrize("strategy", ["none", "self"])
+@pytest.mark.parametrize("strategy", ["none", "self", "history"])
 def test_a_round_reads_once_whoever_retires(
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, strategy: str, rows: int
 ) -> None:

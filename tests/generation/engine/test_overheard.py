@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from spec_trl.generation.engine import overheard
 from spec_trl.generation.engine.guarded_drafters import GuardedDrafters
 from spec_trl.generation.engine.overheard import Overheard
 from spec_trl.generation.engine.verification import Proposal
+from spec_trl.scheduling.planner import SHARE
 
 
 class Listener:
@@ -35,11 +37,19 @@ def lookup() -> Any:
     return SimpleNamespace(strategy="ngram", propose=propose, asked=asked)
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands still but for what the test adds."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(overheard, "time", clock)
+    return clock
+
+
 def heard(lookup: Any) -> tuple[Listener, Overheard]:
     listener: Any = Listener()
     network: Any = SimpleNamespace(strategy="self")
-    rows: Any = SimpleNamespace(indices=[4, 7])
-    return listener, Overheard(listener, GuardedDrafters([network, lookup], lambda index: None), rows)
+    rows: Any = SimpleNamespace(indices=[4, 7], active=2)
+    return listener, Overheard(listener, GuardedDrafters([network, lookup], lambda index: None), rows, 9)
 
 
 def commit(each: Overheard, *texts: list[int]) -> None:
@@ -64,6 +74,30 @@ def test_a_draft_is_compared_with_the_text_that_follows(lookup: Any) -> None:
     each.before({})
     commit(each, [8], [8])
     assert listener.told[2:] == [(4, 0, 1), (7, 0, 1)] and lookup.asked == [3, 3]
+
+
+def test_lookups_take_a_small_share_of_the_time(lookup: Any, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup takes a second and a half, the rounds a second each."""
+    listener, each = heard(lookup)
+    propose, tell = lookup.propose, listener.overheard
+
+    def take(seconds: float, action: Any) -> Any:
+        def slow(*arguments: Any) -> Any:
+            clock.now += seconds
+            return action(*arguments)
+
+        return slow
+
+    lookup.propose, listener.overheard = take(1.0, propose), take(0.5, tell)  # type: ignore[method-assign]
+    rounds = []
+    for number in range(1000):
+        each.before({})
+        if len(lookup.asked) > len(rounds):
+            rounds.append(number)
+        clock.now += 1.0
+        commit(each, [8], [8])
+    assert 1.5 * len(rounds) == pytest.approx(SHARE * clock.now, rel=0.2)
+    assert min(np.diff(rounds)) >= 1.4 / SHARE
 
 
 def test_a_lookup_that_drafts_is_told_by_its_round(lookup: Any) -> None:

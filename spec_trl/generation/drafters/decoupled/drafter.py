@@ -12,6 +12,7 @@ from ....scheduling.draft_length import MAX_DRAFT_LENGTH
 from ....scheduling.reconfiguration import RequestPlans
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.noise import RoundNoise
+from ...engine.outcome import Integers
 from ...engine.rows import Admission
 from ...engine.verification import Proposal
 from .messages import DraftLink, Kind
@@ -110,7 +111,7 @@ class DecoupledDrafter(Drafter):
         tokens = self._drafts[:batch, :draft_length].to(rows.tokens.device, copy=True)  # [B, γ]
         return Proposal(tokens, ahead.clamp(max=draft_length).to(tokens.device))
 
-    def observe(self, tokens: int) -> None:
+    def observe(self, _: Integers, __: Integers) -> None:
         rows, batch = self.session.rows, self._active
         if self._asked is not None:
             asked, self._asked = self._asked, None

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,7 +98,7 @@ class DraftWorker:
         self._require_tokens(tokens, "the drafter's proposal")
         rows.write(0, tokens)
         rows.commit((rows.lengths + found).cpu().numpy(), None)
-        self._drafter.observe(int(found.sum()))
+        self._drafter.observe(tokens.cpu().numpy(), found.cpu().numpy())
         return torch.cat([found, tokens.flatten()]).cpu()
 
     def _commit(self, values: Tensor) -> None:
@@ -117,7 +118,7 @@ class DraftWorker:
         # where another one's chain has gone further.
         held = torch.minimum(self._committed[:batch] + right + 1, ends)  # [B]
         rows.lengths.copy_(rows.lengths.where(stays.bool(), held))
-        self._drafter.observe(0)  # rows have become shorter
+        self._drafter.observe(tokens[:, :0].cpu().numpy(), np.zeros(batch, np.int64))  # rows have become shorter
         self._committed[:batch] = ends
         rows.lengths.copy_(rows.lengths.where(stays.bool(), ends))
         _require(bool((rows.lengths >= ends).all()), "COMMIT", "drafts that stay")

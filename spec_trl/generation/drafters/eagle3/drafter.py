@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from ...engine.attention import FULL, MaskPlan
 from ...engine.drafter import DraftSession
 from ...engine.memory import PagedZeros, check_memory, takes_pages
+from ...engine.outcome import Integers
 from ...engine.rows import Admission
 from ..autoregressive import CATCH_UP
 from ..canvas import Canvas
@@ -95,7 +96,7 @@ class Eagle3Drafter(FeatureDrafter):
         for row, to, count in zip(source, destination, columns, strict=True):
             self._projected[to, :count] = self._projected[row, :count]
 
-    def observe(self, tokens: int) -> None:
+    def observe(self, tokens: Integers, kept: Integers) -> None:
         if self.failure is not None:  # also where it is not asked to draft again
             raise self.failure
         self._missing += self._heard  # no row gained more than was verified

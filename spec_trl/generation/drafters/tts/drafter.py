@@ -17,6 +17,7 @@ from ...configuration import Distillation
 from ...engine.cuda_graphs import CAPTURING
 from ...engine.drafter import DraftCost, Drafter, DraftSession
 from ...engine.noise import RoundNoise, widen
+from ...engine.outcome import Integers
 from ...engine.rows import Admission
 from ...engine.statistics import LearningStatistics
 from ...engine.verification import Proposal
@@ -147,11 +148,11 @@ class DistilledDrafter(Drafter):
         self.learning.bytes = max(self.learning.bytes, self.learner.bytes + canvas.bytes)
         self.learning.waited += time.perf_counter() - started
 
-    def observe(self, tokens: int) -> None:
+    def observe(self, tokens: Integers, kept: Integers) -> None:
         if self._proposal is not None:
-            self._stride.observe(tokens / len(self._proposal.tokens))
+            self._stride.observe(float(kept.mean()))
             self._proposal = None
-        self.student.observe(tokens)
+        self.student.observe(tokens, kept)
 
     def state_dict(self) -> dict[str, Any]:
         """What scope "run" has learned so far, as the tensors themselves; empty in other scopes and before the first

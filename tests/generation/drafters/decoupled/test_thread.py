@@ -124,7 +124,7 @@ def test_a_drafter_serves_one_generation_at_a_time(tiny, drafters) -> None:
 
 def test_a_drafter_that_fails_lets_go_of_the_targets_cache(tiny) -> None:
     class Failing(SelfDrafter):
-        def observe(self, tokens: int) -> None:
+        def observe(self, *_: Any) -> None:
             raise Trouble
 
     drafter = Failing(tiny, kernel="reference")

@@ -296,8 +296,8 @@ def test_goes_on_after_a_generation_that_was_broken_off(make, tiny) -> None:
     drafter, unused = (make("model", stride=4, asynchronous=True) for _ in range(2))
     rounds: list[int] = []
 
-    def interrupt(tokens: int) -> None:
-        rounds.append(tokens)
+    def interrupt(*_: Any) -> None:
+        rounds.append(1)
         if len(rounds) == 2:
             raise KeyboardInterrupt
 
