@@ -13,6 +13,7 @@ Parts, each with a result file of its own:
     distributions  target entropy, draft cross-entropy on the target's likeliest token, by output depth (Fig. 4, 6b)
     run            scope "run" over many requests
     batch          several requests at a time: per request, per rollout
+    defaults       tokens per second with the defaults, where updates run only if they pay: --batch, --scope
 
 Drafters are trained on windows of 64 tokens, outputs are several hundred tokens long: so the drafter is out of its
 training range, as the paper's are at thousands. DIR holds eagle3, dflash<block size> and small_lm; what is missing is
@@ -22,12 +23,14 @@ trained at first use. A part that is broken off goes on where it was with the sa
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from spec_trl.generation.configuration import TTSScope
 
 from .measure import RESULTS, add_machine_arguments, begin, shown, write_result
-from .models import DTYPES, load_model
+from .models import DTYPES, check_model, load_model
 from .tts_drafters import KINDS, make_kind
-from .tts_parts import PARTS, last_quarter, make_cells, summarise
+from .tts_parts import PARTS, SEQUENCES, last_quarter, make_cells, summarise
 from .tts_report import PART_TITLES, findings, setup
 from .tts_runs import Bench, fingerprint, held_out_prompts, identity, loads
 from .tts_store import Store
@@ -62,7 +65,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--updates", type=int, default=2000, help="run: at least this many (default: %(default)s)")
     add("--run-stride", type=int, default=1, help="run: S (default: %(default)s)")
     add("--run-asynchronous", action="store_true", help="run: update during the next rounds")
-    add("--batch", type=int, default=8, help="batch: requests at a time (default: %(default)s)")
+    add("--batch", type=int, default=8, help="batch, defaults: requests at a time (default: %(default)s)")
+    add("--scope", default="request", choices=get_args(TTSScope), help="defaults: (default: %(default)s)")
     add("--adapter-rate", type=float, help="batch: η of per-request corrections (default: the drafter's)")
     add("--dtype", default="float32", choices=list(DTYPES), help="float64 must be identical (default: %(default)s)")
     add_machine_arguments(parser, "tts")
@@ -81,7 +85,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         "new_tokens": 21,
         "prompt_tokens": 2,
         "updates": 1,
-        "batch": 2,
+        "batch": 1,
         "block_size": 2,
         "run_stride": 1,
     }
@@ -105,8 +109,10 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             parser.error(f"--rates {entry}: give one of {', '.join(KINDS)}, '=' and a number above 0")
         rates[kind] = float(rate)
     options.rates = rates
-    if not Path(options.target).is_dir():
-        parser.error(f"--target {options.target}: no such folder")
+    try:
+        check_model(options.target)
+    except ValueError as error:
+        parser.error(f"--target {error}")
 
 
 def _is_positive(text: str) -> bool:
@@ -126,7 +132,7 @@ def main() -> None:
     settings = {
         "target": loaded.facts["model"], "target_weights": before, "dtype": options.dtype, "device": options.device,
         "threads": options.threads, "new_tokens": options.new_tokens, "prompt_tokens": options.prompt_tokens,
-        "batch": options.batch if options.part == "batch" else 1, "seed": options.seed,
+        "batch": options.batch if options.part in ("batch", "defaults") else 1, "seed": options.seed,
     }  # fmt: skip
     name = f"tts_{options.part}{options.suffix}.json"
     store = Store(options.cells / name, settings, options.fresh)
@@ -141,7 +147,7 @@ def main() -> None:
     bench = Bench(loaded, prompts, options.new_tokens, options.seed)
     cells = make_cells(options.part, bench, kinds, options, store)
     flat = [cell for made in cells.values() for cell in made]
-    if options.part == "run":
+    if options.part in SEQUENCES:
         summary = [
             {"kind": kind, "temperature": temperature, **last_quarter(made, options.seed)}
             for (kind, temperature), made in cells.items()

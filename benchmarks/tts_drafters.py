@@ -60,7 +60,7 @@ class Kind:
 
     def how(self, **changes: object) -> Distillation:
         """The paper's way to learn, but for `changes`."""
-        return replace(Distillation(self.learning_rate), **changes)  # type: ignore[arg-type]
+        return replace(Distillation(self.learning_rate, stride=1), **changes)  # type: ignore[arg-type]
 
     def student(self, target: PreTrainedModel) -> TrainableDrafter:
         """A drafter whose weights are nobody else's."""

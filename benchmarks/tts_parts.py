@@ -86,7 +86,9 @@ WAYS: dict[str, Callable[[Kind, argparse.Namespace], Ways]] = {
     "drafters": drafters_ways, "strides": strides_ways, "steps": steps_ways, "anchors": anchors_ways,
     "rates": rates_ways, "batch": batch_ways,
 }  # fmt: skip
-PARTS = (*WAYS, "distributions", "run")
+PARTS = (*WAYS, "distributions", "run", "defaults")
+SEQUENCES = ("run", "defaults")
+"""Parts whose drafters go on with what they learned, from request to request."""
 
 
 # ---- making cells --------------------------------------------------------------------------------------------------
@@ -96,8 +98,8 @@ def make_cells(
     part: str, bench: Bench, kinds: Sequence[Kind], options: argparse.Namespace, store: Store
 ) -> dict[tuple[str, float], list[Cell]]:
     """All cells of a part, in the order of requests, by drafter and temperature."""
-    if part == "run":
-        return _run_cells(bench, kinds, options, store)
+    if part in SEQUENCES:
+        return _sequence_cells(part, bench, kinds, options, store)
     batch = options.batch if part == "batch" else 1
     starts = range(0, options.requests, batch)
     cells: dict[tuple[str, float], list[Cell]] = {}
@@ -161,16 +163,21 @@ def _cell(
     return {name: record | ({"sums": sums[name]} if name in sums else {}) for name, record in cell.items()}
 
 
-def _run_cells(
-    bench: Bench, kinds: Sequence[Kind], options: argparse.Namespace, store: Store
+def _sequence_cells(
+    part: str, bench: Bench, kinds: Sequence[Kind], options: argparse.Namespace, store: Store
 ) -> dict[tuple[str, float], list[Cell]]:
-    """Requests one after the other with what was learned kept, until there were enough updates.
+    """Calls one after the other with one drafter, until there were enough updates ("run") or requests ("defaults").
 
     A drafter's state is not stored, so one cell is the whole sequence.
     """
     cells: dict[tuple[str, float], list[Cell]] = {}
+    batch, most, unit = (1, options.updates, "updates") if part == "run" else (
+        options.batch, options.requests, "requests"
+    )  # fmt: skip
     for kind in kinds:
-        how = kind.how(scope="run", stride=options.run_stride, asynchronous=options.run_asynchronous)
+        how = kind.how(scope=options.scope, stride=None)
+        if part == "run":
+            how = kind.how(scope="run", stride=options.run_stride, asynchronous=options.run_asynchronous)
         for temperature in options.temperatures:
 
             def make(kind: Kind = kind, how: Distillation = how, temperature: float = temperature) -> list[Cell]:
@@ -178,20 +185,24 @@ def _run_cells(
                     NONE: None, FROZEN: kind.drafter(bench.target, None), TTS: kind.drafter(bench.target, how),
                 }  # fmt: skip
                 found: list[Cell] = []
-                title = f"run, {kind.name}, T={temperature:g}"
-                with tqdm(total=options.updates, desc=title, unit=" updates") as bar:
-                    while (done := sum(cell[TTS]["updates"] for cell in found)) < options.updates:
+                with tqdm(total=most, desc=f"{part}, {kind.name}, T={temperature:g}", unit=f" {unit}") as bar:
+                    while (done := _done(found, unit, batch)) < most:
                         bar.update(done - bar.n)
-                        request, shift = [len(found) % len(bench.prompts)], len(found)
+                        shift = len(found)
+                        requests = [(shift * batch + i) % len(bench.prompts) for i in range(batch)]
                         found.append(
-                            in_turns(bench, drafters, kind.draft_length, request, temperature, shift, lambda: None)
+                            in_turns(bench, drafters, kind.draft_length, requests, temperature, shift, lambda: None)
                         )
-                    bar.update(options.updates - bar.n)
+                    bar.update(most - bar.n)
                 return found
 
-            key = f"{kind.name} T={temperature:g} updates={options.updates}"
+            key = f"{kind.name} T={temperature:g} {unit}={most}"
             cells[kind.name, temperature] = store.cell(key, f"{kind.fixed_facts()} {how}", make)
     return cells
+
+
+def _done(found: Sequence[Cell], unit: str, batch: int) -> int:
+    return sum(cell[TTS]["updates"] for cell in found) if unit == "updates" else len(found) * batch
 
 
 # ---- summing up ----------------------------------------------------------------------------------------------------
@@ -272,6 +283,9 @@ def last_quarter(cells: Sequence[Cell], seed: int) -> Row:
         "requests": count, "updates": sum(record["updates"] for record in learned), "last": len(cells[last]),
         "frozen": base, "tau": tau, "gain": gain(base, tau), "interval": interval,
         "speed_ratio": speed_ratio(frozen[last], learned[last]),
+        # Calls without the first one, which compiles.
+        "median_ratio": speed_ratio(frozen[1:] or frozen, learned[1:] or learned),
+        "total_ratio": sum(r["seconds"] for r in frozen[1:]) / (sum(r["seconds"] for r in learned[1:]) or 1.0),
         "quarters": [[acceptance_length(each[quarter]) for quarter in quarters] for each in (frozen, learned)],
         "by_request": [[acceptance_length([record]) for record in each] for each in (frozen, learned)],
     }  # fmt: skip

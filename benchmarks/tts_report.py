@@ -18,6 +18,7 @@ PART_TITLES = {
     "distributions": "Target and draft by output depth (TTS Fig. 4, 6b)",
     "run": "Learning that is kept over many requests",
     "batch": "Several requests at a time",
+    "defaults": "Updates only where they pay: the defaults against the frozen drafter",
 }
 
 
@@ -28,6 +29,12 @@ def findings(result: Result) -> list[Finding]:
         if row.get("way") in (NONE, FROZEN):
             continue
         what = f"{TITLES[row['kind']]}, T = {row['temperature']:g}"
+        if result["part"] == "defaults":
+            calls = f"{what}, {row['updates']} updates in {row['requests']} calls"
+            found.append(Finding(f"{calls}, tokens/s, all calls together", row["total_ratio"], "×", FROZEN))
+            found.append(Finding(f"{calls}, tokens/s, median call", row["median_ratio"], "×", FROZEN))
+            found.append(Finding(f"{calls}, tokens/s, last {row['last']} calls", row["speed_ratio"], "×", FROZEN))
+            continue
         what += f": last {row['last']} of {row['requests']} requests" if result["part"] == "run" else f": {row['way']}"
         interval = None if row["interval"] is None else (row["interval"][0], row["interval"][1])
         found.append(Finding(f"{what}, acceptance length", row["gain"], "±%", _frozen(result, row), interval))
@@ -80,6 +87,8 @@ def setup(result: Result) -> str:
     if result["part"] == "run":
         beside = ", asynchronous" * bool(options["run_asynchronous"])
         text += f' Scope "run", S = {options["run_stride"]}{beside}: what was learned is kept from request to request.'
+    if result["part"] == "defaults":
+        text += f' Scope "{options["scope"]}", S adaptive; one drafter for all calls, the first of which is left out.'
     return (
         f"{text} {' '.join(drafter_line(name, facts) for name, facts in result['drafters'].items())} Identity with "
         f'"none": {same["same"]} of {same["tokens"]} tokens in {same["calls"]} calls, {same["ties"]} near-ties, '

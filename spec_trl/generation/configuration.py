@@ -156,9 +156,9 @@ class SpeculativeConfig:
     )
     tts_steps: int = option(1, "K, optimizer steps per update (TTS §6.5: 1 is best).", low=1)
     tts_stride: int | Literal["adaptive"] = option(
-        1,
-        'S: an update every S rounds (TTS App. C.1). "adaptive": more often while the block efficiency falls, less '
-        "often while it is level.",
+        "adaptive",
+        'S: an update every S rounds (TTS App. C.1). "adaptive": where the rounds ahead are expected to save its '
+        "seconds. Low-rank corrections, which slow each draft, then do not learn.",
         low=1,
         hint=' or "adaptive"',
     )
@@ -168,7 +168,7 @@ class SpeculativeConfig:
         '"current": the drafter before the update, which has an effect for tts_steps > 1 only. "initial": the drafter '
         "as it was loaded.",
     )
-    tts_asynchronous: bool = option(False, "Update during the next S - 1 rounds instead of between two rounds.")
+    tts_asynchronous: bool = option(False, "Update during the next rounds, S - 1, instead of between two rounds.")
     tts_rank: int = option(8, "Rank of low-rank corrections.", low=1)
 
     best_of_n_drafters: Sequence[str] = option(
@@ -321,7 +321,7 @@ class Distillation:
     learning_rate: float | None = SpeculativeConfig.tts_learning_rate
     scope: str = SpeculativeConfig.tts_scope
     steps: int = SpeculativeConfig.tts_steps
-    stride: int | None = 1
+    stride: int | None = None
     anchor_weight: float = SpeculativeConfig.tts_anchor_weight
     anchor: str = SpeculativeConfig.tts_anchor
     asynchronous: bool = SpeculativeConfig.tts_asynchronous

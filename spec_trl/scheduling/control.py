@@ -127,6 +127,11 @@ class Control(ABC):
         """
         return
 
+    def spend(self, seconds: float) -> bool:
+        """Takes so many seconds from the account that trials are paid from; False: it does not hold them. A control
+        without an account pays all."""
+        return True
+
     def record_rows(
         self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
     ) -> None:

@@ -326,6 +326,13 @@ class Planner(Control):
                 tried[:] = planned.get(which, 0)
             self.drafts.record(which, np.array(requests)[had], right[had], np.minimum(right + 1, tried)[had])
 
+    def spend(self, seconds: float) -> bool:
+        plain = self.times.seconds(self._kind(PLAIN, self._batch), self._seconds(PLAIN)[self._batch - 1])
+        if self.saved < seconds / plain:
+            return False
+        self.saved -= seconds / plain
+        return True
+
     # ---- predictions ------------------------------------------------------------------------------------------------
 
     def _seconds(self, arm: Arm) -> Floats:

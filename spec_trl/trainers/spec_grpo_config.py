@@ -126,7 +126,7 @@ class SpecGRPOConfig(GRPOConfig):
     tts_learning_rate: float | None = shared("tts_learning_rate")
     tts_scope: str = shared("tts_scope", "run")  # training comes back to the same task in every rollout
     tts_steps: int = shared("tts_steps")
-    tts_stride: str = shared("tts_stride", "1")  # a text: the command line knows no union of types
+    tts_stride: str = shared("tts_stride")  # a text: the command line knows no union of types
     tts_anchor_weight: float = shared("tts_anchor_weight")
     tts_anchor: str = shared("tts_anchor")
     tts_asynchronous: bool = shared("tts_asynchronous")

@@ -175,6 +175,7 @@ def test_drafters_end_to_end_and_again_from_what_is_kept(monkeypatch, folder: Pa
         pytest.param("anchors --anchor-weights 0.5 --temperatures 0", "K=2, λ=0.5, q_t", marks=pytest.mark.slow),
         pytest.param("distributions --temperatures 1", "cross-entropy", marks=pytest.mark.slow),
         ("run --updates 9 --run-stride 2 --run-asynchronous --temperatures 1", "last 1 of"),
+        ("defaults --batch 1 --temperatures 1 --scope run", "0 updates in 1 calls"),
         pytest.param("batch --batch 2 --temperatures 1", "TTS, per rollout", marks=pytest.mark.slow),
     ],
     ids=lambda value: value.split()[0],

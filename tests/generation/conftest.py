@@ -55,7 +55,7 @@ def drafters(tiny, tiny_assistant, checkpoints) -> Make:
             "model": lambda: SmallModelDrafter(copy.deepcopy(tiny_assistant), tiny),
         }
         student = students.get(kind, lambda: one(kind))()
-        return DistilledDrafter(student, Distillation(1e-3, scope, asynchronous=bool(together)))
+        return DistilledDrafter(student, Distillation(1e-3, scope, stride=1, asynchronous=bool(together)))
 
     return lambda *names: [one(name) for name in names or KINDS]
 

@@ -36,8 +36,8 @@ TRAINER_ONLY = {
 }  # fmt: skip
 NOT_IN_THE_TRAINER = {"draft_length", "ngram_size", "max_batch_size", "seed"}
 """`draft_lengths` and `rollout_batch_size` stand for two of them; `seed` is GRPOConfig's."""
-OTHER_DEFAULTS = {"keep_graphs": False, "tts_scope": "run", "tts_stride": "1"}
-"""Of the trainer: it needs the memory, comes back to the same task, and parses one type per option."""
+OTHER_DEFAULTS = {"keep_graphs": False, "tts_scope": "run"}
+"""Of the trainer: it needs the memory, and comes back to the same task."""
 
 
 def default_of(option: Any) -> Any:
@@ -198,7 +198,7 @@ def test_what_follows_from_options(tmp_path: Path) -> None:
     assert lengths == {1: (1, 2), 5: (2, 5, 10), 64: (32, 64)}
     assert SpeculativeConfig(decoupled_execution="auto").choice_of_draft_lengths() == (5,)
     given = dict(scope="run", steps=2, anchor_weight=0.5, anchor="initial", asynchronous=True, rank=4)
-    config = SpeculativeConfig(tts_stride="adaptive", **{f"tts_{name}": value for name, value in given.items()})
+    config = SpeculativeConfig(**{f"tts_{name}": value for name, value in given.items()})
     assert config.distillation() == Distillation(stride=None, **given)
     assert replace(config, tts_stride=3).distillation().stride == 3
     with pytest.raises(ValueError, match="^tts_rank=0 is out of range"):

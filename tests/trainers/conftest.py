@@ -118,7 +118,7 @@ def none(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 LEARNING: dict[str, Any] = schedule(
     tts_learning_rate=1e-3, save_total_limit=1, draft_lengths=[1, 2, 3, 4, 5], draft_length_up=1e-3,
-    draft_length_down=1e-4, draft_length_patience=1,
+    draft_length_down=1e-4, draft_length_patience=1, tts_stride="1",
 )  # fmt: skip
 """Drafts grow longer from rollout to rollout."""
 

@@ -50,6 +50,7 @@ def learn_while_drafting(folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Trains with Test-Time Speculation, saves, and goes on in another trainer."""
     given = same_batch(rows_per_rank=4) | dict(
         tts_drafter="eagle3", assistant_model=str(checkpoint), tts_learning_rate=1e-3, draft_lengths=[3],
+        tts_stride="1",
     )  # fmt: skip
     first = train(folder, "tts", **given, save_strategy="steps", save_steps=2)
     with warnings.catch_warnings(record=True) as caught:

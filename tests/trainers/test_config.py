@@ -92,7 +92,7 @@ VALUES: dict[str, Any] = {
     "history_max_tokens": 1000, "verification": "rejection", "draft_quantization": "rtn-w8",
     "draft_kernel": "reference", "draft_lm_head": "dense", "runner": "compiled", "max_graph_memory": 2.5,
     "keep_graphs": True, "tts_drafter": "model", "tts_learning_rate": 2e-4, "tts_scope": "rollout", "tts_steps": 2,
-    "tts_stride": "adaptive", "tts_anchor_weight": 0.5, "tts_anchor": "initial", "tts_asynchronous": True,
+    "tts_stride": "5", "tts_anchor_weight": 0.5, "tts_anchor": "initial", "tts_asynchronous": True,
     "tts_rank": 4, "best_of_n_drafters": ["ngram", "model"], "best_of_n_assistants": {"model": "some/drafter"},
     "best_of_n_budget": 64, "best_of_n_race": False,
     "decoupled_execution": "auto",
@@ -110,7 +110,7 @@ OWN: dict[str, Any] = {
 def test_every_option_reaches_generate() -> None:
     config = make_config(**VALUES, **OWN, seed=11)
     passed = vars(config.speculative_config())
-    expected = VALUES | {"draft_length": 7, "max_batch_size": 4, "seed": 11}
+    expected = VALUES | {"draft_length": 7, "max_batch_size": 4, "seed": 11, "tts_stride": 5}
     assert {name: passed[name] for name in expected} == expected
     assert OPTIONS.keys() - expected.keys() == {"ngram_size"}
     assert make_config(tts_stride="3").speculative_config().tts_stride == 3

@@ -25,7 +25,7 @@ from tests.trainers.harness import Run, assert_same_training, tiny_dataset, tiny
 
 pytestmark = pytest.mark.slow
 Options = dict[str, Any]
-FAST = dict(tts_learning_rate=1e-3, draft_lengths=[3])
+FAST = dict(tts_learning_rate=1e-3, draft_lengths=[3], tts_stride="1")
 ASYNC = dict(tts_asynchronous=True, tts_stride="2")
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
 Named = Callable[[str], Options]
@@ -216,7 +216,7 @@ def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
     """On a policy that stays: more of what it drafts is accepted than of what it would have drafted untaught."""
     options = dict(max_steps=12, learning_rate=1e-12, temperature=0.5, draft_lengths=[3], **named(kind))
     options |= dict(trainer={"train_dataset": tiny_dataset(2)}, draft_quantization="rtn-w4-g32")
-    run = train(tmp_path, "tts", **options, tts_learning_rate=3e-3)
+    run = train(tmp_path, "tts", **options, tts_learning_rate=3e-3, tts_stride="1")
     still = train(tmp_path, "tts", **options, tts_learning_rate=1e-30, tts_stride=str(10**6))
     accepted, before = (sum(of.metric("rollout/acceptance_rate")[-4:]) for of in (run, still))
     assert accepted > before * (1.02 if kind == "self" else 1.3)
@@ -236,7 +236,7 @@ def test_it_learns(kind: str, tmp_path: Path, named: Named) -> None:
 def test_resumed_run_goes_on_bit_for_bit(kind: str, how: Options, tmp_path: Path, named: Named) -> None:
     def run(folder: str, **options: Any) -> Run:
         policy = tiny_policy().to(torch.bfloat16 if how.get("bf16") else torch.float64)
-        return train(tmp_path / folder, "tts", policy=policy, max_steps=4, **FAST, **how, **named(kind), **options)
+        return train(tmp_path / folder, "tts", policy=policy, max_steps=4, **FAST | how, **named(kind), **options)
 
     whole = run("whole", save_strategy="steps", save_steps=2)
     rest = run("rest", resume=tmp_path / "whole" / "checkpoint-2")
@@ -250,7 +250,7 @@ def test_resumed_run_goes_on_bit_for_bit(kind: str, how: Options, tmp_path: Path
 
 def test_a_resumed_run_takes_its_own_learning_rate(tmp_path: Path, named: Named) -> None:
     """A tenth of the old one: one update of Adam does not move as far as that."""
-    options = dict(FAST, tts_stride="1000", **named("eagle3"))
+    options = FAST | dict(tts_stride="1000") | named("eagle3")
     first = train(tmp_path, "tts", max_steps=1, save_strategy="steps", save_steps=1, **options)
     before = [tensor.clone() for tensor in first.calls[0].drafters[0].state_dict()["tensors"]]
     options |= dict(resume=tmp_path / "checkpoint-1", max_steps=2, tts_learning_rate=1e-4)

@@ -288,7 +288,9 @@ def test_what_learns_is_nothing_of_the_policys_optimizer(learned: Run) -> None:
 def test_states_that_do_not_fit_or_are_not_used_yet(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """A state waits for the next generation, which makes the learner, and is saved again; what was given stays as it
     was. Other scopes neither save nor load."""
-    options = dict(tts_drafter="eagle3", assistant_model=make_checkpoint(tmp_path / "eagle3", "eagle3", 48))
+    options = dict(
+        tts_drafter="eagle3", tts_stride="1", assistant_model=make_checkpoint(tmp_path / "eagle3", "eagle3", 48)
+    )  # fmt: skip
     other = roll_out(tmp_path, "tts", tts_scope="rollout", **options)
     other.calls[0].drafters[0].load_state_dict({"student": "dflash"})
     other.trainer.evaluate(tiny_dataset(1))

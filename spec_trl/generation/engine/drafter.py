@@ -2,7 +2,7 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Thread
@@ -39,6 +39,7 @@ class DraftSession:
         target: the target's runner; None inside transformers' own loop, where the target keeps its own cache.
         keep_logits: whether proposals must carry their logits (rejection verification).
         most_drafted: largest γ of a round.
+        spend: takes seconds from the control's account of trials, for learning; False: it does not hold them.
         tail: of a drafter that runs ahead, without `target`: where a copy of the target finds its K/V, and keeps its
             own; None: it computes both.
     """
@@ -49,6 +50,7 @@ class DraftSession:
     target: EagerRunner | None
     keep_logits: bool
     most_drafted: int = MAX_DRAFT_LENGTH
+    spend: Callable[[float], bool] = lambda _: True
     tail: TailCache | None = None
 
     @property

@@ -42,6 +42,11 @@ class GuardedDrafters:
         drafter = self._drafters[which]
         return drafter is not None and drafter.learns
 
+    @property
+    def stood(self) -> float:
+        """Seconds in which decoding stood still because a drafter learned."""
+        return sum(drafter.learning.waited for drafter in self if drafter.learns)
+
     def each(self, action: Callable[[Drafter], None]) -> None:
         """Runs `action` on each drafter."""
         for which in range(len(self._drafters)):

@@ -103,9 +103,8 @@ class Rollout:
         """Makes drafters and control ready."""
         with self._timer.phase("control"):
             self._control.begin(self._rows.capacity, self._prompt_keys)
-        session = DraftSession(
-            self._rows, self._pipeline, self._do_sample, self._target, self._rejection, self._control.most_drafted
-        )
+        most, spend = self._control.most_drafted, self._control.spend
+        session = DraftSession(self._rows, self._pipeline, self._do_sample, self._target, self._rejection, most, spend)
         self._drafters.each(lambda drafter: drafter.begin(session))
         self._overheard = Overheard(self._control, self._drafters, self._rows, self._vocabulary)
 
@@ -147,7 +146,7 @@ class Rollout:
         batch, length = self._rows.active, self._mean_length()
         lengths = draft_lengths(plan, batch)
         self._overheard.before(lengths)  # its time is not the round's
-        started, prepared = time.perf_counter(), self._target.preparations
+        started, prepared, stood = time.perf_counter(), self._target.preparations, self._drafters.stood
         width = sum(max(own) for own in lengths.values())
         self._target.cache.reserve((self._rows.host_lengths + width).tolist())
         with self._timer.phase("noise"):
@@ -158,7 +157,8 @@ class Rollout:
             finished, tokens = self._commit(outcome)
         with self._timer.phase("compact"):
             self._retire(finished)
-        seconds = time.perf_counter() - started  # of the device too: the commit waited for it
+        # Of the device too: the commit waited for it. Learning is paid for apart, and not the round's.
+        seconds = time.perf_counter() - started - (self._drafters.stood - stood)
         names = dict.fromkeys(self._drafters.names[which] for which in lengths)
         self._log.add(batch, length, outcome.width, "+".join(names) or None, seconds, tokens)
         with self._timer.phase("control"):

@@ -114,7 +114,7 @@ class RoundPoint:
         draft_length: γ; 0 is autoregressive decoding. In a race: the largest draft count verified in any row.
         drafter: name of the drafter, several joined by "+"; None: none drafted.
         rounds: number of rounds.
-        seconds: of all these rounds.
+        seconds: of all these rounds, without what a drafter learned in them.
         tokens: committed by all these rounds.
     """
 

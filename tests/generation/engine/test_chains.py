@@ -123,7 +123,7 @@ def test_a_learner_hears_of_its_own_chain(tiny, drafters) -> None:
                 assert canvas.tokens_after(0, len(drafts))[row].tolist() == drafts.tolist()
                 checked.append(len(verified) - int(verified.sum()))
 
-    learner = Comparing(*drafters("eagle3"), Distillation(1e-3, scope="rollout"))
+    learner = Comparing(*drafters("eagle3"), Distillation(1e-3, scope="rollout", stride=1))
     expected = outputs(generate(tiny, PROMPTS, max_new_tokens=20))
     members = [learner, Knowing(expected, 0), Knowing(expected, 1)]
     result = generate(tiny, PROMPTS, drafter=members, control=random_plans(3, 3), max_new_tokens=20)

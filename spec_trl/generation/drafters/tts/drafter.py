@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from ...engine.statistics import LearningStatistics
 from ...engine.verification import Proposal
 from ..canvas import Canvas, TrainableDrafter
 from .learners import Learner, make_learner
+from .price import LearningPrice
 from .stride import UpdateStride
 
 
@@ -32,6 +34,9 @@ class DistilledDrafter(Drafter):
     With scope "request" and one row at a time all weights of the student learn, as in the paper; with several rows
     each learns a low-rank correction of its own. With the wider scopes all rows teach the same weights. A student
     whose weights are packed always learns low-rank corrections.
+
+    With an adaptive stride it learns where that pays (:class:`LearningPrice`), and weights alone: corrections slow
+    every draft. Until the first update it costs what the student costs.
 
     Learning works on a copy. The drafting network takes it over S rounds later, before it drafts; synchronous learning
     updates, and takes over, within round r:
@@ -54,9 +59,12 @@ class DistilledDrafter(Drafter):
         student.context = student.learned_context
         self.has_probabilities, self.max_rows = student.has_probabilities, student.max_rows
         self.uses_pool = student.uses_pool
-        self._stride = UpdateStride(how.stride)
+        self._stride = None if how.stride is None else UpdateStride(how.stride)
+        self.price = LearningPrice()
+        """Of an adaptive stride."""
         self.learner: Learner | None = None
-        """What has been learned; None before the first generation."""
+        """What has been learned; None before the first generation, and before the first update that pays."""
+        self._rise = 0.0  # of log τ by what was learned before the newest update, on its canvas
         self._update: Future[float] | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._saved: Mapping[str, Any] | None = None  # for the learner of the next generation
@@ -85,16 +93,19 @@ class DistilledDrafter(Drafter):
         if self._update is not None:  # of a generation that was broken off
             self._update.exception()
             self._update = None
-        learner = self.learner = self._learner_for(session)
+        alone = self._how.scope != "request" or session.rows.capacity == 1
+        self._may_learn = self._stride is not None or (alone and bool(self.student.trained(self.student.network)))
+        self.student.context = self.student.learned_context if self._may_learn else 0
+        if self._stride is not None or (self._may_learn and self._saved is not None):
+            self.learner = self._learner_for(session)
         if self._how.scope != "run":
-            learner.reset(range(learner.rows))
-        self._stride.begin()
+            self._start_anew()
         self._waited = 0  # rounds since the update under way was begun
         self._proposal: Proposal | None = None
         self._executor = ThreadPoolExecutor(1, "tts") if self._how.asynchronous else None
         on_cuda = session.rows.tokens.is_cuda
         self._stream = torch.cuda.Stream(session.rows.tokens.device) if self._executor and on_cuda else None
-        self.learning = LearningStatistics(bytes=learner.bytes)
+        self.learning = LearningStatistics(bytes=0 if self.learner is None else self.learner.bytes)
         self.student.begin(session)
 
     def end(self) -> None:
@@ -113,30 +124,36 @@ class DistilledDrafter(Drafter):
         rows = self.session.rows
         if self._how.scope == "request":
             self._take_over()
-            assert self.learner is not None
-            self.learner.move(source, destination)
-            self.learner.reset(range(rows.active, rows.capacity))  # before the next request's prompt stands there
             if rows.capacity == 1:
-                self._stride.begin()
+                self._start_anew()
+            elif self._stride is not None:
+                assert self.learner is not None
+                self.learner.move(source, destination)
+                self.learner.reset(range(rows.active, rows.capacity))  # before the next request's prompt stands there
         self.student.move(source, destination, columns)
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         self._waited += 1
-        if self._waited >= self._stride.rounds:
-            self._take_over()
+        if self._update is not None:
+            if self._update.done() if self._stride is None else self._waited >= self._stride.rounds:
+                self._take_over()
+        self._began, self._stood = time.perf_counter(), self.learning.waited
         self._proposal = self.student.propose(draft_length, noise)
         return self._proposal
 
     def learn(self, logits: Tensor, verified: Tensor) -> None:
-        assert self._proposal is not None and self.learner is not None
-        if not self._stride.is_due():
+        assert self._proposal is not None
+        if not self._is_due():
             return
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)  # the verification's time is none of learning's
         started = time.perf_counter()
+        if self.learner is None:
+            self.learner = self._learner_for(self.session)
         canvas = self.student.canvas(logits.shape[1] - 1, snapshot=self._executor is not None)
         drafted = verified & (self._proposal.drafted() > 0)  # [B]
         if self._executor is None:
-            self.learning.seconds += self._learn_from(self.learner, canvas, logits, drafted)
-            self.learner.publish()
+            self._publish(self._learn_from(self.learner, canvas, logits, drafted))
         else:
             self._take_over()
             logits = logits.clone()  # a captured forward reuses them
@@ -150,7 +167,9 @@ class DistilledDrafter(Drafter):
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
         if self._proposal is not None:
-            self._stride.observe(float(kept.mean()))
+            draft_length = self._proposal.tokens.shape[1]
+            seconds = time.perf_counter() - self._began - (self.learning.waited - self._stood)
+            self.price.observe(float(kept.mean()), draft_length, seconds)
             self._proposal = None
         self.student.observe(tokens, kept)
 
@@ -159,9 +178,10 @@ class DistilledDrafter(Drafter):
         generation. Not while a generation runs."""
         if self._how.scope != "run":
             return {}
-        if self.learner is None:
+        if self.learner is None and (self._saved is not None or self._stride is not None):
             return dict(self._saved or {})
-        return {"student": self.student.strategy} | self.learner.state_dict()
+        learned = {} if self.learner is None else self.learner.state_dict()
+        return {"student": self.student.strategy, "price": self.price.state_dict()} | learned
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` gave, from the next generation on; not while one runs.
@@ -185,7 +205,7 @@ class DistilledDrafter(Drafter):
             if self.learner.rows == rows:
                 return self.learner
             self.learner.release()
-        keeps_initial = how.anchor == "initial" and how.anchor_weight > 0
+        keeps_initial = self._stride is None or (how.anchor == "initial" and how.anchor_weight > 0)
         learner = make_learner(self.student, rows, how.learning_rate, how.rank, keeps_initial)
         saved, self._saved = self._saved, None
         if saved is not None:
@@ -193,7 +213,9 @@ class DistilledDrafter(Drafter):
             try:
                 if saved.get("student") != kind:
                     raise ValueError(f"it is of a drafter of kind {saved['student']!r}." if saved else "it is empty.")
-                learner.load_state_dict(saved)
+                if "tensors" in saved:  # else nothing has been learned yet
+                    learner.load_state_dict(saved)
+                self.price.load_state_dict(saved.get("price"))
             except (ValueError, KeyError) as error:
                 warnings.warn(
                     f"the saved state of Test-Time Speculation does not fit this drafter of kind {kind!r}: {error} It "
@@ -202,6 +224,36 @@ class DistilledDrafter(Drafter):
                 )
         return learner
 
+    def _start_anew(self) -> None:
+        """Takes back what all rows have learned."""
+        if self.learner is not None:
+            self.learner.reset(range(self.learner.rows))
+        self.price.forget()
+        if self._stride is not None:
+            self._stride.begin()
+
+    def _is_due(self) -> bool:
+        """Whether the drafter learns from this round."""
+        if self._stride is not None:
+            return self._stride.is_due()
+        if not self._may_learn or self._update is not None:
+            return False
+        rows = self.session.rows
+        ahead = float(self.price.rounds)  # as many as it has drafted in its life: a training comes back to it
+        if self._how.scope != "run":  # as many tokens as a row has: that is what long-tailed lengths make most likely
+            ahead = float(np.minimum(rows.host_generated, rows.room).mean()) / self.price.tau
+        return self.price.is_due(ahead, self.session.spend)
+
+    def _publish(self, seconds: float) -> None:
+        """Gives what an update of so many seconds learned to the drafting network."""
+        assert self.learner is not None
+        self.learning.seconds += seconds
+        self.learner.publish()
+        if self._stride is None:
+            self.price.learned(seconds, self._rise)
+            if self.price.is_harmful:
+                self._start_anew()
+
     def _take_over(self) -> None:
         """Waits for the update under way, if any, and gives what it learned to the drafting network."""
         if self._update is None:
@@ -209,9 +261,7 @@ class DistilledDrafter(Drafter):
         started = time.perf_counter()
         update, self._update = self._update, None
         # The host waits, not a stream: replays of captured forwards take no notice of events (TTS App. C.3).
-        self.learning.seconds += update.result()
-        assert self.learner is not None
-        self.learner.publish()
+        self._publish(update.result())
         self.learning.waited += time.perf_counter() - started
 
     def _learn_aside(
@@ -228,17 +278,25 @@ class DistilledDrafter(Drafter):
 
     def _learn_from(self, learner: Learner, canvas: Canvas, logits: Tensor, drafted: Tensor) -> float:
         """Takes K steps on one canvas and the target's logits `[B, γ + 1, V]` of the rows `drafted` (`[B]` bool);
-        returns the seconds that it took."""
+        returns the seconds that it took. With an adaptive stride, notes how much earlier updates raise log τ here."""
         started = time.perf_counter()
         student, how = self.student, self._how
         # Inference may run under autocast; learning computes in the dtype of what learns.
         with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
-            anchor = None  # [B, C, draft V]
-            if how.anchor_weight > 0 and how.anchor == "initial":
+            first = anchor = None  # [B, C, draft V]
+            if learner.initial is not None and (self._stride is None or how.anchor == "initial"):
                 with torch.no_grad():
-                    anchor = student.replay(learner.initial, canvas)
-            for _ in range(how.steps):
+                    first = student.replay(learner.initial, canvas)
+            if how.anchor_weight > 0 and how.anchor == "initial":
+                anchor = first
+            for step in range(how.steps):
                 drafts = student.replay(learner.network, canvas)  # [B, C, draft V]
+                if step == 0 and first is not None and self._stride is None:
+                    now, then = (
+                        expected_tokens(each.detach(), logits, student.target_ids)[drafted].sum()
+                        for each in (drafts, first)
+                    )
+                    self._rise = float((now / then).log())
                 weights = student.position_weights(drafts.shape[1])
                 losses = distillation_loss(drafts, logits, student.target_ids, weights)  # [B]
                 if anchor is not None:
@@ -255,6 +313,17 @@ class DistilledDrafter(Drafter):
             else:
                 self.learning.updates += 1
         return time.perf_counter() - started
+
+
+@torch.no_grad()
+def expected_tokens(drafts: Tensor, target: Tensor, target_ids: Tensor | None) -> Tensor:
+    """Tokens that a round is expected to commit for each row `[B]` where a draft is accepted with the probability that
+    p and q have in common, at temperature 1: 1 + Σ_k Π_{j≤k} Σ_v min(p_j, q_j). Arguments as below."""
+    p = target[:, : drafts.shape[1]].float().softmax(-1)  # [B, C, V]
+    if target_ids is not None:
+        p = p[..., target_ids]  # [B, C, draft V]
+    overlap = torch.minimum(p, drafts.float().softmax(-1)).sum(-1)  # [B, C]
+    return 1 + overlap.cumprod(1).sum(1)
 
 
 def distillation_loss(drafts: Tensor, target: Tensor, target_ids: Tensor | None, weights: Sequence[float]) -> Tensor:

@@ -1,0 +1,148 @@
+"""When a drafter learns, by what that costs and brings: the stride "adaptive" of Test-Time Speculation.
+
+The paper leaves an adaptive stride to future work (TTS App. C.2). Here an update runs where the rounds ahead are
+expected to save its seconds, and where there is something to pay it with.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+
+UPDATES = 1000
+"""By expectation an update closes 1 / UPDATES of what log τ lacks to its ceiling: between 1/600 (EAGLE-3, greedy) and
+1/4000 (small LM, sampled) in benchmarks/results/tts_drafters.json. In so many updates that may change by as much."""
+TRIAL = 0.01
+"""Share of the rounds' seconds that updates of unknown worth may take: half of what a planner's account receives."""
+FIRST = 2
+"""Rounds that the first update is assumed to take, before one was timed; the copy of the network included."""
+NOISE = 0.1
+"""sd of the rise that one round shows, before some were seen."""
+WEIGHT, RECENT = 4, 100
+"""Weight of that in such rounds, and the number of newest ones whose mean square counts."""
+WINDOW = 32
+"""Rounds, and updates, whose median seconds count: one that compiled or waited says nothing of the others."""
+TEXT = 256
+"""Rounds over which the mean of τ is taken: several texts differ more than an update changes."""
+_SAVED = ("level", "share", "rounds", "_variances", "_noise", "_seen", "_efficiency", "_ceiling")
+
+
+class LearningPrice:
+    """Says after which rounds the drafter learns: where that pays.
+
+    A linear model with drift, a Kalman filter, follows what was learned from one update to the next: its state is the
+    *level* (by how much learning has raised log τ) and the *share* of what is missing, log((γ + 1) / τ), that one more
+    update closes. Each update measures the level: on the same round, with the weights that learned and the first ones.
+
+    * Worth of an update: share · log((γ + 1) / τ) · rounds ahead · seconds of a round.
+    * It is due where it is worth its seconds and the purse holds them.
+    * Into the purse goes, per round, what learning surely saves (level less one sd), where an update is worth its
+      seconds by expectation; and where it may be worth them (plus one sd) a small share of the round, if `spend`,
+      which takes seconds from the control's account, agrees.
+
+    So learning pays for itself but for that share, and ends where the drafter has no room, gains nothing or loses.
+    """
+
+    def __init__(self) -> None:
+        self.level, self.share = 0.0, 1 / UPDATES
+        self._variances = 0.0, 0.0, self.share**2  # of the level, of both, of the share
+        self._noise, self._seen = NOISE**2, WEIGHT
+        self.rounds = 0
+        self._efficiency, self._ceiling = 1.0, 1.0  # means of τ and γ + 1
+        self._purse, self._charged = 0.0, 0.0
+        self._of_rounds: deque[float] = deque(maxlen=WINDOW)
+        self._of_updates: deque[float] = deque(maxlen=WINDOW)
+
+    def observe(self, block_efficiency: float, draft_length: int, seconds: float) -> None:
+        """A round of `seconds` without learning, with γ = `draft_length`, committed `block_efficiency` tokens per row,
+        the corrected or bonus token included."""
+        self.rounds += 1
+        weight = 1 / min(self.rounds, TEXT)
+        self._efficiency += weight * (block_efficiency - self._efficiency)
+        self._ceiling += weight * (draft_length + 1 - self._ceiling)
+        self._of_rounds.append(seconds)
+
+    @property
+    def tau(self) -> float:
+        """Mean τ of the newest rounds."""
+        return self._efficiency
+
+    @property
+    def is_harmful(self) -> bool:
+        """Whether the drafter surely was better before it learned."""
+        return self.level + math.sqrt(self._variances[0]) < 0
+
+    def is_due(self, rounds_ahead: float, spend: Callable[[float], bool]) -> bool:
+        """Whether the drafter learns from this round; asked once in each round that drafted. `spend` takes seconds
+        from the account of trials, or refuses."""
+        if not self._of_rounds:
+            return False
+        seconds = median(self._of_rounds)
+        cost = median(self._of_updates) if self._of_updates else FIRST * seconds
+        most = self._missing * rounds_ahead * seconds
+        if most * (self.share + math.sqrt(self._variances[2])) < cost:
+            return False
+        if most * self.share >= cost:
+            surely = self.level - math.sqrt(self._variances[0])
+            self._purse += seconds * math.expm1(max(surely, 0.0))
+        if self._purse < cost and spend(TRIAL * seconds):
+            self._purse += TRIAL * seconds
+        if self._purse < cost:
+            return False
+        self._purse, self._charged = 0.0, cost  # what was saved beyond is kept
+        return True
+
+    def learned(self, seconds: float, rise: float) -> None:
+        """An update took `seconds`; before it, on its round, the weights that have learned had a log τ by `rise` above
+        that of the first weights."""
+        self._purse += self._charged - seconds
+        self._charged = 0.0
+        self._of_updates.append(seconds)
+        if self._variances[0] > 0 and math.isfinite(rise):
+            self._correct(rise)
+        of_level, of_both, of_share = self._variances
+        missing = self._missing
+        self.level += missing * self.share
+        self._variances = (
+            of_level + 2 * missing * of_both + missing**2 * of_share,
+            of_both + missing * of_share,
+            of_share + 1 / UPDATES**3,
+        )
+
+    def forget(self, share: float = 1.0) -> None:
+        """Of what was learned `share` is gone: rows have started anew."""
+        self.level *= 1 - share
+        of_level, of_both, of_share = self._variances
+        self._variances = (1 - share) ** 2 * of_level, (1 - share) * of_both, of_share
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it knows but for the machine's times, for a checkpoint."""
+        return {name: getattr(self, name) for name in _SAVED}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on from what :meth:`state_dict` gave; None: nothing is known of what was learned so far."""
+        if state is None:
+            self._variances = 1.0, 0.0, self._variances[2]  # a factor of e: all but anything
+        else:
+            vars(self).update({name: state[name] for name in _SAVED})
+
+    @property
+    def _missing(self) -> float:
+        """log((γ + 1) / τ): how much log τ can rise yet."""
+        return max(math.log(self._ceiling / self._efficiency), 0.0)
+
+    def _correct(self, rise: float) -> None:
+        of_level, of_both, of_share = self._variances
+        error = rise - self.level
+        self._seen = min(self._seen + 1, RECENT)
+        self._noise += (error**2 - self._noise) / self._seen
+        total = of_level + self._noise
+        self.level += of_level / total * error
+        self.share += of_both / total * error
+        self._variances = (
+            of_level - of_level**2 / total,
+            of_both - of_level * of_both / total,
+            of_share - of_both**2 / total,
+        )
