@@ -1,11 +1,14 @@
 """Calls of `generate` under the clock, in turns: what the benchmarks of whole calls share."""
 
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
+import spec_trl
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.statistics import SpeculationStatistics
@@ -40,6 +43,13 @@ class Call:
 
 Way = Callable[[Workload, int], Call]
 """Generates for a workload with a seed."""
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Nothing is known of it any more, in this process and in the user's cache."""
+    spec_trl.release(model)
+    if folder := os.environ.get("SPEC_TRL_CACHE"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def way(

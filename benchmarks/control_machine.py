@@ -25,11 +25,10 @@ from typing import Any
 from tqdm import tqdm
 from transformers import LogitsProcessorList
 
-import spec_trl
 from spec_trl import SpeculativeConfig
 
 from .best_of_n_subject import BEGUN, COPY, PASSAGE, STORY
-from .calls import Call, Way, identical_rows, ratios, rotated, way
+from .calls import Call, Way, forget, identical_rows, ratios, rotated, way
 from .copying import Copying, copy_heavy
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
 from .models import DTYPES, LoadedModel, check_model, load_model, model_line, synthetic_line
@@ -65,6 +64,7 @@ class Cell:
         to_better: tokens/s of `auto` over its, likewise.
         to_none_by_repeat: `auto`'s, all calls.
         speculative_share: of the rounds of `auto`.
+        control_share, control_microseconds: of its decisions, in its seconds and per round.
         identical_rows, rows: of all other ways' completions, those equal to `none`'s.
     """
 
@@ -78,6 +78,8 @@ class Cell:
     to_better: float
     to_none_by_repeat: list[float]
     speculative_share: float
+    control_share: float
+    control_microseconds: float
     identical_rows: int
     rows: int
 
@@ -98,6 +100,7 @@ def summarise(kind: str, work: Workload, starts: dict[str, list[Start]]) -> Cell
     )
     better = min((name for name in starts if name != AUTO), key=seconds.__getitem__)
     calls = {name: [call for start in own for call in start.calls] for name, own in starts.items()}
+    control = [(call, call.statistics.phase_seconds["control"]) for call in calls[AUTO]]
     same = [identical_rows(made, calls[NONE]) for name, made in calls.items() if name != NONE]
     return Cell(
         kind, len(work.prompts), work.max_new_tokens, seconds, cpu_seconds,
@@ -109,6 +112,8 @@ def summarise(kind: str, work: Workload, starts: dict[str, list[Start]]) -> Cell
         to_better=statistics.median(ratios(parts["all"][better], parts["all"][AUTO])),
         to_none_by_repeat=ratios(parts["all"][NONE], parts["all"][AUTO]),
         speculative_share=statistics.median(call.speculative_share for call in calls[AUTO]),
+        control_share=statistics.median(seconds / call.seconds for call, seconds in control),
+        control_microseconds=statistics.median(1e6 * seconds / call.statistics.rounds for call, seconds in control),
         identical_rows=sum(equal for equal, _ in same),
         rows=sum(rows for _, rows in same),
     )  # fmt: skip
@@ -136,9 +141,9 @@ def measure_cell(loaded: LoadedModel, kind: str, batch: int, options: argparse.N
     for repeat in tqdm(range(repeats), f"{loaded.facts['model']}, {kind}, batch {batch}"):
         first = repeat * options.calls
         for name in rotated(list(ways), repeat):
-            spec_trl.release(model)
+            forget(model)
             starts[name].append(start(ways[name], works[first : first + options.calls], options.seed + first))
-    spec_trl.release(model)
+    forget(model)
     return summarise(kind, works[0], starts)
 
 
@@ -182,6 +187,7 @@ def setup(result: dict[str, Any]) -> str:
     options, count = result["options"], len(cells := all_cells(result))
     slower = [cell["to_none"][AUTO]["all"] < AGAINST_NONE for cell in cells]
     better = sum(cell["to_better"] >= AGAINST_BETTER for cell in cells)
+    shares, micros = ([cell[f"control_{name}"] for cell in cells] for name in ("share", "microseconds"))
     same, rows = (sum(cell[name] for cell in cells) for name in ("identical_rows", "rows"))
     return (
         f'"auto" with its defaults against "none" and {", ".join(options["single"])} that draft always, from a fresh '
@@ -189,7 +195,9 @@ def setup(result: dict[str, Any]) -> str:
         f"Tokens/s of all calls of a start: median of {options['repeats']} repeats in "
         f"turns, lowest and highest. At least {AGAINST_NONE} of `none` in {count - sum(slower)} of {count} cells "
         f"(wanted: all), {AGAINST_BETTER} of the better of `none` and a single method in {better} (wanted: "
-        f"{MOST_CELLS:.0%}). {same} of {rows} completions are `none`'s."
+        f"{MOST_CELLS:.0%}). {same} of {rows} completions are `none`'s. "
+        f"Decisions took {min(shares):.2%} to {max(shares):.2%} of a call, {min(micros):.0f} to {max(micros):.0f} "
+        "microseconds a round."
         + "".join(synthetic_line(model) for model in result["models"])
     )
 

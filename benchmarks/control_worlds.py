@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from spec_trl.generation.engine.chains import draft_lengths
 from spec_trl.scheduling.control import Chain, Control
@@ -42,6 +43,13 @@ CELLS = [Cell(batch, regime) for batch in (1, 4, 16, 64) for regime in REGIMES]
 CELLS += [Cell(16, regime, refill=3) for regime in REGIMES]
 
 
+class Rounds(Protocol):
+    """A machine's true seconds."""
+
+    def round_seconds(self, batch: int, length: float, lengths: Mapping[str, int], width: int) -> float:
+        """Of a round in which each method of `lengths` drafts its γ, and rows have at most `width` drafts."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """True seconds. An autoregressive round of the whole batch in a short context takes about 1."""
@@ -51,7 +59,7 @@ class Machine:
     small: float  # bytes of the small model over the target's
 
     def round_seconds(self, batch: int, length: float, lengths: Mapping[str, int], width: int) -> float:
-        """Of a round in which each method of `lengths` drafts its γ, and rows have at most `width` drafts."""
+        """See `Rounds.round_seconds`."""
         drafts = sum(self._drafts(method, batch, length, count) for method, count in lengths.items())
         attention = 0.000025 * batch * length
         return 0.08 + drafts + _either(1.0 + attention, batch * (1 + width) / self.knee)
@@ -94,7 +102,7 @@ class World:
     def __init__(self, cell: Cell, seed: int, rollouts: int = 8) -> None:
         self.cell, self.seed = cell, seed
         knee, copy, small = _MACHINES[cell.regime]
-        self.machine = Machine(knee * cell.batch, copy, small)
+        self.machine: Rounds = Machine(knee * cell.batch, copy, small)
         self._draw_errors()
         self.rollouts = [self._rollout(number) for number in range(rollouts)]
 

@@ -22,10 +22,9 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-import spec_trl
 from spec_trl.generation.configuration import STRATEGIES
 
-from .calls import ratios, rotated, sampling
+from .calls import forget, ratios, rotated, sampling
 from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
 from .models import DTYPES, load_model, model_line
 from .workload import STORY_MODEL, Workload, end_tokens, prompt_source
@@ -53,7 +52,7 @@ def measure(target: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         rates: dict[str, list[float]] = {}
         for repeat in tqdm(range(options.repeats), f"{Path(spec).name}, batch {batch}"):
             for name in rotated(list(ways), repeat):
-                spec_trl.release(model)
+                forget(model)
                 rates.setdefault(name, []).append(ways[name](options.seed + repeat))
                 if name in options.strategies:
                     rates.setdefault(f"{name}, second call", []).append(ways[name](options.seed + repeat))

@@ -60,7 +60,7 @@ class RecordedMachine:
         self._of_plan = lru_cache(maxsize=None)(self._seconds_of_plan)
 
     def round_seconds(self, batch: int, length: float, lengths: Mapping[str, int], width: int) -> float:
-        """See `Machine.round_seconds`."""
+        """See `Rounds.round_seconds`."""
         rounded = round(length / LENGTH_STEP) * LENGTH_STEP
         drafting = {name: count for name, count in lengths.items() if count}
         name = _key(drafting)
@@ -171,13 +171,13 @@ class RecordedWorld(World):
 def acceptance_of(records: Sequence[RolloutRecord], name: str) -> Acceptance | None:
     """Two rates by which drafter `name` commits what its points say, for each γ; what they leave open, the rollouts'
     first-token acceptance tells. None: it never drafted alone."""
-    error, blocks = np.zeros((len(RATES), len(RATES))), 0
+    error, blocks = np.zeros((len(RATES), len(RATES))), 0.0
     first, further = RATES[:, None], RATES[None, :]  # [F, 1], [1, R]
     for record in records:
         drafted = [point for point in record.points if point.draft_length]
         own = [point for point in drafted if point.drafter == name]
         for point in own:
-            weight = point.rounds * point.batch
+            weight: float = point.rounds * point.batch
             tau = 1 + first * sum(further**at for at in range(point.draft_length))  # [F, R]
             error += weight * (tau - point.tokens / weight) ** 2
             blocks += weight
