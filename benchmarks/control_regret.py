@@ -27,7 +27,7 @@ def planner(world: World, methods: Sequence[str] = ()) -> Planner:
     names, lengths = methods or world.methods, world.draft_lengths
     candidates = [Candidate(name, lengths[-1], 1.0, 10**9, is_network=name in world.networks) for name in names]
     drafts = Drafts(names, [name not in world.networks for name in names])
-    return Planner(candidates, lengths, world.predict, Times(0.2), drafts)
+    return Planner(candidates, lengths, world.predict, Times(0.2), drafts, clock=lambda: 0.0)
 
 
 @dataclass(frozen=True)

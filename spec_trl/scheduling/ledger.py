@@ -4,6 +4,7 @@ A control reads both, and writes to them what each round did. Plain numpy: it ru
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -56,17 +57,22 @@ class Times:
         self._last: Kind | None = None
         self.rounds = 0
 
-    def observe(self, kind: Kind, log_ratio: float) -> None:
-        """Takes a round that took exp(`log_ratio`) times its prediction."""
-        self.rounds += 1
+    def observe(self, kind: Kind, *log_ratios: float) -> None:
+        """Takes rounds in a row: log(measured / predicted) of each."""
+        rounds, log_ratio = len(log_ratios), sum(log_ratios) / len(log_ratios)
+        self.rounds += rounds
         own = self._terms(kind)
         mean, covariance, places = self._mean, self._covariance, [0, *own]
-        covariance[0, 0] += DRIFT**2
+        covariance[0, 0] += rounds * DRIFT**2
         error = log_ratio - mean[places].sum()
         cross = covariance[:, places].sum(1)  # [terms]
-        spread = cross[places].sum() + self._noise
+        spread = cross[places].sum() + self._noise / rounds
         surprise = error * error / spread
-        self._noise += (max(min(surprise, SURPRISE**2) * self._noise, NOISE[0] ** 2) - self._noise) / NOISE_MEMORY
+        scatter, told = surprise * self._noise, 1  # how far it was off, or rounds were from each other
+        if rounds > 1:
+            scatter, told = statistics.variance(log_ratios, log_ratio), rounds - 1
+        scatter = max(min(scatter, SURPRISE**2 * self._noise), NOISE[0] ** 2)
+        self._noise += (scatter - self._noise) * told / (NOISE_MEMORY - 1 + told)
         if surprise > SURPRISE**2:
             covariance[0, 0] += (
                 error * error
@@ -74,7 +80,7 @@ class Times:
             if kind != self._last:
                 covariance[own, own] += error * error / len(own)
             cross = covariance[:, places].sum(1)
-            spread = cross[places].sum() + self._noise
+            spread = cross[places].sum() + self._noise / rounds
         self._last = kind
         mean += cross * (error / spread)
         covariance -= np.outer(cross, cross / spread)
@@ -183,17 +189,23 @@ class Drafts:
         )
 
     def record(self, method: int, requests: Integers, accepted: Integers, attempted: Integers) -> None:
-        """Adds a draft for each of `requests`: of `attempted` tokens that had a verdict `accepted` were right, `[n]`
-        each."""
-        now, first = self._now, np.ones_like(requests)
-        if self._looked_up[method]:
-            first = 1 - now.hot[requests, method]  # [n]
-        firsts = [np.minimum(accepted, first), np.minimum(attempted, first)]
-        counts = np.stack([*firsts, accepted - firsts[0], attempted - firsts[1]], axis=1, dtype=float)  # [n, 4]
-        now.hot[requests, method] = (0 < attempted) & (attempted == accepted)
-        self._counts[method] += counts.sum(0)
-        np.add.at(now.prompts[:, method], now.prompt_of[requests], counts)
-        now.rows[requests, method] = FADE_ROUND * now.rows[requests, method] + counts
+        """Adds R rounds' drafts for each of `requests` `[n]`: of `attempted` tokens that had a verdict `accepted` were
+        right, `[R, n]` each; -1: there was no draft."""
+        now, had, first = self._now, accepted >= 0, np.ones_like(accepted)  # [R, n]
+        hot, whole = now.hot[requests, method], (0 < attempted) & (attempted == accepted)  # [n], [R, n]
+        for row, drew, ended in zip(first, had, whole, strict=True):
+            row[:] = ~hot | ~self._looked_up[method]
+            hot = np.where(drew, ended, hot)
+        now.hot[requests, method] = hot
+        right, tried = np.where(had, accepted, 0), np.where(had, attempted, 0)
+        firsts = [np.minimum(right, first), np.minimum(tried, first)]
+        counts = np.stack([*firsts, right - firsts[0], tried - firsts[1]], axis=-1)  # [R, n, 4]
+        own = counts.sum(0)  # [n, 4]
+        self._counts[method] += own.sum(0)
+        np.add.at(now.prompts[:, method], now.prompt_of[requests], own)
+        later = had[::-1].cumsum(0)[::-1]  # [R, n], drafts from this one on
+        faded = (FADE_ROUND ** (later - had)[..., None] * counts).sum(0)
+        now.rows[requests, method] = FADE_ROUND ** later[0][:, None] * now.rows[requests, method] + faded
 
     def end_rollout(self) -> None:
         """Older rollouts fade: a method's counts with every rollout, a prompt's with every one that has it again."""

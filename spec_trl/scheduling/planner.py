@@ -5,8 +5,9 @@ well yet is tried, and paid for from an account: so a rollout is never much slow
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,7 +26,6 @@ INCOME = 0.02  # share of an autoregressive round that each round adds to the ac
 CARRIED = 1.0  # autoregressive rounds of the account that pass on to the next rollout, which may be short
 MOST_SAVED = 8.0  # autoregressive rounds that the account holds at most: what was gained long ago pays for no trial
 KNOWN = 0.05  # variance of an arm's log seconds beside plain rounds' up to which what it gains is credited in full
-DWELL = 2, 4  # rounds for which a plan is kept while the rows stay, twice as many each time that it is chosen again
 CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
 
 
@@ -55,6 +55,34 @@ class _Table(NamedTuple):
     drafts: Integers  # [arms, 2], places of their drafters at their γ in `Drafts.variances`
 
 
+@dataclass
+class _Kept:
+    """A plan that is kept, and what its rounds did since the ledger was told."""
+
+    arm: Arm
+    requests: list[int]
+    waiting: bool
+    chains: tuple[Chain, ...] = ()
+    until: float = -math.inf  # on the planner's clock
+    plain: float = math.nan  # seconds of an autoregressive round instead, by what was known
+    gain: float = math.nan  # expected, of the tokens per second
+    variance: float = math.nan  # of its logarithm, for want of rounds
+    log_ratios: list[float] = field(default_factory=list)  # log(measured / predicted) seconds of each round
+    seconds: float = 0.0
+    tokens: int = 0
+    verdicts: list[tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]] = field(default_factory=list)
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return len(self.requests)
+
+    @property
+    def loses(self) -> bool:
+        """Whether drafts took longer, so far, than autoregressive rounds for the same tokens."""
+        return bool(self.chains) and self.seconds * self.batch > self.tokens * self.plain
+
+
 class Planner(Control):
     """The control of all strategies that may choose.
 
@@ -63,6 +91,8 @@ class Planner(Control):
     * **Rule**: the arm of largest log gain over autoregressive decoding plus its standard deviation, among those whose
       worst case the account covers. So what might be better is tried, and what is known to be worse is not.
     * **Account**, in autoregressive rounds: it has an income, and what speculation measurably gained or lost.
+    * **Planning takes time**: a plan is kept until planning is at most `SHARE` of the time, while its rows stay and it
+      does not lose. The ledger is told of its rounds at once when the next plan is made.
 
     Without uncertainty, with one candidate of one γ and rows that are alike, the rule is ER's π_SD (Eq. 3).
 
@@ -74,6 +104,7 @@ class Planner(Control):
         margin: ε of ER Eq. 3: log gain, about, from which drafting begins.
         race: whether rows may get chains of two drafters.
         budget: most tokens of a race's verification, all rows together; None: as many as pay.
+        clock: seconds; one that stands still has each round planned.
     """
 
     def __init__(
@@ -86,11 +117,12 @@ class Planner(Control):
         margin: float = 0.05,
         race: bool = True,
         budget: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.candidates = list(candidates)
         self._lengths, self._margin, self._may_race = np.array(sorted(draft_lengths)), margin, race
         self._budget = math.inf if budget is None else budget
-        self._predict, self.times, self.drafts = seconds, times, drafts
+        self._predict, self.times, self.drafts, self._clock = seconds, times, drafts, clock
         self._singles = [
             Arm(((which, int(length)),)) for which in range(len(self.candidates)) for length in self._lengths
         ]
@@ -121,14 +153,13 @@ class Planner(Control):
         self.saved = min(self.saved, CARRIED)
         self.tallies = [Tally() for _ in self.candidates]
         self._dropped: set[int] = set()
-        self._rows, self._since, self._dwell = (0, False), 0, DWELL[0]
         self._tables: dict[tuple[tuple[Arm, ...], int], _Table] = {}
-        self._now, self._said = PLAIN, Account(None, "no round was planned")
-        self._verdicts: tuple[Sequence[int], Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]] | None = None
+        self._kept, self._said = _Kept(PLAIN, [], False), Account(None, "no round was planned")
 
     def drop(self, index: int) -> None:
+        self._settle()
         self._dropped.add(index)
-        self._now, self._rows = PLAIN, (0, False)
+        self._kept = _Kept(PLAIN, [], False)
 
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
@@ -143,7 +174,7 @@ class Planner(Control):
             ((which, length),) = arm.chains
             name, tau = self.candidates[which].name, 1 + survivals[:, which, :length].sum(1).mean()
             gains[name] = max(gains.get(name, 0.0), tau / self._seconds(arm)[0])
-        drafting = [self.candidates[which].name for which, _ in self._now.chains]
+        drafting = [self.candidates[which].name for which, _ in self._kept.arm.chains]
         own = drafting[0] if drafting else NO_METHOD
         judge = [candidate.name for candidate in self.candidates].index(own if own in gains else next(iter(gains)))
         rates = 1 + survivals[:, judge, :YARDSTICK].sum(1)  # [B]
@@ -166,12 +197,12 @@ class Planner(Control):
     # ---- a round --------------------------------------------------------------------------------------------------
 
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
+        started, before = self._clock(), self._kept
+        same = before.requests == requests and before.waiting == (waiting > 0)
+        if same and started < before.until and not before.loses:
+            return before.chains
         self._settle()
-        rows = len(requests), waiting > 0
-        self._since += 1
-        if rows == self._rows and self._since < self._dwell and len(self._now.chains) < 2:
-            return self._chains(self._now)
-        self._rows, self._since, self._batch = rows, 0, len(requests)
+        self._batch = len(requests)
         if not 0.8 < length / self._length_then < 1.25:  # predictions move little within that
             self._predicted, self._tables, self._length_then = {}, {}, length
         survivals = self.drafts.survivals(np.array(requests), int(self._lengths[-1]))  # [B, M, most γ]
@@ -184,11 +215,13 @@ class Planner(Control):
         if pairs:
             taus = np.concatenate([taus, [tau for _, tau in pairs]])
             gains = self._log_gains(table, taus, waiting)
-        before, self._now = self._now, self._choose(table, gains)
-        self._dwell = min(2 * self._dwell, DWELL[1]) if self._now == before else DWELL[0]
-        for which, chosen in self._now.chains:
+        kept = _Kept(self._choose(table, gains), list(requests), waiting > 0, gain=self._gain, variance=self._variance)
+        for which, chosen in kept.arm.chains:
             self.candidates[which].draft_length = chosen
-        return self._chains(self._now, efficiencies)
+        kept.chains, kept.plain = self._chains(kept.arm, efficiencies), self._plain_seconds()
+        self._kept, finished = kept, self._clock()
+        kept.until = finished + (finished - started) / SHARE
+        return kept.chains
 
     def _choose(self, table: _Table, gains: Floats) -> Arm:
         """The arm of largest optimistic gain that the account covers; `gains` `[arms]` are the predicted ones."""
@@ -200,7 +233,7 @@ class Planner(Control):
         tokens = np.maximum(np.exp(gains - CAUTION * np.sqrt(unsure)) * ratios, 1.0)
         worst = ratios * np.exp(CAUTION * np.sqrt(variances)) - tokens  # [arms]
         allowed = (worst <= self.saved) & [self._may_draft(arm) for arm in table.arms]
-        begins = math.log1p(self._margin) if self._now == PLAIN else 0.0
+        begins = math.log1p(self._margin) if self._kept.arm == PLAIN else 0.0
         hopes = np.where(allowed, gains + np.sqrt(variances + unsure) - begins, -np.inf)
         best = int(hopes.argmax())
         self._gain, self._variance = math.exp(gains[best]), float(variances[best])
@@ -269,8 +302,8 @@ class Planner(Control):
             )
         return self._tables[key]
 
-    def _chains(self, arm: Arm, efficiencies: Floats | None = None) -> tuple[Chain, ...]:
-        if efficiencies is None or len(arm.chains) < 2 or arm.race:
+    def _chains(self, arm: Arm, efficiencies: Floats) -> tuple[Chain, ...]:
+        if len(arm.chains) < 2 or arm.race:
             return tuple(Chain(which, length) for which, length in arm.chains)
         taus = np.array([efficiencies[which, self._lengths == length][0] for which, length in arm.chains])  # [2, B]
         best = taus.argmax(0)
@@ -286,51 +319,53 @@ class Planner(Control):
     def record_rows(
         self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
     ) -> None:
-        self._verdicts = requests, accepted, drafted
+        self._kept.verdicts.append((accepted, drafted))
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
-        arm, batch = self._now, self._batch
-        if not is_typical or draft_length < arm.width:
+        kept = self._kept
+        if not is_typical or draft_length < kept.arm.width:
             return  # forwards were captured, or these were a rollout's last rounds: they are of no kind
-        kind = self._kind(arm, batch)
-        self.times.observe(kind, math.log(seconds / self._seconds(arm)[batch - 1]))
-        gained = 0.0
-        if arm.chains:
-            plain = self.times.seconds(self._kind(PLAIN, batch), self._seconds(PLAIN)[batch - 1])
-            # After a jump of the machine, drafts may seem cheap because nothing else was measured: no credit for that.
-            doubt = math.sqrt(max(self._variance - KNOWN, 0.0))
-            gained = tokens / batch - seconds / plain * math.exp(CAUTION * doubt)
-            for which, _ in arm.chains:  # a race or a mixture counts for both
-                tally = self.tallies[which]
-                tally.add_round(batch, tokens, seconds)
-                tally.baseline_seconds += plain * tokens / batch
-                tally.predicted_sum += self._gain
-                tally.predicted_rounds += 1
-        self.saved = min(self.saved + INCOME + gained, MOST_SAVED)
+        kept.log_ratios.append(math.log(seconds / self._seconds(kept.arm)[kept.batch - 1]))
+        kept.seconds += seconds
+        kept.tokens += tokens
 
     def overheard(
         self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
-        self.drafts.record(which, np.array(requests), np.array(accepted), np.array(attempted))
+        self.drafts.record(which, np.array(requests), np.array([accepted]), np.array([attempted]))
 
     def _settle(self) -> None:
-        """Writes the verdicts of the last round."""
-        if self._verdicts is None:
-            return
-        (requests, accepted, drafted), self._verdicts = self._verdicts, None
-        planned = dict(self._now.chains)
-        for which, own in accepted.items():
-            right, tried = np.array(own), np.array(drafted[which])  # [B]
-            had = right >= 0
+        """Writes to the ledger, the account and the tallies what the rounds of the plan that was kept did."""
+        kept = self._kept
+        if rounds := len(kept.log_ratios):
+            self.times.observe(self._kind(kept.arm, kept.batch), *kept.log_ratios)
+            gained = 0.0
+            if kept.arm.chains:
+                plain = self._plain_seconds()
+                # After a jump of the machine drafts may seem cheap, as nothing else was measured: no credit for that.
+                doubt = math.sqrt(max(kept.variance - KNOWN, 0.0))
+                gained = kept.tokens / kept.batch - kept.seconds / plain * math.exp(CAUTION * doubt)
+                for which, _ in kept.arm.chains:  # a race or a mixture counts for both
+                    self.tallies[which] += Tally(
+                        rounds, rounds * kept.batch, kept.tokens, kept.seconds,
+                        plain * kept.tokens / kept.batch, rounds * kept.gain, rounds,
+                    )  # fmt: skip
+            self.saved = min(self.saved + INCOME * rounds + gained, MOST_SAVED)
+            kept.log_ratios, kept.seconds, kept.tokens = [], 0.0, 0
+        for which in {which for accepted, _ in kept.verdicts for which in accepted}:
+            of_rounds = [(accepted[which], drafted[which]) for accepted, drafted in kept.verdicts if which in accepted]
+            right, tried = np.array(of_rounds).swapaxes(0, 1)  # [R, B] each; -1: no draft
             if not self.candidates[which].is_network:  # it drafts less than γ where it knows no more: that is no hit
-                tried[:] = planned.get(which, 0)
-            self.drafts.record(which, np.array(requests)[had], right[had], np.minimum(right + 1, tried)[had])
+                tried = np.full_like(tried, dict(kept.arm.chains).get(which, 0))
+            self.drafts.record(which, np.array(kept.requests), right, np.minimum(right + 1, tried))
+        kept.verdicts.clear()
 
     def spend(self, seconds: float) -> bool:
-        plain = self.times.seconds(self._kind(PLAIN, self._batch), self._seconds(PLAIN)[self._batch - 1])
-        if self.saved < seconds / plain:
+        self._settle()
+        rounds = seconds / self._plain_seconds()
+        if self.saved < rounds:
             return False
-        self.saved -= seconds / plain
+        self.saved -= rounds
         return True
 
     # ---- predictions ------------------------------------------------------------------------------------------------
@@ -343,11 +378,16 @@ class Planner(Control):
             self._predicted[arm] = np.interp(np.arange(1, self._capacity + 1), self._sizes, at)
         return self._predicted[arm]
 
+    def _plain_seconds(self) -> float:
+        """What an autoregressive round takes now."""
+        return self.times.seconds(self._kind(PLAIN, self._batch), float(self._seconds(PLAIN)[self._batch - 1]))
+
     def _kind_of(self, arm: Arm, batch: int) -> Kind:
         names = tuple(self.candidates[which].name for which, _ in arm.chains)
         return Kind(names, (*(length for _, length in arm.chains), int(arm.race)), batch.bit_length())
 
     def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
+        self._settle()
         if not self.times.rounds:
             return None
         return sum(

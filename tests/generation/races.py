@@ -87,7 +87,7 @@ class Planned(Plans):
         for candidate, drafter in zip(self.candidates, drafters, strict=True):
             candidate.is_network = drafter.has_probabilities
         ledger = Times(0.5), Drafts(names, [not candidate.is_network for candidate in self.candidates])
-        self.planner = Planner(self.candidates, (2, 5), self._predict, *ledger)
+        self.planner = Planner(self.candidates, (2, 5), self._predict, *ledger, clock=lambda: 0.0)
 
     def _predict(self, lengths: Mapping[str, int], *_: float) -> float:
         return self._chance.uniform(0.5, 2.0) / max(len(lengths), 1)  # rounds of two drafters are not rare

@@ -23,7 +23,7 @@ def planner(cycle: float, names: tuple[str, ...] = ("self",), **options: Any) ->
     networks = [name != "ngram" for name in names]
     candidates = [Candidate(name, 5, 1.0, 64, own) for name, own in zip(names, networks, strict=True)]
     drafts = Drafts(names, [not own for own in networks])
-    return Planner(candidates, [5], flat(cycle), Times(0.2), drafts, **options)
+    return Planner(candidates, [5], flat(cycle), Times(0.2), drafts, clock=lambda: 0.0, **options)
 
 
 def drive(control: Planner, tokens: int, slower: list[float], cycle: float, rounds: int) -> list[bool]:
@@ -89,9 +89,9 @@ def test_with_all_known_it_is_the_papers_rule(cycle: float) -> None:
         control.times.observe(Kind(("self",), (5, 0), 1), 0.0)
         control.times.observe(Kind((), (0,), 1), 0.0)
     for accepted, drafts in enumerate([300, 210, 147, 103, 72, 168]):  # each token is right with 0.7
-        tried = np.array([min(accepted + 1, 5)])
+        tried = np.array([[min(accepted + 1, 5)]])
         for _ in range(drafts):
-            control.drafts.record(0, np.ones(1, int), np.array([accepted]), tried)
+            control.drafts.record(0, np.ones(1, int), np.array([[accepted]]), tried)
     tau = sum(0.7**k for k in range(6))
     assert bool(control.plan([0], 100.0, 0)) == (tau / cycle >= 1.05)
 
@@ -120,8 +120,8 @@ def test_rows_that_copy_take_the_lookup_and_others_the_network() -> None:
     control.begin(4, ["copies", "copies", "new", "new"])
     control.saved = 8.0
     for _ in range(50):
-        control.drafts.record(1, np.arange(4), np.array([5, 5, 0, 0]), np.array([5, 5, 1, 1]))
-        control.drafts.record(0, np.arange(4), np.array([2, 2, 2, 2]), np.array([3, 3, 3, 3]))
+        control.drafts.record(1, np.arange(4), np.array([[5, 5, 0, 0]]), np.array([[5, 5, 1, 1]]))
+        control.drafts.record(0, np.arange(4), np.array([[2, 2, 2, 2]]), np.array([[3, 3, 3, 3]]))
         for kind in (Kind(("self",), (5, 0), 3), Kind(("self", "ngram"), (5, 5, 0), 3), Kind((), (0,), 3)):
             control.times.observe(kind, 0.0)
     assert set(control.plan(range(4), 100.0, 0)) == {Chain(0, 5, (2, 3)), Chain(1, 5, (0, 1))}
@@ -134,7 +134,7 @@ def test_races_keep_to_their_budget(budget: int | None, races: bool) -> None:
     control.saved = 8.0
     for _ in range(50):
         for which in (0, 1):
-            control.drafts.record(which, np.zeros(1, int), np.array([2]), np.array([3]))
+            control.drafts.record(which, np.zeros(1, int), np.array([[2]]), np.array([[3]]))
         for kind in (Kind(("self",), (5, 0), 1), Kind(("self", "ngram"), (5, 5, 1), 1), Kind((), (0,), 1)):
             control.times.observe(kind, 0.0)
     assert (len(control.plan([0], 100.0, 0)) == 2) == races  # 11 tokens of one row; more rows are of no use here
@@ -207,7 +207,7 @@ def test_a_ledger_goes_on_from_a_checkpoint() -> None:
     for _ in range(20):
         times.observe(SELF, 0.4)
         times.observe(PLAIN, 0.1)
-        drafts.record(0, np.arange(2), np.array([3, 1]), np.array([4, 2]))
+        drafts.record(0, np.arange(2), np.array([[3, 1]]), np.array([[4, 2]]))
     drafts.end_rollout()
     again, others = Times(0.2), Drafts(["ngram", "self"], [True, False])
     again.load_state_dict(json.loads(json.dumps(times.state_dict())))
@@ -225,7 +225,7 @@ def test_a_prompts_own_acceptance_counts_in_later_rollouts() -> None:
     for _ in range(3):
         drafts.begin(["easy", "hard"])
         for _ in range(30):
-            drafts.record(0, np.arange(2), np.array([5, 0]), np.array([5, 1]))
+            drafts.record(0, np.arange(2), np.array([[5, 0]]), np.array([[5, 1]]))
         drafts.end_rollout()
     drafts.begin(["hard", "new", "easy"])
     hard, new, easy = drafts.survivals(np.arange(3), 1)[:, 0, 0]
@@ -237,8 +237,8 @@ def test_a_copy_that_was_accepted_whole_goes_on() -> None:
     drafts = Drafts(["ngram"], [True])
     drafts.begin(["a"])
     for accepted, attempted in [(0, 1)] * 8 + [(5, 5)] * 4 + [(2, 3)] * 2:
-        drafts.record(0, np.zeros(1, int), np.array([accepted]), np.array([attempted]))
+        drafts.record(0, np.zeros(1, int), np.array([[accepted]]), np.array([[attempted]]))
     cold = drafts.survivals(np.zeros(1, int), 1)[0, 0, 0]
-    drafts.record(0, np.zeros(1, int), np.array([5]), np.array([5]))
+    drafts.record(0, np.zeros(1, int), np.array([[5]]), np.array([[5]]))
     hot = drafts.survivals(np.zeros(1, int), 1)[0, 0, 0]
     assert cold < 0.5 < hot

@@ -20,14 +20,14 @@ def seconds(lengths: Mapping[str, int], width: int, batch: int, length: float) -
 
 
 def planner(*names: str, race: bool = True, most: int = 64) -> Planner:
-    candidates = [Candidate(name, 5, 1.0, most, None, name != "ngram") for name in names]
+    candidates = [Candidate(name, 5, 1.0, most, name != "ngram") for name in names]
     drafts = Drafts(names, [name == "ngram" for name in names])
-    return Planner(candidates, [5], seconds, Times(0.2), drafts, race=race)
+    return Planner(candidates, [5], seconds, Times(0.2), drafts, race=race, clock=lambda: 0.0)
 
 
 def accept(control: Planner, which: int, accepted: list[int], drafts: int = 30) -> None:
     """Each request had `drafts` drafts of 5 tokens, of which so many were right."""
-    right = np.array(accepted)
+    right = np.array([accepted])
     for _ in range(drafts):
         control.drafts.record(which, np.arange(len(accepted)), right, np.minimum(right + 1, 5))
 
