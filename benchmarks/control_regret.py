@@ -17,17 +17,17 @@ from spec_trl.scheduling.control import Candidate
 from spec_trl.scheduling.ledger import Drafts, Times
 from spec_trl.scheduling.planner import Planner
 
-from .control_worlds import CELLS, NOISES, Bounds, Cell, World, decode, noise_named
+from .control_worlds import CELLS, NOISES, Bounds, Cell, Clock, World, decode, noise_named
 from .measure import Finding, add_machine_arguments, begin, findings_table, shown, write_result
 from .recorded_world import RecordedWorld
 
 
-def planner(world: World, methods: Sequence[str] = ()) -> Planner:
+def planner(world: World, clock: Clock, methods: Sequence[str] = ()) -> Planner:
     """A control that knows nothing of its world but what a calibration believes. Without `methods`: of all."""
     names, lengths = methods or world.methods, world.draft_lengths
     candidates = [Candidate(name, lengths[-1], 1.0, 10**9, is_network=name in world.networks) for name in names]
     drafts = Drafts(names, [name not in world.networks for name in names])
-    return Planner(candidates, lengths, world.predict, Times(0.2), drafts, clock=lambda: 0.0)
+    return Planner(candidates, lengths, world.predict, Times(0.2), drafts, clock=clock)
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,11 @@ class Outcome:
         return [taken / plain for taken, plain in zip(self.taken, self.plain, strict=True)]
 
 
-def run(cell: Cell, seed: int, noise: str, rollouts: int = 8, methods: Sequence[str] = ()) -> Outcome:
-    """Rollouts of a simulated world one after the other under one planner."""
-    return run_world(World(cell, seed, rollouts), noise, methods)
-
-
-def run_world(world: World, noise: str, methods: Sequence[str] = ()) -> Outcome:
-    """All rollouts of `world` one after the other under one planner."""
-    control, bounds, off = planner(world, methods), Bounds(world), noise_named(noise, world.seed)
-    taken = [decode(control, world, number, off).seconds for number in range(len(world.rollouts))]
+def run(world: World, noise: str, planning: float = 0.0, methods: Sequence[str] = ()) -> Outcome:
+    """All rollouts of `world` one after the other under one planner, which sees a plan take `planning` seconds."""
+    clock, bounds, off = Clock(planning), Bounds(world), noise_named(noise, world.seed)
+    control = planner(world, clock, methods)
+    taken = [decode(control, world, number, off, clock).seconds for number in range(len(world.rollouts))]
     return Outcome(world.cell, taken, bounds.plain, bounds.fixed, bounds.oracle)
 
 
@@ -105,6 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--noises", nargs="+", default=NOISES, choices=NOISES)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64], help="rows (default: %(default)s)")
     parser.add_argument("--log", type=Path, help="output_dir of a run, whose rollouts are replayed; writes no result")
+    parser.add_argument("--planning", type=float, default=0.0,
+        help="autoregressive rounds that making a plan seems to take (default: %(default)s)")  # fmt: skip
     add_machine_arguments(parser, "control_regret")
     options = parser.parse_args(arguments)
     machine, seeds = begin(options), range(options.seed, options.seed + options.worlds)
@@ -115,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
         worlds = [RecordedWorld(options.log, seed) for seed in seeds]
     found = []
     for noise in options.noises:
-        outcomes = [run_world(world, noise) for world in worlds]
+        outcomes = [run(world, noise, options.planning) for world in worlds]
         found += findings(noise, Summary.of(outcomes), options.log is None and 1 in options.batches)
     if options.log is not None:
         print(f"{worlds[0].cell.batch} rows, {', '.join(worlds[0].methods)}\n{findings_table(found)}")
@@ -124,7 +122,8 @@ def main(arguments: list[str] | None = None) -> None:
         options.output, "never_slower", "The planner on simulated worlds",
         f"{len(cells)} cells of {options.worlds} worlds each, eight rollouts in a row from a fresh start; three "
         "drafters at γ 2, 5, 10. Times are formulas, and the same on each machine. The oracle knows all times and "
-        "texts, and chooses anew every 12 rounds.",
+        "texts, and chooses anew every 12 rounds. "
+        f"To the planner, making a plan takes {options.planning} of an autoregressive round; its time is not counted.",
         machine, found, {"options": shown(options, "log")},
     )  # fmt: skip
 

@@ -249,11 +249,25 @@ class Played:
     raced: int
 
 
-def decode(control: Control, world: World, number: int, noise: Noise) -> Played:
-    """One rollout under `control`, called as the engine calls it; its candidates are named as methods."""
+@dataclass
+class Clock:
+    """A simulated one: rounds move it, and each reading does. A plan is made between two of them."""
+
+    planning: float = 0.0  # seconds of a reading
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.planning
+        return self.now
+
+
+def decode(control: Control, world: World, number: int, noise: Noise, clock: Clock | None = None) -> Played:
+    """One rollout under `control`, called as the engine calls it; its candidates are named as methods. Its time does
+    not include planning, which `clock` shows to the control."""
     names = [candidate.name for candidate in control.candidates]
     state, seconds, rounds, drafts, races = Decoder(world, number), 0.0, 0, 0, 0
-    clock = 1000.0 * number
+    clock = clock or Clock()
+    clock.now = 1000.0 * number
     heard = [0] * len(state.done)  # up to where lookups' drafts have been compared with the text
     control.begin(state.capacity, state.rollout.prompts)
     while state.rows:
@@ -272,7 +286,7 @@ def decode(control: Control, world: World, number: int, noise: Noise) -> Played:
             gains = [max(gain, count) for gain, count in zip(gains, accepted[which], strict=True)]
         named = {names[which]: max(own) for which, own in lengths.items()}
         true = state.machine.round_seconds(len(rows), length, named, width)
-        measured = true * noise.factor(number, rounds, clock)
+        measured = true * noise.factor(number, rounds, clock.now)
         if chains:
             control.record_rows(rows, accepted, drafted)
         for request, gain in zip(rows, gains, strict=True):
@@ -280,7 +294,8 @@ def decode(control: Control, world: World, number: int, noise: Noise) -> Played:
         control.record(width, measured, sum(gains) + len(rows))
         _overhear(control, world, names, state, rows, heard, set(lengths))
         state.refill()
-        seconds, clock, rounds = seconds + true, clock + measured, rounds + 1
+        clock.now += measured
+        seconds, rounds = seconds + true, rounds + 1
         drafts, races = drafts + bool(chains), races + (len(lengths) > 1)
     control.finish()
     return Played(seconds, rounds, drafts, races)

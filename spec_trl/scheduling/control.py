@@ -5,7 +5,7 @@
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from .account import FAILED, Account, too_many_rows
@@ -47,7 +47,7 @@ class Tally:
         self.seconds += seconds
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*map(operator.add, astuple(self), astuple(other)))
+        return Tally(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def block_efficiency(self) -> float | None:

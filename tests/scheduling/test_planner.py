@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from spec_trl.scheduling.control import Candidate, Chain
 from spec_trl.scheduling.ledger import FADE_ROLLOUT, Drafts, Kind, Times
 from spec_trl.scheduling.plain_decoding import PlainRounds
-from spec_trl.scheduling.planner import CARRIED, INCOME, Planner
+from spec_trl.scheduling.planner import CARRIED, INCOME, SHARE, Planner
 
 
 def flat(cycle: float) -> Callable[[Mapping[str, int], int, int, float], float]:
@@ -23,7 +24,7 @@ def planner(cycle: float, names: tuple[str, ...] = ("self",), **options: Any) ->
     networks = [name != "ngram" for name in names]
     candidates = [Candidate(name, 5, 1.0, 64, own) for name, own in zip(names, networks, strict=True)]
     drafts = Drafts(names, [not own for own in networks])
-    return Planner(candidates, [5], flat(cycle), Times(0.2), drafts, clock=lambda: 0.0, **options)
+    return Planner(candidates, [5], flat(cycle), Times(0.2), drafts, **({"clock": lambda: 0.0} | options))
 
 
 def drive(control: Planner, tokens: int, slower: list[float], cycle: float, rounds: int) -> list[bool]:
@@ -242,3 +243,70 @@ def test_a_copy_that_was_accepted_whole_goes_on() -> None:
     drafts.record(0, np.zeros(1, int), np.array([[5]]), np.array([[5]]))
     hot = drafts.survivals(np.zeros(1, int), 1)[0, 0, 0]
     assert cold < 0.5 < hot
+
+
+class Ticking:
+    """A clock that is set, and moves by each reading."""
+
+    def __init__(self, reading: float) -> None:
+        self.now, self._reading = 0.0, reading
+
+    def __call__(self) -> float:
+        self.now += self._reading
+        return self.now
+
+
+def test_a_plan_is_kept_until_planning_is_a_hundredth_of_the_time() -> None:
+    clock = Ticking(0.001)
+    control = planner(1.0, clock=clock)
+    control.begin(2, ["a", "b"])
+    made = []
+    for _ in range(300):
+        before = control.times.rounds
+        assert control.plan([0, 1], 100.0, 0) == ()
+        made.append(control.times.rounds - before)  # rounds that the ledger is told of
+        control.record(0, 0.01, 2)
+        clock.now += 0.01
+    plans = [rounds for rounds in made if rounds]
+    assert len(plans) == pytest.approx(300 * 0.01 / (0.001 / SHARE), rel=0.2) and min(plans) > 5
+    told = control.times.rounds
+    control.plan([1], 100.0, 0)  # a row has ended
+    assert control.times.rounds > told
+
+
+def test_a_plan_that_loses_is_thought_over_at_once() -> None:
+    clock = Ticking(0.001)
+    control = planner(1.0, clock=clock)
+    control.begin(1, ["a"])
+    control.saved = 8.0  # it may try
+    assert control.plan([0], 100.0, 0)
+    for tokens, seconds, rounds in ((6, 3.0, 0), (6, 3.0, 0), (1, 9.0, 3)):
+        control.record_rows([0], {0: [tokens - 1]}, {0: [5]})
+        control.record(5, seconds, tokens)
+        control.plan([0], 100.0, 0)
+        assert control.times.rounds == rounds
+
+
+def test_rounds_that_are_told_together_count_like_single_ones() -> None:
+    kind, other = Kind((), (0,), 1), Kind(("self",), (5, 0), 1)
+    single, together = Times(0.2), Times(0.2)
+    for _ in range(10):
+        for own, values in ((kind, (0.3, 0.5, 0.4, 0.45, 0.35)), (other, (0.1, 0.2, 0.15, 0.12, 0.18))):
+            together.observe(own, *values)
+            for value in values:
+                single.observe(own, value)
+    assert single.rounds == together.rounds == 100
+    for own, true in ((kind, 0.4), (other, 0.15)):
+        assert together.seconds(own, 1.0) == pytest.approx(math.exp(true), rel=0.03)
+        assert together.seconds(own, 1.0) == pytest.approx(single.seconds(own, 1.0), rel=0.03)
+
+
+def test_noise_is_read_off_rounds_that_are_told_together() -> None:
+    """Else it seems small where many rounds are averaged, and then a single one seems a jump of the machine."""
+    chance, times = random.Random(0), Times(0.2)
+    plain, drafts = Kind((), (0,), 1), Kind(("self",), (5, 0), 1)
+    for _ in range(30):
+        times.observe(plain, *(chance.gauss(0, 0.2) for _ in range(20)))
+    before = times.seconds(plain, 1.0)
+    times.observe(drafts, 0.3)
+    assert times.seconds(plain, 1.0) == pytest.approx(before, rel=0.05)
