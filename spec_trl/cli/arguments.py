@@ -161,7 +161,7 @@ will do in place of a profile (as a 16-bit target with a 4-bit copy of its proje
     "predict": Command(
         "predict step times and speedups from a profile",
         """\
-Predicts step times and speedups from a profile, and says what the toggle would do (ER Eq. 1 and 3).""",
+Predicts step times and speedups from a profile, and says where sd_toggle="roofline" drafts (ER Eq. 1 and 3).""",
         "spec-trl predict profile.json --batch 1,8,32 --length 512,2048 --draft-length 5,7 --acceptance 0.9",
         _predict,
     ),

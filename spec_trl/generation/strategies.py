@@ -253,8 +253,8 @@ def roofline_of(drafter: Drafter, profile: Profile) -> Roofline:
     """Predicts rounds of `drafter`, a network.
 
     For another network than the policy's copy its own forwards stand in place of the self-drafter's. Their kernels are
-    dense like the target's, so the target's coefficients serve until measured rounds correct them. A forward that
-    drafts many tokens is shared among them.
+    dense like the target's, so the target's coefficients serve. A forward that drafts many tokens is
+    shared among them.
     """
     cost = drafter.cost
     if cost is None:

@@ -66,8 +66,8 @@ def find_profile(
     if larger := [name for name in asked if asked[name] > calibrated[name]]:
         reaches = ", ".join(f"{name} {asked[name]} (calibrated: {calibrated[name]})" for name in larger)
         warnings.warn(
-            f"the roofline profile was calibrated for less than this run: {reaches}. Its predictions extrapolate "
-            "until measured rounds correct them; `spec-trl calibrate` measures a larger range.",
+            f"the roofline profile was calibrated for less than this run: {reaches}. Its predictions extrapolate; "
+            "`spec-trl calibrate` measures a larger range.",
             stacklevel=2,
         )
     if extra_copy is not None:

@@ -1,6 +1,9 @@
 """The probe: how the products of a model and of its copy grow with the tokens of a forward."""
 
+import time
+
 import pytest
+from torch import nn
 
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -32,6 +35,20 @@ def test_real_layers_can_be_probed() -> None:
     model = tiny_llama()
     rounds = probe(model, [SelfDrafter(model, kernel="reference")])
     assert rounds({}, 0, 1, 10.0) > 0 and rounds({"self": 1}, 1, 1, 10.0) > 0
+
+
+def test_slow_layers_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    clock = iter(range(10**6))  # each reading is a second later
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    model = tiny_llama()
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda *_: calls.append(1))
+    rounds = probe(model, [])
+    kinds = {(layer.in_features, layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear)}
+    assert len(calls) == len(kinds) * len(TOKENS)
+    assert rounds({}, 0, 1, 10.0) == 7 * model.config.num_hidden_layers + 1
 
 
 def test_forwards_beyond_those_timed_go_on_straight() -> None:
