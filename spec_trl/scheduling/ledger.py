@@ -43,7 +43,8 @@ class Times:
 
     in one Kalman filter. The level wanders and jumps, the others hardly move. So what all rounds share (contention, a
     slow clock, an error of the whole prediction) cancels where kinds are compared, and one is blamed only for what
-    rounds of other kinds do not show.
+    rounds of other kinds do not show. Autoregressive rounds become less certain while others run: so a control comes
+    back to them before long, and sees whether drafts still gain.
 
     Args:
         method_error: sd of a method's term before it was measured, in log seconds.
@@ -64,6 +65,9 @@ class Times:
         own = self._terms(kind)
         mean, covariance, places = self._mean, self._covariance, [0, *own]
         covariance[0, 0] += rounds * DRIFT**2
+        if kind.methods:  # drafts that got slower look like a slower machine, until an autoregressive round tells
+            plain = [place for name, place in self._places.items() if isinstance(name, Kind) and not name.methods]
+            covariance[plain, plain] += rounds * DRIFT**2
         error = log_ratio - mean[places].sum()
         cross = covariance[:, places].sum(1)  # [terms]
         spread = cross[places].sum() + self._noise / rounds

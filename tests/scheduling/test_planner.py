@@ -54,6 +54,15 @@ def test_a_burst_in_the_first_rounds_does_not_make_drafting_look_cheap() -> None
         assert took <= 1.02
 
 
+def test_drafts_that_have_become_slow_end_before_long() -> None:
+    """They look like a slower machine: only autoregressive rounds can tell, and those must run."""
+    control = planner(2.0)
+    assert drive(control, 3, [], 2.0, 100)[-1]  # 1.5x faster
+    assert drive(control, 3, [], 4.0, 100)[-1]  # 1.33x slower: contention?
+    drive(control, 3, [], 4.0, 300)
+    assert not any(drive(control, 3, [], 4.0, 100))
+
+
 def test_contention_does_not_switch_a_good_drafter_off() -> None:
     control = planner(2.0)
     assert drive(control, 4, [], 2.0, 300)[-1]  # it has seen that drafting is twice as fast

@@ -7,7 +7,7 @@ from benchmarks.control_worlds import CELLS, Cell, World
 
 
 @pytest.mark.parametrize(
-    ("noise", "planning", "regret"), [("0%", 0.0, 0.07), ("20%", 0.0, 0.11), ("burst", 0.0, 0.1), ("20%", 0.06, 0.14)]
+    ("noise", "planning", "regret"), [("0%", 0.0, 0.07), ("20%", 0.0, 0.12), ("burst", 0.0, 0.1), ("20%", 0.06, 0.15)]
 )
 def test_small_batches_stay_near_the_oracle_and_are_never_slower(noise: str, planning: float, regret: float) -> None:
     """Rows are few, so little is known: the hardest cells. The whole table is `benchmarks/control_regret.py`'s."""
