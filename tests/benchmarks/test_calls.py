@@ -2,20 +2,15 @@
 
 import math
 import time
-from types import SimpleNamespace
 
-import pytest
 import torch
 
-from benchmarks import best_of_n, control_machine, never_slower, rollout
-from benchmarks.bookkeeping import Bookkeeping
-from benchmarks.calls import Call, Way, identical_rows, in_turns
+from benchmarks import control_machine, rollout
+from benchmarks.calls import Call, Way, in_turns
 from benchmarks.measure import peak_memory
-from benchmarks.never_slower import ALWAYS, NONE, TOGGLE
 from benchmarks.rollout import PLAIN, Run
 from benchmarks.workload import Workload
 from spec_trl.generation.engine.statistics import DraftCounts, RoundPoint, SpeculationStatistics
-from spec_trl.scheduling.ladder import Choice
 
 
 WORK = Workload([[1, 2], [3]], 10, 1.0, (), 0)
@@ -48,34 +43,9 @@ def test_share_of_rounds_that_speculated() -> None:
     assert [call(1.0, [], drafted).speculative_share for drafted in (0, 5, 7)] == [0, 0.5, 0.7]
 
 
-def test_ratios_are_paired_within_repeats_and_taken_to_the_better() -> None:
-    texts = [[1, 2], [3, 4]]
-    calls = {
-        NONE: [call(s, texts, 0, prefill=p) for s, p in ((1.0, 0.5), (10.0, 5.0), (4.0, 2.0))],
-        ALWAYS: [call(s, texts, 10, drafts=4) for s in (0.5, 5.0, 4.0)],
-        TOGGLE: [call(s, texts, 5, prefill=p) for s, p in ((1.0, 0.0), (5.0, 3.0), (2.0, 1.0))],
-    }
-    calls[TOGGLE][0].completions[1] = [3, 9]
-    bookkeeping = Bookkeeping(control=0.01, log=0.02, counter=0.04, clocks=0.03)
-    cell = never_slower.summarise(WORK, calls, bookkeeping)
-    assert cell.toggle_to_none_by_repeat == [1.0, 2.0, 2.0] and cell.toggle_to_none == 2.0
-    # Medians of tokens/s: none of 4, 0.4 and 1, always of 8, 0.8 and 1. Equal, so none counts as the better.
-    assert (cell.better, cell.toggle_to_better) == (NONE, 2.0)
-    assert cell.decoding_toggle_to_none == 2.0  # of 0.5, 2.5 and 2
-    assert cell.speculative_share == {NONE: 0.0, ALWAYS: 1.0, TOGGLE: 0.5} and cell.block_efficiency == 3.0
-    assert cell.control_share == pytest.approx(0.05)
-    assert cell.bookkeeping_share == pytest.approx((0.01 + 0.02 + 0.03 + 0.5 * 0.04) / 0.2)
-    assert (cell.identical_rows, cell.rows) == (5, 6) == identical_rows(calls[TOGGLE], calls[NONE])
-    assert cell.passes
-    calls[ALWAYS] = [call(s / 4, texts, 10, drafts=4) for s in (0.5, 5.0, 4.0)]
-    cell = never_slower.summarise(WORK, calls, bookkeeping)
-    assert (cell.better, cell.toggle_to_better) == (ALWAYS, 0.25)
-    assert not cell.passes
-
-
 def test_starts_are_paired_call_by_call() -> None:
     def starts(*repeats: tuple[float, float], cpu: float = 1.0) -> list[control_machine.Start]:
-        return [control_machine.Start([call(s, [[1], [2]], [(0, 0)]) for s in each], [cpu, cpu]) for each in repeats]
+        return [control_machine.Start([call(s, [[1], [2]], 0) for s in each], [cpu, cpu]) for each in repeats]
 
     made = {"none": starts((1, 1), (2, 2), (9, 9)), "auto": starts((2, 1), (4, 1), (12, 3), cpu=4.0)}
     made |= {"self": starts((2, 2), (9, 9), (9, 9)), "ngram": starts((1, 1), (1, 0.25), (6, 6))}
@@ -88,41 +58,6 @@ def test_starts_are_paired_call_by_call() -> None:
     assert (cell.identical_rows, cell.rows) == (35, 36)
     alone = {name: [control_machine.Start(each.calls[:1], [1.0]) for each in own] for name, own in made.items()}
     assert set(control_machine.summarise("story", WORK, alone).to_none["auto"]) == {"all", "first", "cpu"}
-
-
-def test_tokens_follow_the_time_within_bounds() -> None:
-    """Ten rounds in a second after half a second of reading."""
-    way: Way = lambda work, seed: call(1.5, [[1]], 0, prefill=0.5)  # noqa: E731
-    for seconds, most, tokens in ((6.5, 1000, 60), (6.5, 40, 40), (0.6, 1000, never_slower.FEWEST_TOKENS)):
-        assert never_slower.tokens_for(way, WORK, seconds, most) == tokens
-
-
-def test_the_first_choice_is_judged_by_what_measured() -> None:
-    def made(seconds: float, rows: list[list[int]], *changes: tuple[float, int, list[str]]) -> Call:
-        found = call(seconds, rows, 0)
-        found.statistics.timeline = [SimpleNamespace(changes=list(changes))]  # type: ignore[list-item]
-        return found
-
-    row = [[1, 2]]
-    calls = {
-        "none": [made(2.0, row), made(2.0, [[1, 3]]), made(4.0, row)],
-        "best_of_n": [
-            made(1.0, row, (0.0, 0, []), (0.1, 3, ["ngram"]), (0.2, 9, ["self"])),
-            made(1.0, row, (0.0, 0, ["ngram"])),
-            made(1.0, row, (0.0, 0, []), (0.1, 40, ["self"])),
-        ],
-    }
-    others = {"self": 1.0, "ngram": 1.02, "watched self": 1.25, "watched ngram": 1.0, "self, toggled": 2.0}
-    calls |= {name: [made(seconds, row)] * 3 for name, seconds in others.items()}
-    planned = {"self": Choice("self", 5, 1.4), "ngram": Choice("ngram", 10, 1.2)}
-    cell = best_of_n.summarise("story", 1, 2, planned, {"self": 3.0, "ngram": None}, calls)
-    assert cell.choices == {"ngram": 2, "none": 1} and cell.chosen == "ngram" and cell.best == "self"
-    assert cell.chosen_to_best == pytest.approx(1 / 1.02) and cell.is_best
-    assert cell.best_watched == "ngram" and cell.chosen_to_best_watched == 1 and cell.is_best_watched
-    assert cell.to_none == 2 and cell.to_none_by_repeat == [2, 2, 4] and cell.to_self == 2
-    assert (cell.identical_rows, cell.rows) == (2, 3)
-    calls["ngram"] = [made(1.2, row)] * 3
-    assert not best_of_n.summarise("story", 1, 2, planned, {"self": 3.0, "ngram": None}, calls).is_best
 
 
 def test_rollouts_are_compared_pass_by_pass_and_identity_counts_up_to_the_first_difference() -> None:

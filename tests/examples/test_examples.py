@@ -54,7 +54,8 @@ def test_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     arguments = [
         "--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "questions.jsonl"), "--max_steps", "1",
         "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--num_generations", "2",
-        "--use_cpu", "--sd_toggle", "always", "--max_completion_length", "32", "--output_dir", str(tmp_path / "out"),
+        "--use_cpu", "--assistant_strategy", "self", "--sd_toggle", "always", "--max_completion_length", "32",
+        "--output_dir", str(tmp_path / "out"),
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["grpo_gsm8k.py", *arguments])
     grpo_gsm8k.main()

@@ -50,7 +50,7 @@ def test_uninstall_and_install(uninstalled: None, tiny: PreTrainedModel, prompts
 
 
 def by_hand(model: PreTrainedModel, prompts: Prompts, **options: Any) -> Any:
-    config = SpeculativeConfig(seed=0, draft_kernel="reference")
+    config = SpeculativeConfig(seed=0, draft_kernel="reference", sd_toggle="always")
     options |= OPTIONS | dict(custom_generate=speculative_decoding)
     return model.generate(**prompts, speculative_config=config, **options)
 

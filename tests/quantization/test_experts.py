@@ -50,7 +50,8 @@ def test_fast_experts_agree_with_the_reference_and_many_tokens_run_the_dense_one
             y, expected = fast(x, chosen, shares), reference(x, chosen, shares)  # [tokens, 64] each
             dense = model.model.layers[0].mlp.experts(x, chosen, shares)  # [tokens, 64]
         assert torch.equal(y, dense) is not packed
-        assert not packed or (y - expected).std() < 0.02 * expected.std()
+        # Where "auto" is onnxruntime's kernel, two products in a row round their activations to 8 bits.
+        assert not packed or (y - expected).std() < 0.05 * expected.std()
 
 
 def test_refresh_follows_experts_and_adapters_in_place() -> None:
