@@ -63,7 +63,8 @@ class _Kept:
     requests: list[int]
     waiting: bool
     chains: tuple[Chain, ...] = ()
-    until: float = -math.inf  # on the planner's clock
+    lasts: float = 0.0  # seconds of rounds after which another one is made
+    passed: float = 0.0  # seconds of its rounds
     plain: float = math.nan  # seconds of an autoregressive round instead, by what was known
     gain: float = math.nan  # expected, of the tokens per second
     variance: float = math.nan  # of its logarithm, for want of rounds
@@ -104,7 +105,7 @@ class Planner(Control):
         margin: ε of ER Eq. 3: log gain, about, from which drafting begins.
         race: whether rows may get chains of two drafters.
         budget: most tokens of a race's verification, all rows together; None: as many as pay.
-        clock: seconds; one that stands still has each round planned.
+        clock: seconds, by which a plan's making is timed; one that stands still has each round planned.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Planner(Control):
     def plan(self, requests: Sequence[int], length: float, waiting: int) -> Sequence[Chain]:
         started, before = self._clock(), self._kept
         same = before.requests == requests and before.waiting == (waiting > 0)
-        if same and started < before.until and not before.loses:
+        if same and before.passed < before.lasts and not before.loses:
             return before.chains
         self._settle()
         self._batch = len(requests)
@@ -219,8 +220,7 @@ class Planner(Control):
         for which, chosen in kept.arm.chains:
             self.candidates[which].draft_length = chosen
         kept.chains, kept.plain = self._chains(kept.arm, efficiencies), self._plain_seconds()
-        self._kept, finished = kept, self._clock()
-        kept.until = finished + (finished - started) / SHARE
+        self._kept, kept.lasts = kept, (self._clock() - started) / SHARE
         return kept.chains
 
     def _choose(self, table: _Table, gains: Floats) -> Arm:
@@ -323,6 +323,7 @@ class Planner(Control):
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         kept = self._kept
+        kept.passed += seconds
         if not is_typical or draft_length < kept.arm.width:
             return  # forwards were captured, or these were a rollout's last rounds: they are of no kind
         kept.log_ratios.append(math.log(seconds / self._seconds(kept.arm)[kept.batch - 1]))
