@@ -1,7 +1,7 @@
 """A first guess of what rounds take, in a fraction of a second: each kind of layer is timed once."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -11,7 +11,8 @@ from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.engine.cache import autocast_dtype
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.model_costs import model_constants
-from ..generation.engine.shadow import make_shadow
+from ..generation.engine.shadow import share_weights
+from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
 from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
 
@@ -25,29 +26,32 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter]) -> ProbedRounds:
     """Times the products of `model` and of its quantized copy among `drafters`, one for each shape. Other networks are
     taken to cost their share of the target's bytes."""
     with torch.no_grad():
-        target = _forward(make_shadow(model).modules(), model)
+        target = _forward(model, model)
         found = {}
         for drafter in drafters:
             if isinstance(drafter, SelfDrafter):
-                found[drafter.strategy] = _forward(drafter.network.modules(), model)
+                found[drafter.strategy] = _forward(drafter.network, model)
             elif drafter.cost is not None:
                 share = drafter.cost.weight_bytes / drafter.cost.tokens / model_constants(model).weight_bytes
                 found[drafter.strategy] = target.times(share)
     return ProbedRounds(target, found)
 
 
-def _forward(modules: Iterable[nn.Module], model: PreTrainedModel) -> ForwardSeconds:
-    """Of a network with these modules."""
+def _forward(network: nn.Module, model: PreTrainedModel) -> ForwardSeconds:
+    """Of the target, or of its copy."""
     alike: dict[tuple[object, ...], list[nn.Linear | QuantizedLinear]] = {}
-    for module in modules:
+    for module in network.modules():
         if isinstance(module, nn.Linear | QuantizedLinear):
             alike.setdefault((type(module), module.in_features, module.out_features), []).append(module)
-    dtype = autocast_dtype(model.device) or model.dtype
-    seconds = [
-        sum(len(layers) * _seconds(layers[0], tokens, dtype, model.device) for layers in alike.values())
-        for tokens in TOKENS
-    ]
-    return ForwardSeconds(TOKENS, [max(each, 1e-9) for each in seconds])
+    dtype, totals = autocast_dtype(model.device) or model.dtype, [0.0] * len(TOKENS)
+    for first, *others in alike.values():
+        if isinstance(first, QuantizedLinear):  # the copy is packed when it drafts, and may never
+            first.refresh(ActivationAware())
+        else:
+            first = share_weights(first)  # as the engine runs it
+        for place, tokens in enumerate(TOKENS):
+            totals[place] += (1 + len(others)) * _seconds(first, tokens, dtype, model.device)
+    return ForwardSeconds(TOKENS, [max(each, 1e-9) for each in totals])
 
 
 def _seconds(layer: nn.Linear | QuantizedLinear, tokens: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -98,6 +98,7 @@ def quantize_projections(
     scheme: str = "rtn-w4-g128",
     kernel: str = "auto",
     lm_head: str = "auto",
+    pack: bool = True,
 ) -> QuantizedNetwork:
     """Replaces the attention and FFN projections of `shadow` by quantized ones, in place.
 
@@ -112,6 +113,7 @@ def quantize_projections(
         kernel: "auto" = the best for each layer; or a kernel's name.
         lm_head: "dense", "packed", or "auto" = packed if, left dense, it would make up at least a third of the
             weight bytes that a draft step reads. A head whose forward is patched or hooked stays dense.
+        pack: whether to quantize the present weights, or leave the buffers empty until `refresh()`.
 
     Raises:
         ValueError: a name that is not known; or "nf4", where no layer has a kernel.
@@ -139,7 +141,8 @@ def quantize_projections(
             + "; ".join(f"{_shorten(names)} ({reason})" for reason, names in reasons.items()),
             stacklevel=2,
         )
-    network.refresh()
+    if pack:
+        network.refresh()
     return network
 
 

@@ -22,21 +22,23 @@ from .autoregressive import NetworkDrafter
 class SelfDrafter(NetworkDrafter):
     """A twin of the policy with quantized projections; everything else is the policy's own, by reference.
 
-    Arguments are those of :func:`~spec_trl.quantization.quantize_projections`; the policy is never changed.
+    Arguments are those of :func:`~spec_trl.quantization.quantize_projections`; the policy is never changed. With
+    `packs_later` the weights are quantized when something is drafted, and a copy that never drafts costs next to none.
     """
 
     strategy = "self"
 
     def __init__(
-        self, policy: PreTrainedModel, quantization: str = "rtn-w4-g128", kernel: str = "auto", lm_head: str = "auto"
-    ) -> None:
+        self, policy: PreTrainedModel, quantization: str = "rtn-w4-g128", kernel: str = "auto", lm_head: str = "auto",
+        packs_later: bool = False,
+    ) -> None:  # fmt: skip
         twin = make_shadow(policy)
-        self.quantized = quantize_projections(twin, scheme=quantization, kernel=kernel, lm_head=lm_head)
+        self.quantized = quantize_projections(twin, quantization, kernel, lm_head, pack=not packs_later)
         self.max_rows = self.quantized.max_rows
         super().__init__(twin, shares_target_cache=True)
         self.refresh_seconds = 0.0
         """Total time that drafting waited for refreshes."""
-        self._is_stale = False
+        self._is_stale = packs_later
         self._statistics: ActivationStatistics | None = None
         self._policy = kept.weak(policy)
         self._versions = versions(policy)
@@ -51,16 +53,20 @@ class SelfDrafter(NetworkDrafter):
         self._is_stale = False
 
     def refresh_if_changed(self) -> None:
-        """Requantizes if storage or version counters show that the policy's weights have changed since the last call.
-        Writes through `.data` escape them: they cost acceptance until the next change that is seen."""
+        """Requantizes before drafting if storage or version counters show that the policy's weights have changed since
+        the last call. Writes through `.data` escape them: they cost acceptance until the next change that is seen."""
         policy = self._policy()
         if policy is not None and self._versions != (present := versions(policy)):
-            self.refresh()
+            self.refresh_before_drafting()
             self._versions = present
 
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
         """Refreshes when something is drafted next: a rollout that never speculates does not pay for it."""
         self._is_stale, self._statistics = True, statistics
+
+    @property
+    def stood(self) -> float:
+        return self.refresh_seconds
 
     def trained(self, network: PreTrainedModel) -> list[nn.Parameter]:
         return []  # all of them are the policy's
@@ -69,13 +75,17 @@ class SelfDrafter(NetworkDrafter):
         super().begin(session)
         self._is_first = True
 
-    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+    def refresh_if_stale(self) -> None:
+        """What is due before a draft."""
         if self._is_stale:
             started = time.perf_counter()
             self.refresh(self._statistics)
-            if self.session.rows.tokens.device.type == "cuda":
+            if self.network.device.type == "cuda":
                 torch.cuda.synchronize()
             self.refresh_seconds += time.perf_counter() - started
+
+    def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
+        self.refresh_if_stale()
         if not self._is_first:
             return super().propose(draft_length, noise)
         with self._watched_policy() as ran:
@@ -113,7 +123,7 @@ def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_
         drafter.refresh_if_changed()
         return drafter
     drafter = None  # frees its memory before another one takes some
-    drafter = SelfDrafter(policy, quantization, kernel, lm_head)
+    drafter = SelfDrafter(policy, quantization, kernel, lm_head, packs_later=True)
     drafter.made_for = made_for
     return drafter
 

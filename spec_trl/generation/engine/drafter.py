@@ -132,6 +132,11 @@ class Drafter(CandidateGenerator):
     hangs_in: Thread | None = None
     """The thread of an earlier generation that was given up while in this drafter."""
 
+    @property
+    def stood(self) -> float:
+        """Seconds in which decoding stood still because it learned or was packed; during a generation."""
+        return self.learning.waited if self.learns else 0.0
+
     @contextmanager
     def claim(self) -> Iterator[None]:
         """Reserves the drafter for one generation; raises ValueError where another generation has it."""

@@ -44,8 +44,8 @@ class GuardedDrafters:
 
     @property
     def stood(self) -> float:
-        """Seconds in which decoding stood still because a drafter learned."""
-        return sum(drafter.learning.waited for drafter in self if drafter.learns)
+        """Seconds in which decoding stood still because a drafter learned or was packed."""
+        return sum(drafter.stood for drafter in self)
 
     def each(self, action: Callable[[Drafter], None]) -> None:
         """Runs `action` on each drafter."""

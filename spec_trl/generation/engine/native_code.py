@@ -5,6 +5,7 @@ import hashlib
 import logging
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 from ...json_files import replacing
@@ -20,6 +21,7 @@ _LINK = ("-shared", "-fopenmp")
 _SECONDS = 60  # after which a compiler is given up
 
 
+@cache
 def compiler() -> str | None:
     """The C++ compiler of this machine."""
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")

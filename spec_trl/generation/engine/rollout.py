@@ -157,7 +157,7 @@ class Rollout:
             finished, tokens = self._commit(outcome)
         with self._timer.phase("compact"):
             self._retire(finished)
-        # Of the device too: the commit waited for it. Learning is paid for apart, and not the round's.
+        # Of the device too: the commit waited for it. Learning and packing are none of what a round takes.
         seconds = time.perf_counter() - started - (self._drafters.stood - stood)
         names = dict.fromkeys(self._drafters.names[which] for which in lengths)
         self._log.add(batch, length, outcome.width, "+".join(names) or None, seconds, tokens)

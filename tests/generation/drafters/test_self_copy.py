@@ -25,8 +25,9 @@ def prompts() -> Prompts:
 
 
 def drafter_of(policy: PreTrainedModel, *options: str) -> SelfDrafter:
-    """That of a call, which ends at once."""
+    """That of a call, which drafts and ends at once."""
     drafter = self_drafter_of(policy, *(options or OPTIONS))
+    drafter.refresh_if_stale()
     keep_drafters(policy, [drafter])
     return drafter
 
@@ -47,11 +48,21 @@ def test_kept_between_calls(fresh: LlamaForCausalLM) -> None:
     assert drafter_of(fresh, *OPTIONS[:2], "packed") is not drafter
 
 
+def test_packed_when_something_is_drafted(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
+    drafter = self_drafter_of(fresh, *OPTIONS)
+    empty = packed_of(drafter)
+    generate(fresh, prompts, drafter=drafter, max_new_tokens=1)  # no room for a draft
+    assert equal(empty, packed_of(drafter)) and drafter.stood == 0
+    result = generate(fresh, prompts, drafter=drafter, max_new_tokens=12)
+    assert equal(packed_of(drafter), packed_of(SelfDrafter(fresh, *OPTIONS))) and drafter.stood > 0
+    assert result.statistics.acceptance_rate > 0.5
+
+
 @pytest.mark.parametrize("change", ["optimizer", "no_grad", "data pointer", "a norm"])
 @torch.no_grad()
 def test_refreshed_once_when_weights_change(change: str, fresh: LlamaForCausalLM) -> None:
     drafter, refreshed = drafter_of(fresh), []
-    before(drafter, "refresh", lambda: refreshed.append(1))
+    before(drafter, "refresh", lambda *_: refreshed.append(1))
     packed = packed_of(drafter)
     layer = drafter.quantized.layers["model.layers.0.mlp.up_proj"]
     addresses = [buffer.data_ptr() for buffer in layer.packed.buffers()]

@@ -54,6 +54,10 @@ class DistilledDrafter(Drafter):
     drafts_ahead = False
     learns = True
 
+    @property
+    def stood(self) -> float:
+        return super().stood + self.student.stood
+
     def __init__(self, student: TrainableDrafter, how: Distillation) -> None:
         self.student, self._how = student, how
         student.context = student.learned_context
@@ -137,7 +141,7 @@ class DistilledDrafter(Drafter):
         if self._update is not None:
             if self._update.done() if self._stride is None else self._waited >= self._stride.rounds:
                 self._take_over()
-        self._began, self._stood = time.perf_counter(), self.learning.waited
+        self._began, self._stood = time.perf_counter(), self.stood
         self._proposal = self.student.propose(draft_length, noise)
         return self._proposal
 
@@ -168,7 +172,7 @@ class DistilledDrafter(Drafter):
     def observe(self, tokens: Integers, kept: Integers) -> None:
         if self._proposal is not None:
             draft_length = self._proposal.tokens.shape[1]
-            seconds = time.perf_counter() - self._began - (self.learning.waited - self._stood)
+            seconds = time.perf_counter() - self._began - (self.stood - self._stood)
             self.price.observe(float(kept.mean()), draft_length, seconds)
             self._proposal = None
         self.student.observe(tokens, kept)
