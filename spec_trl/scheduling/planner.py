@@ -21,7 +21,7 @@ from .ledger import Drafts, Floats, Integers, Kind, Times
 from .plain_decoding import PlainRounds
 
 
-SHARE = 0.01  # of a rollout's time that each may take: planning, and each lookup that drafts beside rounds
+SHARE = 0.005  # of a rollout's time that each may take: planning, and each lookup that drafts beside rounds
 INCOME = 0.02  # share of an autoregressive round that each round adds to the account: what trials may cost in the end
 CARRIED = 1.0  # autoregressive rounds of the account that pass on to the next rollout, which may be short
 MOST_SAVED = 8.0  # autoregressive rounds that the account holds at most: what was gained long ago pays for no trial
