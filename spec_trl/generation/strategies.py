@@ -214,7 +214,7 @@ def make_control(
         raise ValueError(f"drafter has the strategies {names}, and a control tells them apart: pass one of each.")
     gamma = config.draft_length  # τ_prev is γ at first (ER Algorithm 1 line 1)
     candidates = [
-        Candidate(drafter.strategy, gamma, float(gamma), drafter.max_rows, drafter.has_probabilities)
+        Candidate(drafter.strategy, gamma, float(gamma), drafter.max_rows, not drafter.looks_up)
         for drafter in drafters
     ]
     if config.sd_toggle == "always":
@@ -289,7 +289,8 @@ def take_control(
     is the caller's alone until :func:`keep_control`."""
     # Assistants go by their costs: a name that held them would keep them alive.
     members = [(drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters]
-    name = f"control of {members}, {replace(config, seed=None, best_of_n_assistants=None)}"
+    options = replace(config, seed=None, best_of_n_assistants=None)
+    name = f"control of {members} on {model.device} in {model.dtype}, {options}"
     found: KeptControl | None = kept.take(model, name)
     if found is None or found.sources != (profile, ladder):
         known = None if profile or ladder else find_known_rounds(model, drafters, config)

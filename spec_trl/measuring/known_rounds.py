@@ -45,15 +45,15 @@ class KnownRounds:
 
 
 def find_known_rounds(
-    model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig
+    model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig, draft_ranks: int = 0
 ) -> KnownRounds | None:
     """What is known of rounds of `model` with `drafters`: by an earlier process, else by a probe; None where
     `config.sd_toggle` or the lack of drafters leaves nothing to predict."""
     if not drafters or config.sd_toggle in ("always", "never"):
         return None
-    # One file for each hardware, shape, dtype and kernel, and each set of drafters.
+    # One file for each hardware, shape, dtype and kernel, each set of drafters, and where they run.
     members = [(each.strategy, type(each).__name__, each.cost) for each in drafters]
-    text = f"{members} {config.decoupled_execution}"
+    text = f"{members} {config.decoupled_execution} {draft_ranks}"
     stem = profile_key(model, config).file_name.removesuffix(".json")
     path = cache_directory() / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
     try:
@@ -61,7 +61,7 @@ def find_known_rounds(
             file, times = read_json(path, _File, "ledger of rounds", "delete the file"), Times(PROBE_ERROR)
             times.load_state_dict(file.times)
             return KnownRounds(path, ProbedRounds(file.target, file.drafters), times, times.rounds)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, OSError) as error:
         warnings.warn(f"{path} is left aside, and rounds are measured anew: {error}", stacklevel=2)
     return KnownRounds(path, probe(model, drafters), Times(PROBE_ERROR), 0)
 

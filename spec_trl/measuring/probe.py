@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..generation.drafters.self_copy import SelfDrafter
+from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.cache import autocast_dtype
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.model_costs import model_constants
@@ -29,8 +31,9 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter]) -> ProbedRounds:
         target = _forward(model, model)
         found = {}
         for drafter in drafters:
-            if isinstance(drafter, SelfDrafter):
-                found[drafter.strategy] = _forward(drafter.network, model)
+            student = drafter.student if isinstance(drafter, DistilledDrafter) else drafter
+            if isinstance(student, SelfDrafter):
+                found[drafter.strategy] = _forward(student.network, model)
             elif drafter.cost is not None:
                 share = drafter.cost.weight_bytes / drafter.cost.tokens / model_constants(model).weight_bytes
                 found[drafter.strategy] = target.times(share)
@@ -39,31 +42,34 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter]) -> ProbedRounds:
 
 def _forward(network: nn.Module, model: PreTrainedModel) -> ForwardSeconds:
     """Of the target, or of its copy."""
-    alike: dict[tuple[object, ...], list[nn.Linear | QuantizedLinear]] = {}
+    alike: dict[object, list[QuantizedLinear | nn.Linear | Conv1D]] = {}
     for module in network.modules():
-        if isinstance(module, nn.Linear | QuantizedLinear):
-            alike.setdefault((type(module), module.in_features, module.out_features), []).append(module)
-    dtype, totals = autocast_dtype(model.device) or model.dtype, [0.0] * len(TOKENS)
+        if isinstance(module, QuantizedLinear | nn.Linear | Conv1D):
+            alike.setdefault((type(module), module.weight.shape, module.weight.dtype), []).append(module)
+    autocast, totals = autocast_dtype(model.device), [0.0] * len(TOKENS)
     for first, *others in alike.values():
+        width = first.weight.shape[0] if isinstance(first, Conv1D) else first.in_features
         if isinstance(first, QuantizedLinear):  # the copy is packed when it drafts, and may never
             first.refresh(ActivationAware())
+            layer, dtype = first, model.dtype
         else:
-            first = share_weights(first)  # as the engine runs it
+            layer = share_weights(first)  # as the engine runs it
+            dtype = first.weight.dtype if first.weight.is_floating_point() else model.dtype
         for place, tokens in enumerate(TOKENS):
-            totals[place] += (1 + len(others)) * _seconds(first, tokens, dtype, model.device)
+            x = torch.zeros(tokens, width, dtype=autocast or dtype, device=model.device)  # [tokens, in]
+            totals[place] += (1 + len(others)) * _seconds(layer, x)
     return ForwardSeconds(TOKENS, [max(each, 1e-9) for each in totals])
 
 
-def _seconds(layer: nn.Linear | QuantizedLinear, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
-    x = torch.zeros(tokens, layer.in_features, dtype=dtype, device=device)  # [tokens, in]
+def _seconds(layer: nn.Module, x: torch.Tensor) -> float:
     best, spent, calls = float("inf"), 0.0, 0
     while calls < CALLS and spent < ENOUGH:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
         started = time.perf_counter()
         layer(x)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
         seconds = time.perf_counter() - started
         best, spent, calls = min(best, seconds), spent + seconds, calls + 1
     return best

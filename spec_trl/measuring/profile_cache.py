@@ -40,8 +40,9 @@ def find_profile(
     """
     calibrates = config.sd_toggle != "measured"
     named = None if config.roofline_profile is None else Path(config.roofline_profile)
-    if not calibrates and named is None and not any(cache_directory().glob("*.json")):
-        return None  # before the key, which takes milliseconds of every call
+    files = [path.name for path in cache_directory().glob("*.json")]
+    if not calibrates and named is None and all(name.endswith((".rounds.json", ".ladder.json")) for name in files):
+        return None  # no profile; before the key, which takes milliseconds of every call
     key = profile_key(model, config)
     is_missing = named is not None and not named.exists()
     profile = None if named is None or is_missing else _load_named(named, key, config)

@@ -8,7 +8,7 @@ class Account:
     """Of one rollout."""
 
     # Over plain decoding: the mean over the rounds that drafted or, where none did, the largest prediction. None:
-    # there is no profile and no ladder.
+    # nothing is predicted.
     predicted_speedup: float | None
     reason: str  # one sentence
 

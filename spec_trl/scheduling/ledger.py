@@ -147,8 +147,12 @@ class Times:
         names = [
             each if isinstance(each, str) else Kind(tuple(each[0]), tuple(each[1]), each[2]) for each in state["terms"]
         ]
+        mean, covariance = (np.array(state[name], dtype=float) for name in ("mean", "covariance"))
+        shape = len(set(names)), len(names)
+        if covariance.shape != shape or mean.shape != shape[:1] or not np.isfinite(covariance.sum() + mean.sum()):
+            raise ValueError(f"a mean {mean.shape} and a covariance {covariance.shape} of {len(names)} terms")
         self._places = {name: place for place, name in enumerate(names)}
-        self._mean, self._covariance = np.array(state["mean"]), np.array(state["covariance"])
+        self._mean, self._covariance = mean, covariance
         self._covariance[0, 0] += 1.0
         self._noise, self.rounds, self._last = state["noise"], state["rounds"], None
 
@@ -242,10 +246,6 @@ class Drafts:
             for first, rate in (rates.T, (higher[:, 0], rates[:, 1]), (rates[:, 0], higher[:, 1]))
         )
         return sum((other / tau - 1) ** 2 for other in others)
-
-    def positions(self, method: int) -> float:
-        """Draft positions that have told of the method."""
-        return float(self._counts[method, 1::2].sum())
 
     def _rates(self) -> Floats:
         """`[M, 2]`: a method's rate of first and of further tokens."""

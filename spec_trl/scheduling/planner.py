@@ -24,7 +24,7 @@ from .plain_decoding import PlainRounds
 SHARE = 0.005  # of a rollout's time that each may take: planning, and each lookup that drafts beside rounds
 INCOME = 0.02  # share of an autoregressive round that each round adds to the account: what trials may cost in the end
 CARRIED = 1.0  # autoregressive rounds of the account that pass on to the next rollout, which may be short
-MOST_SAVED = 8.0  # autoregressive rounds that the account holds at most: what was gained long ago pays for no trial
+MOST_SAVED = 8.0  # autoregressive rounds that the account holds or owes at most: what is long ago counts no more
 KNOWN = 0.05  # variance of an arm's log seconds beside plain rounds' up to which what it gains is credited in full
 CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
 
@@ -65,6 +65,7 @@ class _Kept:
     chains: tuple[Chain, ...] = ()
     lasts: float = 0.0  # seconds of rounds after which another one is made
     passed: float = 0.0  # seconds of its rounds
+    failed: bool = False  # whether a drafter did: the round is of no kind, and its verdicts are none
     plain: float = math.nan  # seconds of an autoregressive round instead, by what was known
     gain: float = math.nan  # expected, of the tokens per second
     variance: float = math.nan  # of its logarithm, for want of rounds
@@ -158,9 +159,8 @@ class Planner(Control):
         self._kept, self._said = _Kept(PLAIN, [], False), Account(None, "no round was planned")
 
     def drop(self, index: int) -> None:
-        self._settle()
         self._dropped.add(index)
-        self._kept = _Kept(PLAIN, [], False)
+        self._kept.failed, self._kept.lasts = True, 0.0  # perhaps within a round, of which nothing is told then
 
     def further_method(
         self, requests: Sequence[int], helpers: Mapping[tuple[int, str], int]
@@ -319,12 +319,13 @@ class Planner(Control):
     def record_rows(
         self, requests: Sequence[int], accepted: Mapping[int, Sequence[int]], drafted: Mapping[int, Sequence[int]]
     ) -> None:
-        self._kept.verdicts.append((accepted, drafted))
+        if not self._kept.failed:
+            self._kept.verdicts.append((accepted, drafted))
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         kept = self._kept
         kept.passed += seconds
-        if not is_typical or draft_length < kept.arm.width:
+        if kept.failed or not is_typical or draft_length < kept.arm.width:
             return  # forwards were captured, or these were a rollout's last rounds: they are of no kind
         kept.log_ratios.append(math.log(seconds / self._seconds(kept.arm)[kept.batch - 1]))
         kept.seconds += seconds
@@ -351,7 +352,7 @@ class Planner(Control):
                         rounds, rounds * kept.batch, kept.tokens, kept.seconds,
                         plain * kept.tokens / kept.batch, rounds * kept.gain, rounds,
                     )  # fmt: skip
-            self.saved = min(self.saved + INCOME * rounds + gained, MOST_SAVED)
+            self.saved = min(max(self.saved + INCOME * rounds + gained, -MOST_SAVED), MOST_SAVED)
             kept.log_ratios, kept.seconds, kept.tokens = [], 0.0, 0
         for which in {which for accepted, _ in kept.verdicts for which in accepted}:
             of_rounds = [(accepted[which], drafted[which]) for accepted, drafted in kept.verdicts if which in accepted]

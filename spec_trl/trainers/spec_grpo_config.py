@@ -67,8 +67,8 @@ class SpecGRPOConfig(GRPOConfig):
     draft_lengths: list[int] = option(
         [5, 7, 9, 11],
         'Γ, draft lengths from 1 to 64, ascending; one entry keeps it fixed. Under sd_toggle="measured" each round '
-        'takes the one that promises most, or half of the shortest. Under "roofline" and "always" a controller '
-        "moves among them (ER §3.3), as the next four options say.",
+        'takes the one that promises most, or half of the shortest. Under "always", or "roofline" with one drafter, a '
+        "controller moves among them (ER §3.3), as the next four options say.",
     )
     initial_draft_length: int | None = option(None, "γ₀, the draft length to start with. None: the first one.")
     draft_length_up: float = option(

@@ -104,7 +104,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._draft_ranks = DraftRanks(args.draft_ranks, rank, ranks)
         shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
         self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding)
-        self._alarm = CollapseAlarm(by_first_token=args.assistant_strategy in CHOOSING)
+        self._alarm = CollapseAlarm(by_first_token=args.sd_toggle == "measured" or args.assistant_strategy in CHOOSING)
         self._log: RunLog | None = None
         self._verdict = Verdict()
         self._calibration_seconds = 0.0  # not yet logged
@@ -323,10 +323,13 @@ class SpecGRPOTrainer(GRPOTrainer):
                 if self.args.assistant_strategy in CHOOSING:
                     ladder = shared_ladder(self.accelerator, policy, drafters, self.args, rows)
             config = self._speculative_config
-            self._known = None if self._profile or ladder else find_known_rounds(policy, drafters, config)
+            if not self._profile and not ladder:
+                self._known = find_known_rounds(policy, drafters, config, self.args.draft_ranks)
             self._control = make_control(drafters, config, lengths, self._profile, ladder, self._known)
             if isinstance(self._control, Planner) and self._saved_ledger is not None:
                 self._control.load_state_dict(self._saved_ledger)
+                if self._known is not None:  # what is known by now may be another machine's
+                    self._known.saved = self._known.times.rounds
             self._calibration_seconds += time.perf_counter() - started
         if not isinstance(self._control, Planner):  # which chooses γ by itself
             for candidate in self._control.candidates:

@@ -11,6 +11,8 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig, release
 from spec_trl.generation import decoding
+from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.thread import DraftThread
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
@@ -183,8 +185,20 @@ def test_the_control_is_kept_for_the_same_options(tiny: LlamaForCausalLM, drafte
     ):  # fmt: skip
         assert control(**changes) is not kept
         kept = control()
+    try:
+        tiny.float()
+        assert control() is not kept
+    finally:
+        tiny.double()
+    kept = control()
     release(tiny)
     assert control() is not kept
+
+
+def test_what_runs_a_network_is_no_lookup(drafters: Make) -> None:
+    ahead = DecoupledDrafter(DraftThread(*drafters("self")))
+    assert not ahead.has_probabilities and controlled([ahead]).listens_to == []
+    assert controlled(drafters("self", "ngram")).listens_to == [1]
 
 
 # ---- the default: no calibration before the first token; rounds tell what pays, and later calls remember ------------
@@ -237,7 +251,7 @@ def test_a_planner_keeps_what_it_learned(
     (planner,) = {each.control for each in taken if each.control.candidates}
     assert rounds == sorted(set(rounds))
     assert isinstance(planner, Planner)
-    assert [planner.drafts.positions(which) > 0 for which in planner.listens_to] == [True]  # though it may never draft
+    assert [planner.drafts._counts[which].any() for which in planner.listens_to] == [True]  # though it may never draft
     release(model)
     generate(model, TWO, strategy, config)
     assert taken[-1].control is not planner

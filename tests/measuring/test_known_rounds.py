@@ -1,5 +1,6 @@
 """What is known of rounds is kept in the user's cache, and found by the next process."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,8 @@ def test_the_next_process_knows_what_this_one_measured(probed: list[int], cache:
     assert len(probed) == 1
     for other in (known([NgramDrafter(3), NgramDrafter(2)]), known(decoupled_execution="auto"), known(runner="eager")):
         assert other.times.rounds == 0
+    elsewhere = find_known_rounds(MODEL, [NgramDrafter(3)], SpeculativeConfig(), draft_ranks=1)
+    assert elsewhere is not None and elsewhere.times.rounds == 0
     for toggle in ("always", "never"):
         assert find_known_rounds(MODEL, [NgramDrafter(3)], SpeculativeConfig(sd_toggle=toggle)) is None
     assert find_known_rounds(MODEL, [], SpeculativeConfig()) is None
@@ -76,7 +79,10 @@ def test_it_is_written_when_rounds_have_doubled(probed: list[int], cache: Path) 
 def test_a_broken_file_is_left_aside(probed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched(known(), FEWEST_ROUNDS)
     (path,) = cache.glob("*.rounds.json")
-    for text in ("{", path.read_text().replace('"mean"', '"means"')):
+    broken = json.loads(path.read_text())
+    broken["times"]["mean"][0] = None
+    short = path.read_text().replace('"covariance": [', '"covariance": [[1.0], ')
+    for text in ("{", path.read_text().replace('"mean"', '"means"'), json.dumps(broken), short):
         path.write_text(text)
         with pytest.warns(UserWarning, match="rounds.json is left aside, and rounds are measured anew"):
             assert known().times.rounds == 0

@@ -3,10 +3,16 @@
 import time
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from benchmarks.tiny_families import make
+from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.measuring import probe as probing
 from spec_trl.measuring.probe import TOKENS, probe
 from spec_trl.scheduling.round_costs import ForwardSeconds
@@ -17,9 +23,9 @@ def test_products_of_each_kind_are_timed_once(monkeypatch: pytest.MonkeyPatch) -
     model = tiny_llama()
     timed = []
 
-    def seconds(layer: object, tokens: int, *_: object) -> float:
-        timed.append((type(layer).__name__, tokens))
-        return 1.0 + tokens / 16
+    def seconds(layer: object, x: torch.Tensor) -> float:
+        timed.append((type(layer).__name__, len(x)))
+        return 1.0 + len(x) / 16
 
     monkeypatch.setattr(probing, "_seconds", seconds)
     rounds = probe(model, [SelfDrafter(model, kernel="reference"), NgramDrafter(3)])
@@ -35,6 +41,28 @@ def test_real_layers_can_be_probed() -> None:
     model = tiny_llama()
     rounds = probe(model, [SelfDrafter(model, kernel="reference")])
     assert rounds({}, 0, 1, 10.0) > 0 and rounds({"self": 1}, 1, 1, 10.0) > 0
+
+
+def test_layers_in_dtypes_of_their_own_and_transposed_ones() -> None:
+    """Adapters stay in float32 over a policy in bfloat16; GPT-2 holds its weights the other way around."""
+    adapted = get_peft_model(tiny_llama().bfloat16(), LoraConfig(r=2, target_modules=["q_proj"])).get_base_model()
+    assert {weight.dtype for weight in adapted.parameters()} == {torch.bfloat16, torch.float32}
+    gpt2 = make("gpt2")
+    for model in (adapted, gpt2):
+        rounds = probe(model, [SelfDrafter(model, kernel="reference")])
+        assert rounds({}, 0, 1, 10.0) > 0 and rounds({"self": 1}, 1, 1, 10.0) > rounds({}, 0, 2, 10.0)
+    layers = [layer for layer in gpt2.modules() if isinstance(layer, nn.Linear | Conv1D)]
+    ticks = iter(range(10**6))  # each call takes a second
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+        assert probe(gpt2, [])({}, 0, 1, 10.0) == len(layers)
+
+
+def test_a_copy_that_learns_drafts_like_one_that_does_not() -> None:
+    model = tiny_llama()
+    drafter = DistilledDrafter(SelfDrafter(model, kernel="reference"), Distillation())
+    rounds = probe(model, [drafter])
+    assert rounds({"tts": 3}, 3, 1, 10.0) > rounds({}, 0, 4, 10.0)
 
 
 def test_slow_layers_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None:

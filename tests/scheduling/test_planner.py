@@ -13,7 +13,7 @@ import pytest
 from spec_trl.scheduling.control import Candidate, Chain
 from spec_trl.scheduling.ledger import FADE_ROLLOUT, Drafts, Kind, Times
 from spec_trl.scheduling.plain_decoding import PlainRounds
-from spec_trl.scheduling.planner import CARRIED, INCOME, SHARE, Planner
+from spec_trl.scheduling.planner import CARRIED, INCOME, MOST_SAVED, SHARE, Planner
 
 
 def flat(cycle: float) -> Callable[[Mapping[str, int], int, int, float], float]:
@@ -241,7 +241,7 @@ def test_a_prompts_own_acceptance_counts_in_later_rollouts() -> None:
     drafts.begin(["hard", "new", "easy"])
     hard, new, easy = drafts.survivals(np.arange(3), 1)[:, 0, 0]
     assert hard < new < easy
-    assert drafts.positions(0) == pytest.approx(sum(30 * 6 * FADE_ROLLOUT**age for age in (1, 2, 3)))
+    assert drafts._counts[0, 1::2].sum() == pytest.approx(sum(30 * 6 * FADE_ROLLOUT**age for age in (1, 2, 3)))
 
 
 def test_a_copy_that_was_accepted_whole_goes_on() -> None:
@@ -288,6 +288,34 @@ def test_a_plan_that_loses_is_thought_over_at_once() -> None:
         control.record(5, seconds, tokens)
         control.plan([0], 100.0, 0)
         assert control.times.rounds == rounds
+
+
+@pytest.mark.parametrize("in_the_round", [True, False])
+def test_a_drafter_that_fails_while_its_plan_is_kept(in_the_round: bool) -> None:
+    control = planner(0.5, clock=ticking(1.0))
+    control.begin(2, ["a", "b"])
+    control.saved = 8.0
+    for rounds in range(3):
+        assert control.plan([0, 1], 100.0, 0) == (Chain(0, 5),)
+        if rounds < 2:
+            control.record_rows([0, 1], {0: [5, 4]}, {0: [5, 5]})
+            control.record(5, 0.5, 11)
+    control.drop(0)
+    if in_the_round:  # γ columns are verified all the same, in which nothing was drafted
+        control.record_rows([0, 1], {}, {})
+        control.record(5, 3.0, 2)
+    assert control.plan([0, 1], 100.0, 0) == ()
+    control.record(0, 1.0, 2)
+    assert control.tallies[0].rounds == 2 and control.drafts.survivals(np.array([0]), 1).item() > 0.6
+    control.finish()
+    assert control.times.rounds == 3
+
+
+def test_a_debt_is_bounded() -> None:
+    """A round of minutes, as where another rank packs its copy, is not paid back by thousands of rounds."""
+    control = planner(0.5)
+    drive(control, 6, [1000.0], 0.5, 10)
+    assert -MOST_SAVED <= control.saved < -0.9 * MOST_SAVED
 
 
 def test_rounds_that_are_told_together_count_like_single_ones() -> None:

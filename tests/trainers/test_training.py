@@ -247,7 +247,7 @@ def test_a_resumed_planner_knows_the_rounds_and_the_acceptance_of_before(tmp_pat
     assert resumed == saved
     ours = rest.calls[0].control
     assert isinstance(ours, Planner) and ours.times.rounds > saved["times"]["rounds"] > 0
-    assert [ours.drafts.positions(which) > 0 for which in ours.listens_to] == [True]
+    assert [ours.drafts._counts[which].any() for which in ours.listens_to] == [True]
     assert whole.completions[1:] == rest.completions
 
 

@@ -38,6 +38,7 @@ class HistoryDrafter(Drafter):
 
     strategy = "history"
     has_probabilities = False
+    looks_up = True
     drafts_ahead = False
 
     def __init__(self, history_max_tokens: int) -> None:

@@ -13,6 +13,7 @@ class NgramDrafter(Drafter):
 
     strategy = "ngram"
     has_probabilities = False
+    looks_up = True
 
     def __init__(self, ngram_size: int) -> None:
         self._ngram_size = ngram_size

@@ -121,6 +121,8 @@ class Drafter(CandidateGenerator):
     drafts_ahead: bool = True
     """Whether it can draft on from its own drafts, and go back when its rows have become shorter. Not where it drafts
     from what the target has computed, or keeps what was committed."""
+    looks_up: bool = False
+    """Whether its drafts are found in texts, and cost no forward."""
     learns: bool = False
     """Whether it wants to see the target's logits (`learn`)."""
     learning: LearningStatistics

@@ -148,10 +148,10 @@ class SpeculationStatistics:
         timeline: who drafted for each row of the batch, and when. Neither has rows that other ranks decoded.
         speculating: what was drafted, at each change, of which at most `MOST_PLANS` are kept.
         points: measured rounds by batch, bin of length, γ and drafter.
-        predicted_speedup: mean over the speculative rounds by the roofline or ladder; without such rounds the largest
-            that was predicted. None: there is neither roofline nor ladder.
-        measured_speedup: the speculative rounds against the autoregressive time of the same tokens by the corrected
-            roofline or ladder. None: there is neither.
+        predicted_speedup: what the control promised, mean over the speculative rounds; without such rounds the largest
+            promise. None: it promises nothing.
+        measured_speedup: the speculative rounds against the autoregressive time of the same tokens, by what the
+            control knows of that. None: it knows nothing.
         reason: why the rounds drafted or did not, in a sentence.
         plain_seconds: what plain decoding of the same tokens would have taken, by measured rounds and by the profile
             that they correct. None: neither is known.

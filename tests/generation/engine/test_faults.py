@@ -12,6 +12,8 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Candidate
+from spec_trl.scheduling.ledger import Drafts, Times
+from spec_trl.scheduling.planner import Planner
 from spec_trl.scheduling.toggle import RooflineToggle
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs
@@ -56,6 +58,27 @@ def test_a_failure_is_said_once_and_ends_with_the_generation(tiny, expected, mon
     result = generate(tiny, PROMPTS, drafter=drafter, config=CONFIG, **EOS)
     assert result.statistics.acceptance_rate > 0.8 and result.statistics.drafter_failure is None
     assert outputs(result) == expected
+
+
+@pytest.mark.parametrize("action", ["propose", "observe", "move"])
+def test_a_planner_goes_on_without_who_fails(action: str, tiny, expected, monkeypatch) -> None:
+    """In whatever part of a round, and though the plan was to be kept."""
+    drafter, calls = Knowing(expected, None), iter(range(100))
+    run = getattr(drafter, action)
+
+    def fail(*given: Any) -> Any:
+        return run(*given) if next(calls) < 2 else 1 / 0
+
+    monkeypatch.setattr(drafter, action, fail)
+    seconds = iter(range(10**6))  # a plan seems to take long to make
+    control = Planner(
+        [Candidate("custom", 2, 2.0, 100)], [2], lambda lengths, *_: 0.5 if lengths else 1.0, Times(0.2),
+        Drafts(["custom"], [False]), clock=lambda: float(next(seconds)),
+    )  # fmt: skip
+    control.saved = 1.0
+    with pytest.warns(UserWarning, match="Knowing failed.*same tokens.*ZeroDivisionError"):
+        result = generate(tiny, PROMPTS, drafter=drafter, config=CONFIG, control=control, **EOS)
+    assert outputs(result) == expected and 0 < result.statistics.drafted_rounds < result.statistics.rounds
 
 
 @pytest.mark.parametrize("token", [64, -1, 2**40])

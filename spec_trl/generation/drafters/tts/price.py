@@ -111,11 +111,9 @@ class LearningPrice:
             of_share + 1 / UPDATES**3,
         )
 
-    def forget(self, share: float = 1.0) -> None:
-        """Of what was learned `share` is gone: rows have started anew."""
-        self.level *= 1 - share
-        of_level, of_both, of_share = self._variances
-        self._variances = (1 - share) ** 2 * of_level, (1 - share) * of_both, of_share
+    def forget(self) -> None:
+        """What was learned is gone: rows have started anew."""
+        self.level, self._variances = 0.0, (0.0, 0.0, self._variances[2])
 
     def state_dict(self) -> dict[str, Any]:
         """What it knows but for the machine's times, for a checkpoint."""
