@@ -241,7 +241,8 @@ def test_a_prompts_own_acceptance_counts_in_later_rollouts() -> None:
     drafts.begin(["hard", "new", "easy"])
     hard, new, easy = drafts.survivals(np.arange(3), 1)[:, 0, 0]
     assert hard < new < easy
-    assert drafts._counts[0, 1::2].sum() == pytest.approx(sum(30 * 6 * FADE_ROLLOUT**age for age in (1, 2, 3)))
+    tried = drafts.state_dict()["methods"][drafts.methods[0]][1::2]
+    assert sum(tried) == pytest.approx(sum(30 * 6 * FADE_ROLLOUT**age for age in (1, 2, 3)))
 
 
 def test_a_copy_that_was_accepted_whole_goes_on() -> None:

@@ -166,12 +166,14 @@ def test_it_is_compiled_once_and_kept(compilations: list[str], tmp_path: Path) -
 
 @pytest.mark.parametrize("trouble", ["no compiler", "it fails", "it hangs"])
 def test_without_a_compiler_attention_stays_torchs(
-    compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trouble: str, recwarn
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trouble: str, recwarn, request
 ) -> None:
     model = tiny_llama()
     expected = outputs(generate(model, PROMPTS, "none", {"runner": "eager"}))
     if trouble == "no compiler":
         monkeypatch.setattr(shutil, "which", lambda name: None)
+        native_code.compiler.cache_clear()
+        request.addfinalizer(native_code.compiler.cache_clear)
     elif trouble == "it fails":
         broken = tmp_path / "broken.cpp"
         broken.write_text("this is not C++")
