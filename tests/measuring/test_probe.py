@@ -75,7 +75,7 @@ def test_slow_layers_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
             layer.register_forward_hook(lambda *_: calls.append(1))
     rounds = probe(model, [])
     kinds = {(layer.in_features, layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear)}
-    assert len(calls) == len(kinds) * len(TOKENS)
+    assert len(calls) == len(kinds) * (len(TOKENS) - 1)  # the last times follow from those before
     assert rounds({}, 0, 1, 10.0) == 7 * model.config.num_hidden_layers + 1
 
 
