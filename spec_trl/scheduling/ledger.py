@@ -150,7 +150,10 @@ class Times:
         mean, covariance = (np.array(state[name], dtype=float) for name in ("mean", "covariance"))
         shape = len(set(names)), len(names)
         if covariance.shape != shape or mean.shape != shape[:1] or not np.isfinite(covariance.sum() + mean.sum()):
-            raise ValueError(f"a mean {mean.shape} and a covariance {covariance.shape} of {len(names)} terms")
+            raise ValueError(
+                f"the ledger of rounds is damaged: its mean {mean.shape} and covariance {covariance.shape} must be finite "
+                f"numbers of {len(names)} different terms. Delete the file that holds it."
+            )
         self._places = {name: place for place, name in enumerate(names)}
         self._mean, self._covariance = mean, covariance
         self._covariance[0, 0] += 1.0
