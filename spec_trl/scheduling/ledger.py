@@ -151,8 +151,8 @@ class Times:
         shape = len(set(names)), len(names)
         if covariance.shape != shape or mean.shape != shape[:1] or not np.isfinite(covariance.sum() + mean.sum()):
             raise ValueError(
-                f"the ledger of rounds is damaged: its mean {mean.shape} and covariance {covariance.shape} must be finite "
-                f"numbers of {len(names)} different terms. Delete the file that holds it."
+                f"the ledger of rounds is damaged: its mean {mean.shape} and covariance {covariance.shape} must be "
+                f"finite numbers of {len(names)} different terms. Delete the file that holds it."
             )
         self._places = {name: place for place, name in enumerate(names)}
         self._mean, self._covariance = mean, covariance
