@@ -28,9 +28,8 @@ from typing import Any
 from tqdm import tqdm
 
 from spec_trl import SpeculativeConfig
-from spec_trl.generation.strategies import CALIBRATION_ERROR
 from spec_trl.scheduling.control import Candidate, Chain
-from spec_trl.scheduling.ledger import Drafts, Times
+from spec_trl.scheduling.ledger import CELL_ERROR, Drafts, Times
 from spec_trl.scheduling.planner import Planner
 from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 
@@ -88,7 +87,7 @@ def control_on_a100(pool: Sequence[str], lengths: Sequence[int], rows: int, race
         return seconds_on_a100(batch, length, width, drafted)
 
     drafts = Drafts(pool, [name not in NETWORKS for name in pool])
-    return PlannerOnA100(candidates, lengths, seconds, Times(CALIBRATION_ERROR), drafts, race=race)
+    return PlannerOnA100(candidates, lengths, seconds, Times(CELL_ERROR), drafts, race=race)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from ..measuring.known_rounds import KnownRounds, find_known_rounds
 from ..quantization.kernels import PackedWeight
 from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
 from ..scheduling.ladder import Ladder
-from ..scheduling.ledger import Drafts, Times
+from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 from ..scheduling.planner import Planner
 from ..scheduling.profile import Profile
 from ..scheduling.roofline import Roofline
@@ -38,9 +38,6 @@ Assistant: TypeAlias = "PreTrainedModel | str | None"
 _LEARNED = {"eagle3": Eagle3Drafter, "dflash": DFlashDrafter}
 # Kernels whose layers keep locks or partial sums between thread blocks: drafting and learning would share them.
 _ONE_STREAM = {"humming", "marlin"}
-CALIBRATION_ERROR = 0.1
-"""sd of log(seconds / predicted) of a method's rounds, by a calibration: see docs/control.md, "How good is the
-prediction"."""
 
 
 # ---- drafters -----------------------------------------------------------------------------------------------------
@@ -225,7 +222,7 @@ def make_control(
             )
         return AlwaysSpeculate(candidates[0])
     costs: RoundSeconds
-    times = Times(CALIBRATION_ERROR)
+    times = Times(CELL_ERROR)
     if ladder is not None:
         costs = LadderRounds(ladder, None if profile is None else profile.roofline)
         draft_lengths = [

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
 TOKENS = (1, 4, 16, 64)  # of the forwards that are timed
 CALLS = 4  # of which the fastest counts: the first prepares kernels, and other work can only make one slower
 ENOUGH = 0.02  # seconds after which a layer is not called again: 5 shapes, 2 networks, 4 TOKENS then take about 1
+Layer: TypeAlias = QuantizedLinear | nn.Linear | Conv1D
 
 
 def probe(model: PreTrainedModel, drafters: Sequence[Drafter]) -> ProbedRounds:
@@ -41,29 +43,48 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter]) -> ProbedRounds:
 
 
 def _forward(network: nn.Module, model: PreTrainedModel) -> ForwardSeconds:
-    """Of the target, or of its copy."""
-    alike: dict[object, list[QuantizedLinear | nn.Linear | Conv1D]] = {}
+    """Of the target, or of its copy.
+
+    A layer that is there once, as a head is, takes as long for each weight as the largest of its type that is there
+    more often: packing and timing a large head would take longer than all the rest.
+    """
+    alike: dict[object, list[Layer]] = {}
     for module in network.modules():
-        if isinstance(module, QuantizedLinear | nn.Linear | Conv1D):
+        if isinstance(module, Layer):
             alike.setdefault((type(module), module.weight.shape, module.weight.dtype), []).append(module)
-    autocast, totals = autocast_dtype(model.device), [0.0] * len(TOKENS)
+    largest: dict[type, Layer] = {}
+    for first, *others in sorted(alike.values(), key=lambda own: own[0].weight.numel()):
+        if others:
+            largest[type(first)] = first
+    timed: dict[Layer, list[float]] = {}
+    totals = [0.0] * len(TOKENS)
     for first, *others in alike.values():
-        width = first.weight.shape[0] if isinstance(first, Conv1D) else first.in_features
-        if isinstance(first, QuantizedLinear):  # the copy is packed when it drafts, and may never
-            first.refresh(ActivationAware())
-            layer, dtype = first, model.dtype
-        else:
-            layer = share_weights(first)  # as the engine runs it
-            dtype = first.weight.dtype if first.weight.is_floating_point() else model.dtype
-        seconds: list[float] = []
-        for tokens in TOKENS:
-            if len(seconds) > 2 and seconds[-1] > ENOUGH:  # a large head on a slow machine: on along a straight line
-                seconds.append(ForwardSeconds(TOKENS[: len(seconds)], seconds)(tokens))
-                continue
-            x = torch.zeros(tokens, width, dtype=autocast or dtype, device=model.device)  # [tokens, in]
-            seconds.append(_seconds(layer, x))
-        totals = [total + (1 + len(others)) * own for total, own in zip(totals, seconds, strict=True)]
+        like = first if others else largest.get(type(first), first)
+        if like not in timed:
+            timed[like] = _layer(like, model)
+        count = (1 + len(others)) * first.weight.numel() / like.weight.numel()
+        totals = [total + count * own for total, own in zip(totals, timed[like], strict=True)]
     return ForwardSeconds(TOKENS, [max(each, 1e-9) for each in totals])
+
+
+def _layer(layer: Layer, model: PreTrainedModel) -> list[float]:
+    """Seconds for each of `TOKENS`."""
+    width = layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
+    dtype = layer.weight.dtype if layer.weight.is_floating_point() else model.dtype
+    if isinstance(layer, QuantizedLinear):  # the copy is packed when it drafts, and may never
+        layer.refresh(ActivationAware())
+        dtype = model.dtype
+    else:
+        layer = share_weights(layer)  # as the engine runs it
+    dtype = autocast_dtype(model.device) or dtype
+    seconds: list[float] = []
+    for tokens in TOKENS:
+        if len(seconds) > 2 and seconds[-1] > ENOUGH:  # a slow machine: on along a straight line
+            seconds.append(ForwardSeconds(TOKENS[: len(seconds)], seconds)(tokens))
+            continue
+        x = torch.zeros(tokens, width, dtype=dtype, device=model.device)  # [tokens, in]
+        seconds.append(_seconds(layer, x))
+    return seconds
 
 
 def _seconds(layer: nn.Module, x: torch.Tensor) -> float:

@@ -4,7 +4,6 @@ A control reads both, and writes to them what each round did. Plain numpy: it ru
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,15 +15,13 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-PLAIN_ERROR = 0.025  # sd of log(measured / predicted) of autoregressive rounds of one size beyond the machine's level
-CELL_ERROR = 0.1  # the same of rounds of one plan and size beyond their methods'
-DRIFT = 0.02  # sd by which the machine's level moves from round to round, in log seconds
+DRIFT = 0.02  # sd by which the machine's level moves in a round, and plain rounds of one size are off; log seconds
+CELL_ERROR = 0.1  # sd of log(measured / predicted) of a plan and size beyond its method's, and of a calibrated method
 NOISE = 0.02, 0.05  # least, and first, sd of a round's time: formulas are no truer than 2 %
-NOISE_MEMORY = 20  # rounds over which the noise is estimated
 SURPRISE = 3.0  # sds beyond which something has jumped: a machine's noise has such errors once in 400 rounds
+FADE = 0.95  # weight of the noise and of a row's evidence one round, and of all evidence one rollout, later
 FIRST_GUESS = 0.6, 2.0  # acceptance of a method that never drafted, and the draft positions that this guess counts
-PROMPT_LIKENESS, ROW_LIKENESS = 10.0, 20.0  # draft positions that the method counts beside a prompt, it beside a row
-FADE_ROUND, FADE_ROLLOUT = 0.95, 0.9  # weight of a row's evidence one round, and of all evidence one rollout, later
+LIKENESS = 15.0  # draft positions that what is alike counts: beside a prompt the method, beside a row its prompt
 MOST_PROMPTS = 4096  # prompts that are remembered; those that came last stay
 
 
@@ -60,7 +57,7 @@ class Times:
 
     def observe(self, kind: Kind, *log_ratios: float) -> None:
         """Takes rounds in a row: log(measured / predicted) of each."""
-        rounds, log_ratio = len(log_ratios), sum(log_ratios) / len(log_ratios)
+        rounds, log_ratio = len(log_ratios), float(np.mean(log_ratios))
         self.rounds += rounds
         own = self._terms(kind)
         mean, covariance, places = self._mean, self._covariance, [0, *own]
@@ -74,9 +71,9 @@ class Times:
         surprise = error * error / spread
         scatter, told = surprise * self._noise, 1  # how far it was off, or rounds were from each other
         if rounds > 1:
-            scatter, told = statistics.variance(log_ratios, log_ratio), rounds - 1
+            scatter, told = float(np.var(log_ratios, ddof=1)), rounds - 1
         scatter = max(min(scatter, SURPRISE**2 * self._noise), NOISE[0] ** 2)
-        self._noise += (scatter - self._noise) * told / (NOISE_MEMORY - 1 + told)
+        self._noise += (scatter - self._noise) * told / (FADE / (1 - FADE) + told)
         if surprise > SURPRISE**2:
             covariance[0, 0] += (
                 error * error
@@ -113,14 +110,14 @@ class Times:
         """Anything may have moved a little between rollouts: terms that are known well become less certain."""
         place = np.arange(1, len(self._mean))
         variance = self._covariance[place, place]
-        self._covariance[place, place] = np.where(variance < CELL_ERROR**2, variance / FADE_ROLLOUT, variance)
+        self._covariance[place, place] = np.where(variance < CELL_ERROR**2, variance / FADE, variance)
 
     def _terms(self, kind: Kind) -> list[int]:
         """Places of its terms, without the level; unknown ones are added."""
         if kind.methods:
             wanted = [*((name, self._method_error) for name in kind.methods), (kind, CELL_ERROR)]
         else:
-            wanted = [(kind, PLAIN_ERROR)]
+            wanted = [(kind, DRIFT)]
         for name, error in wanted:
             if name not in self._places:
                 place = self._places[name] = len(self._mean)
@@ -194,7 +191,7 @@ class Drafts:
         self._now = _Rollout(
             keys=list(number),
             prompt_of=np.array([number[key] for key in prompts], dtype=np.int64),
-            prompts=np.array([self._prompts.get(key, nothing) * FADE_ROLLOUT for key in number]).reshape(-1, *shape),
+            prompts=np.array([self._prompts.get(key, nothing) * FADE for key in number]).reshape(-1, *shape),
             rows=np.zeros((len(prompts), *shape)),
             hot=np.zeros((len(prompts), len(self.methods)), dtype=bool),
         )
@@ -215,8 +212,8 @@ class Drafts:
         self._counts[method] += own.sum(0)
         np.add.at(now.prompts[:, method], now.prompt_of[requests], own)
         later = had[::-1].cumsum(0)[::-1]  # [R, n], drafts from this one on
-        faded = (FADE_ROUND ** (later - had)[..., None] * counts).sum(0)
-        now.rows[requests, method] = FADE_ROUND ** later[0][:, None] * now.rows[requests, method] + faded
+        faded = (FADE ** (later - had)[..., None] * counts).sum(0)
+        now.rows[requests, method] = FADE ** later[0][:, None] * now.rows[requests, method] + faded
 
     def end_rollout(self) -> None:
         """Older rollouts fade: a method's counts with every rollout, a prompt's with every one that has it again."""
@@ -225,15 +222,15 @@ class Drafts:
             self._prompts[key] = counts  # at the end: the newest
         for key in list(self._prompts)[:-MOST_PROMPTS]:
             del self._prompts[key]
-        self._counts *= FADE_ROLLOUT
+        self._counts *= FADE
         self.begin([])
 
     def survivals(self, requests: Integers, most: int) -> Floats:
         """`[B, M, most]`: probabilities that a draft for each of `requests` `[B]` gets 1, 2, … tokens far."""
         now = self._now
         rates = self._rates()  # [M, 2]
-        rates = _drawn(now.prompts[now.prompt_of[requests]], rates, PROMPT_LIKENESS)  # [B, M, 2]
-        rates = _drawn(now.rows[requests], rates, ROW_LIKENESS)
+        rates = _drawn(now.prompts[now.prompt_of[requests]], rates, LIKENESS)  # [B, M, 2]
+        rates = _drawn(now.rows[requests], rates, LIKENESS)
         goes_on = now.hot[requests] & self._looked_up  # [B, M]
         first = np.where(goes_on, rates[..., 1], rates[..., 0])
         return first[..., None] * rates[..., 1:] ** np.arange(most)

@@ -22,7 +22,7 @@ from .plain_decoding import PlainRounds
 
 
 SHARE = 0.005  # of a rollout's time that each may take: planning, and each lookup that drafts beside rounds
-INCOME = 0.02  # share of an autoregressive round that each round adds to the account: what trials may cost in the end
+INCOME = 0.015  # share of an autoregressive round that each round adds to the account: what trials may cost in the end
 CARRIED = 1.0  # autoregressive rounds of the account that pass on to the next rollout, which may be short
 MOST_SAVED = 8.0  # autoregressive rounds that the account holds or owes at most: what is long ago counts no more
 KNOWN = 0.05  # variance of an arm's log seconds beside plain rounds' up to which what it gains is credited in full
@@ -62,6 +62,8 @@ class _Kept:
     arm: Arm
     requests: list[int]
     waiting: bool
+    width: int = 0  # most draft tokens of a row
+    predicted: float = math.nan  # seconds of a round
     chains: tuple[Chain, ...] = ()
     lasts: float = 0.0  # seconds of rounds after which another one is made
     passed: float = 0.0  # seconds of its rounds
@@ -69,7 +71,7 @@ class _Kept:
     plain: float = math.nan  # seconds of an autoregressive round instead, by what was known
     gain: float = math.nan  # expected, of the tokens per second
     variance: float = math.nan  # of its logarithm, for want of rounds
-    log_ratios: list[float] = field(default_factory=list)  # log(measured / predicted) seconds of each round
+    measured: list[float] = field(default_factory=list)  # seconds of each round
     seconds: float = 0.0
     tokens: int = 0
     verdicts: list[tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]] = field(default_factory=list)
@@ -188,7 +190,7 @@ class Planner(Control):
     def forecast(self, batch: int, length: float) -> Account:
         if batch > (most := max(candidate.max_rows for candidate in self.candidates)):
             return Account(None, too_many_rows(batch, most))
-        return Account(None, "rounds will tell when to draft; trials may take 2 % of the time")
+        return Account(None, f"rounds will tell when to draft; trials may take {INCOME:.1%} of the time")
 
     def finish(self) -> None:
         self._settle()
@@ -216,7 +218,11 @@ class Planner(Control):
         if pairs:
             taus = np.concatenate([taus, [tau for _, tau in pairs]])
             gains = self._log_gains(table, taus, waiting)
-        kept = _Kept(self._choose(table, gains), list(requests), waiting > 0, gain=self._gain, variance=self._variance)
+        arm = self._choose(table, gains)
+        kept = _Kept(
+            arm, list(requests), waiting > 0, arm.width, float(self._seconds(arm)[self._batch - 1]),
+            gain=self._gain, variance=self._variance,
+        )  # fmt: skip
         for which, chosen in kept.arm.chains:
             self.candidates[which].draft_length = chosen
         kept.chains, kept.plain = self._chains(kept.arm, efficiencies), self._plain_seconds()
@@ -325,9 +331,9 @@ class Planner(Control):
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         kept = self._kept
         kept.passed += seconds
-        if kept.failed or not is_typical or draft_length < kept.arm.width:
+        if kept.failed or not is_typical or draft_length < kept.width:
             return  # forwards were captured, or these were a rollout's last rounds: they are of no kind
-        kept.log_ratios.append(math.log(seconds / self._seconds(kept.arm)[kept.batch - 1]))
+        kept.measured.append(seconds)
         kept.seconds += seconds
         kept.tokens += tokens
 
@@ -339,8 +345,8 @@ class Planner(Control):
     def _settle(self) -> None:
         """Writes to the ledger, the account and the tallies what the rounds of the plan that was kept did."""
         kept = self._kept
-        if rounds := len(kept.log_ratios):
-            self.times.observe(self._kind(kept.arm, kept.batch), *kept.log_ratios)
+        if rounds := len(kept.measured):
+            self.times.observe(self._kind(kept.arm, kept.batch), *np.log(np.array(kept.measured) / kept.predicted))
             gained = 0.0
             if kept.arm.chains:
                 plain = self._plain_seconds()
@@ -353,7 +359,7 @@ class Planner(Control):
                         plain * kept.tokens / kept.batch, rounds * kept.gain, rounds,
                     )  # fmt: skip
             self.saved = min(max(self.saved + INCOME * rounds + gained, -MOST_SAVED), MOST_SAVED)
-            kept.log_ratios, kept.seconds, kept.tokens = [], 0.0, 0
+            kept.measured, kept.seconds, kept.tokens = [], 0.0, 0
         for which in {which for accepted, _ in kept.verdicts for which in accepted}:
             of_rounds = [(accepted[which], drafted[which]) for accepted, drafted in kept.verdicts if which in accepted]
             right, tried = np.array(of_rounds).swapaxes(0, 1)  # [R, B] each; -1: no draft

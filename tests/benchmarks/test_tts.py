@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks import tts
 from benchmarks.measure import Result, read_result
 from benchmarks.tts_distributions import observe_position
-from benchmarks.tts_drafters import FROZEN, NONE, TTS
+from benchmarks.tts_drafters import FROZEN, NONE, TTS, make_kind
 from benchmarks.tts_numbers import BINS, Record, acceptance_length, by_depth, gain_interval, speed_ratio, third
 from benchmarks.tts_parts import last_quarter, summarise
 from benchmarks.tts_runs import Bench
 from benchmarks.tts_store import Store
+from benchmarks.widen import widen
 from spec_trl.drafter_training.untrained import write_eagle3
 from tests.benchmarks.conftest import set_arguments
 from tests.conftest import STORY_MODEL, tiny_llama
@@ -198,3 +199,19 @@ def test_each_part_is_lossless_and_reports(arguments, expected, monkeypatch, fol
     if part == "batch":
         (cell,) = json.loads((tmp_path / "cells/tts_batch.json").read_text())["cells"].values()
         assert all(len(cell["data"][way]["blocks"]) == 2 for way in cell["data"] if way != NONE)
+
+
+def test_a_wide_target_has_the_drafters_of_its_checkpoint(tmp_path: Path) -> None:
+    narrow = tiny_llama().float()
+    narrow.save_pretrained(tmp_path / "narrow")
+    write_eagle3(tmp_path / "eagle3", narrow)
+    wide = widen(narrow, 3, seed=0)
+    states = torch.randn(5, 2, narrow.config.hidden_size)  # [positions, layers, H]
+    found = []
+    for target, by in ((narrow, 1), (wide, 3)):
+        spec = str(tmp_path / "narrow") if by == 1 else f"wide:{tmp_path / 'narrow'}*3"
+        network = make_kind("eagle3", tmp_path, spec, Path(), 16, None, "rtn-w4-g32").student(target).network
+        projected = network.project(states.repeat(1, 1, by).flatten(1))  # [positions, drafter's H]
+        found.append((projected, network.embed(torch.arange(64), target.get_input_embeddings())))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

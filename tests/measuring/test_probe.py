@@ -65,6 +65,20 @@ def test_a_copy_that_learns_drafts_like_one_that_does_not() -> None:
     assert rounds({"tts": 3}, 3, 1, 10.0) > rounds({}, 0, 4, 10.0)
 
 
+def test_a_head_is_not_timed_but_takes_as_long_for_each_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, timed = tiny_llama(vocab_size=640), set()
+
+    def seconds(layer: nn.Linear, x: torch.Tensor) -> float:
+        timed.add(tuple(layer.weight.shape))
+        return float(layer.weight.numel())
+
+    monkeypatch.setattr(probing, "_seconds", seconds)
+    rounds = probe(model, [])
+    layers = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    assert rounds({}, 0, 1, 10.0) == sum(weight.numel() for weight in layers)
+    assert model.lm_head.weight.shape == (640, 64) not in timed and len(timed) == 2
+
+
 def test_slow_layers_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     clock = iter(range(10**6))  # each reading is a second later

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spec_trl.scheduling.control import Candidate, Chain
-from spec_trl.scheduling.ledger import FADE_ROLLOUT, Drafts, Kind, Times
+from spec_trl.scheduling.ledger import FADE, Drafts, Kind, Times
 from spec_trl.scheduling.plain_decoding import PlainRounds
 from spec_trl.scheduling.planner import CARRIED, INCOME, MOST_SAVED, SHARE, Planner
 
@@ -58,7 +58,7 @@ def test_a_burst_in_the_first_rounds_does_not_make_drafting_look_cheap() -> None
 def test_drafts_that_have_become_slow_end_before_long() -> None:
     """They look like a slower machine: only autoregressive rounds can tell, and those must run."""
     control = planner(2.0)
-    assert drive(control, 3, [], 2.0, 100)[-1]  # 1.5x faster
+    assert drive(control, 3, [], 2.0, 150)[-1]  # 1.5x faster
     assert drive(control, 3, [], 4.0, 100)[-1]  # 1.33x slower: contention?
     drive(control, 3, [], 4.0, 300)
     assert not any(drive(control, 3, [], 4.0, 100))
@@ -153,8 +153,8 @@ def test_races_keep_to_their_budget(budget: int | None, races: bool) -> None:
 
 def test_the_account_carries_little_to_the_next_rollout() -> None:
     control = planner(2.0)
-    drive(control, 5, [], 2.0, 100)
-    assert control.saved > 100 * INCOME + CARRIED  # it gained more than its income
+    drive(control, 5, [], 2.0, 150)
+    assert control.saved > 150 * INCOME + CARRIED  # it gained more than its income
     control.begin(1, ["a"])
     assert control.saved == CARRIED
 
@@ -242,7 +242,7 @@ def test_a_prompts_own_acceptance_counts_in_later_rollouts() -> None:
     hard, new, easy = drafts.survivals(np.arange(3), 1)[:, 0, 0]
     assert hard < new < easy
     tried = drafts.state_dict()["methods"][drafts.methods[0]][1::2]
-    assert sum(tried) == pytest.approx(sum(30 * 6 * FADE_ROLLOUT**age for age in (1, 2, 3)))
+    assert sum(tried) == pytest.approx(sum(30 * 6 * FADE**age for age in (1, 2, 3)))
 
 
 def test_a_copy_that_was_accepted_whole_goes_on() -> None:

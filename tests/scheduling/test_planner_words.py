@@ -38,7 +38,7 @@ def accept(control: Planner, which: int, accepted: list[int], drafts: int = 30) 
 def test_before_a_rollout() -> None:
     control = planner("self", "ngram")
     assert control.account().reason == "no round was planned" and control.account().predicted_speedup is None
-    assert control.forecast(64, 100.0).reason == "rounds will tell when to draft; trials may take 2 % of the time"
+    assert control.forecast(64, 100.0).reason == "rounds will tell when to draft; trials may take 1.5% of the time"
     forecast = control.forecast(65, 100.0)
     assert forecast.reason == "more rows (65) than the drafter's kernels serve (64)"
     assert forecast.predicted_speedup is None

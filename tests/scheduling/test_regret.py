@@ -7,7 +7,7 @@ from benchmarks.control_worlds import CELLS, Cell, World
 
 
 @pytest.mark.parametrize(
-    ("noise", "planning", "regret"), [("0%", 0.0, 0.07), ("20%", 0.0, 0.12), ("burst", 0.0, 0.1), ("20%", 0.06, 0.15)]
+    ("noise", "planning", "regret"), [("0%", 0.0, 0.09), ("20%", 0.0, 0.12), ("burst", 0.0, 0.1), ("20%", 0.06, 0.15)]
 )
 def test_small_batches_stay_near_the_oracle_and_are_never_slower(noise: str, planning: float, regret: float) -> None:
     """Rows are few, so little is known: the hardest cells. The whole table is `benchmarks/control_regret.py`'s."""
@@ -16,7 +16,7 @@ def test_small_batches_stay_near_the_oracle_and_are_never_slower(noise: str, pla
     assert found.regret <= regret
     assert found.worst_sequence <= 1.02
     assert found.worst_rollout <= 1.1
-    assert found.slower <= 0.11
+    assert found.slower <= 0.09
     assert found.first_alone <= 1.03
 
 

@@ -15,7 +15,7 @@ UPDATES = 1000
 """By expectation an update closes 1 / UPDATES of what log τ lacks to its ceiling: between 1/600 (EAGLE-3, greedy) and
 1/4000 (small LM, sampled) in benchmarks/results/tts_drafters.json. In so many updates that may change by as much."""
 TRIAL = 0.01
-"""Share of the rounds' seconds that updates of unknown worth may take: half of what a planner's account receives."""
+"""Share of the rounds' seconds that updates of unknown worth may take; a planner's account receives 1.5 times that."""
 FIRST = 2
 """Rounds that the first update is assumed to take, before one was timed; the copy of the network included."""
 NOISE = 0.1
