@@ -20,7 +20,7 @@ from .probe import probe
 from .profile_cache import cache_directory
 
 
-PROBE_ERROR = 0.5
+PROBE_ERROR = 0.3
 """sd of log(seconds / predicted) of a method's rounds that were only probed: the host and attention are left out."""
 FEWEST_ROUNDS = 100  # of which a file is worth its writing
 
