@@ -75,9 +75,8 @@ class Times:
         scatter = max(min(scatter, SURPRISE**2 * self._noise), NOISE[0] ** 2)
         self._noise += (scatter - self._noise) * told / (FADE / (1 - FADE) + told)
         if surprise > SURPRISE**2:
-            covariance[0, 0] += (
-                error * error
-            )  # the machine has jumped; or, where the kind is new, its prediction is off
+            # The machine has jumped; or, where the kind is new, its prediction is off.
+            covariance[0, 0] += error * error
             if kind != self._last:
                 covariance[own, own] += error * error / len(own)
             cross = covariance[:, places].sum(1)
