@@ -21,7 +21,7 @@ NOISE = 0.02, 0.05  # least, and first, sd of a round's time: formulas are no tr
 SURPRISE = 3.0  # sds beyond which something has jumped: a machine's noise has such errors once in 400 rounds
 FADE = 0.95  # weight of the noise and of a row's evidence one round, and of all evidence one rollout, later
 FIRST_GUESS = 0.6, 2.0  # acceptance of a method that never drafted, and the draft positions that this guess counts
-LIKENESS = 20.0  # draft positions that what is alike counts: beside a prompt the method, beside a row its prompt
+LIKENESS = 15.0  # draft positions that what is alike counts: beside a prompt the method, beside a row its prompt
 MOST_PROMPTS = 4096  # prompts that are remembered; those that came last stay
 
 
