@@ -95,8 +95,7 @@ def calibrate(
         warnings.warn(
             f"the calibrated roofline says no better than guessing where speculation pays: at a speedup of "
             f"{signs.threshold:g} it agrees with {signs.accuracy:.0%} of the measured rounds, always guessing with "
-            f"{signs.majority:.0%}. Calibrate again on a quiet machine, or with a larger "
-            "budget.",
+            f"{signs.majority:.0%}. Calibrate again on a quiet machine, or with a larger budget.",
             stacklevel=2,
         )
     # Lists, not tuples: the profile equals the one that is read again.
