@@ -6,6 +6,9 @@ each time. Ways: `"none"`, `"auto"` with its defaults (the planner, without a pr
 always, so that no control costs them time. Ways take turns; ratios are medians over repeats of the ratio within one.
 
     python -m benchmarks.control_machine --prompts ../shared/data/tinystories/tinystories_1000.json
+    python -m benchmarks.copying --model ../shared/models/stories260K --output copier
+    python -m benchmarks.control_machine --models copier,float32 --copiers --kinds copy-heavy \\
+        --output benchmarks/results/control_machine_copier.json
     python -m benchmarks.control_machine --models shape:qwen2.5-0.5b,float32 --tokens 24 --repeats 3 --calls 2 \\
         --output benchmarks/results/control_machine_05b.json
 
@@ -37,7 +40,7 @@ from .workload import STORY_MODEL, Workload, end_tokens, prompt_source
 
 NONE, AUTO = "none", "auto"
 SINGLE = ("self", "history", "ngram")
-COPYING = Copying(4, 0.95)  # no model here copies by itself; ordinary text repeats three of four tokens rarely
+COPYING = Copying(4, 0.95)  # where the model does not; ordinary text repeats three of four tokens rarely
 AGAINST_NONE, AGAINST_BETTER, MOST_CELLS = 0.98, 0.95, 0.8  # what should be reached; the second in that share of cells
 
 
@@ -127,10 +130,9 @@ def measure_cell(loaded: LoadedModel, kind: str, batch: int, options: argparse.N
         for ids in prompt_source(loaded, options.prompts, batch * repeats * options.calls, options.seed)
     ]
     pad = model.generation_config.pad_token_id or 0
-    works = [
-        Workload(prompts[i : i + batch], options.tokens, 1.0, (), pad) for i in range(0, len(prompts), batch)
-    ]
-    always, processors = SpeculativeConfig(sd_toggle="always"), LogitsProcessorList([COPYING] if kind == COPY else [])
+    works = [Workload(prompts[i : i + batch], options.tokens, 1.0, (), pad) for i in range(0, len(prompts), batch)]
+    always = SpeculativeConfig(sd_toggle="always")
+    processors = LogitsProcessorList([COPYING] if kind == COPY and not options.copiers else [])
     ways = {
         name: way(model, name, SpeculativeConfig() if name == AUTO else always, logits_processor=processors)
         for name in (NONE, AUTO, *options.single)
@@ -189,8 +191,9 @@ def setup(result: dict[str, Any]) -> str:
     better = sum(cell["to_better"] >= AGAINST_BETTER for cell in cells)
     shares, micros = ([cell[f"control_{name}"] for cell in cells] for name in ("share", "microseconds"))
     same, rows = (sum(cell[name] for cell in cells) for name in ("identical_rows", "rows"))
+    single = f" and {', '.join(options['single'])} that draft always" if options["single"] else ""
     return (
-        f'"auto" with its defaults against "none" and {", ".join(options["single"])} that draft always, from a fresh '
+        f'"auto" with its defaults against "none"{single}, from a fresh '
         f"start {options['calls']} calls in a row of {options['tokens']} new tokens per row, temperature 1. "
         f"Tokens/s of all calls of a start: median of {options['repeats']} repeats in "
         f"turns, lowest and highest. At least {AGAINST_NONE} of `none` in {count - sum(slower)} of {count} cells "
@@ -198,6 +201,7 @@ def setup(result: dict[str, Any]) -> str:
         f"{MOST_CELLS:.0%}). {same} of {rows} completions are `none`'s. "
         f"Decisions took {min(shares):.2%} to {max(shares):.2%} of a call, {min(micros):.0f} to {max(micros):.0f} "
         "microseconds a round."
+        + (" The models copy by themselves." if options["copiers"] else "")
         + "".join(synthetic_line(model) for model in result["models"])
     )
 
@@ -216,6 +220,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--batches", type=int, nargs="+", default=[1, 4, 16], help="rows (default: %(default)s)")
     add("--kinds", nargs="+", choices=[STORY, COPY], default=[STORY, COPY], help="of prompts (default: both)")
     add("--single", nargs="*", choices=SINGLE, default=SINGLE, help="methods to compare with (default: all)")
+    add("--copiers", action="store_true",
+        help="the models copy by themselves, as benchmarks.copying teaches; else a processor does it")  # fmt: skip
     add("--tokens", type=int, default=192, help="new ones per row and call (default: %(default)s)")
     add("--calls", type=int, default=3, help="in a row from a fresh start (default: %(default)s)")
     add("--repeats", type=int, default=10, help="of each cell (default: %(default)s)")

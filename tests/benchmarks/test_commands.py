@@ -120,7 +120,7 @@ def test_first_call(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_control_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way starts with nothing kept; after the result, a differing row fails."""
+    """Each way starts with nothing kept; copiers get no processor; after the result, a differing row fails."""
     released: list[object] = []
     forget = control_machine.forget
     monkeypatch.setattr(control_machine, "forget", lambda model: (released.append(model), forget(model)))
@@ -133,8 +133,9 @@ def test_control_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(cell["to_none"]) == {"auto", "history"} and len(cell["to_none_by_repeat"]) == 2
     assert set(cell["to_none"]["auto"]) == {"all", "first", "later", "cpu"}
     monkeypatch.setattr(control_machine, "identical_rows", lambda ours, theirs: (0, 1))
+    monkeypatch.setattr(control_machine, "COPYING", None)
     with pytest.raises(SystemExit, match="2 completions differ"):
-        command("control_machine", f"{arguments} --repeats 1 --tokens 1")
+        command("control_machine", f"{arguments} --copiers --repeats 1 --tokens 1")
 
 
 @pytest.mark.slow
