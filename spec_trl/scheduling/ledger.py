@@ -103,7 +103,8 @@ class Times:
 
     def seconds(self, kind: Kind, predicted: float) -> float:
         """What a round of `kind` takes now."""
-        return predicted * math.exp(self._mean[[0, *self._terms(kind)]].sum())
+        places = [0, *self._terms(kind)]  # may add terms, so before the mean is read
+        return predicted * math.exp(self._mean[places].sum())
 
     def end_rollout(self) -> None:
         """Anything may have moved a little between rollouts: terms that are known well become less certain."""
