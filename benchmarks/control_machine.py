@@ -9,8 +9,8 @@ always, so that no control costs them time. Ways take turns; ratios are medians 
     python -m benchmarks.copying --model ../shared/models/stories260K --output copier
     python -m benchmarks.control_machine --models copier,float32 --copiers --kinds copy-heavy \\
         --output benchmarks/results/control_machine_copier.json
-    python -m benchmarks.control_machine --models shape:qwen2.5-0.5b,float32 --tokens 24 --repeats 3 --calls 2 \\
-        --output benchmarks/results/control_machine_05b.json
+    python -m benchmarks.control_machine --models shape:qwen2.5-0.5b,float32 --tokens 48 --repeats 5 --calls 2 \\
+        --single self history --output benchmarks/results/control_machine_05b.json
 
 Rows of a wide float32 model may differ after a near-tie of two tokens: the result is written, and the command fails.
 """

@@ -22,7 +22,7 @@ from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
 
 TOKENS = (1, 4, 16, 64)  # of the forwards that are timed
 CALLS = 4  # of which the fastest counts: the first prepares kernels, and other work can only make one slower
-ENOUGH = 0.02  # seconds after which a layer is not called again: 4 shapes, 2 networks, 4 TOKENS then take under 1
+ENOUGH = 0.02  # seconds of calls, then a layer is not called again: 4 shapes of 2 networks take under a second
 Layer: TypeAlias = QuantizedLinear | nn.Linear | Conv1D
 
 

@@ -21,7 +21,7 @@ NOISE = 0.02, 0.05  # least, and first, sd of a round's time: formulas are no tr
 SURPRISE = 3.0  # sds beyond which something has jumped: a machine's noise has such errors once in 400 rounds
 FADE = 0.95  # weight of the noise and of a row's evidence one round, and of all evidence one rollout, later
 FIRST_GUESS = 0.6, 2.0  # acceptance of a method that never drafted, and the draft positions that this guess counts
-LIKENESS = 15.0  # draft positions that what is alike counts: beside a prompt the method, beside a row its prompt
+LIKENESS = 15.0  # draft positions that a method counts for beside a prompt's own, and a prompt beside a row's own
 MOST_PROMPTS = 4096  # prompts that are remembered; those that came last stay
 
 
@@ -103,7 +103,7 @@ class Times:
 
     def seconds(self, kind: Kind, predicted: float) -> float:
         """What a round of `kind` takes now."""
-        places = [0, *self._terms(kind)]  # may add terms, so before the mean is read
+        places = [0, *self._terms(kind)]  # first, as this may add terms to the mean
         return predicted * math.exp(self._mean[places].sum())
 
     def end_rollout(self) -> None:
