@@ -4,6 +4,7 @@ Most families of transformers take `position_ids` and a mask for each type of la
 length instead, and GPT-Neo cuts the windows of its local layers out of a buffer; both mean one length for all rows.
 """
 
+import functools
 import inspect
 from typing import Any
 
@@ -14,21 +15,38 @@ from transformers import PreTrainedModel
 from .attention import GPT_NEO_LAYERS, MaskPlan
 
 
-def forward_parameters(module: nn.Module) -> set[str]:
-    """Names of what the forward of the module's class takes."""
-    return set(inspect.signature(type(module).forward).parameters)
+CACHE_NAMES = "cache", "past_key_values"
+"""What forwards call their K/V cache: since transformers 5.24, and before."""
+
+
+@functools.cache  # reading a signature takes as long as running a small layer
+def forward_parameters(kind: type[nn.Module]) -> frozenset[str]:
+    """Names of what the forward of a module class takes."""
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def cache_name(kind: type[nn.Module]) -> str:
+    """What the forward of a module class calls its K/V cache; empty: none of the known names."""
+    return next((name for name in CACHE_NAMES if name in forward_parameters(kind)), "")
+
+
+def cache_argument(network: PreTrainedModel) -> str:
+    """What the forward of `network`, or of the decoder that gets its keywords, calls its K/V cache; empty: none of the
+    known names."""
+    return cache_name(type(network)) or cache_name(type(network.get_decoder()))
 
 
 def takes_positions(network: PreTrainedModel) -> bool:
     """Whether the forward takes `position_ids`, or passes its keywords on to a decoder that does."""
-    return any("position_ids" in forward_parameters(module) for module in (network, network.get_decoder()))
+    return any("position_ids" in forward_parameters(type(module)) for module in (network, network.get_decoder()))
 
 
 def position_tables(network: PreTrainedModel) -> list[nn.Module]:
     """Modules that embed positions, counted from the cache's length unless they are told them; empty where one of them
     cannot be told."""
-    tables = [module for module in network.modules() if "past_key_values_length" in forward_parameters(module)]
-    return tables if all("position_ids" in forward_parameters(table) for table in tables) else []
+    lengths = {f"{name}_length" for name in CACHE_NAMES}
+    tables = [module for module in network.modules() if lengths & forward_parameters(type(module))]
+    return tables if all("position_ids" in forward_parameters(type(table)) for table in tables) else []
 
 
 def adapt(shadow: PreTrainedModel) -> None:

@@ -8,17 +8,22 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
+from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .attention import MaskPlan
-from .family_hooks import forward_parameters, position_tables, takes_positions
+from .family_hooks import CACHE_NAMES, cache_argument, position_tables, takes_positions
 from .shadow import unwrapped
 
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+TRANSFORMERS = ">=5.17,<5.25"
+"""Releases of transformers that the tests ran with; pyproject.toml names the same."""
 
 # Attention that is not a function of (query, key, position mask), or positions that no hook can reach.
 _REFUSED_TYPES = {
@@ -31,7 +36,7 @@ _REFUSED_TYPES = {
     "mpt": "its ALiBi positions are counted back from the last cache column",
 }
 # Keywords that generate passes to a decoding method, and that the engine reads or may ignore.
-_KNOWN_KEYWORDS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+_KNOWN_KEYWORDS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -68,12 +73,12 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
             "`assistant_strategy`"
         )
     MaskPlan.from_config(config)
-    if "past_key_values" not in forward_parameters(decoder) | forward_parameters(model):
-        return "is not served: its forward takes no K/V cache (past_key_values)"
+    if not cache_argument(model):
+        return f"is not served: its forward takes no K/V cache ({' or '.join(CACHE_NAMES)}){_renamed()}"
     if not takes_positions(model) and not position_tables(model):
         return (
             "is not served: its forward takes no position_ids, and counts positions from the length of a cache whose "
-            "rows are all equally long"
+            f"rows are all equally long{_renamed()}"
         )
     if "max_position_embeddings" not in settings.keys() | config.attribute_map.keys():
         return "is not served: its config has no max_position_embeddings, so nothing says how long its rows may become"
@@ -81,6 +86,16 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     if settings.get("is_decoder") is False and sees_both_ways:
         return "attends in both directions; set config.is_decoder=True to make it a decoder"
     return None
+
+
+def _renamed() -> str:
+    """Why an argument that every model's forward has may seem to be missing; empty under tested versions."""
+    if transformers.__version__ in SpecifierSet(TRANSFORMERS):
+        return ""
+    return (
+        f". transformers {transformers.__version__} is installed, which may have renamed it. Install a version that "
+        f"spec_trl is tested with: pip install 'transformers{TRANSFORMERS}'"
+    )
 
 
 def _check_adapters(model: PreTrainedModel) -> None:
@@ -202,16 +217,17 @@ def without_modalities(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> 
 
 def check_keywords(model_kwargs: dict[str, Any]) -> None:
     """Raises ValueError for model inputs that the engine would drop, such as `pixel_values`."""
-    unknown = sorted(name for name, value in model_kwargs.items() if name not in _KNOWN_KEYWORDS and value is not None)
+    given = {name: value for name, value in model_kwargs.items() if value is not None}
+    caches = {name: value for name, value in given.items() if isinstance(value, Cache)}
+    unknown = sorted(given.keys() - _KNOWN_KEYWORDS - caches.keys())
     if unknown:
         raise ValueError(
             f"the model inputs {unknown} cannot be combined with assistant_strategy, which takes input_ids and "
             "attention_mask. Generate without assistant_strategy."
         )
-    past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
+    if filled := [name for name, value in caches.items() if value.get_seq_length() > 0]:
         raise ValueError(
-            "past_key_values already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
+            f"{filled[0]} already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
         )
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -9,6 +10,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoConfig,
@@ -23,6 +25,7 @@ from transformers import (
 from spec_trl import speculative_decoding
 from spec_trl.generation import decoding
 from spec_trl.generation.engine import cache
+from spec_trl.generation.engine.family_hooks import cache_argument
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
 
@@ -193,7 +196,8 @@ def test_what_looks_like_it_and_is_served() -> None:
     expected = generate(model, PROMPTS, max_new_tokens=2).sequences
     # Positions that are counted from each prompt's first token, whatever stands at padding, and an empty cache.
     counted = torch.tensor([[9, 9, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
-    same = generate(model, PROMPTS, max_new_tokens=2, position_ids=counted, past_key_values=DynamicCache()).sequences
+    name = cache_argument(model)
+    same = generate(model, PROMPTS, max_new_tokens=2, position_ids=counted, **{name: DynamicCache()}).sequences
     assert torch.equal(same, expected)
     # A number of assistant tokens that the model's own config brings: transformers' own loop writes it there.
     model.generation_config.num_assistant_tokens = 7
@@ -201,7 +205,31 @@ def test_what_looks_like_it_and_is_served() -> None:
     with pytest.raises(ValueError, match="num_assistant_tokens=8"):
         generate(model, PROMPTS, num_assistant_tokens=8)
     cache = DynamicCache()
-    model(PROMPTS["input_ids"][:, :3], past_key_values=cache)
-    with pytest.raises(ValueError, match="past_key_values already holds tokens"):
-        generate(model, PROMPTS, past_key_values=cache)
+    model(PROMPTS["input_ids"][:, :3], **{name: cache})
+    with pytest.raises(ValueError, match=f"{name} already holds tokens"):
+        generate(model, PROMPTS, **{name: cache})
     generate(model, PROMPTS, "ngram", {"verification": "rejection"}, do_sample=False, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("renamed, missing", [("cache", "no K/V cache"), ("position_ids", "no position_ids")])
+def test_a_release_that_renames_an_argument_says_which_to_install(
+    renamed: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"new_{name}" if name == renamed else name for name in ("self", "input_ids", "cache", "position_ids")]
+
+    class Renamed:
+        def forward(self, *_: Any, **__: Any) -> None:
+            raise AssertionError("a forward ran before the refusal")
+
+    Renamed.forward.__signature__ = Signature(  # type: ignore[attr-defined]
+        [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    )
+    model = tiny_llama()
+    for module in (model, model.model):
+        module.__class__ = type(type(module).__name__, (Renamed, type(module)), {})
+    with pytest.raises(ValueError, match=f"'llama' is not served: its forward takes {missing}") as told:
+        generate(model, PROMPTS)
+    assert "install" not in str(told.value), "under a tested version the family lacks it"
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    with pytest.raises(ValueError, match=f"takes {missing}.*transformers 5.99.0 is installed.*'transformers>=5"):
+        generate(model, PROMPTS)
