@@ -1,7 +1,8 @@
 """Ways into forwards that take no positions, or the same mask for all layers: a shadow gets hooks that lead there.
 
-Most families of transformers take `position_ids` and a mask for each type of layer. BART's kin ask the cache for its
-length instead, and GPT-Neo cuts the windows of its local layers out of a buffer; both mean one length for all rows.
+Most families of transformers take `position_ids` and a mask for each type of layer. BART's kin and layers of Llama 4
+ask the cache for its length instead, and GPT-Neo cuts the windows of its local layers out of a buffer; all mean one
+length for all rows.
 """
 
 import functools
@@ -49,6 +50,20 @@ def position_tables(network: PreTrainedModel) -> list[nn.Module]:
     return tables if all("position_ids" in forward_parameters(type(table)) for table in tables) else []
 
 
+@functools.cache
+def asks_for_length(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a layer's class asks the cache how long it is, as if all rows were equally long."""
+    forward = inspect.unwrap(kind.forward)
+    names = forward.__code__.co_names if inspect.isfunction(forward) else ()
+    asks = not issubclass(kind, PreTrainedModel) and not _LENGTHS.isdisjoint(names)  # a model gets position_ids
+    return asks and kind.__name__ not in _TOLD_OTHERWISE
+
+
+_LENGTHS = {"get_seq_length", "get_mask_sizes", "get_query_offset"}
+# The first gets a hook (`_scale_queries`), and the others ask in cross-attention, which prompts of text have none of.
+_TOLD_OTHERWISE = "Llama4TextAttention", "BigBirdSelfAttention", "MllamaTextCrossAttention"
+
+
 def adapt(shadow: PreTrainedModel) -> None:
     """Has `shadow`, whatever its family, take `position_ids` and the masks of its plan, like any other."""
     if {_hand_out_positions, _hand_out_masks} & set(shadow._forward_pre_hooks.values()):
@@ -58,6 +73,12 @@ def adapt(shadow: PreTrainedModel) -> None:
             table.register_forward_pre_hook(_tell_positions, with_kwargs=True)
             table.register_forward_hook(_unfold)
         shadow.register_forward_pre_hook(_hand_out_positions, with_kwargs=True)
+    for layer in shadow.get_decoder().modules():
+        if type(layer).__name__ == "Llama4TextDecoderLayer":
+            attention: Any = layer.self_attn
+            if attention.attn_temperature_tuning and not attention.use_rope:
+                attention.attn_temperature_tuning = False
+                layer.register_forward_pre_hook(_scale_queries, with_kwargs=True)
     if shadow.config.model_type == "gpt_neo":
         for layer in shadow.get_decoder().h:
             attention = layer.attn.attention
@@ -103,3 +124,10 @@ def _hand_out_masks(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dic
 
 def _take_mask(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
     return args, kwargs | {"attention_mask": layer._spec_trl_mask}
+
+
+def _scale_queries(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
+    attention, positions = layer.self_attn, kwargs["position_ids"]  # [B, q]
+    steps = torch.floor((positions.float() + 1.0) / attention.floor_scale)
+    scales = torch.log1p(steps) * attention.attn_scale + 1.0
+    return args, kwargs | {"query_scales": scales[:, None, :, None]}  # [B, 1, q, 1]

@@ -22,6 +22,7 @@ from .family_hooks import cache_name
 from .kernels import run_on
 from .native_code import compiler
 from .paged_cache import _PagedLayer
+from .patched_forwards import patched_forward
 
 
 FAMILIES = ("BitNet", "Llama", "Mistral", "Qwen2", "Qwen3")
@@ -151,7 +152,7 @@ def with_fused_kernels(kind: type, module: nn.Module) -> type:
     """The class that the clone of `module`, of class `kind`, should have: `kind` itself, or a subclass with fused
     kernels where these run and the class is known."""
     parameter = next(module.parameters(), None)
-    if parameter is None or "forward" in vars(module):
+    if parameter is None or patched_forward(module) is not None:
         return kind
     device = parameter.device
     on_cpu = device.type == "cpu" and not run_on(device)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from .attention import MaskPlan
-from .family_hooks import CACHE_NAMES, cache_argument, position_tables, takes_positions
+from .attention import STATELESS, MaskPlan
+from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
+from .patched_forwards import unfollowed_patch
 from .shadow import unwrapped
 
 
@@ -51,7 +52,18 @@ def check_model(model: PreTrainedModel) -> None:
             raise ValueError(f"model type '{name}' is not served: {_REFUSED_TYPES[name]}.")
     if obstacle := _obstacle(model, config):
         raise ValueError(f"model type '{config.model_type}' {obstacle}.")
+    if (name := next((name for name, weight in model.named_parameters() if weight.is_meta), None)) is not None:
+        raise ValueError(
+            f"{name!r} and other weights lie on the meta device, as those that accelerate offloads to disk or CPU do "
+            "between forwards. Load the model on one device."
+        )
     _check_adapters(model)
+    if (name := unfollowed_patch(model)) is not None:
+        raise ValueError(
+            f"the forward of {f'{name!r}' if name else 'the model'} was replaced on the instance by one that reaches "
+            "the model in a roundabout way (a global variable, a container, an object), and the engine runs a second "
+            "module tree. Use register_forward_hook, or let the new forward hold the old one in its closure."
+        )
     if is_fsdp_managed_module(model):
         raise ValueError(
             "the model is wrapped by FSDP, whose ranks would have to run their forwards in step. Use DDP, or gather "
@@ -67,7 +79,7 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     settings, decoder = config.to_dict(), model.get_decoder()
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
-    if model._is_stateful:
+    if model._is_stateful and not set(getattr(config, "layer_types", None) or [None]) <= STATELESS:
         return (
             "keeps a recurrent state, which rejected tokens cannot be taken out of. Generate without "
             "`assistant_strategy`"
@@ -82,6 +94,14 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
         )
     if "max_position_embeddings" not in settings.keys() | config.attribute_map.keys():
         return "is not served: its config has no max_position_embeddings, so nothing says how long its rows may become"
+    two_way = settings.get("use_bidirectional_attention")
+    if two_way not in (None, False, "vision"):
+        return f"attends in both directions (use_bidirectional_attention={two_way!r}), and drafts follow one"
+    if not settings.get("is_causal", True):
+        return "attends in both directions (is_causal=False), and drafts follow one"
+    for layer in decoder.modules():
+        if asks_for_length(type(layer)):
+            return f"is not served: its {type(layer).__name__} asks the cache for one length, and rows have many"
     sees_both_ways = "create_bidirectional_mask" in vars(sys.modules[type(decoder).__module__])
     if settings.get("is_decoder") is False and sees_both_ways:
         return "attends in both directions; set config.is_decoder=True to make it a decoder"

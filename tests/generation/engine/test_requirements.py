@@ -3,10 +3,12 @@
 import re
 from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import accelerate
 import psutil
 import pytest
 import torch
@@ -21,6 +23,7 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedModel,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from spec_trl import speculative_decoding
 from spec_trl.generation import decoding
@@ -135,7 +138,10 @@ def test_a_config_without_the_keyword(tiny: PreTrainedModel) -> None:
 
 
 def test_assistants_that_do_not_fit(refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    refuses("assistant_model is on meta, the target on cpu; call", "model", assistant_model=tiny_llama().to("meta"))
+    refuses("assistant_model cannot draft: .* meta device", "model", assistant_model=tiny_llama().to("meta"))
+    elsewhere = tiny_llama()
+    elsewhere.__class__ = type("Elsewhere", (type(elsewhere),), {"device": torch.device("meta")})
+    refuses("assistant_model is on meta, the target on cpu; call", "model", assistant_model=elsewhere)
     monkeypatch.setattr(decoding, "find_profile", lambda *_: pytest.fail("calibrated"))
     other = tiny_llama(vocab_size=65)
     message = "vocabulary of 65 tokens and the target one of 64"
@@ -209,6 +215,33 @@ def test_what_looks_like_it_and_is_served() -> None:
     with pytest.raises(ValueError, match=f"{name} already holds tokens"):
         generate(model, PROMPTS, **{name: cache})
     generate(model, PROMPTS, "ngram", {"verification": "rejection"}, do_sample=False, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("how", ["disk", "meta", "cpu_offload"])
+def test_weights_that_are_not_in_memory(how: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+    if how == "disk":
+        model.save_pretrained(tmp_path)
+        where = dict(device_map={"": "disk"}, offload_folder=tmp_path / "off")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **where)
+    elif how == "cpu_offload":
+        accelerate.cpu_offload(model, torch.device("cpu"))
+    else:
+        model = model.to("meta")
+    with pytest.raises(ValueError, match="weights lie on the meta device.*Load the model on one device"):
+        generate(model, PROMPTS)
+
+
+def test_a_layer_that_asks_the_cache_for_its_length_is_refused() -> None:
+    class Asking(LlamaAttention):
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+            scale = 1 + kwargs["cache"].get_seq_length(self.layer_idx)
+            return super().forward(scale * hidden_states, **kwargs)
+
+    model = tiny_llama()
+    model.model.layers[1].self_attn.__class__ = Asking
+    with pytest.raises(ValueError, match="'llama' is not served: its Asking asks the cache for one length"):
+        generate(model, PROMPTS)
 
 
 @pytest.mark.parametrize("renamed, missing", [("cache", "no K/V cache"), ("position_ids", "no position_ids")])
