@@ -43,8 +43,8 @@ def test_served(family: str) -> None:
     "family, message",
     [
         ("roformer", "one table for all rows"), ("doge", "what the tokens say"), ("paligemma", "both directions"),
-        ("prophetnet", "takes no position_ids"), ("xlm", "takes no K/V cache"),
-        ("whisper", "no max_position_embeddings"),
+        ("prophetnet", "takes no position_ids"), ("openai-gpt", "takes no K/V cache"),
+        ("xlm", "cuts its input by the length"), ("whisper", "no max_position_embeddings"),
     ],
 )  # fmt: skip
 def test_refused_by_name(family: str, message: str) -> None:

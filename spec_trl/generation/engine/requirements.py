@@ -34,6 +34,7 @@ _REFUSED_TYPES = {
     "paligemma": "tokens of its prompts attend in both directions",
     "doge": "its masks depend on what the tokens say",
     "bloom": "its ALiBi positions need a two-dimensional mask",
+    **dict.fromkeys(("xlm", "flaubert"), "it cuts its input by the length of a cache whose rows are all equally long"),
     "mpt": "its ALiBi positions are counted back from the last cache column",
 }
 # Keywords that generate passes to a decoding method, and that the engine reads or may ignore.
