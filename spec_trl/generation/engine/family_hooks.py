@@ -20,13 +20,17 @@ CACHE_NAMES = "cache", "past_key_values"
 """What forwards call their K/V cache: since transformers 5.24, and before."""
 
 
-@functools.cache  # reading a signature takes as long as running a small layer
-def forward_parameters(kind: type[nn.Module]) -> frozenset[str]:
+def forward_parameters(kind: type) -> frozenset[str]:
     """Names of what the forward of a module class takes."""
+    return _parameters(kind)
+
+
+@functools.cache  # reading a signature takes as long as running a small layer
+def _parameters(kind: Any) -> frozenset[str]:
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
-def cache_name(kind: type[nn.Module]) -> str:
+def cache_name(kind: type) -> str:
     """What the forward of a module class calls its K/V cache; empty: none of the known names."""
     return next((name for name in CACHE_NAMES if name in forward_parameters(kind)), "")
 
@@ -51,7 +55,7 @@ def position_tables(network: PreTrainedModel) -> list[nn.Module]:
 
 
 @functools.cache
-def asks_for_length(kind: type[nn.Module]) -> bool:
+def asks_for_length(kind: Any) -> bool:
     """Whether the forward of a layer's class asks the cache how long it is, as if all rows were equally long."""
     forward = inspect.unwrap(kind.forward)
     names = forward.__code__.co_names if inspect.isfunction(forward) else ()

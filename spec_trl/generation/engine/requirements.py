@@ -100,9 +100,9 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
         return f"attends in both directions (use_bidirectional_attention={two_way!r}), and drafts follow one"
     if not settings.get("is_causal", True):
         return "attends in both directions (is_causal=False), and drafts follow one"
-    for layer in decoder.modules():
-        if asks_for_length(type(layer)):
-            return f"is not served: its {type(layer).__name__} asks the cache for one length, and rows have many"
+    kinds: list[type] = [type(layer) for layer in decoder.modules()]
+    if asking := next(filter(asks_for_length, kinds), None):
+        return f"is not served: its {asking.__name__} asks the cache for one length, and rows have many"
     sees_both_ways = "create_bidirectional_mask" in vars(sys.modules[type(decoder).__module__])
     if settings.get("is_decoder") is False and sees_both_ways:
         return "attends in both directions; set config.is_decoder=True to make it a decoder"
