@@ -107,7 +107,9 @@ def _swapped(cell: CellType, swap: Mapping[int, Any]) -> CellType:
 
 def _hides(value: Any, modules: Container[int], seen: set[int]) -> bool:
     """Whether `value` leads to one of the modules, by id, through something that :func:`_rebound` leaves alone."""
-    if id(value) in seen or isinstance(value, nn.Module | type):
+    if isinstance(value, nn.Module):  # a wrapper around the network is in no clone's place
+        return id(value) not in modules and any(id(module) in modules for module in value.modules())
+    if id(value) in seen or isinstance(value, type):
         return False
     seen.add(id(value))
     inner: list[Any] = []

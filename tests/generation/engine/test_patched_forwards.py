@@ -153,11 +153,12 @@ def test_what_training_puts_around_forwards_stays_behind(patch: Callable[[LlamaF
 OLD: Any = None
 
 
-@pytest.mark.parametrize("holder", ["global", "dict", "object", "callable"])
+@pytest.mark.parametrize("holder", ["global", "dict", "object", "callable", "wrapper"])
 def test_what_no_copy_can_follow_is_refused(holder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     layer = model.model.layers[1]
     monkeypatch.setattr(f"{__name__}.OLD", layer.forward)
+    wrapper = nn.Sequential(model)
     held: Any = {"old": layer.forward} if holder == "dict" else SimpleNamespace(old=layer.forward)
 
     class Callable_:
@@ -172,6 +173,7 @@ def test_what_no_copy_can_follow_is_refused(holder: str, monkeypatch: pytest.Mon
         "dict": lambda *args, **kwargs: held["old"](*args, **kwargs),
         "object": lambda *args, **kwargs: held.old(*args, **kwargs),
         "callable": Callable_(),
+        "wrapper": lambda *args, **kwargs: type(layer).forward(wrapper[0].model.layers[1], *args, **kwargs),
     }[holder]
     with pytest.raises(ValueError, match="forward of 'model.layers.1' was replaced on the instance.*forward_hook"):
         generate(model, PROMPTS, "self")
