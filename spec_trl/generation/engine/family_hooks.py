@@ -73,9 +73,12 @@ def adapt(shadow: PreTrainedModel) -> None:
     if {_hand_out_positions, _hand_out_masks} & set(shadow._forward_pre_hooks.values()):
         return  # a shadow of a shadow
     if not takes_positions(shadow):
-        for table in position_tables(shadow):
+        tables = position_tables(shadow)
+        for table in tables:
             table.register_forward_pre_hook(_tell_positions, with_kwargs=True)
             table.register_forward_hook(_unfold)
+        names = tuple(name for name, module in shadow.named_modules() if module in tables)
+        shadow._spec_trl_tables = names  # names, because clones take them over
         shadow.register_forward_pre_hook(_hand_out_positions, with_kwargs=True)
     for layer in shadow.get_decoder().modules():
         if type(layer).__name__ == "Llama4TextDecoderLayer":
@@ -99,8 +102,8 @@ Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 # What is handed out lies on the modules: a network's clone, in another thread perhaps, has modules of its own.
 def _hand_out_positions(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
     positions = kwargs.pop("position_ids", None)
-    for table in position_tables(network):
-        table._spec_trl_positions = positions
+    for name in network._spec_trl_tables:
+        network.get_submodule(name)._spec_trl_positions = positions
     return args, kwargs
 
 
