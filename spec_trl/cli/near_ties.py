@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ..generation.engine.family_hooks import cache_argument
 from ..generation.engine.noise import gumbel_noise, position_keys, stream_keys
 
 
@@ -32,15 +33,16 @@ def measure_logit_noise(model: PreTrainedModel, texts: Tensor, draft_length: int
     """Compare the logits of `texts` [batch, n] when fed by 1 token, by draft_length + 1 tokens, and all at once."""
     largest, squares, count = 0.0, 0.0, 0
     caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    name = cache_argument(model)
     for cache in caches:
-        model(texts[:, :NOISE_PROMPT], past_key_values=cache)
+        model(texts[:, :NOISE_PROMPT], **{name: cache})
     whole = torch.cat([model(text[None]).logits for text in texts])  # [batch, n, vocab], row by row
     width = draft_length + 1
     for start in range(NOISE_PROMPT, texts.shape[1] - width + 1, width):
         block = texts[:, start : start + width]  # [batch, width]
-        steps = [model(token, past_key_values=caches[0]).logits for token in block.split(1, dim=1)]
+        steps = [model(token, **{name: caches[0]}).logits for token in block.split(1, dim=1)]
         singly = torch.cat(steps, dim=1).double()  # [batch, width, vocab]
-        jointly = model(block, past_key_values=caches[1]).logits.double()  # [batch, width, vocab]
+        jointly = model(block, **{name: caches[1]}).logits.double()  # [batch, width, vocab]
         for other in (jointly, whole[:, start : start + width].double()):
             difference = singly - other  # [batch, width, vocab]
             largest = max(largest, difference.abs().max().item())

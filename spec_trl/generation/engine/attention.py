@@ -20,6 +20,8 @@ RAGGED_ATTENTION = "spec_trl_ragged"
 FULL, SLIDING, CHUNKED, DUMMY = "full_attention", "sliding_attention", "chunked_attention", "dummy"
 # Layers without attention of their own: they get no mask and store no K/V.
 _NO_ATTENTION = {"moe", "mlp", DUMMY}
+# Layers of hybrid families that keep nothing but K/V.
+STATELESS = {FULL, *_NO_ATTENTION}
 # GPT-Neo has names of its own.
 GPT_NEO_LAYERS = {"global": FULL, "local": SLIDING}
 
@@ -45,8 +47,8 @@ class MaskPlan:
         window, chunk = settings.get("sliding_window"), settings.get("attention_chunk_size")
         if config.model_type == "gpt_neo":
             return cls(tuple({GPT_NEO_LAYERS[name] for name in config.attention_layers}), True, config.window_size, 0)
-        if settings.get("layer_types"):
-            layer_types = tuple(sorted(set(settings["layer_types"]) - _NO_ATTENTION))
+        if types := getattr(config, "layer_types", None):  # a property in some hybrid families
+            layer_types = tuple(sorted(set(types) - _NO_ATTENTION))
             unknown = [layer_type for layer_type in layer_types if layer_type not in (FULL, SLIDING, CHUNKED)]
             if unknown:
                 raise ValueError(
@@ -187,6 +189,7 @@ def ragged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    query_scales: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention of `[B, heads, q, d]` queries over `[B, kv_heads, columns, d]` keys under an additive mask or spans;
@@ -196,8 +199,11 @@ def ragged_attention(
 
         heads (h = kv_head * groups + g):  [B, kv * groups, q, d]  ->  [B, kv, groups * q, d]
 
-    `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls.
+    `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls. `query_scales`
+    (Llama 4, `[B, 1, q, 1]` float32) are factors of the queries.
     """
+    if query_scales is not None:
+        query = (query * query_scales).to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if not attention_mask.is_floating_point() and not run_on(query.device):
         output = attend(query, key, value, attention_mask, scale) if softcap is None and s_aux is None else None

@@ -247,7 +247,7 @@ class _RaggedLayer(CacheLayerMixin):
         query = write(query, key, value, cos, sin, *cache, *weights, eps)
         return query, *self._visible(len(query))
 
-    # Masks and positions are always passed explicitly, so no model code has to ask the cache for lengths.
+    # Models are given masks and positions, and use no lengths; layers that would are refused (`asks_for_length`).
     def get_seq_length(self) -> int:
         return 0
 

@@ -72,11 +72,10 @@ def compiled_twin(network: PreTrainedModel, cache: RaggedCache) -> PreTrainedMod
     return twin
 
 
-def _run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run_layer(layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-def _forward(compiled: Any, layer: nn.Module, cache: _LayerCache, *args: Any, **kwargs: Any) -> Any:
-    if "past_key_values" in kwargs:
-        kwargs["past_key_values"] = cache
+def _forward(compiled: Any, layer: nn.Module, cache: _LayerCache, /, *args: Any, **kwargs: Any) -> Any:
+    kwargs = {name: cache if isinstance(value, RaggedCache) else value for name, value in kwargs.items()}
     return compiled(layer, *args, **kwargs)

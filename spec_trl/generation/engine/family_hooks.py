@@ -1,9 +1,11 @@
 """Ways into forwards that take no positions, or the same mask for all layers: a shadow gets hooks that lead there.
 
-Most families of transformers take `position_ids` and a mask for each type of layer. BART's kin ask the cache for its
-length instead, and GPT-Neo cuts the windows of its local layers out of a buffer; both mean one length for all rows.
+Most families of transformers take `position_ids` and a mask for each type of layer. BART's kin and layers of Llama 4
+ask the cache for its length instead, and GPT-Neo cuts the windows of its local layers out of a buffer; all mean one
+length for all rows.
 """
 
+import functools
 import inspect
 from typing import Any
 
@@ -14,21 +16,56 @@ from transformers import PreTrainedModel
 from .attention import GPT_NEO_LAYERS, MaskPlan
 
 
-def forward_parameters(module: nn.Module) -> set[str]:
-    """Names of what the forward of the module's class takes."""
-    return set(inspect.signature(type(module).forward).parameters)
+CACHE_NAMES = "cache", "past_key_values"
+"""What forwards call their K/V cache: since transformers 5.24, and before."""
+
+
+def forward_parameters(kind: type) -> frozenset[str]:
+    """Names of what the forward of a module class takes."""
+    return _parameters(kind)
+
+
+@functools.cache  # reading a signature takes as long as running a small layer
+def _parameters(kind: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def cache_name(kind: type) -> str:
+    """What the forward of a module class calls its K/V cache; empty: none of the known names."""
+    return next((name for name in CACHE_NAMES if name in forward_parameters(kind)), "")
+
+
+def cache_argument(network: PreTrainedModel) -> str:
+    """What the forward of `network`, or of the decoder that gets its keywords, calls its K/V cache; empty: none of the
+    known names."""
+    return cache_name(type(network)) or cache_name(type(network.get_decoder()))
 
 
 def takes_positions(network: PreTrainedModel) -> bool:
     """Whether the forward takes `position_ids`, or passes its keywords on to a decoder that does."""
-    return any("position_ids" in forward_parameters(module) for module in (network, network.get_decoder()))
+    return any("position_ids" in forward_parameters(type(module)) for module in (network, network.get_decoder()))
 
 
 def position_tables(network: PreTrainedModel) -> list[nn.Module]:
     """Modules that embed positions, counted from the cache's length unless they are told them; empty where one of them
     cannot be told."""
-    tables = [module for module in network.modules() if "past_key_values_length" in forward_parameters(module)]
-    return tables if all("position_ids" in forward_parameters(table) for table in tables) else []
+    lengths = {f"{name}_length" for name in CACHE_NAMES}
+    tables = [module for module in network.modules() if lengths & forward_parameters(type(module))]
+    return tables if all("position_ids" in forward_parameters(type(table)) for table in tables) else []
+
+
+@functools.cache
+def asks_for_length(kind: Any) -> bool:
+    """Whether the forward of a layer's class asks the cache how long it is, as if all rows were equally long."""
+    forward = inspect.unwrap(kind.forward)
+    names = forward.__code__.co_names if inspect.isfunction(forward) else ()
+    asks = not issubclass(kind, PreTrainedModel) and not _LENGTHS.isdisjoint(names)  # a model gets position_ids
+    return asks and kind.__name__ not in _TOLD_OTHERWISE
+
+
+_LENGTHS = {"get_seq_length", "get_mask_sizes", "get_query_offset"}
+# The first gets a hook (`_scale_queries`), and the others ask in cross-attention, which prompts of text have none of.
+_TOLD_OTHERWISE = "Llama4TextAttention", "BigBirdSelfAttention", "MllamaTextCrossAttention"
 
 
 def adapt(shadow: PreTrainedModel) -> None:
@@ -36,10 +73,19 @@ def adapt(shadow: PreTrainedModel) -> None:
     if {_hand_out_positions, _hand_out_masks} & set(shadow._forward_pre_hooks.values()):
         return  # a shadow of a shadow
     if not takes_positions(shadow):
-        for table in position_tables(shadow):
+        tables = position_tables(shadow)
+        for table in tables:
             table.register_forward_pre_hook(_tell_positions, with_kwargs=True)
             table.register_forward_hook(_unfold)
+        names = tuple(name for name, module in shadow.named_modules() if module in tables)
+        shadow._spec_trl_tables = names  # names, because clones take them over
         shadow.register_forward_pre_hook(_hand_out_positions, with_kwargs=True)
+    for layer in shadow.get_decoder().modules():
+        if type(layer).__name__ == "Llama4TextDecoderLayer":
+            attention: Any = layer.self_attn
+            if attention.attn_temperature_tuning and not attention.use_rope:
+                attention.attn_temperature_tuning = False
+                layer.register_forward_pre_hook(_scale_queries, with_kwargs=True)
     if shadow.config.model_type == "gpt_neo":
         for layer in shadow.get_decoder().h:
             attention = layer.attn.attention
@@ -56,8 +102,8 @@ Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 # What is handed out lies on the modules: a network's clone, in another thread perhaps, has modules of its own.
 def _hand_out_positions(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
     positions = kwargs.pop("position_ids", None)
-    for table in position_tables(network):
-        table._spec_trl_positions = positions
+    for name in network._spec_trl_tables:
+        network.get_submodule(name)._spec_trl_positions = positions
     return args, kwargs
 
 
@@ -85,3 +131,10 @@ def _hand_out_masks(network: PreTrainedModel, args: tuple[Any, ...], kwargs: dic
 
 def _take_mask(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
     return args, kwargs | {"attention_mask": layer._spec_trl_mask}
+
+
+def _scale_queries(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
+    attention, positions = layer.self_attn, kwargs["position_ids"]  # [B, q]
+    steps = torch.floor((positions.float() + 1.0) / attention.floor_scale)
+    scales = torch.log1p(steps) * attention.attn_scale + 1.0
+    return args, kwargs | {"query_scales": scales[:, None, :, None]}  # [B, 1, q, 1]

@@ -18,9 +18,11 @@ from ...quantization.linear import project
 from . import cpu_layer
 from .attention import RAGGED_ATTENTION, ragged_attention
 from .cache import RaggedCache, _RaggedLayer, autocast_dtype
+from .family_hooks import cache_name
 from .kernels import run_on
 from .native_code import compiler
 from .paged_cache import _PagedLayer
+from .patched_forwards import patched_forward
 
 
 FAMILIES = ("BitNet", "Llama", "Mistral", "Qwen2", "Qwen3")
@@ -80,6 +82,7 @@ class _Attention(_Fused):
     k_proj: Any
     v_proj: Any
     o_proj: Any
+    _cache_name: str
     _norms: tuple[str, ...] = ()
 
     def forward(
@@ -87,11 +90,10 @@ class _Attention(_Fused):
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        given = position_embeddings, attention_mask, past_key_values
-        layer = _layer_of(past_key_values, self.layer_idx)
+        given = position_embeddings, attention_mask
+        layer = _layer_of(kwargs.get(self._cache_name), self.layer_idx)
         norms = [getattr(self, name) for name in self._norms]
         if (
             layer is None
@@ -150,7 +152,7 @@ def with_fused_kernels(kind: type, module: nn.Module) -> type:
     """The class that the clone of `module`, of class `kind`, should have: `kind` itself, or a subclass with fused
     kernels where these run and the class is known."""
     parameter = next(module.parameters(), None)
-    if parameter is None or "forward" in vars(module):
+    if parameter is None or patched_forward(module) is not None:
         return kind
     device = parameter.device
     on_cpu = device.type == "cpu" and not run_on(device)
@@ -188,7 +190,8 @@ def _fused(kind: type, on_cpu: bool) -> type:
             mixin = ours.get(kind.__name__.removeprefix(family))
             if mixin is not None:
                 kernels = cpu_layer if on_cpu else torch.ops.spec_trl
-                return type(f"Fused{kind.__name__}", (mixin, kind), {"_kernels": kernels})
+                members = {"_kernels": kernels, "_cache_name": cache_name(kind)}
+                return type(f"Fused{kind.__name__}", (mixin, kind), members)
     return kind
 
 

@@ -385,8 +385,9 @@ def _bind_to_row(processor: LogitsProcessor, request: int, batch_size: int) -> L
     """The processor as it acts on one row of the caller's batch."""
     bound = copy.copy(processor)
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
-        bound._prefix_allowed_tokens_fn = lambda _, prefix: allowed(request, prefix)
+        allowed, copies = processor._prefix_allowed_tokens_fn, processor._num_beams
+        bound._num_beams = 1
+        bound._prefix_allowed_tokens_fn = lambda _, prefix: allowed(request // copies, prefix)
     elif isinstance(processor, hf.EncoderRepetitionPenaltyLogitsProcessor):
         copies = batch_size // processor.encoder_input_ids.shape[0]  # num_return_sequences
         bound.encoder_input_ids = processor.encoder_input_ids[request // copies][None]

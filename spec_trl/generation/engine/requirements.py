@@ -8,17 +8,23 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
+from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from .attention import MaskPlan
-from .family_hooks import forward_parameters, position_tables, takes_positions
+from .attention import STATELESS, MaskPlan
+from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
+from .patched_forwards import unfollowed_patch
 from .shadow import unwrapped
 
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+TRANSFORMERS = ">=5.17,<5.25"
+"""Releases of transformers that the tests ran with; pyproject.toml names the same."""
 
 # Attention that is not a function of (query, key, position mask), or positions that no hook can reach.
 _REFUSED_TYPES = {
@@ -28,10 +34,11 @@ _REFUSED_TYPES = {
     "paligemma": "tokens of its prompts attend in both directions",
     "doge": "its masks depend on what the tokens say",
     "bloom": "its ALiBi positions need a two-dimensional mask",
+    **dict.fromkeys(("xlm", "flaubert"), "it cuts its input by the length of a cache whose rows are all equally long"),
     "mpt": "its ALiBi positions are counted back from the last cache column",
 }
 # Keywords that generate passes to a decoding method, and that the engine reads or may ignore.
-_KNOWN_KEYWORDS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+_KNOWN_KEYWORDS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -46,7 +53,18 @@ def check_model(model: PreTrainedModel) -> None:
             raise ValueError(f"model type '{name}' is not served: {_REFUSED_TYPES[name]}.")
     if obstacle := _obstacle(model, config):
         raise ValueError(f"model type '{config.model_type}' {obstacle}.")
+    if (name := next((name for name, weight in model.named_parameters() if weight.is_meta), None)) is not None:
+        raise ValueError(
+            f"{name!r} and other weights lie on the meta device, as those that accelerate offloads to disk or CPU do "
+            "between forwards. Load the model on one device."
+        )
     _check_adapters(model)
+    if (name := unfollowed_patch(model)) is not None:
+        raise ValueError(
+            f"the forward of {f'{name!r}' if name else 'the model'} was replaced on the instance by one that reaches "
+            "the model in a roundabout way (a global variable, a container, an object), and the engine runs a second "
+            "module tree. Use register_forward_hook, or let the new forward hold the old one in its closure."
+        )
     if is_fsdp_managed_module(model):
         raise ValueError(
             "the model is wrapped by FSDP, whose ranks would have to run their forwards in step. Use DDP, or gather "
@@ -62,25 +80,43 @@ def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     settings, decoder = config.to_dict(), model.get_decoder()
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
-    if model._is_stateful:
+    if model._is_stateful and not set(getattr(config, "layer_types", None) or [None]) <= STATELESS:
         return (
             "keeps a recurrent state, which rejected tokens cannot be taken out of. Generate without "
             "`assistant_strategy`"
         )
     MaskPlan.from_config(config)
-    if "past_key_values" not in forward_parameters(decoder) | forward_parameters(model):
-        return "is not served: its forward takes no K/V cache (past_key_values)"
+    if not cache_argument(model):
+        return f"is not served: its forward takes no K/V cache ({' or '.join(CACHE_NAMES)}){_renamed()}"
     if not takes_positions(model) and not position_tables(model):
         return (
             "is not served: its forward takes no position_ids, and counts positions from the length of a cache whose "
-            "rows are all equally long"
+            f"rows are all equally long{_renamed()}"
         )
     if "max_position_embeddings" not in settings.keys() | config.attribute_map.keys():
         return "is not served: its config has no max_position_embeddings, so nothing says how long its rows may become"
+    two_way = settings.get("use_bidirectional_attention")
+    if two_way not in (None, False, "vision"):
+        return f"attends in both directions (use_bidirectional_attention={two_way!r}), and drafts follow one"
+    if not settings.get("is_causal", True):
+        return "attends in both directions (is_causal=False), and drafts follow one"
+    kinds: list[type] = [type(layer) for layer in decoder.modules()]
+    if asking := next(filter(asks_for_length, kinds), None):
+        return f"is not served: its {asking.__name__} asks the cache for one length, and rows have many"
     sees_both_ways = "create_bidirectional_mask" in vars(sys.modules[type(decoder).__module__])
     if settings.get("is_decoder") is False and sees_both_ways:
         return "attends in both directions; set config.is_decoder=True to make it a decoder"
     return None
+
+
+def _renamed() -> str:
+    """Why an argument that every model's forward has may seem to be missing; empty under tested versions."""
+    if transformers.__version__ in SpecifierSet(TRANSFORMERS):
+        return ""
+    return (
+        f". transformers {transformers.__version__} is installed, which may have renamed it. Install a version that "
+        f"spec_trl is tested with: pip install 'transformers{TRANSFORMERS}'"
+    )
 
 
 def _check_adapters(model: PreTrainedModel) -> None:
@@ -202,16 +238,17 @@ def without_modalities(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> 
 
 def check_keywords(model_kwargs: dict[str, Any]) -> None:
     """Raises ValueError for model inputs that the engine would drop, such as `pixel_values`."""
-    unknown = sorted(name for name, value in model_kwargs.items() if name not in _KNOWN_KEYWORDS and value is not None)
+    given = {name: value for name, value in model_kwargs.items() if value is not None}
+    caches = {name: value for name, value in given.items() if isinstance(value, Cache)}
+    unknown = sorted(given.keys() - _KNOWN_KEYWORDS - caches.keys())
     if unknown:
         raise ValueError(
             f"the model inputs {unknown} cannot be combined with assistant_strategy, which takes input_ids and "
             "attention_mask. Generate without assistant_strategy."
         )
-    past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
+    if filled := [name for name, value in caches.items() if value.get_seq_length() > 0]:
         raise ValueError(
-            "past_key_values already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
+            f"{filled[0]} already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
         )
 
 

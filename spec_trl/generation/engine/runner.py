@@ -12,6 +12,7 @@ from .attention import MaskPlan, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
 from .draft_loop import NetworkDraft
+from .family_hooks import cache_argument
 from .hidden_states import keep_states
 from .requirements import position_limit
 from .rows import Admission, Rows
@@ -47,6 +48,7 @@ class EagerRunner:
         self.eager_forwards = 0
         self._masks = MaskPlan.for_network(network)
         self._position_limit = position_limit(network)
+        self._cache_argument = cache_argument(network)
         self._keeps_last_logits = network._supports_logits_to_keep()
         self._uses_spans = reads_spans(network)
         self._states: dict[int, Tensor] = {}
@@ -175,8 +177,8 @@ class EagerRunner:
             input_ids=tokens,
             position_ids=self._position_ids(positions),
             attention_mask=self._masks.build(positions, cache.columns, network.dtype),
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_argument: cache},
         ).logits
 
     def first_broken_module(self, tokens: Tensor, positions: Tensor, columns: int) -> str:
@@ -230,8 +232,8 @@ class EagerRunner:
             input_ids=tokens,
             position_ids=self._position_ids(positions),
             attention_mask=masks,
-            past_key_values=self.cache,
             use_cache=True,
+            **{self._cache_argument: self.cache},
             **({"logits_to_keep": logits_to_keep} if self._keeps_last_logits else {}),
         ).logits
         return logits, self._features()

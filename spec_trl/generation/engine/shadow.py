@@ -18,10 +18,9 @@ from ...quantization.source_weight import WRAPPED
 from .attention import RAGGED_ATTENTION
 from .family_hooks import adapt
 from .fused_layers import with_fused_kernels
+from .patched_forwards import patched_forward, rebind
 
 
-# What accelerate and TRL leave on the root of a prepared policy; generation runs the class's own forward.
-_ROOT_PATCHES = ("forward", "_original_forward")
 # Hooks of these stay behind. A forward with `output_hidden_states` leaves the first one's, which torch.compile cannot
 # trace. FSDP2's would gather and free weights in each forward. ZeRO-3's on the root, which TRL does not take off for
 # generation, compares notes with the other ranks, and ranks run different numbers of forwards.
@@ -37,9 +36,7 @@ def make_shadow(policy: PreTrainedModel) -> PreTrainedModel:
     supports attention backends, else through the family's own eager code.
     """
     configs: dict[int, Any] = {}
-    shadow = _clone(policy, {}, configs)
-    for name in _ROOT_PATCHES:
-        shadow.__dict__.pop(name, None)
+    shadow = _cloned(policy, configs)
     for config in configs.values():
         if isinstance(config, PreTrainedConfig):
             config._attn_implementation_internal = RAGGED_ATTENTION if policy._supports_attention_backend else "eager"
@@ -49,7 +46,7 @@ def make_shadow(policy: PreTrainedModel) -> PreTrainedModel:
 
 def share_weights(network: nn.Module) -> Any:
     """A second module tree over the Parameters and buffers of `network`, in eval mode, with hooks of its own."""
-    return _clone(network, {}, {})
+    return _cloned(network, {})
 
 
 def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
@@ -75,7 +72,7 @@ def fingerprint(policy: PreTrainedModel) -> tuple[object, ...]:
                 marks.append((name, tuple(value)))
             elif isinstance(value, dict) and all(isinstance(item, _PLAIN) for item in value.values()):
                 marks.append((name, tuple(value.items())))
-            elif name in _ROOT_PATCHES:
+            elif name == "forward":
                 marks.append(id(value))
     return (*marks, *addresses(policy))
 
@@ -90,6 +87,13 @@ def unwrapped(module: nn.Module) -> Any:
     there: torch._dynamo takes seconds to import."""
     inside: Any = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
     return module if inside is None else unwrapped(inside)
+
+
+def _cloned(network: nn.Module, config_memo: dict[int, Any]) -> Any:
+    clones: dict[int, nn.Module] = {}
+    twin = _clone(network, clones, config_memo)
+    rebind(clones)
+    return twin
 
 
 def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any]) -> Any:
@@ -122,5 +126,9 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
             state[name] = MethodType(value.__func__, clone)
         elif isinstance(value, PreTrainedConfig):
             state[name] = copy.deepcopy(value, config_memo)  # one memo: sub-configs keep their identity
+    for name in ("forward", "_original_forward"):  # accelerate keeps under the second name what it wraps
+        state.pop(name, None)
+    if (patch := patched_forward(module)) is not None:
+        state["forward"] = patch
     clone.__dict__ = state
     return clone

@@ -1,7 +1,9 @@
 """Model families: the ragged engine against each family's own forward and `generate`, in float64."""
 
 import copy
+import inspect
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -65,7 +67,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2 with window": ("starcoder2", dict(sliding_window=WINDOW)),
     "exaone4": ("exaone4", MIXED),
     "llama4_text": ("llama4_text", EXPERTS | dict(
-        attention_chunk_size=WINDOW, layer_types=["chunked_attention", "full_attention"], intermediate_size_mlp=64)),
+        attention_chunk_size=WINDOW, layer_types=["chunked_attention", "full_attention"], intermediate_size_mlp=64,
+        no_rope_layers=[1, 0], floor_scale=4, attn_scale=1.0)),  # published: 8192 positions, 0.1
     "nemotron": ("nemotron", {}),
     "falcon, rotary": ("falcon", dict(alibi=False, num_kv_heads=2, new_decoder_architecture=True)),
     "gpt_bigcode": ("gpt_bigcode", OLD),
@@ -75,6 +78,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("bart", dict(decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64, d_model=64, dropout=0.0,
                           forced_eos_token_id=None)),
     "gptj, eager": ("gptj", OLD | dict(rotary_dim=8)),
+    # hybrid families without recurrent layers: Granite 4.0 dense, and one whose layer types are a property
+    "granitemoehybrid, dense": ("granitemoehybrid", dict(
+        layer_types=["full_attention"] * 2, num_local_experts=0, shared_intermediate_size=64)),
+    "jamba, attention alone": ("jamba", EXPERTS | dict(
+        attn_layer_period=1, attn_layer_offset=0, use_mamba_kernels=False)),
 }  # fmt: skip
 
 
@@ -133,6 +141,20 @@ def test_drafting_equals_none_and_the_plain_forward(name: str, prompts: Prompts)
         torch.testing.assert_close(result.logprobs, expected, rtol=1e-5, atol=1e-6)
     assert drafted.statistics.drafter_failure is None and raced(control) > 2
     assert drafted.statistics.per_drafter["self"].acceptance_rate > 0.3
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_forwards_read_no_signatures(name: str, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(name)
+    generate(model, prompts, max_new_tokens=1)
+    read = Mock(wraps=inspect.signature)
+    monkeypatch.setattr(inspect, "signature", read)
+    counts = []
+    for new in (4, 20):
+        read.reset_mock()
+        generate(model, prompts, max_new_tokens=new)
+        counts.append(read.call_count)
+    assert counts[0] == counts[1], "as many in a call of 4 tokens as in one of 20"
 
 
 def modules_of(model: PreTrainedModel) -> dict[str, tuple[Any, ...]]:
@@ -208,6 +230,12 @@ HYBRID = dict(
         ("mpt", {}, "'mpt'.*ALiBi"),
         ("mamba", {}, "recurrent state"),
         ("qwen3_next", HYBRID, "recurrent state"),
+        ("granitemoehybrid", dict(layer_types=["linear_attention", "full_attention"], mamba_n_heads=2, mamba_d_head=32,
+                                  mamba_d_state=4), "recurrent state"),
+        ("gemma", dict(use_bidirectional_attention=True), "both directions .use_bidirectional_attention=True"),
+        ("gemma3_text", dict(use_bidirectional_attention=True), "both directions .use_bidirectional_attention=True"),
+        ("gemma4_text", dict(use_bidirectional_attention="all"), "both directions .use_bidirectional_attention='all'"),
+        ("llama", dict(is_causal=False), "both directions .is_causal=False"),
         ("lfm2", dict(layer_types=["conv", "full_attention"]), "'lfm2' has layers of type .*'conv'"),
         ("t5", dict(d_kv=16), "encoder-decoder"),
     ],

@@ -2,13 +2,17 @@
 
 import re
 from collections.abc import Callable, Iterator
+from inspect import Parameter, Signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import accelerate
 import psutil
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoConfig,
@@ -19,10 +23,12 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedModel,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from spec_trl import speculative_decoding
 from spec_trl.generation import decoding
 from spec_trl.generation.engine import cache
+from spec_trl.generation.engine.family_hooks import cache_argument
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
 
@@ -132,7 +138,10 @@ def test_a_config_without_the_keyword(tiny: PreTrainedModel) -> None:
 
 
 def test_assistants_that_do_not_fit(refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    refuses("assistant_model is on meta, the target on cpu; call", "model", assistant_model=tiny_llama().to("meta"))
+    refuses("assistant_model cannot draft: .* meta device", "model", assistant_model=tiny_llama().to("meta"))
+    elsewhere = tiny_llama()
+    elsewhere.__class__ = type("Elsewhere", (type(elsewhere),), {"device": torch.device("meta")})
+    refuses("assistant_model is on meta, the target on cpu; call", "model", assistant_model=elsewhere)
     monkeypatch.setattr(decoding, "find_profile", lambda *_: pytest.fail("calibrated"))
     other = tiny_llama(vocab_size=65)
     message = "vocabulary of 65 tokens and the target one of 64"
@@ -193,7 +202,8 @@ def test_what_looks_like_it_and_is_served() -> None:
     expected = generate(model, PROMPTS, max_new_tokens=2).sequences
     # Positions that are counted from each prompt's first token, whatever stands at padding, and an empty cache.
     counted = torch.tensor([[9, 9, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
-    same = generate(model, PROMPTS, max_new_tokens=2, position_ids=counted, past_key_values=DynamicCache()).sequences
+    name = cache_argument(model)
+    same = generate(model, PROMPTS, max_new_tokens=2, position_ids=counted, **{name: DynamicCache()}).sequences
     assert torch.equal(same, expected)
     # A number of assistant tokens that the model's own config brings: transformers' own loop writes it there.
     model.generation_config.num_assistant_tokens = 7
@@ -201,7 +211,58 @@ def test_what_looks_like_it_and_is_served() -> None:
     with pytest.raises(ValueError, match="num_assistant_tokens=8"):
         generate(model, PROMPTS, num_assistant_tokens=8)
     cache = DynamicCache()
-    model(PROMPTS["input_ids"][:, :3], past_key_values=cache)
-    with pytest.raises(ValueError, match="past_key_values already holds tokens"):
-        generate(model, PROMPTS, past_key_values=cache)
+    model(PROMPTS["input_ids"][:, :3], **{name: cache})
+    with pytest.raises(ValueError, match=f"{name} already holds tokens"):
+        generate(model, PROMPTS, **{name: cache})
     generate(model, PROMPTS, "ngram", {"verification": "rejection"}, do_sample=False, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("how", ["disk", "meta", "cpu_offload"])
+def test_weights_that_are_not_in_memory(how: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+    if how == "disk":
+        model.save_pretrained(tmp_path)
+        where = dict(device_map={"": "disk"}, offload_folder=tmp_path / "off")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **where)
+    elif how == "cpu_offload":
+        accelerate.cpu_offload(model, torch.device("cpu"))
+    else:
+        model = model.to("meta")
+    with pytest.raises(ValueError, match="weights lie on the meta device.*Load the model on one device"):
+        generate(model, PROMPTS)
+
+
+def test_a_layer_that_asks_the_cache_for_its_length_is_refused() -> None:
+    class Asking(LlamaAttention):
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+            scale = 1 + kwargs["cache"].get_seq_length(self.layer_idx)
+            return super().forward(scale * hidden_states, **kwargs)
+
+    model = tiny_llama()
+    model.model.layers[1].self_attn.__class__ = Asking
+    with pytest.raises(ValueError, match="'llama' is not served: its Asking asks the cache for one length"):
+        generate(model, PROMPTS)
+
+
+@pytest.mark.parametrize("renamed, missing", [("cache", "no K/V cache"), ("position_ids", "no position_ids")])
+def test_a_release_that_renames_an_argument_says_which_to_install(
+    renamed: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"new_{name}" if name == renamed else name for name in ("self", "input_ids", "cache", "position_ids")]
+
+    class Renamed:
+        def forward(self, *_: Any, **__: Any) -> None:
+            raise AssertionError("a forward ran before the refusal")
+
+    Renamed.forward.__signature__ = Signature(  # type: ignore[attr-defined]
+        [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    )
+    model = tiny_llama()
+    for module in (model, model.model):
+        module.__class__ = type(type(module).__name__, (Renamed, type(module)), {})
+    with pytest.raises(ValueError, match=f"'llama' is not served: its forward takes {missing}") as told:
+        generate(model, PROMPTS)
+    assert "install" not in str(told.value), "under a tested version the family lacks it"
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    with pytest.raises(ValueError, match=f"takes {missing}.*transformers 5.99.0 is installed.*'transformers>=5"):
+        generate(model, PROMPTS)

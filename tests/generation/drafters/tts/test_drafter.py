@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
 from spec_trl import release
@@ -358,7 +358,7 @@ def test_what_is_kept_follows_what_it_was_made_of(fresh) -> None:
         next(assistant.parameters()).mul_(1.0)
     second = drafter()
     assert second is not first
-    fresh.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), fresh)
     assert drafter() is not second
     release(fresh)
     assert kept.look(fresh, "tts") is None
