@@ -1,7 +1,7 @@
 """What an `assistant_strategy` means: which drafters draft, and the control that decides when they do."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from .drafters.self_copy import SelfDrafter, self_drafter_of, versions
 from .drafters.small_model import SmallModelDrafter, load_assistant
 from .drafters.tts.drafter import DistilledDrafter
 from .engine.drafter import Drafter
-from .engine.shadow import unwrapped
+from .engine.shadow import structure, unwrapped
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"
@@ -84,6 +84,23 @@ def _make_drafter(kind: str, model: PreTrainedModel, assistant: Assistant, confi
             return _distilled_drafter_of(model, assistant, config)
         case _:
             return _load_learned(kind, model, assistant)
+
+
+def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
+    """The policy's quantized copies among `drafters`, including those that learn low-rank corrections."""
+    drafting = [drafter.student if isinstance(drafter, DistilledDrafter) else drafter for drafter in drafters]
+    return [drafter for drafter in drafting if isinstance(drafter, SelfDrafter)]
+
+
+def copy_again(drafters: list[Drafter], model: PreTrainedModel, config: SpeculativeConfig) -> None:
+    """Makes the copies of `model` among `drafters` anew, in place, after its structure has changed (other adapters);
+    they keep what they have learned."""
+    for place, drafter in enumerate(drafters):
+        if policy_copies([drafter]):
+            memory = drafter.state_dict() if isinstance(drafter, DistilledDrafter) else None
+            drafters[place] = made = _make_drafter(drafter.strategy, model, None, config)
+            if isinstance(made, DistilledDrafter) and memory:
+                made.load_state_dict(memory)
 
 
 def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeConfig, target: PreTrainedModel) -> None:
@@ -140,6 +157,8 @@ def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: 
     """The learning drafter of `model`, which is kept for the next call with the same options."""
     options = (config.tts_drafter, config.distillation(), config.packing())
     options = (*options, model.dtype, model.device, *map(id, model.parameters()), *_identity(assistant))
+    if config.tts_drafter == "self":
+        options += structure(model)
     drafter: DistilledDrafter | None = kept.take(model, DistilledDrafter.strategy)
     if drafter is not None and drafter.made_for == options:
         if isinstance(drafter.student, SelfDrafter):
@@ -154,7 +173,7 @@ def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: 
 def _identity(assistant: Assistant) -> Iterator[object]:
     """Differs when the assistant has changed: its weights' storage and versions, or its files' times."""
     if isinstance(assistant, PreTrainedModel):
-        yield from versions(assistant)
+        yield from (*structure(assistant), *versions(assistant))
     elif isinstance(assistant, str):
         yield assistant
         if (folder := Path(assistant)).is_dir():
