@@ -175,6 +175,12 @@ class SpecGRPOConfig(GRPOConfig):
                     f"{other}=True contradicts assistant_strategy={self.assistant_strategy!r}: SpecGRPOTrainer "
                     f"generates rollouts itself. Set {other}=False, or use trl.GRPOTrainer."
                 )
+        for name in ("assistant_strategy", "speculative_config"):  # `generate` takes them from any other trainer so
+            if name in (self.generation_kwargs or {}):
+                raise ValueError(
+                    f"generation_kwargs has {name!r}, which SpecGRPOConfig has options of its own for, such as "
+                    "assistant_strategy. Set these."
+                )
         if not self.ds3_gather_for_generation:
             raise ValueError(
                 "ds3_gather_for_generation=False contradicts SpecGRPOTrainer: ranks run different numbers of "

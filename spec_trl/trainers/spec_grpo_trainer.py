@@ -19,7 +19,6 @@ from ..distributed.shared_rollouts import SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..generation.configuration import CHOOSING
 from ..generation.drafters.history import HistoryDrafter
-from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.captured import runner_mode
 from ..generation.engine.drafter import Drafter
@@ -119,6 +118,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         try:
             completed, _ = policy._prepare_generation_config(self.generation_config)
             check_generation_config(completed, policy.generation_config)
+            if (number := completed.num_return_sequences) not in (None, 1):
+                raise ValueError(f"num_return_sequences={number} multiplies rows, which num_generations does.")
         except ValueError as error:
             raise ValueError(
                 f"{error} Look in generation_kwargs, cache_implementation and the model's own generation_config, or "

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch import nn
 from transformers import BloomConfig, BloomForCausalLM
 from trl import GRPOConfig, TrlParser
 
@@ -36,6 +37,8 @@ TTS = {"assistant_strategy": "tts"}
         ({"assistant_strategy": "model"}, "assistant_strategy='model' with assistant_model=None"),
         ({"assistant_model": "gpt2"}, "assistant_strategy='self' with assistant_model='gpt2'"),
         ({"assistant_strategy": "auto", "assistant_model": "./nothing"}, "^assistant_model='./nothing' is a folder"),
+        ({"assistant_strategy": "model", "assistant_model": __file__}, "test_config.py' is a file; give"),
+        ({"generation_kwargs": {"assistant_strategy": "self"}}, "^generation_kwargs has 'assistant_strategy'"),
         ({"initial_draft_length": 6}, r"^initial_draft_length=6 is not one of draft_lengths=\[5, 7, 9, 11\]"),
         ({"draft_lengths": [5, 5]}, r"^draft_lengths=\[5, 5\] is not ascending"),
         ({"draft_lengths": [0]}, r"^draft_lengths=\[0\] must lie between 1 and 64"),
@@ -170,6 +173,7 @@ ALORA = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invoc
     [
         (lambda: {"generation_kwargs": {"num_beams": 3}}, "num_beams=3 cannot be .*Look in generation_kwargs"),
         (lambda: {"generation_kwargs": {"output_scores": True}}, "output_scores=True cannot be"),
+        (lambda: {"generation_kwargs": {"num_return_sequences": 2}}, "num_return_sequences=2 .*num_generations.*Lo"),
         (lambda: {"cache_implementation": "static"}, "cache_implementation='static' cannot be .*Look in"),
         (lambda: {"runner": "graph"}, 'runner="graph" captures CUDA graphs, and the model is on cpu'),
         (
@@ -191,6 +195,13 @@ def test_what_no_rollout_serves(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make_run(tmp_path, strategy, **options())
+
+
+@pytest.mark.parametrize("strategy", ["model", "auto", "tts", "eagle3"])
+def test_assistants_that_are_no_models(tmp_path: Path, strategy: str) -> None:
+    options = {"assistant_model": nn.Linear(2, 2), "tts_drafter": "model"}
+    with pytest.raises(ValueError, match="^assistant_model=Linear (is neither a transformers|with a drafter of)"):
+        make_run(tmp_path, strategy, **options)
 
 
 def test_who_generates_by_himself_is_left_alone(tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ class SelfDrafter(NetworkDrafter):
 
 def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_head: str) -> SelfDrafter:
     """The self-drafter that is kept for `policy`, refreshed if its weights have changed; or a new one, where none is
-    kept, another call has it, or the structure has changed (other adapters, dtype, device). It is the caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`."""
+    kept, another call has it, or the policy's structure has changed (other adapters, dtype or device). It is the
+    caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`."""
     made_for = (quantization, kernel, lm_head, *map(id, policy.parameters()), *structure(policy))
     drafter: SelfDrafter | None = kept.take(policy, SelfDrafter.strategy)
     if drafter is not None and drafter.made_for == made_for:
