@@ -9,6 +9,7 @@ from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriter
 from .configuration import SpeculativeConfig, check_strategy
 from .decoding import speculative_decoding
 from .engine.requirements import check_input_ids, check_not_diverted
+from .option_use import check_use
 
 
 _generate: Callable[..., Any] | None = None
@@ -40,11 +41,15 @@ def install() -> None:
             if speculative_config is not None and not is_other:
                 raise ValueError("speculative_config is given without assistant_strategy; name a strategy.")
             return original(self, *args, **kwargs)
+        strategy = check_strategy("self" if assistant_strategy is None else assistant_strategy)
+        config = SpeculativeConfig.coerce(speculative_config)
+        if kwargs.get("drafter") is None:  # else it was made with other options
+            check_use(strategy, config)
         _check_before_generate(self, args, kwargs)
         kwargs["custom_generate"] = functools.partial(
             speculative_decoding,
-            assistant_strategy=check_strategy("self" if assistant_strategy is None else assistant_strategy),
-            speculative_config=SpeculativeConfig.coerce(speculative_config),
+            assistant_strategy=strategy,
+            speculative_config=config,
             # generate gives a custom method no assistant and no streamer, and refuses an assistant together with
             # num_return_sequences: so they take another way.
             _assistant=kwargs.pop("assistant_model", None),

@@ -165,7 +165,7 @@ def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: 
     """The learning drafter of `model`, which is kept for the next call with the same options."""
     if isinstance(assistant, nn.Module) and config.tts_drafter == "model":
         assistant = as_assistant("assistant_model", assistant)
-    options = (config.tts_drafter, config.distillation(), config.packing())
+    options: tuple[object, ...] = (config.tts_drafter, config.distillation(), config.packing())
     options = (*options, model.dtype, model.device, *map(id, model.parameters()), *_identity(assistant))
     if config.tts_drafter == "self":
         options += structure(model)

@@ -118,8 +118,6 @@ class SpecGRPOTrainer(GRPOTrainer):
         try:
             completed, _ = policy._prepare_generation_config(self.generation_config)
             check_generation_config(completed, policy.generation_config)
-            if (number := completed.num_return_sequences) not in (None, 1):
-                raise ValueError(f"num_return_sequences={number} multiplies rows, which num_generations does.")
         except ValueError as error:
             raise ValueError(
                 f"{error} Look in generation_kwargs, cache_implementation and the model's own generation_config, or "

@@ -107,6 +107,16 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"input_ids is on meta and the model on cpu; move it", dict(input_ids=IDS.to("meta"))),
     (r"input_ids holds the token 64, and the model's vocabulary is 0 to 63", dict(input_ids=torch.full((2, 6), 64))),
     (r"input_ids holds the token -1, and", dict(input_ids=torch.full((2, 6), -1))),
+    # options of other strategies
+    *(
+        (rf"{name}={value!r} has no use with assistant_strategy='{strategy}'.*or set assistant_strategy='{way}'",
+            dict(strategy=strategy, config={name: value}))
+        for name, value, strategy, way in (
+            ("tts_rank", 16, "self", "tts"), ("tts_scope", "run", "auto", "tts"),
+            ("ngram_size", 2, "history", "ngram"),
+            ("history_max_tokens", 9, "ngram", "history"), ("best_of_n_race", False, "auto", "best_of_n"),
+        )
+    ),
     # options of other assistants
     *(
         (rf"{name}={re.escape(repr(value))} cannot be combined.*{way_out}", {name: value})
