@@ -9,20 +9,21 @@ from trl import RLOOConfig, RLOOTrainer
 
 import spec_trl
 from examples.demo.task import build_tokenizer
-from spec_trl.generation import decoding
+from spec_trl.generation.engine.rollout import Rollout
 from tests.trainers.harness import tiny_dataset, tiny_policy
 
 
 def test_rloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Completions, weights and saved arguments."""
     drafted: list[int] = []
-    assemble = decoding._assemble
+    run = Rollout.run
 
-    def watched(call: Any, completions: Any, statistics: Any) -> Any:
+    def watched(rollout: Rollout) -> Any:
+        completions, statistics = run(rollout)
         drafted.append(statistics.total.drafted)
-        return assemble(call, completions, statistics)
+        return completions, statistics
 
-    monkeypatch.setattr(decoding, "_assemble", watched)
+    monkeypatch.setattr(Rollout, "run", watched)
 
     def train(strategy: str) -> tuple[list[Any], list[torch.Tensor]]:
         seen: list[Any] = []
