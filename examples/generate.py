@@ -57,6 +57,7 @@ def sample(
     if arguments.temperature > 0:
         # generate would take the 50 likeliest tokens only, if it were not told otherwise.
         sampling = dict(do_sample=True, temperature=arguments.temperature, top_p=arguments.top_p, top_k=0)
+    chosen = {"tts_drafter": arguments.tts_drafter, "best_of_n_drafters": arguments.best_of_n_drafters}
     return model.generate(
         **inputs,
         **sampling,
@@ -68,8 +69,7 @@ def sample(
             verification=arguments.verification,
             seed=arguments.seed,
             max_batch_size=arguments.batch_size,
-            tts_drafter=arguments.tts_drafter,
-            best_of_n_drafters=arguments.best_of_n_drafters,
+            **{name: value for name, value in chosen.items() if name.startswith(strategy)},
         ),
         return_dict_in_generate=True,
     )

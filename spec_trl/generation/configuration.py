@@ -38,8 +38,7 @@ def option(
 ) -> Any:
     """A field of :class:`SpeculativeConfig`. Its annotation says which type or words the value may have, `low`, `high`
     and `positive` (above 0) bound it, and `hint` ends the error about a bad value."""
-    bounds = {"low": low, "high": high, "positive": positive, "hint": hint}
-    return field(default=default, metadata={"help": help, **bounds})
+    return field(default=default, metadata=dict(help=help, low=low, high=high, positive=positive, hint=hint))
 
 
 def document(config: type) -> None:
@@ -63,9 +62,8 @@ class SpeculativeConfig:
     draft_length: int = option(
         5,
         'γ, draft tokens per round. Under sd_toggle="measured" half of it or twice it where that promises more.',
-        low=1,
-        high=MAX_DRAFT_LENGTH,
-    )
+        1, MAX_DRAFT_LENGTH,
+    )  # fmt: skip
     ngram_size: int = option(
         3, '"ngram": longest suffix of a row, in tokens, that is looked up in its own prompt and output.', 1, 64
     )
@@ -115,7 +113,7 @@ class SpeculativeConfig:
         'A "model" has a K/V cache of its own; "self" has 2 (γ + 1) columns per row, on a GPU a whole cache.',
     )
     max_batch_size: int | None = option(
-        None, "Number of rows in flight; further prompts wait until rows finish. None: as many as memory holds.", low=1
+        None, "Number of rows in flight; further prompts wait until rows finish. None: as many as memory holds.", 1
     )
     runner: Runner = option(
         "auto",
@@ -240,8 +238,8 @@ class SpeculativeConfig:
 
     def _check_best_of_n(self) -> None:
         names = self.best_of_n_drafters
-        is_list = isinstance(names, Sequence) and not isinstance(names, str)
-        if not is_list or not names or len(set(names)) < len(names) or set(names) - {*BEST_OF_N_DRAFTERS}:
+        known = isinstance(names, list | tuple) and bool(names) and set(names) <= {*BEST_OF_N_DRAFTERS}
+        if not known or len(set(names)) < len(names):
             raise ValueError(
                 f"best_of_n_drafters={names!r} must be one or more different ones of {list(BEST_OF_N_DRAFTERS)}."
             )
@@ -270,7 +268,7 @@ class SpeculativeConfig:
         if assistant is not None and len(lacking) == 1:
             found[lacking.pop()] = assistant
         elif assistant is not None or lacking:
-            shown = repr(assistant) if assistant is None or isinstance(assistant, str) else type(assistant).__name__
+            shown = type(assistant).__name__ if not isinstance(assistant, str | None) else repr(assistant)
             raise ValueError(
                 f"assistant_model={shown} with best_of_n_drafters={list(self.best_of_n_drafters)}, of which {lacking} "
                 "lack an assistant: assistant_model serves exactly one of them. Name them in best_of_n_assistants, "
@@ -294,18 +292,19 @@ class SpeculativeConfig:
         given = {name: vars(self)[f"tts_{name}"] for name in Distillation.__dataclass_fields__}
         return Distillation(**given | {"stride": None if self.tts_stride == "adaptive" else self.tts_stride})
 
+    def to_dict(self) -> dict[str, Any]:
+        """Its options, as a GenerationConfig that carries it saves them."""
+        return dict(vars(self))
+
     @classmethod
     def coerce(cls, value: "SpeculativeConfig | Mapping[str, Any] | None") -> "SpeculativeConfig":
         """Accepts a config, a mapping of its fields, or None for the defaults."""
-        if value is None:
-            return cls()
         if isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                f"speculative_config={value!r} is a {type(value).__name__}; pass a SpeculativeConfig or a dict."
-            )
-        return cls(**value)
+        if not isinstance(value, Mapping | None):
+            kind = type(value).__name__
+            raise ValueError(f"speculative_config={value!r} is a {kind}; pass a SpeculativeConfig or a dict.")
+        return cls(**(value or {}))
 
 
 document(SpeculativeConfig)
@@ -337,8 +336,7 @@ class Distillation:
 
 def kinds_of(name: str) -> tuple[Any, ...]:
     """Types and words that the option `name` may have, such as `(int, "adaptive")`."""
-    annotation = OPTIONS[name].type
-    alternatives = get_args(annotation) or (annotation,)
+    alternatives = get_args(OPTIONS[name].type) or (OPTIONS[name].type,)
     return tuple(kind for alternative in alternatives for kind in get_args(alternative) or (alternative,))
 
 
@@ -438,9 +436,11 @@ def require_number(name: str, value: object, positive: bool, hint: str = "") -> 
 
 
 def require_folder_or_id(name: str, assistant: object) -> None:
-    """Raises ValueError, naming `name`, where `assistant` is a text that neither is a folder nor can be a hub id."""
+    """Raises ValueError, naming `name`, where `assistant` is a text that is no folder and can be no hub id."""
     if not isinstance(assistant, str) or Path(assistant).is_dir():
         return
+    if Path(assistant).is_file():
+        raise ValueError(f"{name}={assistant!r} is a file; give the folder that it lies in.")
     from huggingface_hub.errors import HFValidationError  # here: `spec-trl --help` would wait for them
     from huggingface_hub.utils import validate_repo_id
 

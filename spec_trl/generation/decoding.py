@@ -171,6 +171,7 @@ def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], 
     requirements.check_keywords(model_kwargs)
     mask = model_kwargs.get("attention_mask")
     prompts = requirements.split_prompts(call.input_ids, mask)
+    requirements.check_vocabulary(prompts, model)
     requirements.check_positions(model_kwargs.get("position_ids"), call.input_ids, mask)
     if call.request_ids is not None and len(call.request_ids) != batch:
         raise ValueError(f"request_ids has {len(call.request_ids)} entries for {batch} rows; give one int per row.")

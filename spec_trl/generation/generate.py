@@ -4,12 +4,12 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
 from .configuration import SpeculativeConfig, check_strategy
 from .decoding import speculative_decoding
-from .engine.requirements import check_not_diverted, check_not_empty
+from .engine.requirements import check_input_ids, check_not_diverted
+from .option_use import check_use
 
 
 _generate: Callable[..., Any] | None = None
@@ -31,23 +31,30 @@ def install() -> None:
         **kwargs: Any,
     ) -> Any:
         custom = kwargs.get("custom_generate")
+        is_other = custom is not None and custom is not speculative_decoding
+        if is_other and assistant_strategy is not None:
+            raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
+        if not is_other:  # it comes before what a config says, like all arguments
+            assistant_strategy = _given("assistant_strategy", assistant_strategy, self, args, kwargs)
+        speculative_config = _given("speculative_config", speculative_config, self, args, kwargs)
         if assistant_strategy is None and custom is not speculative_decoding:
-            if speculative_config is not None:
+            if speculative_config is not None and not is_other:
                 raise ValueError("speculative_config is given without assistant_strategy; name a strategy.")
             return original(self, *args, **kwargs)
-        if custom is not None and custom is not speculative_decoding:
-            raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
+        strategy = check_strategy("self" if assistant_strategy is None else assistant_strategy)
+        config = SpeculativeConfig.coerce(speculative_config)
+        if kwargs.get("drafter") is None:  # else it was made with other options
+            check_use(strategy, config)
         _check_before_generate(self, args, kwargs)
         kwargs["custom_generate"] = functools.partial(
             speculative_decoding,
-            assistant_strategy=check_strategy(assistant_strategy or "self"),
-            speculative_config=SpeculativeConfig.coerce(speculative_config),
+            assistant_strategy=strategy,
+            speculative_config=config,
             # generate gives a custom method no assistant and no streamer, and refuses an assistant together with
             # num_return_sequences: so they take another way.
             _assistant=kwargs.pop("assistant_model", None),
             _streamer=kwargs.get("streamer"),
         )
-        _move_stop_strings(self, args, kwargs)
         return original(self, *args, **kwargs)
 
     GenerationMixin.generate = generate
@@ -65,25 +72,32 @@ def _config_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs.get("generation_config", args[1] if len(args) > 1 else None)
 
 
+def _given(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument `name`: its `value`, else that of the call's generation_config, else of the model's own. That is
+    the order of `generate`, whose configs carry entries they do not know."""
+    configs = _config_given(args, kwargs), getattr(model, "generation_config", None)
+    values = (value, *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
+
+
 def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses what `generate` would act on, or fail at, before it calls the decoding method."""
+    """Refuses what `generate` would act on, or fail at, before it calls the decoding method; takes over stop strings,
+    whose tokenizer it keeps from a custom method."""
     prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
-    if isinstance(prompts, Tensor):
-        check_not_empty(prompts)
-    check_not_diverted(model, _config_given(args, kwargs), kwargs)
+    if prompts is not None:
+        check_input_ids(prompts, model.device)
+    completed, _ = model._prepare_generation_config(**{"generation_config": _config_given(args, kwargs)} | kwargs)
+    check_not_diverted(completed, kwargs)
     if kwargs.get("synced_gpus"):
         raise ValueError(
             "synced_gpus=True cannot be combined with assistant_strategy: ranks take different numbers of rounds. "
             "Gather the weights around generate instead (TRL does so for ZeRO-3), and leave synced_gpus unset."
         )
+    if stop_strings := completed.stop_strings:
+        _move_stop_strings(stop_strings, kwargs)
 
 
-def _move_stop_strings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Makes a criterion of stop strings here: `generate` keeps the tokenizer from a custom method."""
-    given = _config_given(args, kwargs) or model.generation_config
-    stop_strings = kwargs.pop("stop_strings", None) or given.stop_strings
-    if not stop_strings:
-        return
+def _move_stop_strings(stop_strings: str | list[str], kwargs: dict[str, Any]) -> None:
     tokenizer = kwargs.pop("tokenizer", None)
     if tokenizer is None:
         raise ValueError(f"stop_strings={stop_strings!r} needs tokenizer=..., to match strings across tokens.")

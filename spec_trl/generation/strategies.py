@@ -1,13 +1,13 @@
 """What an `assistant_strategy` means: which drafters draft, and the control that decides when they do."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..measuring.known_rounds import KnownRounds, find_known_rounds
 from ..quantization.kernels import PackedWeight
@@ -28,10 +28,10 @@ from .drafters.eagle3.drafter import Eagle3Drafter
 from .drafters.history import HistoryDrafter
 from .drafters.ngram import NgramDrafter
 from .drafters.self_copy import SelfDrafter, self_drafter_of, versions
-from .drafters.small_model import SmallModelDrafter, load_assistant
+from .drafters.small_model import SmallModelDrafter, as_assistant, check_sizes, load_assistant, read_assistant_config
 from .drafters.tts.drafter import DistilledDrafter
 from .engine.drafter import Drafter
-from .engine.shadow import unwrapped
+from .engine.shadow import structure
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"
@@ -69,8 +69,6 @@ def make_drafters(
 
 
 def _make_drafter(kind: str, model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> Drafter:
-    if isinstance(assistant, nn.Module):
-        assistant = unwrapped(assistant)
     match kind:
         case "self":
             return self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
@@ -86,9 +84,26 @@ def _make_drafter(kind: str, model: PreTrainedModel, assistant: Assistant, confi
             return _load_learned(kind, model, assistant)
 
 
+def policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
+    """The policy's quantized copies among `drafters`, including those that learn low-rank corrections."""
+    drafting = [drafter.student if isinstance(drafter, DistilledDrafter) else drafter for drafter in drafters]
+    return [drafter for drafter in drafting if isinstance(drafter, SelfDrafter)]
+
+
+def copy_again(drafters: list[Drafter], model: PreTrainedModel, config: SpeculativeConfig) -> None:
+    """Makes the copies of `model` among `drafters` anew, in place, after its structure has changed (other adapters);
+    they keep what they have learned."""
+    for place, drafter in enumerate(drafters):
+        if policy_copies([drafter]):
+            memory = drafter.state_dict() if isinstance(drafter, DistilledDrafter) else None
+            drafters[place] = made = _make_drafter(drafter.strategy, model, None, config)
+            if isinstance(made, DistilledDrafter) and memory:
+                made.load_state_dict(memory)
+
+
 def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeConfig, target: PreTrainedModel) -> None:
-    """Raises ValueError, naming the argument, where an assistant given by a path or hub id is not there or has another
-    vocabulary than the target. Reads its config alone."""
+    """Raises ValueError, naming the argument, where an assistant is no model, or one given by a path or hub id is not
+    there or has another vocabulary than the target. Reads its config alone."""
     named = {"assistant_model": (strategy, assistant)}
     if strategy == "best_of_n":
         own = config.best_of_n_assistants or {}
@@ -99,7 +114,12 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
     for argument, (member, given) in named.items():
         kind = config.tts_drafter if member == "tts" else member
-        if not isinstance(given, str) or kind == "self":
+        if given is None or kind == "self":
+            continue
+        if not isinstance(given, str):
+            if kind in _LEARNED:
+                raise _no_checkpoint(argument, kind, given)
+            as_assistant(argument, given)
             continue
         require_folder_or_id(argument, given)
         if kind in _LEARNED:
@@ -107,9 +127,11 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
             found = settings.get("transformer_layer_config", settings).get("vocab_size", vocabulary)
         else:
             try:
-                found = AutoConfig.from_pretrained(given).get_text_config(decoder=True).vocab_size
+                config_found = read_assistant_config(given)
             except (OSError, ValueError) as error:
                 raise ValueError(f"{argument}={given!r} is no causal LM that can be loaded: {error}") from error
+            check_sizes(f"{argument}={given!r}", config_found, target.config)
+            continue
         if found != vocabulary:
             raise ValueError(
                 f"{argument}={given!r} has a vocabulary of {found} tokens and the target one of {vocabulary}; a "
@@ -127,19 +149,26 @@ def as_drafters(given: Drafter | Sequence[Drafter]) -> list[Drafter]:
     return list(drafters)
 
 
+def _no_checkpoint(argument: str, kind: str, given: object) -> ValueError:
+    shown = type(given).__name__ if isinstance(given, nn.Module) else repr(given)
+    way_out = "give the folder or hub id of a drafter's checkpoint"
+    return ValueError(f"{argument}={shown} with a drafter of kind {kind!r}: {way_out}.")
+
+
 def _load_learned(strategy: str, model: PreTrainedModel, assistant: Assistant) -> TrainableDrafter:
     if not isinstance(assistant, str):
-        raise ValueError(
-            f"assistant_model={assistant!r} with a drafter of kind {strategy!r}: give the folder or hub id of a "
-            "drafter's checkpoint."
-        )
+        raise _no_checkpoint("assistant_model", strategy, assistant)
     return _LEARNED[strategy](assistant, model)
 
 
 def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> DistilledDrafter:
     """The learning drafter of `model`, which is kept for the next call with the same options."""
-    options = (config.tts_drafter, config.distillation(), config.packing())
+    if isinstance(assistant, nn.Module) and config.tts_drafter == "model":
+        assistant = as_assistant("assistant_model", assistant)
+    options: tuple[object, ...] = (config.tts_drafter, config.distillation(), config.packing())
     options = (*options, model.dtype, model.device, *map(id, model.parameters()), *_identity(assistant))
+    if config.tts_drafter == "self":
+        options += structure(model)
     drafter: DistilledDrafter | None = kept.take(model, DistilledDrafter.strategy)
     if drafter is not None and drafter.made_for == options:
         if isinstance(drafter.student, SelfDrafter):
@@ -154,7 +183,7 @@ def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: 
 def _identity(assistant: Assistant) -> Iterator[object]:
     """Differs when the assistant has changed: its weights' storage and versions, or its files' times."""
     if isinstance(assistant, PreTrainedModel):
-        yield from versions(assistant)
+        yield from (*structure(assistant), *versions(assistant))
     elif isinstance(assistant, str):
         yield assistant
         if (folder := Path(assistant)).is_dir():

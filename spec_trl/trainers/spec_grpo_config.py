@@ -22,6 +22,7 @@ from ..generation.configuration import (
     require_int,
     require_number,
 )
+from ..generation.option_use import check_use
 from ..scheduling.draft_length import DraftLengthController
 
 
@@ -157,6 +158,7 @@ class SpecGRPOConfig(GRPOConfig):
             require_int("rollout_batch_size", self.rollout_batch_size, 1, None)
         config = self.speculative_config()
         check_combination(self.assistant_strategy, config)
+        check_use(self.assistant_strategy, self)
         check_decoupled(self.assistant_strategy, config)
         self._check_draft_ranks()
         if self.assistant_strategy == "best_of_n":

@@ -2,7 +2,6 @@
 
 import copy
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,12 +19,12 @@ from ..distributed.shared_rollouts import SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..generation.configuration import CHOOSING
 from ..generation.drafters.history import HistoryDrafter
-from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..generation.engine.captured import runner_mode
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.requirements import check_generation_config, check_model, policy_in
-from ..generation.strategies import check_assistants, make_control, make_drafters
+from ..generation.engine.shadow import structure
+from ..generation.strategies import check_assistants, copy_again, make_control, make_drafters, policy_copies
 from ..measuring.fill_profile import hardware_name
 from ..measuring.known_rounds import KnownRounds, find_known_rounds
 from ..quantization.awq import ActivationStatistics
@@ -87,6 +86,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             Profile.load(args.roofline_profile)  # a broken file is refused before any work
         self._drafters: list[Drafter] | None = None
         self._drafted_step = -1
+        self._copied: tuple[object, ...] = ()  # the structure of the policy that the copies were made of
         self._profile: Profile | None = None
         self._control: Control | None = None
         self._known: KnownRounds | None = None
@@ -260,7 +260,7 @@ class SpecGRPOTrainer(GRPOTrainer):
                 seconds = time.perf_counter() - started
                 self._totals.add(output.statistics, control, len(decoded), seconds, self._sharing.pool)
         self._totals.turns += 1
-        for copied in _policy_copies(drafters):
+        for copied in policy_copies(drafters):
             self._totals.durations.refresh_seconds += copied.refresh_seconds
             copied.refresh_seconds = 0.0
         completions = self._sharing.exchange(turn, decoded)
@@ -271,8 +271,13 @@ class SpecGRPOTrainer(GRPOTrainer):
         return [completions[place] for place in turn.own]
 
     def _make_drafters(self, policy: PreTrainedModel) -> list[Drafter]:
-        """The drafters, made at the first rollout, which pays for it like for a refresh."""
+        """The drafters, made at the first rollout, which pays for it like for a refresh. The policy's copies are made
+        anew when other adapters have become active, merged or scaled, with what they have learned."""
+        made_for, self._copied = self._copied, structure(policy)
         if self._drafters is not None:
+            if made_for != self._copied:
+                copy_again(self._drafters, policy, self._speculative_config)
+                self._watch_activations(policy, self._drafters)
             return self._drafters
         started = time.perf_counter()
         strategy = "none" if self.args.sd_toggle == "never" else self.args.assistant_strategy
@@ -292,19 +297,22 @@ class SpecGRPOTrainer(GRPOTrainer):
                 )  # fmt: skip
                 if self._resumed_from is not None:
                     self._adaptation.load_state(self._resumed_from)
-        for copied in _policy_copies(self._drafters):
-            if names := copied.quantized.activation_aware_layers:
-                self._activations = ActivationStatistics(policy, names)
+        self._watch_activations(policy, self._drafters)
         self._drafted_step = self.state.global_step
         making = time.perf_counter() - started
         self._totals.durations.seconds += making
         self._totals.durations.refresh_seconds += making
         return self._drafters
 
+    def _watch_activations(self, policy: PreTrainedModel, drafters: list[Drafter]) -> None:
+        for copied in policy_copies(drafters):
+            if names := copied.quantized.activation_aware_layers:
+                self._activations = ActivationStatistics(policy, names)
+
     def _announce_new_weights(self, drafters: list[Drafter]) -> None:
         """Has the policy's copy requantized if the weights have changed since it was made (ER Algorithm 1, line 3)."""
         if self._drafted_step != self.state.global_step:  # which counts optimizer steps alone
-            for copied in _policy_copies(drafters):
+            for copied in policy_copies(drafters):
                 copied.refresh_before_drafting(self._activations)
             self._drafted_step = self.state.global_step
 
@@ -358,7 +366,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         draft_lengths = {candidate.name: candidate.draft_length for candidate in candidates}
         step, strategy = self.state.global_step, self.args.assistant_strategy
         record = totals.record(mode, self._rollouts[mode], step, strategy, draft_lengths)
-        for name, value in metrics(record, bool(_policy_copies(drafters)), races=strategy == "best_of_n").items():
+        for name, value in metrics(record, bool(policy_copies(drafters)), races=strategy == "best_of_n").items():
             self._metrics[mode][f"rollout/{name}"].append(value)
         if self.accelerator.is_main_process:
             self._append(record)
@@ -423,9 +431,3 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._saved_ledger = own.ledger
         self._drafters = self._control = self._adaptation = None  # made anew from what was saved
         self._resumed_from = Path(checkpoint)
-
-
-def _policy_copies(drafters: Iterable[Drafter]) -> list[SelfDrafter]:
-    """The policy's quantized copies among `drafters`, including those that learn low-rank corrections."""
-    drafting = [drafter.student if isinstance(drafter, DistilledDrafter) else drafter for drafter in drafters]
-    return [drafter for drafter in drafting if isinstance(drafter, SelfDrafter)]

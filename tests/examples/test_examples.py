@@ -144,7 +144,8 @@ def test_generate_hands_its_assistant_to_every_strategy_that_takes_one(monkeypat
         assert given["assistant_strategy"] == strategy
         assert given["assistant_model"] == (None if strategy == "none" else "small")
         config = given["speculative_config"]
-        assert (config.tts_drafter, config.best_of_n_drafters) == ("model", ["self", "model"])
+        assert (config.tts_drafter == "model") == (strategy == "tts")
+        assert (config.best_of_n_drafters == ["self", "model"]) == (strategy == "best_of_n")
 
 
 # ---- All scripts ----------------------------------------------------------------------------------------------------

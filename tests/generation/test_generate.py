@@ -1,5 +1,7 @@
 """The door: the keyword, transformers' own `custom_generate`, streamers, outputs, adapters, and coming and going."""
 
+import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -51,7 +53,7 @@ def test_uninstall_and_install(uninstalled: None, tiny: PreTrainedModel, prompts
 
 def by_hand(model: PreTrainedModel, prompts: Prompts, **options: Any) -> Any:
     config = SpeculativeConfig(seed=0, draft_kernel="reference", sd_toggle="always")
-    options |= OPTIONS | dict(custom_generate=speculative_decoding)
+    options = OPTIONS | dict(custom_generate=speculative_decoding) | options
     return model.generate(**prompts, speculative_config=config, **options)
 
 
@@ -97,6 +99,45 @@ def test_configs_and_inputs_in_any_form(tiny, prompts) -> None:
         torch.manual_seed(1)
         unseeded.append(tiny.generate(rows, assistant_strategy="none", speculative_config=speculative, **OPTIONS))
     assert torch.equal(*unseeded)
+
+
+def test_a_strategy_in_a_config(tiny, tiny_assistant, prompts, tmp_path) -> None:
+    """Of the call or of the model, read like all others: what comes nearer to the call counts, and no other setting
+    is lost. A saved config says the same."""
+    speculative = {"seed": 0, "draft_kernel": "reference", "sd_toggle": "always"}
+    options = OPTIONS | dict(return_dict_in_generate=True)
+    expected = outputs(generate(tiny, prompts, max_new_tokens=12))
+    config = GenerationConfig(**options, assistant_strategy="self", speculative_config=speculative)
+    config.save_pretrained(tmp_path)
+    options_of_own = SpeculativeConfig(seed=0, draft_length=2, sd_toggle="always")
+    own = GenerationConfig(assistant_strategy="ngram", speculative_config=options_of_own)
+    model = copy.copy(tiny)
+    calls: list[tuple[str, GenerationConfig, dict[str, Any]]] = [
+        ("self", GenerationConfig(), dict(generation_config=config)),
+        ("self", own, dict(generation_config=config)),
+        ("self", GenerationConfig(), dict(generation_config=GenerationConfig.from_pretrained(tmp_path))),
+        ("self", config, {}),
+        ("ngram", own, options),
+        ("model", own, options | dict(assistant_strategy="model", assistant_model=tiny_assistant)),
+        ("none", own, dict(generation_config=config, assistant_strategy="none")),
+    ]
+    for strategy, model.generation_config, given in calls:
+        found = model.generate(**prompts, **given)
+        assert outputs(found) == expected and found.statistics.strategy == strategy
+        assert found.statistics.total.drafted > 0 or strategy in ("none", "ngram")
+    model.generation_config = own
+    drawn = []
+    plain = by_hand(model, prompts, custom_generate=lambda *_, **given: drawn.append(given))
+    assert plain is None and drawn  # an argument comes before a config
+    own.num_return_sequences, own.do_sample, own.stop_strings = 3, True, ["x"]
+    with pytest.raises(ValueError, match=r"stop_strings=\['x'\] needs tokenizer="):
+        model.generate(**prompts, generation_config=GenerationConfig(max_new_tokens=2))
+    own.stop_strings = None
+    assert len(model.generate(**prompts, generation_config=GenerationConfig(max_new_tokens=2))) == 9
+    restored = GenerationConfig.from_dict(json.loads(own.to_json_string()))
+    assert SpeculativeConfig.coerce(restored.speculative_config).draft_length == 2
+    with pytest.raises(ValueError, match="assistant_strategy='' is unknown; choose one of"):
+        tiny.generate(**prompts, assistant_strategy="")
 
 
 # ---- What comes out --------------------------------------------------------------------------------------------

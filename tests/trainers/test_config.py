@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch import nn
 from transformers import BloomConfig, BloomForCausalLM
 from trl import GRPOConfig, TrlParser
 
@@ -36,6 +37,11 @@ TTS = {"assistant_strategy": "tts"}
         ({"assistant_strategy": "model"}, "assistant_strategy='model' with assistant_model=None"),
         ({"assistant_model": "gpt2"}, "assistant_strategy='self' with assistant_model='gpt2'"),
         ({"assistant_strategy": "auto", "assistant_model": "./nothing"}, "^assistant_model='./nothing' is a folder"),
+        ({"assistant_strategy": "model", "assistant_model": __file__}, "test_config.py' is a file; give"),
+        ({"tts_rank": 16}, "^tts_rank=16 has no use with assistant_strategy='self', which does not draft by 'tts'"),
+        ({"history_max_tokens": 9}, "^history_max_tokens=9 has no use with assistant_strategy='self'"),
+        ({"assistant_strategy": "auto", "best_of_n_race": False}, "^best_of_n_race=False has no use with .*'auto'"),
+        (BEST_OF_N | {"tts_scope": "request"}, "^tts_scope='request' has no use with .*'best_of_n'"),
         ({"initial_draft_length": 6}, r"^initial_draft_length=6 is not one of draft_lengths=\[5, 7, 9, 11\]"),
         ({"draft_lengths": [5, 5]}, r"^draft_lengths=\[5, 5\] is not ascending"),
         ({"draft_lengths": [0]}, r"^draft_lengths=\[0\] must lie between 1 and 64"),
@@ -89,17 +95,19 @@ def test_bad_values(bad: dict[str, Any], message: str) -> None:
 
 VALUES: dict[str, Any] = {
     "sd_toggle": "roofline", "sd_margin": 0.1, "roofline_profile": "p.json", "roofline_mismatch": "error",
-    "history_max_tokens": 1000, "verification": "rejection", "draft_quantization": "rtn-w8",
+    "history_max_tokens": 1000, "draft_quantization": "rtn-w8",
     "draft_kernel": "reference", "draft_lm_head": "dense", "runner": "compiled", "max_graph_memory": 2.5,
     "keep_graphs": True, "tts_drafter": "model", "tts_learning_rate": 2e-4, "tts_scope": "rollout", "tts_steps": 2,
     "tts_stride": "5", "tts_anchor_weight": 0.5, "tts_anchor": "initial", "tts_asynchronous": True,
-    "tts_rank": 4, "best_of_n_drafters": ["ngram", "model"], "best_of_n_assistants": {"model": "some/drafter"},
+    "tts_rank": 4, "best_of_n_drafters": ["history", "model", "tts"],
+    "best_of_n_assistants": {"model": "some/drafter"},
     "best_of_n_budget": 64, "best_of_n_race": False,
-    "decoupled_execution": "auto",
+    "decoupled_execution": "auto", "verification": "exact",
 }  # fmt: skip
-"""Another value than the default of each option that the trainer shares with `generate`."""
+"""Another value than the default of each option that the trainer shares with `generate`, but for verification="exact",
+which a race needs."""
 OWN: dict[str, Any] = {
-    "assistant_strategy": "model", "assistant_model": "some/drafter", "draft_lengths": [3, 7],
+    "assistant_strategy": "best_of_n", "assistant_model": "some/drafter", "draft_lengths": [3, 7],
     "initial_draft_length": 7, "draft_length_up": 0.9, "draft_length_down": 0.8, "draft_length_patience": 3,
     "rollout_batch_size": 4, "rollout_sharing": "own", "drafter_adaptation": False, "drafter_learning_rate": 2e-6,
     "drafter_hidden_weight": 0.5, "drafter_token_weight": 0.2, "draft_ranks": 0,
@@ -113,7 +121,9 @@ def test_every_option_reaches_generate() -> None:
     expected = VALUES | {"draft_length": 7, "max_batch_size": 4, "seed": 11, "tts_stride": 5}
     assert {name: passed[name] for name in expected} == expected
     assert OPTIONS.keys() - expected.keys() == {"ngram_size"}
-    assert make_config(tts_stride="3").speculative_config().tts_stride == 3
+    assert make_config(assistant_strategy="tts", tts_stride="3").speculative_config().tts_stride == 3
+    rejecting = make_config(assistant_strategy="self", verification="rejection").speculative_config()
+    assert rejecting.verification == "rejection"
     assert make_config(assistant_strategy="best_of_n").speculative_config().best_of_n_race is True
     inherited = {option.name for option in fields(GRPOConfig)}
     assert config.own_options() == VALUES | OWN
@@ -191,6 +201,13 @@ def test_what_no_rollout_serves(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make_run(tmp_path, strategy, **options())
+
+
+@pytest.mark.parametrize("strategy", ["model", "auto", "tts", "eagle3"])
+def test_assistants_that_are_no_models(tmp_path: Path, strategy: str) -> None:
+    options = {"assistant_model": nn.Linear(2, 2)} | ({"tts_drafter": "model"} if strategy == "tts" else {})
+    with pytest.raises(ValueError, match="^assistant_model=Linear (is neither a transformers|with a drafter of)"):
+        make_run(tmp_path, strategy, **options)
 
 
 def test_who_generates_by_himself_is_left_alone(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedTokenizerFast, ProcessorMixin
 
@@ -25,7 +26,16 @@ from spec_trl.trainers import spec_grpo_trainer
 from spec_trl.trainers.run_log import read_run
 from tests.generation.drafters.watching import make_checkpoint
 from tests.trainers.conftest import Asked
-from tests.trainers.harness import PROMPTS, Run, make_run, roll_out, tiny_policy, train, train_plainly
+from tests.trainers.harness import (
+    PROMPTS,
+    Run,
+    make_run,
+    roll_out,
+    tiny_dataset,
+    tiny_policy,
+    train,
+    train_plainly,
+)
 from tests.trainers.tool_task import add, conversations, make_chat_tokenizer
 
 
@@ -247,3 +257,24 @@ def test_text_for_a_vision_language_model(tmp_path: Path) -> None:
     for field in ("token_type_ids", "pixel_values"):
         with pytest.raises(ValueError, match=f"the prompts carry .'{field}'.*Use trl.GRPOTrainer"):
             roll_out_text(tmp_path, "self", field=field, mark=1)
+
+
+@pytest.mark.parametrize("strategy", ["self", "tts"])
+@pytest.mark.filterwarnings("ignore:Adapter name")
+def test_the_copy_follows_the_adapter_between_rollouts(tmp_path: Path, strategy: str) -> None:
+    """Without a step in between, as where an evaluation looks at another one. A copy made anew is the measure."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    policy = get_peft_model(tiny_policy(), config, "a", autocast_adapter_dtype=False)
+    policy.add_adapter("b", config, autocast_adapter_dtype=False)
+    policy.double()
+
+    def rates(name: str, *adapters: str) -> list[float]:
+        run = make_run(tmp_path / name, strategy, policy=policy, per_device_eval_batch_size=8)
+        for adapter in adapters:
+            policy.set_adapter(adapter)
+            run.trainer.evaluate(tiny_dataset(2))
+        return run.metric("eval_rollout/acceptance_rate")
+
+    followed, alone = rates("both", "a", "b")[1], rates("alone", "b", "b")[1]  # the second rollout of each
+    assert followed == alone > 0.3

@@ -14,7 +14,7 @@ from ...quantization.source_weight import modules_by_name
 from .. import kept
 from ..engine.drafter import DraftSession
 from ..engine.noise import RoundNoise
-from ..engine.shadow import make_shadow
+from ..engine.shadow import make_shadow, structure
 from ..engine.verification import Proposal
 from .autoregressive import NetworkDrafter
 
@@ -116,8 +116,9 @@ class SelfDrafter(NetworkDrafter):
 
 def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_head: str) -> SelfDrafter:
     """The self-drafter that is kept for `policy`, refreshed if its weights have changed; or a new one, where none is
-    kept or another call has it. It is the caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`."""
-    made_for = (quantization, kernel, lm_head, *map(id, policy.parameters()))
+    kept, another call has it, or the policy's structure has changed (other adapters, dtype or device). It is the
+    caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`."""
+    made_for = (quantization, kernel, lm_head, *map(id, policy.parameters()), *structure(policy))
     drafter: SelfDrafter | None = kept.take(policy, SelfDrafter.strategy)
     if drafter is not None and drafter.made_for == made_for:
         drafter.refresh_if_changed()

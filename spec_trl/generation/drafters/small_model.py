@@ -1,13 +1,31 @@
-"""A smaller causal language model with the target's tokenizer as drafter (SA's 0.5 B and 1.5 B)."""
+"""A smaller causal language model with the target's tokenizer as drafter (SA's 0.5 B and 1.5 B).
 
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+One tokenizer may come with vocabularies of two sizes, padded for the hardware: Qwen2.5 has 151,936 rows up to 3 B and
+152,064 beyond. The drafter's scores are cut, or padded with -inf, to the target's size, and a token that the drafter
+has no row for is fed as its last one: neither can change an output.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..engine.drafter import DraftCost
 from ..engine.model_costs import model_constants
-from ..engine.requirements import check_model
+from ..engine.requirements import check_model, policy_in
 from ..engine.shadow import fingerprint, make_shadow
 from .autoregressive import NetworkDrafter
+from .canvas import Canvas
+
+
+_PADDED_TO = (64, 128, 256, 512)
+"""Multiples that vocabularies are padded to. 1024 is none: it would take Mistral's 32,768 for Llama's 32,000."""
 
 
 class SmallModelDrafter(NetworkDrafter):
@@ -24,30 +42,76 @@ class SmallModelDrafter(NetworkDrafter):
             check_model(assistant)
         except ValueError as error:
             raise ValueError(f"assistant_model cannot draft: {error}") from error
-        config, target_config = (m.config.get_text_config(decoder=True) for m in (assistant, target))
-        if config.vocab_size != target_config.vocab_size:
-            raise ValueError(
-                f"assistant_model has a vocabulary of {config.vocab_size} tokens and the target one of "
-                f"{target_config.vocab_size}; a drafter must use the target's tokenizer. Choose an assistant of the "
-                'same family, or assistant_strategy="self".'
-            )
+        check_sizes("assistant_model", assistant.config, target.config)
         if assistant.device != target.device:
             move = f"assistant_model.to({str(target.device)!r})"
             raise ValueError(f"assistant_model is on {assistant.device}, the target on {target.device}; call {move}.")
         super().__init__(make_shadow(assistant), shares_target_cache=False, made_of=fingerprint(assistant))
+        size, wanted = (m.config.get_text_config(decoder=True).vocab_size for m in (assistant, target))
+        self._vocabulary, self._shared = wanted, min(size, wanted)
+        if size != wanted:
+            feed, fit = _fit_to(size, wanted)
+            self.network.register_forward_pre_hook(feed, with_kwargs=True)
+            self.network.register_forward_hook(fit)
+        if size < wanted:
+            self.target_ids = torch.arange(size, device=target.device)
         constants = model_constants(assistant)
         self.cost = DraftCost(constants.weight_bytes, constants.dense_flops)
+
+    def replay(self, network: PreTrainedModel, canvas: Canvas) -> Tensor:
+        return super().replay(network, canvas)[..., : self._shared]
+
+
+@functools.cache  # captured forwards are told apart by their hooks
+def _fit_to(size: int, wanted: int) -> tuple[Any, Any]:
+    """Hooks of a network with `size` tokens, for a target with `wanted`: before its forward and after."""
+
+    def feed(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return inputs, keywords | {"input_ids": keywords["input_ids"].clamp(max=size - 1)}
+
+    def fit(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        output.logits = F.pad(output.logits[..., :wanted], (0, max(wanted - size, 0)), value=-torch.inf)  # [B, q, V]
+        return output
+
+    return feed, fit
+
+
+def check_sizes(argument: str, assistant: PreTrainedConfig, target: PreTrainedConfig) -> None:
+    """Raises ValueError, naming the `argument`, unless vocabularies are equal, or one is the other padded to a
+    multiple of 64, 128, 256 or 512, as one tokenizer's are."""
+    size, wanted = (config.get_text_config(decoder=True).vocab_size for config in (assistant, target))
+    low, high = sorted((size, wanted))
+    if low != high and not any(-(-low // multiple) * multiple == high for multiple in _PADDED_TO):
+        raise ValueError(
+            f"{argument} has a vocabulary of {size} tokens and the target one of {wanted}; a drafter must use the "
+            "target's tokenizer, and padding to a multiple of 64, 128, 256 or 512 does not explain the difference. "
+            'Choose an assistant of the same family, or assistant_strategy="self".'
+        )
+
+
+def read_assistant_config(name: str) -> PreTrainedConfig:
+    """The config of the causal LM at a path or hub id; of the model below, where that holds an adapter of PEFT."""
+    if (adapter := find_adapter_config_file(name)) is not None:
+        name = json.loads(Path(adapter).read_text())["base_model_name_or_path"]
+    return AutoConfig.from_pretrained(name)
+
+
+def as_assistant(argument: str, given: object) -> PreTrainedModel:
+    """The transformers model in `given`, out of the wrappers of torch.compile and PEFT; raises ValueError, naming the
+    `argument`, where there is none."""
+    model = policy_in(given) if isinstance(given, nn.Module) else given
+    if not isinstance(model, PreTrainedModel):
+        shown = type(model).__name__ if isinstance(model, nn.Module) else repr(model)
+        raise ValueError(f"{argument}={shown} is neither a transformers model nor a path or hub id.")
+    return model
 
 
 def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrainedModel) -> PreTrainedModel:
     """Returns the assistant module itself, or loads it from a path or hub id in the target's dtype and device."""
     if assistant is None:
         raise ValueError('assistant_strategy="model" needs assistant_model: a smaller causal LM, its path or hub id.')
-    if isinstance(assistant, PreTrainedModel):
-        return assistant
     if not isinstance(assistant, str):
-        shown = type(assistant).__name__ if isinstance(assistant, nn.Module) else repr(assistant)
-        raise ValueError(f"assistant_model={shown} is neither a transformers model nor a path or hub id.")
+        return as_assistant("assistant_model", assistant)
     try:
         return AutoModelForCausalLM.from_pretrained(assistant, dtype=target.dtype).to(target.device).eval()
     except (OSError, ValueError) as error:

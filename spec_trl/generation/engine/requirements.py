@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 import transformers
 from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
-from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .attention import STATELESS, MaskPlan
@@ -157,10 +157,9 @@ def _check_prompt_learning(model: "PeftModel") -> None:
 def policy_in(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside the wrappers of torch.compile and PEFT; raises ValueError for a soft prompt of
     PEFT, which the model inside knows nothing of."""
-    from peft import PeftModel
-
+    peft = sys.modules.get("peft")  # who has not imported it has no PeftModel
     model = unwrapped(model)
-    while isinstance(model, PeftModel):
+    while peft is not None and isinstance(model, peft.PeftModel):
         _check_prompt_learning(model)
         model = unwrapped(model.get_base_model())
     return model
@@ -168,9 +167,33 @@ def policy_in(model: nn.Module) -> PreTrainedModel:
 
 _WAYS_OUT = {
     "num_assistant_tokens": "speculative_config={'draft_length': ...} says how many tokens are drafted",
+    "num_assistant_tokens_schedule": "speculative_config={'sd_toggle': 'measured'} adapts their number",
+    "assistant_confidence_threshold": "speculative_config={'sd_toggle': 'measured'} drafts where it pays",
+    "max_matching_ngram_size": "speculative_config={'ngram_size': ...} says how long a suffix is looked up",
+    "assistant_tokenizer": "assistants have the target's own tokenizer",
+    "assistant_lookbehind": "it is for an assistant of another tokenizer, which is not served",
+    "target_lookbehind": "it is for an assistant of another tokenizer, which is not served",
+    "speculation_type": "assistant_strategy names the kind of drafter",
+    "prefill_chunk_size": "the engine reads prompts in pieces of at most 8192 tokens",
+    "compile_config": "speculative_config={'runner': ...} says how forwards run",
     "token_healing": "heal the prompts first: pass input_ids=model.heal_tokens(input_ids, tokenizer) and an "
     "attention_mask that is 0 at their padding",
 }
+
+
+# What transformers asks its own assistants, or its compiler, and the engine does not.
+_OF_ASSISTANTS = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "max_matching_ngram_size",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "assistant_ensemble_weight",
+    "speculation_type",
+    "prefill_chunk_size",
+    "compile_config",
+)
 
 
 def _refusal(name: str, value: Any) -> ValueError:
@@ -183,20 +206,21 @@ def _refusal(name: str, value: Any) -> ValueError:
     )
 
 
-def check_not_diverted(model: GenerationMixin, config: GenerationConfig | None, keywords: Mapping[str, Any]) -> None:
-    """Raises ValueError for what `generate`, called with these, does before it comes to a decoding method: it hands
-    over to `generate_batch`, or rewrites the prompts with a tokenizer that it takes from a custom method."""
+def check_not_diverted(config: GenerationConfig, keywords: Mapping[str, Any]) -> None:
+    """Raises ValueError for what `generate`, with the completed `config` and `keywords`, does before it comes to a
+    decoding method: it hands over to `generate_batch`, rewrites the prompts with a tokenizer, or keeps that of an
+    assistant from a custom method."""
     if keywords.get("cache_implementation") == "paged":
         raise _refusal("cache_implementation", "paged")
-    wanted = [keywords.get("token_healing"), config and config.token_healing, model.generation_config.token_healing]
-    if next((value for value in wanted if value is not None), False):
+    if config.token_healing:
         raise _refusal("token_healing", True)
+    if keywords.get("assistant_tokenizer") is not None:
+        raise _refusal("assistant_tokenizer", type(keywords["assistant_tokenizer"]).__name__)
 
 
 def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> None:
     """Raises ValueError for modes of generate that are not sampling or greedy search; `config` is the one that
-    `generate` has completed, and `own` the model's, whose number of assistant tokens the caller has not asked for."""
-    assistant_tokens = (own.num_assistant_tokens, own._get_default_generation_params()["num_assistant_tokens"])
+    `generate` has completed, and `own` the model's, whose settings of assistants the caller has not asked for."""
     served: dict[str, tuple[object, ...]] = {
         "num_beams": (None, 0, 1),
         "num_beam_groups": (None, 0, 1),
@@ -206,7 +230,6 @@ def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> 
         "force_words_ids": (None,),
         "use_mtp": (None, False),
         "assistant_early_exit": (None,),
-        "num_assistant_tokens": assistant_tokens,
         "prompt_lookup_num_tokens": (None,),
         "guidance_scale": (None, 1),
         "use_cache": (None, True),
@@ -216,6 +239,8 @@ def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> 
         "output_attentions": (None, False),
         "output_hidden_states": (None, False),
     }
+    defaults = own._get_default_generation_params()
+    served |= {name: (None, vars(own).get(name), defaults.get(name)) for name in _OF_ASSISTANTS}
     for name, values in served.items():
         value = vars(config).get(name)
         if value not in values:
@@ -249,6 +274,30 @@ def check_keywords(model_kwargs: dict[str, Any]) -> None:
     if filled := [name for name, value in caches.items() if value.get_seq_length() > 0]:
         raise ValueError(
             f"{filled[0]} already holds tokens; assistant_strategy keeps its own cache. Pass the whole prompt."
+        )
+
+
+def check_input_ids(input_ids: object, device: torch.device) -> None:
+    """Raises ValueError for anything but prompts `[B, width]` int64 or int32 on `device`, the model's."""
+    way_out = "pass a tensor [B, width] of token ids, as a tokenizer gives with return_tensors='pt'"
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids is a {type(input_ids).__name__}; {way_out}.")
+    if input_ids.dtype not in (torch.int64, torch.int32) or input_ids.dim() != 2:
+        raise ValueError(f"input_ids is {input_ids.dtype} of shape {list(input_ids.shape)}; {way_out}.")
+    if input_ids.device != device:
+        raise ValueError(f"input_ids is on {input_ids.device} and the model on {device}; move it there with .to().")
+    check_not_empty(input_ids)
+
+
+def check_vocabulary(prompts: Sequence[Tensor], model: PreTrainedModel) -> None:
+    """Raises ValueError where `prompts`, `[length]` int64 each, hold ids that the model's embedding does not."""
+    rows = max(model.config.get_text_config(decoder=True).vocab_size, len(model.get_input_embeddings().weight))
+    lowest, highest = (int(each) for each in torch.cat(list(prompts)).aminmax())
+    if lowest < 0 or highest >= rows:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(
+            f"input_ids holds the token {wrong}, and the model's vocabulary is 0 to {rows - 1}. Use the model's own "
+            "tokenizer, or mark padding by 0 in attention_mask."
         )
 
 

@@ -25,6 +25,7 @@ from .patched_forwards import patched_forward, rebind
 # trace. FSDP2's would gather and free weights in each forward. ZeRO-3's on the root, which TRL does not take off for
 # generation, compares notes with the other ranks, and ranks run different numbers of forwards.
 _LEFT_BEHIND = ("transformers.utils.output_capturing", "torch.distributed.fsdp", "deepspeed")
+_OF_TRAINING = ("training", "gradient_checkpointing")  # which a shadow, in eval mode, does not act on
 _PLAIN = (bool, int, float, str)
 _HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 
@@ -58,13 +59,20 @@ def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:
 
 
 def fingerprint(policy: PreTrainedModel) -> tuple[object, ...]:
-    """What a shadow took over by value or by address: modules, their plain attributes and hooks, where their tensors
-    lie, but not what these hold. While it stays equal, a shadow of `policy` stays true."""
+    """What a shadow took over by value or by address: its :func:`structure`, and where its tensors lie, but not what
+    these hold. While it stays equal, a shadow of `policy` stays true."""
+    return (*structure(policy), *addresses(policy))
+
+
+def structure(policy: PreTrainedModel) -> tuple[object, ...]:
+    """What decides the weights of `policy` and is no weight: modules, their hooks and plain attributes, such as which
+    adapters are active, merged or scaled, and the dtypes and devices of their tensors. While it stays equal, a copy
+    of `policy` needs new weights at most."""
     marks: list[object] = [policy.config.to_json_string(use_diff=False)]
     for module in policy.modules():
         marks += [id(module), type(module)]
         for name, value in module.__dict__.items():
-            if isinstance(value, _PLAIN) and name != "training":
+            if isinstance(value, _PLAIN) and name not in _OF_TRAINING:
                 marks.append((name, value))
             elif name in _HOOK_DICTS:
                 marks += map(id, value.values())
@@ -74,7 +82,8 @@ def fingerprint(policy: PreTrainedModel) -> tuple[object, ...]:
                 marks.append((name, tuple(value.items())))
             elif name == "forward":
                 marks.append(id(value))
-    return (*marks, *addresses(policy))
+    tensors = (*policy.parameters(), *policy.buffers())
+    return (*marks, *((tensor.dtype, tensor.device) for tensor in tensors))
 
 
 def addresses(network: nn.Module) -> tuple[int, ...]:

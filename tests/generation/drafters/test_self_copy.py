@@ -2,12 +2,16 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+import spec_trl
 from spec_trl.generation import kept
 from spec_trl.generation.drafters.self_copy import SelfDrafter, self_drafter_of
 from spec_trl.generation.engine.drafter import keep_drafters
@@ -46,6 +50,8 @@ def test_kept_between_calls(fresh: LlamaForCausalLM) -> None:
     assert drafter_of(tiny_llama()) is not drafter
     assert drafter_of(fresh, "rtn-w8", *OPTIONS[1:]) is not drafter
     assert drafter_of(fresh, *OPTIONS[:2], "packed") is not drafter
+    drafter = drafter_of(fresh)
+    assert drafter_of(fresh.bfloat16()) is not drafter
 
 
 def test_packed_when_something_is_drafted(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
@@ -103,6 +109,70 @@ def test_kept_by_calls_and_rebuilt_when_the_structure_changes(fresh: LlamaForCau
         assert result.statistics.acceptance_rate > 0.5
         found.append(kept.look(fresh, "self"))
     assert found[0] is found[1] is not found[2]
+
+
+def adapted(model: PreTrainedModel) -> PeftModel:
+    """With the adapters "a", which is active, and "b", either of which changes what the model says."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
+    torch.manual_seed(0)
+    policy = get_peft_model(model, config, adapter_name="a", autocast_adapter_dtype=False)
+    policy.add_adapter("b", config, autocast_adapter_dtype=False)
+    return policy.to(model.dtype).eval()
+
+
+def scale(policy: PeftModel) -> None:
+    for layer in policy.modules():
+        if isinstance(layer, LoraLayer):
+            layer.scale_layer(-4.0)
+
+
+def add(policy: PeftModel) -> None:
+    policy.add_adapter("c", policy.peft_config["a"], autocast_adapter_dtype=False)
+    policy.set_adapter("c")
+
+
+CHANGES: dict[str, Callable[[PeftModel], Any]] = {
+    "set": lambda policy: policy.set_adapter("b"),
+    "set by the base": lambda policy: policy.base_model.set_adapter("b"),
+    "both active": lambda policy: policy.base_model.set_adapter(["a", "b"]),
+    "disabled": lambda policy: policy.base_model.disable_adapter_layers(),
+    "scaled": scale,
+    "added": add,
+    "deleted": lambda policy: policy.delete_adapter("a"),
+    "merged": lambda policy: policy.merge_adapter(["a", "b"]),
+}
+
+
+@pytest.mark.parametrize("strategy", ["self", "tts"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:Adapter cannot be set", "ignore:.*lm_head", "ignore:.*tie")
+def test_follows_what_decides_the_weights(change: str, strategy: str, fresh: Any, prompts: Prompts) -> None:
+    """By the counts of a copy made anew, of a call through the base model."""
+    policy = adapted(fresh)
+    config = {"tts_scope": "run", "tts_stride": 1} if strategy == "tts" else {}
+
+    def counts(model: Any = policy) -> tuple[int, int]:
+        result = generate(model, prompts, strategy, config)
+        assert outputs(result) == outputs(generate(model, prompts))
+        return result.statistics.total.accepted, result.statistics.total.drafted
+
+    counts()
+    CHANGES[change](policy)
+    found = counts()
+    spec_trl.release(fresh)
+    assert found == counts(policy.get_base_model()) and found[0] > 0.3 * found[1] > 0
+
+
+def test_follows_adapters_there_and_back(fresh: LlamaForCausalLM, prompts: Prompts) -> None:
+    policy = adapted(fresh)
+    first = generate(policy, prompts, "self").statistics.acceptance_rate
+    with policy.disable_adapter():
+        generate(policy, prompts, "self")
+    assert generate(policy, prompts, "self").statistics.acceptance_rate == first
+    policy.merge_adapter()
+    generate(policy, prompts, "self")
+    policy.unmerge_adapter()
+    assert generate(policy, prompts, "self").statistics.acceptance_rate == first > 0.3
 
 
 def test_policy_is_untouched(fresh: LlamaForCausalLM, prompts: Prompts) -> None:

@@ -2,14 +2,16 @@
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedModel
 
 from spec_trl.generation.drafters.autoregressive import CATCH_UP
-from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
+from spec_trl.generation.drafters.small_model import SmallModelDrafter, check_sizes, load_assistant
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
@@ -135,3 +137,89 @@ def test_nothing_of_a_generation_outlives_it(tiny: PreTrainedModel) -> None:
     generate(tiny, pad_left(random_rows([5, 9])), "model", drafter=drafter, max_new_tokens=4)
     gc.collect()
     assert caches and not any(cache() for cache in caches) and "session" not in vars(drafter)
+
+
+# ---- One tokenizer, vocabularies of two sizes -----------------------------------------------------------------------
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "model": ("model", {}),
+    "compiled": ("model", {"runner": "auto"}),
+    "rejection": ("model", {"verification": "rejection"}),
+    "tts": ("tts", {"tts_drafter": "model", "tts_stride": 1, "tts_scope": "rollout", "tts_learning_rate": 1e-3}),
+    "tts, requests": ("tts", {"tts_drafter": "model", "tts_stride": 1}),
+    "decoupled": ("model", {"decoupled_execution": "always"}),
+    "best_of_n": ("best_of_n", {"best_of_n_drafters": ["ngram", "model"]}),
+    "auto": ("auto", {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("size", "wanted"), [(70, 128), (128, 70)])
+def test_a_padded_vocabulary(size: int, wanted: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of the target that the drafter has no row for stand in prompts and outputs."""
+    target, assistant = tiny_llama(vocab_size=wanted), tiny_llama(seed=0, vocab_size=size)
+    shared = min(size, wanted)
+    for module, other in zip(assistant.modules(), target.modules(), strict=True):
+        if isinstance(other, torch.nn.Linear | torch.nn.Embedding):
+            module.weight.data[:shared] = other.weight.data[:shared]
+    prompts = pad_left(random_rows([5, 9, 3], vocabulary=wanted))
+    strategy, config = WAYS[way]
+    drafted = []
+    propose = SmallModelDrafter.propose
+
+    def watched(drafter: SmallModelDrafter, *arguments: Any) -> Proposal:
+        proposal = propose(drafter, *arguments)
+        assert int(proposal.tokens.max()) < shared
+        drafted.append(proposal.tokens.numel())
+        return proposal
+
+    monkeypatch.setattr(SmallModelDrafter, "propose", watched)
+    options: dict[str, Any] = {"eos_token_id": None} if way == "rejection" else EOS
+    races = {"best_of_n": [Chain(0, 3), Chain(1, 3)], "auto": [Chain(0, 3), Chain(2, 3)]}
+    if way in races:
+        options = options | {"control": Plans(3, [races[way]])}
+    result = generate(target, prompts, strategy, config, assistant_model=assistant, **options)
+    assert result.statistics.drafter_failure is None
+    if way != "rejection":
+        assert outputs(result) == outputs(generate(target, prompts, **EOS))
+    elif size < wanted:
+        assert int(result.sequences.max()) >= shared  # they are sampled too
+    assert sum(drafted) > 0 and result.statistics.total.accepted > 0
+    if strategy == "tts":
+        assert result.statistics.learning.updates > 0
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(151_936, 152_064), (152_064, 151_936), (50_304, 50_688), (64, 64)])
+def test_sizes_of_one_tokenizer(size: int, wanted: int) -> None:
+    check_sizes("assistant_model", LlamaConfig(vocab_size=size), LlamaConfig(vocab_size=wanted))
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(32_000, 32_768), (128_000, 128_256), (256_000, 262_144), (65, 64)])
+def test_sizes_of_two_tokenizers(size: int, wanted: int) -> None:
+    with pytest.raises(ValueError, match=f"assistant_model has a vocabulary of {size} .* of {wanted}; a drafter must"):
+        check_sizes("assistant_model", LlamaConfig(vocab_size=size), LlamaConfig(vocab_size=wanted))
+
+
+# ---- Wrapped assistants ---------------------------------------------------------------------------------------------
+
+
+def test_an_assistant_with_an_adapter(tiny: PreTrainedModel, tmp_path: Path) -> None:
+    """As a module and from its folder, as in transformers' own assistance; the adapter is heard."""
+    tiny_assistant = tiny_llama(seed=1, num_hidden_layers=1)
+    tiny_assistant.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    prompts = pad_left(random_rows([5, 9, 3]))
+    expected = outputs(generate(tiny, prompts))
+    bare = generate(tiny, prompts, "model", assistant_model=base).statistics.total
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    adapted = get_peft_model(base, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    counts = []
+    for assistant in (adapted, str(tmp_path / "adapter")):
+        for strategy, options in (("model", {}), ("tts", {"tts_drafter": "model"})):
+            result = generate(tiny, prompts, strategy, options, assistant_model=assistant)
+            assert outputs(result) == expected and result.statistics.total.drafted > 0
+            counts.append((result.statistics.total.accepted, result.statistics.total.drafted))
+    assert len(set(counts)) == 1 and counts[0] != (bare.accepted, bare.drafted)

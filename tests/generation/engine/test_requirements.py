@@ -17,6 +17,8 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BatchEncoding,
+    CompileConfig,
     DynamicCache,
     GenerationConfig,
     GPT2Config,
@@ -99,6 +101,44 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         dict(position_ids=torch.arange(6).expand(2, 6))),
     (r"position_ids of shape \[2, 5\] do not count", dict(position_ids=torch.arange(5).expand(2, 5))),
     (r"position_ids of shape \[2, 6\] do not count", dict(position_ids=torch.zeros(2, 6).long())),
+    # prompts of another kind
+    *(
+        (rf"input_ids is {said}.*pass a tensor \[B, width\] of token ids", dict(input_ids=ids, attention_mask=None))
+        for said, ids in (
+            ("torch.float32", IDS.float()), ("torch.bool", IDS.bool()), ("a list", IDS.tolist()), ("a str", "tell me"),
+            (r"torch.int64 of shape \[5\]", IDS[0]), (r"torch.int64 of shape \[1, 2, 5\]", IDS[None]),
+            ("a BatchEncoding", BatchEncoding({"input_ids": IDS})),
+        )
+    ),
+    (r"input_ids is on meta and the model on cpu; move it", dict(input_ids=IDS.to("meta"))),
+    (r"input_ids holds the token 64, and the model's vocabulary is 0 to 63", dict(input_ids=torch.full((2, 6), 64))),
+    (r"input_ids holds the token -1, and", dict(input_ids=torch.full((2, 6), -1))),
+    # options of other strategies
+    *(
+        (rf"{name}={value!r} has no use with assistant_strategy='{strategy}'.*or set assistant_strategy='{way}'",
+            dict(strategy=strategy, config={name: value}))
+        for name, value, strategy, way in (
+            ("tts_rank", 16, "self", "tts"), ("tts_scope", "run", "auto", "tts"),
+            ("ngram_size", 2, "history", "ngram"),
+            ("history_max_tokens", 9, "ngram", "history"), ("best_of_n_race", False, "auto", "best_of_n"),
+        )
+    ),
+    # options of other assistants
+    *(
+        (rf"{name}={re.escape(repr(value))} cannot be combined.*{way_out}", {name: value})
+        for name, value, way_out in (
+            ("num_assistant_tokens_schedule", "heuristic", "'sd_toggle'"),
+            ("assistant_confidence_threshold", 0.9, "'sd_toggle'"),
+            ("max_matching_ngram_size", 2, "'ngram_size'"),
+            ("assistant_lookbehind", 7, "another tokenizer"),
+            ("target_lookbehind", 7, "another tokenizer"),
+            ("assistant_ensemble_weight", 0.5, ""),
+            ("speculation_type", "mtp", "names the kind of drafter"),
+            ("prefill_chunk_size", 4, "pieces"),
+            ("compile_config", CompileConfig(), "'runner'"),
+        )
+    ),
+    (r"assistant_tokenizer='object' cannot be .*the target's own tokenizer", dict(assistant_tokenizer=object())),
     # other modes of generate
     (r"num_beams=2 cannot be combined with assistant_strategy", dict(num_beams=2)),
     *(
@@ -205,6 +245,11 @@ def test_what_looks_like_it_and_is_served() -> None:
     name = cache_argument(model)
     same = generate(model, PROMPTS, max_new_tokens=2, position_ids=counted, **{name: DynamicCache()}).sequences
     assert torch.equal(same, expected)
+    # A padding token that no vocabulary holds, and ids of 32 bits.
+    assert PROMPTS["attention_mask"][0, 0] == 0
+    ids = PROMPTS["input_ids"].where(PROMPTS["attention_mask"].bool(), 99).int()
+    same = model.generate(ids, attention_mask=PROMPTS["attention_mask"], assistant_strategy="none", max_new_tokens=2)
+    assert torch.equal(same[:, -2:], generate(model, PROMPTS, max_new_tokens=2, do_sample=False).sequences[:, -2:])
     # A number of assistant tokens that the model's own config brings: transformers' own loop writes it there.
     model.generation_config.num_assistant_tokens = 7
     assert torch.equal(generate(model, PROMPTS, max_new_tokens=2).sequences, expected)
