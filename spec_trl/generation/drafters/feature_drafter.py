@@ -18,6 +18,7 @@ from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
 from ..engine.runner import COLUMN_BUCKET
 from ..engine.verification import Proposal
+from .borrowed import plain_embedding
 from .canvas import TrainableDrafter
 from .checkpoints import load_exactly, read_checkpoint, tensors_to_store, write_checkpoint
 from .feature_config import FeatureConfig
@@ -128,13 +129,14 @@ class FeatureDrafter(TrainableDrafter):
         for layer in self.cache.layers:  # now, where a lack of memory is reported
             layer.lazy_initialization(like, like)
         assert session.target is not None
+        self.embeddings = plain_embedding(session.target.network)
         session.target.listen(self.feature_layers, self._hear)
 
     def end(self) -> None:
         assert self.session.target is not None
         self.session.target.stop_listening(self._hear)
         super().end()
-        del self.cache, self.failure, self._recent, self._prompt_ends
+        del self.cache, self.embeddings, self.failure, self._recent, self._prompt_ends
 
     def admit(self, admission: Admission) -> None:
         lengths = self.session.rows.host_lengths.tolist()

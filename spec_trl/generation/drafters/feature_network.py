@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
@@ -55,11 +54,13 @@ class FeatureNetwork(nn.Module):
         """Of its parameters."""
         return self.fc.weight.dtype
 
+    @torch.no_grad()
     def embed(self, tokens: Tensor, target: nn.Module) -> Tensor:
-        """Embeddings `[B, n, hidden]` of `tokens` `[B, n]`: its own, or plain rows of the `target`'s embedding module,
-        without what some families (Gemma) do to them afterwards."""
-        table = (target if self.embed_tokens is None else self.embed_tokens).get_parameter("weight")
-        return F.embedding(tokens, table).to(self.dtype)
+        """Embeddings `[B, n, hidden]` of `tokens` `[B, n]`, without gradients: its own, or those of the `target`
+        (:func:`~spec_trl.generation.drafters.borrowed.plain_embedding`)."""
+        table = target if self.embed_tokens is None else self.embed_tokens
+        rows: Tensor = table(tokens)  # [B, n, hidden]
+        return rows.to(self.dtype)
 
     def target_ids(self) -> Tensor | None:
         """`[draft vocabulary]` int64: the target's token for each of the drafter's; None: they are the same.
