@@ -25,6 +25,7 @@ from .drafters.canvas import TrainableDrafter
 from .drafters.checkpoints import read_config
 from .drafters.dflash.drafter import DFlashDrafter
 from .drafters.eagle3.drafter import Eagle3Drafter
+from .drafters.feature_config import is_padded
 from .drafters.history import HistoryDrafter
 from .drafters.ngram import NgramDrafter
 from .drafters.self_copy import SelfDrafter, self_drafter_of, versions
@@ -110,7 +111,7 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
                 found = AutoConfig.from_pretrained(given).get_text_config(decoder=True).vocab_size
             except (OSError, ValueError) as error:
                 raise ValueError(f"{argument}={given!r} is no causal LM that can be loaded: {error}") from error
-        if found != vocabulary:
+        if found != vocabulary and not (kind in _LEARNED and is_padded(found, vocabulary)):
             raise ValueError(
                 f"{argument}={given!r} has a vocabulary of {found} tokens and the target one of {vocabulary}; a "
                 "drafter must use the target's tokenizer."

@@ -62,11 +62,11 @@ class FeatureDrafter(TrainableDrafter):
                 network = self.network_type(config, len(config.feature_layers) * own.hidden_size, set(self._stored))
             network = network.to(dtype or target.dtype).requires_grad_(False).eval()
             load_exactly(network, self._stored, self.renames, target.device)
-            self.network, self.target_ids = network, network.target_ids()
+            self.network, self.target_ids = network, network.target_ids(own.vocab_size)
         except ValueError as error:
             raise ValueError(f"assistant_model={str(checkpoint)!r}: {error}") from error
         self.feature_layers = config.feature_layers
-        self._vocabulary, self.width = config.decoder.vocab_size, config.decoder.hidden_size
+        self._vocabulary, self.width = own.vocab_size, config.decoder.hidden_size
         # What a forward reads and multiplies with: a borrowed head counts, embeddings, which are looked up, do not.
         weights = [p for name, p in network.named_parameters() if name != "embed_tokens.weight"]
         if network.lm_head is None:

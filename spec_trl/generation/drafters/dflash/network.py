@@ -59,7 +59,7 @@ class DFlashNetwork(FeatureNetwork):
         logits = head(in_dtype_of(head, states)) * self.config.output_multiplier
         if self.config.softcap is not None:
             logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
-        return logits
+        return self._of_target(logits)
 
 
 class _Layer(nn.Module):
