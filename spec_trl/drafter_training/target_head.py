@@ -21,8 +21,8 @@ _LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
 
 
 class FrozenHead(nn.Module):
-    """A target's output embedding on its live weights and in eval mode, which passes gradients on and takes none; it is
-    no part of this module's parameters or state."""
+    """A target's output embedding on its live weights and in eval mode, which passes gradients on and takes none; it
+    is no part of this module's parameters or state."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()

@@ -163,7 +163,8 @@ def write_dflash(
     _initialise(network, target, seed)
     if network.embed_tokens is not None and network.lm_head is not None:
         with torch.no_grad():
-            network.embed_tokens.weight.copy_(plain_embedding(target)(torch.arange(own.vocab_size, device=target.device)))
+            tokens = torch.arange(own.vocab_size, device=target.device)
+            network.embed_tokens.weight.copy_(plain_embedding(target)(tokens))
             network.lm_head.weight.copy_(_head_rows(target) * head.factor)
     write_checkpoint(folder, config, network.to(target.dtype).state_dict())
 
@@ -265,8 +266,8 @@ def _initialise(network: FeatureNetwork, target: PreTrainedModel, seed: int) -> 
 
 @torch.no_grad()
 def _head_rows(target: PreTrainedModel) -> Tensor:
-    """The weight `[V, H_t]` of its output embedding, float32 on the CPU, whatever wraps it: without a bias, the scores of
-    unit vectors."""
+    """The weight `[V, H_t]` of its output embedding, float32 on the CPU, whatever wraps it: the scores of unit
+    vectors, without the bias."""
     scores = TargetHead(target).scores
     unit = torch.eye(target.config.get_text_config(decoder=True).hidden_size, device=target.device, dtype=target.dtype)
     return (scores(unit) - scores(torch.zeros_like(unit[:1]))).T.float().cpu()

@@ -1,5 +1,5 @@
-"""A target's embedding and head as learned drafters borrow them: what the target computes with now, whatever wraps them
-(adapters and trained copies of peft, quantization, torch.compile)."""
+"""A target's embedding and head as learned drafters borrow them: what the target computes with now, whatever wraps
+them (adapters and trained copies of peft, quantization, torch.compile)."""
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -8,8 +8,8 @@ from ..engine.shadow import share_weights
 
 
 def plain_embedding(target: PreTrainedModel) -> nn.Module:
-    """The input embedding of `target`, on its live weights and in eval mode: plain rows `[..., H_t]` of tokens `[...]`,
-    without what some families (Gemma) do to them afterwards."""
+    """The input embedding of `target`, on its live weights and in eval mode: plain rows `[..., H_t]` of tokens
+    `[...]`, without what some families (Gemma) do to them afterwards."""
     table: nn.Module = share_weights(target.get_input_embeddings())
     for module in table.modules():
         if isinstance(module, nn.Embedding) and type(module).__module__.startswith("transformers"):

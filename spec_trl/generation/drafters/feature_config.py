@@ -133,8 +133,8 @@ def read_decoder(settings: Mapping[str, Any], default_type: str, **fixed: Any) -
         given.pop("rope_parameters", None)
         given.setdefault("rope_theta", 10000.0)  # defaults differ between versions of transformers
     try:
-        # `mlp_bias`: Qwen3 does not have it, and the layers of both families are built alike. Heads whose width is given
-        # need not divide the hidden size, as transformers demands: it gets to see one.
+        # `mlp_bias`: Qwen3 does not have it, and the layers of both families are built alike. Heads whose width is
+        # given need not divide the hidden size, as transformers demands: it gets to see one.
         heads, shared = given.get("num_attention_heads"), given.get("num_key_value_heads")
         is_free = given.get("head_dim") and heads and given.get("hidden_size", heads) % heads
         seen = {"num_attention_heads": 1, "num_key_value_heads": 1} if is_free else {}

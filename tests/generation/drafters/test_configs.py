@@ -55,10 +55,10 @@ OF_TARGETS: dict[str, dict[str, Any]] = {
     "the target's depth": {"num_hidden_layers": 24, "max_window_layers": 24},
     "the target's kind": {"model_type": "phi3"},
     "positions of images": {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
-    "interleaved": {"rope_parameters": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [3, 3, 2]}},
+    "interleaved": {"rope_scaling": {"type": "default", "mrope_interleaved": True, "mrope_section": [3, 3, 2]}},
     "scaled past their end": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "mscale": 1.0}},
     "how it was trained": {"inference_type": "bfloat16", "truncated_vocab_size": 40, "ttt_length": 7},
-    "nothing of much": {"logit_scale": 1.0, "final_logit_softcapping": None, "parallel_drafting": False},
+    "neutral values": {"logit_scale": 1.0, "final_logit_softcapping": None, "parallel_drafting": False},
 }  # fmt: skip
 
 
