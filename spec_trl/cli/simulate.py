@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from tqdm import tqdm
@@ -14,8 +15,25 @@ from ..scheduling.simulator import Method, Outcome, simulate
 from .options import table
 
 
+_MOST_BYTES = 1_000_000
+_MOST_LEVELS = 20
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-2 as a number, as YAML 1.2 does; to YAML 1.1, which PyYAML reads, only 1.0e-2 is one."""
+    """Reads 1e-2 as a number, as YAML 1.2 does; to YAML 1.1, which PyYAML reads, only 1.0e-2 is one. Raises ValueError
+    at aliases, of which a few lines can stand for gigabytes, and where parts lie deep in each other."""
+
+    levels = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias (*name), which is not served; write out the part that it repeats")
+        self.levels += 1
+        if self.levels > _MOST_LEVELS:
+            raise ValueError(f"it has more than {_MOST_LEVELS} levels of nesting, a cluster has 3; mend its brackets")
+        node = super().compose_node(parent, index)
+        self.levels -= 1
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -45,6 +63,9 @@ def read_cluster(path: Path) -> Cluster:
         FileNotFoundError: there is no such file.
         ValueError: it is no YAML, or a field is missing, unknown or out of range; names file and field.
     """
+    size = path.stat().st_size
+    if size > _MOST_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes; a cluster has at most {_MOST_BYTES:,}. Name another file.")
     try:
         return from_json(json.dumps(yaml.load(path.read_text(), _Loader)), Cluster)
     except (TypeError, ValueError, yaml.YAMLError) as error:  # TypeError: YAML has dates, JSON has none

@@ -238,6 +238,8 @@ class DrafterAdaptation:
                 f"drafter_adaptation=True with this drafter and policy: {error} Set drafter_adaptation=False to keep "
                 "the drafter as it is, or drafter_hidden_weight=0 where hidden states cannot be compared."
             ) from error
+        except Exception as error:  # all ranks hear of it at the first micro-batch
+            self._problem = f"{type(error).__name__}: {error}"
 
     def _device_time(self) -> float:
         """Seconds on the clock, when the device has done its work."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ..generation.drafters.borrowed import plain_embedding
 from ..generation.drafters.dflash.drafter import DFlashDrafter
 from ..generation.drafters.eagle3.drafter import Eagle3Drafter
 from ..generation.drafters.feature_drafter import FeatureDrafter
@@ -146,7 +147,7 @@ class _Told:
 
     def __init__(self, head: TargetHead, view: TargetView, target_ids: Tensor | None) -> None:
         self.head, self.view, self._target_ids = head, view, target_ids
-        self.vocabulary = head.scores.get_parameter("weight").shape[0]
+        self.vocabulary = head.vocabulary
         self._rows = torch.arange(len(view.tokens), device=view.tokens.device)[:, None]  # [B, 1]
 
     def hidden(self, positions: Tensor) -> Tensor:
@@ -197,8 +198,7 @@ def _eagle3_sums(
 ) -> _Sums:
     view, network = told.view, drafter.network
     batch, pairs = view.tokens.shape[0], view.tokens.shape[1] - 1
-    with torch.no_grad():
-        embedded = network.embed(view.tokens[:, 1:], target.get_input_embeddings())  # [B, N, H]
+    embedded = network.embed(view.tokens[:, 1:], plain_embedding(target))  # [B, N, H]
     weights = embedded.new_tensor(drafter.position_weights(depth), dtype=torch.float64)  # [depth]
     unroll = Unroll(network, embedded, network.project(view.features[:, :-1].to(network.dtype)))
     per_start = batch * (depth + 1) * told.vocabulary

@@ -7,6 +7,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from ..generation.drafters.borrowed import in_dtype_of
+from ..generation.engine.shadow import share_weights
+
 
 # What families do to their logits after the head, by the config's key.
 _FACTORS = {"logit_scale", "lm_head_multiplier"}  # Cohere, Falcon-H1
@@ -18,23 +21,22 @@ _LOGITS = re.compile(r"logit|softcap|soft_cap|lm_head_multiplier")
 
 
 class FrozenHead(nn.Module):
-    """A target's output embedding as it is now, which passes gradients on and takes none; it is no part of this
-    module's parameters or state."""
+    """A target's output embedding on its live weights and in eval mode, which passes gradients on and takes none; it
+    is no part of this module's parameters or state."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
-        self._held = (head,)  # in a tuple: a submodule would bring its parameters along
+        # In a tuple: a submodule would bring its parameters along. In eval mode: the dropout of an adapter would draw
+        # from the random numbers of the policy's training.
+        self._held = (share_weights(head),)
 
     def forward(self, states: Tensor) -> Tensor:
         """Scores `[..., V]` of `[..., H_t]`, in the head's dtype."""
         (head,) = self._held
-        parameters = {name: parameter.detach() for name, parameter in head.named_parameters()}
-        scores: Tensor = functional_call(head, parameters, (states.to(self.get_parameter("weight").dtype),))
+        # Others need no detaching, and quantized ones would lose their scales by it.
+        parameters = {name: weight.detach() for name, weight in head.named_parameters() if weight.requires_grad}
+        scores: Tensor = functional_call(head, parameters, (in_dtype_of(head, states),))
         return scores
-
-    def get_parameter(self, target: str) -> nn.Parameter:
-        """The head's own parameter."""
-        return self._held[0].get_parameter(target)
 
 
 class TargetHead:
@@ -52,6 +54,7 @@ class TargetHead:
         self.factor: float = 1.0
         self.softcap: float | None = None
         settings = target.config.get_text_config(decoder=True).to_dict()
+        self.vocabulary: int = settings["vocab_size"]
         for name, value in settings.items():
             if value is None or isinstance(value, bool) or not _LOGITS.search(name) or _ELSEWHERE.search(name):
                 continue

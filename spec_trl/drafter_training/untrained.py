@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..generation.drafters.borrowed import plain_embedding
 from ..generation.drafters.checkpoints import write_checkpoint
 from ..generation.drafters.dflash.config import DFlashConfig, spaced_layers
 from ..generation.drafters.dflash.network import DFlashNetwork
@@ -92,7 +93,7 @@ def write_eagle3(
     _initialise(network, target, seed)
     assert network.lm_head is not None
     with torch.no_grad():
-        network.lm_head.weight.copy_(_weight(TargetHead(target).scores)[kept])
+        network.lm_head.weight.copy_(_head_rows(target)[kept])
     if is_pruned:
         network.d2t.copy_(kept - torch.arange(len(kept)))
         network.t2d[kept] = True
@@ -162,8 +163,9 @@ def write_dflash(
     _initialise(network, target, seed)
     if network.embed_tokens is not None and network.lm_head is not None:
         with torch.no_grad():
-            network.embed_tokens.weight.copy_(_weight(target.get_input_embeddings()))
-            network.lm_head.weight.copy_(_weight(head.scores) * head.factor)
+            tokens = torch.arange(own.vocab_size, device=target.device)
+            network.embed_tokens.weight.copy_(plain_embedding(target)(tokens))
+            network.lm_head.weight.copy_(_head_rows(target) * head.factor)
     write_checkpoint(folder, config, network.to(target.dtype).state_dict())
 
 
@@ -262,5 +264,10 @@ def _initialise(network: FeatureNetwork, target: PreTrainedModel, seed: int) -> 
     nn.init.constant_(network.norm.weight, float(hidden.float().square().mean().sqrt()))
 
 
-def _weight(module: nn.Module) -> Tensor:
-    return module.get_parameter("weight").detach().float().cpu()
+@torch.no_grad()
+def _head_rows(target: PreTrainedModel) -> Tensor:
+    """The weight `[V, H_t]` of its output embedding, float32 on the CPU, whatever wraps it: the scores of unit
+    vectors, without the bias."""
+    scores = TargetHead(target).scores
+    unit = torch.eye(target.config.get_text_config(decoder=True).hidden_size, device=target.device, dtype=target.dtype)
+    return (scores(unit) - scores(torch.zeros_like(unit[:1]))).T.float().cpu()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..generation.drafters.borrowed import plain_embedding
 from ..generation.drafters.dflash.network import DFlashNetwork
 from ..generation.drafters.eagle3.drafter import CAUSAL
 from ..generation.drafters.eagle3.network import Eagle3Network
@@ -70,8 +71,7 @@ def block_states(
     config, (count, length) = network.config, (anchors.shape[1], tokens.shape[1])
     canvas = torch.full((*anchors.shape, config.block_size), config.mask_token, device=tokens.device)  # [B, M, n]
     canvas[:, :, 0] = tokens.gather(1, anchors)
-    with torch.no_grad():
-        embedded = network.embed(canvas.flatten(0, 1), target.get_input_embeddings())  # [B * M, n, H]
+    embedded = network.embed(canvas.flatten(0, 1), plain_embedding(target))  # [B * M, n, H]
     first = anchors.flatten()  # [B * M]
     positions = torch.arange(length, device=tokens.device)  # [T]
     slots = first[:, None] + torch.arange(config.block_size, device=tokens.device)  # [B * M, n]

@@ -30,6 +30,7 @@ from .drafters.ngram import NgramDrafter
 from .drafters.self_copy import SelfDrafter, self_drafter_of, versions
 from .drafters.small_model import SmallModelDrafter, as_assistant, check_sizes, load_assistant, read_assistant_config
 from .drafters.tts.drafter import DistilledDrafter
+from .drafters.vocabulary import is_padded
 from .engine.drafter import Drafter
 from .engine.shadow import structure
 
@@ -132,7 +133,7 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
                 raise ValueError(f"{argument}={given!r} is no causal LM that can be loaded: {error}") from error
             check_sizes(f"{argument}={given!r}", config_found, target.config)
             continue
-        if found != vocabulary:
+        if not is_padded(found, vocabulary):
             raise ValueError(
                 f"{argument}={given!r} has a vocabulary of {found} tokens and the target one of {vocabulary}; a "
                 "drafter must use the target's tokenizer."

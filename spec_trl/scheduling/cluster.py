@@ -11,6 +11,10 @@ from .roofline import require_number
 from .token_speed import AffineSeconds
 
 
+_MOST_SECONDS, _MOST_WORKERS = 1e6, 1024
+_MOST_WORK = 12_000_000  # 1,280,000 in the paper's clusters, which take 6 s
+
+
 @dataclass(frozen=True)
 class TargetModel:
     """A forward of the target on the GPUs of one worker."""
@@ -20,9 +24,9 @@ class TargetModel:
     cached_token_seconds: float  # reading K/V, for each cached token of each request
 
     def __post_init__(self) -> None:
-        require_number(self, "fixed_seconds", above=0.0)
+        require_number(self, "fixed_seconds", above=1e-5, most=_MOST_SECONDS)
         for name in ("token_seconds", "cached_token_seconds"):
-            require_number(self, name)
+            require_number(self, name, most=_MOST_SECONDS)
 
     def seconds(self, positions: int, length: float) -> AffineSeconds:
         """V over `positions` tokens of each request, `length` cached ones each."""
@@ -42,14 +46,15 @@ class DrafterModel:
     uncaptured_seconds: float = 0.0  # that a step takes in addition in the baselines, which do not capture it
 
     def __post_init__(self) -> None:
-        require_number(self, "fixed_seconds", above=0.0)
+        require_number(self, "fixed_seconds", above=1e-5, most=_MOST_SECONDS)
         for name in ("request_seconds", "cached_token_seconds", "uncaptured_seconds"):
-            require_number(self, name)
+            require_number(self, name, most=_MOST_SECONDS)
         require_number(self, "acceptance", above=0.0, most=1.0)
-        if not 0 < self.spread**2 < self.acceptance * (1 - self.acceptance):
+        require_number(self, "spread", most=1.0)
+        if not 1e-15 < self.spread**2 < self.acceptance * (1 - self.acceptance):
             raise ValueError(
                 f"spread={self.spread} of {self.name!r} does not go with acceptance={self.acceptance}; it must be "
-                f"above 0 and below √(p (1 - p)) = {math.sqrt(self.acceptance * (1 - self.acceptance)):.3g}."
+                f"above 3e-8 and below √(p (1 - p)) = {math.sqrt(self.acceptance * (1 - self.acceptance)):.3g}."
             )
 
     def seconds(self, length: float) -> AffineSeconds:
@@ -71,8 +76,8 @@ class Lengths:
     maximum: int  # tokens
 
     def __post_init__(self) -> None:
-        for name in ("median", "sigma", "maximum"):
-            require_number(self, name, above=0)
+        for name, most in (("median", 1e9), ("sigma", 10.0), ("maximum", 262_144)):
+            require_number(self, name, above=0, most=most)
 
     def draw(self, chance: random.Random) -> int:
         """Tokens of one response, at least 1."""
@@ -98,12 +103,24 @@ class Cluster:
     learn_seconds: float  # of a step, on all GPUs
 
     def __post_init__(self) -> None:
-        for name in ("requests", "gpus", "worker_gpus", "max_helped"):
-            require_number(self, name, above=0)
-        for name in ("prompt_tokens", "exchange_seconds", "transfer_seconds", "prepare_seconds", "learn_seconds"):
-            require_number(self, name)
+        for name, most in (("requests", 200_000), ("gpus", 8192), ("worker_gpus", 8192), ("max_helped", 200_000)):
+            require_number(self, name, above=0, most=most)
+        require_number(self, "prompt_tokens", most=100_000_000)
+        for name in ("exchange_seconds", "transfer_seconds"):
+            require_number(self, name, most=100.0)
+        for name in ("prepare_seconds", "learn_seconds"):
+            require_number(self, name, most=_MOST_SECONDS)
         if self.worker_gpus > self.gpus:
             raise ValueError(f"worker_gpus={self.worker_gpus} exceeds gpus={self.gpus}; no worker fits.")
+        workers = self.gpus // self.worker_gpus
+        if workers > _MOST_WORKERS or workers * self.lengths.maximum > _MOST_WORK:
+            raise ValueError(
+                f"{workers} workers (gpus={self.gpus}, worker_gpus={self.worker_gpus}) with responses of up to "
+                f"maximum={self.lengths.maximum} tokens would take minutes to simulate; {_MOST_WORKERS:,} workers and "
+                f"a product of {_MOST_WORK:,} are served. Lower gpus or maximum."
+            )
+        if len(self.drafters) > 16:
+            raise ValueError(f"drafters has {len(self.drafters)} entries; it must have at most 16.")
         names = [drafter.name for drafter in self.drafters]
         if not names or len(set(names)) < len(names) or "none" in names:
             raise ValueError(

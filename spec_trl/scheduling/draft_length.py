@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 
 MAX_DRAFT_LENGTH = 64
 
 
+@lru_cache(maxsize=1 << 14)  # planners ask for the same few again and again
 def expected_block_efficiency(acceptance: float, draft_length: int) -> float:
     """τ = (1 - α^(γ+1)) / (1 - α): tokens per block, bonus included, when each draft token is accepted with
     probability α on its own (Leviathan et al. 2023, Eq. 1)."""

@@ -4,6 +4,7 @@ Pure Python: it is evaluated in every decoding round.
 """
 
 import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -167,7 +168,7 @@ def require_number(owner: Any, name: str, above: float | None = None, most: floa
     if isinstance(value, bool) or not isinstance(value, kinds):
         wanted = "an integer" if kinds == (int,) else "a number"
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}; it must be {wanted}.")
-    if not math.isfinite(value) or not 0 <= value <= most or (above is not None and value <= above):
-        bound = "finite and at least 0" if above is None else f"finite and greater than {above:g}"
-        bound = bound if most == math.inf else f"0 to {most:g}"
+    if not value <= sys.float_info.max or not 0 <= value <= most or (above is not None and value <= above):
+        bound = "at least 0" if above is None else f"greater than {above:g}"
+        bound = f"finite and {bound}" if most == math.inf else f"{bound} and at most {most:g}"
         raise ValueError(f"{name}={value} is out of range; it must be {bound}.")

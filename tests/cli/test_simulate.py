@@ -45,6 +45,23 @@ def test_numbers_may_have_an_exponent(written: str, tmp_path: Path) -> None:
     assert f": {written}\n" in file.read_text() and read_cluster(file) == CLUSTER
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: " + "[" * 3000, "more than 20 levels of nesting"),
+        ("a: &a [1, 1]\nb: *a\n", r"an alias \(\*name\)"),
+        ("&a [*a]", r"an alias \(\*name\)"),
+        ("#" * 1_000_001, "has 1,000,001 bytes"),
+    ],
+    ids=["nested", "alias", "endless", "large"],
+)
+def test_files_that_would_take_all_memory_or_time(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"cluster.yaml .*{message}"):
+        read_cluster(file)
+
+
 @pytest.mark.parametrize("changes", [{"requests": 1}, {"gpus": 2}, {"gpus": 3}, {"gpus": 1, "worker_gpus": 1}])
 def test_small_clusters(changes: dict[str, int]) -> None:
     cluster = dataclasses.replace(CLUSTER, **changes)

@@ -55,7 +55,7 @@ REFUSED: list[tuple[Act, str]] = [
     (lambda: replace(RUNG, batch=0), "batch=0 is out of range"),
     (lambda: replace(RUNG, draft_length=0), "draft_length=0 is out of range"),
     (lambda: replace(RUNG, draft_length=65), "draft_length=65 is out of range; it must be 1 to 64"),
-    (lambda: replace(RUNG, acceptance=1.1), "acceptance=1.1 is out of range; it must be 0 to 1"),
+    (lambda: replace(RUNG, acceptance=1.1), "acceptance=1.1 is out of range; it must be at least 0 and at most 1"),
     (lambda: replace(RUNG, seconds=0.0), "seconds=0.0 is out of range"),
     (lambda: replace(RUNG, plain_seconds=math.inf), "plain_seconds=inf is out of range"),
     (lambda: Ladder((), ""), "rungs is empty"),

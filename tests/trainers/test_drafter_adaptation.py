@@ -19,7 +19,7 @@ from spec_trl.drafter_training.sequence_loss import SequenceLoss, TargetView, se
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
 from tests.generation.drafters.watching import make_checkpoint
-from tests.trainers.harness import make_run, tiny_policy
+from tests.trainers.harness import assert_same_training, make_run, tiny_policy, train, train_plainly
 
 
 VOCABULARY = 48  # of the tiny policy
@@ -104,6 +104,19 @@ def with_lora(policy: PreTrainedModel) -> Any:
     torch.manual_seed(0)
     adapted = get_peft_model(policy, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     return adapted.double()
+
+
+@each_kind
+def test_a_policy_that_trains_tokens(kind: str, checkpoints: dict[str, str], tmp_path: Path) -> None:
+    """Its embedding is wrapped by peft, its weight no parameter; the drafter drafts and learns all the same."""
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    options: dict[str, Any] = dict(max_steps=2, trainer={"peft_config": adapter}, learning_rate=5e-2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the drafter|the .* drafter")
+        run = train(tmp_path, kind, assistant_model=checkpoints[kind], **options)
+    assert len(run.metric("drafter/loss")) == 2 and min(run.metric("rollout/sd_on_fraction")) > 0.9
+    assert any("trainable_tokens" in name for name in run.weights)
+    assert_same_training(run, train_plainly(**options))
 
 
 def with_checkpointing(policy: PreTrainedModel) -> Any:
@@ -288,6 +301,18 @@ def test_a_failure_ends_the_adaptation_and_nothing_else(
         assert learn(adapted, policy) == [{}]
     assert not differ(learned, weights(drafter))
     adapted.save_state(tmp_path)
+
+
+def test_a_failure_before_the_first_rollout_ends_the_adaptation_alone(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(adaptation, "sequence_loss", lambda *_, **__: 1 / 0)
+        policy, drafter, adapted = make("eagle3")
+    first = weights(drafter)
+    with pytest.warns(UserWarning, match="adapted no further.*ZeroDivisionError"):
+        learn(adapted, policy)
+    assert adapted.is_stopped and not differ(first, weights(drafter))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What a config.json says about a drafter that reads its target's hidden states: the parts that all formats share."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from ..engine.attention import FULL, SLIDING
+from .vocabulary import is_padded
 
 
 DECODER_KEYS = {
@@ -17,19 +19,13 @@ DECODER_KEYS = {
     "use_sliding_window", "vocab_size",
 }  # fmt: skip
 """What the forward of a drafter's layers is made of."""
-INERT_KEYS = {
-    # Written by transformers.
-    "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "auto_map", "base_model_ep_plan",
-    "base_model_pp_plan", "base_model_tp_plan", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
-    "has_no_defaults_at_init", "id2label", "initializer_range", "is_encoder_decoder", "label2id",
-    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
-    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "use_mrope",
-    # Written by speculators: how the drafter was trained, and for which target.
-    "draft_attn_kernel", "embed_requires_grad", "enable_sp_ulysses", "speculators_config", "speculators_version",
-}  # fmt: skip
-"""Keys without a part in the forward of a trained drafter."""
+_CHANGED = re.compile(r"multiplier|soft_?cap|scal(e|ing|ar)|parallel|partial_rotary|quantization_config|qkv_bias")
+"""Keys of networks that are not built here, by parts of their names."""
+_UNCHANGED = (None, False, 0, 1)
+"""Values of such keys that ask for nothing."""
+_OTHER_METHODS = re.compile(r"p-?eagle|d-?spark|domino|dflare", re.IGNORECASE)
 _MODEL_TYPES = ("llama", "qwen3")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +59,14 @@ class FeatureConfig:
                 f"it reads the target's hidden states {list(self.feature_layers)}, and the target has {depth} layers "
                 f"and so no {beyond}. Use a drafter that was made for this target."
             )
-        if self.decoder.vocab_size != vocabulary:
+        own = self.decoder.vocab_size
+        if not is_padded(own, vocabulary):
             raise ValueError(
-                f"vocab_size={self.decoder.vocab_size}, and the target's vocabulary has {vocabulary} tokens. A "
+                f"vocab_size={own}, and the target's vocabulary has {vocabulary} tokens. A "
                 "drafter must use the target's tokenizer."
             )
-        if self.draft_vocabulary > vocabulary:
-            raise ValueError(f"draft_vocab_size={self.draft_vocabulary} is more than the vocabulary, {vocabulary}.")
+        if self.draft_vocabulary > own:
+            raise ValueError(f"draft_vocab_size={self.draft_vocabulary} is more than the vocabulary, {own}.")
         if self.target_hidden_size not in (None, wide):
             raise ValueError(
                 f"target_hidden_size={self.target_hidden_size}, and the target's hidden states are {wide} wide. Use a "
@@ -81,27 +78,28 @@ class FeatureConfig:
                     f"hidden_size={self.decoder.hidden_size}, and the target's is {wide}: the target's {role} cannot "
                     f"serve this drafter, and the checkpoint has no {name}."
                 )
-        if self.draft_vocabulary != vocabulary and not {"lm_head.weight", "d2t"} <= set(tensors):
+        if self.draft_vocabulary != own and not {"lm_head.weight", "d2t"} <= set(tensors):
             raise ValueError(
-                f"draft_vocab_size={self.draft_vocabulary} of {vocabulary} tokens needs a head of its own "
+                f"draft_vocab_size={self.draft_vocabulary} of {own} tokens needs a head of its own "
                 "(lm_head.weight), and d2t to say which tokens these are. The checkpoint was not saved whole."
             )
 
 
 def check_keys(
-    where: str, settings: Mapping[str, Any], known: Collection[str], fixed: Mapping[str, tuple[Any, ...]]
+    where: str, settings: Mapping[str, Any], served: Collection[str], fixed: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Raises ValueError where `settings` have a key that is neither known nor fixed, or another value than the fixed
-    ones: they may ask for a network that is not built here. `where` names the part of config.json in messages."""
-    for key, allowed in fixed.items():
-        if key in settings and settings[key] not in allowed:
-            raise ValueError(f"{where} has {key}={settings[key]!r}; of this, only {allowed[0]!r} is served.")
-    unknown = {key: settings[key] for key in sorted(settings.keys() - set(known) - fixed.keys())}
-    if unknown:
-        raise ValueError(
-            f"{where} has keys that are not known here and may change what is computed: {unknown}. Remove them from "
-            "config.json if they do not."
-        )
+    """Raises ValueError where `settings` ask for a network that is not built here: by another value than the `fixed`
+    ones, by a key that scales or replaces something and is not `served`, or by their architecture. Other keys are not
+    looked at: whatever they say, a drafter changes no token. `where` names the part of config.json in messages."""
+    for key, value in settings.items():
+        if key in fixed and value not in fixed[key]:
+            raise ValueError(f"{where} has {key}={value!r}; of this, only {fixed[key][0]!r} is served.")
+        is_changed = _CHANGED.search(key) and key not in served and (value is True or value not in _UNCHANGED)
+        if is_changed or (key == "architectures" and _OTHER_METHODS.search(str(value))):
+            raise ValueError(
+                f"{where} has {key}={value!r}, which asks for a network that is not built here. Use a drafter without "
+                "it."
+            )
 
 
 def read_decoder(settings: Mapping[str, Any], default_type: str, **fixed: Any) -> PreTrainedConfig:
@@ -119,12 +117,24 @@ def read_decoder(settings: Mapping[str, Any], default_type: str, **fixed: Any) -
     model_type = given.pop("model_type", default_type)
     if model_type not in _MODEL_TYPES:
         raise ValueError(f"model_type={model_type!r} is not served; layers are of {_MODEL_TYPES}.")
+    rope = given.get("rope_parameters") or given.get("rope_scaling")
+    if isinstance(rope, dict):
+        check_keys("its RoPE", rope, ("mscale", "mscale_all_dim"), {"alpha": (None,)})
+        # On text the three positions of a multimodal RoPE are one.
+        rope = {key: "default" if value == "mrope" else value for key, value in rope.items() if key[:5] != "mrope"}
+        given["rope_parameters" if given.get("rope_parameters") else "rope_scaling"] = rope
     if not given.get("rope_parameters"):
         given.pop("rope_parameters", None)
         given.setdefault("rope_theta", 10000.0)  # defaults differ between versions of transformers
     try:
-        # `mlp_bias`: Qwen3 does not have it, and the layers of both families are built alike.
-        config = AutoConfig.for_model(model_type, **{"mlp_bias": False} | given)
+        # `mlp_bias`: Qwen3 does not have it, and the layers of both families are built alike. Heads whose width is
+        # given need not divide the hidden size, as transformers demands: it gets to see one.
+        heads, shared = given.get("num_attention_heads"), given.get("num_key_value_heads")
+        is_free = given.get("head_dim") and heads and given.get("hidden_size", heads) % heads
+        seen = {"num_attention_heads": 1, "num_key_value_heads": 1} if is_free else {}
+        config = AutoConfig.for_model(model_type, **{"mlp_bias": False} | given | seen)
+        if is_free:
+            config.num_attention_heads, config.num_key_value_heads = heads, shared or heads
         config.layer_types = list(config.to_dict().get("layer_types") or [FULL] * config.num_hidden_layers)
     except Exception as error:  # transformers has its own classes of error, which differ between versions
         raise ValueError(f"its decoder settings do not fit together: {error}") from error

@@ -18,6 +18,7 @@ from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
 from ..engine.runner import COLUMN_BUCKET
 from ..engine.verification import Proposal
+from .borrowed import plain_embedding
 from .canvas import TrainableDrafter
 from .checkpoints import load_exactly, read_checkpoint, tensors_to_store, write_checkpoint
 from .feature_config import FeatureConfig
@@ -61,11 +62,11 @@ class FeatureDrafter(TrainableDrafter):
                 network = self.network_type(config, len(config.feature_layers) * own.hidden_size, set(self._stored))
             network = network.to(dtype or target.dtype).requires_grad_(False).eval()
             load_exactly(network, self._stored, self.renames, target.device)
-            self.network, self.target_ids = network, network.target_ids()
+            self.network, self.target_ids = network, network.target_ids(own.vocab_size)
         except ValueError as error:
             raise ValueError(f"assistant_model={str(checkpoint)!r}: {error}") from error
         self.feature_layers = config.feature_layers
-        self._vocabulary, self.width = config.decoder.vocab_size, config.decoder.hidden_size
+        self._vocabulary, self.width = own.vocab_size, config.decoder.hidden_size
         # What a forward reads and multiplies with: a borrowed head counts, embeddings, which are looked up, do not.
         weights = [p for name, p in network.named_parameters() if name != "embed_tokens.weight"]
         if network.lm_head is None:
@@ -128,13 +129,14 @@ class FeatureDrafter(TrainableDrafter):
         for layer in self.cache.layers:  # now, where a lack of memory is reported
             layer.lazy_initialization(like, like)
         assert session.target is not None
+        self.embeddings = plain_embedding(session.target.network)
         session.target.listen(self.feature_layers, self._hear)
 
     def end(self) -> None:
         assert self.session.target is not None
         self.session.target.stop_listening(self._hear)
         super().end()
-        del self.cache, self.failure, self._recent, self._prompt_ends
+        del self.cache, self.embeddings, self.failure, self._recent, self._prompt_ends
 
     def admit(self, admission: Admission) -> None:
         lengths = self.session.rows.host_lengths.tolist()

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
@@ -49,30 +48,40 @@ class FeatureNetwork(nn.Module):
         if "t2d" in tensors:
             self.register_buffer("t2d", torch.zeros(vocabulary, dtype=torch.bool))
         self.rotary = Rotary(config.decoder)
+        self._scored: Tensor | None = None  # places of the target's tokens among its own; None: all are
 
     @property
     def dtype(self) -> torch.dtype:
         """Of its parameters."""
         return self.fc.weight.dtype
 
+    @torch.no_grad()
     def embed(self, tokens: Tensor, target: nn.Module) -> Tensor:
-        """Embeddings `[B, n, hidden]` of `tokens` `[B, n]`: its own, or plain rows of the `target`'s embedding module,
-        without what some families (Gemma) do to them afterwards."""
-        table = (target if self.embed_tokens is None else self.embed_tokens).get_parameter("weight")
-        return F.embedding(tokens, table).to(self.dtype)
+        """Embeddings `[B, n, hidden]` of `tokens` `[B, n]`, without gradients: its own, or those of the `target`
+        (:func:`~spec_trl.generation.drafters.borrowed.plain_embedding`)."""
+        if self.embed_tokens is not None:
+            # The target's vocabulary may have more rows of padding.
+            target, tokens = self.embed_tokens, tokens.clamp(max=self.embed_tokens.num_embeddings - 1)
+        rows: Tensor = target(tokens)  # [B, n, hidden]
+        return rows.to(self.dtype)
 
-    def target_ids(self) -> Tensor | None:
-        """`[draft vocabulary]` int64: the target's token for each of the drafter's; None: they are the same.
+    def target_ids(self, rows: int) -> Tensor | None:
+        """`[draft vocabulary]` int64: the target's token for each that the drafter scores; None: they are the same.
+
+        From now on it scores no token beyond the `rows` of the target's vocabulary, which may have less padding than
+        the one that the drafter was trained with.
 
         Raises:
             ValueError: d2t leads out of the vocabulary or twice to one token, or t2d marks other tokens.
         """
         maps, vocabulary = dict(self.named_buffers()), self.config.decoder.vocab_size
-        if "d2t" not in maps:
-            if "t2d" in maps:
-                raise ValueError("it has t2d and no d2t. The checkpoint was not saved whole.")
+        ids = torch.arange(self.config.draft_vocabulary, device=self.fc.weight.device)  # [draft vocabulary]
+        if "d2t" in maps:
+            ids = ids + self.d2t
+        elif "t2d" in maps:
+            raise ValueError("it has t2d and no d2t. The checkpoint was not saved whole.")
+        elif self.lm_head is None or vocabulary == rows:  # a borrowed head has the target's rows
             return None
-        ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)  # [draft vocabulary]
         lowest, highest, count = int(ids.min()), int(ids.max()), ids.unique().numel()
         if lowest < 0 or highest >= vocabulary or count < len(ids):
             raise ValueError(
@@ -81,7 +90,14 @@ class FeatureNetwork(nn.Module):
             )
         if "t2d" in maps and not torch.equal(self.t2d.nonzero().flatten(), ids.sort().values):
             raise ValueError("t2d marks other tokens than d2t leads to. Take both from the same training run.")
+        if highest >= rows:
+            self._scored = (ids < rows).nonzero().flatten()
+            ids = ids[self._scored]
         return ids
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """`logits` `[..., draft vocabulary]` of the tokens that the target has."""
+        return logits if self._scored is None else logits[..., self._scored]
 
 
 class Rotary:

@@ -22,10 +22,7 @@ from ..engine.requirements import check_model, policy_in
 from ..engine.shadow import fingerprint, make_shadow
 from .autoregressive import NetworkDrafter
 from .canvas import Canvas
-
-
-_PADDED_TO = (64, 128, 256, 512)
-"""Multiples that vocabularies are padded to. 1024 is none: it would take Mistral's 32,768 for Llama's 32,000."""
+from .vocabulary import is_padded
 
 
 class SmallModelDrafter(NetworkDrafter):
@@ -80,8 +77,7 @@ def check_sizes(argument: str, assistant: PreTrainedConfig, target: PreTrainedCo
     """Raises ValueError, naming the `argument`, unless vocabularies are equal, or one is the other padded to a
     multiple of 64, 128, 256 or 512, as one tokenizer's are."""
     size, wanted = (config.get_text_config(decoder=True).vocab_size for config in (assistant, target))
-    low, high = sorted((size, wanted))
-    if low != high and not any(-(-low // multiple) * multiple == high for multiple in _PADDED_TO):
+    if not is_padded(size, wanted):
         raise ValueError(
             f"{argument} has a vocabulary of {size} tokens and the target one of {wanted}; a drafter must use the "
             "target's tokenizer, and padding to a multiple of 64, 128, 256 or 512 does not explain the difference. "

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 from spec_trl.generation.drafters.checkpoints import write_checkpoint
 from spec_trl.generation.drafters.dflash.config import DFlashConfig
 from spec_trl.generation.drafters.dflash.drafter import DFlashDrafter
+from spec_trl.generation.drafters.eagle3.config import Eagle3Config
 from spec_trl.generation.drafters.eagle3.drafter import Eagle3Drafter
+from tests.generation.calls import generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash.reference import PRUNED, SIZES, WINDOWED, make_checkpoint, speculators, zlab
 from tests.generation.drafters.eagle3.reference import IDS_KEY, make_tensors, safeai
 
@@ -41,9 +43,55 @@ def test_real_configs_of_dflash(shared: Callable[[str], Path], name: str) -> Non
         assert getattr(config.decoder, size) == settings[size]
 
 
+# What stands in the configs that AngelSlim and SpecForge train with (their `configs` folders), and touches no forward.
+OF_TARGETS: dict[str, dict[str, Any]] = {
+    "a head that is not tied": {"tie_word_embeddings": True},
+    "the target": {"target_model_type": "qwen3", "modal_type": "VLM", "image_token_id": 60, "vision_token_id": 61},
+    "a target with experts": {"decoder_sparse_step": 1, "output_router_logits": False, "router_aux_loss_coef": 0.001},
+    "HunYuan": {
+        "attention_head_dim": 16, "cla_share_factor": 2, "class_num": 0, "dense_list": [64, 0], "norm_type": "rms",
+        "pool_type": "last", "use_cla": False, "use_qk_norm": True, "use_rotary_pos_emb": True, "pretraining_tp": 1,
+    },
+    "the target's depth": {"num_hidden_layers": 24, "max_window_layers": 24},
+    "the target's kind": {"model_type": "phi3"},
+    "positions of images": {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+    "interleaved": {"rope_scaling": {"type": "default", "mrope_interleaved": True, "mrope_section": [3, 3, 2]}},
+    "scaled past their end": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "mscale": 1.0}},
+    "how it was trained": {"inference_type": "bfloat16", "truncated_vocab_size": 40, "ttt_length": 7},
+    "neutral values": {"logit_scale": 1.0, "final_logit_softcapping": None, "parallel_drafting": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", OF_TARGETS.values(), ids=OF_TARGETS)
+def test_keys_without_a_part_in_the_forward(more: dict[str, Any], tiny: PreTrainedModel, tmp_path: Path) -> None:
+    """The drafts are those of the config without them."""
+    prompts, found = pad_left(random_rows([5, 9])), []
+    for name, config in (("plain", safeai()), ("more", safeai(**more))):
+        write_checkpoint(tmp_path / name, config, make_tensors(safeai()))
+        found.append(generate(tiny, prompts, "eagle3", assistant_model=str(tmp_path / name), max_new_tokens=12))
+    plain, other = found
+    assert other.statistics.total == plain.statistics.total and other.statistics.total.drafted > 10
+    assert outputs(other) == outputs(generate(tiny, prompts, max_new_tokens=12))
+
+
+def test_heads_need_not_divide_the_hidden_size() -> None:
+    """SpecForge's of Qwen2.5-VL-32B: 28 heads of 128, 5120 wide."""
+    config = Eagle3Config.parse(safeai(hidden_size=66, head_dim=16), 2).decoder
+    assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (66, 4, 2)
+
+
+def test_positions_that_scale_past_an_end_are_served_up_to_it() -> None:
+    config = Eagle3Config.parse(safeai(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), 2)
+    assert config.position_limit == 512 and Eagle3Config.parse(safeai(), 2).position_limit is None
+
+
 # ---- refused --------------------------------------------------------------------------------------------------------
 
 
+LONGROPE = {
+    "rope_type": "longrope", "factor": 2.0, "long_factor": [1.0] * 8, "short_factor": [1.0] * 8,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
 WHOLE = {"lm_head.weight": torch.zeros(64, 64)}
 EAGLE3: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] = {
     "layer past the depth": (lambda c, t: c.update({IDS_KEY: [0, 1, 3]}), r"hidden states \[0, 1, 3\].*no \[3\]"),
@@ -52,15 +100,21 @@ EAGLE3: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], s
     "vocabulary": (lambda c, t: c.update(vocab_size=65), "vocab_size=65, .* has 64"),
     "hidden size": (lambda c, t: c.update(target_hidden_size=32), "target_hidden_size=32, .* are 64 wide"),
     "no embedding": (lambda c, t: c.update(hidden_size=32, target_hidden_size=64), "no embed_tokens.weight"),
-    "unknown key": (lambda c, t: c.update(residual_gain=0.5), "config.json has keys .*'residual_gain': 0.5"),
+    "scaled states": (lambda c, t: c.update(residual_multiplier=0.5), "config.json has residual_multiplier=0.5"),
+    "capped logits": (lambda c, t: c.update(final_logit_softcapping=30), "config.json has final_logit_softcapping=30"),
+    "parallel drafts": (lambda c, t: c.update(parallel_drafting=True), "config.json has parallel_drafting=True"),
+    "another method": (lambda c, t: c.update(architectures=["PEagleDraftModel"]), "architectures=.'PEagleDraftModel'"),
+    "packed weights": (lambda c, t: c.update(quantization_config={"bits": 4}), "quantization_config="),
     "unknown eagle_config": (lambda c, t: c.update(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm"),
     "another speculator": (lambda c, t: c.update(speculators_model_type="dflash"), "speculators_model_type='dflash'"),
-    "model type": (lambda c, t: c.update(model_type="gemma2"), "model_type='gemma2'"),
-    "two layers": (lambda c, t: c.update(num_hidden_layers=2), "num_hidden_layers=2"),
-    "tied head": (lambda c, t: c.update(tie_word_embeddings=True), "tie_word_embeddings=True"),
+    "model type": (lambda c, t: c.update(model_type="gemma2", architectures=None), "model_type='gemma2'"),
+    "two layers": (lambda c, t: t.update({"layers.1.a": torch.zeros(1)}), "unexpected .'layers.1.a'"),
+    "tied head": (lambda c, t: (c.update(tie_word_embeddings=True), t.pop("lm_head.weight")), "lm_head.weight"),
     "window": (lambda c, t: c.update(sliding_window=16), "sliding_window=16"),
     "layer type": (lambda c, t: c.update(layer_types=["sliding_attention"]), "layer_types=.*must be full"),
-    "positions": (lambda c, t: c.update(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "type 'dynamic'"),
+    "positions": (lambda c, t: c.update(rope_scaling=LONGROPE), "type 'longrope'"),
+    "other positions": (lambda c, t: c.update(rope_scaling={"type": "dynamic", "alpha": 9.0}), "RoPE has alpha=9.0"),
+    "half of them": (lambda c, t: c.update(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
     "activation": (lambda c, t: c.update(hidden_act="snake"), "hidden_act='snake'"),
     "heads": (lambda c, t: c.update(num_key_value_heads=3), "num_key_value_heads=3 must divide"),
     "flag": (lambda c, t: c.update(norm_output="yes"), "norm_output='yes'"),
@@ -99,9 +153,10 @@ DFLASH: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "mask token": (zlab(dflash_config={"mask_token_id": 64}), "mask_token_id=64", None),
     "no mask token": (zlab(dflash_config={"mask_token_id": None}), "mask_token_id=None", None),
     "block size": (zlab(block_size=1), "block_size=1", None),
-    "unknown key": (zlab(layer_scale=0.1), "config.json has keys .*layer_scale.*0.1", None),
-    "unknown inner key": (zlab(dflash_config={"rank": 2}), "dflash_config has keys .*rank", None),
-    "unknown decoder key": (speculators({"logit_scale": 2}), "transformer_layer_config has keys .*logit_scale", None),
+    "scaled states": (zlab(layer_scale=0.1), "config.json has layer_scale=0.1", None),
+    "scaled attention": (zlab(dflash_config={"query_pre_attn_scalar": 2}), "dflash_config has query_pre_attn", None),
+    "scaled logits": (speculators({"logit_scale": 2}), "transformer_layer_config has logit_scale=2", None),
+    "a factor of the other format": (speculators(output_multiplier=2), "config.json has output_multiplier=2", None),
     "bias": (zlab(mlp_bias=True), "mlp_bias=True", None),
     "shifted labels": (speculators(shift_label=True), "shift_label=True", None),
     "projector": (speculators(projector_type="domino"), "projector_type='domino'", None),

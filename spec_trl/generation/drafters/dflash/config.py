@@ -1,4 +1,4 @@
-"""What a DFlash checkpoint's config.json says: the z-lab and the speculators format, every key accounted for."""
+"""What a DFlash checkpoint's config.json says: the z-lab and the speculators format."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,24 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...engine.attention import SLIDING
-from ..feature_config import DECODER_KEYS, INERT_KEYS, FeatureConfig, check_keys, integer, layer_list, read_decoder
+from ..feature_config import DECODER_KEYS, FeatureConfig, check_keys, integer, layer_list, read_decoder
 
 
 _ZLAB_EITHER = {  # at the top, or in dflash_config
     "block_size", "final_logit_softcapping", "input_embedding_scale", "mask_token_id", "output_multiplier",
     "target_layer_ids",
 }  # fmt: skip
-_ZLAB = {"dflash_config", "is_causal", "num_target_layers"}
-_SPECULATORS = {
-    "aux_hidden_state_layer_ids", "block_size", "draft_vocab_size", "mask_token_id", "sample_from_anchor",
-    "sliding_window_non_causal", "speculators_model_type", "target_hidden_size", "transformer_layer_config",
-    # Without a part in the forward: of the training, and of the correction head that projector_type="domino" adds.
-    "auf", "emb_dim", "gru_hidden_dim", "lambda_base_decay_ratio", "lambda_base_start", "max_anchors",
-    "pure_draft_prefix_len",
-}  # fmt: skip
 _FIXED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False, None),
-    "partial_rotary_factor": (1.0, None),
     "projector_type": ("dflash", None),
     "shift_label": (False, None),
     "use_aux_hidden_state": (True, None),
@@ -63,7 +54,7 @@ class DFlashConfig(FeatureConfig):
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> "DFlashConfig":
         """Reads a config.json of the z-lab or the speculators format; raises ValueError where it is neither, or a key
-        is missing, not known, or asks for another network."""
+        is missing, or asks for another network."""
         if "speculators_model_type" in settings:
             return cls._parse_speculators(settings)
         if "dflash_config" not in settings and "block_size" not in settings:
@@ -71,7 +62,7 @@ class DFlashConfig(FeatureConfig):
             raise ValueError(f"its config.json has {missing}: it is no DFlash drafter.")
         inner: Mapping[str, Any] = settings.get("dflash_config") or {}
         check_keys("dflash_config", inner, _ZLAB_EITHER, _FIXED)
-        check_keys("config.json", settings, DECODER_KEYS | INERT_KEYS | _ZLAB | _ZLAB_EITHER, _FIXED)
+        check_keys("config.json", settings, DECODER_KEYS | _ZLAB_EITHER, _FIXED)
         given = {key: inner.get(key, settings.get(key)) for key in _ZLAB_EITHER}
         decoder = read_decoder(settings, "qwen3", model_type="qwen3", mlp_bias=False)
         depth, ids = settings.get("num_target_layers"), given["target_layer_ids"]
@@ -98,9 +89,9 @@ class DFlashConfig(FeatureConfig):
         kind = settings["speculators_model_type"]
         if kind != "dflash":
             raise ValueError(f'speculators_model_type={kind!r} is not served here; it must be "dflash".')
-        check_keys("config.json", settings, INERT_KEYS | _SPECULATORS, _FIXED)
+        check_keys("config.json", settings, (), _FIXED)
         inner: Mapping[str, Any] = settings.get("transformer_layer_config") or {}
-        check_keys("transformer_layer_config", inner, DECODER_KEYS | INERT_KEYS, _FIXED)
+        check_keys("transformer_layer_config", inner, DECODER_KEYS, _FIXED)
         decoder = read_decoder(inner, "qwen3", mlp_bias=False)
         non_causal = bool(settings.get("sliding_window_non_causal", False))
         ids = settings.get("aux_hidden_state_layer_ids")
@@ -123,10 +114,11 @@ class DFlashConfig(FeatureConfig):
                 f"num_target_layers={self.num_target_layers}, and the target has {target.num_hidden_layers} layers. "
                 "Use a drafter that was made for this target."
             )
-        if self.mask_token >= target.vocab_size:
+        rows = self.decoder.vocab_size if "embed_tokens.weight" in tensors else target.vocab_size
+        if self.mask_token >= rows:
             raise ValueError(
-                f"mask_token_id={self.mask_token} lies outside the target's vocabulary of {target.vocab_size} tokens. "
-                "Give the target the embedding that the drafter was trained with."
+                f"mask_token_id={self.mask_token} lies outside the embedding of {rows} tokens. Give the target the "
+                "embedding that the drafter was trained with."
             )
 
     @property

@@ -79,14 +79,13 @@ class DFlashDrafter(FeatureDrafter):
         `newest` token `[B, 1]`, in the columns `slots` `[B, n]`, where `store` writes; it returns all `columns`."""
         config = self.config
         assert self.session.target is not None
-        target = self.session.target.network
         anchors = slots[:, :1]  # [B, 1]
         tokens = torch.full_like(slots, config.mask_token)  # [B, n]
         tokens[:, :1] = newest
-        embedded = network.embed(tokens, target.get_input_embeddings())  # [B, n, H]
+        embedded = network.embed(tokens, self.embeddings)  # [B, n, H]
         keys = torch.arange(columns, device=slots.device)[None]  # [1, columns]
         masks = config.masks(anchors[:, 0], keys, keys >= anchors, embedded.dtype)
         with self.own_dtype():
             states = network.refine(embedded, slots, masks, store)  # [B, n, H]
         first = config.block_size - config.drafts
-        return network.logits(states[:, first : first + count], target.get_output_embeddings())
+        return network.logits(states[:, first : first + count], self.session.target.network.get_output_embeddings())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ..borrowed import in_dtype_of
 from ..feature_network import Attention, FeatureNetwork, Store
 from .config import DFlashConfig
 
@@ -55,10 +56,10 @@ class DFlashNetwork(FeatureNetwork):
     def logits(self, states: Tensor, target: nn.Module) -> Tensor:
         """Scores `[..., draft vocabulary]` of block states by its own head, or by the `target`'s."""
         head = target if self.lm_head is None else self.lm_head
-        logits = head(states.to(head.get_parameter("weight").dtype)) * self.config.output_multiplier
+        logits = head(in_dtype_of(head, states)) * self.config.output_multiplier
         if self.config.softcap is not None:
             logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
-        return logits
+        return self._of_target(logits)
 
 
 class _Layer(nn.Module):

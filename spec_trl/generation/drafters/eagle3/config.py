@@ -5,16 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engine.attention import FULL
-from ..feature_config import DECODER_KEYS, INERT_KEYS, FeatureConfig, check_keys, integer, layer_list, read_decoder
+from ..feature_config import DECODER_KEYS, FeatureConfig, check_keys, integer, layer_list, read_decoder
 
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_KEYS = {*_FLAGS, _IDS, "draft_vocab_size", "target_hidden_size", "speculators_model_type"}
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "num_hidden_layers": (1,),
-    "pretraining_tp": (1,),
-    "tie_word_embeddings": (False, None),
+_OF_LAYERS: dict[str, tuple[Any, ...]] = {"num_hidden_layers": (1,)}  # elsewhere the tensors tell: one `midlayer`
+_OF_EAGLE_CONFIG: dict[str, tuple[Any, ...]] = {
+    "next_layer_regular": (True, None),
+    "use_aux_hidden_state": (True, None),
+    "use_input_layernorm_in_first_layer": (True, None),
+    "use_last_layernorm": (True, None),
+    "use_mtp_layernorm": (False, None),
 }
 
 
@@ -39,7 +41,7 @@ class Eagle3Config(FeatureConfig):
         """Reads a config.json of either format. Without layer ids they are 2, L // 2 and L - 3 of L `target_layers`.
 
         Raises:
-            ValueError: a key is unknown or asks for something that is not served.
+            ValueError: a key asks for something that is not served.
         """
         kind = settings.get("speculators_model_type", "eagle3")
         if kind != "eagle3":
@@ -47,11 +49,10 @@ class Eagle3Config(FeatureConfig):
         is_nested = "speculators_model_type" in settings
         layer: Mapping[str, Any] = settings.get("transformer_layer_config") or {} if is_nested else settings
         if is_nested:
-            check_keys("config.json", settings, _KEYS | INERT_KEYS | {"transformer_layer_config"}, {})
-            check_keys("transformer_layer_config", layer, DECODER_KEYS | INERT_KEYS | {"mlp_bias"}, _FIXED)
-        else:
-            known = _KEYS | INERT_KEYS | DECODER_KEYS | {"mlp_bias", "eagle_config"}
-            check_keys("config.json", settings, known, _FIXED)
+            check_keys("transformer_layer_config", layer, DECODER_KEYS, _OF_LAYERS)
+        elif "LlamaForCausalLM" in str(settings.get("architectures")):  # whatever model the config was copied from
+            layer = {**layer, "model_type": "llama"}
+        check_keys("config.json", settings, DECODER_KEYS, {})
         slides = layer.get("sliding_window") is not None and layer.get("use_sliding_window") is not False
         if slides or set(layer.get("layer_types") or []) - {FULL}:
             raise ValueError(
@@ -80,7 +81,7 @@ class Eagle3Config(FeatureConfig):
 
 def _feature_layers(settings: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     nested: Mapping[str, Any] = settings.get("eagle_config") or {}
-    check_keys("eagle_config", nested, {_IDS}, {"use_aux_hidden_state": (True,)})
+    check_keys("eagle_config", nested, (), _OF_EAGLE_CONFIG)
     if settings.get(_IDS) is not None:
         return layer_list(_IDS, settings[_IDS])
     if nested.get(_IDS) is not None:  # SpecForge and SGLang name the layer whose output it is, others whose input

@@ -126,14 +126,13 @@ class Eagle3Drafter(FeatureDrafter):
 
     def replay(self, network: Eagle3Network, canvas: Canvas) -> Tensor:
         assert canvas.features is not None
-        assert self.session.target is not None
-        cache, embeddings = canvas.cache(), self.session.target.network.get_input_embeddings()
+        cache = canvas.cache()
 
         def feed(columns: Tensor, tokens: Tensor, states: Tensor) -> Tensor:
             cache.point_at(columns)
             mask = CAUSAL.build(columns, canvas.columns, network.dtype)  # [B, 1, q, columns]
             # The network's own dtype counts: it may be a wider copy of the one that drafts.
-            return network(network.embed(tokens, embeddings), states, columns, mask, cache.update)
+            return network(network.embed(tokens, self.embeddings), states, columns, mask, cache.update)
 
         context = canvas.context
         states = network.project(canvas.features.to(network.dtype))  # [B, context, H]
@@ -162,9 +161,7 @@ class Eagle3Drafter(FeatureDrafter):
         `states` (`[B, q, H]`); returns h `[B, q, H]`."""
         self.forwards += 1
         rows = torch.arange(first_row, first_row + len(columns), device=columns.device)[:, None]  # [B, 1]
-        assert self.session.target is not None
-        embeddings = self.session.target.network.get_input_embeddings()
-        embedded = self.network.embed(self.session.rows.tokens[rows, columns + 1], embeddings)  # [B, q, H]
+        embedded = self.network.embed(self.session.rows.tokens[rows, columns + 1], self.embeddings)  # [B, q, H]
         if states is None:
             states = self._projected[rows, columns]  # [B, q, H]
         visible = self.point_at(columns, visible, first_row)

@@ -59,7 +59,7 @@ class Eagle3Network(FeatureNetwork):
     def logits(self, h: Tensor) -> Tensor:
         """Scores `[..., draft vocabulary]` of h `[..., H]`."""
         assert self.lm_head is not None
-        return self.lm_head(self.norm(h))
+        return self._of_target(self.lm_head(self.norm(h)))
 
 
 class _Layer(nn.Module):
