@@ -1,8 +1,8 @@
 """One rank of a shared rollout: ``python -m tests.distributed.fault_job FILE WAY WHO HOW``.
 
 Ranks without rows get half of another rank's (`WAY` is "move"), or race for them ("race"), or the last rank only
-drafts ("draft"). `WHO` is the rank that fails in the middle of its rows, or -1; `HOW` is the number of the signal that it sends itself. The others write what
-they have, or the error that ended them, to `FILE`.
+drafts ("draft"). `WHO` is the rank that fails in the middle of its rows, or -1; `HOW` is the number of the signal that
+it sends itself. The others write what they have, or the error that ended them, to `FILE`.
 """
 
 import os

@@ -63,9 +63,7 @@ def test_ranks_help_each_other(tmp_path: Path, tiny: LlamaForCausalLM, ranks: in
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(
-    ("way", "ranks", "who"), [("move", 2, 1), ("race", 2, 0), ("move", 4, 2), ("draft", 2, 0)]
-)
+@pytest.mark.parametrize(("way", "ranks", "who"), [("move", 2, 1), ("race", 2, 0), ("move", 4, 2), ("draft", 2, 0)])
 def test_a_rank_fails(tmp_path: Path, way: str, ranks: int, who: int, how: signal.Signals) -> None:
     found = run(tmp_path, ranks, way, who, how)
     for rank, left in enumerate(found):

@@ -29,7 +29,9 @@ def test_a_rank_that_never_comes_is_not_taken_for_the_store() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=0.5))
     link = Link(store, 0, 2, timeout=1)
     link.post(link.rows_of(0), "-1 0")
-    with pytest.raises(RuntimeError, match=r"^rank 0 waits for the rollout of ranks \[1\], .* 1 s \(ddp_timeout\): one"):
+    with pytest.raises(
+        RuntimeError, match=r"^rank 0 waits for the rollout of ranks \[1\], .* 1 s \(ddp_timeout\): one"
+    ):
         link.await_note("work/1")
 
 
