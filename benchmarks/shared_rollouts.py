@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -76,12 +76,12 @@ class Measured:
 
     cell: Cell
     ranks: int
-    seconds: dict[str, list[float]]
-    idle: dict[str, list[float]]
-    cpu: dict[str, list[float]]
-    rounds: dict[str, list[int]]
-    moved: list[int]
-    same: bool
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    idle: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    cpu: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    rounds: dict[str, list[int]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    moved: list[int] = field(default_factory=list)
+    same: bool = True
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
@@ -139,7 +139,7 @@ def decode(
 def measure(cell: Cell, model: LlamaForCausalLM, options: argparse.Namespace) -> Measured:
     """Both ways in turns, on this rank and all others."""
     rank, ranks = PartialState().process_index, PartialState().num_processes
-    found = Measured(cell, ranks, *({way: [] for way in WAYS} for _ in range(4)), [], True)
+    found = Measured(cell, ranks)
     own = options.requests // ranks
     sharings = {way: SharedRollouts(way == "pool", rank, ranks, timeout=600) for way in WAYS}
     for turn in range(-1, options.repeats):  # the first one warms up
