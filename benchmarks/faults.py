@@ -2,9 +2,10 @@
 
 Each run forks the ranks of one rollout: "pool" and "race" have three that share a pool, the latter with a second
 drafter for ranks that have nothing left; "decoupled" has a verifier and a rank that drafts for it. Once all have
-begun, one of them gets SIGKILL or SIGSTOP. In "decoupled" it is the drafter's rank: a drafter waits a day for its
-verifier, and that is no hang. A rank that is left is right if it ends with the tokens of plain decoding, or with an
-error that says what to do; a verifier whose drafter is gone must have the tokens.
+begun, one of them gets SIGKILL or SIGSTOP. In "decoupled" it is the drafter's rank: `serve` by itself waits a day for
+its verifier, and that is no hang; in a training ranks that draft watch the pool (tests/distributed). A rank that is
+left is right if it ends with the tokens of plain decoding, or with an error that says what to do; a verifier whose
+drafter is gone must have the tokens.
 
     python -m benchmarks.faults --runs 34
 """

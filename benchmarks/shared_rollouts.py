@@ -3,7 +3,9 @@
 Lengths have a long tail: one request in eight, or one prompt in eight with all its completions, is six times as long
 as the others, whose lengths are even from half to one and a half times the median. Both ways decode the same requests
 in turns, in the same processes of one thread each; ratios are of neighbouring turns. Nothing is known of a prompt's
-lengths, as in a first epoch, unless the cell says so.
+lengths, as in a first epoch, unless the cell says so. In the last cell there is nothing to gain, since nearly all rows
+have the longest length that is allowed: there the pool must cost nothing. Seconds of the processor tell so on a
+machine that is used by others too.
 
     python -m benchmarks.shared_rollouts --ranks 2 4
 """
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -43,16 +45,20 @@ LONG = 6  # times the median
 class Cell:
     """What is decoded: how the tail comes about, rows in flight on each rank (None: all), and what is known before."""
 
-    tail: str  # "request" or "prompt"
+    tail: str  # "request", "prompt" or "none"
     rows: int | None
     known: bool = False
 
     def __str__(self) -> str:
-        tail = f"1 {self.tail} in 8 is long"
+        tail = "no tail" if self.tail == "none" else f"1 {self.tail} in 8 is long"
         return f"{tail}, {self.rows or 'all'} rows in flight{', lengths known by prompt' if self.known else ''}"
 
 
-CELLS = (Cell("request", None), Cell("prompt", None), Cell("prompt", 16), Cell("prompt", 16, True))
+CELLS = (
+    Cell("request", None), Cell("prompt", None), Cell("prompt", 16), Cell("prompt", 16, True), Cell("none", None),
+)  # fmt: skip
+NO_TAIL = 10  # times the median is the longest length without a tail
+EOS = list(range(1, 13))  # one token in 683: without a tail 9 rows in 10 get as long as they may
 
 
 @dataclass
@@ -62,16 +68,20 @@ class Measured:
     Args:
         seconds: of the slowest rank.
         idle: share of all ranks' time in which they had nothing to decode.
+        cpu: seconds of the processor, of all ranks together.
+        rounds: of the rank that had most.
         moved: rows that changed ranks.
         same: whether both ways gave the same tokens in each turn.
     """
 
     cell: Cell
     ranks: int
-    seconds: dict[str, list[float]]
-    idle: dict[str, list[float]]
-    moved: list[int]
-    same: bool
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    idle: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    cpu: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    rounds: dict[str, list[int]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    moved: list[int] = field(default_factory=list)
+    same: bool = True
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
@@ -86,6 +96,8 @@ def make_model(seed: int) -> LlamaForCausalLM:
 
 def lengths_of(cell: Cell, requests: int, middle: int, seed: int) -> list[int]:
     """Tokens of each request."""
+    if cell.tail == "none":
+        return [NO_TAIL * middle] * requests
     draw = random.Random(seed)
     base = [round(middle * draw.uniform(0.5, 1.5)) for _ in range(requests)]
     unit = COPIES if cell.tail == "prompt" else 1
@@ -96,8 +108,9 @@ def lengths_of(cell: Cell, requests: int, middle: int, seed: int) -> list[int]:
 
 def decode(
     model: LlamaForCausalLM, cell: Cell, sharing: SharedRollouts, prompts: list[list[int]], lengths: list[int]
-) -> tuple[float, float, int, list[list[int]]]:
-    """One rollout: seconds of this rank and of its work, rows that it took over, and the completions it has."""
+) -> tuple[tuple[float, float, float, int, int], list[list[int]]]:
+    """One rollout: seconds of this rank, of its work and of its processor, its rounds, rows that it took over; and the
+    completions it has."""
     sharing.begin()
     turn = sharing.gather(prompts)
     rows = sharing.rows_in_flight(turn, cell.rows)
@@ -107,25 +120,26 @@ def decode(
         own = zip(requests, turn.decoded, strict=True)
         return make([replace(request, limit=len(request.prompt) + lengths[place]) for request, place in own])
 
-    started = time.perf_counter()
+    started, computed = time.perf_counter(), time.process_time()
     output = model.generate(
         torch.tensor([turn.prompts[place] for place in turn.decoded]), do_sample=True, max_new_tokens=max(lengths),
-        return_dict_in_generate=True, assistant_strategy="none",
+        return_dict_in_generate=True, assistant_strategy="none", eos_token_id=EOS if cell.tail == "none" else None,
         speculative_config=SpeculativeConfig(seed=0, max_batch_size=rows),
         request_ids=list(turn.decoded), make_queue=make_queue,
     )  # fmt: skip
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, time.process_time() - computed
     found = zip(turn.decoded, output.sequences[:, len(prompts[0]) :].tolist(), output.lengths.tolist(), strict=True)
     decoded = {place: tokens[:length] for place, tokens, length in found if length}
     completions = sharing.exchange(turn, decoded)
     idle, moved = (0.0, 0) if sharing.pool is None else (sharing.pool.idle_seconds, sharing.pool.taken_over)
-    return seconds, seconds - idle, moved, [completions[place] for place in turn.own]
+    figures = seconds, seconds - idle, cpu, output.statistics.rounds, moved
+    return figures, [completions[place] for place in turn.own]
 
 
 def measure(cell: Cell, model: LlamaForCausalLM, options: argparse.Namespace) -> Measured:
     """Both ways in turns, on this rank and all others."""
     rank, ranks = PartialState().process_index, PartialState().num_processes
-    found = Measured(cell, ranks, {way: [] for way in WAYS}, {way: [] for way in WAYS}, [], True)
+    found = Measured(cell, ranks)
     own = options.requests // ranks
     sharings = {way: SharedRollouts(way == "pool", rank, ranks, timeout=600) for way in WAYS}
     for turn in range(-1, options.repeats):  # the first one warms up
@@ -139,13 +153,14 @@ def measure(cell: Cell, model: LlamaForCausalLM, options: argparse.Namespace) ->
             sharing = sharings[way]
             if cell.known:
                 decode(model, cell, sharing, prompts, lengths)
-            seconds, busy, moved, texts[way] = decode(model, cell, sharing, prompts, lengths)
-            every = gather_object([(seconds, busy, moved)])
-            slowest = max(seconds for seconds, _, _ in every)
+            figures, texts[way] = decode(model, cell, sharing, prompts, lengths)
+            seconds, busy, cpu, rounds, moved = zip(*gather_object([figures]), strict=True)
             if turn >= 0:
-                found.seconds[way].append(slowest)
-                found.idle[way].append(1 - fmean(busy for _, busy, _ in every) / slowest)
-                found.moved += [sum(moved for _, _, moved in every)] if way == "pool" else []
+                found.seconds[way].append(max(seconds))
+                found.idle[way].append(1 - fmean(busy) / max(seconds))
+                found.cpu[way].append(sum(cpu))
+                found.rounds[way].append(max(rounds))
+                found.moved += [sum(moved)] if way == "pool" else []
         found.same &= all(gather_object([texts["own"] == texts["pool"]]))
     return found
 
@@ -170,9 +185,9 @@ def findings_of(found: Sequence[Measured]) -> list[Finding]:
         for way in WAYS:
             idle = each.idle[way]
             findings.append(Finding(f"{where}: idle share, {way}", median(idle), "%", "", (min(idle), max(idle))))
-        ratios = [pool / own for own, pool in zip(each.seconds["own"], each.seconds["pool"], strict=True)]
-        what = f"{where}: seconds of the rollout"
-        findings.append(Finding(what, median(ratios), "×", "own", (min(ratios), max(ratios))))
+        for what, ways in (("seconds of the rollout", each.seconds), ("seconds of the processor", each.cpu)):
+            ratios = [pool / own for own, pool in zip(ways["own"], ways["pool"], strict=True)]
+            findings.append(Finding(f"{where}: {what}", median(ratios), "×", "own", (min(ratios), max(ratios))))
     return findings
 
 

@@ -12,9 +12,12 @@ group "cpu:gloo,cuda:nccl" has both. A receive must be given up after a time, wh
 """
 
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import NoReturn
 
 import torch
@@ -30,7 +33,8 @@ from ..generation.engine.rows import Rows
 
 
 IDLE_SECONDS = 24 * 3600.0
-"""Seconds between two messages after which a drafter rank gives up: longer than any training step."""
+"""Seconds between two messages after which :func:`serve` gives up by itself: a verifier may have a long break."""
+_LOOK_SECONDS = 0.5  # between two looks whether a verifier that sends nothing is alive
 _MAGIC = 0x5AEC7A11  # of a message's head
 _MOST = 1 << 26  # numbers in a message: the prompts of thousands of rows, and no garbage that asks for more memory
 
@@ -160,8 +164,13 @@ class DraftRank(DraftLink):
 
 @torch.no_grad()
 def serve(
-    drafter: Drafter, verifier: int, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None
-) -> None:
+    drafter: Drafter,
+    verifier: int,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+    timeout: float = DRAFT_TIMEOUT,
+    look: Callable[[], None] = lambda: None,
+) -> bool:
     """Drafts for the rank `verifier` until it closes its :class:`DraftRank`, or is gone.
 
     Args:
@@ -169,6 +178,11 @@ def serve(
         verifier: a rank of the default group.
         device: where it drafts.
         group: that both are in, as given to :class:`DraftRank`.
+        timeout: seconds that the verifier may take to receive a window.
+        look: is called again and again while the verifier sends nothing. What it raises ends the wait.
+
+    Returns:
+        Whether the verifier has closed it; False: with a warning, the connection is lost.
 
     Raises:
         ValueError: the drafter cannot draft ahead.
@@ -177,18 +191,57 @@ def serve(
         raise ValueError(f"drafter={type(drafter).__name__} cannot draft ahead; serve a small model or the copy.")
     channel = Channel(verifier, group)
     try:
-        _serve(drafter, channel, device)
-    except (RuntimeError, ValueError) as error:  # the verifier is gone, or what it sent is damaged
+        _serve(drafter, channel, device, timeout, look)
+    except _Lost as lost:
+        error = lost.__cause__
         warnings.warn(f"nothing is drafted for rank {verifier} any more: {error}", stacklevel=2)
         with suppress(RuntimeError):
-            channel.send(Kind.FAILED, _text(error), DRAFT_TIMEOUT)
+            channel.send(Kind.FAILED, _text(error), timeout)
+        return False
+    return True
 
 
-def _serve(drafter: Drafter, channel: Channel, device: torch.device | str) -> None:
+class _Lost(Exception):
+    """The verifier is gone, or what it sent is damaged; the cause says how."""
+
+
+class _Inbox:
+    """Receives the messages of `channel` on a thread, up to CLOSE: over gloo a receive cannot be tried, and giving one
+    up closes the connection."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._arrived: SimpleQueue[tuple[Kind, Tensor] | Exception] = SimpleQueue()
+        Thread(target=self._receive, args=(channel,), daemon=True).start()
+
+    def _receive(self, channel: Channel) -> None:
+        kind = None
+        try:
+            while kind != Kind.CLOSE:
+                kind, values = channel.receive(IDLE_SECONDS)
+                self._arrived.put((kind, values))
+        except Exception as error:
+            self._arrived.put(error)
+
+    def next(self, look: Callable[[], None]) -> tuple[Kind, Tensor]:
+        """Waits for the next message, with a `look` in between."""
+        while True:
+            try:
+                message = self._arrived.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                look()
+                continue
+            if isinstance(message, Exception):
+                raise _Lost from message
+            return message
+
+
+def _serve(
+    drafter: Drafter, channel: Channel, device: torch.device | str, timeout: float, look: Callable[[], None]
+) -> None:
     """Carries out messages until CLOSE."""
-    worker, failure = None, ""
+    worker, failure, inbox = None, "", _Inbox(channel)
     while True:
-        kind, values = channel.receive(IDLE_SECONDS)
+        kind, values = inbox.next(look)
         if kind == Kind.CLOSE:
             return
         window = None
@@ -204,7 +257,10 @@ def _serve(drafter: Drafter, channel: Channel, device: torch.device | str) -> No
                 drafter.end()
         if kind == Kind.DRAFT:
             answer = (Kind.FAILED, _text(failure)) if window is None else (Kind.WINDOW, window)
-            channel.send(*answer, DRAFT_TIMEOUT)
+            try:
+                channel.send(*answer, timeout)
+            except RuntimeError as error:
+                raise _Lost from error
 
 
 def _begin(drafter: Drafter, values: Tensor, device: torch.device | str) -> DraftWorker:

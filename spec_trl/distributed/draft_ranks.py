@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ..generation.drafters.decoupled.drafter import DecoupledDrafter
+from ..generation.drafters.decoupled.thread import DRAFT_TIMEOUT
 from ..generation.engine.drafter import Drafter
 from .decoupled import DraftRank, serve
+from .link import Link, Watch
 
 
 class DraftRanks:
@@ -17,6 +20,7 @@ class DraftRanks:
     Args:
         drafting: number of ranks that draft.
         rank, ranks: this rank, and how many there are.
+        timeout: seconds after which a rank gives up that waits for others of which nothing is heard.
 
     Attributes:
         decoding: number of ranks that decode, the first ones.
@@ -25,7 +29,7 @@ class DraftRanks:
         ValueError: there are fewer ranks that decode than ranks that draft.
     """
 
-    def __init__(self, drafting: int, rank: int, ranks: int) -> None:
+    def __init__(self, drafting: int, rank: int, ranks: int, timeout: float) -> None:
         if 2 * drafting > ranks:
             raise ValueError(
                 f"draft_ranks={drafting} with {ranks} processes: each of them drafts for another rank, so at most "
@@ -33,10 +37,11 @@ class DraftRanks:
             )
         self.decoding = ranks - drafting
         self._rank, self._other, self._group = rank, -1, None
+        self._seconds = min(DRAFT_TIMEOUT, timeout)  # that a message may take
         for first in range(drafting):
             pair = [first, self.decoding + first]
             # Over gloo, since messages lie in host memory; one that fails leaves other groups whole.
-            group = dist.new_group(pair, backend="gloo")
+            group = dist.new_group(pair, backend="gloo", timeout=timedelta(seconds=timeout))
             if rank in pair:
                 self._other, self._group = sum(pair) - rank, group
 
@@ -45,9 +50,16 @@ class DraftRanks:
         """Whether this rank drafts for another."""
         return self._rank >= self.decoding
 
-    def serve(self, drafter: Drafter, device: torch.device) -> None:
-        """Drafts with `drafter` on `device` until the other rank leaves :meth:`ahead`."""
-        serve(drafter, self._other, device, self._group)
+    def serve(self, drafter: Drafter, device: torch.device, link: Link) -> None:
+        """Drafts with `drafter` on `device` until the other rank leaves :meth:`ahead`. Where the connection to it is
+        lost, which decodes on alone, waits for the end of the pool, whose `link` is given.
+
+        Raises:
+            RuntimeError: no rank that decodes has been heard of for the link's timeout.
+        """
+        watch = Watch(link)
+        if not serve(drafter, self._other, device, self._group, self._seconds, watch.look):
+            watch.await_end()
 
     @contextmanager
     def ahead(self, drafters: Sequence[Drafter]) -> Iterator[Sequence[Drafter]]:
@@ -56,7 +68,7 @@ class DraftRanks:
             yield drafters
             return
         (own,) = drafters
-        link = DraftRank(self._other, self._group, strategy=own.strategy, max_rows=own.max_rows, cost=own.cost)
+        link = DraftRank(self._other, self._group, self._seconds, own.strategy, own.max_rows, own.cost)
         try:
             yield [DecoupledDrafter(link)]
         finally:

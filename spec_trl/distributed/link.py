@@ -3,10 +3,15 @@ to another. Nothing here is a collective call: no rank waits for one that decode
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from threading import Thread
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+
+from .lost_ranks import REMEDY
 
 
 T = TypeVar("T")
@@ -14,21 +19,25 @@ T = TypeVar("T")
 POLL_SECONDS = (0.001, 0.02)
 """Between two looks of a waiting rank at the store. It begins with the first, much less than a decoding round, and
 waits a tenth longer each time, until it looks fifty times per second: one store serves all ranks."""
-REMEDY = "died or hangs. Look at its output, and resume from the last checkpoint."
+IDLE = "idle"
+"""The counter of ranks that decode nothing now; when all do, the rollout is over."""
 
 
 class Transfer:
     """A `tensor` on its way between this rank and another one, as `dist.isend` or `dist.irecv` begins it. Raises
-    RuntimeError where the other rank is gone."""
+    RuntimeError where the other rank is gone, or takes more than `timeout` seconds."""
 
-    def __init__(self, begin: Callable[[Tensor, int], dist.Work | None], tensor: Tensor, rank: int) -> None:
-        self._rank = rank
+    def __init__(
+        self, begin: Callable[[Tensor, int], dist.Work | None], tensor: Tensor, rank: int, timeout: float
+    ) -> None:
+        self._rank, self._timeout = rank, timedelta(seconds=timeout)
         self._work = self._ask(lambda: begin(tensor, rank))
 
     def wait(self) -> None:
         """Waits until it has arrived."""
         assert self._work is not None
-        self._ask(self._work.wait)
+        work = self._work
+        self._ask(lambda: work.wait(self._timeout))
 
     def _ask(self, action: Callable[[], T]) -> T:
         try:
@@ -72,13 +81,20 @@ class Link:
         """Writes this rank on a note that is not written yet; of several ranks one succeeds."""
         return self._ask(self._store.compare_set, note, "", str(self.rank)) == str(self.rank).encode()
 
-    def is_written(self, note: str) -> bool:
-        """Whether some rank has written the note."""
-        return self._ask(self._store.check, [note])
+    def is_written(self, *notes: str) -> bool:
+        """Whether all of these notes are written, by whatever ranks."""
+        return self._ask(self._store.check, list(notes))
 
     def read(self, notes: list[str]) -> list[str]:
         """Notes that have been written, or will be soon."""
+        self._ask(self._store.wait, notes, timedelta(seconds=self.timeout))
         return [text.decode() for text in self._ask(self._store.multi_get, notes)]
+
+    def rows_told(self) -> list[str]:
+        """What each rank has written on its note of rows; "" where nothing yet."""
+        if self.is_written(*self.rows_of_all):
+            return self.read(self.rows_of_all)
+        return [self.read([note])[0] if self.is_written(note) else "" for note in self.rows_of_all]
 
     def erase(self, notes: list[str]) -> None:
         """Removes notes and counters, those that exist."""
@@ -91,23 +107,11 @@ class Link:
         Raises:
             RuntimeError: no rank that decodes has been heard of for `timeout` seconds.
         """
-        heard, last = time.perf_counter(), self.read(self.rows_of_all)
-        looked, pause = heard, POLL_SECONDS[0]
+        watch, pause = Watch(self), POLL_SECONDS[0]
         while not self.is_written(note):
             time.sleep(pause)
             pause = min(1.1 * pause, POLL_SECONDS[1])
-            now = time.perf_counter()
-            if now - looked < min(1.0, self.timeout / 4):
-                continue
-            looked, beat = now, self.read(self.rows_of_all)
-            if beat != last:
-                heard, last = now, beat
-            if now - heard > self.timeout:
-                silent = [rank for rank, text in enumerate(last) if not text.startswith("-1 ")]
-                raise RuntimeError(
-                    f"rank {self.rank} waits for the rollout of ranks {silent}, of which nothing was heard for "
-                    f"{self.timeout:.0f} s (ddp_timeout): one of them {REMEDY}"
-                )
+            watch.look()
         return self.read([note])[0]
 
     def _ask(self, action: Callable[..., T], *given: object) -> T:
@@ -117,19 +121,72 @@ class Link:
             RuntimeError: it does not, or waits in vain for what another rank should write.
         """
         try:
-            return action(*given)
+            return _within(self.timeout + 1, action, *given)  # a second later than the store's own wait ends
         except dist.DistStoreError as error:
             raise RuntimeError(f"rank {self.rank} waits for another rank, which {REMEDY} {error}") from error
-        except dist.DistError as error:
+        except (dist.DistError, TimeoutError) as error:
             raise RuntimeError(
                 f"rank {self.rank} no longer reaches the store of the job: the process that holds it, rank 0 or the "
-                f"launcher, {REMEDY} {error}"
+                f"launcher, {REMEDY} {str(error) or f'It gave no answer for {self.timeout:.0f} s (ddp_timeout).'}"
             ) from error
 
     def send(self, tensor: Tensor, rank: int) -> Transfer:
         """Begins to send a tensor, which must stay as it is until the result's `wait`."""
-        return Transfer(dist.isend, tensor, rank)
+        return Transfer(dist.isend, tensor, rank, self.timeout)
 
     def receive(self, tensor: Tensor, rank: int) -> Transfer:
         """Begins to fill `tensor` with one that `rank` sends, of the same shape and dtype."""
-        return Transfer(dist.irecv, tensor, rank)
+        return Transfer(dist.irecv, tensor, rank, self.timeout)
+
+
+class Watch:
+    """Watches the ranks that decode, for one that waits for them.
+
+    Args:
+        link: of the pool that they decode.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._told = link, [""]
+        self._heard = self._looked = time.perf_counter()
+
+    def look(self) -> None:
+        """Looks at what they write, once per second at most.
+
+        Raises:
+            RuntimeError: none of them has been heard of for the link's `timeout`.
+        """
+        timeout = self._link.timeout
+        if time.perf_counter() - self._looked < min(1.0, timeout / 4):
+            return
+        told = self._link.rows_told()
+        self._looked = time.perf_counter()
+        if told != self._told:
+            self._heard, self._told = self._looked, told
+        if self._looked - self._heard > timeout:
+            silent = [rank for rank, text in enumerate(told) if not text.startswith("-1 ")]
+            raise RuntimeError(
+                f"rank {self._link.rank} waits for the rollout of ranks {silent or [*range(len(told))]}, of which "
+                f"nothing was heard for {timeout:.0f} s (ddp_timeout): one of them {REMEDY}"
+            )
+
+    def await_end(self) -> None:
+        """Waits until all of them are done; raises as `look` does."""
+        while self._link.count(IDLE) < self._link.ranks:
+            time.sleep(POLL_SECONDS[1])
+            self.look()
+
+
+def _within(seconds: float, action: Callable[..., T], *given: object) -> T:
+    """What `action` returns or raises; TimeoutError after so many seconds. It runs on a thread: a call of the store
+    waits for ever where the process that holds the store is stopped."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(action(*given))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return answer.result(seconds)

@@ -9,7 +9,7 @@ from ..generation.engine.rollout import Rollout
 from ..generation.engine.rows import Request
 from ..scheduling.migration import MoveCosts, rows_to_give, step_seconds
 from ..scheduling.shared_order import dealt
-from .link import Link
+from .link import IDLE, Link
 from .moved_rows import MovedRows, Sending
 
 
@@ -82,7 +82,7 @@ class SharedPool(RequestQueue):
         """Erases what this rank has written; no rank may use the pool any more."""
         numbered = [f"{note}/{number}" for note in ("asker", "helper", "work") for number in self._numbers]
         ended = [f"ended/{index}" for index in self._raced]
-        shared = ["taken", "idle", "asked"] if self._link.rank == 0 else []
+        shared = ["taken", IDLE, "asked"] if self._link.rank == 0 else []
         self._link.erase([self._link.rows_of(self._link.rank), *numbered, *ended, *shared])
 
     # ---- a rank that has rows ---------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class SharedPool(RequestQueue):
             rows = [row for row, index in enumerate(rollout.in_flight) if index in requests]
         number = self._open.pop(0)
         if self._link.claim(f"helper/{number}"):
-            self._link.count("idle", -1)
+            self._link.count(IDLE, -1)
             (helper,) = self._link.read([f"asker/{number}"])
             moved = rollout.hand_over(sorted(rows), costs.head_share, method)
             if method is not None:
@@ -154,7 +154,9 @@ class SharedPool(RequestQueue):
 
     def _has_most(self, rows: int) -> bool:
         """Whether no other rank has more rows than this one, the first of them among equals."""
-        notes = self._link.read(self._link.rows_of_all)
+        notes = self._link.rows_told()
+        if not all(notes):  # a rank that has not begun has all of its rows yet
+            return False
         others = [(-int(note.split()[0]), rank) for rank, note in enumerate(notes) if rank != self._link.rank]
         return rows > 0 and (-rows, self._link.rank) < min(others)
 
@@ -171,7 +173,7 @@ class SharedPool(RequestQueue):
         number = link.count("asked", 1)
         self._numbers.append(number)
         link.post(f"asker/{number}", str(link.rank))
-        if link.count("idle", 1) == link.ranks:
+        if link.count(IDLE, 1) == link.ranks:
             for other in range(1, link.count("asked") + 1):
                 if link.claim(f"helper/{other}"):
                     link.post(f"work/{other}", _NOTHING)

@@ -14,7 +14,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..generation.engine.request_queue import RequestQueue
 from ..generation.engine.rows import Request, prompt_key
 from ..scheduling.shared_order import ExpectedLengths, longest_first
-from .link import REMEDY, Link
+from .link import Link
+from .lost_ranks import naming_the_remedy
 from .pool import SharedPool
 
 
@@ -80,10 +81,8 @@ class SharedRollouts:
 
     def _gather(self, own: T) -> list[T]:
         """What each rank brings."""
-        try:
+        with naming_the_remedy(self._rank):
             return gather_object([own])
-        except RuntimeError as error:
-            raise RuntimeError(f"rank {self._rank} meets the other ranks, and one of them {REMEDY} {error}") from error
 
     def _rows_of(self, prompts: list[list[int]]) -> list[int]:
         """The numbers of these rows among those of all ranks, so that noise is the same for any number of ranks. Those
@@ -114,14 +113,18 @@ class SharedRollouts:
             return RequestQueue
         keys = [prompt_key(torch.tensor(prompt)) for prompt in turn.prompts]
         order = longest_first(keys, self._expected.of(keys), rows)
-        store = dist.PrefixStore(f"spec_trl/{self._turns}", _get_default_store())
-        link = Link(store, self._rank, self._decoding, self._timeout)
+        link = self.link()
 
         def make(requests: list[Request]) -> RequestQueue:
             self.pool = SharedPool(requests, order, rows, link, self._send_seconds)
             return self.pool
 
         return make
+
+    def link(self) -> Link:
+        """To the ranks that decode the newest turn together."""
+        store = dist.PrefixStore(f"spec_trl/{self._turns}", _get_default_store())
+        return Link(store, self._rank, self._decoding, self._timeout)
 
     def exchange(self, turn: Turn, decoded: dict[int, list[int]]) -> dict[int, list[int]]:
         """Completions by place: those that this rank has `decoded`, and of a pool all others too. All ranks of a pool

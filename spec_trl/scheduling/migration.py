@@ -55,7 +55,8 @@ def rows_to_give(lengths: Sequence[int], steps: float, step: AffineSeconds, cost
     """How many rows to give away, the shortest ones; 0: none.
 
     Both ranks should end as early as possible: this one after the rows that stay, the other one after the move and
-    the rows that came.
+    the rows that came. Beside its K/V a move costs each of them about a round: this one copies the rows, the other one
+    takes them up in a forward of its own.
 
     Args:
         lengths: tokens of each row, prompts included, ascending.
@@ -67,7 +68,7 @@ def rows_to_give(lengths: Sequence[int], steps: float, step: AffineSeconds, cost
     best, best_seconds = 0, steps * step(batch)
     for count in range(1, batch):
         moved += lengths[count - 1]
-        seconds = max(steps * step(batch - count), costs.seconds(moved) + steps * step(count))
+        seconds = max((steps + 1) * step(batch - count), costs.seconds(moved) + (steps + 1) * step(count))
         if seconds < best_seconds:
             best, best_seconds = count, seconds
     return best

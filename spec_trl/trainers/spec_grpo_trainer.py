@@ -15,6 +15,7 @@ from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
 from ..distributed.draft_ranks import DraftRanks
+from ..distributed.lost_ranks import naming_the_remedy
 from ..distributed.shared_rollouts import SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..generation.configuration import CHOOSING
@@ -101,7 +102,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._rollouts = {"train": 0, "eval": 0}
         self._totals = RolloutTotals()
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        self._draft_ranks = DraftRanks(args.draft_ranks, rank, ranks)
+        self._draft_ranks = DraftRanks(args.draft_ranks, rank, ranks, args.ddp_timeout)
         shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
         self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding)
         self._alarm = CollapseAlarm(by_first_token=args.sd_toggle == "measured" or args.assistant_strategy in CHOOSING)
@@ -130,7 +131,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._drafted_step = -1
         self._log = None  # a run has a header of its own
         try:
-            result = super().train(*args, **kwargs)
+            with naming_the_remedy(self.accelerator.process_index):
+                result = super().train(*args, **kwargs)
         finally:
             self._drafted_step = -1
         if self.accelerator.is_main_process and self._verdict.rollouts:
@@ -239,7 +241,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             self._announce_new_weights(drafters)
             started = time.perf_counter()
             if self._draft_ranks.drafts:
-                self._draft_ranks.serve(drafters[0], self.accelerator.device)
+                self._draft_ranks.serve(drafters[0], self.accelerator.device, self._sharing.link())
                 self._totals.durations.seconds += time.perf_counter() - started
             elif prompts:
                 with self._draft_ranks.ahead(drafters) as drafting:

@@ -1,8 +1,8 @@
 """One rank of a shared rollout: ``python -m tests.distributed.fault_job FILE WAY WHO HOW``.
 
-Ranks without rows get half of another rank's (`WAY` is "move"), or race for them ("race"). `WHO` is the rank that
-fails in the middle of its rows, or -1; `HOW` is the number of the signal that it sends itself. The others write what
-they have, or the error that ended them, to `FILE`.
+Ranks without rows get half of another rank's (`WAY` is "move"), or race for them ("race"), or the last rank only
+drafts ("draft"). `WHO` is the rank that fails in the middle of its rows, or -1; `HOW` is the number of the signal that
+it sends itself. The others write what they have, or the error that ended them, to `FILE`.
 """
 
 import os
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from spec_trl.distributed import pool, shared_rollouts
+from spec_trl.distributed.draft_ranks import DraftRanks
 from spec_trl.distributed.shared_rollouts import SharedRollouts
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -51,7 +52,7 @@ def main(way: str, who: int, how: int) -> dict[str, Any]:
             self.rounds += 1
             if rank == who and self.rounds == 5:
                 os.kill(os.getpid(), how)
-            if who < 0:
+            if who < 0 and way != "draft":
                 super().after_round(rollout)
             else:
                 super(Patient, self).after_round(rollout)
@@ -59,21 +60,30 @@ def main(way: str, who: int, how: int) -> dict[str, Any]:
     shared_rollouts.SharedPool = Failing  # type: ignore[misc]
     pool.rows_to_give = (lambda lengths, *_: len(lengths) // 2) if way == "move" else (lambda *_: 0)
     pool.POLL_SHARE = 1e9
-    sharing, each, control = SharedRollouts(True, rank, ranks, TIMEOUT), len(ROWS) // ranks, Helped()
+    helpers = DraftRanks(int(way == "draft"), rank, ranks, TIMEOUT)
+    sharing = SharedRollouts(True, rank, ranks, TIMEOUT, helpers.decoding)
+    each, control = len(ROWS) // ranks, Helped()
     sharing.begin()
     turn = sharing.gather(ROWS[rank * each : (rank + 1) * each])
+    if helpers.drafts:
+        helpers.serve(SelfDrafter(model, kernel="reference"), torch.device("cpu"), sharing.link())
+        completions = sharing.exchange(turn, {})
+        return {"texts": [completions[place] for place in turn.own], "helped": 0}
     more: dict[str, Any] = {"config": {"max_batch_size": each}}
     if way == "race":
         drafters = [SelfDrafter(model, kernel="reference"), NgramDrafter(2)]
         more |= {"strategy": "best_of_n", "drafter": drafters, "control": control}
-    output = generate(model, prompts, make_queue=sharing.make_queue(turn, each), **more, **ENDS)
+    drafting = [SelfDrafter(model, kernel="reference")] if way == "draft" else []
+    with helpers.ahead(drafting) as ahead:
+        more |= {"drafter": ahead[0]} if ahead else {}
+        output = generate(model, prompts, make_queue=sharing.make_queue(turn, each), **more, **ENDS)
     decoded = {place: tokens for place, tokens in zip(turn.decoded, outputs(output), strict=True) if tokens}
     completions = sharing.exchange(turn, decoded)
     assert sharing.pool is not None
-    return {
-        "texts": [completions[place] for place in turn.own],
-        "helped": sharing.pool.taken_over if way == "move" else control.tallies[1].rounds,
-    }
+    helped = {
+        "move": sharing.pool.taken_over, "race": control.tallies[1].rounds, "draft": output.statistics.total.accepted,
+    }  # fmt: skip
+    return {"texts": [completions[place] for place in turn.own], "helped": helped[way]}
 
 
 if __name__ == "__main__":

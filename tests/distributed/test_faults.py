@@ -53,10 +53,9 @@ def run(folder: Path, ranks: int, way: str, who: int = -1, how: int = 0) -> list
     return [torch.load(path) if path.exists() else None for path in paths]
 
 
-@pytest.mark.parametrize("way", ["move", "race"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("way", "ranks"), [("move", 2), ("move", 4), ("race", 2), ("race", 4), ("draft", 2)])
 def test_ranks_help_each_other(tmp_path: Path, tiny: LlamaForCausalLM, ranks: int, way: str) -> None:
-    """Rows move over gloo, or ranks race for them; the tokens are those of one rank."""
+    """Rows move over gloo, or ranks race for them, or one drafts; the tokens are those of one rank."""
     found = run(tmp_path, ranks, way)
     prompts = pad_left([torch.tensor(row) for row in ROWS])
     assert [text for rank in found for text in rank["texts"]] == outputs(generate(tiny, prompts, **ENDS))
@@ -64,7 +63,7 @@ def test_ranks_help_each_other(tmp_path: Path, tiny: LlamaForCausalLM, ranks: in
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(("way", "ranks", "who"), [("move", 2, 1), ("race", 2, 0), ("move", 4, 2)])
+@pytest.mark.parametrize(("way", "ranks", "who"), [("move", 2, 1), ("race", 2, 0), ("move", 4, 2), ("draft", 2, 0)])
 def test_a_rank_fails(tmp_path: Path, way: str, ranks: int, who: int, how: signal.Signals) -> None:
     found = run(tmp_path, ranks, way, who, how)
     for rank, left in enumerate(found):
@@ -75,10 +74,13 @@ def test_a_rank_fails(tmp_path: Path, way: str, ranks: int, who: int, how: signa
             assert "died or hangs" in left and "resume from the last checkpoint" in left
 
 
-def test_a_run_that_dies_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["rollout", "reward", "update"])
+def test_a_run_that_dies_goes_on_from_its_checkpoint(tmp_path: Path, when: str) -> None:
     """On one rank here, with the same global batch."""
-    (errors,) = launch(["tests.trainers.dying_job", str(tmp_path / "died")], 2, who=1)
+    (errors,) = launch(["tests.trainers.dying_job", str(tmp_path / "died"), when], 2, who=1)
     assert "died or hangs" in errors and "resume from the last checkpoint" in errors
+    if when != "rollout":
+        return
     options = {"steps": 4, "trainer": {}}
     whole = train_case(tmp_path / "whole", 1, **options)
     rest = train_case(tmp_path / "rest", 1, resume=tmp_path / "died" / "checkpoint-2", **options)

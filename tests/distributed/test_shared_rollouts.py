@@ -32,7 +32,7 @@ def test_a_rank_that_drafts_decodes_nothing() -> None:
 
 def test_more_ranks_that_draft_than_ranks_that_decode() -> None:
     with pytest.raises(ValueError, match="^draft_ranks=2 with 3 processes: .* at most 1 can"):
-        DraftRanks(2, 0, 3)
+        DraftRanks(2, 0, 3, 60.0)
 
 
 def test_lengths_are_kept_of_prompts_that_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,8 @@ def test_half_the_rows_go_where_each_row_costs() -> None:
 def test_none_go_where_rows_are_free_or_about_to_end() -> None:
     lengths = [100] * 8
     assert rows_to_give(lengths, 1000, line(0.02, 0.0), MoveCosts(1e-6, None)) == 0
+    assert rows_to_give(lengths, 1000, line(0.02, 1e-6), MoveCosts(1e-9, None)) == 0  # as on a GPU
+    assert rows_to_give(lengths, 20, line(0.02, 1e-4), MoveCosts(1e-9, None)) == 0  # 8 ms less, for a round of 20 ms
     assert rows_to_give(lengths, 1, line(0.0, 0.001), MoveCosts(1e-3, None)) == 0
     assert rows_to_give([100], 1000, line(0.0, 0.01), MoveCosts(1e-9, None)) == 0
     assert rows_to_give([], 1000, line(0.0, 0.01), MoveCosts(1e-9, None)) == 0
@@ -63,7 +65,7 @@ def test_the_end_is_as_early_as_any_choice_makes_it() -> None:
     lengths, steps, costs = [50, 60, 400, 900, 3000], line(0.01, 0.004), MoveCosts(2e-4, 1e-4)
 
     def end(count: int) -> float:
-        there = costs.seconds(sum(lengths[:count])) + 500 * steps(count) if count else 0.0
-        return max(500 * steps(len(lengths) - count), there)
+        there = costs.seconds(sum(lengths[:count])) + 501 * steps(count) if count else 0.0
+        return max((500 + (count > 0)) * steps(len(lengths) - count), there)
 
     assert end(rows_to_give(lengths, 500, steps, costs)) == min(map(end, range(len(lengths))))

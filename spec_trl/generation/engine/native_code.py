@@ -5,6 +5,7 @@ import hashlib
 import logging
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -41,11 +42,17 @@ def load(source: Path, **defined: object) -> ctypes.CDLL | None:
         # What the compiler defines names its version and the instructions of this CPU: machines may share a home.
         facts = call(*options, "-dM", "-E", "-x", "c++", "/dev/null") + source.read_bytes()
         path = cache_directory() / f"{source.stem}_{hashlib.sha256(facts).hexdigest()[:16]}.so"
-        if not path.exists():
-            with replacing(path.with_suffix(".o")) as compiled, replacing(path) as linked:
+        with tempfile.TemporaryDirectory() as folder:  # what is loaded stays when it goes
+            if not path.exists():
+                compiled, linked = Path(folder, "code.o"), Path(folder, path.name)
                 call(*options, "-c", str(source), "-o", str(compiled))
                 call(*_LINK, str(compiled), "-o", str(linked))
-        return ctypes.CDLL(str(path))
+                try:  # several processes may do so at once
+                    with replacing(path) as fresh:
+                        shutil.copy(linked, fresh)
+                except OSError:  # a read-only home, a full disk: the next process compiles again
+                    path = linked
+            return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
         logger.info("%s is done by torch, which is slower on a CPU: %s %s", source.stem, error, said.decode())

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,26 @@ def test_it_is_compiled_once_and_kept(compilations: list[str], tmp_path: Path) -
         cpu_attention._compiled.cache_clear()  # as in another process
     assert len(compilations) == 1
     assert [path.suffix for path in tmp_path.rglob("cpu_attention*")].count(".so") == 1
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a read-only home, or on a full disk."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "file"))
+    assert cpu_attention._compiled(torch.float32, 16) is not None
+    assert len(compilations) == 1
+
+
+def test_several_that_compile_at_once_keep_one_library(compilations: list[str], tmp_path: Path) -> None:
+    """As the ranks of a first job do; nobody waits for another one."""
+    with ThreadPoolExecutor(3) as pool:
+        libraries = list(
+            pool.map(lambda _: native_code.load(cpu_attention._SOURCE, SCALAR="float", HEAD_SIZE=16), "abc")
+        )
+    assert all(library is not None and library.attend for library in libraries)
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
 
 
 @pytest.mark.parametrize("trouble", ["no compiler", "it fails", "it hangs"])
