@@ -1,23 +1,26 @@
 """What would end a run in one of its rollouts, refused before any work, or by the name of the prompt."""
 
+import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.captured import runner_mode
-from ..generation.engine.requirements import (
-    check_generation_config,
-    check_lengths,
-    check_model,
-    check_not_diverted,
-    position_limit,
-)
+from ..generation.engine.requirements import check_generation_config, check_lengths, check_model, position_limit
 
 
 _LOOKED_AT = 1024  # rows of a dataset whose texts are compared, spread over it
@@ -36,28 +39,46 @@ def check_generation(
     runner_mode(config, device)
     prompt = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
     try:
-        check_not_diverted(policy, generation_config, {})
         completed, _ = policy._prepare_generation_config(generation_config)
         check_generation_config(completed, policy.generation_config)
-        # generate as in a rollout, up to its decoding method: it makes all processors and criteria, and no forward.
-        rows: int = policy.generate(
-            prompt, attention_mask=torch.ones_like(prompt), generation_config=generation_config, tokenizer=tokenizer,
-            custom_generate=_count_rows,
-        )  # fmt: skip
-        if rows > 1:
-            raise ValueError(
-                f"num_return_sequences={rows} contradicts num_generations, which says how many completions a prompt "
-                "has. Leave it unset."
-            )
+        first = copy.copy(generation_config)
+        first.max_new_tokens = 1  # the last token too, which some processors wait for
+        moved: dict[str, Any] = {}
+        if strings := completed.stop_strings:  # generate keeps the tokenizer from a custom method
+            criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, strings)])
+            moved = {"stop_strings": None, "stopping_criteria": criteria}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the length
+            # The way of a rollout up to its decoding method, which merges settings and makes processors and criteria.
+            policy.generate(
+                prompt, attention_mask=torch.ones_like(prompt), generation_config=first,
+                custom_generate=_process_once, **moved,
+            )  # fmt: skip
     except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(
-            f"{error} Look in generation_kwargs, cache_implementation and the model's own generation_config, or "
+            f"{kind}{error} Look in generation_kwargs, cache_implementation and the model's own generation_config, or "
             "use trl.GRPOTrainer."
         ) from error
 
 
-def _count_rows(model: PreTrainedModel, input_ids: Tensor, *_: Any, **__: Any) -> int:
-    return len(input_ids)
+def _process_once(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    **_: Any,
+) -> Tensor:
+    """Decodes nothing, but has its processors and criteria act."""
+    if (rows := len(input_ids)) > 1:
+        raise ValueError(
+            f"num_return_sequences={rows} contradicts num_generations, which says how many completions a prompt has. "
+            "Leave it unset."
+        )
+    scores = torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size, device=input_ids.device)
+    logits_processor(input_ids, scores)
+    stopping_criteria(input_ids, None)
+    return input_ids
 
 
 def check_dataset(

@@ -169,6 +169,7 @@ def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> 
         "constraints": (None,),
         "force_words_ids": (None,),
         "use_mtp": (None, False),
+        "token_healing": (None, False),
         "assistant_early_exit": (None,),
         "num_assistant_tokens": assistant_tokens,
         "prompt_lookup_num_tokens": (None,),
