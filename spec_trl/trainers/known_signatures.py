@@ -17,8 +17,8 @@ OVERRIDDEN = (
 """Methods that the trainer puts its own in place of, and calls."""
 _CALLED = ("_tokenize_prompts",)
 READ = (
-    "_dist", "_metrics", "_tokenizer", "accelerator", "generation_config", "generation_kwargs", "model",
-    "model_wrapped", "rollout_func", "state",
+    "_dist", "_metrics", "_tokenizer", "accelerator", "eval_dataset", "generation_config", "generation_kwargs",
+    "model", "model_wrapped", "rollout_func", "state", "train_dataset",
 )  # fmt: skip
 """Attributes that the trainer reads."""
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -37,7 +37,8 @@ def check_methods(ours: type, theirs: type) -> None:
         wanted = [each.name for each in mine.parameters.values() if each.kind in _POSITIONAL]
         found = list(given.parameters)[: len(wanted) if passes_on else None]
         if found != wanted:
-            raise _unknown(f"{theirs.__name__}.{name} is {name}{given}, where {name}{mine} is known")
+            known, new = (", ".join(each.parameters) for each in (mine, given))
+            raise _unknown(f"{theirs.__name__}.{name} takes ({new}), where ({known}) is known")
     keywords = {"gather_deepspeed3_params", "generation_kwargs", "gradient_checkpointing_kwargs"}
     if unknown := sorted(keywords - {*signature(unwrap_model_for_generation).parameters}):
         raise _unknown(f"trl.models.unwrap_model_for_generation takes no {', '.join(unknown)}")
