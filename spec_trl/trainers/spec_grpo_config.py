@@ -203,10 +203,8 @@ class SpecGRPOConfig(GRPOConfig):
                 )
         for name in ("assistant_strategy", "assistant_model", "speculative_config"):
             if name in (self.generation_kwargs or {}):
-                option = "...'s fields" if name == "speculative_config" else f"{name}=..."
-                raise ValueError(
-                    f"generation_kwargs has {name!r}, which is for model.generate. Set SpecGRPOConfig({option})."
-                )
+                remedy = _INSTEAD.get(name, f"Set SpecGRPOConfig({name}=...).")
+                raise ValueError(f"generation_kwargs has {name!r}, which is for model.generate. {remedy}")
         if not self.ds3_gather_for_generation:
             raise ValueError(
                 "ds3_gather_for_generation=False contradicts SpecGRPOTrainer: ranks run different numbers of "
