@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     model = load_model(arguments.model, arguments.dtype, device)
     check_model(model)
     prompts, kind = _prompts(arguments, model, texts)
-    check_lengths(model, max(map(len, prompts)), max(map(len, prompts)) + arguments.length)
+    check_lengths(model, list(map(len, prompts)), arguments.length)
     print(f"{arguments.model}, {str(model.dtype).removeprefix('torch.')}, {machine(device)}")
     print(f"{kind}; temperature {arguments.temperature:g}; measuring for about {arguments.seconds:g} s")
     gains = _measure(model, prompts, arguments, assistants)

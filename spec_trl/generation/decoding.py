@@ -177,8 +177,7 @@ def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], 
         raise ValueError(f"request_ids has {len(call.request_ids)} entries for {batch} rows; give one int per row.")
     if call.streamer is not None and batch > 1:
         raise ValueError(f"streamer is given with {batch} rows; a streamer prints one row.")
-    longest = max(map(len, prompts))
-    requirements.check_lengths(model, longest, longest + call.new_tokens)
+    requirements.check_lengths(model, list(map(len, prompts)), call.new_tokens)
     drafts = bool(call.drafter) or call.strategy != "none"
     return prompts, must_run_in_step([*call.processors, *call.criteria], batch, call.capacity, drafts)
 

@@ -1,20 +1,71 @@
 """What a checkpoint keeps of the rollouts. Each file is written whole or not at all, also where a run dies."""
 
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..generation.drafters.history import HistoryDrafter
+from ..generation.drafters.history import HistoryDrafter, damage_of
 from ..generation.drafters.tts.drafter import DistilledDrafter
 from ..json_files import read_json, replacing, write_json
+from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 
 
 STATE_FILE = "rollout_state.json"
 _LEDGER_FILE = "rollout_acceptance_{}.json"
 _MEMORY_FILES = {HistoryDrafter.strategy: "rollout_history_{}.pt", DistilledDrafter.strategy: "rollout_tts_{}.pt"}
-_REMEDY = "resume from another checkpoint"
+
+
+def find_checkpoint(given: str | bool | None, output_dir: str) -> str | bool | None:
+    """The `resume_from_checkpoint` for transformers, which takes for True the newest folder, be it whole or not. Where
+    it is not, this gives the newest whole one and warns.
+
+    Raises:
+        ValueError: `given` names a checkpoint that is not whole, or no checkpoint is.
+    """
+    if not given:
+        return given
+    siblings = Path(output_dir) if given is True else Path(given).parent
+    steps = {each: each.name.rpartition("-")[2] for each in siblings.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    folders = sorted((each for each, step in steps.items() if step.isdecimal()), key=lambda each: int(steps[each]))
+    asked = Path(given) if given is not True else folders[-1] if folders else siblings / "none"
+    if not asked.is_dir() or _is_whole(asked):
+        return given  # transformers says what is wrong with a path
+    whole = [each for each in folders if _is_whole(each)]
+    reason = f"{asked} has no readable {TRAINER_STATE_NAME}, which is written last: a run died while it saved it"
+    if given is not True or not whole:
+        remedy = f"Resume from {whole[-1]}, the newest one that is whole" if whole else "Train from the start"
+        raise ValueError(f"{reason}. {remedy}.")
+    warnings.warn(f"{reason}. The run goes on from {whole[-1]}, the newest one that is whole.", stacklevel=3)
+    return str(whole[-1])
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return isinstance(json.loads((folder / TRAINER_STATE_NAME).read_bytes()), dict)
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def only_for_speed(path: Path) -> Iterator[None]:
+    """Warns, naming `path`, of any error while it is read: what it holds only makes rollouts faster."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())
+        warnings.warn(
+            f"{path} is damaged ({type(error).__name__}: {said:.200}); the run goes on without it, and drafters begin "
+            "anew. Completions are not affected.",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True)
@@ -43,13 +94,20 @@ class RolloutState:
 
     @classmethod
     def load(cls, folder: str | Path) -> "RolloutState | None":
-        """What `folder` holds; None: it was saved by another trainer.
+        """What `folder` holds; None, with a warning: it was saved by another trainer, or has lost the file.
 
         Raises:
             ValueError: the file is damaged.
         """
         path = Path(folder) / STATE_FILE
-        return read_json(path, cls, "state of rollouts", _REMEDY) if path.exists() else None
+        if path.exists():
+            return read_json(path, cls, "state of rollouts", "resume from another checkpoint")
+        warnings.warn(
+            f"{path} does not exist: another trainer or save_only_model=True wrote this checkpoint, or the file is "
+            "lost. Rollouts are counted from 0 again, so completions differ from those of an uninterrupted run.",
+            stacklevel=2,
+        )
+        return None
 
 
 @dataclass(frozen=True)
@@ -74,15 +132,24 @@ class RankState:
 
     @classmethod
     def load(cls, folder: str | Path, rank: int) -> "RankState":
-        """What `folder` holds of this rank, which may be nothing.
-
-        Raises:
-            ValueError: the ledger's file is damaged.
-        """
+        """What `folder` holds of this rank, which may be nothing; one warning for each file that is damaged."""
         memories: dict[str, dict[str, Any]] = {}
         for strategy, name in _MEMORY_FILES.items():
             path = Path(folder) / name.format(rank)
+            with only_for_speed(path):
+                if path.exists():
+                    memory = torch.load(path, map_location="cpu", weights_only=True)
+                    if strategy == HistoryDrafter.strategy and (damage := damage_of(memory)):
+                        raise ValueError(damage)
+                    if not isinstance(memory, dict):
+                        raise TypeError(f"it holds a {type(memory).__name__}")
+                    memories[strategy] = memory
+        path, ledger = Path(folder) / _LEDGER_FILE.format(rank), None
+        with only_for_speed(path):
             if path.exists():
-                memories[strategy] = torch.load(path, map_location="cpu", weights_only=True)
-        path = Path(folder) / _LEDGER_FILE.format(rank)
-        return cls(memories, read_json(path, dict, "ledger of rounds", _REMEDY) if path.exists() else None)
+                found = json.loads(path.read_text())
+                Drafts([*found["methods"]], [False] * len(found["methods"])).load_state_dict(found)
+                if "times" in found:  # what older releases wrote has none
+                    Times(CELL_ERROR).load_state_dict(found["times"])
+                ledger = found
+        return cls(memories, ledger)

@@ -1,8 +1,11 @@
 """GRPOConfig and the options that say how rollouts are drafted and verified."""
 
 from dataclasses import MISSING, dataclass, field
+from inspect import Parameter, signature
 from typing import Any
 
+from accelerate import PartialState
+from torch import nn
 from trl import GRPOConfig
 
 from ..drafter_training.adaptation import ADAPTABLE
@@ -15,6 +18,7 @@ from ..generation.configuration import (
     check_combination,
     check_decoupled,
     check_strategy,
+    did_you_mean,
     document,
     require_bool,
     require_choice,
@@ -37,6 +41,17 @@ def shared(name: str, default: Any = MISSING) -> Any:
     """The option `name` of :class:`SpeculativeConfig`, with its help, and its default unless another one is given."""
     declared = OPTIONS[name]
     return option(declared.default if default is MISSING else default, declared.metadata["help"])
+
+
+_INSTEAD = {
+    "draft_length": "Set draft_lengths=[5], which keeps one, or initial_draft_length, with which several start.",
+    "max_batch_size": "Set rollout_batch_size.",
+    "ngram_size": "It is an option of generate alone.",
+    "speculative_config": "Its fields are options here: SpecGRPOConfig(verification=..., draft_quantization=...).",
+    "drafter": "Name it by assistant_strategy.",
+    "max_prompt_length": "TRL has it no longer: cut prompts in the dataset.",
+}
+"""What to write for the names that `generate` and other releases of TRL have."""
 
 
 @dataclass
@@ -138,7 +153,18 @@ class SpecGRPOConfig(GRPOConfig):
     best_of_n_budget: int | None = shared("best_of_n_budget")
     best_of_n_race: bool = shared("best_of_n_race")
 
+    def __new__(cls, *_: Any, **options: Any) -> "SpecGRPOConfig":
+        known = signature(cls.__init__).parameters  # a subclass may take more
+        if any(each.kind is Parameter.VAR_KEYWORD for each in known.values()):
+            return super().__new__(cls)
+        for name in sorted(options.keys() - known.keys()):
+            remedy = _INSTEAD.get(name) or did_you_mean(name, known).strip() or "This TRL has none either."
+            raise ValueError(f"SpecGRPOConfig has no option {name!r} (given {options[name]!r:.60}). {remedy}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        if self.use_cpu:  # transformers gives ddp_timeout to the process groups of GPUs alone
+            PartialState(cpu=True, backend=self.ddp_backend, timeout=self.ddp_timeout_delta)
         super().__post_init__()
         self._check_generation()
         check_strategy(self.assistant_strategy)
@@ -177,6 +203,10 @@ class SpecGRPOConfig(GRPOConfig):
                     f"{other}=True contradicts assistant_strategy={self.assistant_strategy!r}: SpecGRPOTrainer "
                     f"generates rollouts itself. Set {other}=False, or use trl.GRPOTrainer."
                 )
+        for name in ("assistant_strategy", "assistant_model", "speculative_config"):
+            if name in (self.generation_kwargs or {}):
+                remedy = _INSTEAD.get(name, f"Set SpecGRPOConfig({name}=...).")
+                raise ValueError(f"generation_kwargs has {name!r}, which is for model.generate. {remedy}")
         if not self.ds3_gather_for_generation:
             raise ValueError(
                 "ds3_gather_for_generation=False contradicts SpecGRPOTrainer: ranks run different numbers of "
@@ -184,6 +214,11 @@ class SpecGRPOConfig(GRPOConfig):
             )
 
     def _check_assistant(self) -> None:
+        if not isinstance(self.assistant_model, str | nn.Module | None):
+            raise ValueError(
+                f"assistant_model={self.assistant_model!r} is a {type(self.assistant_model).__name__}; give a path or "
+                "hub id."
+            )
         drafter, setting = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
         if drafter == "tts":
             drafter, setting = self.tts_drafter, f"{setting}, tts_drafter={self.tts_drafter!r}"

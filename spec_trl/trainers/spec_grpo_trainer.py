@@ -18,12 +18,12 @@ from ..distributed.draft_ranks import DraftRanks
 from ..distributed.lost_ranks import naming_the_remedy
 from ..distributed.shared_rollouts import SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
+from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
 from ..generation.configuration import CHOOSING
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
-from ..generation.engine.captured import runner_mode
 from ..generation.engine.drafter import Drafter
-from ..generation.engine.requirements import check_generation_config, check_model, policy_in
+from ..generation.engine.requirements import policy_in
 from ..generation.engine.shadow import structure
 from ..generation.strategies import check_assistants, copy_again, make_control, make_drafters, policy_copies
 from ..measuring.fill_profile import hardware_name
@@ -33,8 +33,10 @@ from ..scheduling.control import Control
 from ..scheduling.draft_length import DraftLengthController
 from ..scheduling.planner import Planner
 from ..scheduling.profile import Profile
-from .checkpoint import DraftLengthState, RankState, RolloutState
+from .checkpoint import DraftLengthState, RankState, RolloutState, find_checkpoint, only_for_speed
 from .collapse_alarm import CollapseAlarm
+from .known_signatures import check_attributes, check_methods
+from .rollout_checks import check_dataset, check_drawn, check_generation
 from .rollout_totals import RolloutTotals, metrics
 from .run_log import LOG_FILE, Mode, Record, RunHeader, RunLog, StepRecord
 from .shared_measurements import PROFILE_FILE, shared_ladder, shared_profile
@@ -75,14 +77,20 @@ class SpecGRPOTrainer(GRPOTrainer):
             args = SpecGRPOConfig(output_dir="SpecGRPO")
         elif not isinstance(args, SpecGRPOConfig):
             raise ValueError(f"args is a {type(args).__name__}; SpecGRPOTrainer needs a SpecGRPOConfig.")
+        check_methods(SpecGRPOTrainer, GRPOTrainer)
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        check_attributes(self)
         check_fsdp(self._dist.fsdp_version)
         members = args.best_of_n_drafters if args.assistant_strategy == "best_of_n" else [args.assistant_strategy]
         if args.drafter_adaptation and set(members) & set(ADAPTABLE):
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
         self._speculative_config = args.speculative_config()
         if self.rollout_func is None:
-            self._check_rollouts(policy_in(self.model))
+            policy, config = policy_in(self.model), self._speculative_config
+            check_generation(policy, config, self.generation_config, self._tokenizer, self.accelerator.device)
+            check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
+            for name in ("train_dataset", "eval_dataset"):
+                check_dataset(policy, self.generation_config, name, vars(self)[name], self._tokenize_prompts)
         if args.roofline_profile is not None and Path(args.roofline_profile).exists():
             Profile.load(args.roofline_profile)  # a broken file is refused before any work
         self._drafters: list[Drafter] | None = None
@@ -98,6 +106,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._activations: ActivationStatistics | None = None  # for AWQ
         self._adaptation: DrafterAdaptation | None = None
         self._resumed_from: Path | None = None
+        self._train_sampler: Any = ()
         # Number of rollouts by mode: evaluation in between must not change what training samples.
         self._rollouts = {"train": 0, "eval": 0}
         self._totals = RolloutTotals()
@@ -112,27 +121,13 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._clock = StepClock(self.accelerator.device, self._log_step)
         self.add_callback(self._clock)
 
-    def _check_rollouts(self, policy: PreTrainedModel) -> None:
-        """Raises ValueError for what would end the first rollout, perhaps after minutes of calibrating."""
-        check_model(policy)
-        runner_mode(self._speculative_config, self.accelerator.device)
-        try:
-            completed, _ = policy._prepare_generation_config(self.generation_config)
-            check_generation_config(completed, policy.generation_config)
-        except ValueError as error:
-            raise ValueError(
-                f"{error} Look in generation_kwargs, cache_implementation and the model's own generation_config, or "
-                "use trl.GRPOTrainer."
-            ) from None
-        check_assistants(self.args.assistant_strategy, self.args.assistant_model, self._speculative_config, policy)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         # Weights are replaced around a run (resuming, a second run, load_best_model_at_end) while no step is counted.
         self._drafted_step = -1
         self._log = None  # a run has a header of its own
         try:
             with naming_the_remedy(self.accelerator.process_index):
-                result = super().train(*args, **kwargs)
+                result = super().train(find_checkpoint(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
         finally:
             self._drafted_step = -1
         if self.accelerator.is_main_process and self._verdict.rollouts:
@@ -158,6 +153,10 @@ class SpecGRPOTrainer(GRPOTrainer):
                 for name, value in self._adaptation.take_metrics().items():
                     self._metrics["train"][f"drafter/{name}"].append(value)
         return loss
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         with self._clock.phase("prepare"):
@@ -202,6 +201,7 @@ class SpecGRPOTrainer(GRPOTrainer):
                 f"the prompts carry {carried or 'images'}; SpecGRPOTrainer generates from text. "
                 "Use trl.GRPOTrainer for multimodal prompts."
             )
+        check_drawn(policy_in(self.model), self.generation_config, prompt_ids, self._tokenizer)
         # No logprobs, as in TRL's own transformers path: the loss recomputes them in the training forward.
         return self._take_turn(self._sharing.gather(prompt_ids)), None
 
@@ -249,6 +249,7 @@ class SpecGRPOTrainer(GRPOTrainer):
                         input_ids=torch.tensor(ids, device=self.accelerator.device),
                         attention_mask=torch.tensor(mask, device=self.accelerator.device),
                         generation_config=generation_config,
+                        tokenizer=self._tokenizer,  # for stop strings
                         assistant_strategy=self.args.assistant_strategy,
                         speculative_config=replace(self._speculative_config, max_batch_size=rows),
                         drafter=drafting,
@@ -297,8 +298,9 @@ class SpecGRPOTrainer(GRPOTrainer):
                     drafter, policy, self.accelerator, self.args.drafter_learning_rate,
                     self.args.drafter_hidden_weight, self.args.drafter_token_weight, self.args.seed,
                 )  # fmt: skip
-                if self._resumed_from is not None:
-                    self._adaptation.load_state(self._resumed_from)
+                if (folder := self._resumed_from) is not None:
+                    with only_for_speed(folder / ADAPTATION_FILE):
+                        self._adaptation.load_state(folder)
         self._watch_activations(policy, self._drafters)
         self._drafted_step = self.state.global_step
         making = time.perf_counter() - started
@@ -425,6 +427,9 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:  # the sampler draws an order in each epoch: past those that the run has had
+            for _ in range(int(self.state.epoch or 0)):
+                next(iter(self._train_sampler), None)
         if checkpoint is None or (state := RolloutState.load(checkpoint)) is None:
             return
         self._rollouts, self._saved_draft_lengths = state.rollouts, state.draft_lengths

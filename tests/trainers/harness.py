@@ -100,8 +100,9 @@ class Run(TrainerCallback):
         """Logged values of `name`, in order."""
         return [entry[name] for entry in self.logs if name in entry]
 
-    def train(self, resume: Path | None = None) -> "Run":
-        """Trains, from the checkpoint `resume` on if there is one. What is left can be seen after an error too."""
+    def train(self, resume: Path | bool | None = None) -> "Run":
+        """Trains, from the checkpoint `resume` on if there is one; True: the newest. What is left can be seen after
+        an error too."""
         refresh = SelfDrafter.refresh
 
         def watched(drafter: SelfDrafter, statistics: ActivationStatistics | None = None) -> None:
@@ -112,7 +113,7 @@ class Run(TrainerCallback):
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
             patch.setattr(SelfDrafter, "refresh", watched)
             try:
-                self.trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+                self.trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
             finally:
                 self.lines = [line for line in printed.getvalue().splitlines() if line.startswith("spec_trl ")]
                 self.weights = {name: p.detach().clone() for name, p in self.trainer.model.named_parameters()}
@@ -170,7 +171,7 @@ def make_run(
     return run
 
 
-def train(output_dir: Path, strategy: str = "self", resume: Path | None = None, **options: Any) -> Run:
+def train(output_dir: Path, strategy: str = "self", resume: Path | bool | None = None, **options: Any) -> Run:
     """Trains; takes the options of :func:`make_run`."""
     return make_run(output_dir, strategy, **options).train(resume)
 

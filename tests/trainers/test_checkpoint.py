@@ -1,40 +1,53 @@
-"""Files of a checkpoint: whole or not there, readable as older versions wrote them, refused by name when damaged."""
+"""Files of a checkpoint: whole or not there, readable as older versions wrote them. A damaged one is refused by name
+where completions depend on it; where only speed does, a warning names it."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from spec_trl.trainers.checkpoint import STATE_FILE, DraftLengthState, RankState, RolloutState
+from spec_trl.generation.drafters.history import HistoryDrafter
+from spec_trl.scheduling.ledger import CELL_ERROR, Drafts, Times
+from spec_trl.trainers.checkpoint import STATE_FILE, DraftLengthState, RankState, RolloutState, find_checkpoint
 
 
 STATE = RolloutState({"train": 3, "eval": 1}, {"self": DraftLengthState(7, 5.5, [5.25, 5.5])})
+LEDGER = json.loads(json.dumps({"times": Times(CELL_ERROR).state_dict(), **Drafts(["self"], [False]).state_dict()}))
+
+
+def history() -> dict[str, Any]:
+    drafter = HistoryDrafter(100)
+    drafter.remember([1, 2], [3, 4, 5])
+    return drafter.state_dict()
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     STATE.save(tmp_path)
     assert RolloutState.load(tmp_path) == STATE
-    memories: dict[str, Any] = {"history": {"texts": [torch.tensor([1, 2])]}, "tts": {"student": "eagle3"}}
-    RankState(memories, {"rollout": 2, "methods": {}}).save(tmp_path, rank=1)
+    memories: dict[str, Any] = {"history": history(), "tts": {"student": "eagle3"}}
+    RankState(memories, LEDGER).save(tmp_path, rank=1)
     found = RankState.load(tmp_path, rank=1)
-    assert found.ledger == {"rollout": 2, "methods": {}} and found.memories["tts"] == memories["tts"]
-    assert torch.equal(found.memories["history"]["texts"][0], memories["history"]["texts"][0])
+    assert found.ledger == LEDGER and found.memories["tts"] == memories["tts"]
+    assert len(memories["history"]["texts"]) == 3
+    for name, part in memories["history"].items():
+        assert torch.equal(found.memories["history"][name], part)
     assert {path.name for path in tmp_path.iterdir()} == {
         STATE_FILE, "rollout_acceptance_1.json", "rollout_history_1.pt", "rollout_tts_1.pt",
     }  # fmt: skip
     assert RankState.load(tmp_path, rank=0) == RankState({}, None)  # each rank has its own
-    assert RolloutState.load(tmp_path / "elsewhere") is None
 
 
 def test_older_files(tmp_path: Path) -> None:
-    """As json.dumps wrote them, the oldest without draft lengths."""
+    """As json.dumps wrote them, the oldest without draft lengths; a ledger without times."""
     draft_lengths = {"self": {"draft_length": 7, "block_efficiency": 5.5, "window": [5.25, 5.5]}}
     (tmp_path / STATE_FILE).write_text(json.dumps({"rollouts": STATE.rollouts, "draft_lengths": draft_lengths}))
-    (tmp_path / "rollout_acceptance_0.json").write_text(json.dumps({"version": 2, "rollout": 4}))
+    old = {"version": 2, "methods": {"self": [1.0, 2.0, 3.0, 4.0]}, "prompts": [["k", {"self": [9, 1, 2, 3, 4]}]]}
+    (tmp_path / "rollout_acceptance_0.json").write_text(json.dumps(old))
     assert RolloutState.load(tmp_path) == STATE
-    assert RankState.load(tmp_path, 0).ledger == {"version": 2, "rollout": 4}
+    assert RankState.load(tmp_path, 0).ledger == old
     (tmp_path / STATE_FILE).write_text(json.dumps({"rollouts": STATE.rollouts}))
     assert RolloutState.load(tmp_path) == RolloutState(STATE.rollouts, {})
 
@@ -47,10 +60,62 @@ def test_older_files(tmp_path: Path) -> None:
         ('{"rollouts": {}, "draft_lengths": {"self": {"draft_length": 5}}}', "draft_lengths.self.block_efficiency"),
     ],
 )
-def test_damaged_files(tmp_path: Path, content: str, message: str) -> None:
+def test_a_damaged_count_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    """What is sampled depends on it."""
     (tmp_path / STATE_FILE).write_text(content)
     with pytest.raises(ValueError, match=message):
         RolloutState.load(tmp_path)
-    (tmp_path / "rollout_acceptance_0.json").write_text("[1]")
-    with pytest.raises(ValueError, match="rollout_acceptance_0.json is not a valid ledger of rounds"):
-        RankState.load(tmp_path, 0)
+
+
+def test_a_lost_count_is_said(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"{STATE_FILE} does not exist.*counted from 0 again"):
+        assert RolloutState.load(tmp_path) is None
+
+
+DAMAGES: dict[str, Any] = {"half": None, "empty": b"", "garbage": b"\x00garbage" * 9, "{}": b"{}", "[1]": b"[1]"}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "of something else"])
+@pytest.mark.parametrize("name", ["rollout_history_0.pt", "rollout_tts_0.pt", "rollout_acceptance_0.json"])
+def test_a_damaged_memory_is_left_out(tmp_path: Path, name: str, damage: str) -> None:
+    """With one warning that names the file; the other files are read."""
+    RankState({"history": history(), "tts": {"student": "eagle3"}}, LEDGER).save(tmp_path, rank=0)
+    path = tmp_path / name
+    whole, other = path.read_bytes(), {"history": [1], "tts": [1], "acceptance": LEDGER | {"times": {"terms": []}}}
+    path.write_bytes(DAMAGES.get(damage) if DAMAGES.get(damage) is not None else whole[: len(whole) // 2])
+    if damage == "of something else":
+        value = other[name.split("_")[1]]
+        path.write_text(json.dumps(value)) if path.suffix == ".json" else torch.save(value, path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = RankState.load(tmp_path, 0)
+    (said,) = [str(warning.message) for warning in caught]
+    assert str(path) in said and "the run goes on without it" in said
+    left = {*found.memories, *(["acceptance"] if found.ledger else [])}
+    assert left == {"history", "tts", "acceptance"} - {name.split("_")[1]}
+
+
+# ---- Which checkpoint a run goes on from --------------------------------------------------------------------------
+
+
+def test_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    for step in (2, 10, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-best").mkdir()
+    for given in (None, False, True, str(tmp_path / "checkpoint-2"), str(tmp_path / "no folder")):
+        assert find_checkpoint(given, str(tmp_path)) == given
+    assert find_checkpoint(True, str(tmp_path / "checkpoint-best")) is True  # transformers says that there is none
+    whole, last = tmp_path / "checkpoint-10", tmp_path / "checkpoint-12"
+    for half in ('{"epoch": 1', None):  # killed while it was written, or before
+        (last / "trainer_state.json").write_text(half) if half else (last / "trainer_state.json").unlink()
+        with pytest.warns(UserWarning, match="checkpoint-12 has no readable trainer_state.json.*on from .*point-10,"):
+            assert find_checkpoint(True, str(tmp_path)) == str(whole)
+        with pytest.raises(
+            ValueError, match="checkpoint-12 has no readable .* Resume from .*checkpoint-10, the newest"
+        ):
+            find_checkpoint(str(last), "elsewhere")
+    for step in (2, 10):
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match="checkpoint-12 has no readable .* Train from the start"):
+        find_checkpoint(True, str(tmp_path))

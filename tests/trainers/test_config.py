@@ -1,21 +1,28 @@
 """SpecGRPOConfig and what is refused when a trainer is made: by the name that the user set, before any work."""
 
+import copy
 import math
+import pickle
+import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import PartialState
+from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 from trl import GRPOConfig, TrlParser
 
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer, SpeculativeConfig
 from spec_trl.generation.configuration import OPTIONS
 from tests.generation.drafters.watching import make_checkpoint
-from tests.trainers.harness import make_run, tiny_dataset, tiny_policy
+from tests.trainers.harness import make_run, tiny_dataset, tiny_policy, train
 
 
 def make_config(**options: Any) -> SpecGRPOConfig:
@@ -83,12 +90,56 @@ TTS = {"assistant_strategy": "tts"}
         (TTS | {"assistant_model": "gpt2"}, "tts_drafter='self' with assistant_model='gpt2': assistant_"),
         (TTS | {"tts_drafter": "dflash"}, "strategy='tts', tts_drafter='dflash' with assistant_model=None"),
         (TTS | {"tts_stride": "0"}, "^tts_stride=0 is out of range"),
+        # names that generate, or another TRL, has
+        ({"draft_length": 5}, r"has no option 'draft_length' \(given 5\). Set draft_lengths=.*initial_draft_length"),
+        ({"speculative_config": {"seed": 1}}, "has no option 'speculative_config' .*Its fields are options here"),
+        ({"max_prompt_length": 9}, "has no option 'max_prompt_length' .*: cut prompts in the dataset"),
+        ({"max_batch_size": 9}, "has no option 'max_batch_size' .*Set rollout_batch_size"),
+        ({"asistant_model": "a/b"}, "has no option 'asistant_model' .*Did you mean 'assistant_model'"),
+        ({"qqqqqq": 1}, "has no option 'qqqqqq' .*TRL has none"),
+        # settings that belong elsewhere, or are of another type
+        ({"generation_kwargs": {"assistant_strategy": "self"}}, r"Set SpecGRPOConfig\(assistant_strategy=\.\.\.\)"),
+        ({"generation_kwargs": {"speculative_config": {}}}, "has 'speculative_config'.*Its fields are options here"),
+        ({"assistant_strategy": "model", "assistant_model": 5}, "^assistant_model=5 is a int; give a path or hub id"),
+        ({"assistant_strategy": "eagle3", "assistant_model": ["a/b"]}, "is a list; give a path or hub id"),
     ],
     ids=name_of,
 )  # fmt: skip
 def test_bad_values(bad: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_config(**{"assistant_strategy": "self"} | bad)
+
+
+def test_subclasses_may_take_more() -> None:
+    class Named(SpecGRPOConfig):
+        def __init__(self, name: str, **options: Any) -> None:
+            super().__init__(**options)
+
+    @dataclass
+    class Longer(SpecGRPOConfig):
+        name: str = ""
+
+    assert Named(name="a", output_dir="unused", use_cpu=True, bf16=False).draft_lengths == [5, 7, 9, 11]
+    assert Longer(name="a", output_dir="unused", use_cpu=True, bf16=False).name == "a"
+    copied = pickle.loads(pickle.dumps(make_config(draft_lengths=[3])))
+    assert copied.draft_lengths == copy.deepcopy(copied).draft_lengths == [3]
+
+
+def test_ranks_on_cpus_have_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers gives it to none of their process groups."""
+    given: list[Any] = []
+
+    def make_group(**options: Any) -> None:
+        given.append(options["timeout"])
+        raise InterruptedError
+
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    monkeypatch.setattr(torch.distributed, "init_process_group", make_group)
+    for name, value in dict(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2, OMP_NUM_THREADS=1).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(InterruptedError):
+        make_config(ddp_timeout=7)
+    assert given == [timedelta(seconds=7)]
 
 
 # ---- Good ones ------------------------------------------------------------------------------------------------------
@@ -162,9 +213,9 @@ def test_the_command_line() -> None:
 # ---- What a trainer refuses when it is made ----------------------------------------------------------------------
 
 
-def beams() -> Any:
+def own_config(**settings: Any) -> Any:
     policy = tiny_policy()
-    policy.generation_config.num_beams = 4
+    vars(policy.generation_config).update(settings)
     return policy
 
 
@@ -180,13 +231,22 @@ ALORA = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invoc
     [
         (lambda: {"generation_kwargs": {"num_beams": 3}}, "num_beams=3 cannot be .*Look in generation_kwargs"),
         (lambda: {"generation_kwargs": {"output_scores": True}}, "output_scores=True cannot be"),
+        (lambda: {"generation_kwargs": {"token_healing": True}}, "token_healing=True cannot be .*Look in"),
+        (lambda: {"generation_kwargs": {"stop_strings": 5}}, "'int' object is not iterable Look in generation_kwargs"),
+        (
+            lambda: {"generation_kwargs": {"bad_words_ids": []}},
+            "`bad_words_ids` has to be .*Look in generation_kwargs",
+        ),
+        (lambda: {"generation_kwargs": {"forced_eos_token_id": 99}}, "index 99 is out of bounds .*Look in gen"),
+        (lambda: {"generation_kwargs": {"is_assistant": True}}, "TypeError: .*Look in generation_kwargs"),
+        (lambda: {"policy": own_config(num_return_sequences=2)}, "num_return_sequences=2 contradicts num_generations"),
         (lambda: {"cache_implementation": "static"}, "cache_implementation='static' cannot be .*Look in"),
         (lambda: {"runner": "graph"}, 'runner="graph" captures CUDA graphs, and the model is on cpu'),
         (
             lambda: {"policy": BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))},
             "model type 'bloom' is not served",
         ),
-        (lambda: {"policy": beams()}, "num_beams=4 cannot be .*the model's own generation_config"),
+        (lambda: {"policy": own_config(num_beams=4)}, "num_beams=4 cannot be .*the model's own generation_config"),
         (lambda: {"trainer": {"peft_config": soft_prompt(PromptTuningConfig)}}, "prompt learning .*Use LoRA"),
         (
             lambda: {"policy": get_peft_model(tiny_policy(), soft_prompt(PrefixTuningConfig))},
@@ -208,6 +268,46 @@ def test_assistants_that_are_no_models(tmp_path: Path, strategy: str) -> None:
     options = {"assistant_model": nn.Linear(2, 2)} | ({"tts_drafter": "model"} if strategy == "tts" else {})
     with pytest.raises(ValueError, match="^assistant_model=Linear (is neither a transformers|with a drafter of)"):
         make_run(tmp_path, strategy, **options)
+
+
+LONG = "a+" * 30
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_prompts_beyond_the_last_position(tmp_path: Path, name: str) -> None:
+    """The row is named when the trainer is made; in a rollout, which may draw another, the prompt."""
+    sizes = dict(vocab_size=48, n_embd=32, n_layer=1, n_head=2, n_positions=64, eos_token_id=1, bos_token_id=1)
+    policy = GPT2LMHeadModel(GPT2Config(**sizes))
+    rows = [{"prompt": LONG if row == 3 else "a+b="} for row in range(5)]
+    given = {"train_dataset": tiny_dataset(), name: Dataset.from_list(rows)}
+    with pytest.raises(
+        ValueError, match=rf"^{name}\[3\]\['prompt'\] has 61 tokens; .*at 64 its learned positions end"
+    ):
+        make_run(tmp_path, policy=policy, trainer=given)
+    if name == "eval_dataset":
+        given[name] = {"sums": given[name]}
+        with pytest.raises(ValueError, match=r"^eval_dataset\['sums'\]\[3\]\['prompt'\] has 61 tokens"):
+            make_run(tmp_path, policy=policy, trainer=given)
+    run = make_run(tmp_path, policy=policy, per_device_eval_batch_size=8)
+    with pytest.raises(
+        ValueError, match=r"^the prompt '<bos>a\+a\+.*' has 61 tokens; with 16 new ones it would reach 77"
+    ):
+        run.trainer.evaluate(Dataset.from_list(rows))
+
+
+def test_prompts_beyond_the_context_go_on(tmp_path: Path) -> None:
+    """As in generate, and with one warning, where positions do not end."""
+    policy = tiny_policy(max_position_embeddings=8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("default", ".*beyond the model's context of 8 ")
+        run = train(
+            tmp_path,
+            policy=policy,
+            max_steps=2,
+            trainer={"train_dataset": Dataset.from_list([{"prompt": LONG}, {"prompt": LONG + "b"}])},
+        )
+    assert len([each for each in caught if "beyond the model's context" in str(each.message)]) == 1
+    assert len(run.completions) == 2 and sum(run.metric("rollout/acceptance_rate")) > 0
 
 
 def test_who_generates_by_himself_is_left_alone(tmp_path: Path) -> None:

@@ -167,6 +167,18 @@ def test_by_default_nothing_is_profiled(tmp_path: Path, monkeypatch: pytest.Monk
     assert run.completions == train_plainly().completions
 
 
+@pytest.mark.parametrize("stop", ["+", ["3+", "="]])
+def test_stop_strings(tmp_path: Path, stop: Any) -> None:
+    """Rows end where the text has one of them, which may be said across tokens."""
+    plain, run = (roll_out(tmp_path, generation_kwargs=given) for given in ({}, {"stop_strings": stop}))
+    decode, cut = build_tokenizer().decode, []
+    for row in plain.rewarded[0][1]:
+        ends = (end for end in range(1, len(row)) if any(each in decode(row[:end]).replace(" ", "") for each in stop))
+        cut.append(row[: next(ends, len(row))])
+    assert run.rewarded[0][1] == cut != plain.rewarded[0][1]
+    assert run.metric("eval_rollout/draft_length")[0] > 0
+
+
 # ---- TRL's other ways into a rollout ------------------------------------------------------------------------------
 
 

@@ -266,7 +266,8 @@ def test_checkpoints_of_other_trainers(tmp_path: Path, learned: Run) -> None:
     assert len([warning for warning in told if "Test-Time Speculation" in str(warning.message)]) == 1
     assert [(call.request_ids[0], call.draft_lengths) for call in rest.calls] == [(2 << 36, [1])]
     (tmp_path / "checkpoint-2" / STATE_FILE).unlink()
-    rest = train(tmp_path / "out", "self", tmp_path / "checkpoint-2", **options)
+    with pytest.warns(UserWarning, match=f"{STATE_FILE} does not exist"):
+        rest = train(tmp_path / "out", "self", tmp_path / "checkpoint-2", **options)
     assert [(call.request_ids[0], call.draft_lengths) for call in rest.calls] == [(0, [1])]
 
 

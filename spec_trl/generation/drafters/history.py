@@ -236,7 +236,7 @@ class RolloutHistory:
         Raises:
             ValueError: `state` is something else, or damaged; the history is left as it was.
         """
-        if damage := _damage(state):
+        if damage := damage_of(state):
             raise ValueError(
                 f"state is not a whole rollout history: {damage}. Load what HistoryDrafter.state_dict() gave, or go "
                 "on without: the history only makes rollouts faster."
@@ -253,7 +253,7 @@ def _split(flat: Tensor, lengths: Tensor) -> "list[array[int]]":
     return [array("i", part.numpy().tobytes()) for part in flat.cpu().split(lengths.tolist())]
 
 
-def _damage(state: object) -> str | None:
+def damage_of(state: object) -> str | None:
     """Says what is wrong with a saved history; None: nothing."""
     if not isinstance(state, Mapping):
         return f"it is a {type(state).__name__}"

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -229,6 +229,7 @@ def check_generation_config(config: GenerationConfig, own: GenerationConfig) -> 
         "constraints": (None,),
         "force_words_ids": (None,),
         "use_mtp": (None, False),
+        "token_healing": (None, False),
         "assistant_early_exit": (None,),
         "prompt_lookup_num_tokens": (None,),
         "guidance_scale": (None, 1),
@@ -353,30 +354,29 @@ def check_positions(position_ids: Tensor | None, input_ids: Tensor, attention_ma
         )
 
 
-def check_lengths(model: PreTrainedModel, longest_prompt: int, longest_total: int) -> None:
-    """Raises ValueError where the longest prompt exceeds the model's context, or with its new tokens
-    (`longest_total`) the :func:`position_limit`."""
+def check_lengths(
+    model: PreTrainedModel, lengths: Sequence[int], new_tokens: int, name: Callable[[int], str] = "prompt {}".format
+) -> None:
+    """Raises ValueError where a prompt, of `lengths` tokens, reaches with `new_tokens` beyond the
+    :func:`position_limit`; warns where it reaches beyond the model's context. `name` names a row in the error."""
     config = model.config.get_text_config(decoder=True)
     context, limit = config.max_position_embeddings, position_limit(model)
-    if longest_prompt > context:
-        raise ValueError(
-            f"the longest prompt has {longest_prompt} tokens and the model's context is {context} "
-            "(max_position_embeddings). Truncate the prompts."
-        )
-    if limit is not None and longest_total > limit:
+    row, longest = max(enumerate(lengths), key=lambda item: item[1])
+    total = longest + new_tokens
+    if limit is not None and total > limit:
         reason = "its learned positions end"
         if limit == MaskPlan.for_network(model).unmasked_window:
             reason = "generate would forget tokens that the model's own masks still show (sliding_window)"
         elif scaling := sorted({scope["rope_type"] for scope in _rope_scopes(config)} & {"dynamic", "longrope"}):
             reason = f"{scaling} RoPE scaling makes a row depend on its batch"
         raise ValueError(
-            f"prompt plus new tokens reach {longest_total}, and at {limit} {reason}. Keep the longest prompt plus "
-            f"max_new_tokens within {limit}."
+            f"{name(row)} has {longest} tokens; with {new_tokens} new ones it would reach {total}, and at {limit} "
+            f"{reason}. Keep the longest prompt plus max_new_tokens within {limit}."
         )
-    if longest_total > context:
+    if total > context:  # without its numbers, so that a training is told once
         warnings.warn(
-            f"prompt plus new tokens reach {longest_total}, beyond the model's context of {context}; rows that get "
-            "there extrapolate, as in generate.",
+            f"a prompt, or its new tokens, may reach beyond the model's context of {context} "
+            "(max_position_embeddings); rows that get there extrapolate, as in generate.",
             stacklevel=2,
         )
 

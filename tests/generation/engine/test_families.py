@@ -208,10 +208,11 @@ def test_up_to_the_last_position(name: str, changes: dict[str, Any], end: str, p
         generate(model, prompts, max_new_tokens=21)
 
 
-def test_beyond_the_context(prompts: Prompts) -> None:
+@pytest.mark.parametrize("context", [16, 2])  # which outputs exceed, or prompts
+def test_beyond_the_context(context: int, prompts: Prompts) -> None:
     """RoPE models go on beyond their context, as in `generate`; the user is told."""
-    model = build("llama", max_position_embeddings=16)
-    with pytest.warns(UserWarning, match="beyond the model's context of 16"):
+    model = build("llama", max_position_embeddings=context)
+    with pytest.warns(UserWarning, match=f"beyond the model's context of {context} "):
         result = generate(model, prompts, "self", do_sample=False, max_new_tokens=20)
     assert outputs(result) == reference_outputs(model, prompts, max_new_tokens=20)
 

@@ -1,0 +1,129 @@
+"""What would end a run in one of its rollouts, refused before any work, or by the name of the prompt."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from ..generation.configuration import SpeculativeConfig
+from ..generation.engine.captured import runner_mode
+from ..generation.engine.requirements import check_generation_config, check_lengths, check_model, position_limit
+
+
+_LOOKED_AT = 1024  # rows of a dataset whose texts are compared, spread over it
+_TOKENIZED = 16  # the longest texts of them
+
+
+def check_generation(
+    policy: PreTrainedModel,
+    config: SpeculativeConfig,
+    generation_config: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> None:
+    """Raises ValueError for what would end the first rollout, perhaps after minutes of calibrating."""
+    check_model(policy)
+    runner_mode(config, device)
+    prompt = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
+    try:
+        completed, _ = policy._prepare_generation_config(generation_config)
+        check_generation_config(completed, policy.generation_config)
+        first = copy.copy(generation_config)
+        first.max_new_tokens = 1  # the last token too, which some processors wait for
+        moved: dict[str, Any] = {}
+        if strings := completed.stop_strings:  # generate keeps the tokenizer from a custom method
+            criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, strings)])
+            moved = {"stop_strings": None, "stopping_criteria": criteria}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the length
+            # The way of a rollout up to its decoding method, which merges settings and makes processors and criteria.
+            policy.generate(
+                prompt, attention_mask=torch.ones_like(prompt), generation_config=first,
+                custom_generate=_process_once, **moved,
+            )  # fmt: skip
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(
+            f"{kind}{error} Look in generation_kwargs, cache_implementation and the model's own generation_config, or "
+            "use trl.GRPOTrainer."
+        ) from error
+
+
+def _process_once(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    **_: Any,
+) -> Tensor:
+    """Decodes nothing, but has its processors and criteria act."""
+    if (rows := len(input_ids)) > 1:
+        raise ValueError(
+            f"num_return_sequences={rows} contradicts num_generations, which says how many completions a prompt has. "
+            "Leave it unset."
+        )
+    scores = torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size, device=input_ids.device)
+    logits_processor(input_ids, scores)
+    stopping_criteria(input_ids, None)
+    return input_ids
+
+
+def check_dataset(
+    policy: PreTrainedModel,
+    generation_config: GenerationConfig,
+    name: str,
+    dataset: object,
+    tokenize: Callable[[list[Any]], Any],
+) -> None:
+    """Raises ValueError, naming the row, where a prompt of `dataset`, or of one of a dict of datasets, cannot be
+    served because positions of `policy` end. Reads a part of a large one; `tokenize` returns token ids first."""
+    if position_limit(policy) is None:
+        return
+    if isinstance(dataset, dict):
+        for key, part in dataset.items():
+            check_dataset(policy, generation_config, f"{name}[{key!r}]", part, tokenize)
+    if not isinstance(dataset, Dataset) or not len(dataset) or "prompt" not in dataset.column_names:
+        return
+    rows = range(0, len(dataset), math.ceil(len(dataset) / _LOOKED_AT))
+    texts = dataset.select(rows)["prompt"]
+    longest = sorted(range(len(rows)), key=lambda place: len(str(texts[place])))[-_TOKENIZED:]
+    try:
+        ids = tokenize([texts[place] for place in longest])[0]
+    except Exception:  # some prompts become text when they are drawn; what is wrong with others is said then
+        return
+    _check(policy, generation_config, ids, lambda at: f"{name}[{rows[longest[at]]}]['prompt']")
+
+
+def check_drawn(
+    policy: PreTrainedModel,
+    generation_config: GenerationConfig,
+    prompts: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """The same for the token ids of a rollout's `prompts`; the error shows the prompt."""
+
+    def name(row: int) -> str:
+        text = tokenizer.decode(prompts[row])
+        return f"the prompt {text if len(text) <= 160 else f'{text[:60]} ... {text[-100:]}'!r}"
+
+    if prompts and position_limit(policy) is not None:
+        _check(policy, generation_config, prompts, name)
+
+
+def _check(
+    policy: PreTrainedModel, generation_config: GenerationConfig, ids: list[list[int]], name: Callable[[int], str]
+) -> None:
+    check_lengths(policy, list(map(len, ids)), generation_config.max_new_tokens or 0, name)

@@ -1,0 +1,85 @@
+"""A TRL or transformers whose private methods changed is refused by one sentence, before any work."""
+
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import Trainer
+from trl import GRPOTrainer
+
+from spec_trl import SpecGRPOTrainer
+from spec_trl.trainers import known_signatures
+from spec_trl.trainers.known_signatures import OVERRIDDEN, READ, check_attributes
+from tests.trainers.harness import make_run
+
+
+def changed(self: Any, prompts: list[Any], images: list[Any]) -> None:
+    """Another `_generate`."""
+
+
+def renamed(self: Any, folder: str) -> None:
+    """Another `_save_rng_state`."""
+
+
+def first_swapped(self: Any, inputs: Any, model: Any) -> None:
+    """Another `compute_loss`."""
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "method", "difference"),
+    [
+        (
+            GRPOTrainer,
+            "_generate",
+            changed,
+            r"GRPOTrainer._generate takes \(self, prompts, images\), where \(self, prompts\) is",
+        ),
+        (
+            Trainer,
+            "_save_rng_state",
+            renamed,
+            r"GRPOTrainer._save_rng_state takes \(self, folder\), where \(self, output_dir\) is",
+        ),
+        (GRPOTrainer, "compute_loss", first_swapped, "GRPOTrainer.compute_loss takes"),
+        (GRPOTrainer, "_tool_call_loop", None, "GRPOTrainer has no _tool_call_loop"),
+        (GRPOTrainer, "_tokenize_prompts", None, "GRPOTrainer has no _tokenize_prompts"),
+    ],
+)
+def test_a_changed_method_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: type, name: str, method: Any, difference: str
+) -> None:
+    monkeypatch.setattr("trl.__version__", "9.9.9")
+    if method is None:
+        monkeypatch.delattr(of, name)
+    else:
+        monkeypatch.setattr(of, name, method)
+    with pytest.raises(ImportError, match=f"knows trl 1.16 .*trl 9.9.9 .*differ: {difference}.* Install trl>=1.16,<1"):
+        make_run(tmp_path)
+
+
+def test_what_is_passed_on_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def more(self: Any, inputs: Any, prompts: Any, completions: Any, extra: Any = None) -> None:
+        """Another `_calculate_rewards`, whose arguments the trainer does not look at."""
+
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", more)
+    monkeypatch.setattr("trl.__version__", "9.9.9")
+    make_run(tmp_path)
+
+
+def test_changed_keywords_and_attributes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError, match="a GRPOTrainer has no _dist. Install"):
+        check_attributes(SimpleNamespace(**dict.fromkeys({*READ} - {"_dist"})))
+    monkeypatch.setattr(known_signatures, "unwrap_model_for_generation", lambda model, accelerator, **_: None)
+    with pytest.raises(ImportError, match="unwrap_model_for_generation takes no gather_deepspeed3_params, gener"):
+        make_run(tmp_path)
+
+
+def test_the_list_is_complete() -> None:
+    """Each method that is in place of one of the base class, and each attribute of it that is read."""
+    ours = {name for name, value in vars(SpecGRPOTrainer).items() if inspect.isfunction(value)}
+    assert {name for name in ours if hasattr(GRPOTrainer, name)} - {"__init__"} == {*OVERRIDDEN}
+    source = inspect.getsource(SpecGRPOTrainer)
+    for name in READ:
+        assert f"self.{name}" in source or f'"{name}"' in source, name
