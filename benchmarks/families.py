@@ -185,8 +185,8 @@ python -m benchmarks.families --families llama qwen2_vl     # tries some; withou
 
 Made with transformers {transformers.__version__}; a test marked `slow` checks it. Tried was every entry of
 transformers' mapping for causal language models, and common vision-language models: a tiny random model in float64,
-three unequal prompts, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`. A tiny model has every kind of
-layer that a model of its config's defaults has (tested), and those of published checkpoints where these have more.
+three unequal prompts, {NEW_TOKENS} tokens, greedy, under `"none"`, `"ngram"` and `"self"`. A tiny model has every
+kind of layer that a model of its config's defaults has (tested), and those of published checkpoints with more kinds.
 
 * **served**: each row's tokens are those of `generate` for the row by itself; vision-language models for text alone.
   In these checks {accepted:,} of {drafted:,} draft tokens were accepted; `"self"` drafted for every family.

@@ -75,7 +75,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     # Two layers each that compute sparse activations, dense ones, and with the K/V of others.
     "gemma3n_text": dict(
         layer_types=["sliding_attention", "full_attention"] * 4, num_hidden_layers=8, num_kv_shared_layers=2,
-        activation_sparsity_pattern=[0.95] * 4 + [0.0] * 4),
+        activation_sparsity_pattern=[0.95] * 4 + [0.0] * 4, intermediate_size=64),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
     "inkling2_text": dict(layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid_sliding"],
@@ -88,6 +88,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         layer_types=["full_attention", "full_attention", "minimax_m3_sparse"], num_hidden_layers=3,
         mlp_layer_types=["dense", "sparse", "sparse"], index_n_heads=2, index_head_dim=16, index_block_size=4,
         index_topk_blocks=2),
+    "modernbert-decoder": dict(
+        layer_types=["full_attention", "sliding_attention", "full_attention"], num_hidden_layers=3),
     "moshi": dict(sliding_window=48),
     "mllama_text_model": dict(num_hidden_layers=3, cross_attention_layers=[1], rope_parameters=dict(
         rope_type="default", rope_theta=10_000.0)),
