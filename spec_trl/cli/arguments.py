@@ -45,9 +45,10 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     add("--assistant", type=named_assistant, action="append", default=[], metavar="KIND=MODEL", help=text)
     add("--prompts", type=Path, metavar="FILE", help=".txt, .jsonl or .json (default: built-in ones)")
     add("--temperature", type=non_negative, default=1.0, metavar="T", help="0 decodes greedily (%(default)g)")
-    add("--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (auto: the checkpoint's)")
+    text = "of the weights (%(default)s, in which SpecGRPOTrainer loads a model; auto: the checkpoint's)"
+    add("--dtype", default="float32", choices=["auto", *DTYPES], help=text)
     _add_device(parser)
-    add("--seconds", type=positive, default=180.0, metavar="S", help="time for measuring, in all (%(default)g)")
+    add("--seconds", type=positive, default=180.0, metavar="S", help="time in all, loading included (%(default)g)")
     add("--seed", type=int, default=0, help="of the sampling (%(default)s)")
 
 
