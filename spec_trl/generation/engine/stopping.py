@@ -48,8 +48,8 @@ class Stopping:
                 ends |= first <= keep
                 keep = np.minimum(keep, first)
         rows = self._prefixes.rows
-        for clock in self._of_time:
-            ends |= bool(clock(rows.tokens[:1], None))
+        if any(bool(clock(rows.tokens[:1], None)) for clock in self._of_time):  # the next token is the last, as there
+            keep, ends = np.minimum(keep, 1), np.ones_like(ends)
         for criterion in self._of_batch:
             stopped = rows.tokens.new_zeros(len(keep), dtype=torch.bool) | criterion(self._prefixes.batch(1), None)
             ends |= stopped[rows.requests].cpu().numpy()
