@@ -128,11 +128,11 @@ COMMANDS = {
         """\
 Measures what speculation gains for a model on this machine, and prints a config to paste.
 
-Continues the same prompts with transformers' generate, with assistant_strategy="none" and "auto", and with each drafter
-that the model can have, in every round: its own quantized copy ("self"), lookups ("ngram", "history"), and those that
---assistant names. They take turns; medians are shown, next to the predictions of a roofline profile where the cache
-holds one. Completions are compared with those of "none", token for token. A config is recommended where enough was
-measured, and tokens per block explain the gain.""",
+Continues the same prompts with transformers' generate, with assistant_strategy="none" and "auto", and with each
+drafter that the model can have, in every round: its own quantized copy ("self"), lookups ("ngram", "history"), and
+those that --assistant names. They take turns; medians are shown, next to the predictions of a roofline profile where
+the cache holds one. Completions are compared with those of "none", token for token. A config is recommended where
+enough was measured, and tokens per block explain the gain.""",
         """spec-trl bench Qwen/Qwen2.5-0.5B-Instruct
   spec-trl bench path/to/model --batch 1,16 --length 256 --prompts prompts.jsonl --assistant model=path/to/small""",
         _bench,

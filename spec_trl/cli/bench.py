@@ -109,7 +109,7 @@ def _measure(
             calls_until = end - EXAMINING * (end - now)
             work, calls = measure(model, ways, wanted, arguments.seed, calls_until, begin=begin)
             bar.update((number + 1) * most - bar.n)
-            found = summarise(model, work, arguments.seed, calls, profile, lambda end=end: time.perf_counter() > end)
+            found = summarise(model, work, arguments.seed, calls, profile, end)
             bar.write(_section(found, work, wanted, [way.name for way in ways if way not in calls], arguments.seconds))
             gains += found
     if profile is None:

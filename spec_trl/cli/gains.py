@@ -226,9 +226,9 @@ class Identity:
 
 def compare(
     model: PreTrainedModel, work: Work, seed: int, plain: Sequence[Call], calls: Sequence[Call], draft_length: int,
-    is_late: Callable[[], bool] = lambda: False,
+    until: float = math.inf,
 ) -> Identity:  # fmt: skip
-    """The calls of one way against those of "none", visit by visit."""
+    """The calls of one way against those of "none", visit by visit; after `until` no token is examined."""
     found, noise = Identity(), None
     for visit, (reference, call) in enumerate(zip(plain, calls, strict=True)):
         for row, (theirs, ours) in enumerate(zip(reference.completions, call.completions, strict=True)):
@@ -238,7 +238,7 @@ def compare(
             if same is None:  # where a row only ends early there is no token to tie with
                 found.unexplained += ours != theirs
                 continue
-            if is_late():
+            if time.perf_counter() > until:
                 found.unexamined += 1
                 continue
             noise = logit_noise(model, work, reference, draft_length) if noise is None else noise
@@ -308,7 +308,7 @@ class Gain:
 
 def summarise(
     model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: Profile | None,
-    is_late: Callable[[], bool] = lambda: False,
+    until: float = math.inf,
 ) -> list[Gain]:  # fmt: skip
     """A gain for each way. Of several visits the first counts for identity alone. Without a call of GENERATE and
     "none" there is nothing to compare with, and no gain."""
@@ -341,7 +341,7 @@ def summarise(
             drafting=median(own.drafted_rounds / (own.rounds or 1) for own in found) if found else None,
             acceptance_rate=median(rates) if rates else None,
             block_efficiency=tau,
-            identity=compare(model, work, seed, none, made, way.config.draft_length, is_late) if examined else None,
+            identity=compare(model, work, seed, none, made, way.config.draft_length, until) if examined else None,
             failure=next((own.drafter_failure for own in found if own.drafter_failure is not None), None),
         )
 

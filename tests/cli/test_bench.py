@@ -139,7 +139,8 @@ def test_a_slow_or_busy_machine_stops_in_time(
     unstoppable = 0.5 + compiles + 0.5 * slower ** max(clock.calls.values())  # reading, compiling, one forward
     assert clock.now <= seconds + unstoppable
     assert len({len(made) for made in calls.values()}) <= 1 and all(map(len, calls.values()))
-    gains.summarise(tiny, work, 0, {way: made for way, made in calls.items() if way.strategy == GENERATE}, None)
+    without_none = {way: made for way, made in calls.items() if way.strategy == GENERATE}
+    assert gains.summarise(tiny, work, 0, without_none, None) == []
 
 
 def test_the_slowest_drafters_are_left_out_where_time_is_short(tiny: LlamaForCausalLM) -> None:
@@ -188,6 +189,7 @@ def test_a_row_that_differs_is_a_near_tie_or_an_error(tiny: LlamaForCausalLM, mo
     assert compare(tiny, work, 7, [plain], [plain], 3) == Identity(1, 1, 0, 0)
     assert compare(tiny, work, 7, [plain], [other], 3) == Identity(1, 0, 0, 1)  # float64 has next to no noise
     assert compare(tiny, work, 7, [plain], [call_of(row[:5])], 3) == Identity(1, 0, 0, 1)  # ended early
+    assert compare(tiny, work, 7, [plain], [other], 3, until=0.0) == Identity(1, 0, 0, 0, 1)
     monkeypatch.setattr(gains, "logit_noise", lambda *_: 2 * gap)
     assert compare(tiny, work, 7, [plain], [other], 3) == Identity(1, 0, 1, 0)
     assert compare(tiny, work, 7, [plain], [call_of(row[:5])], 3) == Identity(1, 0, 0, 1)
