@@ -69,6 +69,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=10_000.0, clip_qkv=8.0), ffn_config=dict(
         ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2)),
     "deepseek_v4": dict(o_groups=2, o_lora_rank=16),
+    "dory": dict(layer_types=["sliding_attention", "full_attention"] * 3, num_hidden_layers=6, n_input_layers=2,
+                 n_recurrent_layers=2, n_output_layers=2),
     "dots3_note_text": dict(num_key_value_heads=4, index_n_heads=4, index_head_dim=16, index_topk=8),
     "flint": dict(layer_types=["full_attention", "sliding_attention", "full_attention"], num_hidden_layers=3,
                   mlp_only_layers=[0]),
@@ -80,6 +82,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
     "inkling2_text": dict(layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid_sliding"],
                           num_hidden_layers=4, n_layers_per_attn_res_block=3),
+    "inkling2_loop_text": dict(
+        layer_types=["hybrid_sliding", "hybrid_sliding", "hybrid"] * 2 + ["hybrid_sliding"], num_hidden_layers=7,
+        n_layers_per_attn_res_block=3, loop_layer_index_start=3, loop_layer_index_end=6),
     "jamba": dict(num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2),
     **dict.fromkeys(("lfm2", "lfm2_moe"), dict(layer_types=["conv", "full_attention"])),
     "longcat_flash": dict(head_dim=8, expert_ffn_hidden_size=32, zero_expert_num=2),
