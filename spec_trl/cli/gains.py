@@ -28,8 +28,9 @@ PROBE = 8
 """Tokens per row of the calls that tell how long a visit will take."""
 ENOUGH_TOKENS, ENOUGH_VISITS = 64, 3
 """Tokens of the longest row, and visits that count, below which a measurement is thin: too little to go by."""
-PLANNED_VISITS, MOST_VISITS = ENOUGH_VISITS + 1, 8
-"""A visit calls all ways once. Of several visits the first does not count: in it a GPU's forwards are captured."""
+PLANNED_VISITS, MOST_VISITS = ENOUGH_VISITS + 1.5, 8
+"""A visit calls all ways once. Of several visits the first does not count: in it a GPU's forwards are captured. Half a
+visit is spare: calls do not take what they took before."""
 NOISE_TEXTS, NOISE_LENGTH = 2, 64
 """Number of texts, and tokens of each, on which the logit noise is measured."""
 
