@@ -304,6 +304,9 @@ def test_a_prompt_that_is_asked_often_is_looked_up_in_its_newest_texts(monkeypat
     text, older = history.start(key), history._texts[0]
     history.extend(text, [7, 8, 9])
     assert history.propose(text, 2) == [70, 71]
+    newer = history.start(key)
+    history.extend(newer, [50])  # stands in the oldest text alone
+    assert history.propose(newer, 1) != [51]
     index = text.prompt.index
     history.extend(older, [70])  # in flight yet, and not in the index: it goes on from where it is
     assert history.propose(older, 1) == [71] and text.prompt.index is index
