@@ -47,7 +47,7 @@ def test_served(family: str) -> None:
     "family, message",
     [
         ("roformer", "one table for all rows"), ("doge", "what the tokens say"), ("paligemma", "both directions"),
-        ("prophetnet", "takes no position_ids"), ("xlm", "two-dimensional mask"), ("xlnet", "takes no K/V cache"),
+        ("prophetnet", "takes no position_ids"), ("xlm", "takes no K/V cache"),
         ("whisper", "no max_position_embeddings"), ("lfm2", r"type \['conv'\]"), ("lfm2_vl", r"type \['conv'\]"),
         ("minimax_m3_vl_text", r"type \['minimax_m3_sparse'\]"),
     ],

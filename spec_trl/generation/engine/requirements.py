@@ -28,7 +28,6 @@ _REFUSED_TYPES = {
     "paligemma": "tokens of its prompts attend in both directions",
     "doge": "its masks depend on what the tokens say",
     "bloom": "its ALiBi positions need a two-dimensional mask",
-    "xlm": "its attention takes a two-dimensional mask alone",
     "dory": "its loops keep their K/V in copies of the cache's layers",
     "mpt": "its ALiBi positions are counted back from the last cache column",
 }
