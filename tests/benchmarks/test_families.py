@@ -48,8 +48,7 @@ def test_served(family: str) -> None:
     [
         ("roformer", "one table for all rows"), ("doge", "what the tokens say"), ("paligemma", "both directions"),
         ("prophetnet", "takes no position_ids"), ("xlm", "takes no K/V cache"),
-        ("whisper", "no max_position_embeddings"), ("lfm2", r"type \['conv'\]"), ("lfm2_vl", r"type \['conv'\]"),
-        ("minimax_m3_vl_text", r"type \['minimax_m3_sparse'\]"),
+        ("whisper", "no max_position_embeddings"),
     ],
 )  # fmt: skip
 def test_refused_by_name(family: str, message: str) -> None:
@@ -103,6 +102,15 @@ def test_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         gemma.generate(ids, token_type_ids=torch.tensor([[0, 1, 1]]), **options)
     with pytest.raises(ValueError, match=r"more than text \(image\)"):
         gemma.generate(ids, mm_encoder_outputs={"image": torch.zeros(1, 4)}, **options)
+
+
+# Their configs have full attention alone by default.
+@pytest.mark.parametrize(
+    "family, kind", [("lfm2", "conv"), ("lfm2_vl", "conv"), ("minimax_m3_vl_text", "minimax_m3_sparse")]
+)
+def test_layers_of_published_checkpoints_are_refused_by_name(family: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"layers of type \['{kind}'\]"):
+        check_model(make(family))
 
 
 # ---- Tiny models ----------------------------------------------------------------------------------------------
