@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _REFUSED_TYPES = {
     "roformer": "its rotary positions are one table for all rows",
     "kosmos-2": "its positions begin after the padding token's id",
+    "dory": "its loops keep their K/V in copies of the cache's layers",
     "kosmos-2.5": "its positions begin after the padding token's id",
     "paligemma": "tokens of its prompts attend in both directions",
     "doge": "its masks depend on what the tokens say",
     "bloom": "its ALiBi positions need a two-dimensional mask",
-    "dory": "its loops keep their K/V in copies of the cache's layers",
     "mpt": "its ALiBi positions are counted back from the last cache column",
 }
 # Keywords that generate passes to a decoding method, and that the engine reads or may ignore.
