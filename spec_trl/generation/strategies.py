@@ -86,15 +86,6 @@ def _make_drafter(kind: str, model: PreTrainedModel, assistant: Assistant, confi
             return _load_learned(kind, model, assistant)
 
 
-def _history_of(model: PreTrainedModel, max_tokens: int) -> HistoryDrafter:
-    """The history of `model`, which is kept for the next call with the same bound."""
-    drafter: HistoryDrafter | None = kept.take(model, HistoryDrafter.strategy)
-    if drafter is None or drafter.made_for != (max_tokens,):
-        drafter = HistoryDrafter(max_tokens)
-        drafter.made_for = (max_tokens,)
-    return drafter
-
-
 def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeConfig, target: PreTrainedModel) -> None:
     """Raises ValueError, naming the argument, where an assistant given by a path or hub id is not there or has another
     vocabulary than the target. Reads its config alone."""
@@ -143,6 +134,15 @@ def _load_learned(strategy: str, model: PreTrainedModel, assistant: Assistant) -
             "drafter's checkpoint."
         )
     return _LEARNED[strategy](assistant, model)
+
+
+def _history_of(model: PreTrainedModel, max_tokens: int) -> HistoryDrafter:
+    """The history of `model`, which is kept for the next call with the same bound."""
+    drafter: HistoryDrafter | None = kept.take(model, HistoryDrafter.strategy)
+    if drafter is None or drafter.made_for != (max_tokens,):
+        drafter = HistoryDrafter(max_tokens)
+        drafter.made_for = (max_tokens,)
+    return drafter
 
 
 def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> DistilledDrafter:
