@@ -31,7 +31,7 @@ from spec_trl.measuring.fill_profile import processor_name
 RESULTS = Path(__file__).parent / "results"
 THEMES = {
     "rollouts": "Speed of rollouts",
-    "never_slower": "Never slower",
+    "never_slower": "The default control against decoding without drafts",
     "lossless": "Losslessness",
     "tts": "Drafters that learn while they draft (TTS)",
     "best_of_n": "Best-of-N",

@@ -53,8 +53,15 @@ SETTINGS: dict[str, Any] = dict(
 )  # fmt: skip
 # Sizes that some families leave to be derived, from others that are not theirs.
 OPTIONAL = ("head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
+# Lists with an entry for each layer, which say of what kind it is.
+PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "indexer_types")
 _SECTIONS = dict(rope_parameters=dict(rope_type="default", rope_theta=10_000.0, mrope_section=[4, 2, 2]))
+# What a family needs besides. Where the defaults of its config lack layers that its published checkpoints have, they
+# stand here too: `conv` in LFM2, sparse attention in MiniMax M3, attention in Bamba and Granite 4.
 CHANGES: dict[str, dict[str, Any]] = {
+    "afmoe": dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"], num_hidden_layers=3),
+    "bamba": dict(attn_layer_indices=[1]),
     "blt": dict(encoder_hash_byte_group_vocab=64),
     "cohere_compass_text": dict(layer_types=["full_attention", "sliding_attention"], rope_parameters={
         "full_attention": None, "sliding_attention": dict(rope_type="default", rope_theta=10_000.0,
@@ -62,14 +69,32 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=10_000.0, clip_qkv=8.0), ffn_config=dict(
         ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2)),
     "deepseek_v4": dict(o_groups=2, o_lora_rank=16),
-    "dots3_note_text": dict(mlp_layer_types=["dense", "sparse"], num_key_value_heads=4, index_n_heads=4,
-                            index_head_dim=16, index_topk=8),
+    "dory": dict(layer_types=["sliding_attention", "full_attention"] * 3, num_hidden_layers=6, n_input_layers=2,
+                 n_recurrent_layers=2, n_output_layers=2),
+    "dots3_note_text": dict(num_key_value_heads=4, index_n_heads=4, index_head_dim=16, index_topk=8),
+    "flint": dict(layer_types=["full_attention", "sliding_attention", "full_attention"], num_hidden_layers=3,
+                  mlp_only_layers=[0]),
+    # Two layers each that compute sparse activations, dense ones, and with the K/V of others.
     "gemma3n_text": dict(
-        layer_types=["sliding_attention", "full_attention"] * 2, num_hidden_layers=4, num_kv_shared_layers=2),
+        layer_types=["sliding_attention", "full_attention"] * 4, num_hidden_layers=8, num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.95] * 4 + [0.0] * 4, intermediate_size=64),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
-    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
+    "inkling2_text": dict(layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid_sliding"],
+                          num_hidden_layers=4, n_layers_per_attn_res_block=3),
+    "inkling2_loop_text": dict(
+        layer_types=["hybrid_sliding", "hybrid_sliding", "hybrid"] * 2 + ["hybrid_sliding"], num_hidden_layers=7,
+        n_layers_per_attn_res_block=3, loop_layer_index_start=3, loop_layer_index_end=6),
+    "jamba": dict(num_hidden_layers=4, attn_layer_period=4, attn_layer_offset=2),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), dict(layer_types=["conv", "full_attention"])),
     "longcat_flash": dict(head_dim=8, expert_ffn_hidden_size=32, zero_expert_num=2),
     "mamba2": dict(num_heads=8, head_dim=16, n_groups=2),
+    "minimax_m3_vl_text": dict(
+        layer_types=["full_attention", "full_attention", "minimax_m3_sparse"], num_hidden_layers=3,
+        mlp_layer_types=["dense", "sparse", "sparse"], index_n_heads=2, index_head_dim=16, index_block_size=4,
+        index_topk_blocks=2),
+    "modernbert-decoder": dict(
+        layer_types=["full_attention", "sliding_attention", "full_attention"], num_hidden_layers=3),
     "moshi": dict(sliding_window=48),
     "mllama_text_model": dict(num_hidden_layers=3, cross_attention_layers=[1], rope_parameters=dict(
         rope_type="default", rope_theta=10_000.0)),
@@ -81,8 +106,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1])),
     "qwen4_exp_text": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8,
                            indexer_compress_ratio=2, ngram_vocab_size_base=64, hc_lowrank=8),
+    "recurrent_gemma": dict(num_hidden_layers=3),
     "reformer": dict(axial_pos_shape=(8, 8), axial_pos_embds_dim=(32, 32), attn_layers=("local", "lsh"),
-                     local_attn_chunk_length=4, lsh_attn_chunk_length=4, feed_forward_size=64, num_buckets=2),
+                     local_attn_chunk_length=4, lsh_attn_chunk_length=4, feed_forward_size=64),
     "roc_bert": dict(pronunciation_vocab_size=64, shape_vocab_size=64),
     "xlnet": dict(d_head=16, d_inner=64),
     "xmod": dict(default_language="en_XX"),
@@ -105,20 +131,26 @@ def tiny_settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
             settings[name] = min(SIZES[name], value)
         elif name in OPTIONAL and value is None:
             settings[name] = SIZES[name]
-        elif name == "layer_types" and value:
-            settings[name] = _one_of_each(value)
     if "kv_lora_rank" in settings:
         settings["num_key_value_heads"] = settings["num_attention_heads"]
-    if "layer_types" in settings:
-        for name in ("num_hidden_layers", "n_layer", "num_layers"):
-            if name in settings:
-                settings[name] = len(settings["layer_types"])
+    settings |= _one_layer_of_each_kind(default)
     return settings | CHANGES.get(config_class.model_type, {})
 
 
-def _one_of_each(layer_types: list[str]) -> list[str]:
-    kinds = list(dict.fromkeys(layer_types))
-    return kinds if len(kinds) > 1 else kinds * 2
+def _one_layer_of_each_kind(default: PreTrainedConfig) -> dict[str, Any]:
+    """The settings of `default` that are lists with an entry for each layer, cut to one layer of each kind, and their
+    number; at least two layers."""
+    for name in LAYER_COUNTS:
+        count = vars(default).get(name)
+        lists = {
+            name: value for name, value in vars(default).items()
+            if name in PER_LAYER and isinstance(value, list | tuple) and len(value) == count
+        }  # fmt: skip
+        if lists:
+            layers = list(dict.fromkeys(zip(*lists.values(), strict=True)))
+            layers = layers if len(layers) > 1 else layers * 2
+            return {name: len(layers)} | {key: [kinds[at] for kinds in layers] for at, key in enumerate(lists)}
+    return {}
 
 
 def make(family: str, std: float = 0.3, seed: int = 0) -> PreTrainedModel:

@@ -45,9 +45,10 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     add("--assistant", type=named_assistant, action="append", default=[], metavar="KIND=MODEL", help=text)
     add("--prompts", type=Path, metavar="FILE", help=".txt, .jsonl or .json (default: built-in ones)")
     add("--temperature", type=non_negative, default=1.0, metavar="T", help="0 decodes greedily (%(default)g)")
-    add("--dtype", default="auto", choices=["auto", *DTYPES], help="of the weights (auto: the checkpoint's)")
+    text = "of the weights (%(default)s, in which SpecGRPOTrainer loads a model; auto: the checkpoint's)"
+    add("--dtype", default="float32", choices=["auto", *DTYPES], help=text)
     _add_device(parser)
-    add("--seconds", type=positive, default=180.0, metavar="S", help="time for measuring, in all (%(default)g)")
+    add("--seconds", type=positive, default=180.0, metavar="S", help="time in all, loading included (%(default)g)")
     add("--seed", type=int, default=0, help="of the sampling (%(default)s)")
 
 
@@ -127,10 +128,11 @@ COMMANDS = {
         """\
 Measures what speculation gains for a model on this machine, and prints a config to paste.
 
-Continues the same prompts with transformers' generate, with assistant_strategy="none", and with each drafter that the
-model can have: its own quantized copy ("self"), lookups ("ngram", "history"), and those that --assistant names. They
-take turns; medians are shown, next to the predictions of a roofline profile where the cache holds one. Completions are
-compared with those of "none", token for token.""",
+Continues the same prompts with transformers' generate, with assistant_strategy="none" and "auto", and with each
+drafter that the model can have, in every round: its own quantized copy ("self"), lookups ("ngram", "history"), and
+those that --assistant names. They take turns; medians are shown, next to the predictions of a roofline profile where
+the cache holds one. Completions are compared with those of "none", token for token. A config is recommended where
+enough was measured, and tokens per block explain the gain.""",
         """spec-trl bench Qwen/Qwen2.5-0.5B-Instruct
   spec-trl bench path/to/model --batch 1,16 --length 256 --prompts prompts.jsonl --assistant model=path/to/small""",
         _bench,

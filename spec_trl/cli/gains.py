@@ -1,14 +1,15 @@
-"""Measures what each drafter gains for a model: tokens per second against transformers' generate and "none"."""
+"""Measures what "auto" and each drafter gain, in tokens per second over transformers' generate and "none"."""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, geometric_mean, median
+from statistics import fmean, median
 
 import torch
 from transformers import PreTrainedModel
 
+from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.statistics import SpeculationStatistics
@@ -16,17 +17,20 @@ from ..generation.strategies import make_drafters, roofline_rounds
 from ..scheduling.profile import Profile
 from ..scheduling.toggle import predicted_speedup
 from .near_ties import NOISE_PROMPT, distance, measure_logit_noise, reference_scores
-from .options import MARGIN
 from .prompts import pad_left
 
 
 GENERATE = "generate"
+BASELINES = (GENERATE, "none")
 OWN_DRAFTERS = ("self", "ngram", "history")
 """Drafters that every model can have."""
 PROBE = 8
 """Tokens per row of the calls that tell how long a visit will take."""
-PLANNED_VISITS, MOST_VISITS = 4, 8
-"""A visit calls all ways once. Of several visits the first does not count: in it a GPU's forwards are captured."""
+ENOUGH_TOKENS, ENOUGH_VISITS = 64, 3
+"""Tokens of the longest row, and visits that count, below which a measurement is thin: too little to go by."""
+PLANNED_VISITS, MOST_VISITS = ENOUGH_VISITS + 1.5, 8
+"""A visit calls all ways once. Of several visits the first does not count: in it a GPU's forwards are captured. Half a
+visit is spare: calls do not take what they took before."""
 NOISE_TEXTS, NOISE_LENGTH = 2, 64
 """Number of texts, and tokens of each, on which the logit noise is measured."""
 
@@ -53,13 +57,16 @@ class Call:
         return sum(map(len, self.completions)) / self.seconds
 
 
+_DEFAULT = SpeculativeConfig()
+
+
 @dataclass(frozen=True, eq=False)
 class Way:
     """One way to continue prompts.
 
     Args:
         strategy: GENERATE, transformers' own; or an `assistant_strategy`.
-        draft_length: γ; 0 without a drafter.
+        draft_length: γ of the one drafter that drafts always; 0: as the strategy does by default.
         drafter: of this strategy.
         assistant: what the drafter was loaded from, if it needs an assistant.
     """
@@ -76,11 +83,13 @@ class Way:
 
     @property
     def config(self) -> SpeculativeConfig:
-        """Drafts in every round, so that its gain is seen."""
-        return SpeculativeConfig(draft_length=self.draft_length or 1, sd_toggle="always")
+        """What :func:`~spec_trl.cli.recommendation.config_to_paste` says too."""
+        return SpeculativeConfig(draft_length=self.draft_length, sd_toggle="always") if self.draft_length else _DEFAULT
 
-    def __call__(self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float]) -> Call:
-        """Continues the prompts once."""
+    def __call__(
+        self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float], until: float = math.inf
+    ) -> Call | None:
+        """Continues the prompts once; None: this was not done by `until`, and was given up."""
         inputs = pad_left(work.prompts, model.device)
         # Models come with top_k, top_p and penalties of their own: the comparison is of temperature sampling alone.
         options: dict[str, object] = dict(do_sample=False, repetition_penalty=1.0)
@@ -93,13 +102,18 @@ class Way:
         end, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
         torch.manual_seed(seed)
         _synchronize(model.device)
+        kept.take(model, "history")  # what other ways have seen of these prompts
         started = clock()
+        if until < math.inf:
+            options["max_time"] = max(until - started, 0.0)
         output = model.generate(
             **inputs, **options, max_new_tokens=work.new_tokens, pad_token_id=0 if pad is None else pad,
             return_dict_in_generate=True,
         )  # fmt: skip
         _synchronize(model.device)
         seconds = clock() - started
+        if started + seconds >= until:
+            return None
         ends = {end} if isinstance(end, int) else set(end or ())
         completions = []
         for row in output.sequences[:, inputs["input_ids"].shape[1] :].tolist():
@@ -111,7 +125,7 @@ class Way:
 def make_ways(
     model: PreTrainedModel, draft_lengths: Sequence[int], assistants: Mapping[str, str]
 ) -> tuple[list[Way], dict[str, str]]:
-    """All ways to continue prompts with `model`, and, by strategy, why a drafter of its own is not possible.
+    """All ways to continue prompts with `model`, and, by strategy, why it is not possible.
 
     Args:
         model: the target.
@@ -122,11 +136,14 @@ def make_ways(
         ValueError: an assistant does not fit.
     """
     ways, missing = [Way(GENERATE), Way("none")], {}
-    for strategy in (*OWN_DRAFTERS, *assistants):
+    for strategy in ("auto", *OWN_DRAFTERS, *assistants):
         assistant = assistants.get(strategy)
         try:
-            (drafter,) = make_drafters(strategy, model, assistant, SpeculativeConfig())
-            ways += [Way(strategy, gamma, drafter, assistant) for gamma in draft_lengths]
+            drafters = make_drafters(strategy, model, assistant, _DEFAULT)
+            if strategy == "auto":
+                ways.append(Way(strategy))
+            else:
+                ways += [Way(strategy, gamma, drafters[0], assistant) for gamma in draft_lengths]
         except ValueError as error:
             if assistant is not None:
                 raise
@@ -139,59 +156,80 @@ def measure(
     ways: Sequence[Way],
     work: Work,
     seed: int,
-    seconds: float,
+    until: float,
     clock: Callable[[], float] = time.perf_counter,
     begin: Callable[[Way], object] = lambda way: None,
 ) -> tuple[Work, dict[Way, list[Call]]]:
-    """The calls of all ways, for about `seconds`, and the work that they did: as much of `work` as the time allows.
+    """The calls of all ways that end before `until`, and the work that they did: as much of `work` as the time allows.
 
-    Two visits of `PROBE` tokens load, pack and tell how many tokens fit into `PLANNED_VISITS`. If no more fit, the
-    probes themselves are returned. Visit i has the seed `seed` + i and begins with another way than the one before;
-    `begin` is told of each call.
+    Two visits of `PROBE` tokens load, compile, pack and tell how many tokens fit into `PLANNED_VISITS`. Where these
+    are fewer than `ENOUGH_TOKENS`, the slowest drafters are left out. If no more than a probe fits, the probes
+    themselves are returned. Visit i has the seed `seed` + i and begins with another way than the one before; `begin`
+    is told of each call. A way has as many calls as each other one; where not even one visit ended, ways without a
+    call are missing.
     """
-    deadline = clock() + seconds
 
-    def visit_all(work: Work, most: int, until: float) -> dict[Way, list[Call]]:
-        """Visits: one, and up to `most` while the next one would end before `until`."""
-        calls: dict[Way, list[Call]] = {way: [] for way in ways}
+    def visits(work: Work, most: int, expected: dict[Way, float]) -> dict[Way, list[Call]]:
+        """Up to `most` visits of the ways that are `expected` to take so many seconds for a call."""
+        ways, calls = list(expected), {way: list[Call]() for way in expected}
         for visit in range(most):
-            started, shift = clock(), visit % len(ways)
-            for way in [*ways[shift:], *ways[:shift]]:
-                begin(way)
-                calls[way].append(way(model, work, seed + visit, clock))
-            if 2 * clock() - started > until:
+            if visit and clock() + sum(expected.values()) > until:
                 break
+            shift = visit % len(ways)
+            for way in [*ways[shift:], *ways[:shift]]:
+                call = None
+                if clock() + expected[way] < until:
+                    begin(way)
+                    call = way(model, work, seed + visit, clock, until)
+                if call is None:
+                    return {way: made[: max(visit, 1)] for way, made in calls.items() if made}
+                calls[way].append(call)
+                expected[way] = call.seconds
         return calls
 
     probe = replace(work, new_tokens=min(PROBE, work.new_tokens))
-    calls = visit_all(probe, 2, math.inf)
-    none = next(made[-1].statistics for way, made in calls.items() if way.strategy == "none")
-    assert none is not None
-    last = [made[-1].seconds for made in calls.values()]
-    reading = sum(min(none.phase_seconds["prefill"], each) for each in last)
-    per_token = max((sum(last) - reading) / probe.new_tokens, 1e-9)
-    fitting = int(((deadline - clock()) / PLANNED_VISITS - reading) / per_token)
-    if min(fitting, work.new_tokens) <= probe.new_tokens:
+    expected = dict.fromkeys(ways, 0.0)
+    calls = visits(probe, 2, expected)
+    none = next((made[-1].statistics for way, made in calls.items() if way.strategy == "none"), None)
+    if none is None or min(map(len, calls.values())) < 2:
         return probe, calls
-    work = replace(work, new_tokens=min(fitting, work.new_tokens))
-    return work, visit_all(work, MOST_VISITS, deadline)
+    reading = {way: min(none.phase_seconds["prefill"], seconds) for way, seconds in expected.items()}
+    per_token = {way: max(expected[way] - reading[way], 1e-9) / probe.new_tokens for way in ways}
+
+    def fitting(ways: Sequence[Way]) -> int:
+        seconds = (until - clock()) / PLANNED_VISITS - sum(reading[way] for way in ways)
+        return min(int(seconds / sum(per_token[way] for way in ways)), work.new_tokens)
+
+    chosen = list(ways)
+    for way in sorted((way for way in ways if way.draft_length), key=per_token.__getitem__, reverse=True):
+        if fitting(chosen) < min(ENOUGH_TOKENS, work.new_tokens):
+            chosen.remove(way)
+    if fitting(chosen) < ENOUGH_TOKENS:  # also without them: then all are shown
+        chosen = list(ways)
+    work = replace(work, new_tokens=max(fitting(chosen), 0))
+    if work.new_tokens <= probe.new_tokens:
+        return probe, calls
+    found = visits(work, MOST_VISITS, {way: reading[way] + per_token[way] * work.new_tokens for way in chosen})
+    return (work, found) if len(found) == len(chosen) else (probe, calls)
 
 
 @dataclass
 class Identity:
     """How the rows of a way compare with those of "none" with the same seed; `unexplained` ones differ by no
-    near-tie."""
+    near-tie, and for `unexamined` ones the time was up."""
 
     rows: int = 0
     identical: int = 0
     near_ties: int = 0
     unexplained: int = 0
+    unexamined: int = 0
 
 
 def compare(
-    model: PreTrainedModel, work: Work, seed: int, plain: Sequence[Call], calls: Sequence[Call], draft_length: int
-) -> Identity:
-    """The calls of one way against those of "none", visit by visit."""
+    model: PreTrainedModel, work: Work, seed: int, plain: Sequence[Call], calls: Sequence[Call], draft_length: int,
+    until: float = math.inf,
+) -> Identity:  # fmt: skip
+    """The calls of one way against those of "none", visit by visit; after `until` no token is examined."""
     found, noise = Identity(), None
     for visit, (reference, call) in enumerate(zip(plain, calls, strict=True)):
         for row, (theirs, ours) in enumerate(zip(reference.completions, call.completions, strict=True)):
@@ -200,6 +238,9 @@ def compare(
             same = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
             if same is None:  # where a row only ends early there is no token to tie with
                 found.unexplained += ours != theirs
+                continue
+            if time.perf_counter() > until:
+                found.unexamined += 1
                 continue
             noise = logit_noise(model, work, reference, draft_length) if noise is None else noise
             prefix = work.prompts[row] + theirs[:same]
@@ -225,8 +266,12 @@ class Gain:
     """One way at one batch size. None stands for what is not known or does not apply.
 
     Args:
+        rows: of the batch.
         tokens_per_second: median over the visits that count.
         of_generate, of_none: medians of the speedup over these within a visit.
+        spread: half the distance from the smallest to the largest speedup over "none".
+        visits: that count.
+        tokens: of the longest row, median.
         predicted: speedup over "none" by the roofline in the cache, at the measured block efficiency.
         drafting: share of the decoding rounds that drafted.
         acceptance_rate, block_efficiency: of those rounds.
@@ -235,9 +280,13 @@ class Gain:
     """
 
     way: Way
+    rows: int
     tokens_per_second: float
     of_generate: float
     of_none: float
+    spread: float
+    visits: int
+    tokens: float
     predicted: float | None
     drafting: float | None
     acceptance_rate: float | None
@@ -245,41 +294,65 @@ class Gain:
     identity: Identity | None
     failure: str | None
 
+    @property
+    def is_thin(self) -> bool:
+        """Whether too little was measured to go by."""
+        return self.tokens < ENOUGH_TOKENS or self.visits < ENOUGH_VISITS
+
+    @property
+    def explained(self) -> float:
+        """The speedup over "none" as far as the tokens per block explain it: rounds that drafted gave τ tokens in
+        place of one. What is measured beyond is noise."""
+        gained = (self.drafting or 0.0) * ((self.block_efficiency or 1.0) - 1)
+        return min(self.of_none, 1 + gained)
+
 
 def summarise(
-    model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: Profile | None
-) -> list[Gain]:
-    """A gain for each way. Of several visits the first counts for identity alone."""
-    generate, none = (next(made for way, made in calls.items() if way.strategy == name) for name in (GENERATE, "none"))
+    model: PreTrainedModel, work: Work, seed: int, calls: Mapping[Way, Sequence[Call]], profile: Profile | None,
+    until: float = math.inf,
+) -> list[Gain]:  # fmt: skip
+    """A gain for each way. Of several visits the first counts for identity alone. Without a call of GENERATE and
+    "none" there is nothing to compare with, and no gain."""
+    references = [next((made for way, made in calls.items() if way.strategy == name), None) for name in BASELINES]
+    generate, none = references
+    if generate is None or none is None:
+        return []
     timed = slice(1, None) if len(none) > 1 else slice(None)
 
-    def speedup(ours: Sequence[Call], theirs: Sequence[Call]) -> float:
+    def speedups(ours: Sequence[Call], theirs: Sequence[Call]) -> list[float]:
         pairs = zip(ours[timed], theirs[timed], strict=True)
-        return median(own.tokens_per_second / other.tokens_per_second for own, other in pairs)
+        return [own.tokens_per_second / other.tokens_per_second for own, other in pairs]
 
     def gain(way: Way, made: Sequence[Call]) -> Gain:
         found = [call.statistics for call in made if call.statistics is not None]
         drafted = [statistics for statistics in found if statistics.total.blocks]
         tau = median(statistics.block_efficiency for statistics in drafted) if drafted else None
+        rates = [statistics.acceptance_rate for statistics in drafted if statistics.total.drafted]
+        of_none, examined = speedups(made, none), way.strategy not in BASELINES
         return Gain(
             way=way,
+            rows=len(work.prompts),
             tokens_per_second=median(call.tokens_per_second for call in made[timed]),
-            of_generate=speedup(made, generate),
-            of_none=speedup(made, none),
-            predicted=None if tau is None or profile is None else _predicted(way, work, made, tau, profile),
+            of_generate=median(speedups(made, generate)),
+            of_none=median(of_none),
+            spread=(max(of_none) - min(of_none)) / 2,
+            visits=len(of_none),
+            tokens=median(max(map(len, call.completions)) for call in made[timed]),
+            predicted=_predicted(way, work, made, tau, profile),
             drafting=median(own.drafted_rounds / (own.rounds or 1) for own in found) if found else None,
-            acceptance_rate=median(own.acceptance_rate for own in drafted) if drafted else None,
+            acceptance_rate=median(rates) if rates else None,
             block_efficiency=tau,
-            identity=compare(model, work, seed, none, made, way.draft_length) if way.drafter is not None else None,
+            identity=compare(model, work, seed, none, made, way.config.draft_length, until) if examined else None,
             failure=next((own.drafter_failure for own in found if own.drafter_failure is not None), None),
         )
 
     return [gain(way, made) for way, made in calls.items()]
 
 
-def _predicted(way: Way, work: Work, calls: Sequence[Call], tau: float, profile: Profile) -> float | None:
-    assert way.drafter is not None  # it drafted
-    if profile is None:
+def _predicted(
+    way: Way, work: Work, calls: Sequence[Call], tau: float | None, profile: Profile | None
+) -> float | None:
+    if way.drafter is None or tau is None or profile is None:
         return None
     batch, name = len(work.prompts), way.drafter.strategy
     # Halfway through its completion a row has about its mean length over the rounds.
@@ -287,41 +360,6 @@ def _predicted(way: Way, work: Work, calls: Sequence[Call], tau: float, profile:
     seconds = roofline_rounds([way.drafter], profile)
     cycle = seconds({name: way.draft_length}, way.draft_length, batch, length)
     return predicted_speedup(tau, seconds({}, 0, batch, length), cycle)
-
-
-def choose(gains: Sequence[Gain]) -> tuple[Way, float]:
-    """The way to recommend, and its speedup over GENERATE: the geometric mean over the batches.
-
-    GENERATE is kept unless "none" gains MARGIN over it, and these unless a drafter does. A way whose drafter failed,
-    or whose tokens differ from those of "none" by more than near-ties, is out.
-    """
-    by_way: dict[Way, list[Gain]] = {}
-    for gain in gains:
-        by_way.setdefault(gain.way, []).append(gain)
-    scores = {
-        way: geometric_mean(gain.of_generate for gain in own)
-        for way, own in by_way.items()
-        if all(gain.failure is None and not (gain.identity and gain.identity.unexplained) for gain in own)
-    }
-    chosen = next(way for way in scores if way.strategy == GENERATE)
-    plain = [way for way in scores if way.strategy == "none"]
-    drafting = sorted((way for way in scores if way.draft_length), key=scores.__getitem__)[-1:]
-    for way in (*plain, *drafting):
-        if scores[way] >= (1 + MARGIN) * scores[chosen]:
-            chosen = way
-    return chosen, scores[chosen]
-
-
-def config_to_paste(way: Way, draft_lengths: Sequence[int]) -> tuple[str, str]:
-    """Arguments of generate, and a config of the trainer, as Python text."""
-    named = f"assistant_strategy={way.strategy!r}"
-    if way.assistant is not None:
-        named += f", assistant_model={way.assistant!r}"
-    if not way.draft_length:
-        return named, f"SpecGRPOConfig({named})"
-    lengths = f"draft_lengths={sorted(set(draft_lengths))}, initial_draft_length={way.draft_length}"
-    config = f"speculative_config=SpeculativeConfig(draft_length={way.draft_length})"
-    return f"{named}, {config}", f"SpecGRPOConfig({named}, {lengths})"
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,7 +1,16 @@
 """Loads what a command line names."""
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..generation.configuration import require_folder_or_id
 
 
 def find_device(name: str | None) -> torch.device:
@@ -16,9 +25,35 @@ def find_device(name: str | None) -> torch.device:
         raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
+def load_config(name: str) -> PreTrainedConfig:
+    """The config of the causal LM of a folder or hub id.
+
+    Raises:
+        ValueError: there is none, or it is of another kind of model.
+    """
+    require_folder_or_id("MODEL", name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"MODEL {name} has no config that transformers can read: {reason}") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"MODEL {name} is of type {config.model_type!r}, which transformers has no causal LM for.")
+    return config
+
+
 def load_model(name: str, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The causal LM of a folder or hub id, for inference; `dtype` as transformers takes it, "auto" included."""
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    """The causal LM of a folder or hub id, for inference; `dtype` as transformers takes it, "auto" included.
+
+    Raises:
+        ValueError: its weights are missing or damaged.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # each format has errors of its own
+        raise ValueError(f"MODEL {name} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:

@@ -2,12 +2,16 @@
 
 import argparse
 import sys
+import time
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any, NoReturn
 
 from .arguments import COMMANDS
+
+
+_VERSIONED = ("spec_trl", "transformers", "torch", "trl")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -17,6 +21,20 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+class _Version(argparse.Action):
+    """Prints what is installed. No package is imported for it: torch alone would take seconds."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        found = []
+        for name in _VERSIONED:
+            try:
+                found.append(f"{name} {metadata.version(name)}")
+            except metadata.PackageNotFoundError:
+                found.append(f"{name} not installed")
+        print(", ".join(found))
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all commands."""
     parser = _Parser(
@@ -24,6 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="System-aware speculative rollouts: measure a machine, predict what speculation gains, see a run.",
         epilog="`spec-trl COMMAND --help` has each command's options and an example.",
     )
+    text = f"print the versions of {', '.join(_VERSIONED)}"
+    parser.add_argument("--version", action=_Version, nargs=0, help=text)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         added = commands.add_parser(
@@ -37,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, or 2 after one line about bad input on stderr."""
     arguments = build_parser().parse_args(argv)
+    arguments.started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:

@@ -38,7 +38,8 @@ def weak(model: T) -> Callable[[], T | None]:
 
 def release(model: nn.Module) -> None:
     """Frees all that is kept for `model`, also if it is wrapped: the K/V cache and captured forwards, the quantized
-    copy, a drafter of `"tts"` with what it has learned, and what is known of drafters and rounds.
+    copy, a drafter of `"tts"` with what it has learned, the texts of earlier calls, and what is known of drafters and
+    rounds.
 
     What a running call has taken comes back when that call ends.
     """

@@ -50,9 +50,9 @@ def make_drafters(
     """The drafters of `strategy` for `model`: none for `"none"`, all that there can be for `"auto"`, those that
     `best_of_n_drafters` names for `"best_of_n"`, else one.
 
-    The self-drafter of a model and a drafter that learns are kept between calls: they are the caller's until
-    :func:`~spec_trl.generation.engine.drafter.keep_drafters`, and who asks meanwhile gets others. Other drafters are
-    made in each call. Raises ValueError where the strategy is unknown, or does not go with the assistant.
+    The self-drafter of a model, its history and a drafter that learns are kept between calls: they are the caller's
+    until :func:`~spec_trl.generation.engine.drafter.keep_drafters`, and who asks meanwhile gets others. Other drafters
+    are made in each call. Raises ValueError where the strategy is unknown, or does not go with the assistant.
     """
     check_strategy(strategy)
     if assistant is not None and strategy not in TAKE_ASSISTANT:
@@ -76,7 +76,7 @@ def _make_drafter(kind: str, model: PreTrainedModel, assistant: Assistant, confi
         case "model":
             return SmallModelDrafter(load_assistant(assistant, model), model)
         case "history":
-            return HistoryDrafter(config.history_max_tokens)
+            return _history_of(model, config.history_max_tokens)
         case "ngram":
             return NgramDrafter(config.ngram_size)
         case "tts":
@@ -160,6 +160,15 @@ def _load_learned(strategy: str, model: PreTrainedModel, assistant: Assistant) -
     if not isinstance(assistant, str):
         raise _no_checkpoint("assistant_model", strategy, assistant)
     return _LEARNED[strategy](assistant, model)
+
+
+def _history_of(model: PreTrainedModel, max_tokens: int) -> HistoryDrafter:
+    """The history of `model`, which is kept for the next call with the same bound."""
+    drafter: HistoryDrafter | None = kept.take(model, HistoryDrafter.strategy)
+    if drafter is None or drafter.made_for != (max_tokens,):
+        drafter = HistoryDrafter(max_tokens)
+        drafter.made_for = (max_tokens,)
+    return drafter
 
 
 def _distilled_drafter_of(model: PreTrainedModel, assistant: Assistant, config: SpeculativeConfig) -> DistilledDrafter:

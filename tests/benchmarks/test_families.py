@@ -1,15 +1,19 @@
 """Which families are served: the rules on a handful of them, and the table in the documentation."""
 
+import dataclasses
+import re
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks import families
-from benchmarks.families import CRASH, DOCUMENT, REFUSED, SERVED, WRONG, Outcome, documented, examine
-from benchmarks.tiny_families import make
+from benchmarks.families import CRASH, DOCUMENT, REFUSED, SERVED, UNTRIED, WRONG, Outcome, documented, examine
+from benchmarks.tiny_families import OPTIONAL, SETTINGS, SIZES, make, tiny_settings
 from spec_trl.generation.engine import runner
 from spec_trl.generation.engine.attention import MaskPlan
 from spec_trl.generation.engine.requirements import check_model, position_limit
@@ -36,7 +40,7 @@ TABLE = documented(DOCUMENT.read_text(encoding="utf-8"))
 def test_served(family: str) -> None:
     outcome = examine(family, new_tokens=12)
     assert outcome.verdict == SERVED
-    assert "constant" not in outcome.why and "drafter" not in outcome.why
+    assert "constant" not in outcome.why and "draft" not in outcome.why and outcome.drafted
 
 
 @pytest.mark.parametrize(
@@ -98,6 +102,83 @@ def test_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         gemma.generate(ids, token_type_ids=torch.tensor([[0, 1, 1]]), **options)
     with pytest.raises(ValueError, match=r"more than text \(image\)|not used by the model"):  # by 5.17
         gemma.generate(ids, mm_encoder_outputs={"image": torch.zeros(1, 4)}, **options)
+
+
+# Their configs have full attention alone by default.
+@pytest.mark.parametrize(
+    "family, kind", [("lfm2", "conv"), ("lfm2_vl", "conv"), ("minimax_m3_vl_text", "minimax_m3_sparse")]
+)
+def test_layers_of_published_checkpoints_are_refused_by_name(family: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"layers of type \['{kind}'\]"):
+        check_model(make(family))
+
+
+# ---- Tiny models ----------------------------------------------------------------------------------------------
+
+
+def default_settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """What a tiny config changes besides sizes and layers."""
+    settings: dict[str, Any] = {}
+    default = config_class()
+    for field in dataclasses.fields(config_class):
+        name, value = field.name, vars(default).get(field.name)
+        if name in SETTINGS:
+            settings[name] = SETTINGS[name]
+        elif name in OPTIONAL and value is None:
+            settings[name] = SIZES[name]
+        elif isinstance(value, PreTrainedConfig):
+            settings[name] = default_settings(type(value)) | {"model_type": value.model_type}
+    return settings
+
+
+def kinds_of_layers(family: str, settings: dict[str, Any]) -> set[Any]:
+    """Of each layer of the decoder: its modules, by name and class, with their flags, and which of their sizes are
+    zero or None."""
+    auto = AutoModelForCausalLM if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
+    with torch.device("meta"):
+        model = auto.from_config(CONFIG_MAPPING[family](**settings))
+    within = model if family == "modernbert-decoder" else model.get_decoder()  # there this is the last layer
+    layers = [layer for each in within.modules() if isinstance(each, nn.ModuleList) for layer in each]
+    named = [[(re.sub(r"\d+", "", name), part) for name, part in layer.named_modules()] for layer in layers]
+    return {frozenset(_traits(name, part) for name, part in parts) for parts in named}
+
+
+def _traits(name: str, module: nn.Module) -> Any:
+    values = {**vars(module), **module._modules}
+    numbers = {key: value for key, value in values.items() if not re.match("_|training|layer_(idx|id|number)", key)}
+    flags = {
+        (key, bool(value) if isinstance(value, int) else value)
+        for key, value in numbers.items() if value is None or isinstance(value, bool | int | str)
+    }  # fmt: skip
+    return name, type(module).__name__, frozenset(flags)
+
+
+def assert_every_kind_of_layer(family: str) -> None:
+    config_class = CONFIG_MAPPING[family]
+    wanted = kinds_of_layers(family, default_settings(config_class))
+    assert wanted and wanted <= kinds_of_layers(family, tiny_settings(config_class))
+
+
+# Of whose layers a tiny model once lacked some, by what tells them apart.
+@pytest.mark.parametrize(
+    "family",
+    [
+        "afmoe", "gemma3n_text", "flint", "inkling2_text", "jamba", "kimi_linear", "llama4_text", "mimo_v2_flash",
+        "modernbert-decoder", "recurrent_gemma", "smollm3",
+    ],
+)  # fmt: skip
+def test_a_tiny_model_has_every_kind_of_layer_of_its_family(family: str) -> None:
+    assert_every_kind_of_layer(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(TABLE))
+def test_every_tiny_model_has_every_kind_of_layer(family: str) -> None:
+    if family in ("cohere_compass_text", "dbrx", "lfm2_moe", "qwen4_exp", "qwen4_exp_text"):
+        pytest.skip("the defaults of its config make no model")
+    if TABLE[family] == UNTRIED:
+        pytest.skip("no tiny model of it can be made")
+    assert_every_kind_of_layer(family)
 
 
 # ---- The table -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ def test_the_page_is_made_of_the_files() -> None:
     assert results_page.PAGE.read_text(encoding="utf-8") == results_page.page(results)
     for theme in THEMES:
         assert (RESULTS / f"{theme}.png").stat().st_size > 0
+    assert "never slower" not in results_page.page(results).lower()  # points of that figure lie below 1
     labels = results_page.draw("tts", results).axes[0].get_yticklabels()
     assert len(labels) == 16 and "EAGLE-3" in labels[0].get_text()
 

@@ -6,7 +6,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CLIPConfig, LlamaConfig, LlamaForCausalLM
 
 from spec_trl.cli.main import main
 from spec_trl.scheduling.ladder import Ladder, Rung
@@ -69,4 +69,7 @@ def files(folder: Path, profile: Path, model: Path) -> dict[str, Path]:
     log = write_run(made["edited"], rollouts=2)
     log.write_text(log.read_text().replace('"tokens"', '"tokns"', 1))
     tiny_llama(vocab_size=32).save_pretrained(made["other"])
+    made |= {"encoder": folder / "encoder", "shell": folder / "shell"}
+    CLIPConfig().save_pretrained(made["encoder"])
+    LlamaConfig().save_pretrained(made["shell"])
     return made

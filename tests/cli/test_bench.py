@@ -2,30 +2,36 @@
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.generation import stopping_criteria
 
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpeculativeConfig
 from spec_trl.cli import gains
-from spec_trl.cli.gains import GENERATE, Call, Gain, Identity, Way, Work, choose, compare, config_to_paste, measure
+from spec_trl.cli.gains import GENERATE, Call, Gain, Identity, Way, Work, compare, measure
 from spec_trl.cli.main import main
+from spec_trl.cli.recommendation import choose, config_to_paste, recommend
 from spec_trl.generation.engine.statistics import SpeculationStatistics
 from spec_trl.measuring.fill_profile import profile_key
 from spec_trl.measuring.profile_cache import cache_directory
 from tests.cli.sample_run import make_profile
 
 
-WORK = Work([[1, 2, 3]], 64, 1.0)
+WORK = Work([[1, 2, 3]], 80, 1.0)
 
 
 def bench(model: Path, *options: str) -> int:
-    return main(["bench", str(model), "--length", "6", "--seconds", "0.001", "--draft-length", "2", *options])
+    usual = ["--length", "6", "--seconds", "60", "--draft-length", "2", "--dtype", "float64"]
+    return main(["bench", str(model), *usual, *options])
 
 
 def test_all_ways_are_measured_and_compared(
@@ -40,15 +46,16 @@ def test_all_ways_are_measured_and_compared(
     assert "float64" in printed and "torch 2" in printed and "random prompts" in printed
     assert "not possible" not in printed
     for batch in (1, 3):
-        lines = printed.partition(f"batch {batch}, up to 6 tokens per row, median of 1:")[2].splitlines()[2:8]
-        names = ["generate", "none", "self, γ 2", "ngram, γ 2", "history, γ 2", "model, γ 2"]
+        head = f"batch {batch}, up to 6 tokens per row, median of 1. Thin: too little to compare:"
+        lines = printed.partition(head)[2].splitlines()[2:9]
+        names = ["generate", "none", "auto", "self, γ 2", "ngram, γ 2", "history, γ 2", "model, γ 2"]
         for name, line in zip(names, lines, strict=True):
             assert line.strip().startswith(name)
             rows = f"{2 * batch} of {2 * batch}"  # two visits, float64: no row may differ
             assert line.endswith(rows) == (name not in ("generate", "none"))
-            predicted = line.strip().removeprefix(name).split()[3]
-            assert (predicted != "-") == (name not in ("generate", "none"))
-    assert "recommended: " in printed and "no prediction" not in printed
+            predicted = line.strip().removeprefix(name).split()[5]
+            assert (predicted != "-") == (name not in ("generate", "none", "auto"))
+    assert "no recommendation: it needs 64 tokens" in printed and "no prediction" not in printed
 
 
 def test_prompts_of_a_file_greedily(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +66,7 @@ def test_prompts_of_a_file_greedily(model: Path, tmp_path: Path, capsys: pytest.
     assert bench(tmp_path / "model", "--prompts", str(prompts), "--temperature", "0", "--batch", "2") == 0
     printed = capsys.readouterr().out
     assert f"prompts of {prompts}; temperature 0" in printed and "no prediction: no run has calibrated" in printed
-    assert printed.count("4 of 4") == 3
+    assert printed.count("4 of 4") == 4
 
 
 class Clock:
@@ -67,6 +74,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.calls: Counter[Way] = Counter()
 
     def __call__(self) -> float:
         return self.now
@@ -74,14 +82,24 @@ class Clock:
 
 @dataclass(frozen=True, eq=False)
 class FakeWay(Way):
-    """Takes `seconds` for a token, half a second for the prompts, and generates nothing."""
+    """Takes `seconds` for a token, half a second for the prompts, and generates nothing. Its first call compiles for
+    `compiles` seconds; later ones take `slower` times as long each time, as if other work came to the machine."""
 
     seconds: float = 1.0
+    compiles: float = 0.0
+    slower: float = 1.0
 
-    def __call__(self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float]) -> Call:
+    def __call__(
+        self, model: PreTrainedModel, work: Work, seed: int, clock: Callable[[], float], until: float = math.inf
+    ) -> Call | None:
         assert isinstance(clock, Clock)
-        started = clock.now
-        clock.now += 0.5 + self.seconds * work.new_tokens
+        started, factor = clock.now, self.slower ** clock.calls[self]
+        clock.now += 0.5 + (0 if clock.calls[self] else self.compiles)
+        clock.calls[self] += 1
+        for _ in range(work.new_tokens):
+            clock.now += factor * self.seconds
+            if clock.now >= until:
+                return None
         statistics = SpeculationStatistics(self.strategy, phase_seconds={"prefill": 0.5})
         return Call(clock.now - started, [[seed] * work.new_tokens], statistics)
 
@@ -89,9 +107,9 @@ class FakeWay(Way):
 @pytest.mark.parametrize(
     ("seconds", "tokens", "visits"),
     [
-        (1.0, 8, 2),  # the probes alone
-        (4 * (1.5 + 0.4 * 20) + 2 * (1.5 + 0.4 * 8), 20, 4),  # what fits four times
-        (10_000.0, 64, 8),  # all that was asked for
+        (12.0, 8, 2),  # the probes alone
+        (4.5 * (1.5 + 0.4 * 20) + 2 * (1.5 + 0.4 * 8), 20, 4),  # what fits four times and a half
+        (10_000.0, 80, 8),  # all that was asked for
     ],
 )
 def test_as_many_tokens_are_measured_as_the_time_allows(
@@ -104,7 +122,53 @@ def test_as_many_tokens_are_measured_as_the_time_allows(
     assert [len(made) for made in calls.values()] == [visits] * 3
     assert turns[:9] == [GENERATE, "none", "self", "none", "self", GENERATE, GENERATE, "none", "self"][: len(turns)]
     assert [call.completions[0][0] for call in calls[ways[0]]] == list(range(5, 5 + visits))  # a seed per visit
-    assert clock.now <= max(seconds + 0.01, 2 * (1.5 + 0.4 * 8))
+    assert clock.now <= seconds + 0.01
+
+
+@pytest.mark.parametrize(("compiles", "slower"), [(0.0, 1.0), (30.0, 1.0), (0.0, 1.2), (30.0, 3.0)])
+def test_a_slow_or_busy_machine_stops_in_time(compiles: float, slower: float, tiny: LlamaForCausalLM) -> None:
+    for seconds in range(1, 1000, 7):
+        clock = Clock()
+        ways = [
+            FakeWay(strategy, gamma, None, None, 0.5, compiles, slower)
+            for strategy, gamma in [(GENERATE, 0), ("none", 0), ("auto", 0), ("self", 3), ("self", 7), ("ngram", 3)]
+        ]
+        work, calls = measure(tiny, ways, WORK, 0, seconds, clock)
+        unstoppable = 0.5 + compiles + 0.5 * slower ** max(clock.calls.values())  # reading, compiling, one forward
+        assert clock.now <= seconds + unstoppable
+        assert len({len(made) for made in calls.values()}) <= 1 and all(map(len, calls.values()))
+        without_none = {way: made for way, made in calls.items() if way.strategy == GENERATE}
+        assert gains.summarise(tiny, work, 0, without_none, None) == []
+
+
+def test_the_slowest_drafters_are_left_out_where_time_is_short(tiny: LlamaForCausalLM) -> None:
+    ways = [FakeWay(GENERATE, seconds=0.1), FakeWay("none", seconds=0.1), FakeWay("self", 3, seconds=0.5)]
+    ways += [FakeWay("ngram", 3, seconds=0.1), FakeWay("auto", seconds=0.4)]
+    work, calls = measure(tiny, ways, WORK, 0, 250.0, Clock())
+    assert work.new_tokens >= 64 and {len(made) for made in calls.values()} == {4}
+    assert [way.strategy for way in calls] == [GENERATE, "none", "ngram", "auto"]
+
+
+@pytest.mark.parametrize("strategy", [GENERATE, "none", "self"])
+def test_a_call_that_takes_too_long_is_given_up(
+    strategy: str, tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(stopping_criteria, "time", SimpleNamespace(time=clock))
+    way, looked = Way(strategy, 3 if strategy == "self" else 0), []
+    work = Work([[1, 2, 3], [4, 5, 6]], 60, 1.0)
+
+    def slow(self: Any, ids: Any, scores: Any, **_: Any) -> Any:
+        looked.append(clock.now)
+        clock.now += 1.0
+        return is_over(self, ids, scores)
+
+    is_over = stopping_criteria.MaxTimeCriteria.__call__
+    monkeypatch.setattr(stopping_criteria.MaxTimeCriteria, "__call__", slow)
+    assert way(tiny, work, 0, clock, 9.5) is None
+    assert looked == list(range(10))
+    done = way(tiny, work, 0, clock, math.inf)
+    assert done is not None and max(map(len, done.completions)) == 60
 
 
 def call_of(*rows: list[int], seconds: float = 1.0) -> Call:
@@ -123,43 +187,85 @@ def test_a_row_that_differs_is_a_near_tie_or_an_error(tiny: LlamaForCausalLM, mo
     assert compare(tiny, work, 7, [plain], [plain], 3) == Identity(1, 1, 0, 0)
     assert compare(tiny, work, 7, [plain], [other], 3) == Identity(1, 0, 0, 1)  # float64 has next to no noise
     assert compare(tiny, work, 7, [plain], [call_of(row[:5])], 3) == Identity(1, 0, 0, 1)  # ended early
+    assert compare(tiny, work, 7, [plain], [other], 3, until=0.0) == Identity(1, 0, 0, 0, 1)
     monkeypatch.setattr(gains, "logit_noise", lambda *_: 2 * gap)
     assert compare(tiny, work, 7, [plain], [other], 3) == Identity(1, 0, 1, 0)
     assert compare(tiny, work, 7, [plain], [call_of(row[:5])], 3) == Identity(1, 0, 0, 1)
 
 
-def gain_of(way: Way, of_generate: float, **facts: Any) -> Gain:
+def gain_of(way: Way, of_none: float, rows: int = 1, **facts: Any) -> Gain:
     names = ("predicted", "drafting", "acceptance_rate", "block_efficiency", "identity", "failure")
-    return Gain(way, 10.0, of_generate, of_generate, **(dict.fromkeys(names) | facts))
+    usual = {"spread": 0.02, "visits": 3, "tokens": 64.0} | ({"drafting": 1.0, "block_efficiency": 9.0})
+    return Gain(way, rows, 10.0, of_none, of_none, **(dict.fromkeys(names) | usual | facts))
+
+
+GENERATED, NONE, AUTO, SELF, MODEL = (
+    Way(GENERATE), Way("none"), Way("auto"), Way("self", 3), Way("model", 7, None, "small"),
+)  # fmt: skip
+
+
+def chosen(auto: float, own: float, **facts: Any) -> Way | None:
+    found = [gain_of(GENERATED, 1.0), gain_of(NONE, 1.0), gain_of(AUTO, auto), gain_of(SELF, own, **facts)]
+    return choose(found)[0]
 
 
 def test_what_gains_too_little_or_is_wrong_is_not_recommended() -> None:
-    generate, none, self_, model = Way(GENERATE), Way("none"), Way("self", 3), Way("model", 7, None, "small")
-
-    def chosen(plain: float, own: float, **facts: Any) -> Way:
-        return choose([gain_of(generate, 1.0), gain_of(none, plain), gain_of(self_, own, **facts)])[0]
-
-    assert chosen(1.0, 1.04) is generate
-    assert chosen(1.2, 1.22) is none
-    assert chosen(1.2, 1.3) is self_
-    assert chosen(0.8, 1.1) is self_
-    assert chosen(1.0, 9.0, failure="out of memory") is generate
-    assert chosen(1.0, 9.0, identity=Identity(4, 3, 0, 1)) is generate
-    assert chosen(1.0, 9.0, identity=Identity(4, 3, 1, 0)) is self_
+    assert chosen(1.0, 1.04) is None
+    assert chosen(0.9, 0.9) is None
+    assert chosen(1.2, 1.0) is AUTO
+    assert chosen(1.2, 1.24) is AUTO
+    assert chosen(1.2, 1.3) is SELF
+    assert chosen(0.8, 1.1) is SELF
+    assert chosen(1.0, 9.0, failure="out of memory") is None
+    assert chosen(1.0, 9.0, identity=Identity(4, 3, 0, 1)) is None
+    assert chosen(1.0, 9.0, identity=Identity(4, 3, 0, 0, 1)) is None
+    assert chosen(1.0, 9.0, identity=Identity(4, 3, 1, 0)) is SELF
     # Over the batches: 1.1 for self, 2 for the model.
-    many = [gain_of(generate, 1.0), gain_of(none, 1.0), gain_of(self_, 1.1), gain_of(model, 4.0), gain_of(model, 1.0)]
-    way, speedup = choose(many)
-    assert way is model and math.isclose(speedup, 2.0)
+    many = [gain_of(way, gain, rows) for rows in (1, 8) for way, gain in [(GENERATED, 1.0), (NONE, 1.0), (SELF, 1.1)]]
+    way, speedup = choose([*many, gain_of(MODEL, 4.0), gain_of(MODEL, 1.0, 8)])
+    assert way is MODEL and math.isclose(speedup, 2.0)
+    assert choose([*many, gain_of(MODEL, 4.0)])[0] is SELF  # the model was left out at batch 8
 
 
-@pytest.mark.parametrize("way", [Way("none"), Way("self", 7), Way("model", 3, None, "org/small")])
-def test_configs_can_be_pasted(way: Way, tmp_path: Path) -> None:
-    call, config = config_to_paste(way, [3, 7])
+def test_what_tokens_per_block_do_not_explain_is_noise() -> None:
+    assert chosen(1.0, 1.2, block_efficiency=1.0) is None  # nothing was accepted
+    assert chosen(1.0, 1.2, drafting=0.0) is None  # nothing was drafted
+    assert chosen(1.0, 3.0, block_efficiency=1.04) is None
+    found = [gain_of(NONE, 1.0), gain_of(SELF, 3.0, drafting=0.5, block_efficiency=2.0)]
+    assert choose(found) == (SELF, 1.5)
+    assert chosen(1.0, 1.2, spread=0.25) is None
+    assert chosen(1.0, 1.2, spread=0.15) is SELF
+
+
+def test_thin_measurements_recommend_nothing() -> None:
+    def text(*rows: int, **facts: Any) -> str:
+        ways = [(GENERATED, 0.5), (NONE, 1.0), (AUTO, 1.0), (SELF, 1.5)]
+        found = [gain_of(way, gain) for way, gain in ways]
+        found += [gain_of(way, gain, 8, **facts) for way, gain in ways if rows]
+        return recommend(found, "model", "float32", False)
+
+    assert "recommended: self, γ 3, 1.50 times as fast as decoding without drafts\n" in text(8)
+    for thin in ({"tokens": 63}, {"visits": 2}):
+        assert "(of batch 1 alone; batch 8 is thin)" in text(8, **thin)
+        found = [gain_of(NONE, 1.0), gain_of(SELF, 9.0, **thin)]
+        assert "no recommendation" in recommend(found, "model", "float32", False)
+    text_of = [recommend([gain_of(NONE, gain), gain_of(SELF, 1.0)], "model", "float32", False) for gain in (1.0, 0.9)]
+    assert all("nothing here is clearly faster than decoding without drafts; keep" in it for it in text_of)
+    assert ["leave assistant_strategy out" in it for it in text_of] == [False, True]
+
+
+@pytest.mark.parametrize("way", [AUTO, Way("self", 7), Way("model", 3, None, "org/small")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_configs_can_be_pasted_and_do_what_was_measured(way: Way, dtype: str, tmp_path: Path) -> None:
+    call, config = config_to_paste(way, dtype, False)
     arguments = eval(f"dict({call})", {"SpeculativeConfig": SpeculativeConfig})
     assert (arguments["assistant_strategy"], arguments.get("assistant_model")) == (way.strategy, way.assistant)
-    options = f"output_dir={str(tmp_path)!r}, bf16=False, "
-    made = eval(config.replace("SpecGRPOConfig(", f"SpecGRPOConfig({options}"), {"SpecGRPOConfig": SpecGRPOConfig})
+    assert arguments.get("speculative_config", SpeculativeConfig()) == way.config
+    names = {"SpecGRPOConfig": SpecGRPOConfig, "torch": torch}
+    options = f"output_dir={str(tmp_path)!r}, use_cpu=True, "
+    made = eval(config.replace("SpecGRPOConfig(", f"SpecGRPOConfig({options}"), names)
     assert (made.assistant_strategy, made.assistant_model) == (way.strategy, way.assistant)
+    assert made.bf16 is False
+    assert (made.model_init_kwargs or {}).get("dtype", "float32") in (dtype, getattr(torch, dtype))
     if way.draft_length:
-        assert arguments["speculative_config"].draft_length == way.draft_length
-        assert made.speculative_config().draft_length == way.draft_length
+        assert (made.speculative_config().draft_length, made.sd_toggle) == (way.draft_length, "always")

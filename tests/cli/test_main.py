@@ -3,8 +3,10 @@
 import argparse
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,18 @@ def test_help_explains_every_command_and_option_and_its_examples_parse(
         words = shlex.split(line)
         assert words[:2] == ["spec-trl", name]
         build_parser().parse_args(words[1:])
+
+
+def test_the_version_names_what_matters_and_imports_none_of_it() -> None:
+    code = (
+        "import sys, spec_trl_command; sys.argv = ['spec-trl', '--version']\n"
+        "try: spec_trl_command.main()\n"
+        "except SystemExit as stop: print(stop.code, sorted({'torch', 'transformers', 'trl'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    first, last = done.stdout.splitlines()
+    assert last == "0 []"
+    assert first.endswith(f"transformers {metadata.version('transformers')}, torch {metadata.version('torch')}, "
+                          f"trl {metadata.version('trl')}")  # fmt: skip
+    assert first.startswith("spec_trl ")

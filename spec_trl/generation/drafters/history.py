@@ -28,6 +28,11 @@ _PARTS = {
 """Tensors of a saved history."""
 
 
+MOST_INDEXED = 1 << 15
+"""Tokens of a prompt's earlier texts, the newest, that a generation looks in: indexing so many takes a tenth of a
+second, and a prompt that is asked a thousand times would take seconds."""
+
+
 class HistoryDrafter(Drafter):
     """Proposes what followed the longest suffix match in the texts of a row's prompt: completions of earlier
     generations (epochs), those of its group siblings, in flight or finished, and the row's own text.
@@ -127,7 +132,8 @@ class _Prompt:
 class RolloutHistory:
     """Completions by prompt, the newest `max_tokens` tokens of them.
 
-    At rest a text takes four bytes per token. Only the prompts in flight have a suffix index. When the bound is
+    At rest a text takes four bytes per token. Only the prompts in flight have a suffix index, of `MOST_INDEXED` tokens
+    and what is added meanwhile. When the bound is
     reached the oldest texts go first: in epochs, the prompt that was used least recently is the next to come. A text
     in flight that has to go is not continued, and its row gets no more drafts.
 
@@ -180,9 +186,11 @@ class RolloutHistory:
         if index is None:
             index = prompt.index = SuffixIndex(prompt.tokens)
             self._indexed.add(prompt)
-            prompt.grown = [(each, len(each.tokens)) for each in prompt.texts]
-            for each in prompt.texts:
-                each.node, each.indexed = index.root, 0
+            room = MOST_INDEXED
+            for each in reversed(prompt.texts):
+                each.node, each.indexed = index.root, 0 if room > 0 else len(each.tokens)
+                room -= len(each.tokens)
+            prompt.grown = [(each, len(each.tokens)) for each in prompt.texts if not each.indexed]
         for each, end in prompt.grown:
             each.node, each.indexed = index.extend(each.node, each.tokens[each.indexed : end]), end
         prompt.grown.clear()

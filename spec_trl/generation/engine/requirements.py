@@ -30,6 +30,7 @@ TRANSFORMERS = ">=5.17,<5.25"
 _REFUSED_TYPES = {
     "roformer": "its rotary positions are one table for all rows",
     "kosmos-2": "its positions begin after the padding token's id",
+    "dory": "its loops keep their K/V in copies of the cache's layers",
     "kosmos-2.5": "its positions begin after the padding token's id",
     "paligemma": "tokens of its prompts attend in both directions",
     "doge": "its masks depend on what the tokens say",

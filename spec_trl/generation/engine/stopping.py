@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from .outcome import Bools, Integers
 from .processors import PrefixView, is_known, needs_batch
@@ -16,7 +16,8 @@ class Stopping:
         self._prefixes = prefixes
         eos = [c.eos_token_id.view(-1).tolist() for c in criteria if type(c) is EosTokenCriteria]
         self._eos = np.array(sum(eos, []), np.int64)  # [ids]
-        rest = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        self._of_time = [c for c in criteria if type(c) is MaxTimeCriteria]  # looks at no token
+        rest = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)]
         self._of_batch: list[StoppingCriteria] = [c for c in rest if needs_batch(c)]
         self._by_prefix: list[StoppingCriteria] = [c for c in rest if not needs_batch(c)]
         self._may_refuse = not all(map(is_known, self._by_prefix))
@@ -47,6 +48,8 @@ class Stopping:
                 ends |= first <= keep
                 keep = np.minimum(keep, first)
         rows = self._prefixes.rows
+        if any(bool(clock(rows.tokens[:1], None)) for clock in self._of_time):  # the next token is the last, as there
+            keep, ends = np.minimum(keep, 1), np.ones_like(ends)
         for criterion in self._of_batch:
             stopped = rows.tokens.new_zeros(len(keep), dtype=torch.bool) | criterion(self._prefixes.batch(1), None)
             ends |= stopped[rows.requests].cpu().numpy()

@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from spec_trl import release
+from spec_trl.generation import kept
 from spec_trl.generation.drafters.history import HistoryDrafter, RolloutHistory, Text
 from spec_trl.generation.drafters.suffix_index import SuffixIndex
 from spec_trl.generation.engine.rows import Request
@@ -266,3 +268,45 @@ def test_the_second_time_all_is_accepted(tiny) -> None:
     assert len(set(second.lengths.tolist())) > 2
     assert second.statistics.acceptance_rate == 1 > first.statistics.acceptance_rate
     assert second.statistics.block_efficiency > 3
+
+
+def test_calls_on_one_model_remember(tiny) -> None:
+    """Greedily a second call drafts what the first one wrote; released, or with another bound, it knows nothing."""
+    prompts, options = pad_left(random_rows([5, 9])), dict(do_sample=False, max_new_tokens=40)
+    expected = outputs(generate(tiny, prompts, "none", **options))
+    release(tiny)
+    rates = []
+    for config, first in [({}, True), ({}, False), ({"history_max_tokens": 1000}, True), ({}, True), ({}, False)]:
+        result = generate(tiny, prompts, "history", config, **options)
+        assert outputs(result) == expected and result.statistics.total.drafted > 0
+        rates.append(result.statistics.acceptance_rate)
+        assert (rates[-1] == rates[0]) is first
+    assert rates[1] == 1 > rates[0]
+    release(tiny)
+    assert generate(tiny, prompts, "history", **options).statistics.acceptance_rate == rates[0]
+    release(tiny)
+
+
+def test_what_calls_remember_is_bounded(tiny) -> None:
+    for seed in range(4):
+        generate(tiny, pad_left(random_rows([5], seed=seed)), "history", {"history_max_tokens": 60}, max_new_tokens=40)
+    history = kept.look(tiny, "history").history
+    assert 40 <= len(history) <= 60
+    release(tiny)
+    assert kept.look(tiny, "history") is None
+
+
+def test_a_prompt_that_is_asked_often_is_looked_up_in_its_newest_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spec_trl.generation.drafters.history.MOST_INDEXED", 8)
+    history, key = RolloutHistory(UNBOUNDED), array("q", [1, 2]).tobytes()
+    for follow in (50, 60, 70):
+        history.extend(history.start(key), [7, 8, 9, follow, follow + 1])
+    text, older = history.start(key), history._texts[0]
+    history.extend(text, [7, 8, 9])
+    assert history.propose(text, 2) == [70, 71]
+    newer = history.start(key)
+    history.extend(newer, [50])  # stands in the oldest text alone
+    assert history.propose(newer, 1) != [51]
+    index = text.prompt.index
+    history.extend(older, [70])  # in flight yet, and not in the index: it goes on from where it is
+    assert history.propose(older, 1) == [71] and text.prompt.index is index
