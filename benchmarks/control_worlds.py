@@ -152,12 +152,15 @@ class World:
 
 @dataclass(frozen=True)
 class Noise:
-    """What measured times are off by: noise of each round, a slow drift, and a burst of contention."""
+    """What measured times are off by: noise of each round, a slow drift, a burst of contention, and single rounds that
+    compile, or wait for memory or for another process."""
 
     spread: float = 0.0  # sd of the logarithm
     drift: float = 0.0
     burst: tuple[int, int, int] | None = None  # rollout, and its rounds from, to, that seem three times as long
     seed: int = 0
+    first: float = 1.0  # how many times as long the first round of all seems
+    shocks: float = 0.0  # share of rounds that seem 2 to 1,000 times as long
 
     def factor(self, rollout: int, number: int, clock: float) -> float:
         """Of round `number`, at `clock` seconds of the world."""
@@ -166,16 +169,25 @@ class Noise:
         factor *= 1 + self.drift * math.sin(clock / 60 + self.seed)
         if self.burst and self.burst[0] == rollout and self.burst[1] <= number < self.burst[2]:
             factor *= 3.0
+        if (rollout, number) == (0, 0):
+            factor *= self.first
+        if self.shocks and own.random() < self.shocks:
+            factor *= math.exp(own.uniform(math.log(2), math.log(1000)))
         return factor
 
 
-NOISES = ("0%", "5%", "20%", "burst")
+NOISES = ("0%", "5%", "20%", "burst", "first", "shocks")
 
 
 def noise_named(name: str, seed: int) -> Noise:
-    """One of `NOISES`; bursts come in the first rounds of all, or later."""
+    """One of `NOISES`. Bursts come in the first rounds of all, or later. Where rounds take 5 ms, a first round that
+    compiles takes 0.1, 1 or 5 s."""
     if name == "burst":
         return Noise(0.05, 0.0, (0, 0, 50) if seed % 2 == 0 else (3, 10, 50), seed)
+    if name == "first":
+        return Noise(0.05, 0.05, None, seed, first=(20.0, 200.0, 1000.0)[seed % 3])
+    if name == "shocks":
+        return Noise(0.05, 0.05, None, seed, shocks=0.01)
     return {"0%": Noise(seed=seed), "5%": Noise(0.05, 0.05, None, seed), "20%": Noise(0.20, 0.10, None, seed)}[name]
 
 

@@ -1,6 +1,11 @@
 """What a control says about a rollout: its prediction, and why rows drafted or did not."""
 
+import math
 from dataclasses import dataclass
+
+
+INCOME = 0.015  # share of an autoregressive round that each round adds to the account: what trials may cost in the end
+MOST_SAVED = 8.0  # autoregressive rounds that the account holds or owes at most: what is long ago counts no more
 
 
 @dataclass(frozen=True)
@@ -32,3 +37,13 @@ def decision(speedup: float, margin: float) -> str:
         return "speculating"
     asked = f", since sd_margin asks for {1 + margin:.2f}×" if speedup >= 1 else ""
     return f"decoding plainly{asked}"
+
+
+def no_budget(worst: float, saved: float) -> str:
+    """Says why something that promises enough is not tried: the trial may cost `worst` autoregressive rounds, and the
+    account holds `saved`."""
+    if worst > MOST_SAVED:
+        remedy = 'sd_toggle="always" drafts without trials'
+        return f"decoding plainly, since a trial may cost more than {MOST_SAVED:.0f} rounds; {remedy}"
+    rounds = math.ceil((worst - saved) / INCOME)
+    return f"decoding plainly for about {rounds} more rounds, until the account covers a trial (longer completions help)"

@@ -14,14 +14,17 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 DRIFT = 0.02  # sd by which the machine's level moves in a round, and plain rounds of one size are off; log seconds
 CELL_ERROR = 0.1  # sd of log(measured / predicted) of a plan and size beyond its method's, and of a calibrated method
 NOISE = 0.02, 0.05  # least, and first, sd of a round's time: formulas are no truer than 2 %
 SURPRISE = 3.0  # sds beyond which something has jumped: a machine's noise has such errors once in 400 rounds
+SHOCKS = 20  # rounds of which one of a kind may be set aside as a shock; more of them are what such rounds take
 FADE = 0.95  # weight of the noise and of a row's evidence one round, and of all evidence one rollout, later
 FIRST_GUESS = 0.6, 2.0  # acceptance of a method that never drafted, and the draft positions that this guess counts
 LIKENESS = 15.0  # draft positions that a method counts for beside a prompt's own, and a prompt beside a row's own
+VERSION = 2  # of the state of `Times`
 MOST_PROMPTS = 4096  # prompts that are remembered; those that came last stay
 
 
@@ -53,37 +56,55 @@ class Times:
         self._mean, self._covariance = np.zeros(1), np.ones((1, 1))  # [terms], [terms, terms]
         self._noise = NOISE[1] ** 2
         self._last: Kind | None = None
+        self._next_shock: dict[Kind, int] = {}  # the round from which on one of the kind may be set aside again
         self.rounds = 0
 
-    def observe(self, kind: Kind, *log_ratios: float) -> None:
-        """Takes rounds in a row: log(measured / predicted) of each."""
-        rounds, log_ratio = len(log_ratios), float(np.mean(log_ratios))
-        self.rounds += rounds
-        own = self._terms(kind)
-        mean, covariance, places = self._mean, self._covariance, [0, *own]
-        covariance[0, 0] += rounds * DRIFT**2
+    def observe(self, kind: Kind, *log_ratios: float) -> Bools:
+        """Takes rounds in a row: log(measured / predicted), finite numbers.
+
+        Returns:
+            `[rounds]`: which of them count. One round of a kind in `SHOCKS` that took far longer than expected is set
+            aside: it compiled, or touched memory for the first time, and the next ones will not.
+        """
+        ratios, counts = np.array(log_ratios), np.ones(len(log_ratios), dtype=bool)
+        terms = self._terms(kind)
+        mean, covariance, places = self._mean, self._covariance, [0, *terms]
+        covariance[0, 0] += len(ratios) * DRIFT**2
         if kind.methods:  # drafts that got slower look like a slower machine, until an autoregressive round tells
             plain = [place for name, place in self._places.items() if isinstance(name, Kind) and not name.methods]
-            covariance[plain, plain] += rounds * DRIFT**2
-        error = log_ratio - mean[places].sum()
+            covariance[plain, plain] += len(ratios) * DRIFT**2
+        longest = int(ratios.argmax())
+        others = np.delete(ratios, longest)
+        expected, spread = mean[places].sum(), covariance[np.ix_(places, places)].sum() + self._noise
+        if len(others):
+            expected, spread = others.mean(), self._noise * (1 + 1 / len(others))
+        if ratios[longest] - expected > SURPRISE * math.sqrt(spread) and self.rounds >= self._next_shock.get(kind, 0):
+            counts[longest] = False
+            self._next_shock[kind] = self.rounds + len(ratios) + SHOCKS
+        self.rounds += len(ratios)
+        ratios = ratios[counts]
+        if not len(ratios):
+            return counts
+        error = float(ratios.mean()) - mean[places].sum()
         cross = covariance[:, places].sum(1)  # [terms]
-        spread = cross[places].sum() + self._noise / rounds
+        spread = cross[places].sum() + self._noise / len(ratios)
         surprise = error * error / spread
         scatter, told = surprise * self._noise, 1  # how far it was off, or rounds were from each other
-        if rounds > 1:
-            scatter, told = float(np.var(log_ratios, ddof=1)), rounds - 1
+        if len(ratios) > 1:
+            scatter, told = float(ratios.var(ddof=1)), len(ratios) - 1
         scatter = max(min(scatter, SURPRISE**2 * self._noise), NOISE[0] ** 2)
         self._noise += (scatter - self._noise) * told / (FADE / (1 - FADE) + told)
         if surprise > SURPRISE**2:
-            # The machine has jumped; or, where the kind is new, its prediction is off.
+            # The machine has jumped; or, where drafts ran, their prediction is off: an autoregressive round will tell.
             covariance[0, 0] += error * error
-            if kind != self._last:
-                covariance[own, own] += error * error / len(own)
+            if kind.methods and kind != self._last:
+                covariance[terms, terms] += error * error / len(terms)
             cross = covariance[:, places].sum(1)
-            spread = cross[places].sum() + self._noise / rounds
+            spread = cross[places].sum() + self._noise / len(ratios)
         self._last = kind
         mean += cross * (error / spread)
         covariance -= np.outer(cross, cross / spread)
+        return counts
 
     def weights(self, kinds: Sequence[Kind], baseline: Kind) -> Floats:
         """`[kinds, terms]`: by which terms rounds of `kinds` differ from `baseline`, an autoregressive one."""
@@ -132,6 +153,7 @@ class Times:
         """What a checkpoint keeps; JSON."""
         terms = [[*name] if isinstance(name, Kind) else name for name in self._places]
         return {
+            "version": VERSION,
             "terms": terms,
             "mean": self._mean.tolist(),
             "covariance": self._covariance.tolist(),
@@ -140,7 +162,10 @@ class Times:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave. The machine may be another: its level is as open as at first."""
+        """Goes on from what `state_dict` gave. The machine may be another: its level is as open as at first. What
+        releases before `VERSION` wrote is left out: there one round that compiled could rule out drafts for good."""
+        if state.get("version") != VERSION:
+            return
         names = [
             each if isinstance(each, str) else Kind(tuple(each[0]), tuple(each[1]), each[2]) for each in state["terms"]
         ]
@@ -154,7 +179,7 @@ class Times:
         self._places = {name: place for place, name in enumerate(names)}
         self._mean, self._covariance = mean, covariance
         self._covariance[0, 0] += 1.0
-        self._noise, self.rounds, self._last = state["noise"], state["rounds"], None
+        self._noise, self.rounds, self._next_shock = state["noise"], state["rounds"], {}
 
 
 @dataclass

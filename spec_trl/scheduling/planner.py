@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .account import Account, promise, too_many_rows
+from .account import FAILED, INCOME, MOST_SAVED, Account, decision, no_budget, promise, too_many_rows
 from .assignment import YARDSTICK, further_method
 from .control import Candidate, Chain, Control, RoundSeconds, Tally
 from .ladder import NO_METHOD
@@ -22,9 +22,7 @@ from .plain_decoding import PlainRounds
 
 
 SHARE = 0.005  # of a rollout's time that each may take: planning, and each lookup that drafts beside rounds
-INCOME = 0.015  # share of an autoregressive round that each round adds to the account: what trials may cost in the end
 CARRIED = 1.0  # autoregressive rounds of the account that pass on to the next rollout, which may be short
-MOST_SAVED = 8.0  # autoregressive rounds that the account holds or owes at most: what is long ago counts no more
 KNOWN = 0.05  # variance of an arm's log seconds beside plain rounds' up to which what it gains is credited in full
 CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
 
@@ -52,6 +50,7 @@ class _Table(NamedTuple):
     seconds: Floats  # [arms, B], predicted of rounds of 1 to B rows
     plain: float  # of an autoregressive round of B rows
     weights: Floats  # [arms, terms], see `Times.weights`
+    most: Floats  # [arms], log of the most tokens that a round may commit for a row: γ + 1
     drafts: Integers  # [arms, 2], places of their drafters at their γ in `Drafts.variances`
 
 
@@ -71,9 +70,7 @@ class _Kept:
     plain: float = math.nan  # seconds of an autoregressive round instead, by what was known
     gain: float = math.nan  # expected, of the tokens per second
     variance: float = math.nan  # of its logarithm, for want of rounds
-    measured: list[float] = field(default_factory=list)  # seconds of each round
-    seconds: float = 0.0
-    tokens: int = 0
+    measured: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of each round
     verdicts: list[tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]] = field(default_factory=list)
 
     @property
@@ -84,7 +81,8 @@ class _Kept:
     @property
     def loses(self) -> bool:
         """Whether drafts took longer, so far, than autoregressive rounds for the same tokens."""
-        return bool(self.chains) and self.seconds * self.batch > self.tokens * self.plain
+        seconds, tokens = map(sum, zip(*self.measured, strict=True)) if self.measured else (0.0, 0)
+        return bool(self.chains) and seconds * self.batch > tokens * self.plain
 
 
 class Planner(Control):
@@ -233,7 +231,7 @@ class Planner(Control):
         """The arm of largest optimistic gain that the account covers; `gains` `[arms]` are the predicted ones."""
         offsets, variances = self.times.offsets(table.weights)
         unsure = self.drafts.variances(int(self._lengths[-1])).ravel()[table.drafts].max(1)  # [arms]
-        gains = gains - offsets
+        gains = np.minimum(gains - offsets, table.most)  # no draft makes a round shorter
         # Each of its rounds commits a token per row at least, so it costs at most this many autoregressive rounds.
         ratios = table.seconds[:, -1] / table.plain * np.exp(offsets)
         tokens = np.maximum(np.exp(gains - CAUTION * np.sqrt(unsure)) * ratios, 1.0)
@@ -244,17 +242,32 @@ class Planner(Control):
         best = int(hopes.argmax())
         self._gain, self._variance = math.exp(gains[best]), float(variances[best])
         chosen = table.arms[best] if hopes[best] > 0 else PLAIN
-        self._say(chosen, table.arms[int(gains.argmax())], math.exp(gains.max()))
+        if chosen.chains:
+            self._say(chosen, self._gain, "drafting")
+        else:
+            self._say_why_not(table.arms, gains, worst)
         return chosen
 
-    def _say(self, chosen: Arm, best: Arm, gain: float) -> None:
-        """Keeps what is said of the rollout: of its newest draft, or else of what promised most."""
-        if not chosen.chains and any(tally.rounds for tally in self.tallies):
-            return
-        arm, gain = (chosen, self._gain) if chosen.chains else (best, gain)
+    def _say(self, arm: Arm, gain: float, then: str) -> None:
+        """Keeps what is said of the rollout: `arm` promises `gain`, and `then` what follows from it."""
         names = " and ".join(f'"{self.candidates[which].name}" (γ = {length})' for which, length in arm.chains)
         said = promise(names, gain, self._batch, self._length_then, by="promises")
-        self._said = Account(gain, f"{said}: {'drafting' if chosen.chains else 'not drafting'}")
+        self._said = Account(gain, f"{said}: {then}")
+
+    def _say_why_not(self, arms: Sequence[Arm], gains: Floats, worst: Floats) -> None:
+        """Says of the arm that promises most why it does not draft; nothing after drafts of this rollout."""
+        if any(tally.rounds for tally in self.tallies):
+            return
+        served = [self._may_draft(arm) for arm in arms]
+        if not any(served):
+            failed = len(self._dropped) == len(self.candidates)
+            most = max(candidate.max_rows for candidate in self.candidates)
+            self._said = Account(None, FAILED if failed else too_many_rows(self._batch, most))
+            return
+        best = int(np.where(served, gains, -np.inf).argmax())
+        gain = math.exp(gains[best])
+        too_little = gain < 1 + self._margin
+        self._say(arms[best], gain, decision(gain, self._margin) if too_little else no_budget(worst[best], self.saved))
 
     def _may_draft(self, arm: Arm) -> bool:
         if arm.race and self._batch * (1 + arm.width) > self._budget:
@@ -304,6 +317,7 @@ class Planner(Control):
                 np.array([self._seconds(arm)[:batch] for arm in arms]),
                 self._seconds(PLAIN)[batch - 1],
                 self.times.weights([self._kind(arm, batch) for arm in arms], self._kind(PLAIN, batch)),
+                np.log1p([max(length for _, length in arm.chains) for arm in arms]),
                 np.array([(own[0], own[-1]) for own in places]),
             )
         return self._tables[key]
@@ -331,11 +345,9 @@ class Planner(Control):
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         kept = self._kept
         kept.passed += seconds
-        if kept.failed or not is_typical or draft_length < kept.width:
+        if kept.failed or not is_typical or draft_length < kept.width or seconds <= 0:
             return  # forwards were captured, or these were a rollout's last rounds: they are of no kind
-        kept.measured.append(seconds)
-        kept.seconds += seconds
-        kept.tokens += tokens
+        kept.measured.append((seconds, tokens))
 
     def overheard(
         self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
@@ -346,20 +358,23 @@ class Planner(Control):
         """Writes to the ledger, the account and the tallies what the rounds of the plan that was kept did."""
         kept = self._kept
         if rounds := len(kept.measured):
-            self.times.observe(self._kind(kept.arm, kept.batch), *np.log(np.array(kept.measured) / kept.predicted))
+            measured = np.array(kept.measured)  # [rounds, 2], seconds and tokens
+            counts = self.times.observe(self._kind(kept.arm, kept.batch), *np.log(measured[:, 0] / kept.predicted))
             gained = 0.0
             if kept.arm.chains:
                 plain = self._plain_seconds()
                 # After a jump of the machine drafts may seem cheap, as nothing else was measured: no credit for that.
                 doubt = math.sqrt(max(kept.variance - KNOWN, 0.0))
-                gained = kept.tokens / kept.batch - kept.seconds / plain * math.exp(CAUTION * doubt)
+                seconds, tokens = measured[counts].sum(0)
+                gained = tokens / kept.batch - seconds / plain * math.exp(CAUTION * doubt)
+                seconds, tokens = measured.sum(0).tolist()
                 for which, _ in kept.arm.chains:  # a race or a mixture counts for both
                     self.tallies[which] += Tally(
-                        rounds, rounds * kept.batch, kept.tokens, kept.seconds,
-                        plain * kept.tokens / kept.batch, rounds * kept.gain, rounds,
+                        rounds, rounds * kept.batch, int(tokens), seconds,
+                        plain * tokens / kept.batch, rounds * kept.gain, rounds,
                     )  # fmt: skip
             self.saved = min(max(self.saved + INCOME * rounds + gained, -MOST_SAVED), MOST_SAVED)
-            kept.measured, kept.seconds, kept.tokens = [], 0.0, 0
+            kept.measured = []
         for which in {which for accepted, _ in kept.verdicts for which in accepted}:
             of_rounds = [(accepted[which], drafted[which]) for accepted, drafted in kept.verdicts if which in accepted]
             right, tried = np.array(of_rounds).swapaxes(0, 1)  # [R, B] each; -1: no draft

@@ -9,6 +9,7 @@ from .run_log import Record, RolloutRecord, Run, RunHeader, StepRecord
 
 NOTABLE = 0.05
 """Seconds: less prints as 0.0."""
+MORE = "Drafts pay with larger weights, fewer rows at a time, or texts that repeat."
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Verdict:
         if not self.drafted_rounds:
             why = "" if self.reason is None else f" ({self.reason})"
             extra = f"; {costs} took {_text(-self.saved)}" if -self.saved >= NOTABLE else ""
-            return f"nothing was drafted{why}: rollouts were plain decoding{extra}."
+            return f"nothing was drafted{why}: rollouts were plain decoding{extra}. {MORE}"
         share = f"drafting in {self.drafted_rounds / self.rounds:.0%} of rounds"
         if len(self.rounds_of) > 1:
             each = sorted(self.rounds_of.items(), key=lambda item: -item[1])

@@ -11,6 +11,7 @@ import pytest
 from spec_trl.cli.main import main
 from spec_trl.generation.engine.timeline import PlanChange, RequestTimeline
 from spec_trl.trainers.run_log import LOG_FILE, RoundPoint, RunLog, read_run
+from spec_trl.trainers.verdict import MORE
 from tests.cli.sample_run import make_header, make_rollout
 
 
@@ -66,7 +67,8 @@ def test_a_run_without_speculation_says_so_in_one_line_each(
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert printed.count("no training rollout speculated.") == 4
-    assert "Verdict: nothing was drafted: rollouts were plain decoding." in printed  # an older log has no reason
+    # An older log has no reason.
+    assert f"Verdict: nothing was drafted: rollouts were plain decoding. {MORE}" in printed
     assert "Step time: no step was logged." in printed
     assert "Who drafted for whom: no rollout that speculated logged it." in printed
     assert "Toggle boundary: the run used no profile; name one with --profile." in printed

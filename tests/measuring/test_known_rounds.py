@@ -76,6 +76,28 @@ def test_it_is_written_when_rounds_have_doubled(probed: list[int], cache: Path) 
     assert len(probed) == 1
 
 
+def test_times_of_an_earlier_release_are_measured_anew(
+    probed: list[int], cache: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The probe of that file stays. No warning: nothing is broken."""
+    watched(known(), FEWEST_ROUNDS)
+    (path,) = cache.glob("*.rounds.json")
+    earlier = json.loads(path.read_text())
+    del earlier["times"]["version"]
+    path.write_text(json.dumps(earlier))
+    again = known()
+    assert again.times.rounds == again.saved == 0 and len(probed) == 1 and not recwarn.list
+    assert watched(again, FEWEST_ROUNDS).saved == FEWEST_ROUNDS and known().times.rounds == FEWEST_ROUNDS
+
+
+def test_two_processes_on_one_cache(probed: list[int], cache: Path) -> None:
+    """Both began with nothing; the one that writes last is read."""
+    one, other = known(), known()
+    watched(one, FEWEST_ROUNDS)
+    watched(other, 2 * FEWEST_ROUNDS)
+    assert known().times.rounds == 2 * FEWEST_ROUNDS and len(probed) == 2
+
+
 def test_a_broken_file_is_left_aside(probed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched(known(), FEWEST_ROUNDS)
     (path,) = cache.glob("*.rounds.json")

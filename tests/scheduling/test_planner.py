@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spec_trl.scheduling.account import INCOME, MOST_SAVED
 from spec_trl.scheduling.control import Candidate, Chain
 from spec_trl.scheduling.ledger import FADE, Drafts, Kind, Times
 from spec_trl.scheduling.plain_decoding import PlainRounds
-from spec_trl.scheduling.planner import CARRIED, INCOME, MOST_SAVED, SHARE, Planner
+from spec_trl.scheduling.planner import CARRIED, SHARE, Planner
 
 
 def flat(cycle: float) -> Callable[[Mapping[str, int], int, int, float], float]:
@@ -262,7 +263,7 @@ def ticking(seconds: float) -> Callable[[], float]:
 
 
 def test_a_plan_is_kept_until_planning_is_a_small_share_of_the_time() -> None:
-    control = planner(1.0, clock=ticking(0.001))
+    control = planner(4.0, clock=ticking(0.001))
     control.begin(2, ["a", "b"])
     made = []
     for _ in range(300):
@@ -313,9 +314,13 @@ def test_a_drafter_that_fails_while_its_plan_is_kept(in_the_round: bool) -> None
 
 
 def test_a_debt_is_bounded() -> None:
-    """A round of minutes, as where another rank packs its copy, is not paid back by thousands of rounds."""
+    """Rounds of minutes, as where another rank packs its copy, are not paid back by thousands of rounds; a single one
+    costs nothing."""
     control = planner(0.5)
     drive(control, 6, [1000.0], 0.5, 10)
+    assert control.saved > 0
+    control = planner(0.5)
+    drive(control, 6, [1000.0, 1000.0], 0.5, 10)
     assert -MOST_SAVED <= control.saved < -0.9 * MOST_SAVED
 
 

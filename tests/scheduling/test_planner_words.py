@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+from spec_trl.scheduling.account import Account
 from spec_trl.scheduling.control import Candidate
-from spec_trl.scheduling.ledger import Drafts, Times
+from spec_trl.scheduling.ledger import Drafts, Kind, Times
 from spec_trl.scheduling.planner import Planner
 from spec_trl.scheduling.round_costs import RooflineRounds
 from tests.scheduling.test_toggle import A100
@@ -52,7 +53,51 @@ def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
     assert not control.plan([0, 1], 100.0, 0)
     said = control.account()
     assert said.predicted_speedup is not None and 1 / 1.2 <= said.predicted_speedup < 0.9  # by a single token each
-    assert said.reason == f'"self" (γ = 5) promises {said.predicted_speedup:.2f}× at 2 rows × 100 tokens: not drafting'
+    promised = f'"self" (γ = 5) promises {said.predicted_speedup:.2f}× at 2 rows × 100 tokens'
+    assert said.reason == f"{promised}: decoding plainly"
+
+
+@pytest.mark.parametrize(
+    ("error", "margin", "why"),
+    [
+        (0.2, 2.0, "decoding plainly, since sd_margin asks for 3.00×"),
+        (0.5, 0.05, "decoding plainly for about 43 more rounds, until the account covers a trial"),
+        (3.0, 0.05, 'decoding plainly, since a trial may cost more than 8 rounds; sd_toggle="always" drafts'),
+    ],
+)
+def test_what_promises_something_and_is_not_tried_says_why(error: float, margin: float, why: str) -> None:
+    """Below the margin; the account holds too little yet; it never holds enough."""
+    candidate, drafts = Candidate("self", 5, 1.0, 64), Drafts(["self"], [False])
+    control = Planner([candidate], [5], seconds, Times(error), drafts, margin, clock=lambda: 0.0)
+    control.begin(1, ["a"])
+    accept(control, 0, [1])  # two tokens in 1.2 rounds
+    assert not control.plan([0], 100.0, 0)
+    assert control.account().reason.startswith(f'"self" (γ = 5) promises 1.67× at 1 row × 100 tokens: {why}')
+
+
+def test_who_cannot_draft_is_said() -> None:
+    for most, why in ((1, "more rows (2) than the drafter's kernels serve (1)"), (64, "the drafter failed")):
+        control = planner("self", most=most)
+        control.begin(2, ["a", "b"])
+        if most == 64:
+            control.drop(0)
+        assert not control.plan([0, 1], 100.0, 0)
+        assert control.account() == Account(None, why)
+
+
+def test_nothing_promises_more_than_its_tokens() -> None:
+    """Where drafts seem to make a round shorter, as after a wrong measurement of autoregressive rounds."""
+    control = planner("self")
+    control.begin(1, ["a"])
+    accept(control, 0, [5])
+    plain = Kind((), (0,), 1)
+    for ratio in (0.0, 6.0, 6.0):  # the machine jumps, and drafts are predicted as before
+        control.times.observe(plain, ratio)
+    control.times._mean[0] = 0.0
+    control.times._mean[control.times._places[plain]] = 6.0
+    control.plan([0], 100.0, 0)
+    promised = control.account().predicted_speedup
+    assert promised is not None and 5.0 < promised <= 6.0
 
 
 def test_the_newest_draft_is_said() -> None:

@@ -7,8 +7,12 @@ from benchmarks.control_worlds import CELLS, Cell, World
 
 
 @pytest.mark.parametrize(
-    ("noise", "planning", "regret"), [("0%", 0.0, 0.09), ("20%", 0.0, 0.12), ("burst", 0.0, 0.1), ("20%", 0.06, 0.15)]
-)
+    ("noise", "planning", "regret"),
+    [
+        ("0%", 0.0, 0.09), ("20%", 0.0, 0.12), ("burst", 0.0, 0.1), ("20%", 0.06, 0.15), ("first", 0.0, 0.09),
+        ("shocks", 0.0, 0.09),
+    ],
+)  # fmt: skip
 def test_small_batches_stay_near_the_oracle_and_are_never_slower(noise: str, planning: float, regret: float) -> None:
     """Rows are few, so little is known: the hardest cells. The whole table is `benchmarks/control_regret.py`'s."""
     worlds = [World(cell, seed) for cell in CELLS if cell.batch <= 4 for seed in (0, 1)]

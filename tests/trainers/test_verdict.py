@@ -18,7 +18,7 @@ from spec_trl.scheduling.control import AlwaysSpeculate, Candidate, Tally
 from spec_trl.trainers import rollout_totals, run_log
 from spec_trl.trainers.rollout_totals import RolloutTotals, metrics
 from spec_trl.trainers.run_log import LOG_FILE, RolloutRecord, RunLog, read_run
-from spec_trl.trainers.verdict import Verdict, verdict_of
+from spec_trl.trainers.verdict import MORE, Verdict, verdict_of
 from tests.cli.sample_run import make_header, make_rollout, make_step
 
 
@@ -52,8 +52,8 @@ DRAFTED, NOT_DRAFTED = (run_log.RoundPoint(8, 100.0, gamma, 20, 0.1, 480) for ga
             f"rollouts 0.74× of plain decoding, {ADAPTED}",
             [make_header(calibration_seconds=3.0), rollout(0, 10.0, 12.5), make_step(1, phases={"adaptation": 4.0})],
         ),
-        (f"{NOTHING}; calibration and refresh took 101 s.", [make_header(calibration_seconds=101.0), *PLAIN]),
-        (f"{NOTHING}.", [make_header(), *PLAIN]),
+        (f"{NOTHING}; calibration and refresh took 101 s. {MORE}", [make_header(calibration_seconds=101.0), *PLAIN]),
+        (f"{NOTHING}. {MORE}", [make_header(), *PLAIN]),
         ("no training rollout was logged.", [make_header()]),
         # No baseline is invented.
         (f"{UNKNOWN}no plain round was measured.", [rollout(0, 10.0, None)]),

@@ -25,6 +25,7 @@ class GuardedDrafters:
 
     def __init__(self, drafters: Sequence[Drafter], dropped: Callable[[int], None]) -> None:
         self._drafters: list[Drafter | None] = list(drafters)
+        self._all = list(drafters)
         self._dropped = dropped
         self.names = [drafter.strategy for drafter in drafters]
         self.failure: str | None = None
@@ -44,8 +45,8 @@ class GuardedDrafters:
 
     @property
     def stood(self) -> float:
-        """Seconds in which decoding stood still because a drafter learned or was packed."""
-        return sum(drafter.stood for drafter in self)
+        """Seconds in which decoding stood still because a drafter, also one that has failed, learned or was packed."""
+        return sum(drafter.stood for drafter in self._all)
 
     def each(self, action: Callable[[Drafter], None]) -> None:
         """Runs `action` on each drafter."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.guarded_drafters import GuardedDrafters
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Candidate
@@ -27,6 +28,18 @@ CONFIG = {"max_batch_size": 3, "draft_length": 2}
 @pytest.fixture(scope="module")
 def expected(tiny) -> list[list[int]]:
     return outputs(generate(tiny, PROMPTS, **EOS))
+
+
+def test_the_seconds_of_a_drafter_that_fails_still_count() -> None:
+    """Or the round in which it fails would seem to take longer by all that it ever learned."""
+    drafters = GuardedDrafters([Standing([[]], None)], lambda _: None)
+    with pytest.warns(UserWarning, match="Standing failed"):
+        drafters.each(lambda _: 1 / 0)
+    assert not list(drafters) and drafters.stood == 2.0
+
+
+class Standing(Knowing):
+    stood = 2.0
 
 
 class Spoiled(Knowing):
