@@ -21,8 +21,8 @@ from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
 
 
 TOKENS = (1, 4, 16, 64)  # of the forwards that are timed
-CALLS = 4  # of which the fastest counts: the first prepares kernels, and other work can only make one slower
-ENOUGH = 0.02  # seconds of calls, then a layer is not called again: 4 shapes of 2 networks take under a second
+CALLS = 4  # of which the fastest counts: the first compiles, and other work can only make one slower
+ENOUGH = 0.02  # seconds of the faster of two calls, then a layer is not called again
 Layer: TypeAlias = QuantizedLinear | nn.Linear | Conv1D
 
 
@@ -88,14 +88,13 @@ def _layer(layer: Layer, model: PreTrainedModel) -> list[float]:
 
 
 def _seconds(layer: nn.Module, x: torch.Tensor) -> float:
-    best, spent, calls = float("inf"), 0.0, 0
-    while calls < CALLS and spent < ENOUGH:
+    best, calls = float("inf"), 0
+    while calls < 2 or calls < CALLS and best < ENOUGH:
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         started = time.perf_counter()
         layer(x)
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
-        seconds = time.perf_counter() - started
-        best, spent, calls = min(best, seconds), spent + seconds, calls + 1
+        best, calls = min(best, time.perf_counter() - started), calls + 1
     return best

@@ -1,0 +1,104 @@
+"""A fresh machine: the first two calls in a new process with an empty cache, compiling included.
+
+The prompt repeats a sentence, so text is there to be copied. Processes with `"none"` and with `"auto"` take turns,
+each with an empty `SPEC_TRL_CACHE` and `XDG_CACHE_HOME`; ratios are of the medians of their calls' seconds.
+
+    python -m benchmarks.fresh_machine --model path/to/SmolLM2-135M-Instruct
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import spec_trl  # noqa: F401  (teaches `generate` the keyword)
+
+from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
+
+
+SENTENCE = "The quick brown fox jumps over the lazy dog near the quiet river bank. "
+WAYS = ("none", "auto")
+
+
+def calls(options: argparse.Namespace, strategy: str) -> list[dict[str, Any]]:
+    """Two calls in this process: seconds, rounds, rounds that drafted, tokens, and the reason."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(options.device).eval()
+    model.generation_config.eos_token_id = None  # all calls decode as many tokens
+    inputs = tokenizer(SENTENCE * 4, return_tensors="pt").to(options.device)
+    found = []
+    for _ in range(2):
+        with stopwatch(model.device) as watch:
+            out = model.generate(**inputs, do_sample=False, max_new_tokens=options.new_tokens,
+                                 assistant_strategy=strategy, return_dict_in_generate=True)  # fmt: skip
+        said = out.statistics
+        found.append(
+            {"seconds": watch.value, "rounds": said.rounds, "drafted": said.drafted_rounds, "reason": said.reason,
+             "tokens": out.sequences[0].tolist(), "phases": said.phase_seconds}
+        )  # fmt: skip
+    return found
+
+
+def fresh(options: argparse.Namespace, strategy: str) -> list[dict[str, Any]]:
+    """The same in a new process with an empty cache."""
+    command = [sys.executable, "-m", "benchmarks.fresh_machine", "--model", str(options.model), "--child", strategy]
+    command += ["--new-tokens", str(options.new_tokens), "--threads", str(options.threads)]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"SPEC_TRL_CACHE": f"{folder}/own", "XDG_CACHE_HOME": f"{folder}/user"}
+        command += ["--device", options.device]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder of a model with its tokenizer")
+    parser.add_argument("--new-tokens", type=int, default=120, help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of each strategy (default: %(default)s)")
+    parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
+    add_machine_arguments(parser, "fresh_machine")
+    options = parser.parse_args()
+    machine = begin(options)
+    if options.child:
+        print(json.dumps(calls(options, options.child)))
+        return
+    runs: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in WAYS}
+    for _ in tqdm(range(options.repeats), "repeats"):
+        for name in WAYS:
+            runs[name].append(fresh(options, name))
+    if len({str(call["tokens"]) for own in runs.values() for run in own for call in run}) > 1:
+        raise SystemExit("auto and none decoded different tokens")
+    found = []
+    for which, name in enumerate(("first", "second")):
+        none, auto = ([run[which]["seconds"] for run in runs[way]] for way in WAYS)
+        each = sorted(one / other for one, other in zip(none, auto, strict=True))
+        gain = statistics.median(none) / statistics.median(auto)
+        found.append(Finding(f"{name} call: auto", gain, "×", "none", (each[0], each[-1])))
+        found += [
+            Finding(f"{name} call: {way}", statistics.median(own), "s", "", (min(own), max(own)))
+            for way, own in (("none", none), ("auto", auto))
+        ]
+        share = [run[which]["drafted"] / run[which]["rounds"] for run in runs["auto"]]
+        found.append(Finding(f"{name} call: rounds of auto that drafted", statistics.median(share), "%", "",
+                             (min(share), max(share))))  # fmt: skip
+    write_result(
+        options.output, "never_slower", "A fresh machine",
+        f"{options.model.name}, float32, a prompt that repeats a sentence four times, {options.new_tokens} greedy "
+        "tokens; each process is new and its cache empty, so its first call compiles. Medians, lowest and highest of "
+        f"{options.repeats} processes of each in turns.",
+        machine, found, {"options": shown(options, "child"), "runs": runs},
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
