@@ -1,0 +1,59 @@
+"""Runs the README's scripts and every strategy on the shipped model: `python tests/as_a_user.py CLONE`.
+
+`tests/as_a_user.sh` calls it in a fresh environment, where spec_trl is what pip installed.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import spec_trl
+from spec_trl.drafter_training.untrained import write_dflash, write_eagle3
+from spec_trl.generation.configuration import Strategy
+
+
+CLONE = Path(sys.argv[1])
+MODEL = str(CLONE / "examples" / "data" / "stories260K")
+assert CLONE not in Path(spec_trl.__file__).parents, f"{spec_trl.__file__} is not what pip installed"
+
+
+def run_readme() -> None:
+    """Runs its Python as it stands, with the shipped model and two steps of training in place of four."""
+    scripts = re.findall(r"```python\n(.*?)```", (CLONE / "README.md").read_text(), re.DOTALL)
+    assert len(scripts) == 2
+    for script in scripts:
+        small = script.replace("Qwen/Qwen2.5-0.5B-Instruct", MODEL).replace("max_steps=4", "max_steps=2")
+        assert MODEL in small
+        exec(small, {"__name__": "__main__"})
+    assert (Path("out") / "rollout_log.jsonl").exists()
+
+
+def run_strategies(model: PreTrainedModel) -> None:
+    """Compares the greedy tokens of all strategies with those of generate, in float64."""
+    write_eagle3("eagle3", model)
+    write_dflash("dflash", model)
+    assistants: dict[str, Any] = {"model": MODEL, "eagle3": "eagle3", "dflash": "dflash"}
+    prompt = torch.tensor([[1, 403, 407, 261, 378, 403, 407, 261, 378, 403, 407]])  # repeats itself: lookups draft too
+    plain = dict(input_ids=prompt, do_sample=False, max_new_tokens=40, min_new_tokens=40)
+    expected = model.generate(**plain)
+    for strategy in get_args(Strategy):
+        options: dict[str, Any] = {}
+        if strategy not in ("none", "auto", "best_of_n"):
+            options["sd_toggle"] = "always"
+        out = model.generate(
+            **plain, assistant_strategy=strategy, assistant_model=assistants.get(strategy),
+            speculative_config=options, return_dict_in_generate=True,
+        )  # fmt: skip
+        drafted = out.statistics.total.drafted
+        print(f"{strategy:10} drafted {drafted:4}: {out.statistics.reason}")
+        assert torch.equal(out.sequences, expected), strategy
+        assert drafted > 0 or "sd_toggle" not in options, f"{strategy} drafted nothing"
+
+
+run_readme()
+run_strategies(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64))
+print("The README's path works.")
