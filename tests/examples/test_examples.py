@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from trl import RLOOTrainer
 
 from examples import generate, grpo_gsm8k
 from examples.demo.task import build_tokenizer
@@ -24,19 +25,29 @@ from tests.trainers.harness import tiny_policy
 
 ROOT = Path(__file__).parents[2]
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
-SCRIPTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+README, HOW_TO = (
+    re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    for page in ("README.md", "docs/how_to.md")
+)
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}={% endfor %}"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=["train", "generate"])
-def test_the_readme(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("script", README + HOW_TO, ids=["train", "generate", "lora", "qlora", "rloo"])
+def test_the_scripts_of_the_docs(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     assert MODEL in script
+    model = STORY_MODEL
+    if "BitsAndBytesConfig" in script:
+        pytest.importorskip("bitsandbytes")
+        model = request.getfixturevalue("shared")("models/bit-stories3M")  # whose layers fit into its blocks
     small = script.replace("max_steps=4, max_completion_length=48", "max_steps=1, max_completion_length=16")
     monkeypatch.chdir(tmp_path)  # where the trainer's output goes
     names: dict[str, object] = {"__name__": "__main__"}
-    exec(small.replace(MODEL, str(STORY_MODEL)), names)
+    exec(small.replace(MODEL, str(model)), names)
     if "trainer" in names:
-        assert small != script and (tmp_path / "out" / "rollout_log.jsonl").exists()
+        assert small != script
+        assert isinstance(names["trainer"], RLOOTrainer) or (tmp_path / "out" / "rollout_log.jsonl").exists()
     else:
         assert len(names["out"].sequences) == 2
 
