@@ -68,14 +68,16 @@ def structure(policy: PreTrainedModel) -> tuple[object, ...]:
     """What decides the weights of `policy` and is no weight: modules, their hooks and plain attributes, such as which
     adapters are active, merged or scaled, and the dtypes and devices of their tensors. While it stays equal, a copy
     of `policy` needs new weights at most."""
-    marks: list[object] = [policy.config.to_json_string(use_diff=False)]
+    marks: list[object] = [repr(_settings(policy.config.to_dict()))]
     for module in policy.modules():
         marks += [id(module), type(module)]
         for name, value in module.__dict__.items():
+            if "_hooks_" in name:  # says which hooks take keywords
+                continue
             if isinstance(value, _PLAIN) and name not in _OF_TRAINING:
                 marks.append((name, value))
             elif name in _HOOK_DICTS:
-                marks += map(id, value.values())
+                marks += [id(hook) for hook in value.values() if not str(hook.__module__).startswith(_LEFT_BEHIND)]
             elif isinstance(value, list | tuple) and all(isinstance(item, _PLAIN) for item in value):
                 marks.append((name, tuple(value)))
             elif isinstance(value, dict) and all(isinstance(item, _PLAIN) for item in value.values()):
@@ -84,6 +86,16 @@ def structure(policy: PreTrainedModel) -> tuple[object, ...]:
                 marks.append(id(value))
     tensors = (*policy.parameters(), *policy.buffers())
     return (*marks, *((tensor.dtype, tensor.device) for tensor in tensors))
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without what `save_pretrained` writes into it."""
+    written = ("architectures", "dtype")
+    return {
+        name: _settings(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in written
+    }
 
 
 def addresses(network: nn.Module) -> tuple[int, ...]:

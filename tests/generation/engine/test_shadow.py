@@ -1,5 +1,6 @@
 """The shadow: own modules over the same Parameters, in eval mode, free of what training left on the policy."""
 
+from pathlib import Path
 from types import MethodType
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.tiny_families import make
 from spec_trl.generation.engine import memory
-from spec_trl.generation.engine.shadow import make_shadow, share_weights
+from spec_trl.generation.engine.shadow import make_shadow, share_weights, structure
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -50,6 +51,18 @@ def test_tied_and_repeated_modules_stay_one() -> None:
     shadow = make_shadow(model)
     assert shadow.model.layers[2] is shadow.model.layers[0]
     assert shadow.lm_head.weight is shadow.model.embed_tokens.weight
+
+
+def test_what_training_leaves_on_a_policy_is_no_change_of_it(fresh: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Or its copy would be made anew: hooks of output_hidden_states, and what saving writes into a config."""
+    fresh(torch.tensor([[3, 4]]))
+    before = structure(fresh)
+    fresh(torch.tensor([[3, 4]]), output_hidden_states=True)
+    fresh.train()
+    fresh.save_pretrained(tmp_path)
+    assert structure(fresh) == before
+    fresh.model.register_forward_pre_hook(lambda *_: None)
+    assert structure(fresh) != before
 
 
 def test_methods_bound_below_the_root_are_bound_to_the_clone(fresh: LlamaForCausalLM) -> None:
