@@ -83,11 +83,12 @@ def _layer(layer: Layer, model: PreTrainedModel) -> list[float]:
             seconds.append(ForwardSeconds(TOKENS[: len(seconds)], seconds)(tokens))
             continue
         x = torch.zeros(tokens, width, dtype=dtype, device=model.device)  # [tokens, in]
-        seconds.append(_seconds(layer, x))
+        seconds.append(seconds_of(layer, x))
     return seconds
 
 
-def _seconds(layer: nn.Module, x: torch.Tensor) -> float:
+def seconds_of(layer: nn.Module, x: torch.Tensor) -> float:
+    """Seconds of the fastest call of `layer` on `x` `[tokens, in]`."""
     best, calls = float("inf"), 0
     while calls < 2 or calls < CALLS and best < ENOUGH:
         if x.is_cuda:

@@ -46,4 +46,5 @@ def no_budget(worst: float, saved: float) -> str:
         remedy = 'sd_toggle="always" drafts without trials'
         return f"decoding plainly, since a trial may cost more than {MOST_SAVED:.0f} rounds; {remedy}"
     rounds = math.ceil((worst - saved) / INCOME)
-    return f"decoding plainly for about {rounds} more rounds, until the account covers a trial (longer completions help)"
+    when = f"for about {rounds} more rounds, until the account covers a trial (longer completions help)"
+    return f"decoding plainly {when}"

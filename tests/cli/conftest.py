@@ -68,7 +68,7 @@ def files(folder: Path, profile: Path, model: Path) -> dict[str, Path]:
     write_run(made["run"], rollouts=2)
     log = write_run(made["edited"], rollouts=2)
     log.write_text(log.read_text().replace('"tokens"', '"tokns"', 1))
-    tiny_llama(vocab_size=32).save_pretrained(made["other"])
+    tiny_llama(vocab_size=100).save_pretrained(made["other"])
     made |= {"encoder": folder / "encoder", "shell": folder / "shell"}
     CLIPConfig().save_pretrained(made["encoder"])
     LlamaConfig().save_pretrained(made["shell"])

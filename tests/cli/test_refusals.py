@@ -73,11 +73,11 @@ REFUSALS = [
     ("bench {model} --device nowhere", "--device nowhere cannot be used here"),
     ("bench {folder}/missing", "missing' is a folder that does not exist; correct the path"),
     ("bench {folder}", "has no config that transformers can read"),
-    ("bench {profile}", "is a folder that does not exist"),
+    ("bench {profile}", "is a file; give the folder that it lies in"),
     ("bench {encoder}", "is of type 'clip', which transformers has no causal LM for"),
     ("bench {shell}", "cannot be loaded: OSError: Error no file named"),
     ("bench {model} --length 100000", "--length 100000 with a prompt of 32 tokens is beyond the model's context of"),
-    ("bench {model} --assistant model={other}", "vocabulary of 32 tokens"),
+    ("bench {model} --assistant model={other}", "vocabulary of 100 tokens"),
     ("bench {model} --assistant eagle3={folder}/nothing", "is a folder that does not exist"),
 ]
 

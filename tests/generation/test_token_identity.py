@@ -271,7 +271,8 @@ def test_controls_that_listen(
         listened=3, prefill=(1024, 8192), captured=False, pages=0, fault=None,
     )  # fmt: skip
     control = check(scenario, scenario.rows, answers, eos, tiny, drafters)
-    assert {which for which, _ in control.heard} == {0, 1, 4} and {0, 1} <= {right for _, right in control.heard}
+    assert {which for which, _ in control.heard} == {0, 1, 4}
+    assert {right > 0 for _, right in control.heard} == {False, True}
     assert raced(control)
 
 

@@ -27,7 +27,7 @@ def test_products_of_each_kind_are_timed_once(monkeypatch: pytest.MonkeyPatch) -
         timed.append((type(layer).__name__, len(x)))
         return 1.0 + len(x) / 16
 
-    monkeypatch.setattr(probing, "_seconds", seconds)
+    monkeypatch.setattr(probing, "seconds_of", seconds)
     rounds = probe(model, [SelfDrafter(model, kernel="reference"), NgramDrafter(3)])
     layers = 7 * model.config.num_hidden_layers + 1  # with the head
     assert rounds({}, 0, 16, 100.0) == pytest.approx(2.0 * layers)
@@ -72,7 +72,7 @@ def test_a_head_is_not_timed_but_takes_as_long_for_each_weight(monkeypatch: pyte
         timed.add(tuple(layer.weight.shape))
         return float(layer.weight.numel())
 
-    monkeypatch.setattr(probing, "_seconds", seconds)
+    monkeypatch.setattr(probing, "seconds_of", seconds)
     rounds = probe(model, [])
     layers = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
     assert rounds({}, 0, 1, 10.0) == sum(weight.numel() for weight in layers)
@@ -108,4 +108,4 @@ def test_a_first_call_that_compiles_is_not_what_a_layer_takes(monkeypatch: pytes
             now[0] += next(takes)
             return x
 
-    assert probing._seconds(Compiles(), torch.zeros(1)) == pytest.approx(0.001)
+    assert probing.seconds_of(Compiles(), torch.zeros(1)) == pytest.approx(0.001)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spec_trl.generation.drafters.history import HistoryDrafter
-from spec_trl.scheduling.ledger import CELL_ERROR, Drafts, Times
+from spec_trl.scheduling.ledger import CELL_ERROR, VERSION, Drafts, Times
 from spec_trl.trainers.checkpoint import STATE_FILE, DraftLengthState, RankState, RolloutState, find_checkpoint
 
 
@@ -81,7 +81,8 @@ def test_a_damaged_memory_is_left_out(tmp_path: Path, name: str, damage: str) ->
     """With one warning that names the file; the other files are read."""
     RankState({"history": history(), "tts": {"student": "eagle3"}}, LEDGER).save(tmp_path, rank=0)
     path = tmp_path / name
-    whole, other = path.read_bytes(), {"history": [1], "tts": [1], "acceptance": LEDGER | {"times": {"terms": []}}}
+    times = {"version": VERSION, "terms": []}
+    whole, other = path.read_bytes(), {"history": [1], "tts": [1], "acceptance": LEDGER | {"times": times}}
     path.write_bytes(DAMAGES.get(damage) if DAMAGES.get(damage) is not None else whole[: len(whole) // 2])
     if damage == "of something else":
         value = other[name.split("_")[1]]

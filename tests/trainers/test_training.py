@@ -267,6 +267,7 @@ def test_checkpoints_of_other_trainers(tmp_path: Path, learned: Run) -> None:
     assert [(call.request_ids[0], call.draft_lengths) for call in rest.calls] == [(2 << 36, [1])]
     (tmp_path / "checkpoint-2" / STATE_FILE).unlink()
     with pytest.warns(UserWarning, match=f"{STATE_FILE} does not exist"):
+        del options["tts_learning_rate"], options["tts_stride"]  # a copy that does not learn reads neither
         rest = train(tmp_path / "out", "self", tmp_path / "checkpoint-2", **options)
     assert [(call.request_ids[0], call.draft_lengths) for call in rest.calls] == [(0, [1])]
 
@@ -331,8 +332,10 @@ def test_races(raced: Raced) -> None:
     assert all(len(values) == STEPS for values in (*wins.values(), *shares.values()))
     assert sum(map(sum, wins.values())) > 0 and sum(map(sum, shares.values())) > 0
     assert [len(list(group)) for _, group in groupby(id(call.control) for call in run.calls)] == [6]
-    # The copy was scaled by what the training forwards fed its projections.
-    layers = run.calls[-1].drafters[0].quantized.layers.values()
+    # The copy is scaled by what the training forwards fed its projections, when it drafts next.
+    copied = run.calls[-1].drafters[0]
+    copied.refresh_if_stale()
+    layers = copied.quantized.layers.values()
     assert any(bool((layer.inverse_scales != 1).any()) for layer in layers)
 
 

@@ -299,9 +299,10 @@ def test_what_calls_remember_is_bounded(tiny) -> None:
 def test_a_prompt_that_is_asked_often_is_looked_up_in_its_newest_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spec_trl.generation.drafters.history.MOST_INDEXED", 8)
     history, key = RolloutHistory(UNBOUNDED), array("q", [1, 2]).tobytes()
-    for follow in (50, 60, 70):
-        history.extend(history.start(key), [7, 8, 9, follow, follow + 1])
-    text, older = history.start(key), history._texts[0]
+    texts = [history.start(key) for _ in range(3)]
+    for text, follow in zip(texts, (50, 60, 70), strict=True):
+        history.extend(text, [7, 8, 9, follow, follow + 1])
+    text, older = history.start(key), texts[0]
     history.extend(text, [7, 8, 9])
     assert history.propose(text, 2) == [70, 71]
     newer = history.start(key)
