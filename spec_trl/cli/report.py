@@ -24,12 +24,13 @@ from .timeline_figure import timeline_of_run
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report. `name` is that of its PNG and its anchor; `missing` says why there is no drawing."""
+    """One part of the report. `name` is that of its PNG and its anchor; `missing` says why there is no drawing where a
+    user can change that. A section without either is left out."""
 
     name: str
     title: str
     drawing: Drawing | None
-    missing: str
+    missing: str = ""
 
     @property
     def text(self) -> str:
@@ -41,7 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
     log = read_run(arguments.run)
     profile, missing = _profile_of(log, arguments.profile)
     output = arguments.output or log.path.parent / "report"
-    sections = _build(log, profile, arguments.margin, missing)
+    every = _build(log, profile, arguments.margin, missing)
+    sections = [section for section in every if section.text]
     images: dict[str, bytes] = {}
     for section in tqdm(sections, desc="drawing", unit="figure"):
         if section.drawing is not None:
@@ -57,6 +59,8 @@ def run(arguments: argparse.Namespace) -> None:
         f"{rollouts} training rollouts, {evaluation} of evaluation, {len(log.steps)} steps"
     )
     print("\n".join(f"{section.title}: {section.text}" for section in sections))
+    if left_out := [section.title for section in every if not section.text]:
+        print(f"nothing to show for: {', '.join(left_out)}")
     print(f"written: {page} and {len(images)} PNG files next to it")
 
 
@@ -72,22 +76,21 @@ def _build(log: Run, profile: Profile | None, margin: float, missing: str) -> li
             taus = {gamma: float(gamma) for gamma in sorted({point.draft_length for point in points})}
         boundary = toggle_boundary(profile.roofline, points, taus, margin, profile.draft_max_rows, idle)
         missing = "no speculative rounds were measured often enough, and the profile holds no times."
-    silent = "no training rollout speculated."
     by_first, by_tau = (figures.entropy_against(train, of) for of in ("first_token_acceptance", "block_efficiency"))
     return [
         Section("verdict", "Verdict", figures.verdict_of_run(log), str(verdict_of(log)[0])),
-        Section("step_time", "Step time", figures.step_times(log.steps), "no step was logged."),
-        Section("reward", "Reward", figures.reward(log.steps), "no step logged a reward."),
-        Section("rollout_time", "Rollout time", figures.rollout_phases(train), "no training rollout was logged."),
-        Section("completion", "Completion curve", figures.completion_curves(train), "no rollout logged one."),
-        Section("ranks", "Ranks", figures.rank_seconds(train), "one rank decoded."),
-        Section("plan", "Plan over rounds", plans_over_rounds(train), "no rollout logged it."),
-        Section("timeline", "Who drafted for whom", timeline_of_run(train), "no rollout that speculated logged it."),
-        Section("draft_length", "Draft length and τ", figures.draft_length_schedule(train), silent),
-        Section("entropy_acceptance", "Entropy and first-token acceptance", by_first, silent),
-        Section("entropy_efficiency", "Entropy and block efficiency", by_tau, silent),
-        Section("depth", "Block efficiency by output depth", figures.depth_efficiency(train), silent),
-        Section("speedup", "Predicted and measured speedup", figures.speedups(train), "no rollout has both of them."),
+        Section("step_time", "Step time", figures.step_times(log.steps)),
+        Section("reward", "Reward", figures.reward(log.steps)),
+        Section("rollout_time", "Rollout time", figures.rollout_phases(train)),
+        Section("completion", "Completion curve", figures.completion_curves(train)),
+        Section("ranks", "Ranks", figures.rank_seconds(train)),
+        Section("plan", "Plan over rounds", plans_over_rounds(train)),
+        Section("timeline", "Who drafted for whom", timeline_of_run(train)),
+        Section("draft_length", "Draft length and τ", figures.draft_length_schedule(train)),
+        Section("entropy_acceptance", "Entropy and first-token acceptance", by_first),
+        Section("entropy_efficiency", "Entropy and block efficiency", by_tau),
+        Section("depth", "Block efficiency by output depth", figures.depth_efficiency(train)),
+        Section("speedup", "Predicted and measured speedup", figures.speedups(train)),
         Section("toggle_boundary", f"Toggle boundary{whose}", boundary, missing),
     ]
 
@@ -120,7 +123,7 @@ def _profile_of(log: Run, named: Path | None) -> tuple[Profile | None, str]:
     if named is not None:
         return Profile.load(named), ""
     if log.header.profile is None:
-        return None, "the run used no profile; name one with --profile."
+        return None, ""
     path = Path(log.header.profile)
     if not path.exists():  # the folder was moved, or the run was started elsewhere
         path = log.path.parent / path.name
