@@ -96,9 +96,9 @@ def main() -> None:
     write_result(
         options.output, "never_slower", "A fresh machine",
         f"{options.model.name}, float32, a prompt that repeats a sentence four times, {options.new_tokens} greedy "
-        "tokens, of which none may be the last before that; each process is new and its cache empty, so its first call "
-        "compiles. The second call repeats the first, whose text the history remembers. Medians, lowest and highest of "
-        f"{options.repeats} processes of each in turns.",
+        "tokens, of which none may be the last before that; each process is new and its cache empty, so its first "
+        "call compiles. The second call repeats the first, whose text the history remembers. Medians, lowest and "
+        f"highest of {options.repeats} processes of each in turns.",
         machine, found, {"options": shown(options, "child"), "runs": runs},
     )  # fmt: skip
 

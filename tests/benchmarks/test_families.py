@@ -17,6 +17,7 @@ from benchmarks.tiny_families import OPTIONAL, SETTINGS, SIZES, make, tiny_setti
 from spec_trl.generation.engine import runner
 from spec_trl.generation.engine.attention import MaskPlan
 from spec_trl.generation.engine.requirements import check_model, position_limit
+from tests.conftest import TRANSFORMERS
 
 
 TABLE = documented(DOCUMENT.read_text(encoding="utf-8"))
@@ -38,6 +39,8 @@ TABLE = documented(DOCUMENT.read_text(encoding="utf-8"))
     ],
 )  # fmt: skip
 def test_served(family: str) -> None:
+    if family == "git" and TRANSFORMERS < (5, 23):
+        pytest.skip("its vision tower takes masks of two dimensions alone there, and the call ends in an error")
     outcome = examine(family, new_tokens=12)
     assert outcome.verdict == SERVED
     assert "constant" not in outcome.why and "draft" not in outcome.why and outcome.drafted
@@ -168,6 +171,8 @@ def assert_every_kind_of_layer(family: str) -> None:
     ],
 )  # fmt: skip
 def test_a_tiny_model_has_every_kind_of_layer_of_its_family(family: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     assert_every_kind_of_layer(family)
 
 

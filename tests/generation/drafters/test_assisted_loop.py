@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.engine.drafter import Drafter
-from tests.conftest import tiny_llama
+from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import random_rows
 from tests.generation.drafters.watching import check_frequencies
 
@@ -50,6 +50,8 @@ def test_greedy(kind: str, tiny: PreTrainedModel, drafters: Any, monkeypatch: py
         assert assisted(tiny, drafter, row, monkeypatch, do_sample=False).tolist() == plain.tolist()
         assert any(drafted)
         assert (40 - len(row)) / len(drafted) > 1.2, "tokens per round"
+    if kind == "ngram" and TRANSFORMERS < (5, 23):
+        return  # whose loop takes an end in the prompt for the text's
     options = dict(do_sample=False, repetition_penalty=1.3, eos_token_id=[7, 11])
     assert assisted(tiny, drafter, row, monkeypatch, **options).tolist() == alone(tiny, row, **options).tolist()
 

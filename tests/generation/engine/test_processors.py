@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,7 +25,7 @@ from spec_trl.generation.engine.noise import RoundNoise, draw, position_keys, st
 from spec_trl.generation.engine.processors import LogitsPipeline, PrefixView
 from spec_trl.generation.engine.rows import Progress, Request, Rows
 from spec_trl.generation.engine.verification import Proposal
-from tests.conftest import tiny_llama
+from tests.conftest import TRANSFORMERS, tiny_llama
 from tests.generation.calls import (
     Alternate,
     EndByPrefix,
@@ -132,8 +131,7 @@ def test_sampling_equals_a_plain_loop(name: str, tiny, assistant) -> None:
     "name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "prefix_allowed_tokens_fn"]
 )
 def test_row_bound_processors_with_several_sequences(name: str, tiny) -> None:
-    version = tuple(map(int, transformers.__version__.split(".")[:2]))
-    if name == "encoder_repetition_penalty" and version < (5, 23):
+    if name == "encoder_repetition_penalty" and TRANSFORMERS < (5, 23):
         pytest.skip("transformers 5.17 itself penalises a copy by another row's prompt")
     options = dict(max_new_tokens=12, num_return_sequences=3) | BOTH[name]
     tokens, _ = plainly(tiny, **options)
@@ -178,13 +176,15 @@ BY_TOKENS = {
     "reward": hf.RepetitionPenaltyLogitsProcessor(0.7),
     "penalty without prompt": hf.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=7),
     "penalty of a part": hf.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=9),
-    "penalty without padding": hf.RepetitionPenaltyLogitsProcessor(1.3, PADDED["attention_mask"].argmax(1)),
     "n-grams": hf.NoRepeatNGramLogitsProcessor(2),
     "bad words": hf.NoBadWordsLogitsProcessor([[44], [6, 56]], STOPS),
     "bias": hf.SequenceBiasLogitsProcessor([[[8], 2.0], [[9, 10], -3.0]]),
     "allowed": hf.PrefixConstrainedLogitsProcessor(by_row, 1),
     "own": Alternate(),
 }  # fmt: skip
+if TRANSFORMERS >= (5, 23):  # earlier ones know no padding here
+    without_padding = hf.RepetitionPenaltyLogitsProcessor(1.3, PADDED["attention_mask"].argmax(1))
+    BY_TOKENS["penalty without padding"] = without_padding
 BY_LENGTH = {
     "min_length": hf.MinLengthLogitsProcessor(11, STOPS),
     "min_new_tokens": hf.MinNewTokensLengthLogitsProcessor(7, 5, STOPS),
