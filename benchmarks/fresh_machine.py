@@ -87,7 +87,7 @@ def main() -> None:
         gain = statistics.median(none) / statistics.median(auto)
         found.append(Finding(f"{name} call: auto", gain, "×", "none", (each[0], each[-1])))
         found += [
-            Finding(f"{name} call: {way}", statistics.median(own), "s", "", (min(own), max(own)))
+            Finding(f"{name} call: seconds of {way}", statistics.median(own), "s", "", (min(own), max(own)))
             for way, own in (("none", none), ("auto", auto))
         ]
         share = [run[which]["drafted"] / run[which]["rounds"] for run in runs["auto"]]

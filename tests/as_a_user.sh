@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Walks the README's path as a new user does: a fresh environment, the newest packages that pyproject.toml allows (no
-# constraints), an empty cache, no compiled kernels, and a working directory outside of the clone.
+# Walks the README's path as a new user does: a fresh environment, the newest packages that pyproject.toml allows but torch
+# (no constraints), an empty cache, no compiled kernels, and a working directory outside of the clone.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 scratch="$(mktemp -d)"

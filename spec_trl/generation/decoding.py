@@ -170,7 +170,7 @@ def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], 
     model_kwargs = requirements.without_modalities(model, model_kwargs)
     requirements.check_keywords(model_kwargs)
     mask = model_kwargs.get("attention_mask")
-    prompts = requirements.split_prompts(call.input_ids, mask)
+    prompts = requirements.split_prompts(call.input_ids.long(), mask)
     requirements.check_vocabulary(prompts, model)
     requirements.check_positions(model_kwargs.get("position_ids"), call.input_ids, mask)
     if call.request_ids is not None and len(call.request_ids) != batch:

@@ -36,9 +36,10 @@ def install() -> None:
             raise ValueError("custom_generate and assistant_strategy both name a decoding method; pass one of them.")
         if not is_other:  # it comes before what a config says, like all arguments
             assistant_strategy = _given("assistant_strategy", assistant_strategy, self, args, kwargs)
+        is_argument = speculative_config is not None
         speculative_config = _given("speculative_config", speculative_config, self, args, kwargs)
         if assistant_strategy is None and custom is not speculative_decoding:
-            if speculative_config is not None and not is_other:
+            if is_argument and not is_other:
                 raise ValueError("speculative_config is given without assistant_strategy; name a strategy.")
             return original(self, *args, **kwargs)
         strategy = check_strategy("self" if assistant_strategy is None else assistant_strategy)

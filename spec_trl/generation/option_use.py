@@ -18,7 +18,8 @@ def check_use(strategy: str, config: Any) -> None:
         reader = next((reader for begin, reader in _READ_BY.items() if each.name.startswith(begin)), None)
         default = each.default if each.default_factory is MISSING else each.default_factory()
         value = getattr(config, each.name)
-        if reader is not None and reader not in reading and value != default:
+        is_default = value == default or isinstance(value, list) and tuple(value) == default  # JSON has no tuples
+        if reader is not None and reader not in reading and not is_default:
             raise ValueError(
                 f"{each.name}={value!r} has no use with assistant_strategy={strategy!r}, which does not draft by "
                 f"{reader!r}. Drop it, or set assistant_strategy={reader!r}."

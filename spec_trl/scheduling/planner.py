@@ -260,9 +260,8 @@ class Planner(Control):
             return
         served = [self._may_draft(arm) for arm in arms]
         if not any(served):
-            failed = len(self._dropped) == len(self.candidates)
-            most = max(candidate.max_rows for candidate in self.candidates)
-            self._said = Account(None, FAILED if failed else too_many_rows(self._batch, most))
+            left = [each.max_rows for which, each in enumerate(self.candidates) if which not in self._dropped]
+            self._said = Account(None, too_many_rows(self._batch, max(left)) if left else FAILED)
             return
         best = int(np.where(served, gains, -np.inf).argmax())
         gain = math.exp(gains[best])

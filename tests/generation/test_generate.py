@@ -134,6 +134,11 @@ def test_a_strategy_in_a_config(tiny, tiny_assistant, prompts, tmp_path) -> None
         model.generate(**prompts, generation_config=GenerationConfig(max_new_tokens=2))
     own.stop_strings = None
     assert len(model.generate(**prompts, generation_config=GenerationConfig(max_new_tokens=2))) == 9
+    own.save_pretrained(tmp_path / "own")  # JSON has no tuples
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path / "own")
+    assert len(model.generate(**prompts, max_new_tokens=2, num_return_sequences=1)) == 3
+    model.generation_config.assistant_strategy = None
+    assert len(model.generate(**prompts, max_new_tokens=2, num_return_sequences=1)) == 3  # plainly
     restored = GenerationConfig.from_dict(json.loads(own.to_json_string()))
     assert SpeculativeConfig.coerce(restored.speculative_config).draft_length == 2
     with pytest.raises(ValueError, match="assistant_strategy='' is unknown; choose one of"):

@@ -85,6 +85,15 @@ def test_who_cannot_draft_is_said() -> None:
         assert control.account() == Account(None, why)
 
 
+def test_a_lookup_that_failed_serves_no_rows() -> None:
+    control = planner("self", "ngram", most=1)
+    control.candidates[1].max_rows = 10**9
+    control.begin(2, ["a", "b"])
+    control.drop(1)
+    assert not control.plan([0, 1], 100.0, 0)
+    assert control.account().reason == "more rows (2) than the drafter's kernels serve (1)"
+
+
 def test_nothing_promises_more_than_its_tokens() -> None:
     """Where drafts seem to make a round shorter, as after a wrong measurement of autoregressive rounds."""
     control = planner("self")

@@ -88,7 +88,10 @@ def check_sizes(argument: str, assistant: PreTrainedConfig, target: PreTrainedCo
 def read_assistant_config(name: str) -> PreTrainedConfig:
     """The config of the causal LM at a path or hub id; of the model below, where that holds an adapter of PEFT."""
     if (adapter := find_adapter_config_file(name)) is not None:
-        name = json.loads(Path(adapter).read_text())["base_model_name_or_path"]
+        base = json.loads(Path(adapter).read_text()).get("base_model_name_or_path")
+        if not base:
+            raise ValueError(f"{adapter} names no base_model_name_or_path")
+        name = base
     return AutoConfig.from_pretrained(name)
 
 

@@ -201,7 +201,7 @@ def _is_fused_norm(module: nn.Module) -> bool:
 
 
 def _is_unwatched(module: nn.Module) -> bool:
-    return not (module._forward_hooks or module._forward_pre_hooks)
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _layer_of(cache: Any, index: int) -> Any:

@@ -21,16 +21,16 @@ _LOSSES = ("trl.", "liger_kernel.")
 
 def patched_forward(module: nn.Module) -> Any:
     """What was set as the forward of `module` alone and computes something else than its class's; None: nothing."""
-    forward, is_bound = vars(module).get("forward"), False
+    forward, owner = vars(module).get("forward"), None
     while forward is not None:
         if isinstance(forward, MethodType):
-            forward, is_bound = forward.__func__, True
-        if forward is type(module).forward:
+            forward, owner = forward.__func__, forward.__self__
+        if forward is type(module).forward and owner in (None, module):
             return None
         home = _home(forward)
         if not home.startswith(_WRAPPERS) and not (home == "accelerate.hooks" and _only_moves_inputs(module)):
             is_loss = home.startswith(_LOSSES) and isinstance(module, PreTrainedModel)
-            return None if is_loss else MethodType(forward, module) if is_bound else forward
+            return None if is_loss else forward if owner is None else MethodType(forward, owner)
         forward = getattr(forward, "__wrapped__", None)
     return None
 
@@ -59,7 +59,8 @@ def _home(function: Any) -> str:
 
 def _only_moves_inputs(module: Any) -> bool:
     """Whether accelerate's hooks of a module do no more than move its inputs to the device where the weights lie."""
-    hooks = getattr(module._hf_hook, "hooks", (module._hf_hook,))
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
     return all(type(hook).__name__ == "AlignDevicesHook" and not hook.offload for hook in hooks)
 
 
@@ -69,7 +70,7 @@ def _rebound(value: Any, clones: Mapping[int, nn.Module], seen: dict[int, Any]) 
         return clones.get(id(value), value)
     if id(value) in seen:
         return seen[id(value)]
-    seen[id(value)] = value  # of a function that holds itself the copy holds the original
+    seen[id(value)] = value  # the copy of a function that holds itself holds the original
     again = partial(_rebound, clones=clones, seen=seen)
     if isinstance(value, MethodType):
         seen[id(value)] = MethodType(again(value.__func__), again(value.__self__))
@@ -123,9 +124,16 @@ def _hides(value: Any, modules: Container[int], seen: set[int]) -> bool:
         if any(_is_of(item, modules) for item in named):
             return True
     else:
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
-        return any(_is_of(item, modules) for item in [*items, *getattr(value, "__dict__", {}).values()])
+        parts = _parts(value)
+        parts += [inside for part in parts if isinstance(part, dict | list | tuple | set) for inside in _parts(part)]
+        return any(_is_of(part, modules) for part in parts)
     return any(_hides(item, modules, seen) for item in inner)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a container holds, or the attributes of an object."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    return [*items, *getattr(value, "__dict__", {}).values()]
 
 
 def _is_of(value: Any, modules: Container[int]) -> bool:

@@ -304,9 +304,10 @@ def check_vocabulary(prompts: Sequence[Tensor], model: PreTrainedModel) -> None:
 
 
 def check_not_empty(input_ids: Tensor) -> None:
-    """Raises ValueError for prompts `[B, 0]`."""
-    if input_ids.shape[-1] == 0:
-        raise ValueError("input_ids is empty ([B, 0]); every prompt needs at least one token, e.g. the BOS token.")
+    """Raises ValueError for prompts `[B, 0]` and `[0, width]`."""
+    if input_ids.numel() == 0:
+        shape = list(input_ids.shape)
+        raise ValueError(f"input_ids is empty ({shape}); give a prompt of at least one token, e.g. the BOS token.")
 
 
 def split_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:

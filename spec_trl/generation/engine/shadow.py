@@ -77,7 +77,7 @@ def structure(policy: PreTrainedModel) -> tuple[object, ...]:
             if isinstance(value, _PLAIN) and name not in _OF_TRAINING:
                 marks.append((name, value))
             elif name in _HOOK_DICTS:
-                marks += [id(hook) for hook in value.values() if not str(hook.__module__).startswith(_LEFT_BEHIND)]
+                marks += [id(hook) for hook in value.values() if not _stays_behind(hook)]
             elif isinstance(value, list | tuple) and all(isinstance(item, _PLAIN) for item in value):
                 marks.append((name, tuple(value)))
             elif isinstance(value, dict) and all(isinstance(item, _PLAIN) for item in value.values()):
@@ -86,6 +86,13 @@ def structure(policy: PreTrainedModel) -> tuple[object, ...]:
                 marks.append(id(value))
     tensors = (*policy.parameters(), *policy.buffers())
     return (*marks, *((tensor.dtype, tensor.device) for tensor in tensors))
+
+
+def _stays_behind(hook: Any) -> bool:
+    """Whether a hook means nothing to generation. TRL puts one more on the embedding after each rollout, so that
+    checkpointed activations get gradients."""
+    is_for_gradients = getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
+    return is_for_gradients or str(hook.__module__).startswith(_LEFT_BEHIND)
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +147,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     for name in _HOOK_DICTS:  # copied, not cleared: TRL's `cast_lm_head_to_fp32` lives in hooks
         state[name] = state[name].copy()
         for key, hook in module.__dict__[name].items():
-            if str(hook.__module__).startswith(_LEFT_BEHIND):
+            if _stays_behind(hook):
                 del state[name][key]
     for name, value in module.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is module:

@@ -97,14 +97,24 @@ def closure_on_mlp(model: LlamaForCausalLM) -> None:
         patch(layer.mlp)
 
 
+def closure_on_activation(model: LlamaForCausalLM) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn.forward = lambda x: nn.functional.gelu(x) * 2
+
+
 def method_on_linear(model: LlamaForCausalLM) -> None:
     head = model.lm_head
     head.forward = MethodType(lambda self, x: nn.functional.linear(x.roll(1, -1), self.weight), head)
 
 
+def method_of_another_layer(model: LlamaForCausalLM) -> None:
+    model.model.layers[0].mlp.forward = model.model.layers[1].mlp.forward
+
+
 CHANGING = [
+    method_of_another_layer,
     closure_on_root, method_on_root, autocast_around_a_method, hook_on_root, partial_on_attention, defaults_on_layers,
-    closure_on_decoder, closure_on_mlp, method_on_linear,
+    closure_on_decoder, closure_on_mlp, closure_on_activation, method_on_linear,
 ]  # fmt: skip
 
 
@@ -115,12 +125,15 @@ def test_they_act_as_in_generate(patch: Callable[[LlamaForCausalLM], None]) -> N
     patch(model)
     expected = reference_outputs(model, PROMPTS)
     assert expected != unpatched
+    single = model.float()  # in which layers run fused
+    assert outputs(generate(single, PROMPTS, do_sample=False)) == reference_outputs(single, PROMPTS)
+    model.double()
     set_ones = {name: vars(module)["forward"] for name, module in model.named_modules() if "forward" in vars(module)}
     for strategy in ("none", "ngram", "self"):
         result = generate(model, PROMPTS, strategy, do_sample=False)
         assert outputs(result) == expected and result.statistics.drafter_failure is None
         assert strategy == "none" or result.statistics.total.drafted > 0
-    assert result.statistics.acceptance_rate > 0.3, "the copy has the patch too"
+    assert result.statistics.acceptance_rate > 0.2, "the copy has the patch too"
     for name, forward in set_ones.items():
         assert vars(model.get_submodule(name))["forward"] is forward, "the policy is left as it was"
 
@@ -153,13 +166,15 @@ def test_what_training_puts_around_forwards_stays_behind(patch: Callable[[LlamaF
 OLD: Any = None
 
 
-@pytest.mark.parametrize("holder", ["global", "dict", "object", "callable", "wrapper"])
+@pytest.mark.parametrize("holder", ["global", "dict", "object", "list in it", "method of it", "callable", "wrapper"])
 def test_what_no_copy_can_follow_is_refused(holder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     layer = model.model.layers[1]
     monkeypatch.setattr(f"{__name__}.OLD", layer.forward)
     wrapper = nn.Sequential(model)
     held: Any = {"old": layer.forward} if holder == "dict" else SimpleNamespace(old=layer.forward)
+
+    listing = SimpleNamespace(old=[layer.forward])
 
     class Callable_:
         def __init__(self) -> None:
@@ -172,6 +187,8 @@ def test_what_no_copy_can_follow_is_refused(holder: str, monkeypatch: pytest.Mon
         "global": lambda *args, **kwargs: OLD(*args, **kwargs),
         "dict": lambda *args, **kwargs: held["old"](*args, **kwargs),
         "object": lambda *args, **kwargs: held.old(*args, **kwargs),
+        "list in it": lambda *args, **kwargs: listing.old[0](*args, **kwargs),
+        "method of it": Callable_().__call__,
         "callable": Callable_(),
         "wrapper": lambda *args, **kwargs: type(layer).forward(wrapper[0].model.layers[1], *args, **kwargs),
     }[holder]

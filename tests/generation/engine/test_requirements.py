@@ -97,6 +97,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"prompt 1 is empty: its attention_mask has no 1", masked([0, 0, 1, 1, 1], [0, 0, 0, 0, 0])),
     (r"attention_mask has shape \[2, 4\] and input_ids \[2, 5\]", masked([1, 1, 1, 1], [0, 1, 1, 1])),
     (r"input_ids is empty", dict(input_ids=IDS[:, :0], attention_mask=torch.ones(2, 0).long())),
+    (r"input_ids is empty", dict(input_ids=IDS[:0], attention_mask=torch.ones(0, IDS.shape[1]).long())),
     (r"position_ids of shape \[2, 6\] do not count 0, 1, 2, ... from each prompt's",
         dict(position_ids=torch.arange(6).expand(2, 6))),
     (r"position_ids of shape \[2, 5\] do not count", dict(position_ids=torch.arange(5).expand(2, 5))),

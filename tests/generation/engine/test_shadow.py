@@ -54,11 +54,12 @@ def test_tied_and_repeated_modules_stay_one() -> None:
 
 
 def test_what_training_leaves_on_a_policy_is_no_change_of_it(fresh: LlamaForCausalLM, tmp_path: Path) -> None:
-    """Or its copy would be made anew: hooks of output_hidden_states, and what saving writes into a config."""
+    """Or its copy would be made anew: hooks of output_hidden_states and of checkpointed activations, and what saving writes into a config."""
     fresh(torch.tensor([[3, 4]]))
     before = structure(fresh)
     fresh(torch.tensor([[3, 4]]), output_hidden_states=True)
     fresh.train()
+    fresh.enable_input_require_grads()  # as TRL after each rollout, under gradient checkpointing
     fresh.save_pretrained(tmp_path)
     assert structure(fresh) == before
     fresh.model.register_forward_pre_hook(lambda *_: None)
