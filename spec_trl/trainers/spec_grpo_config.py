@@ -216,8 +216,8 @@ class SpecGRPOConfig(GRPOConfig):
     def _check_assistant(self) -> None:
         if not isinstance(self.assistant_model, str | nn.Module | None):
             raise ValueError(
-                f"assistant_model={self.assistant_model!r} is a {type(self.assistant_model).__name__}; give the path or "
-                "hub id as text, or a model."
+                f"assistant_model={self.assistant_model!r} is a {type(self.assistant_model).__name__}; give the path "
+                "or hub id as text, or a model."
             )
         drafter, setting = self.assistant_strategy, f"assistant_strategy={self.assistant_strategy!r}"
         if drafter == "tts":

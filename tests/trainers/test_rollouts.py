@@ -271,6 +271,14 @@ def test_text_for_a_vision_language_model(tmp_path: Path) -> None:
             roll_out_text(tmp_path, "self", field=field, mark=1)
 
 
+def test_the_copy_stays_under_gradient_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's default puts one more hook on the embedding after each rollout."""
+    made: list[object] = []
+    monkeypatch.setattr(spec_grpo_trainer, "copy_again", lambda *_: made.append(_))
+    run = train(tmp_path, "self", gradient_checkpointing=True)
+    assert len(run.calls) == 3 and not made
+
+
 @pytest.mark.parametrize("strategy", ["self", "tts"])
 @pytest.mark.filterwarnings("ignore:Adapter name")
 def test_the_copy_follows_the_adapter_between_rollouts(tmp_path: Path, strategy: str) -> None:

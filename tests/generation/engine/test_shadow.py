@@ -54,7 +54,8 @@ def test_tied_and_repeated_modules_stay_one() -> None:
 
 
 def test_what_training_leaves_on_a_policy_is_no_change_of_it(fresh: LlamaForCausalLM, tmp_path: Path) -> None:
-    """Or its copy would be made anew: hooks of output_hidden_states and of checkpointed activations, and what saving writes into a config."""
+    """Or its copy would be made anew: hooks of output_hidden_states and of checkpointed activations, and what saving
+    writes into a config."""
     fresh(torch.tensor([[3, 4]]))
     before = structure(fresh)
     fresh(torch.tensor([[3, 4]]), output_hidden_states=True)
