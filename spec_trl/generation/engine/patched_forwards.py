@@ -21,7 +21,8 @@ _LOSSES = ("trl.", "liger_kernel.")
 
 def patched_forward(module: nn.Module) -> Any:
     """What was set as the forward of `module` alone and computes something else than its class's; None: nothing."""
-    forward, owner = vars(module).get("forward"), None
+    forward: Any = vars(module).get("forward")
+    owner: Any = None
     while forward is not None:
         if isinstance(forward, MethodType):
             forward, owner = forward.__func__, forward.__self__
@@ -59,7 +60,7 @@ def _home(function: Any) -> str:
 
 def _only_moves_inputs(module: Any) -> bool:
     """Whether accelerate's hooks of a module do no more than move its inputs to the device where the weights lie."""
-    hook = getattr(module, "_hf_hook", None)
+    hook: Any = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))
     return all(type(hook).__name__ == "AlignDevicesHook" and not hook.offload for hook in hooks)
 
