@@ -248,6 +248,8 @@ def shown_by_generate(names: list[str], rows: Rows, logits: Tensor, offset: int)
 def test_rows_of_different_lengths_bit_for_bit(
     tokens, lengths, count, scores, parts, offset, dtype, elsewhere
 ) -> None:
+    if TRANSFORMERS < (5, 23):  # whose decay makes NaN of what others have ruled out
+        lengths = [name for name in lengths if name != "decay"]
     names = tokens[: parts[0]] + lengths[: parts[1]] + scores
     check_bit_for_bit(names, min(count, 6 - offset), offset, dtype, elsewhere)
 
