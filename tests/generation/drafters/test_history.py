@@ -287,6 +287,17 @@ def test_calls_on_one_model_remember(tiny) -> None:
     release(tiny)
 
 
+def test_prompts_of_32_bits_are_those_of_64(tiny) -> None:
+    rates = []
+    for dtype in (torch.int64, torch.int32):
+        prompts = pad_left(random_rows([5, 9]))
+        prompts["input_ids"] = prompts["input_ids"].to(dtype)
+        calls = [generate(tiny, prompts, "history", max_new_tokens=20, do_sample=False) for _ in range(2)]
+        rates.append([call.statistics.total for call in calls])
+        release(tiny)
+    assert rates[0] == rates[1] and rates[0][1].accepted > 20
+
+
 def test_what_calls_remember_is_bounded(tiny) -> None:
     for seed in range(4):
         generate(tiny, pad_left(random_rows([5], seed=seed)), "history", {"history_max_tokens": 60}, max_new_tokens=40)
