@@ -82,8 +82,8 @@ def _given(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses what `generate` would act on, or fail at, before it calls the decoding method; takes over stop strings,
-    whose tokenizer it keeps from a custom method."""
+    """Refuses what `generate` would act on, or fail at, before it calls the decoding method. Makes a criterion of stop
+    strings, because `generate` does not pass the tokenizer on to a custom method."""
     prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
     if prompts is not None:
         check_input_ids(prompts, model.device)
@@ -95,10 +95,11 @@ def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, 
             "Gather the weights around generate instead (TRL does so for ZeRO-3), and leave synced_gpus unset."
         )
     if stop_strings := completed.stop_strings:
-        _move_stop_strings(stop_strings, kwargs)
+        move_stop_strings(stop_strings, kwargs)
 
 
-def _move_stop_strings(stop_strings: str | list[str], kwargs: dict[str, Any]) -> None:
+def move_stop_strings(stop_strings: str | list[str], kwargs: dict[str, Any]) -> None:
+    """Puts a criterion in place of `stop_strings` and the tokenizer among the keywords of a call of `generate`."""
     tokenizer = kwargs.pop("tokenizer", None)
     if tokenizer is None:
         raise ValueError(f"stop_strings={stop_strings!r} needs tokenizer=..., to match strings across tokens.")

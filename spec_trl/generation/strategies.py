@@ -28,9 +28,9 @@ from .drafters.eagle3.drafter import Eagle3Drafter
 from .drafters.history import HistoryDrafter
 from .drafters.ngram import NgramDrafter
 from .drafters.self_copy import SelfDrafter, self_drafter_of, versions
-from .drafters.small_model import SmallModelDrafter, as_assistant, check_sizes, load_assistant, read_assistant_config
+from .drafters.small_model import SmallModelDrafter, as_assistant, load_assistant, read_assistant_config
 from .drafters.tts.drafter import DistilledDrafter
-from .drafters.vocabulary import is_padded
+from .drafters.vocabulary import check_sizes
 from .engine.drafter import Drafter
 from .engine.shadow import structure
 
@@ -128,16 +128,10 @@ def check_assistants(strategy: str, assistant: Assistant, config: SpeculativeCon
             found = settings.get("transformer_layer_config", settings).get("vocab_size", vocabulary)
         else:
             try:
-                config_found = read_assistant_config(given)
+                found = read_assistant_config(given).get_text_config(decoder=True).vocab_size
             except (OSError, ValueError) as error:
                 raise ValueError(f"{argument}={given!r} is no causal LM that can be loaded: {error}") from error
-            check_sizes(f"{argument}={given!r}", config_found, target.config)
-            continue
-        if not is_padded(found, vocabulary):
-            raise ValueError(
-                f"{argument}={given!r} has a vocabulary of {found} tokens and the target one of {vocabulary}; a "
-                "drafter must use the target's tokenizer."
-            )
+        check_sizes(f"{argument}={given!r}", found, vocabulary)
 
 
 def as_drafters(given: Drafter | Sequence[Drafter]) -> list[Drafter]:

@@ -15,12 +15,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.captured import runner_mode
 from ..generation.engine.requirements import check_generation_config, check_lengths, check_model, position_limit
+from ..generation.generate import move_stop_strings
 
 
 _LOOKED_AT = 1024  # rows of a dataset whose texts are compared, spread over it
@@ -44,9 +44,9 @@ def check_generation(
         first = copy.copy(generation_config)
         first.max_new_tokens = 1  # the last token too, which some processors wait for
         moved: dict[str, Any] = {}
-        if strings := completed.stop_strings:  # generate keeps the tokenizer from a custom method
-            criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, strings)])
-            moved = {"stop_strings": None, "stopping_criteria": criteria}
+        if completed.stop_strings:
+            moved["tokenizer"] = tokenizer
+            move_stop_strings(completed.stop_strings, moved)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the length
             # The way of a rollout up to its decoding method, which merges settings and makes processors and criteria.
@@ -113,7 +113,8 @@ def check_drawn(
     prompts: list[list[int]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """The same for the token ids of a rollout's `prompts`; the error shows the prompt."""
+    """Raises ValueError, showing the prompt, where one of a rollout's `prompts` (token ids) cannot be served because
+    positions of `policy` end."""
 
     def name(row: int) -> str:
         text = tokenizer.decode(prompts[row])

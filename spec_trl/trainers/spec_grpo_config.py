@@ -158,7 +158,7 @@ class SpecGRPOConfig(GRPOConfig):
         if any(each.kind is Parameter.VAR_KEYWORD for each in known.values()):
             return super().__new__(cls)
         for name in sorted(options.keys() - known.keys()):
-            remedy = _INSTEAD.get(name) or did_you_mean(name, known).strip() or "This TRL has none either."
+            remedy = _INSTEAD.get(name) or did_you_mean(name, known).strip() or "The installed TRL has none."
             raise ValueError(f"SpecGRPOConfig has no option {name!r} (given {options[name]!r:.60}). {remedy}")
         return super().__new__(cls)
 

@@ -90,8 +90,8 @@ def test_times_of_an_earlier_release_are_measured_anew(
     assert watched(again, FEWEST_ROUNDS).saved == FEWEST_ROUNDS and known().times.rounds == FEWEST_ROUNDS
 
 
-def test_two_processes_on_one_cache(probed: list[int], cache: Path) -> None:
-    """Both began with nothing; the one that writes last is read."""
+def test_two_writers_of_one_file(probed: list[int], cache: Path) -> None:
+    """As of two processes: both began with nothing, and what was written last is read."""
     one, other = known(), known()
     watched(one, FEWEST_ROUNDS)
     watched(other, 2 * FEWEST_ROUNDS)

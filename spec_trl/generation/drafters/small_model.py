@@ -22,7 +22,7 @@ from ..engine.requirements import check_model, policy_in
 from ..engine.shadow import fingerprint, make_shadow
 from .autoregressive import NetworkDrafter
 from .canvas import Canvas
-from .vocabulary import is_padded
+from .vocabulary import check_sizes
 
 
 class SmallModelDrafter(NetworkDrafter):
@@ -39,12 +39,12 @@ class SmallModelDrafter(NetworkDrafter):
             check_model(assistant)
         except ValueError as error:
             raise ValueError(f"assistant_model cannot draft: {error}") from error
-        check_sizes("assistant_model", assistant.config, target.config)
+        size, wanted = (m.config.get_text_config(decoder=True).vocab_size for m in (assistant, target))
+        check_sizes("assistant_model", size, wanted)
         if assistant.device != target.device:
             move = f"assistant_model.to({str(target.device)!r})"
             raise ValueError(f"assistant_model is on {assistant.device}, the target on {target.device}; call {move}.")
         super().__init__(make_shadow(assistant), shares_target_cache=False, made_of=fingerprint(assistant))
-        size, wanted = (m.config.get_text_config(decoder=True).vocab_size for m in (assistant, target))
         self._vocabulary, self._shared = wanted, min(size, wanted)
         if size != wanted:
             feed, fit = _fit_to(size, wanted)
@@ -71,18 +71,6 @@ def _fit_to(size: int, wanted: int) -> tuple[Any, Any]:
         return output
 
     return feed, fit
-
-
-def check_sizes(argument: str, assistant: PreTrainedConfig, target: PreTrainedConfig) -> None:
-    """Raises ValueError, naming the `argument`, unless vocabularies are equal, or one is the other padded to a
-    multiple of 64, 128, 256 or 512, as one tokenizer's are."""
-    size, wanted = (config.get_text_config(decoder=True).vocab_size for config in (assistant, target))
-    if not is_padded(size, wanted):
-        raise ValueError(
-            f"{argument} has a vocabulary of {size} tokens and the target one of {wanted}; a drafter must use the "
-            "target's tokenizer, and padding to a multiple of 64, 128, 256 or 512 does not explain the difference. "
-            'Choose an assistant of the same family, or assistant_strategy="self".'
-        )
 
 
 def read_assistant_config(name: str) -> PreTrainedConfig:

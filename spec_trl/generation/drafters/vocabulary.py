@@ -9,3 +9,14 @@ def is_padded(size: int, other: int) -> bool:
     and 152,064 beyond."""
     low, high = sorted((size, other))
     return low == high or any(-(-low // multiple) * multiple == high for multiple in _PADDED_TO)
+
+
+def check_sizes(argument: str, size: int, wanted: int) -> None:
+    """Raises ValueError, naming the drafter's `argument`, unless a vocabulary of `size` and the target's of `wanted`
+    tokens are one tokenizer's."""
+    if not is_padded(size, wanted):
+        raise ValueError(
+            f"{argument} has a vocabulary of {size} tokens and the target one of {wanted}; a drafter must use the "
+            "target's tokenizer, and padding to a multiple of 64, 128, 256 or 512 does not explain the difference. "
+            'Choose a drafter of the same family, or assistant_strategy="self".'
+        )

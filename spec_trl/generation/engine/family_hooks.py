@@ -21,11 +21,11 @@ CACHE_NAMES = "cache", "past_key_values"
 
 
 def forward_parameters(kind: type) -> frozenset[str]:
-    """Names of what the forward of a module class takes."""
+    """Names of the parameters that the forward of a module class takes."""
     return _parameters(kind)
 
 
-@functools.cache  # reading a signature takes as long as running a small layer
+@functools.cache  # reading a signature takes as long as running a small layer; type checkers know no cached `type`
 def _parameters(kind: Any) -> frozenset[str]:
     return frozenset(inspect.signature(kind.forward).parameters)
 
@@ -64,7 +64,7 @@ def asks_for_length(kind: Any) -> bool:
 
 
 _LENGTHS = {"get_seq_length", "get_mask_sizes", "get_query_offset"}
-# The first gets a hook (`_scale_queries`), and the others ask in cross-attention, which prompts of text have none of.
+# The first gets a hook (`_scale_queries`). The others ask in cross-attention, which does not run for text.
 _TOLD_OTHERWISE = "Llama4TextAttention", "BigBirdSelfAttention", "MllamaTextCrossAttention"
 
 

@@ -71,7 +71,7 @@ def _rebound(value: Any, clones: Mapping[int, nn.Module], seen: dict[int, Any]) 
         return clones.get(id(value), value)
     if id(value) in seen:
         return seen[id(value)]
-    seen[id(value)] = value  # the copy of a function that holds itself holds the original
+    seen[id(value)] = value  # ends the recursion where a function holds itself
     again = partial(_rebound, clones=clones, seen=seen)
     if isinstance(value, MethodType):
         seen[id(value)] = MethodType(again(value.__func__), again(value.__self__))

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from spec_trl.generation.drafters.autoregressive import CATCH_UP
-from spec_trl.generation.drafters.small_model import SmallModelDrafter, check_sizes, load_assistant
+from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
+from spec_trl.generation.drafters.vocabulary import check_sizes
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
@@ -192,13 +193,13 @@ def test_a_padded_vocabulary(size: int, wanted: int, way: str, monkeypatch: pyte
 
 @pytest.mark.parametrize(("size", "wanted"), [(151_936, 152_064), (152_064, 151_936), (50_304, 50_688), (64, 64)])
 def test_sizes_of_one_tokenizer(size: int, wanted: int) -> None:
-    check_sizes("assistant_model", LlamaConfig(vocab_size=size), LlamaConfig(vocab_size=wanted))
+    check_sizes("assistant_model", size, wanted)
 
 
 @pytest.mark.parametrize(("size", "wanted"), [(32_000, 32_768), (128_000, 128_256), (256_000, 262_144), (65, 64)])
 def test_sizes_of_two_tokenizers(size: int, wanted: int) -> None:
     with pytest.raises(ValueError, match=f"assistant_model has a vocabulary of {size} .* of {wanted}; a drafter must"):
-        check_sizes("assistant_model", LlamaConfig(vocab_size=size), LlamaConfig(vocab_size=wanted))
+        check_sizes("assistant_model", size, wanted)
 
 
 # ---- Wrapped assistants ---------------------------------------------------------------------------------------------
