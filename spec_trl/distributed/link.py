@@ -91,7 +91,7 @@ class Link:
         return [text.decode() for text in self._ask(self._store.multi_get, notes)]
 
     def rows_told(self) -> list[str]:
-        """What each rank has written on its note of rows; "" where nothing yet."""
+        """The note of rows of each rank; "" where a rank has written none."""
         if self.is_written(*self.rows_of_all):
             return self.read(self.rows_of_all)
         return [self.read([note])[0] if self.is_written(note) else "" for note in self.rows_of_all]
