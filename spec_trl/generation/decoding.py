@@ -19,9 +19,10 @@ from ..scheduling.control import Control, NeverSpeculate
 from .configuration import CHOOSING, SpeculativeConfig, check_combination, check_decoupled, check_strategy
 from .decoupling import decoupled, keep_acceptance
 from .engine import requirements
-from .engine.captured import GraphRunner, captures, free_for_cache, keep_runner, runner_for, runner_mode, takes_pool
+from .engine.captured import GraphRunner
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
+from .engine.kept_runner import captures, free_for_cache, keep_runner, runner_for, runner_mode, takes_pool
 from .engine.kv_room import KVRoom, PoolRoom, RowNeeds
 from .engine.memory import check_memory, takes_pages
 from .engine.noise import stream_keys

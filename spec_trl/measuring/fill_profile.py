@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.engine.cache import autocast_dtype
-from ..generation.engine.captured import runner_mode
 from ..generation.engine.drafter import Drafter
+from ..generation.engine.kept_runner import runner_mode
 from ..generation.engine.memory import free_memory
 from ..generation.engine.model_costs import model_constants
 from ..generation.engine.noise import RoundNoise

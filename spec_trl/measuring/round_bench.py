@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..generation.configuration import SpeculativeConfig
-from ..generation.engine.captured import CAPTURE_AFTER, captures, runner_for
+from ..generation.engine.captured import CAPTURE_AFTER
 from ..generation.engine.drafter import Drafter
+from ..generation.engine.kept_runner import captures, runner_for
 from ..generation.engine.processors import LogitsPipeline, PrefixView
 from ..generation.engine.request_queue import RequestQueue
 from ..generation.engine.rollout import Rollout

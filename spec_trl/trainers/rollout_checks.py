@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from ..generation.configuration import SpeculativeConfig
-from ..generation.engine.captured import runner_mode
+from ..generation.engine.kept_runner import runner_mode
 from ..generation.engine.requirements import check_generation_config, check_lengths, check_model, position_limit
 from ..generation.generate import move_stop_strings
 

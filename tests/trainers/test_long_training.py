@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 
 from spec_trl.generation import kept
 from spec_trl.generation.drafters.tts import drafter
-from spec_trl.generation.engine import captured
+from spec_trl.generation.engine import kept_runner
 from spec_trl.generation.engine.shadow import unwrapped
 from tests.conftest import STORY_MODEL
 from tests.generation.drafters.watching import make_checkpoint
@@ -137,7 +137,7 @@ def test_the_policy_trains_as_without(
 def test_captured_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_graphs: bool) -> None:
     """A tape stands in for CUDA graphs: it replays on the same memory while the optimizer updates the weights."""
     steps = 6 if keep_graphs else 3  # recorded anew in each
-    monkeypatch.setattr(captured, "recorder_for", lambda device: tape)
+    monkeypatch.setattr(kept_runner, "recorder_for", lambda device: tape)
     for strategy in ("none", "self"):
         tape, policy = Tape(), tiny_policy()
         run = train(tmp_path, strategy, policy=policy, max_steps=steps, runner="graph", keep_graphs=keep_graphs)

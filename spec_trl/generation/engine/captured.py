@@ -5,7 +5,6 @@ launches all its kernels at once. It is captured for a number of rows, tokens pe
 in buckets. Weights are read where they lie: an optimizer step, or a refresh of the drafter, leaves it valid.
 """
 
-import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,20 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import kept
-from ..configuration import SpeculativeConfig
 from .cache import RaggedCache, autocast_dtype
 from .captured_drafts import CapturedLoops
-from .captured_forward import SMALLEST_COLUMNS, CapturedForward, ForwardKey, column_bucket, pad, row_bucket
-from .compiled import compiled_twin, cpu_runner
-from .cuda_graphs import CudaRecorder, GraphBudget, Outputs, Recording
+from .captured_forward import CapturedForward, ForwardKey, column_bucket, pad, row_bucket
+from .compiled import compiled_twin
+from .cuda_graphs import GraphBudget, Outputs, Recording
 from .draft_loop import NetworkDraft
-from .memory import free_memory
-from .native_code import compiler
-from .paged_cache import PagedCache
-from .pages import pages_of
 from .runner import EagerRunner, Heard
-from .shadow import addresses, fingerprint, make_shadow
+from .shadow import addresses
 from .verification import Proposal
 
 
@@ -332,109 +325,3 @@ class GraphRunner(EagerRunner):
                 f"{type(error).__name__}: {error}",
                 stacklevel=2,
             )
-
-
-# ---- kept between calls ---------------------------------------------------------------------------------------------
-
-
-_NAME = "runner"
-
-
-def recorder_for(device: torch.device) -> CudaRecorder | None:
-    """What captures forwards on `device`, or None where nothing does."""
-    return CudaRecorder(device) if device.type == "cuda" else None
-
-
-def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
-    """How forwards run on `device` under `config.runner`; raises ValueError where captured ones are asked for and
-    `device` has none."""
-    if recorder_for(device) is not None:
-        return config.runner
-    if config.runner == "graph":
-        raise ValueError(
-            f'runner="graph" captures CUDA graphs, and the model is on {device}. Move it to a CUDA device, or use '
-            'runner="auto", "compiled" or "eager".'
-        )
-    is_compiled = config.runner != "eager" and device.type == "cpu" and compiler() is not None
-    return "compiled" if is_compiled else "eager"
-
-
-def captures(config: SpeculativeConfig, device: torch.device) -> bool:
-    """Whether forwards are captured on `device`, and have to be freed."""
-    return recorder_for(device) is not None and config.runner != "eager"
-
-
-def takes_pool(config: SpeculativeConfig, device: torch.device) -> bool:
-    """Whether K/V lies in the pages of a pool: where forwards are captured, which need it at the same addresses."""
-    return captures(config, device)
-
-
-def runner_for(
-    model: PreTrainedModel,
-    rows: int,
-    columns: int,
-    config: SpeculativeConfig,
-    pages: int | None = None,
-) -> EagerRunner:
-    """A runner of `model`'s shadow, which never changes the model.
-
-    One with captured forwards serves one call at a time. :func:`keep_runner` keeps it, with its cache, for the next,
-    until the model dies, changes (other modules, hooks or weight tensors; the values of the weights may change) or
-    needs more room. A pool that is kept stays as large as it is, however much memory there is now.
-
-    Args:
-        model: the target.
-        rows: in flight, of `columns` tokens.
-        columns: of a row, drafts included.
-        config: its `runner` decides.
-        pages: that memory holds, where K/V lies in the pages of a pool; None: all rows must have all their columns.
-
-    Raises:
-        ValueError: captured forwards are wanted on a device without them.
-    """
-    mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
-    if mode == "eager" or recorder is None:
-        if recorder is None:  # it may have been on another device
-            kept.take(model, _NAME)
-        make = cpu_runner if mode == "compiled" else EagerRunner
-        return make(make_shadow(model), _cache_for(model, rows, columns, config, pages))
-    # Autocast decides in which dtype K/V is stored.
-    made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
-    runner: GraphRunner | None = kept.take(model, _NAME)
-    if runner is not None:
-        cache = runner.cache
-        has_room = cache.rows >= row_bucket(rows) and cache.columns >= columns
-        if pages is None and isinstance(cache, PagedCache):
-            has_room = has_room and cache.pages.count >= rows * pages_of(columns)
-        if runner.made_for == made_for and has_room:
-            runner.begin()
-            return runner
-        del cache, runner
-        gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
-    columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
-    cache = _cache_for(model, row_bucket(rows), columns, config, pages)
-    budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
-    return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
-
-
-def _cache_for(
-    model: PreTrainedModel, rows: int, columns: int, config: SpeculativeConfig, pages: int | None
-) -> RaggedCache:
-    if takes_pool(config, model.device):
-        return PagedCache.with_pages(model, rows, columns, pages)
-    return RaggedCache.for_network(model, rows, columns)
-
-
-def free_for_cache(model: PreTrainedModel) -> int:
-    """Bytes that caches may take, or those that are kept for the next call, and captured forwards, take already."""
-    runner: GraphRunner | None = kept.look(model, _NAME)
-    return free_memory(model.device) + (0 if runner is None else runner.held_bytes)
-
-
-def keep_runner(model: PreTrainedModel, runner: GraphRunner) -> None:
-    """Keeps what a runner of :func:`runner_for` captured, after a call that ended well, for the next one."""
-    replaced = kept.take(model, _NAME)  # of a call that ran at the same time
-    kept.keep(model, _NAME, runner)
-    if replaced is not None:
-        del replaced
-        gc.collect()

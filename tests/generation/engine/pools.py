@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_trl.generation import decoding
-from spec_trl.generation.engine import captured, kv_room, memory, paged_cache, pages
+from spec_trl.generation.engine import kept_runner, kv_room, memory, paged_cache, pages
 from spec_trl.generation.engine.kv_room import RowNeeds
 from spec_trl.generation.engine.paged_cache import PagedCache
 
@@ -19,7 +19,7 @@ def install_pool(monkeypatch: pytest.MonkeyPatch, columns: int = 4, most: int | 
     caches: list[PagedCache] = []
     for module in (pages, paged_cache, memory, kv_room, decoding):
         monkeypatch.setattr(module, "PAGE_COLUMNS", columns)
-    for module in (captured, decoding):
+    for module in (kept_runner, decoding):
         monkeypatch.setattr(module, "takes_pool", lambda config, device: True)
     if most is not None:
         monkeypatch.setattr(RowNeeds, "pages_that_fit", lambda self, rows, free: most)
