@@ -9,7 +9,7 @@ from .. import kept
 from ..configuration import SpeculativeConfig
 from .cache import RaggedCache, autocast_dtype
 from .captured import GraphRunner
-from .captured_forward import SMALLEST_COLUMNS, row_bucket
+from .captured_forward import SMALLEST_COLUMNS, cache_rows
 from .compiled import cpu_runner
 from .cuda_graphs import CudaRecorder, GraphBudget
 from .memory import free_memory
@@ -86,7 +86,7 @@ def runner_for(
     runner: GraphRunner | None = kept.take(model, _NAME)
     if runner is not None:
         cache = runner.cache
-        has_room = cache.rows >= row_bucket(rows) and cache.columns >= columns
+        has_room = cache.rows >= rows and cache.columns >= columns
         if pages is None and isinstance(cache, PagedCache):
             has_room = has_room and cache.pages.count >= rows * pages_of(columns)
         if runner.made_for == made_for and has_room:
@@ -95,7 +95,7 @@ def runner_for(
         del cache, runner
         gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
-    cache = _cache_for(model, row_bucket(rows), columns, config, pages)
+    cache = _cache_for(model, cache_rows(rows), columns, config, pages)
     budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
     return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
 
