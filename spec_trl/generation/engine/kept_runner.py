@@ -58,6 +58,7 @@ def runner_for(
     columns: int,
     config: SpeculativeConfig,
     pages: int | None = None,
+    graph_memory: float | None = None,
 ) -> EagerRunner:
     """A runner of `model`'s shadow, which never changes the model.
 
@@ -71,6 +72,7 @@ def runner_for(
         columns: of a row, drafts included.
         config: its `runner` decides.
         pages: that memory holds, where K/V lies in the pages of a pool; None: all rows must have all their columns.
+        graph_memory: bytes that captured forwards may take; None: `config.max_graph_memory`.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -83,6 +85,7 @@ def runner_for(
         return make(make_shadow(model), _cache_for(model, rows, columns, config, pages))
     # Autocast decides in which dtype K/V is stored.
     made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
+    graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
     runner: GraphRunner | None = kept.take(model, _NAME)
     if runner is not None:
         cache = runner.cache
@@ -91,12 +94,13 @@ def runner_for(
             has_room = has_room and cache.pages.count >= rows * pages_of(columns)
         if runner.made_for == made_for and has_room:
             runner.begin()
+            runner.budget.limit = graph_memory
             return runner
         del cache, runner
         gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
     cache = _cache_for(model, cache_rows(rows), columns, config, pages)
-    budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
+    budget = GraphBudget(recorder, graph_memory)
     return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
 
 

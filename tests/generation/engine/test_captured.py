@@ -292,7 +292,7 @@ def test_above_the_memory_bound_larger_ones_serve(fresh, tape, strategy: str, ki
     """Rows finish, and the smaller batch runs padded to the bucket of 24 that was captured: forward and loop."""
     bound = {"max_graph_memory": (kinds - 0.5) / 2**10}  # MiB: reached by the first capture of each kind
     given = dict(prompts=TWENTY, eos_token_id=[1, 2], max_new_tokens=120)
-    with pytest.warns(UserWarning, match=r"reaches max_graph_memory=0\.00.*Raise max_graph_memory") as seen:
+    with pytest.warns(UserWarning, match=r"may take, 0\.00.*Raise max_graph_memory") as seen:
         result = graph(fresh, strategy, bound, **given)
     expected = eager(fresh, strategy, **given)
     assert len(seen) == 1 and tape.recorded == result.statistics.graphs == kinds
