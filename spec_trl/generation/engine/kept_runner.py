@@ -3,6 +3,7 @@
 import gc
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from .. import kept
@@ -116,6 +117,19 @@ def free_for_cache(model: PreTrainedModel) -> int:
     """Bytes that caches may take, or those that are kept for the next call, and captured forwards, take already."""
     runner: GraphRunner | None = kept.look(model, _NAME)
     return free_memory(model.device) + (0 if runner is None else runner.held_bytes)
+
+
+def kept_runner(model: nn.Module) -> GraphRunner | None:
+    """The runner that is kept for the next call of `model`, also if it is wrapped; it stays."""
+    found = (kept.look(module, _NAME) for module in model.modules())
+    return next((runner for runner in found if runner is not None), None)
+
+
+def drop_runner(model: nn.Module) -> None:
+    """Frees what :func:`kept_runner` finds."""
+    for module in model.modules():
+        kept.take(module, _NAME)
+    gc.collect()  # captured forwards and their runner hold each other
 
 
 def keep_runner(model: PreTrainedModel, runner: GraphRunner) -> None:
