@@ -128,11 +128,11 @@ class SpeculativeConfig:
         positive=True,
         hint=' of GiB, e.g. 4.0, or choose runner="eager"',
     )
-    keep_graphs: bool = option(
+    keep_graphs: bool | Literal["auto"] = option(
         True,
         "Keep captured forwards and their K/V cache from call to call, until the model dies or "
-        "spec_trl.release(model). False: free them after each call, which gives their memory to a training step, and "
-        "capture again in the next one (seconds for a model of some billions of weights).",
+        'spec_trl.release(model). False: free them after each call, and capture again in the next one. "auto": a '
+        "trainer keeps them where its steps so far have left the memory free; elsewhere as True.",
     )
 
     tts_drafter: TTSDrafter = option(
@@ -347,7 +347,7 @@ def check_option(name: str, value: object) -> None:
     if (value is None and type(None) in kinds) or value in words:
         return
     if bool in kinds:
-        require_bool(name, value)
+        require_bool(name, value, "".join(f' or "{word}"' for word in words))
     elif int in kinds:
         require_int(name, value, bounds["low"], bounds["high"], bounds["hint"])
     elif float in kinds:
@@ -412,10 +412,10 @@ def require_choice(name: str, value: object, words: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {list(words)}.{did_you_mean(value, words)}")
 
 
-def require_bool(name: str, value: object) -> None:
+def require_bool(name: str, value: object, hint: str = "") -> None:
     """Raises ValueError, naming `name`, unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is no bool; pass True or False.")
+        raise ValueError(f"{name}={value!r} is no bool; pass True or False{hint}.")
 
 
 def require_int(name: str, value: object, low: int | None, high: int | None, hint: str = "") -> None:

@@ -23,7 +23,7 @@ from .engine.captured import GraphRunner
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
 from .engine.kept_runner import captures, free_for_cache, keep_runner, runner_for, runner_mode, takes_pool
-from .engine.kv_room import KVRoom, PoolRoom, RowNeeds
+from .engine.kv_room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.memory import check_memory, takes_pages
 from .engine.noise import stream_keys
 from .engine.paged_cache import PagedCache
@@ -202,16 +202,20 @@ def _prepare(
     # "none" gets the same columns: attention over other widths would differ in the last bits.
     most_drafted = max(config.draft_length, control.most_drafted)
     columns, capacity = longest + most_drafted, call.capacity
-    graphs = config.max_graph_memory * 2**30 if captures(config, device) else 0
-    in_pool = takes_pool(config, device)
-    needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, graphs, columns if in_pool else 0)
+    in_pool, free, asked = takes_pool(config, device), free_for_cache(model), capacity
+    needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns if in_pool else 0)
+    expected = columns
+    if in_pool and not in_step:
+        expected = min(max(columns // _LIMIT_OVER_LENGTH, longest - call.new_tokens + PAGE_COLUMNS), columns)
+    graphs, most = 0.0, config.max_graph_memory * 2**30 if captures(config, device) else 0.0
+    if most:  # little memory makes them fewer before it makes the batch smaller
+        graphs = needs.graph_memory(capacity, expected, free, most)
+        needs = needs.with_graphs(graphs)
     if in_step:  # all rows stay to the end
         check_memory(f"K/V of {capacity} rows x {columns} columns", int(capacity * columns * needs.column), device)
-    elif config.max_batch_size is None and in_pool:
-        expected = min(max(columns // _LIMIT_OVER_LENGTH, longest - call.new_tokens + PAGE_COLUMNS), columns)
-        capacity = min(capacity, needs.rows_that_fit(expected, free_for_cache(model)))
-    elif config.max_batch_size is None and not takes_pages(device):
-        capacity = min(capacity, needs.rows_that_fit(columns, free_for_cache(model)))
+    elif config.max_batch_size is None and (in_pool or not takes_pages(device)):
+        capacity = min(capacity, needs.rows_that_fit(expected, free))
+    warn_of_little_memory(device, free, graphs, most, capacity, asked)
     drafters = decoupled(drafters, model, config, call.rejects, capacity, longest)
     for drafter in drafters:
         drafter.check_length(columns)
@@ -219,7 +223,7 @@ def _prepare(
     prefixes = PrefixView(rows, call.input_ids)
     warn_of_slow_dtype(model)
     pages = None if in_step else needs.pages_that_fit(capacity, free_for_cache(model))
-    runner = runner_for(model, capacity, columns, config, pages)
+    runner = runner_for(model, capacity, columns, config, pages, graphs)
     room: KVRoom | None = None
     if not in_step and isinstance(runner.cache, PagedCache):
         room = PoolRoom(rows, runner.cache, most_drafted)

@@ -122,7 +122,7 @@ class SpecGRPOConfig(GRPOConfig):
     )
     runner: str = shared("runner")
     max_graph_memory: float = shared("max_graph_memory")
-    keep_graphs: bool = shared("keep_graphs", False)
+    keep_graphs: str = shared("keep_graphs", "auto")  # or a bool; a text for the command line, as below
 
     drafter_adaptation: bool = option(
         True,
@@ -263,6 +263,7 @@ class SpecGRPOConfig(GRPOConfig):
         given = {name: value for name, value in vars(self).items() if name in OPTIONS}  # `seed` of GRPOConfig too
         given["draft_length"] = self.draft_length_controller().draft_length
         given["max_batch_size"] = self.rollout_batch_size
+        given["keep_graphs"] = {"true": True, "false": False}.get(str(self.keep_graphs).lower(), self.keep_graphs)
         given["tts_stride"] = int(self.tts_stride) if str(self.tts_stride).isdecimal() else self.tts_stride
         given["best_of_n_race"] = self.best_of_n_race and self.assistant_strategy == "best_of_n"
         return SpeculativeConfig(**given)

@@ -35,6 +35,7 @@ from ..scheduling.planner import Planner
 from ..scheduling.profile import Profile
 from .checkpoint import DraftLengthState, RankState, RolloutState, find_checkpoint, only_for_speed
 from .collapse_alarm import CollapseAlarm
+from .kept_graphs import KeptGraphs
 from .known_signatures import check_attributes, check_methods
 from .rollout_checks import check_dataset, check_drawn, check_generation
 from .rollout_totals import RolloutTotals, metrics
@@ -115,6 +116,8 @@ class SpecGRPOTrainer(GRPOTrainer):
         shares, decoding = args.rollout_sharing == "pool", self._draft_ranks.decoding
         self._sharing = SharedRollouts(shares, rank, ranks, args.ddp_timeout, decoding)
         self._alarm = CollapseAlarm(by_first_token=args.sd_toggle == "measured" or args.assistant_strategy in CHOOSING)
+        in_place = self._dist.zero_stage != 3 and not self._dist.is_fsdp
+        self._graphs = KeptGraphs(self._speculative_config.keep_graphs, self.accelerator.device, in_place)
         self._log: RunLog | None = None
         self._verdict = Verdict()
         self._calibration_seconds = 0.0  # not yet logged
@@ -145,7 +148,8 @@ class SpecGRPOTrainer(GRPOTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        with self._graphs.give_way(self.model):
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self._adaptation is not None:
             with self._clock.phase("adaptation"):  # the backward pass has freed the memory of the forward
                 self._adaptation.update()
@@ -176,7 +180,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         mode: Mode = "train" if self.model.training else "eval"
         self._totals = RolloutTotals()
         self._sharing.begin()
-        with self._clock.phase("rollout"):
+        with self._clock.phase("rollout"), self._graphs.rollout(self.model):
             result = super()._generate(prompts)
         if self.rollout_func is None:
             self._finish_rollout(mode)

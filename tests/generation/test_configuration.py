@@ -36,7 +36,7 @@ TRAINER_ONLY = {
 }  # fmt: skip
 NOT_IN_THE_TRAINER = {"draft_length", "ngram_size", "max_batch_size", "seed"}
 """`draft_lengths` and `rollout_batch_size` stand for two of them; `seed` is GRPOConfig's."""
-OTHER_DEFAULTS = {"keep_graphs": False, "tts_scope": "run"}
+OTHER_DEFAULTS = {"keep_graphs": "auto", "tts_scope": "run"}
 """Of the trainer: it needs the memory, and comes back to the same task."""
 
 
@@ -56,7 +56,7 @@ def test_the_trainer_has_the_options_of_generate() -> None:
         expected = OTHER_DEFAULTS.get(name, OPTIONS[name].default)
         assert default_of(own[name]) == (list(expected) if isinstance(expected, tuple) else expected), name
         assert own[name].metadata["help"] == OPTIONS[name].metadata["help"]
-        if name not in ("tts_stride", "best_of_n_drafters", "best_of_n_assistants"):  # what parses a command line
+        if name not in ("tts_stride", "keep_graphs", "best_of_n_drafters", "best_of_n_assistants"):  # for a shell
             is_choice = get_origin(OPTIONS[name].type) is Literal
             assert SpecGRPOConfig.__annotations__[name] == (str if is_choice else OPTIONS[name].type), name
     assert all(option.metadata["help"] for option in own.values())
@@ -148,6 +148,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"roofline_profile": "no/p.json", "sd_toggle": "roofline"}, "^roofline_profile='no/p.json' must be a file in"),
     ({"roofline_profile": ".", "sd_toggle": "roofline"}, "^roofline_profile='.' must be a file in a folder"),
     ({"max_graph_memory": 0}, "^max_graph_memory=0 is out of range; it must be a positive number of GiB, e.g. 4.0"),
+    ({"keep_graphs": "never"}, "^keep_graphs='never' is no bool; pass True or False or \"auto\"."),
     ({"tts_stride": 0}, '^tts_stride=0 is out of range; it must be at least 1 or "adaptive"'),
     ({"tts_stride": "often"}, "^tts_stride='often' is a str; pass an integer or \"adaptive\""),
     ({"best_of_n_drafters": "self"}, "^best_of_n_drafters='self' must be one or more"),

@@ -44,7 +44,7 @@ class GraphRunner(EagerRunner):
 
     Args:
         network: as for the eager runner.
-        cache: its rows must be a bucket (:func:`row_bucket`): rows that pad a batch write into free cache rows.
+        cache: rows that pad a batch (:func:`row_bucket`) write into its free rows.
         budget: shared by a model and its drafters.
         mode: "graph", "compiled", or "auto": after many replays of a shape whichever of the two measures faster.
         made_for: calls with the same are served by what it captured.
@@ -132,12 +132,17 @@ class GraphRunner(EagerRunner):
         shape = self._key(draft.tokens[:, :1], columns + draft.draft_length - 1)
         if shape is None or draft.drawn_by is None or self._gave_up:
             return super().draft(draft, columns)
-        loop = self._loops.get(draft, shape)
+        loop, has_room = self._loops.get(draft, shape), True
+        if loop is None and not (has_room := self.budget.has_room()):
+            loop = self._loops.larger(draft, shape)
         if loop is not None:
             self.forwards += draft.draft_length
             return loop.replay(draft)
-        proposal = super().draft(draft, columns)
-        if self._loops.ask(draft, shape) == CAPTURE_AFTER and self.budget.has_room():
+        asked = self._loops.ask(draft, shape)
+        if asked > CAPTURE_AFTER or not has_room:  # step by step, each captured
+            return super().draft(draft, columns)
+        proposal = draft.run(partial(self._step_padded, columns))
+        if asked == CAPTURE_AFTER:
             self.budget.preparations += 1
             runner = self._compiled_runner if self._mode == "compiled" else self
 
@@ -147,6 +152,13 @@ class GraphRunner(EagerRunner):
             record = partial(self._record, runner, shape)
             self._loops.capture(draft, shape, proposal, forward, record, type(self.network).__name__)
         return proposal
+
+    def _step_padded(self, columns: int, tokens: Tensor, positions: Tensor, step: int) -> Tensor:
+        """A step of a loop that is not captured yet. Nothing is captured for it: the loop will not need that."""
+        key = self._key(tokens, columns + step)
+        assert key is not None
+        self.budget.preparations += 1
+        return self._forward_padded(key, tokens, positions, columns + step)
 
     def _forward_padded(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
         """Computes eagerly what a captured forward of `key` would. Attention under spans, or over more rows, rounds
@@ -190,26 +202,24 @@ class GraphRunner(EagerRunner):
             # Autocast casts wide weights once per rollout and keeps the copies; a graph would cast in each replay.
             return None
         visible = self.cache.columns if self._uses_spans else column_bucket(columns, self.cache.columns)
-        return ForwardKey(row_bucket(len(tokens)), tokens.shape[1], visible, autocast)
+        rows = row_bucket(len(tokens), self.cache.rows)
+        return ForwardKey(rows, tokens.shape[1], visible, autocast)
 
     def _graph_for(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
         """The captured forward of `key`, which may be captured now; None: run eagerly."""
         graph = self._graphs.get(key)
         if graph is None and key not in self._failed:
-            self._asked[key] += 1
-            if self._asked[key] < CAPTURE_AFTER:
-                self.budget.preparations += 1
-                return None
             if not self.budget.has_room():
                 return self._larger(key)
+            self._asked[key] += 1
             self.budget.preparations += 1
-            graph = self._capture(key, tokens, positions, columns)
+            if self._asked[key] >= CAPTURE_AFTER:
+                graph = self._capture(key, tokens, positions, columns)
         return graph
 
     def _larger(self, key: ForwardKey) -> CapturedForward | None:
         """A captured forward into which `key` fits."""
-        same = [other for other in self._graphs if (other.queries, other.autocast) == (key.queries, key.autocast)]
-        fitting = [other for other in same if other.rows >= key.rows and other.columns >= key.columns]
+        fitting = [other for other in self._graphs if other.serves(key)]
         return self._graphs[min(fitting)] if fitting else None
 
     def _capture(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
@@ -232,7 +242,8 @@ class GraphRunner(EagerRunner):
             self._mode, then = "graph", "goes on without being compiled"
         else:
             self._failed.add(key)
-            self._gave_up = not self._graphs and not isinstance(error, torch.OutOfMemoryError)  # a smaller one may fit
+            is_first = not self._graphs and not self._loops
+            self._gave_up = is_first and not isinstance(error, torch.OutOfMemoryError)  # a smaller one may fit
             then = "runs eagerly" if self._gave_up else f"runs eagerly for {key.rows} rows x {key.queries} tokens"
         warnings.warn(
             f"the forward of {type(self.network).__name__} could not be captured and {then}, with the same tokens but "

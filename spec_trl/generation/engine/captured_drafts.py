@@ -88,9 +88,17 @@ class CapturedLoops:
         self._loops: dict[_Key, CapturedLoop] = {}
         self._asked: Counter[_Key] = Counter()
 
+    def __len__(self) -> int:
+        return len(self._loops)
+
     def get(self, draft: NetworkDraft, shape: ForwardKey) -> CapturedLoop | None:
         """What replays `draft`, if it was captured."""
         return self._loops.get(_Key.of(draft, shape))
+
+    def larger(self, draft: NetworkDraft, shape: ForwardKey) -> CapturedLoop | None:
+        """A captured loop into which `draft` fits."""
+        fitting = [key for key in self._loops if key.shape.serves(shape) and key == _Key.of(draft, key.shape)]
+        return self._loops[min(fitting, key=lambda key: key.shape)] if fitting else None
 
     def ask(self, draft: NetworkDraft, shape: ForwardKey) -> int:
         """How many times such a draft has been asked for, now included."""

@@ -21,6 +21,11 @@ class ForwardKey(NamedTuple):
     columns: int
     autocast: torch.dtype | None
 
+    def serves(self, other: "ForwardKey") -> bool:
+        """Whether a call of `other` can run padded to this."""
+        fits = self.rows >= other.rows and self.columns >= other.columns
+        return fits and (self.queries, self.autocast) == (other.queries, other.autocast)
+
 
 @dataclass
 class CapturedForward:
@@ -44,12 +49,23 @@ class CapturedForward:
         self.filled = rows
 
 
-def row_bucket(rows: int) -> int:
-    """Rows that a batch of `rows` is padded to: a power of two up to 8, then a multiple of 8, of 32 beyond 64."""
+def cache_rows(rows: int) -> int:
+    """Rows of a cache for `rows` in flight: a power of two up to 8, then a multiple of 8, of 32 beyond 64."""
     if rows <= 8:
         return 1 << (rows - 1).bit_length()
     step = 8 if rows <= 64 else 32
     return -(-rows // step) * step
+
+
+def row_bucket(rows: int, limit: int) -> int:
+    """Rows that a batch of `rows` is padded to: 8, 16, 32, 64 or a multiple of 32, at most the `limit` of the cache.
+
+    They are few, since each is captured for itself while a rollout's rows finish, which takes about four forwards, and
+    since padding costs little: up to some hundred tokens a forward waits for its weights, and a free row reads one
+    column of K/V.
+    """
+    bucket = max(8, 1 << (rows - 1).bit_length()) if rows <= 64 else -(-rows // 32) * 32
+    return min(bucket, limit)
 
 
 def column_bucket(columns: int, limit: int) -> int:

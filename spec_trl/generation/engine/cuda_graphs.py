@@ -125,9 +125,9 @@ class GraphBudget:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"captured forwards take {self.bytes / 2**30:.2f} GiB, which reaches "
-                f"max_graph_memory={self.limit / 2**30:g}: further shapes run padded to a captured one, or eagerly. "
-                "Raise max_graph_memory to capture more.",
+                f"captured forwards take {self.bytes / 2**30:.2f} GiB, which reaches what they may take, "
+                f"{self.limit / 2**30:g} GiB (max_graph_memory, or less where rows need the memory): further shapes "
+                "run padded to a captured one, or eagerly. Raise max_graph_memory where more is free.",
                 stacklevel=2,
             )
         return False

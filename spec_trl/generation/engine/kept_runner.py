@@ -3,13 +3,14 @@
 import gc
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from .. import kept
 from ..configuration import SpeculativeConfig
 from .cache import RaggedCache, autocast_dtype
 from .captured import GraphRunner
-from .captured_forward import SMALLEST_COLUMNS, row_bucket
+from .captured_forward import SMALLEST_COLUMNS, cache_rows
 from .compiled import cpu_runner
 from .cuda_graphs import CudaRecorder, GraphBudget
 from .memory import free_memory
@@ -58,6 +59,7 @@ def runner_for(
     columns: int,
     config: SpeculativeConfig,
     pages: int | None = None,
+    graph_memory: float | None = None,
 ) -> EagerRunner:
     """A runner of `model`'s shadow, which never changes the model.
 
@@ -71,6 +73,7 @@ def runner_for(
         columns: of a row, drafts included.
         config: its `runner` decides.
         pages: that memory holds, where K/V lies in the pages of a pool; None: all rows must have all their columns.
+        graph_memory: bytes that captured forwards may take; None: `config.max_graph_memory`.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -83,20 +86,22 @@ def runner_for(
         return make(make_shadow(model), _cache_for(model, rows, columns, config, pages))
     # Autocast decides in which dtype K/V is stored.
     made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
+    graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
     runner: GraphRunner | None = kept.take(model, _NAME)
     if runner is not None:
         cache = runner.cache
-        has_room = cache.rows >= row_bucket(rows) and cache.columns >= columns
+        has_room = cache.rows >= rows and cache.columns >= columns
         if pages is None and isinstance(cache, PagedCache):
             has_room = has_room and cache.pages.count >= rows * pages_of(columns)
         if runner.made_for == made_for and has_room:
             runner.begin()
+            runner.budget.limit = graph_memory
             return runner
         del cache, runner
         gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
-    cache = _cache_for(model, row_bucket(rows), columns, config, pages)
-    budget = GraphBudget(recorder, config.max_graph_memory * 2**30)
+    cache = _cache_for(model, cache_rows(rows), columns, config, pages)
+    budget = GraphBudget(recorder, graph_memory)
     return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
 
 
@@ -112,6 +117,19 @@ def free_for_cache(model: PreTrainedModel) -> int:
     """Bytes that caches may take, or those that are kept for the next call, and captured forwards, take already."""
     runner: GraphRunner | None = kept.look(model, _NAME)
     return free_memory(model.device) + (0 if runner is None else runner.held_bytes)
+
+
+def kept_runner(model: nn.Module) -> GraphRunner | None:
+    """The runner that is kept for the next call of `model`, also if it is wrapped; it stays."""
+    found = (kept.look(module, _NAME) for module in model.modules())
+    return next((runner for runner in found if runner is not None), None)
+
+
+def drop_runner(model: nn.Module) -> None:
+    """Frees what :func:`kept_runner` finds."""
+    for module in model.modules():
+        kept.take(module, _NAME)
+    gc.collect()  # captured forwards and their runner hold each other
 
 
 def keep_runner(model: PreTrainedModel, runner: GraphRunner) -> None:

@@ -1,7 +1,8 @@
 """How many rows there is memory for, and which rows leave when it ends."""
 
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ from .runner import TOKENS_PER_FORWARD
 
 
 _LOGITS = 3  # float32 tensors of the size of the logits that verification keeps: logits, processed scores, noise
+LEAST_GRAPH_MEMORY = 2**28
+"""Bytes that captured forwards may take however little is free: logits of 64 rows x 6 tokens of a vocabulary of 152 k
+take 111 MiB in 16 bits, which all share, and activations of the widest one as much again."""
+_GRAPHS_SHARE = 8  # of what is free, one part is theirs before rows: an eighth fewer rows are little slower
 _ACTIVATIONS = 16  # widest activations of a prefilled token over the hidden size: an MLP keeps 3 of about 5 times it
 
 
@@ -31,7 +36,7 @@ class RowNeeds:
         column: K/V of one column of a row, in the target's cache and its drafters'.
         row: a row's share in the activations of a verification; and what of its K/V is taken at full length, where the
             rest lies in the pages of a pool.
-        fixed: activations of a prefill, and captured forwards.
+        fixed: activations of a prefill, and captured forwards (:meth:`with_graphs`).
     """
 
     column: float
@@ -45,12 +50,10 @@ class RowNeeds:
         drafters: Sequence[Drafter],
         verified: int,
         prefilled: int,
-        graphs: float,
         in_pool: int = 0,
     ) -> "RowNeeds":
-        """Those of `model` and its `drafters`, where a row's `verified` tokens are verified at once, at most
-        `prefilled` are read, and captured forwards take `graphs` bytes. `in_pool`: columns of a row, where K/V lies in
-        the pages of a pool."""
+        """Those of `model` and its `drafters`, where a row's `verified` tokens are verified at once, and at most
+        `prefilled` are read. `in_pool`: columns of a row, where K/V lies in the pages of a pool."""
         dtype, config = autocast_dtype(model.device) or model.dtype, model.config.get_text_config(decoder=True)
         tokens = min(prefilled, TOKENS_PER_FORWARD)
         target = kv_bytes(model, dtype)
@@ -60,8 +63,18 @@ class RowNeeds:
         return cls(
             column=target + sum(drafter.column_bytes for drafter in drafters if drafter.uses_pool or not in_pool),
             row=_LOGITS * verified * config.vocab_size * torch.float32.itemsize + in_pool * sum(whole),
-            fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + graphs,
+            fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize,
         )
+
+    def graph_memory(self, rows: int, columns: int, free: int, most: float) -> float:
+        """Bytes for captured forwards, of `free` bytes: `most`, or less where `rows` of `columns` would not fit beside
+        them."""
+        left = free - self.fixed - rows * (columns * self.column + self.row)
+        return min(most, max(left, free / _GRAPHS_SHARE, LEAST_GRAPH_MEMORY))
+
+    def with_graphs(self, graphs: float) -> "RowNeeds":
+        """The same where captured forwards may take `graphs` bytes."""
+        return replace(self, fixed=self.fixed + graphs)
 
     def rows_that_fit(self, columns: int, free: int) -> int:
         """Rows of `columns` for which `free` bytes are enough; at least one, whose cache says if it does not fit."""
@@ -70,6 +83,25 @@ class RowNeeds:
     def pages_that_fit(self, rows: int, free: int) -> int:
         """Pages of a pool for which `free` bytes are enough beside what else `rows` rows need; 0 or less: none."""
         return int((free - self.fixed - rows * self.row) // (PAGE_COLUMNS * self.column))
+
+
+warned_of: set[torch.device] = set()
+"""Where little memory was warned of in this process."""
+
+
+def warn_of_little_memory(device: torch.device, free: int, graphs: float, most: float, rows: int, asked: int) -> None:
+    """Warns, once per device and process, where `free` bytes leave captured forwards `graphs` bytes, less than `most`,
+    and `rows` of the `asked` rows are in flight."""
+    if graphs >= most or device in warned_of:
+        return
+    warned_of.add(device)
+    few = f", and {rows} of {asked} rows are in flight" if rows < asked else ""
+    warnings.warn(
+        f"{free / 2**30:.2f} GiB are free on {device}, which is little for {asked} rows: captured forwards may take "
+        f"{graphs / 2**30:.2f} GiB instead of max_graph_memory={most / 2**30:g}{few}. Tokens are the same, but may "
+        "come slower. Lower max_graph_memory, max_batch_size or max_new_tokens, or free memory.",
+        stacklevel=2,
+    )
 
 
 class KVRoom:

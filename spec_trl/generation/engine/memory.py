@@ -97,6 +97,21 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
+def peak_memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes that tensors on `device` took at most since :func:`forget_peak`, and those that they may take together;
+    None where nobody counts, off CUDA."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return torch.cuda.max_memory_allocated(device), free + torch.cuda.memory_reserved(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Has :func:`peak_memory`, and torch's own statistics, count from now on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def left_by_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
     """Bytes that the control groups of this process, a container's or a job's, leave it: of each the limit less what
     is in use, but for file pages that give way first. Infinity without a limit.

@@ -78,9 +78,10 @@ class PagedCache(RaggedCache):
             self.pages.grow(to, pages_of(count))
             if count % PAGE_COLUMNS:
                 pairs.append((self.pages.of_row[row][count // PAGE_COLUMNS], self.pages.of_row[to][-1]))
-        for layer in self._allocated if pairs else ():
-            before, after = torch.tensor(pairs, device=layer.keys.device).unbind(1)  # [n] each
-            for pool in (layer.keys, layer.values):
+        pools = [pool for layer in self._allocated for pool in (layer.keys, layer.values)]
+        if pairs and pools:
+            before, after = torch.tensor(pairs, device=pools[0].device).unbind(1)  # [n] each; the host waits once
+            for pool in pools:
                 pool[after] = pool[before]
         self._used = max([self._used, *(row + 1 for row in destination)])
         self._send_changes()

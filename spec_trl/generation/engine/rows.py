@@ -148,6 +148,7 @@ class Rows:
         leaders: list[tuple[bytes, Request]] = []
         followers: list[tuple[bytes, Request]] = []
         moved: dict[int, Progress] = {}
+        states: list[list[int]] = []  # [n, 5]
         seen = set(row_of_prompt)
         for request in requests:
             key = request.prompt.cpu().numpy().tobytes()
@@ -163,12 +164,14 @@ class Rows:
                 self.tokens[row, prompt:length] = progress.tokens
                 if progress.logprobs is not None:
                     self.logprobs[row, prompt:length] = progress.logprobs
-            self._state[:, row] = torch.tensor([length, prompt, request.limit, request.index, request.stream])
+            states.append([length, prompt, request.limit, request.index, request.stream])
             self._host[:, row] = length, prompt, request.limit
             self.prompts.append(key)
             self.indices.append(request.index)
             if progress is None:
                 row_of_prompt.setdefault(key, row)
+        if states:  # the host waits once
+            self._state[:, first : first + len(states)] = torch.tensor(states).T
         self.active += len(requests)
         columns = torch.arange(self.columns, device=self.tokens.device)  # [columns]
         positions = columns - self.prompt_lengths[first:, None]  # [n, columns]

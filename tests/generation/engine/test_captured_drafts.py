@@ -22,6 +22,7 @@ from tests.generation.calls import Alternate, generate, outputs, pad_left, rando
 
 
 PROMPTS = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3]))
+TWENTY = pad_left(random_rows([3 + row % 7 for row in range(20)]))  # which run through 24, 16 and 8
 DRAWS: dict[str, dict[str, Any]] = {
     "greedy": dict(do_sample=False),
     "softmax": {},
@@ -54,9 +55,11 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def run(model: nn.Module, runner: str, strategy: str = "self", config: Any = None, **options: Any) -> Any:
+def run(
+    model: nn.Module, runner: str, strategy: str = "self", config: Any = None, prompts: Any = PROMPTS, **options: Any
+) -> Any:
     given = {"runner": runner, "draft_length": 3} | (config or {})
-    return generate(model, PROMPTS, strategy, given, **({"max_new_tokens": 28} | options))
+    return generate(model, prompts, strategy, given, **({"max_new_tokens": 28} | options))
 
 
 def check(graph: Any, eager: Any) -> None:
@@ -170,7 +173,8 @@ def test_captures_share_a_pool(fresh, tape, monkeypatch) -> None:
         return recording._replace(replay=replay)
 
     monkeypatch.setattr(tape, "record", watch)
-    check(run(fresh, "graph"), run(fresh, "eager"))
+    given = dict(prompts=TWENTY, eos_token_id=[1, 2, 3])
+    check(run(fresh, "graph", **given), run(fresh, "eager", **given))
     assert len(taken) > 3 and all(len(own) > 20 for own in taken)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import LlamaForCausalLM
@@ -12,7 +13,9 @@ from spec_trl.generation.engine import processors
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 from spec_trl.generation.engine.noise import RoundNoise
 from spec_trl.generation.engine.noise_ahead import NoiseAhead
+from spec_trl.generation.engine.paged_cache import PagedCache
 from spec_trl.generation.engine.rollout import Rollout
+from spec_trl.generation.engine.rows import Request, Rows
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
 
@@ -100,3 +103,30 @@ def test_operations_outside_the_networks(tape, monkeypatch: pytest.MonkeyPatch, 
     settled = [found for lengths, found in rounds if lengths == drafted]
     assert len(settled) > 3 and len(settled[0]) <= most, settled[0]
     assert {len(found) for found in settled} == {len(settled[0])}
+
+
+def test_an_admission_sends_numbers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `torch.tensor` on a device waits for it: one for all rows, one for all layers' pages, one for the table."""
+    sent: list[object] = []
+    make = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *given, **more: (sent.append(given), make(*given, **more))[1])
+    found = []
+    for count, layers in ((1, 1), (6, 3)):
+        rows = Rows(8, 100, torch.device("cpu"))
+        sent.clear()
+        rows.admit([Request(index, torch.ones(5).long(), 50, index) for index in range(count)])
+        found.append(len(sent))
+        assert rows.lengths.tolist() == [5] * count and rows.requests.tolist() == list(range(count))
+        cache = PagedCache.with_pages(tiny_llama(num_hidden_layers=layers), 8, 200, None)
+        cache.reserve([70])
+        cache.point_at(torch.arange(70)[None], 70, 0)
+        states = torch.randn(1, 2, 70, 16)  # [1, kv, n, d]
+        for layer in cache.layers:
+            layer.update(states, states)
+        sent.clear()
+        cache.copy_rows([0], [1], [70])
+        found.append(len(sent))
+        cache.point_at(torch.tensor([[70]]), 71, 1)
+        for layer in cache.layers:
+            assert all(torch.equal(read[0], states[0]) for read in layer.read(1, 1, 70))
+    assert found == [1, 2, 1, 2]

@@ -176,8 +176,8 @@ def test_rows_of_a_cache_that_is_taken_at_once() -> None:
 
 def test_what_a_row_needs(tiny: LlamaForCausalLM, tiny_assistant: LlamaForCausalLM) -> None:
     """2 layers x K and V x 2 heads x 16 in float64, 64 tokens, hidden size 64."""
-    needs = RowNeeds.of(tiny, [], verified=6, prefilled=10, graphs=5.0)
-    assert needs == RowNeeds(column=2 * 2 * 2 * 16 * 8, row=3 * 6 * 64 * 4, fixed=16 * 10 * 64 * 8 + 5)
+    needs = RowNeeds.of(tiny, [], verified=6, prefilled=10)
+    assert needs == RowNeeds(column=2 * 2 * 2 * 16 * 8, row=3 * 6 * 64 * 4, fixed=16 * 10 * 64 * 8)
 
 
 def test_requests_that_are_put_back_come_first() -> None:

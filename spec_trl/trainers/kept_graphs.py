@@ -1,0 +1,74 @@
+"""Whether captured forwards outlive a rollout: where training steps leave their memory free."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..generation.engine.kept_runner import drop_runner, kept_runner
+from ..generation.engine.memory import forget_peak, peak_memory
+
+
+MARGIN = 0.1
+"""Share of the device's memory that is left beside the largest peak so far and what is kept: for fragments, and for
+texts that are longer than any before."""
+logger = logging.getLogger(__name__)
+
+
+class KeptGraphs:
+    """What a rank's rollouts have captured, and its K/V cache: kept or freed after each, by the peak of memory in the
+    training steps so far. Each rank decides for itself: no token depends on it.
+
+    Args:
+        setting: `keep_graphs`; with True and False :func:`~spec_trl.generation.decoding.speculative_decoding` keeps or
+            frees it.
+        device: of the training.
+        in_place: whether the weights of a rollout lie where those of the one before lay; else nothing is kept under
+            "auto", as everything would be captured again.
+    """
+
+    def __init__(self, setting: bool | Literal["auto"], device: torch.device, in_place: bool) -> None:
+        self._decides, self._may_keep, self._device = setting == "auto", in_place, device
+        self._watches = False
+        self._kept = 0  # bytes of the peak that are not training's
+        self._peak: int | None = None  # bytes that training took at most; None: no step has been seen
+
+    @contextmanager
+    def rollout(self, policy: nn.Module) -> Iterator[None]:
+        """Surrounds a rollout of `policy`, which may be wrapped."""
+        found = peak_memory(self._device) if self._watches else None
+        if found is not None:
+            self._peak = max(self._peak or 0, found[0] - self._kept)
+        yield
+        runner = kept_runner(policy)
+        if not self._decides or runner is None:
+            return
+        held, captured = runner.held_bytes, runner.captured[1]
+        del runner
+        room = 0.0 if found is None or self._peak is None else found[1] * (1 - MARGIN) - self._peak
+        keeps = self._may_keep and held <= room
+        logger.info("captured forwards and K/V, %.2f GiB, are %s", held / 2**30, "kept" if keeps else "freed")
+        if not keeps:
+            drop_runner(policy)
+        # Of a pool for captured forwards hardly anything is in use, and so in the peak.
+        self._kept, self._watches = held - captured if keeps else 0, True
+        forget_peak(self._device)
+
+    @contextmanager
+    def give_way(self, policy: nn.Module) -> Iterator[None]:
+        """Surrounds a training step of `policy`: where memory ends, frees what is kept, and keeps nothing any more."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if (runner := kept_runner(policy)) is not None:
+                error.add_note(
+                    f"{runner.held_bytes / 2**30:.2f} GiB were kept for the next rollout, captured forwards and their "
+                    "K/V cache, and are free now. keep_graphs=False frees them before each training step."
+                )
+                del runner
+                drop_runner(policy)
+            self._may_keep = False
+            raise

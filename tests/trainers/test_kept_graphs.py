@@ -1,0 +1,94 @@
+"""keep_graphs="auto": what a rollout has captured outlives it where training leaves memory free. Memory is made up; a
+tape stands in for CUDA graphs."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spec_trl.generation import kept
+from spec_trl.trainers import kept_graphs
+from spec_trl.trainers.kept_graphs import KeptGraphs
+from tests.generation.engine.tape import Tape, install_tape
+from tests.trainers.harness import assert_same_training, make_run, tiny_policy, train_plainly
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The peak in each training step to come, of 1000 bytes; without one nobody counts."""
+    found: list[int] = []
+    monkeypatch.setattr(kept_graphs, "peak_memory", lambda device: (found.pop(0), 1000) if found else None)
+    return found
+
+
+def after_each(graphs: KeptGraphs, rollouts: int) -> list[bool]:
+    """Whether a runner of 300 bytes, 50 of them captured forwards, outlives each of the next rollouts."""
+    policy, found = nn.Linear(1, 1), []
+    for _ in range(rollouts):
+        with graphs.rollout(nn.Sequential(policy)):  # a wrapper's
+            if kept.look(policy, "runner") is None:
+                kept.keep(policy, "runner", SimpleNamespace(held_bytes=300, captured=(2, 50)))
+        found.append(kept.look(policy, "runner") is not None)
+    return found
+
+
+def test_the_largest_peak_decides(peaks: list[int]) -> None:
+    """900 of 1000 bytes may be taken. The peak of the third step is training's own 600 and a cache of 250; that of the
+    fourth is 601 and the cache; the cache was gone in the fifth."""
+    peaks += [600, 850, 851, 100]
+    graphs = KeptGraphs("auto", CPU, in_place=True)
+    assert after_each(graphs, 5) == [False, True, True, False, False] and not peaks
+
+
+@pytest.mark.parametrize(
+    ("setting", "in_place", "stays"), [(True, True, True), (False, True, True), ("auto", False, False)]
+)
+def test_who_decides_otherwise(peaks: list[int], setting: Any, in_place: bool, stays: bool) -> None:
+    """A setting; and weights that are gathered elsewhere in each rollout."""
+    peaks += [1] * 2
+    assert after_each(KeptGraphs(setting, CPU, in_place), 3) == [stays] * 3
+    assert len(peaks) == (0 if setting == "auto" else 2), "who does not need to know does not ask"
+
+
+def test_off_cuda_nothing_is_counted() -> None:
+    assert after_each(KeptGraphs("auto", CPU, in_place=True), 2) == [False, False]
+
+
+@pytest.fixture
+def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
+    return install_tape(monkeypatch)
+
+
+def test_a_training(tmp_path: Path, tape: Tape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default: what the first rollout has captured is freed, the second one's serves the third."""
+    monkeypatch.setattr(kept_graphs, "peak_memory", lambda device: (2**20, 2**30))
+    recorded: list[int] = []
+    policy = tiny_policy()
+    run = make_run(tmp_path, "self", policy=policy, runner="graph")
+    generate = policy.generate
+    policy.generate = lambda *given, **more: (recorded.append(tape.recorded), generate(*given, **more))[1]
+    run.train()
+    assert recorded[0] < recorded[1] < recorded[2] == tape.recorded
+    assert_same_training(train_plainly(), run)
+
+
+def test_memory_that_ends_in_a_step(tmp_path: Path, tape: Tape) -> None:
+    """What is kept is freed, and the error says so."""
+    policy = tiny_policy()
+    run = make_run(tmp_path, "none", policy=policy, runner="graph", keep_graphs=True)
+
+    def no_memory(*given: Any, **more: Any) -> None:
+        assert kept.look(policy, "runner") is not None
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    run.trainer.compute_loss = no_memory
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        run.train()
+    assert any("keep_graphs=False frees them" in note for note in error.value.__notes__)
+    assert kept.look(policy, "runner") is None
