@@ -122,7 +122,8 @@ def test_a_float32_forward_under_autocast_is_that_of_the_family(fused, family: s
         compare(run(network, cache), expected)
         assert {states.dtype for layer in cache.layers for states in (layer.keys, layer.values)} == {dtype}
         given: set[torch.dtype] = set()
-        network.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda _, inputs: given.add(inputs[0].dtype))
+        projection = network.model.layers[0].self_attn.q_proj
+        projection.register_forward_pre_hook(lambda _, inputs: given.add(inputs[0].dtype))
         compare(run(network), expected)
     assert given == {torch.float32}
 
