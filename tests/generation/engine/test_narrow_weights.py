@@ -16,6 +16,7 @@ import spec_trl
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import load_assistant
 from spec_trl.generation.engine import narrow_weights
+from spec_trl.generation.engine.drafter import DraftSession
 from spec_trl.generation.engine.kv_room import RowNeeds
 from spec_trl.generation.engine.narrow_weights import NarrowProduct, bytes_of_copies, copied_bytes, make_copies
 from spec_trl.generation.engine.shadow import make_shadow, share_weights
@@ -253,6 +254,27 @@ def test_they_live_as_long_as_what_was_captured(tape) -> None:
         graph(model, drafter=drafter)
     spec_trl.release(model)
     assert alive() == started
+
+
+def test_the_quantized_copy_reads_the_targets_own(tape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head, and the projections that it runs where rows are many, at the same addresses in the next call."""
+    begin, found = SelfDrafter.begin, []
+
+    def watched(drafter: SelfDrafter, session: DraftSession) -> None:
+        begin(drafter, session)
+        assert session.target is not None
+        network, target = drafter.network, session.target.network
+        assert network.lm_head.copies is target.lm_head.copies is not None
+        assert network.model.layers[0].mlp.up_proj.dense.copies is target.model.layers[0].mlp.up_proj.copies
+        found.append((copied_bytes(network), copied_bytes(target), target.lm_head.copies.weight.data_ptr()))
+
+    monkeypatch.setattr(SelfDrafter, "begin", watched)
+    model = one_layer()
+    with autocast():
+        for _ in range(2):
+            graph(model, "self", {"draft_lm_head": "dense"})
+    (ours, theirs, _), second = found
+    assert found[0] == second and ours == theirs == 2 * sum(weight.numel() for weight in copied(model))
 
 
 def test_a_call_that_fails_frees_them(tape) -> None:
