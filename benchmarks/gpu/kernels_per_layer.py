@@ -1,4 +1,5 @@
-"""How many kernels a decoder layer launches in a decoding forward, with the families' own code and with fused kernels.
+"""How many kernels a decoder layer launches in a decoding forward, with the families' own code and with fused kernels,
+of a bfloat16 model and of a float32 one under autocast to bfloat16.
 
     python -m benchmarks.gpu.kernels_per_layer
 
@@ -25,6 +26,7 @@ if not torch.cuda.is_available():
 
 from spec_trl.generation.engine import attention, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache
+from spec_trl.generation.engine.narrow_weights import make_copies
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.quantization import quantize_projections
@@ -56,15 +58,16 @@ def _one_operation(packed: ReferenceInt4, x: torch.Tensor) -> torch.Tensor:
     return x.new_ones(len(x), packed.layer.out_features)
 
 
-def in_a_forward(family: str, layers: int, quantized: bool, fused: bool) -> Counter[str]:
-    """Kernels or operations of one forward of one token per row."""
+def in_a_forward(family: str, layers: int, quantized: bool, fused: bool, mixed: bool = False) -> Counter[str]:
+    """Kernels or operations of one forward of one token per row; `mixed`: float32 weights under autocast."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = config_of(TINY, model_type=family, num_hidden_layers=layers, head_dim=32)
-    model = random_model(config, device, torch.bfloat16)
+    model = random_model(config, device, torch.float32 if mixed else torch.bfloat16)
     with mock.patch.object(fused_layers, "run_on", lambda _device: fused):
         network = make_shadow(model)
     if quantized:
-        quantize_projections(network, kernel="auto" if device.type == "cuda" else "reference", lm_head="dense")
+        with mock.patch.object(ReferenceInt4, "activation_dtypes", (torch.bfloat16,)):  # as those of a GPU's kernels
+            quantize_projections(network, kernel="auto" if device.type == "cuda" else "reference", lm_head="dense")
     runner = EagerRunner(network, RaggedCache.for_network(network, rows=2, columns=64))
     token = torch.ones(2, 1, dtype=torch.int64, device=device)
 
@@ -72,7 +75,8 @@ def in_a_forward(family: str, layers: int, quantized: bool, fused: bool) -> Coun
         with mock.patch.object(attention, "run_on", lambda _device: True):
             runner._run(token, token, 64, spans=True)
 
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=mixed, cache_enabled=False):
+        make_copies(network)
         forward()  # allocates and compiles
         if device.type == "cpu":
             with _Operations() as operations, mock.patch.object(ReferenceInt4, "linear", _one_operation):
@@ -85,17 +89,19 @@ def in_a_forward(family: str, layers: int, quantized: bool, fused: bool) -> Coun
         return Counter(event.name for event in recorded.events() if event.device_type == DeviceType.CUDA)
 
 
-def per_layer(family: str, quantized: bool = False, fused: bool = True) -> Counter[str]:
+def per_layer(family: str, quantized: bool = False, fused: bool = True, mixed: bool = False) -> Counter[str]:
     """Kernels of one layer by name."""
-    return in_a_forward(family, 2, quantized, fused) - in_a_forward(family, 1, quantized, fused)
+    how = quantized, fused, mixed
+    return in_a_forward(family, 2, *how) - in_a_forward(family, 1, *how)
 
 
 def main() -> int:
     print(f"{'':22}{'own code':>10}{'fused':>10}")
     for family in FAMILIES:
-        for quantized in (False, True):
-            counts = [per_layer(family, quantized, fused).total() for fused in (False, True)]
-            print(f"{family + (', 4 bits' if quantized else ''):22}{counts[0]:>10}{counts[1]:>10}")
+        for quantized, mixed in ((False, False), (True, False), (False, True), (True, True)):
+            counts = [per_layer(family, quantized, fused, mixed).total() for fused in (False, True)]
+            name = family + (", autocast" if mixed else "") + (", 4 bits" if quantized else "")
+            print(f"{name:22}{counts[0]:>10}{counts[1]:>10}")
     return 0
 
 

@@ -25,6 +25,7 @@ from .engine.in_step import RolloutInStep, must_run_in_step
 from .engine.kept_runner import captures, free_for_cache, keep_runner, runner_for, runner_mode, takes_pool
 from .engine.kv_room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.memory import check_memory, takes_pages
+from .engine.narrow_weights import copied_bytes
 from .engine.noise import stream_keys
 from .engine.paged_cache import PagedCache
 from .engine.pages import PAGE_COLUMNS
@@ -228,7 +229,7 @@ def _prepare(
     if not in_step and isinstance(runner.cache, PagedCache):
         room = PoolRoom(rows, runner.cache, most_drafted)
     elif not in_step and takes_pages(device):
-        room = KVRoom(rows, needs)
+        room = KVRoom(rows, replace(needs, fixed=needs.fixed - copied_bytes(runner.network)))  # which it has made
     streamer = call.streamer
     options: dict[str, Any] = dict(
         pipeline=LogitsPipeline(call.processors, prefixes, len(prompts)),
@@ -301,6 +302,7 @@ def _roll_out(
         with suppress(Exception):
             rollout.end()
         raise  # the runner is not kept: its cache may hold broken or half-written K/V
+    statistics.copied_bytes = copied_bytes(runner.network)
     if call.config.keep_graphs and isinstance(runner, GraphRunner):
         keep_runner(call.model, runner)
     if call.config.decoupled_execution != "never":

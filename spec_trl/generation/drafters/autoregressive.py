@@ -10,6 +10,7 @@ from ..engine.cache import RaggedCache
 from ..engine.draft_loop import NetworkDraft
 from ..engine.drafter import DraftSession
 from ..engine.model_costs import kv_bytes
+from ..engine.narrow_weights import lend_copies, take_copies_back
 from ..engine.noise import RoundNoise
 from ..engine.outcome import Integers
 from ..engine.rows import Admission
@@ -56,6 +57,7 @@ class NetworkDrafter(TrainableDrafter):
         if self._owns_cache and tail is None:
             self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=rows.tokens.device)
         if session.target is not None:
+            lend_copies(session.target.network, self.network)
             self._runner = session.target.for_drafter(self.network, self._shares_target_cache, self._made_of)
         else:
             own = RaggedCache.for_network(self.network, rows.capacity, rows.columns) if tail is None else tail
@@ -64,6 +66,7 @@ class NetworkDrafter(TrainableDrafter):
 
     def end(self) -> None:
         super().end()
+        take_copies_back(self.network)
         del self._runner, self.cache, self._cached, self._fed
 
     def admit(self, admission: Admission) -> None:

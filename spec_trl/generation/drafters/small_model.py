@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from ..engine.cache import autocast_dtype
 from ..engine.drafter import DraftCost
 from ..engine.model_costs import model_constants
 from ..engine.requirements import check_model, policy_in
@@ -94,12 +95,14 @@ def as_assistant(argument: str, given: object) -> PreTrainedModel:
 
 
 def load_assistant(assistant: "PreTrainedModel | str | None", target: PreTrainedModel) -> PreTrainedModel:
-    """Returns the assistant module itself, or loads it from a path or hub id in the target's dtype and device."""
+    """Returns the assistant module itself, or loads it from a path or hub id onto the target's device, in the dtype
+    that the target computes in."""
     if assistant is None:
         raise ValueError('assistant_strategy="model" needs assistant_model: a smaller causal LM, its path or hub id.')
     if not isinstance(assistant, str):
         return as_assistant("assistant_model", assistant)
+    dtype = autocast_dtype(target.device) or target.dtype
     try:
-        return AutoModelForCausalLM.from_pretrained(assistant, dtype=target.dtype).to(target.device).eval()
+        return AutoModelForCausalLM.from_pretrained(assistant, dtype=dtype).to(target.device).eval()
     except (OSError, ValueError) as error:
         raise ValueError(f"assistant_model={assistant!r} cannot be loaded as a causal LM: {error}") from error

@@ -21,6 +21,7 @@ from .captured_forward import CapturedForward, ForwardKey, column_bucket, pad, r
 from .compiled import compiled_twin
 from .cuda_graphs import GraphBudget, Outputs, Recording
 from .draft_loop import NetworkDraft
+from .narrow_weights import copied_bytes
 from .runner import EagerRunner, Heard
 from .shadow import addresses
 from .verification import Proposal
@@ -106,14 +107,14 @@ class GraphRunner(EagerRunner):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of captured forwards and of the caches, its drafters' included."""
+        """Bytes of captured forwards, of the caches, its drafters' included, and of copies of weights."""
         caches = {id(each.cache): each.cache for each in (self, *self._of_drafters)}
-        return self.budget.bytes + sum(cache.held_bytes for cache in caches.values())
+        return self.budget.bytes + sum(cache.held_bytes for cache in caches.values()) + copied_bytes(self.network)
 
     def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
-        key = self._key(tokens, columns) if first_row == 0 and tokens.shape[1] <= MOST_QUERIES else None
-        if key is None:
+        if first_row or tokens.shape[1] > MOST_QUERIES:
             return super().forward(tokens, positions, columns, first_row)
+        key = self._key(tokens, columns)
         graph = None if self._gave_up else self._graph_for(key, tokens, positions, columns)
         if graph is None:
             return self._forward_padded(key, tokens, positions, columns)
@@ -130,7 +131,7 @@ class GraphRunner(EagerRunner):
     def draft(self, draft: NetworkDraft, columns: int) -> Proposal:
         """As the eager runner's; where it was captured whole, its tensors hold until the same shape drafts again."""
         shape = self._key(draft.tokens[:, :1], columns + draft.draft_length - 1)
-        if shape is None or draft.drawn_by is None or self._gave_up:
+        if draft.drawn_by is None or self._gave_up:
             return super().draft(draft, columns)
         loop, has_room = self._loops.get(draft, shape), True
         if loop is None and not (has_room := self.budget.has_room()):
@@ -156,7 +157,6 @@ class GraphRunner(EagerRunner):
     def _step_padded(self, columns: int, tokens: Tensor, positions: Tensor, step: int) -> Tensor:
         """A step of a loop that is not captured yet. Nothing is captured for it: the loop will not need that."""
         key = self._key(tokens, columns + step)
-        assert key is not None
         self.budget.preparations += 1
         return self._forward_padded(key, tokens, positions, columns + step)
 
@@ -195,15 +195,11 @@ class GraphRunner(EagerRunner):
 
     # ---- which graph ----------------------------------------------------------------------------------------------
 
-    def _key(self, tokens: Tensor, columns: int) -> ForwardKey | None:
-        """The key under which a forward of this shape is captured; None: such forwards are not captured."""
-        autocast = autocast_dtype(tokens.device)
-        if autocast is not None and self.network.dtype != autocast:
-            # Autocast casts wide weights once per rollout and keeps the copies; a graph would cast in each replay.
-            return None
+    def _key(self, tokens: Tensor, columns: int) -> ForwardKey:
+        """The key under which a forward of this shape is captured."""
         visible = self.cache.columns if self._uses_spans else column_bucket(columns, self.cache.columns)
         rows = row_bucket(len(tokens), self.cache.rows)
-        return ForwardKey(rows, tokens.shape[1], visible, autocast)
+        return ForwardKey(rows, tokens.shape[1], visible, autocast_dtype(tokens.device))
 
     def _graph_for(self, key: ForwardKey, tokens: Tensor, positions: Tensor, columns: int) -> CapturedForward | None:
         """The captured forward of `key`, which may be captured now; None: run eagerly."""
@@ -282,7 +278,7 @@ class GraphRunner(EagerRunner):
             RuntimeError: the logits or scores `compared`, a replay's and others, which are `whose`, are not about the
                 same.
         """
-        # Autocast keeps the casts of fp32 weights (adapters, say) until it ends; a graph must not read those.
+        # Autocast keeps the casts of fp32 weights that have no copies until it ends; a graph must not read those.
         device, dtype = self.network.device.type, key.autocast
         with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=False):
             for _ in range(0 if runner is self else WARM_UPS):

@@ -19,10 +19,11 @@ _Strides = ctypes.c_int64 * 2
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the functions take `x`: float32, in inference mode, in forwards of the compiled runner that is. float64
-    is for exactness: families' norms compute in float32 all the same, and would round differently here."""
-    fits = x.dtype == torch.float32 and x.device.type == "cpu" and torch.is_inference_mode_enabled()
-    return fits and _library() is not None
+    """Whether the functions take `x`: float32, in inference mode, in forwards of the compiled runner that is, and not
+    under autocast. float64 is for exactness: families' norms compute in float32 all the same, and would round
+    differently here."""
+    fits = x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return fits and torch.is_inference_mode_enabled() and _library() is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

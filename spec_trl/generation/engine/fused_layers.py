@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 
-from ...quantization.linear import project
+from ...quantization.linear import QuantizedLinear, project
+from ...quantization.quantized_copy import SIBLINGS
 from . import cpu_layer
 from .attention import RAGGED_ATTENTION, ragged_attention
 from .cache import RaggedCache, _RaggedLayer, autocast_dtype
 from .family_hooks import cache_name
 from .kernels import run_on
+from .narrow_weights import NarrowProduct
 from .native_code import compiler
 from .paged_cache import _PagedLayer
 from .patched_forwards import patched_forward
@@ -35,7 +37,7 @@ class _Fused(nn.Module):
     """`torch.ops.spec_trl`, Triton's, or :mod:`cpu_layer`: set when the class is made."""
 
     def _fit(self, x: Tensor, *others: Tensor) -> bool:
-        """Whether the kernels, which have no gradient, take these together."""
+        """Whether the kernels, which have no gradient, take these together, in one dtype."""
         served = cpu_layer.serves(x) if self._kernels is cpu_layer else x.dtype in _DTYPES
         return served and not torch.is_grad_enabled() and all(other.dtype == x.dtype for other in others)
 
@@ -44,10 +46,11 @@ class _Norm(_Fused):
     weight: Tensor
     variance_epsilon: float
 
-    def forward(self, hidden_states: Tensor) -> Any:
+    def forward(self, hidden_states: Tensor, *dtype: torch.dtype) -> Any:
+        """`dtype`: of the result, where it is not that of the modules."""
         if not self._fit(hidden_states, self.weight):
             return super().forward(hidden_states)
-        return self._kernels.rms_norm(hidden_states.contiguous(), self.weight, self.variance_epsilon)
+        return self._kernels.rms_norm(hidden_states.contiguous(), self.weight, self.variance_epsilon, *dtype)
 
 
 class _Mlp(_Fused):
@@ -99,14 +102,16 @@ class _Attention(_Fused):
             layer is None
             or self.config._attn_implementation != RAGGED_ATTENTION
             or not all(map(_is_fused_norm, norms))
-            or not self._fit(hidden_states, *position_embeddings, *(norm.weight for norm in norms))
-            or autocast_dtype(hidden_states.device) not in (None, hidden_states.dtype)
+            or not self._fit(hidden_states)
+            or not self._fit(*position_embeddings, *(norm.weight for norm in norms))
         ):
             return super().forward(hidden_states, *given, **kwargs)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (states.view(shape) for states in projected)  # [B, q, heads or kv_heads, d]
-        if not self._fit(hidden_states, query, key, value):
+        # Under autocast products are narrower than angles and norms.
+        narrow = autocast_dtype(query.device) or hidden_states.dtype
+        if {query.dtype, key.dtype, value.dtype} != {narrow} or not _goes_with(query, position_embeddings[0]):
             return super().forward(hidden_states, *given, **kwargs)
         write = self._kernels.rotate_and_write
         query, keys, values = layer.rotate_and_update(write, query, key, value, *position_embeddings, norms)
@@ -138,12 +143,15 @@ class _DecoderLayer(_Fused):
         norm = self.post_attention_layernorm
         if args or not _is_fused_norm(norm) or not self._fit(hidden_states, norm.weight):
             return super().forward(hidden_states, *args, **kwargs)
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        if attended.dtype != hidden_states.dtype:
+        first, dtype = self.input_layernorm, autocast_dtype(hidden_states.device)
+        narrow = [dtype] if dtype is not None and _is_fused_norm(first) and _only_multiplies(self.self_attn) else []
+        attended, _ = self.self_attn(hidden_states=first(hidden_states, *narrow), **kwargs)
+        if not _goes_with(attended, hidden_states):
             residual = hidden_states + attended
             return residual + self.mlp(norm(residual))
+        narrow = [dtype] if dtype is not None and _only_multiplies(self.mlp) else []
         residual, normed = self._kernels.add_rms_norm(
-            attended.contiguous(), hidden_states.contiguous(), norm.weight, norm.variance_epsilon
+            attended.contiguous(), hidden_states.contiguous(), norm.weight, norm.variance_epsilon, *narrow
         )
         return residual + self.mlp(normed)
 
@@ -202,6 +210,22 @@ def _is_fused_norm(module: nn.Module) -> bool:
 
 def _is_unwatched(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _only_multiplies(module: nn.Module) -> bool:
+    """Whether attention or an MLP does nothing with its input but multiply it with weights, for which autocast casts
+    it: then it may be given cast."""
+    if not isinstance(module, _Attention | _Mlp):
+        return False
+    names = SIBLINGS[0] if isinstance(module, _Attention) else SIBLINGS[1]
+    layers = [getattr(module, name) for name in names]
+    known = all(type(layer) is QuantizedLinear or isinstance(layer, NarrowProduct) for layer in layers)
+    return known and all(map(_is_unwatched, [module, *layers]))
+
+
+def _goes_with(x: Tensor, wide: Tensor) -> bool:
+    """Whether a kernel takes `wide` beside x: of its dtype, or float32 beside what autocast makes of that."""
+    return wide.dtype == x.dtype or (wide.dtype == torch.float32 and x.dtype == autocast_dtype(x.device))
 
 
 def _layer_of(cache: Any, index: int) -> Any:

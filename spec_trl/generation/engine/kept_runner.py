@@ -14,6 +14,7 @@ from .captured_forward import SMALLEST_COLUMNS, cache_rows
 from .compiled import cpu_runner
 from .cuda_graphs import CudaRecorder, GraphBudget
 from .memory import free_memory
+from .narrow_weights import make_copies, refresh_copies
 from .native_code import compiler
 from .paged_cache import PagedCache
 from .pages import pages_of
@@ -83,7 +84,7 @@ def runner_for(
         if recorder is None:  # it may have been on another device
             kept.take(model, _NAME)
         make = cpu_runner if mode == "compiled" else EagerRunner
-        return make(make_shadow(model), _cache_for(model, rows, columns, config, pages))
+        return make(_shadow_of(model), _cache_for(model, rows, columns, config, pages))
     # Autocast decides in which dtype K/V is stored.
     made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
@@ -96,13 +97,20 @@ def runner_for(
         if runner.made_for == made_for and has_room:
             runner.begin()
             runner.budget.limit = graph_memory
+            refresh_copies(runner.network)
             return runner
         del cache, runner
         gc.collect()  # captured forwards and their runner hold each other: the memory goes before more is asked for
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
     cache = _cache_for(model, cache_rows(rows), columns, config, pages)
     budget = GraphBudget(recorder, graph_memory)
-    return GraphRunner(make_shadow(model), cache, budget, mode, made_for)
+    return GraphRunner(_shadow_of(model), cache, budget, mode, made_for)
+
+
+def _shadow_of(model: PreTrainedModel) -> PreTrainedModel:
+    shadow = make_shadow(model)
+    make_copies(shadow)
+    return shadow
 
 
 def _cache_for(

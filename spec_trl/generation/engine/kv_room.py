@@ -13,6 +13,7 @@ from .cache import autocast_dtype
 from .drafter import Drafter
 from .memory import free_memory
 from .model_costs import kv_bytes
+from .narrow_weights import bytes_of_copies
 from .outcome import Integers
 from .paged_cache import PagedCache
 from .pages import PAGE_COLUMNS, pages_of
@@ -36,7 +37,7 @@ class RowNeeds:
         column: K/V of one column of a row, in the target's cache and its drafters'.
         row: a row's share in the activations of a verification; and what of its K/V is taken at full length, where the
             rest lies in the pages of a pool.
-        fixed: activations of a prefill, and captured forwards (:meth:`with_graphs`).
+        fixed: activations of a prefill, copies of weights for autocast, and captured forwards (:meth:`with_graphs`).
     """
 
     column: float
@@ -63,7 +64,7 @@ class RowNeeds:
         return cls(
             column=target + sum(drafter.column_bytes for drafter in drafters if drafter.uses_pool or not in_pool),
             row=_LOGITS * verified * config.vocab_size * torch.float32.itemsize + in_pool * sum(whole),
-            fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize,
+            fixed=_ACTIVATIONS * tokens * config.hidden_size * dtype.itemsize + bytes_of_copies(model),
         )
 
     def graph_memory(self, rows: int, columns: int, free: int, most: float) -> float:

@@ -18,6 +18,7 @@ from ...quantization.source_weight import WRAPPED
 from .attention import RAGGED_ATTENTION
 from .family_hooks import adapt
 from .fused_layers import with_fused_kernels
+from .narrow_weights import NarrowProduct
 from .patched_forwards import patched_forward, rebind
 
 
@@ -47,7 +48,11 @@ def make_shadow(policy: PreTrainedModel) -> PreTrainedModel:
 
 def share_weights(network: nn.Module) -> Any:
     """A second module tree over the Parameters and buffers of `network`, in eval mode, with hooks of its own."""
-    return _cloned(network, {})
+    twin = _cloned(network, {})
+    for module in twin.modules():
+        if isinstance(module, NarrowProduct):
+            module.copies = None  # the twin may learn, and outlive a generation
+    return twin
 
 
 def decoder_layers(network: PreTrainedModel) -> nn.ModuleList:

@@ -164,6 +164,7 @@ class SpeculationStatistics:
         preemptions: times that a row left since memory ended; it came back, and its K/V was computed again.
         graphs: captured forwards that the target and its drafters hold.
         graph_bytes: device memory that these take next to weights and cache.
+        copied_bytes: of 16-bit copies of the target's wider weights, under autocast.
         learning: of a drafter that learns while it drafts; else None.
         drafter_failure: why the drafter was dropped, or None.
     """
@@ -194,6 +195,7 @@ class SpeculationStatistics:
     preemptions: int = 0
     graphs: int = 0
     graph_bytes: int = 0
+    copied_bytes: int = 0
     learning: LearningStatistics | None = None
     drafter_failure: str | None = None
 

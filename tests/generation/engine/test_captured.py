@@ -191,7 +191,7 @@ def test_adapters_that_are_scaled(tape) -> None:
 
 
 def test_wide_adapters_on_a_narrow_policy_under_autocast(tape) -> None:
-    """Autocast keeps its casts of the fp32 adapter; a captured forward that read those would never see it learn."""
+    """Autocast keeps its casts of fp32 weights; a captured forward that read those would never see them change."""
     model = tiny_llama().bfloat16()
     model.lm_head.float()  # as adapters are
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -201,10 +201,6 @@ def test_wide_adapters_on_a_narrow_policy_under_autocast(tape) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         second, expected = outputs(graph(model)), outputs(eager(model))
     assert tape.recorded == recorded > 0 and second == expected != first
-    # Where all weights are wide, a graph would cast each again in each replay; autocast keeps casts of a rollout.
-    with torch.autocast("cpu", torch.bfloat16):
-        graph(tiny_llama().float())
-    assert tape.recorded == recorded
 
 
 def test_a_call_that_fails_leaves_no_nan(fresh, tape) -> None:

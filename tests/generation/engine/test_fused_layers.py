@@ -25,6 +25,7 @@ from spec_trl.generation.engine import compiled, cpu_layer, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache, TailCache
 from spec_trl.generation.engine.compiled import CompiledRunner, compiled_twin
 from spec_trl.generation.engine.hidden_states import keep_states
+from spec_trl.generation.engine.narrow_weights import make_copies
 from spec_trl.generation.engine.native_code import compiler
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
@@ -94,7 +95,7 @@ def names_of(network: nn.Module) -> set[str]:
 def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """The modules norm in float32 whatever their dtype; the interpreter truncates to bfloat16."""
     error = (ours.double() - theirs.double()).norm(dim=-1) / theirs.double().norm(dim=-1)  # [B, q]
-    assert error.max() < (0.05 if theirs.dtype == torch.bfloat16 else 2e-6)
+    assert error.max() < {torch.bfloat16: 0.05, torch.float16: 4e-3}.get(theirs.dtype, 2e-6)
 
 
 @pytest.mark.parametrize("dtype", [*map(slow, (torch.float64, torch.bfloat16)), torch.float32], ids=str)
@@ -105,6 +106,26 @@ def test_a_forward_is_that_of_the_family(fused, family: str, dtype: torch.dtype)
     name = type(model).__name__.removesuffix("ForCausalLM")
     assert {f"Fused{name}{part}" for part in ("RMSNorm", "MLP", "Attention", "DecoderLayer")} < names_of(network)
     compare(run(network), run(make_shadow(model)))
+
+
+@pytest.mark.parametrize("dtype", [slow(torch.bfloat16), torch.float16], ids=str)
+@pytest.mark.parametrize("family", [*map(slow, ("bitnet", "mistral", "qwen2")), "llama", "qwen3"])
+def test_a_float32_forward_under_autocast_is_that_of_the_family(fused, family: str, dtype: torch.dtype) -> None:
+    """Norms, angles and residual stream in float32 beside narrow products; a projection that is watched is given what
+    the family's own code gives it."""
+    model = model_of(family, torch.float32)
+    network, plain = fused(model), make_shadow(model)
+    cache = RaggedCache.for_network(network, rows=3, columns=64)
+    with torch.autocast("cpu", dtype):
+        make_copies(network)
+        expected = run(plain)
+        compare(run(network, cache), expected)
+        assert {states.dtype for layer in cache.layers for states in (layer.keys, layer.values)} == {dtype}
+        given: set[torch.dtype] = set()
+        projection = network.model.layers[0].self_attn.q_proj
+        projection.register_forward_pre_hook(lambda _, inputs: given.add(inputs[0].dtype))
+        compare(run(network), expected)
+    assert given == {torch.float32}
 
 
 @pytest.fixture
@@ -169,11 +190,12 @@ def test_with_packed_weights_and_adapters(fused, family: str) -> None:
     ("family", "quantized", "expected"),
     [("qwen2", False, 14), ("qwen2", True, 12), slow(("llama", True, 11)), slow(("qwen3", False, 14))],
 )
-def test_at_most_sixteen_kernels_in_a_layer(family: str, quantized: bool, expected: int) -> None:
+@pytest.mark.parametrize("mixed", [False, True], ids=["one dtype", "float32 under autocast"])
+def test_at_most_fourteen_kernels_in_a_layer(family: str, quantized: bool, expected: int, mixed: bool) -> None:
     """Norm, three projections, rotation, two of attention, projection, add and norm, two projections, silu,
     projection, add; of packed projections that share an input one, with one more for biases."""
-    found = per_layer(family, quantized)
-    assert found.total() == expected <= 16 and found["ragged_decode_attention"] == 2, found
+    found = per_layer(family, quantized, mixed=mixed)
+    assert found.total() == expected <= 14 and found["ragged_decode_attention"] == 2, found
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ A small operation on a GPU takes the time of its launch. An eager layer has some
     norm | q, k, v | rotate, write | attention | o | add, norm | gate, up | silu, multiply | down | add
 
 Every kernel computes in float32 (float64 for float64) and rounds to the dtype of the activations wherever the modules
-of transformers do, so in half precision too the results are those of the modules, sums in another order apart.
+of transformers do, so in half precision too the results are those of the modules, sums in another order apart. That
+includes float32 weights under autocast: norms, rotation and the residual stream are float32 there, products are not.
 """
 
 import torch
@@ -27,8 +28,8 @@ _OPTIONS = dict(enable_fp_fusion=False)
 
 @triton.jit
 def _rounded_product(x: tl.tensor, y: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
-    """x * y, rounded to the dtype of x."""
-    return (x.to(WIDE) * y.to(WIDE)).to(x.dtype)
+    """x * y, rounded to the dtype of y, which is that of x or wider."""
+    return (x.to(WIDE) * y.to(WIDE)).to(y.dtype)
 
 
 @triton.jit
@@ -37,12 +38,13 @@ def _rms_norm(
     eps: tl.tensor,
     SIZE: tl.constexpr, ADDS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row; with ADDS the row is x + residual, which is stored too."""
+    """One row; with ADDS the row is x + residual, which is stored too, in the dtype of the residual."""
     d = tl.arange(0, BLOCK)  # [BLOCK]
     at = tl.program_id(0).to(tl.int64) * SIZE + d
     x = tl.load(x_ptr + at, mask=d < SIZE, other=0.0)
     if ADDS:
-        x = (x.to(WIDE) + tl.load(residual_ptr + at, mask=d < SIZE, other=0.0).to(WIDE)).to(x.dtype)
+        residual = tl.load(residual_ptr + at, mask=d < SIZE, other=0.0)
+        x = (x.to(WIDE) + residual.to(WIDE)).to(residual.dtype)
         tl.store(sum_ptr + at, x, mask=d < SIZE)
     wide = x.to(tl.float32)  # whatever WIDE is: so do the modules
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(x.dtype)
@@ -95,8 +97,8 @@ def _rotate(
     high_sin = tl.load(sin_ptr + HALF + d, mask=d < HALF, other=0.0)
     low_kept, high_kept = _rounded_product(low, low_cos, WIDE), _rounded_product(high, high_cos, WIDE)
     low_turned, high_turned = _rounded_product(high, low_sin, WIDE), _rounded_product(low, high_sin, WIDE)
-    tl.store(to_ptr + d, (low_kept.to(WIDE) - low_turned.to(WIDE)).to(low.dtype), mask=d < HALF)
-    tl.store(to_ptr + HALF + d, (high_kept.to(WIDE) + high_turned.to(WIDE)).to(low.dtype), mask=d < HALF)
+    tl.store(to_ptr + d, (low_kept.to(WIDE) - low_turned.to(WIDE)).to(low_kept.dtype), mask=d < HALF)
+    tl.store(to_ptr + HALF + d, (high_kept.to(WIDE) + high_turned.to(WIDE)).to(low_kept.dtype), mask=d < HALF)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -140,8 +142,14 @@ def _rotate_and_write(
         tl.store(value_to + d, tl.load(value_at, mask=d < 2 * HALF), mask=d < 2 * HALF)
 
 
-def _same_twice(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
+def _normed(x: Tensor, _weight: object, _eps: object, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _added_and_normed(
+    _x: object, residual: Tensor, _weight: object, _eps: object, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(residual), torch.empty_like(residual, dtype=dtype)
 
 
 def _same(x: Tensor, *_: object) -> Tensor:
@@ -153,18 +161,22 @@ def _query_first(query: Tensor, *_: object) -> Tensor:
     return query.new_empty(batch, heads, length, head_dim)
 
 
-@operator("rms_norm", _same)
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`[..., hidden]` contiguous, normed over its last dimension and times `weight` `[hidden]` of its dtype."""
-    out = torch.empty_like(x)
+@operator("rms_norm", _normed)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """`[..., hidden]` contiguous, normed over its last dimension and times `weight` `[hidden]` of its dtype; rounded
+    to `dtype` in the end, where one is given."""
+    out = torch.empty_like(x, dtype=dtype)
     _norm(x, None, weight, out, out, eps)
     return out
 
 
-@operator("add_rms_norm", _same_twice)
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, both `[..., hidden]` contiguous, and :func:`rms_norm` of that."""
-    total, out = torch.empty_like(x), torch.empty_like(x)
+@operator("add_rms_norm", _added_and_normed)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + residual, both `[..., hidden]` contiguous, in the dtype of `residual`, which is that of x or float32; and
+    :func:`rms_norm` of that."""
+    total, out = torch.empty_like(residual), torch.empty_like(residual, dtype=dtype)
     _norm(x, residual, weight, total, out, eps)
     return total, out
 
@@ -203,9 +215,9 @@ def rotate_and_write(
     """Rotates queries and keys by their positions, and writes keys and values into a layer's cache.
 
     Args:
-        query: `[B, q, heads, d]`, the last dimension contiguous, as all that follow and of their dtype.
-        key, value: `[B, q, kv_heads, d]`.
-        cos, sin: `[B, q, d]`.
+        query: `[B, q, heads, d]`, the last dimension contiguous, as all that follow.
+        key, value: `[B, q, kv_heads, d]`, of the dtype of `query`, as the cache.
+        cos, sin: `[B, q, d]`, of that dtype or float32, as the weights of norms.
         keys, values: `[rows, kv_heads, columns, d]`, the cache's buffers.
         to_rows, to_columns: `[B, q]` int64, the row and the column of the buffers that each token is written to; they
             must lie within them.
@@ -218,15 +230,17 @@ def rotate_and_write(
     batch, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     weights = [] if query_weight is None or key_weight is None else [query_weight, key_weight]
-    tensors = key, value, cos, sin, keys, values, *weights
+    narrow, wide = (key, value, keys, values), (cos, sin, *weights)
     fits = (
         key.shape == value.shape == (batch, length, kv_heads, head_dim)
         and cos.shape == sin.shape == (batch, length, head_dim)
         and keys.shape[1::2] == values.shape[1::2] == (kv_heads, head_dim)
         and to_rows.shape == to_columns.shape == (batch, length)
-        and all(tensor.stride(-1) == 1 for tensor in (query, *tensors))
+        and all(tensor.stride(-1) == 1 for tensor in (query, *narrow, *wide))
     )
-    _check("query, key, value, cos, sin, cache, places and norms", query.dtype, fits, *tensors)
+    names = "query, key, value, cos, sin, cache, places and norms"
+    _check(names, query.dtype, fits, *narrow)
+    _check(names, cos.dtype, _goes_with(query, cos), *wide)
     out = query.new_empty(batch, heads, length, head_dim)
     if out.numel():
         half = head_dim // 2
@@ -244,15 +258,15 @@ def rotate_and_write(
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, total: Tensor, out: Tensor, eps: float) -> None:
     size = x.shape[-1]
-    others = [] if residual is None else [residual]
-    fits = all(tensor.shape == x.shape and tensor.is_contiguous() for tensor in (x, *others))
-    _check("x, residual and weight", x.dtype, fits and weight.shape == (size,), weight, *others)
+    wide = x if residual is None else residual
+    fits = all(tensor.shape == x.shape and tensor.is_contiguous() for tensor in (x, wide)) and weight.shape == (size,)
+    _check("x, residual and weight", wide.dtype, fits and _goes_with(x, wide), weight)
     if x.numel() == 0:
         return
     block = triton.next_power_of_2(size)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _rms_norm[(x.numel() // size,)](
-            x, x if residual is None else residual, weight, total, out, eps,
+            x, wide, weight, total, out, eps,
             SIZE=size, ADDS=residual is not None, WIDE=_wide(x), BLOCK=block,
             num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), **_OPTIONS,
         )  # fmt: skip
@@ -262,10 +276,15 @@ def _wide(x: Tensor) -> tl.dtype:
     return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
+def _goes_with(x: Tensor, wide: Tensor) -> bool:
+    """Whether `wide` has the dtype of x, or float32 where x is as narrow as autocast makes it."""
+    return wide.dtype == x.dtype or (wide.dtype == torch.float32 and x.dtype.itemsize == 2)
+
+
 def _check(names: str, dtype: torch.dtype, fits: bool, *others: Tensor) -> None:
     found = {dtype, *(other.dtype for other in others)}
     if len(found) > 1 or dtype not in DTYPES or not fits:
         raise ValueError(
-            f"{names} do not fit together, or are of {found}: pass the shapes and strides that the function names, "
-            f"all of one dtype of {DTYPES}."
+            f"{names} do not fit together, or are of {found}: pass the shapes, strides and dtypes that the function "
+            f"names, of {DTYPES}."
         )

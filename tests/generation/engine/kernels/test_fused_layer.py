@@ -85,6 +85,36 @@ def test_rotates_and_writes_each_row_where_it_is(dtype: torch.dtype, normed: boo
         assert torch.equal(ours, rotated) and torch.equal(keys, expected_keys)  # every rounding is where it should be
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_what_is_float32_under_autocast_stays_so(dtype: torch.dtype) -> None:
+    """Residual stream, norms and angles; products, K/V, and what products are given are narrow."""
+    torch.manual_seed(0)
+    norm, x = norm_of(90, torch.float32), random(2, 3, 90, dtype=dtype)
+    residual = random(2, 3, 90, dtype=torch.float32)
+    compare(rms_norm(residual, norm.weight, 0.1, dtype), norm(residual).to(dtype))
+    total, normed = add_rms_norm(x, residual, norm.weight, 0.1, dtype)
+    assert torch.equal(total, x + residual) and total.dtype == torch.float32
+    compare(normed, norm(total).to(dtype))
+    query, (key, value) = random(3, 2, 4, 24, dtype=dtype), random(2, 3, 2, 2, 24, dtype=dtype)
+    cos, sin = random(2, 3, 2, 24, dtype=torch.float32)
+    positions = torch.tensor([[3, 4], [28, 29], [9, 0]], device=DEVICE)
+    places = torch.arange(3, device=DEVICE)[:, None].expand_as(positions), positions
+    for norms in ([torch.nn.Identity()] * 2, [norm_of(24, torch.float32) for _ in range(2)]):
+        rotated, new_keys = apply_rotary_pos_emb(
+            norms[0](query).transpose(1, 2), norms[1](key).transpose(1, 2), cos, sin
+        )  # [B, heads, q, d]
+        assert rotated.dtype == torch.float32
+        keys, values = torch.zeros(2, 3, 2, 30, 24, dtype=dtype, device=DEVICE)
+        weights = [getattr(each, "weight", None) for each in norms]
+        ours = rotate_and_write(query, key, value, cos, sin, keys, values, *places, *weights, 0.1)
+        compare(ours, rotated.to(dtype))
+        compare(keys[places[0], :, positions], new_keys.to(dtype).transpose(1, 2))
+        assert torch.equal(values[places[0], :, positions], value)
+        if dtype == torch.float16 and weights[0] is None:
+            assert torch.equal(ours, rotated.to(dtype)), "every rounding is where it should be"
+
+
 @pytest.mark.parametrize(
     "tests",
     [("test_schema", "test_faketensor"), pytest.param("test_aot_dispatch_dynamic", marks=pytest.mark.slow)],
@@ -97,6 +127,8 @@ def test_are_proper_operators(tests: str | tuple[str, ...]) -> None:
     calls = [
         (operators.rms_norm, (x, weight, 0.1)),
         (operators.add_rms_norm, (x, x, weight, 0.1)),
+        (operators.rms_norm, (x, weight, 0.1, torch.bfloat16)),
+        (operators.add_rms_norm, (x.half(), x, weight, 0.1, torch.float16)),
         (operators.silu_multiply, (x, x)),
         (
             operators.rotate_and_write,
@@ -114,10 +146,15 @@ def test_bad_input_is_refused() -> None:
         rms_norm(x, torch.zeros(7), 0.1)
     with pytest.raises(ValueError, match=r"x, residual and weight.*torch.float16.*float32"):
         add_rms_norm(x, x, torch.zeros(8).half(), 0.1)
+    with pytest.raises(ValueError, match=r"x, residual and weight.*torch.float32"):
+        add_rms_norm(x, x.half(), torch.zeros(8).half(), 0.1)
     with pytest.raises(ValueError, match="gate and up do not fit"):
         silu_multiply(x, x[:, :2])
     with pytest.raises(ValueError, match="query, key, value, cos, sin, cache, places and norms do not fit"):
         rotate_and_write(heads, heads, heads, x, x, cache, cache, positions[:1], positions, None, None, 0.1)
+    for each in (x.half(), x.double()):
+        with pytest.raises(ValueError, match="query, key, value, cos, sin, cache, places and norms do not fit"):
+            rotate_and_write(heads, heads, heads, each, each, cache, cache, positions, positions, None, None, 0.1)
 
 
 @pytest.mark.slow
@@ -136,10 +173,17 @@ for dtype in (torch.bfloat16, torch.float32, torch.float64):
     for norm in (None, empty(128)):
         places = torch.zeros(2, 6, dtype=torch.int64)
         rotate_and_write(query, key, key, angle, angle, cache, cache.clone(), places, places, norm, norm, 1e-6)
+    if dtype == torch.bfloat16:  # under autocast
+        rms_norm(x.float(), weight.float(), 1e-6, dtype)
+        add_rms_norm(x, x.float(), weight.float(), 1e-6, dtype)
+        norm, angle = norm.float(), angle.float()
+        for norm in (None, norm):
+            rotate_and_write(query, key, key, angle, angle, cache, cache.clone(), places, places, norm, norm, 1e-6)
 """
     kernels = compile_for(90, calls, tmp_path)
     names = ["_rms_norm", "_rms_norm", "_silu_multiply", "_rotate_and_write", "_rotate_and_write"]
-    assert [name for name, _ in kernels] == names * 3
+    mixed = ["_rms_norm", "_rms_norm", "_rotate_and_write", "_rotate_and_write"]
+    assert [name for name, _ in kernels] == names + mixed + names * 2
 
 
 @pytest.mark.cuda

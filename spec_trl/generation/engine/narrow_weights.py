@@ -1,0 +1,201 @@
+"""Copies of a policy's float32 weights in autocast's dtype, for a generation under autocast.
+
+Autocast casts a wide weight in each product that reads it, or, where the weight is trained, keeps its cast at an
+address that nobody else knows; a captured forward would repeat the cast in each replay. So a shadow's linear layers
+have casts of their own, the same bit for bit, which are written anew in place when a generation begins. All else reads
+the weights themselves: norms, embeddings and the residual stream stay wide, as under autocast, and a quantized copy is
+made of what training trains.
+"""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ...dense_linear import DenseLinear
+from ...quantization.linear import PackedLayer
+from .cache import autocast_dtype
+from .patched_forwards import patched_forward
+
+
+warned: set[type] = set()
+"""Classes of models of which this process has said that most of their weights have no copies."""
+
+
+class Copies(NamedTuple):
+    """Of the weight of a linear layer and of its bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class NarrowProduct(nn.Module):
+    """A linear layer of a shadow, which reads copies of its weights where it has them, under the autocast that they
+    are for and without gradient."""
+
+    weight: Tensor
+    bias: Tensor | None
+    copies: Copies | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → y [..., out]"""
+        copies = self.copies
+        if copies is None or torch.is_grad_enabled() or autocast_dtype(x.device) != copies.weight.dtype:
+            own: Tensor = super().forward(x)
+            return own
+        return self._multiply(x, copies)
+
+    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
+        return F.linear(x, *copies)
+
+
+class _NarrowConv1D(NarrowProduct):
+    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
+        assert copies.bias is not None
+        rows = torch.addmm(copies.bias, x.reshape(-1, x.shape[-1]), copies.weight)  # [m, out]
+        return rows.view(*x.shape[:-1], -1)
+
+
+# By the forward of a class: one of its own may do something else with the weight.
+_MIXINS = {nn.Linear.forward: NarrowProduct, DenseLinear.forward: NarrowProduct, Conv1D.forward: _NarrowConv1D}
+_classes: dict[type, type] = {}  # of linear layers, and what became of them
+_Key: TypeAlias = tuple[int, int]
+
+
+def make_copies(shadow: PreTrainedModel) -> None:
+    """Gives the linear layers in the text decoder and head of `shadow` copies in the dtype of the autocast that is on,
+    where their weights have another one. Warns, once per class of models, where most weights are of other layers."""
+    dtype = autocast_dtype(shadow.device)
+    if dtype is None:
+        return
+    made: dict[_Key, Copies] = {}
+    for layer in _wide(shadow, dtype):
+        if _key(layer) not in made:  # two layers may share their weights
+            bias = None if layer.bias is None else torch.empty_like(layer.bias, dtype=dtype, requires_grad=False)
+            made[_key(layer)] = Copies(torch.empty_like(layer.weight, dtype=dtype, requires_grad=False), bias)
+        _give(layer, made[_key(layer)])
+    refresh_copies(shadow)
+    _warn_of_others(shadow, dtype)
+
+
+@torch.no_grad()
+def refresh_copies(shadow: PreTrainedModel) -> None:
+    """Writes the present weights into the copies of `shadow`.
+
+    It does so in each generation, as autocast would: version counters do not see writes through `.data`.
+    """
+    for layer in _with_copies(shadow).values():
+        assert layer.copies is not None
+        layer.copies.weight.copy_(layer.weight)
+        if layer.copies.bias is not None and layer.bias is not None:
+            layer.copies.bias.copy_(layer.bias)
+
+
+def lend_copies(shadow: PreTrainedModel, network: PreTrainedModel) -> None:
+    """Gives the layers of `network` the copies of `shadow`, where they have the same weights, until
+    :func:`take_copies_back`."""
+    lent = _with_copies(shadow)
+    for layer in _linear_layers(network) if lent else ():
+        if _key(layer) in lent:
+            _give(layer, lent[_key(layer)].copies)
+
+
+def take_copies_back(network: PreTrainedModel) -> None:
+    """Has the layers of `network` read their weights."""
+    for layer in _linear_layers(network):
+        if isinstance(layer, NarrowProduct):
+            layer.copies = None
+
+
+def bytes_of_copies(model: PreTrainedModel) -> int:
+    """Bytes that copies take for a shadow of `model` under the autocast that is on."""
+    dtype = autocast_dtype(model.device)
+    if dtype is None:
+        return 0
+    layers = {_key(layer): layer for layer in _wide(model, dtype)}
+    weights = [weight for layer in layers.values() for weight in (layer.weight, layer.bias) if weight is not None]
+    return sum(weight.numel() for weight in weights) * dtype.itemsize
+
+
+def copied_bytes(shadow: PreTrainedModel) -> int:
+    """Bytes of the copies that `shadow` has."""
+    found = [tensor for layer in _with_copies(shadow).values() for tensor in layer.copies or ()]
+    return sum(tensor.nbytes for tensor in found if tensor is not None)
+
+
+def _with_copies(shadow: PreTrainedModel) -> dict[_Key, NarrowProduct]:
+    """One layer for each of the copies of `shadow`."""
+    layers = (layer for layer in _linear_layers(shadow) if isinstance(layer, NarrowProduct))
+    return {_key(layer): layer for layer in layers if layer.copies is not None}
+
+
+def _give(layer: Any, copies: Copies | None) -> None:
+    kind = type(layer)
+    if not isinstance(layer, NarrowProduct):
+        if kind not in _classes:
+            _classes[kind] = type(f"Narrow{kind.__name__}", (_MIXINS[kind.forward], kind), {})
+        layer.__class__ = _classes[kind]  # a shadow's modules are its own
+    layer.copies = copies
+
+
+def _key(layer: Any) -> _Key:
+    return id(layer.weight), id(layer.bias)
+
+
+def _wide(network: PreTrainedModel, dtype: torch.dtype) -> Iterator[Any]:
+    """Linear layers whose weights autocast to `dtype` would cast."""
+    return (layer for layer in _linear_layers(network) if _is_cast(layer.weight, dtype))
+
+
+def _is_cast(weight: Tensor, dtype: torch.dtype) -> bool:
+    is_plain = type(weight.data) is Tensor and weight.device.type != "meta"
+    return is_plain and weight.is_floating_point() and weight.dtype not in (dtype, torch.float64)
+
+
+def _linear_layers(network: PreTrainedModel) -> Iterator[Any]:
+    """Those of the text decoder and the head that compute as their classes do."""
+    for part in _parts(network):
+        yield from _below(part)
+
+
+def _parts(network: PreTrainedModel) -> list[nn.Module]:
+    parts = network.get_decoder(), network.get_output_embeddings()
+    return [part for part in parts if part is not None]
+
+
+def _below(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, PackedLayer):  # which runs the layer that it replaces where rows are many
+        module = module.dense
+    if isinstance(module, PreTrainedModel) and "text" not in module.input_modalities:
+        return  # a vision tower, which does not run
+    is_known = isinstance(module, NarrowProduct) or type(module).forward in _MIXINS
+    if is_known and patched_forward(module) is None:
+        yield module
+    for child in module.children():
+        yield from _below(child)
+
+
+def _warn_of_others(shadow: PreTrainedModel, dtype: torch.dtype) -> None:
+    copied = {id(layer.weight) for layer in _wide(shadow, dtype)}
+    tables = {id(module.weight) for module in shadow.modules() if isinstance(module, nn.Embedding)}
+    cast = {
+        id(weight): weight.numel()
+        for part in _parts(shadow)
+        for weight in part.parameters()
+        if weight.dim() > 1 and _is_cast(weight, dtype) and id(weight) not in tables - copied
+    }
+    others = sum(count for key, count in cast.items() if key not in copied)
+    if others > sum(cast.values()) / 2 and type(shadow) not in warned:
+        warned.add(type(shadow))
+        name = str(dtype).removeprefix("torch.")
+        warnings.warn(
+            f"most weights of {type(shadow).__name__} are not {name} and belong to no linear layer, as stacked "
+            f"experts do: under autocast to {name} each forward casts them, or computes in their dtype. Load it with "
+            f'dtype={dtype}; in a trainer\'s config: model_init_kwargs={{"dtype": "{name}"}}.',
+            stacklevel=2,
+        )
