@@ -1,5 +1,6 @@
 """Drafts of EAGLE-3 and DFlash that are captured whole, with a tape in the place of CUDA graphs."""
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,10 +96,10 @@ def test_drafts_are_those_of_eager_rounds(kind: str, way: str, drafter, tiny, ta
 def test_nothing_of_a_round_runs_eagerly(kind: str, drafter, tiny, tape, replays) -> None:
     """Neither the network nor what it takes in of the target, once both are captured."""
     ran: list[str] = []
-    rounds: list[tuple[int, list[str]]] = []
+    rounds: list[tuple[bool, list[str]]] = []
 
     def begin_round(draft_length: int, *_: Any) -> None:
-        rounds.append((draft_length, ran.copy()))
+        rounds.append((draft_length == 3 and drafter.session.rows.active == 7, ran.copy()))
         ran.clear()
 
     run(tiny, drafter)
@@ -108,7 +109,7 @@ def test_nothing_of_a_round_runs_eagerly(kind: str, drafter, tiny, tape, replays
     replays.clear()
     run(tiny, drafter)
     # What ran between the beginnings of two rounds: one drafts, and takes in what the next one drafts from.
-    alike = [after for (length, _), (_, after) in zip(rounds, rounds[1:], strict=False) if length == 3]
+    alike = [after for (is_steady, _), (_, after) in zip(rounds, rounds[1:], strict=False) if is_steady]
     assert len(alike) > 4 and not any(alike) and len(replays) >= len(alike)
 
 
@@ -209,7 +210,9 @@ def test_graphs_are_kept_or_freed(kind: str, keeps: bool, drafter, tiny, tape) -
 def test_another_drafter_takes_the_place(kind: str, checkpoints, tiny, tape) -> None:
     """Drafters that come and go do not pile up, nor does what was captured for them."""
     graphs = [run(tiny, KINDS[kind](checkpoints[kind], tiny)).statistics.graphs for _ in range(3)]
-    assert graphs[0] == graphs[1] == graphs[2] < tape.recorded
+    assert tape.recorded - graphs[2] >= 4  # two drafts and two intakes are gone
+    gc.collect()
+    assert sum(isinstance(thing, CapturedFeatures) for thing in gc.get_objects()) == 1
 
 
 @pytest.mark.parametrize("kind", ["eagle3"])
@@ -284,11 +287,11 @@ def test_without_its_graph_it_goes_on_eagerly(kind, change, work: str, drafter, 
 
 @pytest.mark.parametrize("kind", ["dflash"])
 def test_the_memory_bound_counts_it(kind: str, drafter, tiny, tape, replays) -> None:
-    """Captured with the target's, in the same budget: none is captured beyond it."""
+    """Captured with the target's, in the same budget: beyond it what it takes in is not."""
     with pytest.warns(UserWarning, match="reaches max_graph_memory"):
         found = run(tiny, drafter, config={"max_graph_memory": 1.5 / 2**10})
     check(found, run(tiny, drafter, "eager"))
-    assert tape.recorded == found.statistics.graphs == 2 and not replays
+    assert tape.recorded == found.statistics.graphs == 2 and replays
 
 
 @pytest.mark.parametrize("kind", ["dflash"])
