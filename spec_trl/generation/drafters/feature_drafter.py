@@ -187,7 +187,9 @@ class FeatureDrafter(TrainableDrafter):
         columns = max(rows.longest + self.reach(steps), 1)
         drafted = self._runner.draft(draft, lambda columns: self._over_target(columns, steps), columns)
         self.forwards += self.forwards_of(steps)
-        lengths = drafted.drafted().masked_fill(rows.lengths < self.least_tokens, 0)  # [B]
+        lengths = None
+        if steps < draft_length or rows.host_lengths.min() < self.least_tokens:
+            lengths = torch.full_like(rows.lengths, steps).masked_fill(rows.lengths < self.least_tokens, 0)  # [B]
         if missing := draft_length - steps:
             tokens = nn.functional.pad(drafted.tokens, (0, missing))  # [B, γ]
             logits = None if drafted.logits is None else nn.functional.pad(drafted.logits, (0, 0, 0, missing))

@@ -66,7 +66,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("strategy", "most"), [("none", 14), ("self", 23), ("eagle3", 28), ("dflash", 27)])
+@pytest.mark.parametrize(("strategy", "most"), [("none", 14), ("self", 23), ("eagle3", 26), ("dflash", 26)])
 def test_operations_outside_the_networks(
     tape, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch, strategy: str, most: int
 ) -> None:
@@ -97,10 +97,12 @@ def test_operations_outside_the_networks(
     monkeypatch.setattr(tape, "record", recorded)
     monkeypatch.setattr(Rollout, "decode_round", counted)
     config = {"runner": "graph", "draft_length": 5, "draft_kernel": "reference"}
-    prompts = pad_left(random_rows([4] * 16))
-    model = tiny_llama(num_hidden_layers=2 if strategy in checkpoints else 1).float()
-    generate(model, prompts, strategy, config, max_new_tokens=60, assistant_model=checkpoints.get(strategy))
+    is_learned = strategy in checkpoints  # its drafts are seldom accepted: more rounds, each of them slow here
+    prompts, count = pad_left(random_rows([4] * (4 if is_learned else 16))), 20 if is_learned else 60
+    model = tiny_llama(num_hidden_layers=2 if is_learned else 1).float()
+    generate(model, prompts, strategy, config, max_new_tokens=count, assistant_model=checkpoints.get(strategy))
     drafted = [] if strategy == "none" else [5]
     settled = [found for lengths, found in rounds if lengths == drafted]
-    assert len(settled) > 3 and len(settled[0]) <= most, settled[0]
-    assert {len(found) for found in settled} == {len(settled[0])}
+    assert len(settled) > 3 and len(settled[0]) <= most, " ".join(settled[0])
+    # After a row has retired, its place in the buffers is sent to column 0, once.
+    assert {len(found) - found.count("aten.fill_.Tensor") for found in settled} == {len(settled[0])}
