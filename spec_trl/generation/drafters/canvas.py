@@ -5,7 +5,6 @@ update replays the round from a :class:`Canvas` on plain modules.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.cache import RaggedCache, ReplayCache
-from ..engine.draft_loop import draft_loop
 from ..engine.drafter import Drafter
-from ..engine.noise import RoundNoise
-from ..engine.verification import Proposal
 
 
 @dataclass(frozen=True)
@@ -90,6 +86,8 @@ class TrainableDrafter(Drafter):
     """Number of columns before a round whose K/V a replay computes anew, with gradient."""
     context: int = 0
     """The same where the drafter learns, else 0: then nothing is kept for replays."""
+    attended_layers: int | None = None
+    """Number of the first layers of the cache that replays read; None: all."""
 
     @abstractmethod
     def replay(self, network: Any, canvas: Canvas) -> Tensor:
@@ -123,16 +121,11 @@ class TrainableDrafter(Drafter):
             layer.read(0, rows.active, columns)
             if layer.is_initialized  # else a layer without attention
             else (rows.tokens[:0], rows.tokens[:0])
-            for layer in self.cache.layers
+            for layer in self.cache.layers[: self.attended_layers]
         ]
         if snapshot:
             pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
         return Canvas(rows.lengths.clone(), rows.tokens[: rows.active].gather(1, where), features, columns, pairs)
-
-    def draft(self, logits: Iterable[Tensor], noise: RoundNoise | None) -> Proposal:
-        """Drafts from `logits` `[B, 1, V]`, γ of them; what was drawn stands in the session's rows before the next
-        logits are asked for."""
-        return draft_loop(logits, noise, self.session.draw, self.session.rows.write)
 
     def context_features(self) -> Tensor | None:
         """`[B, context, F]` of the columns before a round, a copy."""

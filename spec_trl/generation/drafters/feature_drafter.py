@@ -2,7 +2,7 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...scheduling.draft_length import MAX_DRAFT_LENGTH
-from ..engine.cache import RaggedCache
+from ..engine.draft_loop import Forward, NetworkDraft
 from ..engine.drafter import DraftCost, DraftSession
 from ..engine.noise import RoundNoise
 from ..engine.rows import Admission
@@ -28,6 +28,9 @@ from .feature_network import FeatureNetwork
 class FeatureDrafter(TrainableDrafter):
     """Drafts with a checkpoint, from the hidden states that the target's runner tells (`EagerRunner.listen`).
 
+    Where the target's forwards are captured, what it takes in of a round's hidden states and its drafts are too, and
+    its cache lies in pages. Prompts, processors that look at the text, and rejection verification run eagerly.
+
     Args:
         checkpoint: a folder or hub id.
         target: the model it drafts for. Its embedding and head are used live, unless the checkpoint has its own;
@@ -39,6 +42,7 @@ class FeatureDrafter(TrainableDrafter):
     """
 
     has_probabilities = True
+    uses_pool = True
     drafts_ahead = False
     learned_context = 16
     network: FeatureNetwork
@@ -51,6 +55,8 @@ class FeatureDrafter(TrainableDrafter):
     """Parameters that do not learn, since a drafter without them uses the target's."""
     least_tokens: int = 1
     """Number of committed tokens below which a row is not drafted for."""
+    lag: int = 0
+    """Columns by which a token's K/V lies before its position."""
 
     def __init__(self, checkpoint: str | Path, target: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         self._settings, self._stored = read_checkpoint(checkpoint)
@@ -85,14 +91,27 @@ class FeatureDrafter(TrainableDrafter):
     """Number of tokens that it can draft in one round."""
 
     @abstractmethod
-    def draft_logits(self, count: int) -> Iterator[Tensor]:
-        """Logits over the draft vocabulary `[B, 1, draft vocabulary]` of `count` draft tokens, one by one. When one is
-        asked for, those before it have been drawn and written to the session's rows."""
+    def reach(self, count: int) -> int:
+        """Columns after a row's committed tokens that `count` drafts read or write; less than 0: not even these."""
 
     @abstractmethod
-    def take_features(self, features: Tensor, positions: Tensor, first_row: int) -> None:
+    def catch_up(self, count: int) -> int:
+        """Makes ready to draft `count` tokens; returns how many of a row's newest tokens the draft feeds, at least
+        1."""
+
+    @abstractmethod
+    def forwards_of(self, count: int) -> int:
+        """Forwards that draft `count` tokens."""
+
+    @abstractmethod
+    def forward_over(self, columns: int, count: int) -> Forward:
+        """The forwards of one draft of `count` tokens, over the first `columns` of the cache. Their logits are over
+        the draft vocabulary."""
+
+    @abstractmethod
+    def take_features(self, features: Tensor, positions: Tensor) -> None:
         """Keeps what drafting needs of the target's features `[B, q, feature width]`, in the network's dtype, at
-        `positions` `[B, q]` of the rows from `first_row` on; the drafter's cache points at these."""
+        `positions` `[B, q]`; the drafter's cache points at these."""
 
     def save(self, folder: str | Path) -> None:
         """Writes the checkpoint in the format it came in: what did not change bit for bit, tensors as safetensors."""
@@ -117,18 +136,20 @@ class FeatureDrafter(TrainableDrafter):
 
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
-        rows, decoder = session.rows, self.config.decoder
+        assert session.target is not None
         self.forwards = 0
+        self._admitted = 0  # rows that have been admitted here
         self.failure: Exception | None = None
         self._recent: Tensor | None = None  # [capacity, ring + 1, F]
         self._prompt_ends: Tensor | None = None  # [capacity, context, F]
+        stored = self.stored_states()
         # A draft starts at a row's newest token.
-        columns = rows.columns + self.columns_of_replay(0)
-        self.cache = RaggedCache(decoder.num_hidden_layers, rows.capacity, columns)
-        like = self.network.fc.weight.new_empty(1, decoder.num_key_value_heads, 0, decoder.head_dim)
-        for layer in self.cache.layers:  # now, where a lack of memory is reported
-            layer.lazy_initialization(like, like)
-        assert session.target is not None
+        self._runner = session.target.for_features(self.network, len(stored), self.columns_of_replay(0))
+        self.cache = self._runner.cache
+        # Now, where a lack of memory is reported; the last layer, which may be the widest, first.
+        for layer, like in reversed([*zip(self.cache.layers, stored, strict=True)]):
+            if not layer.is_initialized:
+                layer.lazy_initialization(*like)
         self.embeddings = plain_embedding(session.target.network)
         session.target.listen(self.feature_layers, self._hear)
 
@@ -136,37 +157,55 @@ class FeatureDrafter(TrainableDrafter):
         assert self.session.target is not None
         self.session.target.stop_listening(self._hear)
         super().end()
-        del self.cache, self.embeddings, self.failure, self._recent, self._prompt_ends
+        del self.cache, self._runner, self.embeddings, self.failure, self._recent, self._prompt_ends
 
     def admit(self, admission: Admission) -> None:
-        lengths = self.session.rows.host_lengths.tolist()
-        self.cache.trim(admission.first, lengths[admission.first : admission.first + admission.leaders])
+        known = (self.session.rows.host_lengths[admission.first :] - 1).tolist()
+        self.cache.trim(admission.first, known[: admission.leaders])
         if admission.followers:
-            self.copy_rows(admission.sources, admission.followers, [lengths[row] for row in admission.followers])
+            self.cache.copy_rows(admission.sources, admission.followers, known[admission.leaders :])
         self._admit_recent(admission)
+        self._admitted = self.session.rows.active
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
+        self._admitted = self.session.rows.active
         self.cache.move_rows(source, destination, columns, self.session.rows.active)
         if self._recent is not None and self._prompt_ends is not None:
             self._recent[destination] = self._recent[source]
             self._prompt_ends[destination] = self._prompt_ends[source]
 
-    def copy_rows(self, source: list[int], destination: list[int], columns: list[int]) -> None:
-        """Copies what rows `source` hold for their first `columns[i]` to rows `destination`."""
-        self.cache.copy_rows(source, destination, columns)
-
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         if self.failure is not None:
             raise self.failure
-        steps = min(draft_length, self.most_drafts)
-        drafted = self.draft(map(self._over_target, self.draft_logits(steps)), noise)
-        lengths = drafted.drafted().masked_fill(self.session.rows.lengths < self.least_tokens, 0)  # [B]
+        session, rows, steps = self.session, self.session.rows, min(draft_length, self.most_drafts)
+        self.cache.reserve((rows.host_lengths + self.reach(steps)).tolist())
+        known = self.catch_up(steps)
+        where = rows.columns_after(-known, known + steps).clamp(min=self.lag)  # [B, known + steps]
+        tokens = rows.tokens[: rows.active].gather(1, where)  # [B, known + steps]
+        drawn_by = None if self.casts_weights else session.drawn_by
+        draft = NetworkDraft(tokens, where[:, :-1] - self.lag, known, noise, session.draw, rows.write, drawn_by)
+        columns = max(rows.longest + self.reach(steps), 1)
+        drafted = self._runner.draft(draft, lambda columns: self._over_target(columns, steps), columns)
+        self.forwards += self.forwards_of(steps)
+        lengths = None
+        if steps < draft_length or rows.host_lengths.min() < self.least_tokens:
+            lengths = torch.full_like(rows.lengths, steps).masked_fill(rows.lengths < self.least_tokens, 0)  # [B]
         if missing := draft_length - steps:
             tokens = nn.functional.pad(drafted.tokens, (0, missing))  # [B, γ]
             logits = None if drafted.logits is None else nn.functional.pad(drafted.logits, (0, 0, 0, missing))
             scores = None if drafted.scores is None else nn.functional.pad(drafted.scores, (0, missing))  # [B, γ]
             return Proposal(tokens, lengths, logits, scores)
         return replace(drafted, lengths=lengths)
+
+    casts_weights: bool = False
+    """Whether autocast casts weights of a draft, and keeps them as long as it lasts: a graph would do so in each
+    replay."""
+
+    def stored_states(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values `[1, kv_heads, 0, d]` of no column, for each layer of the cache."""
+        decoder = self.config.decoder
+        like = self.network.fc.weight.new_empty(1, decoder.num_key_value_heads, 0, decoder.head_dim)
+        return [(like, like)] * decoder.num_hidden_layers
 
     @property
     def cache_bytes(self) -> int:
@@ -204,18 +243,33 @@ class FeatureDrafter(TrainableDrafter):
             return
         try:
             self._keep_recent(features, positions, first_row)
-            self.cache.point_at(positions, 0, first_row)
-            with self.own_dtype():
-                self.take_features(features.to(self.network.dtype), positions, first_row)
+            lengths = self.session.rows.host_lengths[first_row : first_row + len(positions)]
+            if first_row < self._admitted:  # a round; else prompts, which are admitted here later
+                self.cache.reserve((lengths + positions.shape[1] - 1).tolist())
+                self._runner.take_in_round(features, positions, self._take)
+            else:
+                self.cache.reserve((lengths - 1).tolist(), first_row)
+                self._runner.take_in(features, positions, first_row, self._take)
         except Exception as error:
             self.failure = error
 
-    def _over_target(self, logits: Tensor) -> Tensor:
-        """`[B, 1, V]` of logits over the draft vocabulary `[B, 1, draft vocabulary]`; tokens it lacks have -inf."""
-        if self.target_ids is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self._vocabulary), -torch.inf)  # [B, 1, V]
-        return whole.index_copy_(-1, self.target_ids, logits)
+    def _take(self, features: Tensor, positions: Tensor) -> None:
+        with self.own_dtype():
+            self.take_features(features.to(self.network.dtype), positions)
+
+    def _over_target(self, columns: int, count: int) -> Forward:
+        """:meth:`forward_over` with logits `[B, q, V]` over the target's vocabulary, -inf for tokens that the drafter
+        lacks."""
+        forward = self.forward_over(columns, count)
+
+        def over_target(tokens: Tensor, places: Tensor, step: int) -> Tensor:
+            logits = forward(tokens, places, step)  # [B, q, draft vocabulary]
+            if self.target_ids is None:
+                return logits
+            whole = logits.new_full((*logits.shape[:-1], self._vocabulary), -torch.inf)  # [B, q, V]
+            return whole.index_copy_(-1, self.target_ids, logits)
+
+        return over_target
 
     # ---- the newest features of each row, for replays ------------------------------------------------------------
 

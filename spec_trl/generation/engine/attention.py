@@ -94,10 +94,7 @@ class MaskPlan:
                 first = (positions - self.sliding_window + 1).clamp(min=0)
             elif layer_type == CHUNKED:
                 first = positions // self.chunk_size * self.chunk_size
-            own = torch.stack([first, positions], dim=-1)  # [B, q, 2]
-            if table is not None:
-                own = torch.cat([own, table.unflatten(1, (-1, 2))], dim=1)  # [B, q + pages / 2, 2]
-            spans[layer_type] = own[:, None]
+            spans[layer_type] = as_spans(first, positions, table)
         return spans if self.per_type else spans[self.layer_types[0]]
 
     def build(
@@ -143,13 +140,24 @@ class MaskPlan:
         return masks if self.per_type else masks[self.layer_types[0]]
 
 
-def reads_spans(network: PreTrainedModel) -> bool:
-    """Whether attention in `network` can take spans (:meth:`MaskPlan.spans`) for masks: through the CUDA kernel.
+def as_spans(first: Tensor, last: Tensor, table: Tensor | None) -> Tensor:
+    """The mask `[B, 1, q, 2]` of queries that see columns `first` to `last` (`[B, q]` int64 each), or with the `table`
+    of :meth:`MaskPlan.spans` after it, `[B, 1, q + pages / 2, 2]`."""
+    own = torch.stack([first, last], dim=-1)  # [B, q, 2]
+    if table is not None:
+        own = torch.cat([own, table.unflatten(1, (-1, 2))], dim=1)  # [B, q + pages / 2, 2]
+    return own[:, None]
 
-    It computes in half precision and float32; families with attention code of their own need masks.
-    """
-    is_narrow = network.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return run_on(network.device) and is_narrow and network._supports_attention_backend
+
+def takes_spans(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether :func:`ragged_attention` of queries in `dtype` can take spans for masks on `device`: through the CUDA
+    kernel, which computes in half precision and float32."""
+    return run_on(device) and dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reads_spans(network: PreTrainedModel) -> bool:
+    """Whether attention in `network` takes spans for masks; families with attention code of their own need masks."""
+    return takes_spans(network.device, network.dtype) and network._supports_attention_backend
 
 
 class _WithoutCudnn:

@@ -78,6 +78,23 @@ class RaggedCache(Cache):
         """A cache for another `network`, of the same size and kind."""
         return type(self).for_network(network, self.rows, self.columns)
 
+    def beside(self, layers: int, more: int) -> "RaggedCache":
+        """A cache of the same kind for as many rows, of so many `layers` and with `more` columns for each row."""
+        return RaggedCache(layers, self.rows, self.columns + more)
+
+    def keys_at(self, index: int, columns: Tensor, first_row: int = 0) -> Tensor:
+        """Keys `[B, n, kv_heads, d]` of a layer in `columns` (`[B, n]` int64) of the rows from `first_row` on."""
+        rows, columns = self._places(columns, first_row, reads=True)
+        keys: Tensor = self.layers[index].keys[rows, :, columns]
+        return keys
+
+    def wipe(self) -> None:
+        """Sets all K/V to zeros, and forgets all rows: a drafter that broke may have left NaN."""
+        self.clear()
+        for layer in self._allocated:
+            for buffer in layer.buffers:
+                buffer.clear()
+
     def table_to_read(self, rows: int) -> Tensor | None:
         """Has the next forward, of `rows` rows, read pages where they lie; returns `[rows, pages]` int32, which page
         holds which columns. None: columns lie next to each other, and there is no table."""
@@ -174,9 +191,9 @@ class RaggedCache(Cache):
         kinds = {buffer.kind: buffer for layer in self._allocated for buffer in layer.buffers}  # alike in most layers
         return sum(count * kinds[kind].bytes_of(lengths) for kind, count in counts.items())
 
-    def _places(self, columns: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+    def _places(self, columns: Tensor, first_row: int, reads: bool = False) -> tuple[Tensor, Tensor]:
         """Rows and columns of the buffers, `[B, n]` int64 each, where `columns` `[B, n]` of the rows from `first_row`
-        on are written."""
+        on are written, or are read."""
         row = torch.arange(first_row, first_row + len(columns), device=columns.device)  # [B]
         return row[:, None].expand_as(columns), columns
 

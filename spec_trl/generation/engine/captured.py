@@ -8,19 +8,21 @@ in buckets. Weights are read where they lie: an optimizer step, or a refresh of 
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cached_property, partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import RaggedCache, autocast_dtype
 from .captured_drafts import CapturedLoops
-from .captured_forward import CapturedForward, ForwardKey, column_bucket, pad, row_bucket
+from .captured_features import CapturedFeatures
+from .captured_forward import CapturedForward, ForwardKey, column_bucket, pad, row_bucket, uncached_autocast
 from .compiled import compiled_twin
 from .cuda_graphs import GraphBudget, Outputs, Recording
 from .draft_loop import NetworkDraft
+from .feature_runner import FeatureRunner
 from .narrow_weights import copied_bytes
 from .runner import EagerRunner, Heard
 from .shadow import addresses
@@ -49,6 +51,9 @@ class GraphRunner(EagerRunner):
         budget: shared by a model and its drafters.
         mode: "graph", "compiled", or "auto": after many replays of a shape whichever of the two measures faster.
         made_for: calls with the same are served by what it captured.
+
+    Attributes:
+        in_use: by a drafter, in this generation.
     """
 
     def __init__(
@@ -67,8 +72,8 @@ class GraphRunner(EagerRunner):
         self._loops = CapturedLoops()
         self._asked: Counter[ForwardKey] = Counter()
         # Each stays until another takes its place in a later call.
-        self._of_drafters: list[GraphRunner] = []
-        self._in_use = False  # by a drafter, in this generation
+        self._of_drafters: list[GraphRunner | CapturedFeatures] = []
+        self.in_use = False
         self._failed: set[ForwardKey] = set()
         self._gave_up = False
 
@@ -76,17 +81,37 @@ class GraphRunner(EagerRunner):
         # Hooks are captured too, with the tensors that they read: a learner's corrections.
         hooks = (id(hook) for module in network.modules() for hook in module._forward_hooks.values())
         made_for = (*made_of, *addresses(network), *hooks)
+
+        def make() -> GraphRunner:
+            return GraphRunner(network, self._cache_for(network, shares_cache), self.budget, self._mode, made_for)
+
+        found: GraphRunner = self._of_drafter(made_for, shares_cache, make)
+        found.begin()
+        return found
+
+    def for_features(self, network: nn.Module, layers: int, more: int) -> FeatureRunner:
+        hooks = (hook for module in network.modules() for hook in module._forward_hooks.values())
+        made_for = (network, *addresses(network), *hooks)
+
+        def make() -> CapturedFeatures:
+            return CapturedFeatures(network, self.cache.beside(layers, more), self.budget, CAPTURE_AFTER, made_for)
+
+        found: CapturedFeatures = self._of_drafter(made_for, False, make)
+        return found
+
+    def _of_drafter(self, made_for: tuple[object, ...], shares_cache: bool, make: Callable[[], Any]) -> Any:
+        """The runner that was made for the same, or a new one."""
         same_kind = [each for each in self._of_drafters if (each.cache is self.cache) == shares_cache]
         found = next((each for each in same_kind if each.made_for == made_for), None)
         if found is None:
-            for idle in [each for each in same_kind if not each._in_use]:  # drafters come and go
-                idle._drop_graphs()
+            for idle in [each for each in same_kind if not each.in_use]:  # drafters come and go
+                idle.drop_graphs()
                 self._of_drafters.remove(idle)
-            cache = self._cache_for(network, shares_cache)
-            found = GraphRunner(network, cache, self.budget, self._mode, made_for)
+            found = make()
             self._of_drafters.append(found)
-        found._in_use = True
-        found.begin()
+        elif not shares_cache:
+            found.cache.wipe()
+        found.in_use = True
         return found
 
     def begin(self) -> None:
@@ -95,7 +120,7 @@ class GraphRunner(EagerRunner):
         self.cache.clear()  # of what a drafter that failed has left, as of listeners
         self._listeners.clear()
         for each in self._of_drafters:
-            each._in_use = False
+            each.in_use = False
 
     @property
     def captured(self) -> tuple[int, int]:
@@ -185,9 +210,9 @@ class GraphRunner(EagerRunner):
         before = self._kept
         super().listen(layers, heard)
         if self._kept != before:  # what was captured kept other states, or none
-            self._drop_graphs()
+            self.drop_graphs()
 
-    def _drop_graphs(self) -> None:
+    def drop_graphs(self) -> None:
         for taken in (*(graph.bytes for graph in self._graphs.values()), *self._loops.drop()):
             self.budget.give_back(taken)
         self._graphs.clear()
@@ -278,29 +303,10 @@ class GraphRunner(EagerRunner):
             RuntimeError: the logits or scores `compared`, a replay's and others, which are `whose`, are not about the
                 same.
         """
-        # Autocast keeps the casts of fp32 weights that have no copies until it ends; a graph must not read those.
-        device, dtype = self.network.device.type, key.autocast
-        with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=False):
-            for _ in range(0 if runner is self else WARM_UPS):
-                work()
-            recording, taken = self.budget.record(work)
-        recording.logits.fill_(float("nan"))  # a replay that does nothing must not pass
-        recording.replay()
-        if not self._agree(*compared(recording)):
-            self.budget.give_back(taken)
-            raise RuntimeError(f"its logits differ from {whose}")
-        return recording, taken
-
-    def _agree(self, logits: Tensor, expected: Tensor) -> bool:
-        """Whether two forwards are the same up to rounding, for at least half of the tokens: where experts are routed,
-        rounding alone may send a token elsewhere. It looks for a capture that computes something else, not for
-        precision."""
-        narrowest = min(self.network.dtype, expected.dtype, key=lambda dtype: dtype.itemsize)
-        tolerance = {2: 0.15, 4: 1e-2, 8: 1e-6}[narrowest.itemsize]
-        wide = expected.double()
-        close = (logits.double() - wide).norm(dim=-1) <= tolerance * wide.norm(dim=-1)  # [B, q]
-        close = close[wide.isfinite().all(dim=-1)]  # broken weights are not the capture's fault, and found elsewhere
-        return not len(close) or bool(close.double().mean() >= 0.5)
+        uncached = uncached_autocast(self.network.device, key.autocast, work)
+        for _ in range(0 if runner is self else WARM_UPS):
+            uncached()
+        return self.budget.record_checked(uncached, compared, whose, self.network.dtype)
 
     # ---- compiled -------------------------------------------------------------------------------------------------
 

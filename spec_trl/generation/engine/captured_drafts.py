@@ -12,13 +12,11 @@ from torch import Tensor
 
 from .captured_forward import ForwardKey, pad
 from .cuda_graphs import Outputs, Recording
-from .draft_loop import NetworkDraft
+from .draft_loop import Forward, NetworkDraft
 from .filters import Filters
 from .verification import Proposal
 
 
-Forward = Callable[[Tensor, Tensor, int], Tensor]
-"""As :meth:`~spec_trl.generation.engine.draft_loop.NetworkDraft.run` takes it."""
 Record = Callable[[Callable[[], Outputs], Callable[[Recording], tuple[Tensor, Tensor]], str], tuple[Recording, int]]
 """Captures work whose scores, compared with those that are expected, are about the same; also says how many bytes it
 took."""

@@ -1,7 +1,8 @@
 """One captured forward, and the shapes that forwards are captured for."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,8 @@ from .cuda_graphs import Recording
 
 
 SMALLEST_COLUMNS = 256
+
+T = TypeVar("T")
 
 
 class ForwardKey(NamedTuple):
@@ -49,6 +52,17 @@ class CapturedForward:
         self.filled = rows
 
 
+def uncached_autocast(device: torch.device, dtype: torch.dtype | None, work: Callable[[], T]) -> Callable[[], T]:
+    """`work` to be captured under autocast to `dtype`; None: without it. Autocast keeps the casts of fp32 weights that
+    have no copies until it ends; a graph must not read those."""
+
+    def run() -> T:
+        with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
+            return work()
+
+    return work if dtype is None else run
+
+
 def cache_rows(rows: int) -> int:
     """Rows of a cache for `rows` in flight: a power of two up to 8, then a multiple of 8, of 32 beyond 64."""
     if rows <= 8:
@@ -74,5 +88,5 @@ def column_bucket(columns: int, limit: int) -> int:
 
 
 def pad(values: Tensor, rows: int) -> Tensor:
-    """A copy `[rows, q]` of `values` `[B, q]`, with zeros after them: free rows then read one column, not many."""
-    return F.pad(values, (0, 0, 0, rows - len(values)))
+    """A copy `[rows, ...]` of `values` `[B, ...]`, with zeros after them: free rows then read one column, not many."""
+    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, rows - len(values)))

@@ -141,6 +141,27 @@ class GraphBudget:
         self.graphs += 1
         return recording, taken
 
+    def record_checked(
+        self,
+        work: Callable[[], Outputs],
+        compared: Callable[[Recording], tuple[Tensor, Tensor]],
+        whose: str,
+        dtype: torch.dtype,
+    ) -> tuple[Recording, int]:
+        """:meth:`record` for `work` of a network in `dtype`.
+
+        Raises:
+            RuntimeError: the logits or scores `compared`, a replay's and others, which are `whose`, are not about the
+                same.
+        """
+        recording, taken = self.record(work)
+        recording.logits.fill_(float("nan"))  # a replay that does nothing must not pass
+        recording.replay()
+        if not _agree(*compared(recording), dtype):
+            self.give_back(taken)
+            raise RuntimeError(f"its logits differ from {whose}")
+        return recording, taken
+
     def give_back(self, taken: int) -> None:
         """One captured forward is gone, which took `taken` bytes."""
         self.bytes -= taken
@@ -156,3 +177,15 @@ class GraphBudget:
             self._logits = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
             self.bytes += self._logits.nbytes
         return self._logits[:size].view(dtype).view(*shape)
+
+
+def _agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two forwards of a network in `dtype` are the same up to rounding, for at least half of the tokens: where
+    experts are routed, rounding alone may send a token elsewhere. It looks for a capture that computes something else,
+    not for precision."""
+    narrowest = min(dtype, expected.dtype, key=lambda dtype: dtype.itemsize)
+    tolerance = {2: 0.15, 4: 1e-2, 8: 1e-6}[narrowest.itemsize]
+    wide = expected.double()
+    close = (logits.double() - wide).norm(dim=-1) <= tolerance * wide.norm(dim=-1)  # [B, q]
+    close = close[wide.isfinite().all(dim=-1)]  # broken weights are not the capture's fault, and found elsewhere
+    return not len(close) or bool(close.double().mean() >= 0.5)

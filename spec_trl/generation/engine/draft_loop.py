@@ -14,6 +14,9 @@ from .verification import Proposal
 Drawing = Callable[[Tensor, RoundNoise | None, int, Draw | None], tuple[Draw, Tensor | None]]
 """As :meth:`~spec_trl.generation.engine.drafter.DraftSession.draw`."""
 
+Forward = Callable[[Tensor, Tensor, int], Tensor]
+"""Takes tokens and columns `[B, q]` and the step of a draft, and returns logits `[B, q, V]`."""
+
 
 def draft_loop(
     logits: Iterable[Tensor], noise: RoundNoise | None, draw: Drawing, write: Callable[[int, Tensor], None]
@@ -60,11 +63,11 @@ class NetworkDraft:
         """γ."""
         return self.tokens.shape[1] - self.known
 
-    def run(self, forward: Callable[[Tensor, Tensor, int], Tensor]) -> Proposal:
-        """Drafts. `forward` takes tokens and columns `[B, q]` and the step, and returns logits `[B, q, V]`."""
+    def run(self, forward: Forward) -> Proposal:
+        """Drafts."""
         return draft_loop(self._logits(forward), self.noise, self.draw, self._write)
 
-    def _logits(self, forward: Callable[[Tensor, Tensor, int], Tensor]) -> Iterator[Tensor]:
+    def _logits(self, forward: Forward) -> Iterator[Tensor]:
         for step in range(self.draft_length):
             end = self.known + step
             fed = slice(end - 1 if step else 0, end)

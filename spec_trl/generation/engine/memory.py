@@ -56,6 +56,13 @@ class PagedZeros:
             if begin < end:
                 self._region.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
+    def clear(self) -> None:
+        """Makes all of it zeros."""
+        if self._region is None:
+            self.tensor.zero_()
+        else:
+            self._region.madvise(mmap.MADV_DONTNEED)
+
     def bytes_of(self, lengths: Sequence[int]) -> int:
         """Bytes that rows of `lengths` columns take at most, in whole pages; all bytes where memory is taken at
         once."""

@@ -55,6 +55,10 @@ class PagedCache(RaggedCache):
     def like(self, network: PreTrainedModel) -> "PagedCache":
         return self.with_pages(network, self.rows, self.columns, self.pages.count)
 
+    def beside(self, layers: int, more: int) -> "PagedCache":
+        pages = self.pages.count + self.rows * pages_of(more)
+        return PagedCache(layers, self.rows, self.columns + more, pages)
+
     def point_at(self, positions: Tensor, columns: int, first_row: int) -> None:
         super().point_at(positions, columns, first_row)
         self._paged.reads_table = False
@@ -116,13 +120,14 @@ class PagedCache(RaggedCache):
     def held_bytes(self) -> int:
         return (2 + self.pages.count) * PAGE_COLUMNS * self.column_bytes
 
-    def _places(self, columns: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+    def _places(self, columns: Tensor, first_row: int, reads: bool = False) -> tuple[Tensor, Tensor]:
         rows, columns = super()._places(columns, first_row)
         if self.tables is None:
             self._paged.tables = self._make_tables(columns.device)
             self._send_changes()
         assert self.tables is not None
-        return self.tables[1, rows, columns // PAGE_COLUMNS].long(), columns % PAGE_COLUMNS  # [B, n] each
+        table = self.tables[0 if reads else 1]  # [rows, pages]
+        return table[rows, columns // PAGE_COLUMNS].long(), columns % PAGE_COLUMNS  # [B, n] each
 
     @torch.inference_mode(False)  # it is written to outside of inference mode too
     def _make_tables(self, device: torch.device) -> Tensor:

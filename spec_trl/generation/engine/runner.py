@@ -13,6 +13,7 @@ from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
 from .draft_loop import NetworkDraft
 from .family_hooks import cache_argument
+from .feature_runner import FeatureRunner
 from .hidden_states import keep_states
 from .requirements import position_limit
 from .rows import Admission, Rows
@@ -131,6 +132,11 @@ class EagerRunner:
         `made_of`: as of :class:`~spec_trl.generation.drafters.autoregressive.NetworkDrafter`.
         """
         return EagerRunner(network, self._cache_for(network, shares_cache))
+
+    def for_features(self, network: nn.Module, layers: int, more: int) -> FeatureRunner:
+        """A runner of this kind for a drafter's `network` that listens, over a cache of its own: of so many `layers`,
+        and with `more` columns per row than this one."""
+        return FeatureRunner(network, self.cache.beside(layers, more))
 
     def listen(self, layers: Sequence[int], heard: Heard) -> None:
         """Calls `heard` after every further forward with its hidden states, for a drafter that reads them.

@@ -51,7 +51,7 @@ def watch(drafter: FeatureDrafter) -> Seen:
         steps.clear()
         proposal = propose(draft_length, noise)
         rows, logits = drafter.session.rows, torch.cat(steps, dim=1)  # [B, γ, V]
-        for row, (length, drafted) in enumerate(zip(rows.lengths.tolist(), proposal.lengths.tolist(), strict=True)):
+        for row, (length, drafted) in enumerate(zip(rows.lengths.tolist(), proposal.drafted().tolist(), strict=True)):
             if drafted:
                 drafts = proposal.tokens[row, : len(steps)].tolist()
                 seen.append((rows.tokens[row, :length].tolist(), drafts, logits[row]))

@@ -1,6 +1,6 @@
 """What a DFlash checkpoint's config.json says: the z-lab and the speculators format."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...engine.attention import SLIDING
+from ...engine.attention import SLIDING, as_spans
 from ..feature_config import DECODER_KEYS, FeatureConfig, check_keys, integer, layer_list, read_decoder
 
 
@@ -151,9 +151,31 @@ class DFlashConfig(FeatureConfig):
             additive = torch.zeros(seen.shape, dtype=dtype, device=seen.device)  # [B, n, K]
             return additive.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
+        return self._of_each_layer(mask)
+
+    def spans(self, anchors: Tensor, table: Tensor | None) -> list[Tensor]:
+        """The same masks as the first and the last column that each query sees: a block follows its context, so they
+        lie next to each other. :func:`~spec_trl.generation.engine.attention.as_spans` makes them, of a `table` too."""
+        anchor = anchors[:, None]  # [B, 1]
+        query = anchor + torch.arange(self.block_size, device=anchors.device)  # [B, n]
+        start, end = torch.zeros_like(query), (anchor + self.block_size - 1).expand_as(query)  # [B, n] each
+
+        def span(slides: bool, causal: bool) -> Tensor:
+            first, last = start, query if causal else end
+            if slides and self.window_from_anchor:
+                first = (anchor - self.decoder.sliding_window).clamp(min=0).expand_as(query)
+            elif slides:
+                reach = self.decoder.sliding_window - 1
+                first, last = (query - reach).clamp(min=0), torch.minimum(last, query + reach)
+            return as_spans(first, last, table)
+
+        return self._of_each_layer(span)
+
+    def _of_each_layer(self, make: Callable[[bool, bool], Tensor]) -> list[Tensor]:
+        """What `make` makes for each layer, by whether it has a window, and is causal; alike layers share it."""
         kinds = [(t == SLIDING, causal) for t, causal in zip(self.decoder.layer_types, self.is_causal, strict=True)]
-        masks = {kind: mask(*kind) for kind in set(kinds)}
-        return [masks[kind] for kind in kinds]
+        made = {kind: make(*kind) for kind in set(kinds)}
+        return [made[kind] for kind in kinds]
 
 
 def spaced_layers(depth: int, count: int) -> list[int]:

@@ -1,13 +1,15 @@
 """DFlash: a trained network drafts a block in one forward, conditioned on the target's hidden states."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ...engine.cache import autocast_dtype
+from ...engine.draft_loop import Forward
 from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
 from ..feature_network import Store
@@ -41,16 +43,40 @@ class DFlashDrafter(FeatureDrafter):
     def most_drafts(self) -> int:  # type: ignore[override]
         return self.config.drafts
 
-    def take_features(self, features: Tensor, positions: Tensor, first_row: int) -> None:
+    def take_features(self, features: Tensor, positions: Tensor) -> None:
         self.network.remember(features, positions, self.cache.update)
 
-    def draft_logits(self, count: int) -> Iterator[Tensor]:
-        rows = self.session.rows
-        self.forwards += 1
-        slots = rows.columns_after(-1, self.config.block_size)  # [B, n]
-        columns = self.point_at(slots, rows.longest - 1 + self.config.block_size)
-        logits = self._block_logits(self.network, rows.window(-1, 1), slots, columns, self.cache.update, count)
-        yield from logits.split(1, dim=1)  # [B, 1, draft vocabulary] each
+    def reach(self, count: int) -> int:
+        return self.config.block_size - 1
+
+    def forwards_of(self, count: int) -> int:
+        return 1
+
+    def catch_up(self, count: int) -> int:
+        return 1
+
+    @property
+    def casts_weights(self) -> bool:  # type: ignore[override]
+        weight = next(self._head.parameters(), None)
+        narrow = autocast_dtype(self.network.fc.weight.device)
+        return narrow is not None and weight is not None and weight.is_floating_point() and weight.dtype != narrow
+
+    def forward_over(self, columns: int, count: int) -> Forward:
+        logits = torch.empty(0)  # [B, count, draft vocabulary]
+
+        def forward(tokens: Tensor, anchors: Tensor, step: int) -> Tensor:
+            nonlocal logits
+            if step == 0:
+                slots = anchors + torch.arange(self.config.block_size, device=anchors.device)  # [B, n]
+                visible = self.point_at(slots, columns)
+                if self._runner.uses_spans:
+                    masks = self.config.spans(anchors[:, 0], self.cache.table_to_read(len(anchors)))
+                else:
+                    masks = self._masks(slots, visible)
+                logits = self._block_logits(self.network, tokens, slots, masks, self.cache.update, count)
+            return logits[:, step : step + 1]
+
+        return forward
 
     def columns_of_replay(self, draft_length: int) -> int:
         return self.config.block_size
@@ -64,7 +90,8 @@ class DFlashDrafter(FeatureDrafter):
         slots = canvas.columns_after(-1, self.config.block_size)  # [B, n]
         cache.point_at(slots)
         count = min(canvas.draft_length, self.config.drafts)
-        return self._block_logits(network, canvas.tokens_after(-1, 1), slots, canvas.columns, cache.update, count)
+        masks = self._masks(slots, canvas.columns, network.dtype)
+        return self._block_logits(network, canvas.tokens_after(-1, 1), slots, masks, cache.update, count)
 
     def position_weights(self, count: int) -> list[float]:
         """exp(-(k - 1) / γ_w), with γ_w 7 for blocks of 16 and 4 for blocks of 8 (published), and a straight line
@@ -72,20 +99,27 @@ class DFlashDrafter(FeatureDrafter):
         decay = max(4 + (self.config.block_size - 8) * (7 - 4) / (16 - 8), 1.0)
         return [math.exp(-k / decay) for k in range(count)]
 
+    @property
+    def _head(self) -> nn.Module:
+        if self.network.lm_head is not None:
+            return self.network.lm_head
+        assert self.session.target is not None
+        return self.session.target.network.get_output_embeddings()
+
+    def _masks(self, slots: Tensor, columns: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Additive masks of each layer for blocks in `slots` `[B, n]`, over the first `columns`."""
+        keys = torch.arange(columns, device=slots.device)[None]  # [1, columns]
+        return self.config.masks(slots[:, 0], keys, keys >= slots[:, :1], dtype or self.network.dtype)
+
     def _block_logits(
-        self, network: DFlashNetwork, newest: Tensor, slots: Tensor, columns: int, store: Store, count: int
+        self, network: DFlashNetwork, newest: Tensor, slots: Tensor, masks: list[Tensor], store: Store, count: int
     ) -> Tensor:
         """Logits `[B, count, draft vocabulary]` of the first drafted slots of one block per row, which begins with the
-        `newest` token `[B, 1]`, in the columns `slots` `[B, n]`, where `store` writes; it returns all `columns`."""
-        config = self.config
-        assert self.session.target is not None
-        anchors = slots[:, :1]  # [B, 1]
-        tokens = torch.full_like(slots, config.mask_token)  # [B, n]
+        `newest` token `[B, 1]`, in the columns `slots` `[B, n]`, where `store` writes, under `masks` of each layer."""
+        tokens = torch.full_like(slots, self.config.mask_token)  # [B, n]
         tokens[:, :1] = newest
         embedded = network.embed(tokens, self.embeddings)  # [B, n, H]
-        keys = torch.arange(columns, device=slots.device)[None]  # [1, columns]
-        masks = config.masks(anchors[:, 0], keys, keys >= anchors, embedded.dtype)
         with self.own_dtype():
             states = network.refine(embedded, slots, masks, store)  # [B, n, H]
-        first = config.block_size - config.drafts
-        return network.logits(states[:, first : first + count], self.session.target.network.get_output_embeddings())
+        first = self.config.block_size - self.config.drafts
+        return network.logits(states[:, first : first + count], self._head)

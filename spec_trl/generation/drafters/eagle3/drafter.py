@@ -1,15 +1,16 @@
 """EAGLE-3 as drafter (Li et al. 2025, arXiv 2503.01840): one layer over the target's hidden states."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...engine.attention import FULL, MaskPlan
+from ...engine.attention import FULL, MaskPlan, as_spans
+from ...engine.draft_loop import Forward
 from ...engine.drafter import DraftSession
-from ...engine.memory import PagedZeros, check_memory, takes_pages
 from ...engine.outcome import Integers
 from ...engine.rows import Admission
 from ..autoregressive import CATCH_UP
@@ -35,7 +36,8 @@ class Eagle3Drafter(FeatureDrafter):
         state         r0    r1    r2    r3           h3          h4          r: projected features, h: fed back
         drafts                          d1           d2          d3
 
-    Real pairs overwrite what was fed back once the target's features are there.
+    Real pairs overwrite what was fed back once the target's features are there. The projected features lie in a layer
+    of the cache after that of the K/V.
     """
 
     strategy = "eagle3"
@@ -43,31 +45,23 @@ class Eagle3Drafter(FeatureDrafter):
     network_type = Eagle3Network
     renames = {"midlayer.": "layers.0."}
     least_tokens = 2  # a row of one token has no features yet
+    lag = 1
+    attended_layers = 1
 
     def parse(self, settings: Mapping[str, Any], target: PreTrainedConfig) -> Eagle3Config:
         return Eagle3Config.parse(settings, target.num_hidden_layers)
 
     def begin(self, session: DraftSession) -> None:
-        rows, dtype, device = session.rows, self.network.dtype, session.rows.tokens.device
-        count = 1 if takes_pages(device) else rows.capacity
-        what = f"the EAGLE-3 drafter's features of {count} rows x {rows.columns} columns"
-        check_memory(what, count * rows.columns * self.width * dtype.itemsize, device)
-        self._buffer = PagedZeros((rows.capacity, 1, rows.columns, self.width), dtype, device)
-        self._projected = self._buffer.tensor[:, 0]  # [capacity, columns, H]
-        # Pairs of each row whose K/V was computed from the target's features: [capacity]
-        self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=device)
-        self._missing = 0  # bound on the number of pairs that any row lacks, known without asking the device
-        self._heard = 0  # width of the target's last forward
+        self._cached = np.zeros(session.rows.capacity, np.int64)  # pairs of each row that were fed
         super().begin(session)
 
     def end(self) -> None:
         super().end()
-        del self._buffer, self._projected, self._cached
+        del self._cached
 
     def admit(self, admission: Admission) -> None:
         rows = self.session.rows
-        pairs = (rows.lengths[admission.first :] - 1).tolist()
-        leaders = pairs[: admission.leaders]
+        leaders = (rows.host_lengths[admission.first :] - 1).tolist()[: admission.leaders]  # pairs of each
         if leaders:
             width = max(_PROMPT_PAIRS // len(leaders), CATCH_UP)
             for start in range(0, max(leaders), width):
@@ -75,50 +69,54 @@ class Eagle3Drafter(FeatureDrafter):
                 columns = torch.arange(start, stop, device=rows.tokens.device).expand(len(leaders), -1)  # [n, q]
                 # Shorter rows feed scratch after their prompt: masked now, overwritten later.
                 self._feed(columns, stop, first_row=admission.first)
-            for row, count in enumerate(leaders, admission.first):
-                self._buffer.give_back(row, row + 1, count)
         super().admit(admission)
-        self._cached[admission.first : rows.active] = rows.lengths[admission.first :] - 1
+        self._cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         super().move(source, destination, columns)
-        for row in destination:
-            self._buffer.give_back(row, row + 1)
-        self._copy_features(source, destination, columns)
-        self._buffer.give_back(self.session.rows.active, self.session.rows.capacity)
         self._cached[destination] = self._cached[source]
-
-    def copy_rows(self, source: list[int], destination: list[int], columns: list[int]) -> None:
-        super().copy_rows(source, destination, columns)
-        self._copy_features(source, destination, columns)
-
-    def _copy_features(self, source: list[int], destination: list[int], columns: list[int]) -> None:
-        for row, to, count in zip(source, destination, columns, strict=True):
-            self._projected[to, :count] = self._projected[row, :count]
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
         if self.failure is not None:  # also where it is not asked to draft again
             raise self.failure
-        self._missing += self._heard  # no row gained more than was verified
 
-    def take_features(self, features: Tensor, positions: Tensor, first_row: int) -> None:
-        self._heard = positions.shape[1]
-        rows = torch.arange(first_row, first_row + len(positions), device=positions.device)[:, None]  # [B, 1]
-        self._projected[rows, positions] = self.network.project(features)  # [B, q, H]
+    def stored_states(self) -> list[tuple[Tensor, Tensor]]:
+        weight = self.network.fc.weight
+        return [*super().stored_states(), (weight.new_empty(1, 1, 0, self.width), weight.new_empty(1, 1, 0, 0))]
 
-    def draft_logits(self, count: int) -> Iterator[Tensor]:
-        rows = self.session.rows
-        h = self._catch_up()  # [B, 1, H]
-        for step in range(count):
+    def take_features(self, features: Tensor, positions: Tensor) -> None:
+        states = self.network.project(features)[:, None]  # [B, 1, q, H]
+        self.cache.layers[-1].update(states, states[..., :0])
+
+    def reach(self, count: int) -> int:
+        return count - 2
+
+    def forwards_of(self, count: int) -> int:
+        return count
+
+    def catch_up(self, count: int) -> int:
+        # As many pairs as a round of as many drafts gives, so that rounds are alike; rows that lack fewer feed some
+        # again, which writes the same K/V. After rounds in which it did not draft there may be more.
+        rows, known = self.session.rows, count + 1
+        missing = int((rows.host_lengths - 1 - self._cached[: rows.active]).max())
+        self._cached[: rows.active] = rows.host_lengths - 1
+        while missing > known:
+            fed = min(missing - known, CATCH_UP)
+            self._feed(rows.columns_after(-1 - missing, fed).clamp(min=0), rows.longest - 1)
+            missing -= fed
+        return known
+
+    def forward_over(self, columns: int, count: int) -> Forward:
+        h = torch.empty(0)  # [B, 1, H], of the step before
+
+        def forward(tokens: Tensor, pairs: Tensor, step: int) -> Tensor:
+            nonlocal h
             with self.own_dtype():
-                logits, states = self.network.logits(h), self.network.fed_back(h)
-            yield logits
-            if step + 1 < count:
-                h = self._feed(rows.columns_after(step - 1, 1), rows.longest + step, states=states)
+                states = self.network.fed_back(h) if step else self._states(pairs)  # [B, q, H]
+                h = self._run(tokens, pairs, states, columns, spans=self._runner.uses_spans)[:, -1:]
+                return self.network.logits(h)
 
-    @property
-    def cache_bytes(self) -> int:
-        return super().cache_bytes + self._buffer.bytes_of(self.session.most_columns)
+        return forward
 
     @property
     def column_bytes(self) -> float:
@@ -143,28 +141,27 @@ class Eagle3Drafter(FeatureDrafter):
             logits.append(network.logits(h))
         return torch.cat(logits, dim=1)
 
-    def _catch_up(self) -> Tensor:
-        """Feeds the pairs that the cache lacks, up to the newest; returns its output h `[B, 1, H]`."""
-        rows = self.session.rows
-        if self._missing > CATCH_UP:  # after rounds in which it did not draft the bound is loose
-            self._missing = int((rows.lengths - 1 - self._cached[: rows.active]).max())
-        # Rows that lack fewer feed some pairs again, which rewrites the same K/V.
-        missing, self._missing = max(self._missing, 1), 0
-        self._cached[: rows.active] = rows.lengths - 1
-        while missing > CATCH_UP:
-            self._feed(rows.columns_after(-1 - missing, CATCH_UP).clamp(min=0), rows.longest - 1)
-            missing -= CATCH_UP
-        return self._feed(rows.columns_after(-1 - missing, missing).clamp(min=0), max(rows.longest - 1, 1))[:, -1:]
+    def _states(self, columns: Tensor, first_row: int = 0) -> Tensor:
+        """The projected features `[B, q, H]` in `columns` `[B, q]` of the rows from `first_row` on."""
+        return self.cache.keys_at(-1, columns, first_row)[:, :, 0]
 
-    def _feed(self, columns: Tensor, visible: int, first_row: int = 0, states: Tensor | None = None) -> Tensor:
-        """Runs the pairs of `columns` (`[B, q]`) over the cache's first columns, with the projected features or other
-        `states` (`[B, q, H]`); returns h `[B, q, H]`."""
+    def _feed(self, columns: Tensor, visible: int, first_row: int = 0) -> None:
+        """Runs the pairs of committed tokens in `columns` (`[B, q]`) over the cache's first columns, for their K/V."""
         self.forwards += 1
         rows = torch.arange(first_row, first_row + len(columns), device=columns.device)[:, None]  # [B, 1]
-        embedded = self.network.embed(self.session.rows.tokens[rows, columns + 1], self.embeddings)  # [B, q, H]
-        if states is None:
-            states = self._projected[rows, columns]  # [B, q, H]
+        tokens = self.session.rows.tokens[rows, columns + 1]  # [B, q]
+        self._run(tokens, columns, self._states(columns, first_row), visible, first_row)
+
+    def _run(
+        self, tokens: Tensor, columns: Tensor, states: Tensor, visible: int, first_row: int = 0, spans: bool = False
+    ) -> Tensor:
+        """h `[B, q, H]` of pairs of `tokens` `[B, q]` and `states` `[B, q, H]`, which lie in `columns` `[B, q]`."""
+        embedded = self.network.embed(tokens, self.embeddings)  # [B, q, H]
         visible = self.point_at(columns, visible, first_row)
-        mask = CAUSAL.build(columns, visible, self.network.dtype)  # [B, 1, q, visible]
+        mask: Tensor | dict[str, Tensor]
+        if spans:
+            mask = as_spans(torch.zeros_like(columns), columns, self.cache.table_to_read(len(columns)))
+        else:
+            mask = CAUSAL.build(columns, visible, self.network.dtype)  # [B, 1, q, visible]
         with self.own_dtype():
             return self.network(embedded, states, columns, mask, self.cache.update)
