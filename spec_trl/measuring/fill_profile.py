@@ -30,7 +30,8 @@ from ..generation.engine.model_costs import model_constants
 from ..generation.engine.noise import RoundNoise
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.verification import Proposal
-from ..quantization.kernels import LayerSpec, find_kernel
+from ..quantization.kernels import find_kernel
+from ..quantization.quantized_copy import layer_specs
 from ..quantization.scheme import find_scheme
 from ..quantization.source_weight import SourceSpec, inspect_projection, is_projection
 from ..scheduling.control import Chain
@@ -132,14 +133,10 @@ def _projections(model: PreTrainedModel) -> Iterator[SourceSpec]:
 
 def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
     """Names of the kernels that the drafter's projections get."""
-    scheme, names = find_scheme(config.draft_quantization), set[str]()
-    for each in _projections(model):
-        if (group := scheme.group_for(each.in_features)) is not None:
-            sizes, codes = (each.out_features, each.in_features), (scheme.bits, group)
-            layer = LayerSpec(*sizes, *codes, each.dtype, None, each.device, scheme.normal_float)
-            kernel = find_kernel(config.draft_kernel, layer)
-            if not isinstance(kernel, str):
-                names.add(kernel.name)
+    scheme = find_scheme(config.draft_quantization)
+    layers = [layer for parent in model.get_decoder().modules() for layer in layer_specs(parent, scheme).values()]
+    found = [find_kernel(config.draft_kernel, layer) for layer in layers if not isinstance(layer, str)]
+    names = {kernel.name for kernel in found if not isinstance(kernel, str)}
     return "+".join(sorted(names)) or NO_KERNEL
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -21,8 +21,10 @@ from .profile_cache import cache_directory
 
 
 PROBE_ERROR = 0.3
-"""sd of log(seconds / predicted) of a method's rounds that were only probed: the host and attention are left out."""
+"""sd of log(seconds / predicted) of a method's rounds that were only probed: long texts and what lies between
+forwards are left out."""
 FEWEST_ROUNDS = 100  # of which a file is worth its writing
+VERSION = 2  # of a file: those of others hold predictions of another kind, and times that differ from them
 
 
 @dataclass
@@ -41,7 +43,9 @@ class KnownRounds:
             return
         self.saved = self.times.rounds
         with suppress(OSError):
-            write_json(self.path, _File(1, self.seconds.target, dict(self.seconds.drafters), self.times.state_dict()))
+            write_json(
+                self.path, _File(VERSION, self.seconds.target, dict(self.seconds.drafters), self.times.state_dict())
+            )
 
 
 def find_known_rounds(
@@ -57,20 +61,21 @@ def find_known_rounds(
     stem = profile_key(model, config).file_name.removesuffix(".json")
     path = cache_directory() / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
     try:
-        if path.exists():
-            file, times = read_json(path, _File, "ledger of rounds", "delete the file"), Times(PROBE_ERROR)
+        file = read_json(path, _File, "ledger of rounds", "delete the file") if path.exists() else None
+        if file is not None and file.version == VERSION:
+            times = Times(PROBE_ERROR)
             times.load_state_dict(file.times)
             return KnownRounds(path, ProbedRounds(file.target, file.drafters), times, times.rounds)
     except (ValueError, LookupError, TypeError, OSError) as error:
         warnings.warn(f"{path} is left aside, and rounds are measured anew: {error}", stacklevel=2)
-    return KnownRounds(path, probe(model, drafters), Times(PROBE_ERROR), 0)
+    return KnownRounds(path, probe(model, drafters, config), Times(PROBE_ERROR), 0)
 
 
 @dataclass(frozen=True)
 class _File:
     """Known rounds as they are written."""
 
-    version: Literal[1]
+    version: int
     target: ForwardSeconds
     drafters: dict[str, ForwardSeconds]
     times: dict[str, Any]

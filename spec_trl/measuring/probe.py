@@ -1,49 +1,98 @@
-"""A first guess of what rounds take, in a fraction of a second: each kind of layer is timed once."""
+"""A first guess of what rounds take, in a fraction of a second: forwards are timed, or each kind of layer once."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
-from ..generation.engine.cache import autocast_dtype
+from ..generation.engine import kept_runner
+from ..generation.engine.cache import RaggedCache, autocast_dtype
+from ..generation.engine.compiled import cpu_runner
+from ..generation.engine.cuda_graphs import CudaRecorder, Outputs
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.model_costs import model_constants
-from ..generation.engine.shadow import share_weights
+from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner
+from ..generation.engine.shadow import make_shadow
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
 from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
 
 
 TOKENS = (1, 4, 16, 64)  # of the forwards that are timed
+REPLAYS = 3  # of a captured forward: the device does the same in each
 CALLS = 4  # of which the fastest counts: the first compiles, and other work can only make one slower
 ENOUGH = 0.02  # seconds of the faster of two calls, then a layer is not called again
 Layer: TypeAlias = QuantizedLinear | nn.Linear | Conv1D
 
 
-def probe(model: PreTrainedModel, drafters: Sequence[Drafter]) -> ProbedRounds:
-    """Times the products of `model` and of its quantized copy among `drafters`, one for each shape. Other networks are
-    taken to cost their share of the target's bytes."""
+def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: SpeculativeConfig) -> ProbedRounds:
+    """Times forwards of `model` and of its quantized copy among `drafters`, over the few columns of short texts, as
+    `config.runner` runs them. Other networks are taken to cost their share of the target's bytes.
+
+    Where forwards are captured, replays of whole ones are timed: what the device does, with each layer reading its own
+    weights, joined as they are. Elsewhere products are timed, one of each shape, and a whole forward of a token; what
+    that takes beyond its products (Python, norms, attention) is added to every forward, the copy's too.
+    """
+    mode, recorder = kept_runner.runner_mode(config, model.device), None
+    if kept_runner.captures(config, model.device):
+        recorder = kept_runner.recorder_for(model.device)
+    cache = RaggedCache.for_network(model, TOKENS[-1], COLUMN_BUCKET)
+    make = cpu_runner if recorder is None and mode == "compiled" else EagerRunner
     with torch.no_grad():
-        target = _forward(model, model)
+        runner, rest = make(make_shadow(model), cache), 0.0
+        target = _captured(runner, recorder)
+        if target is None:
+            products = _products(runner.network, model)
+            rest = max(seconds_of(_forward_of(runner, 1), model.device) - products(1), 0.0)
+            target = products.plus(rest)
         found = {}
         for drafter in drafters:
             student = drafter.student if isinstance(drafter, DistilledDrafter) else drafter
             if isinstance(student, SelfDrafter):
-                found[drafter.strategy] = _forward(student.network, model)
+                own = _captured(EagerRunner(student.network, cache), recorder)
+                found[drafter.strategy] = own or _products(student.network, model).plus(rest)
             elif drafter.cost is not None:
                 share = drafter.cost.weight_bytes / drafter.cost.tokens / model_constants(model).weight_bytes
                 found[drafter.strategy] = target.times(share)
     return ProbedRounds(target, found)
 
 
-def _forward(network: nn.Module, model: PreTrainedModel) -> ForwardSeconds:
-    """Of the target, or of its copy.
+def _captured(runner: EagerRunner, recorder: CudaRecorder | None) -> ForwardSeconds | None:
+    """Of replays; None where forwards are not captured, or this network's cannot be, as it waits for the device."""
+    if recorder is None:
+        return None
+    seconds = []
+    try:
+        for tokens in TOKENS:
+            forward = _forward_of(runner, tokens)
+            forward()  # compiles and loads, outside the clock
+            recording = recorder.record(partial(_outputs, forward))
+            seconds.append(recorder.seconds(recording.replay, REPLAYS))
+    except Exception:  # it will run eagerly, and says why when it first does
+        return None
+    return ForwardSeconds(TOKENS, seconds)
+
+
+def _outputs(forward: Callable[[], Tensor]) -> Outputs:
+    return forward(), None
+
+
+def _forward_of(runner: EagerRunner, tokens: int) -> Callable[[], Tensor]:
+    """A forward of so many rows' first token."""
+    zeros = torch.zeros(tokens, 1, dtype=torch.int64, device=runner.network.device)  # [B, 1]
+    return partial(runner.forward, zeros, zeros, 1)
+
+
+def _products(network: nn.Module, model: PreTrainedModel) -> ForwardSeconds:
+    """Of all products of the target's network or its copy's, one after the other.
 
     A layer that is there once, as a head is, takes as long for each weight as the largest of its type that is there
     more often: packing and timing a large head would take longer than all the rest.
@@ -74,8 +123,6 @@ def _layer(layer: Layer, model: PreTrainedModel) -> list[float]:
     if isinstance(layer, QuantizedLinear):  # the copy is packed when it drafts, and may never
         layer.refresh(ActivationAware())
         dtype = model.dtype
-    else:
-        layer = share_weights(layer)  # as the engine runs it
     dtype = autocast_dtype(model.device) or dtype
     seconds: list[float] = []
     for tokens in TOKENS:
@@ -83,19 +130,18 @@ def _layer(layer: Layer, model: PreTrainedModel) -> list[float]:
             seconds.append(ForwardSeconds(TOKENS[: len(seconds)], seconds)(tokens))
             continue
         x = torch.zeros(tokens, width, dtype=dtype, device=model.device)  # [tokens, in]
-        seconds.append(seconds_of(layer, x))
+        seconds.append(seconds_of(partial(layer, x), model.device))
     return seconds
 
 
-def seconds_of(layer: nn.Module, x: torch.Tensor) -> float:
-    """Seconds of the fastest call of `layer` on `x` `[tokens, in]`."""
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest call of `work`."""
     best, calls = float("inf"), 0
+    synchronize: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     while calls < 2 or calls < CALLS and best < ENOUGH:
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
+        synchronize()
         started = time.perf_counter()
-        layer(x)
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
+        work()
+        synchronize()
         best, calls = min(best, time.perf_counter() - started), calls + 1
     return best

@@ -174,13 +174,11 @@ def project(x: Tensor, *layers: Any) -> list[Tensor]:
         return [part.view(*x.shape[:-1], part.shape[1]) for part in y.split(sizes, dim=1)]  # [..., out] each
 
 
-def join(*layers: Any) -> None:
-    """Makes the weights of `layers` slices of one where all are quantized by a kernel that can, without scales for
-    their inputs, and all or none have a bias. They must be refreshed after."""
-    if not all(isinstance(layer, QuantizedLinear) and layer.inverse_scales is None for layer in layers):
-        return
+def join(*layers: QuantizedLinear) -> None:
+    """Makes the weights of `layers`, which are siblings (`LayerSpec.siblings`), slices of one where their kernel can.
+    They must be refreshed after."""
     biases = [bias.detach() for layer in layers if (bias := under_adapters(layer.dense).bias) is not None]
-    packed = join_rows([layer.packed for layer in layers]) if len(biases) in (0, len(layers)) else None
+    packed = join_rows([layer.packed for layer in layers])
     if packed is None:
         return
     joined = JoinedWeight(packed, torch.cat(biases) if biases else None, len(layers))

@@ -3,7 +3,7 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -161,12 +161,13 @@ class _Builder:
 
     def replace_projections(self, parent: nn.Module) -> None:
         """Replaces the projections below `parent`, but in no vision tower: it would not run while drafting."""
+        layers = layer_specs(parent, self.scheme)
         for child_name, child in list(parent.named_children()):
             is_tower = isinstance(child, PreTrainedModel) and "text" not in child.input_modalities
             if child is self.shadow.get_output_embeddings() or child_name in ROUTER_NAMES or is_tower:
                 continue
             if is_projection(child):
-                self._replace(parent, child_name, self._quantized_linear(child))
+                self._replace(parent, child_name, self._quantized_linear(child, layers[child_name]))
             elif is_experts(child):
                 self._replace(parent, child_name, self._quantized_experts(child))
             elif holds_stacked_weights(child):
@@ -192,7 +193,7 @@ class _Builder:
         elif not is_projection(head):
             replacement = f"a {type(head).__name__} is no linear layer"
         else:
-            replacement = self._quantized_linear(head)
+            replacement = self._quantized_linear(head, layer_spec(inspect_projection(head), self.scheme))
         if choice == "auto" and isinstance(replacement, str):
             return  # nobody asked for it
         parent_name, _, child_name = self.names[head].rpartition(".")
@@ -202,7 +203,9 @@ class _Builder:
         """Joins the weights of projections of the same input."""
         for parent in self.shadow.modules():
             for names in SIBLINGS:
-                join(*(parent._modules.get(name) for name in names))
+                layers = [parent._modules.get(name) for name in names]
+                if all(isinstance(layer, QuantizedLinear) and layer.packed.layer.siblings for layer in layers):
+                    join(*layers)
 
     def _replace(self, parent: nn.Module, child_name: str, replacement: PackedLayer | str) -> None:
         """Puts `replacement` in a child's place, or notes the reason why there is none."""
@@ -213,28 +216,49 @@ class _Builder:
             setattr(parent, child_name, replacement)
             self.layers[name] = replacement
 
-    def _quantized_linear(self, module: nn.Module) -> QuantizedLinear | str:
-        source = inspect_projection(module)
-        packed = source if isinstance(source, str) else self._packed(source)
+    def _quantized_linear(self, module: nn.Module, layer: LayerSpec | str) -> QuantizedLinear | str:
+        packed = layer if isinstance(layer, str) else make_packed(self.kernel, layer)
         return packed if isinstance(packed, str) else QuantizedLinear(module, packed, self.scheme.activation_aware)
 
     def _quantized_experts(self, module: nn.Module) -> QuantizedExperts | str:
         packed: list[list[PackedWeight]] = []
         for name in matrix_names(module):
-            source = inspect_experts(module, name)
-            first = source if isinstance(source, str) else self._packed(source)
+            layer = layer_spec(inspect_experts(module, name), self.scheme)
+            first = layer if isinstance(layer, str) else make_packed(self.kernel, layer)
             if isinstance(first, str):
                 return first
             packed.append([first, *(type(first)(first.layer) for _ in matrices_of(module, name)[1:])])
         return QuantizedExperts(module, *packed)
 
-    def _packed(self, source: SourceSpec) -> PackedWeight | str:
-        group = self.scheme.group_for(source.in_features)
-        if group is None:
-            return f"{source.in_features} input features are no multiple of {GROUP_SIZES[-1]}"
-        sizes, codes = (source.out_features, source.in_features), (self.scheme.bits, group)
-        layer = LayerSpec(*sizes, *codes, source.dtype, None, source.device, self.scheme.normal_float)
-        return make_packed(self.kernel, layer)
+
+def layer_specs(parent: nn.Module, scheme: Scheme) -> dict[str, LayerSpec | str]:
+    """The projections right below `parent` as a kernel must know them, by their names, or why none can hold them.
+    `SIBLINGS` know each other where one product may serve them: without scales for their inputs, alike but for their
+    rows, all or none with a bias."""
+    found = {
+        name: layer_spec(inspect_projection(child), scheme)
+        for name, child in parent.named_children()
+        if is_projection(child)
+    }
+    for names in () if scheme.activation_aware else SIBLINGS:
+        layers = [layer for name in names if isinstance(layer := found.get(name), LayerSpec)]
+        likes = {replace(layer, out_features=0) for layer in layers}
+        biased = {under_adapters(getattr(parent, name)).bias is not None for name in names if name in found}
+        if len(layers) == len(names) and len(likes) == len(biased) == 1:
+            rows = tuple(layer.out_features for layer in layers)
+            found |= {name: replace(layer, siblings=rows) for name, layer in zip(names, layers, strict=True)}
+    return found
+
+
+def layer_spec(source: SourceSpec | str, scheme: Scheme) -> LayerSpec | str:
+    """A weight as a kernel must know it, or why none can hold it."""
+    if isinstance(source, str):
+        return source
+    group = scheme.group_for(source.in_features)
+    if group is None:
+        return f"{source.in_features} input features are no multiple of {GROUP_SIZES[-1]}"
+    sizes, codes = (source.out_features, source.in_features), (scheme.bits, group)
+    return LayerSpec(*sizes, *codes, source.dtype, None, source.device, scheme.normal_float)
 
 
 def _shorten(names: list[str]) -> str:

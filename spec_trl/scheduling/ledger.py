@@ -24,7 +24,7 @@ SHOCKS = 20  # rounds of a kind, of which one may be set aside as a shock; more 
 FADE = 0.95  # weight of the noise and of a row's evidence one round, and of all evidence one rollout, later
 FIRST_GUESS = 0.6, 2.0  # acceptance of a method that never drafted, and the draft positions that this guess counts
 LIKENESS = 15.0  # draft positions that a method counts for beside a prompt's own, and a prompt beside a row's own
-VERSION = 2  # of the state of `Times`
+VERSION = 3  # of the state of `Times`, which says how rounds differ from the probe's predictions
 MOST_PROMPTS = 4096  # prompts that are remembered; those that came last stay
 
 
@@ -163,7 +163,8 @@ class Times:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave. The machine may be another: its level is as open as at first. What
-        releases before `VERSION` wrote is left out: there one round that compiled could rule out drafts for good."""
+        releases before `VERSION` wrote is left out: they predicted otherwise, and in some a round that compiled could
+        rule out drafts for good."""
         if state.get("version") != VERSION:
             return
         names = [

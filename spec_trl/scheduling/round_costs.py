@@ -23,6 +23,10 @@ class ForwardSeconds:
         (before, last), (start, end) = self.tokens[-2:], self.seconds[-2:]
         return end + max(end - start, 0.0) / (last - before) * (tokens - last)
 
+    def plus(self, seconds: float) -> "ForwardSeconds":
+        """Of forwards that take `seconds` more."""
+        return ForwardSeconds(self.tokens, [own + seconds for own in self.seconds])
+
     def times(self, share: float) -> "ForwardSeconds":
         """Of a network that takes `share` of this one's time."""
         return ForwardSeconds(self.tokens, [share * seconds for seconds in self.seconds])
@@ -30,7 +34,7 @@ class ForwardSeconds:
 
 @dataclass(frozen=True)
 class ProbedRounds:
-    """Rounds by forwards that were timed; attention and the host are in none of them."""
+    """Rounds by forwards over short texts that were timed; what a round does between them is left out."""
 
     target: ForwardSeconds
     drafters: Mapping[str, ForwardSeconds]  # those of networks, per draft token; lookups take no time

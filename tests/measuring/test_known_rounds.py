@@ -90,6 +90,20 @@ def test_times_of_an_earlier_release_are_measured_anew(
     assert watched(again, FEWEST_ROUNDS).saved == FEWEST_ROUNDS and known().times.rounds == FEWEST_ROUNDS
 
 
+def test_a_file_of_an_earlier_probe_is_left_aside(
+    probed: list[int], cache: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Its predictions were of another kind, and its times are their errors. The next file takes its place."""
+    watched(known(), FEWEST_ROUNDS)
+    (path,) = cache.glob("*.rounds.json")
+    file = json.loads(path.read_text())
+    path.write_text(json.dumps(file | {"version": file["version"] - 1}))
+    again = known()
+    assert again.times.rounds == again.saved == 0 and len(probed) == 2 and not recwarn.list
+    watched(again, FEWEST_ROUNDS)
+    assert known().times.rounds == FEWEST_ROUNDS and len(probed) == 2 and [*cache.glob("*.rounds.json")] == [path]
+
+
 def test_two_writers_of_one_file(probed: list[int], cache: Path) -> None:
     """As of two processes: both began with nothing, and what was written last is read."""
     one, other = known(), known()

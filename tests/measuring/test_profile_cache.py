@@ -89,6 +89,25 @@ def test_without_a_kernel_only_measuring_tells(
         calibrate(policy)
 
 
+def test_a_profile_is_for_the_kernels_that_a_copy_gets(
+    policy: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each other shape that is asked for would be measured, which takes seconds."""
+    asked: set[tuple[int, ...]] = set()
+    find = fill_profile.find_kernel
+    monkeypatch.setattr(
+        fill_profile,
+        "find_kernel",
+        lambda name, layer: asked.add((layer.out_features, *layer.siblings)) or find(name, layer),
+    )
+    fill_profile.profile_key(policy, SpeculativeConfig())
+    copied = SelfDrafter(policy, lm_head="dense", packs_later=True).quantized.layers.values()
+    packed = [weight.layer for layer in copied for weight in layer.packed_weights]
+    assert asked == {(layer.out_features, *layer.siblings) for layer in packed} and any(
+        len(each) > 2 for each in asked
+    )
+
+
 def test_wrong_files_are_errors_before_any_work(
     find: Find, profile: Profile, calibrations: list[Any], alien: str, tmp_path: Path
 ) -> None:

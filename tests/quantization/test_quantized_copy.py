@@ -1,6 +1,7 @@
 """quantize_projections on whole models: what is replaced, what is not touched, what a refresh does."""
 
 import copy
+import dataclasses
 import warnings
 
 import pytest
@@ -9,9 +10,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spec_trl.generation.engine.shadow import share_weights
-from spec_trl.quantization import QuantizedLinear, quantize_projections
+from spec_trl.quantization import QuantizedLinear, kernels, quantize_projections, quantized_copy
+from spec_trl.quantization.kernels import LayerSpec, PackedWeight
+from spec_trl.quantization.kernels.kernel_table import KernelChoice
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.linear import project
+from spec_trl.quantization.quantized_copy import layer_specs
+from spec_trl.quantization.scheme import find_scheme
 from tests.quantization.conftest import IDS, addresses, logits, never_dense, packed_buffers, quantized
 
 
@@ -246,3 +251,74 @@ def test_what_differs_is_not_joined(llama: PreTrainedModel) -> None:
     assert all(layer.mlp.up_proj.joined is None for layer in scaled.model.layers)
     without_slices, _ = quantized(llama, "rtn-w8", "reference")
     assert all(layer.mlp.up_proj.joined is None for layer in without_slices.model.layers)
+
+
+ON_CPU = torch.device("cpu")
+
+
+def on_gpu(name: str, refuses: int = 0) -> type[PackedWeight]:
+    """The reference kernel as one for GPUs, whose tensors lie on the CPU; `refuses` so many output features."""
+    members = dict(
+        name=name,
+        device_type="cuda",
+        unsupported=classmethod(lambda kernel, layer: "refused" if layer.out_features == refuses else None),
+        __init__=lambda packed, layer: ReferenceInt4.__init__(packed, dataclasses.replace(layer, device=ON_CPU)),
+    )
+    return type(name, (ReferenceInt4,), members)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """On a pretended GPU, layers of fewer than 100 rows choose "small" by their tables, others "large"; the list has
+    the shapes of the tables."""
+    shapes: list[str] = []
+
+    def choose(layer: LayerSpec, fitting: list[type[PackedWeight]]) -> KernelChoice:
+        shapes.append(layer.shape)
+        is_small = sum(part.out_features for part in layer.parts) < 100
+        return KernelChoice("small" if is_small else "large", 8 if is_small else 16)
+
+    def inspect(module: nn.Module) -> object:
+        return dataclasses.replace(inspected(module), device=torch.device("cuda"))
+
+    inspected = quantized_copy.inspect_projection
+    monkeypatch.setattr(quantized_copy, "inspect_projection", inspect)
+    monkeypatch.setattr(kernels, "choose_measured", choose)
+    monkeypatch.setattr(kernels, "FAST_KERNELS", (on_gpu("small"), on_gpu("large")))
+    return shapes
+
+
+def test_siblings_get_one_kernel_and_are_joined(llama: PreTrainedModel, chosen: list[str]) -> None:
+    """Alone k and v, of 64 rows, would choose otherwise than q."""
+    drafter, network = quantized(llama, lm_head="dense")
+    names = {name.rpartition(".")[2]: layer.packed.name for name, layer in network.layers.items()}
+    assert set(names.values()) == {"large"} and set(chosen) == {"128+64+64x128", "128x128", "192+192x128", "128x192"}
+    for layer in drafter.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        assert attention.k_proj.joined is attention.v_proj.joined is attention.q_proj.joined is not None
+        assert attention.q_proj.joined.packed.max_rows == 16 and mlp.up_proj.joined is mlp.gate_proj.joined is not None
+        assert attention.o_proj.joined is None
+
+
+def test_layers_that_are_no_siblings_keep_their_choice(llama: PreTrainedModel, chosen: list[str]) -> None:
+    """Where one has no bias, another width, or scales of its own for its input."""
+    attention = llama.model.layers[0].self_attn
+    attention.k_proj.bias = None
+    _, network = quantized(llama, lm_head="dense")
+    found = [network.layers[f"model.layers.{i}.self_attn.k_proj"].packed for i in range(2)]
+    assert [packed.name for packed in found] == ["small", "large"] and [packed.max_rows for packed in found] == [8, 16]
+    rtn, awq = find_scheme("rtn-w4-g128"), find_scheme("awq-w4-g128")
+    mlp = llama.model.layers[0].mlp
+    assert [spec.siblings for spec in layer_specs(mlp, rtn).values()] == [(192, 192), (192, 192), ()]
+    assert not any(spec.siblings for spec in layer_specs(mlp, awq).values())
+    mlp.up_proj = nn.Linear(64, 192, bias=True)
+    assert not any(spec.siblings for spec in layer_specs(mlp, rtn).values())
+
+
+def test_siblings_that_no_kernel_holds_all_are_chosen_for_alone(
+    llama: PreTrainedModel, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "FAST_KERNELS", (on_gpu("small", refuses=128), on_gpu("large", refuses=64)))
+    _, network = quantized(llama, lm_head="dense")
+    names = [network.layers[f"model.layers.0.self_attn.{name}_proj"].packed.name for name in "qkv"]
+    assert names == ["large", "small", "small"] and "128+64+64x128" not in chosen

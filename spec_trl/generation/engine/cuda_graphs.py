@@ -80,17 +80,17 @@ class CudaRecorder:
                 gc.enable()
         return graph, result
 
-    def seconds(self, replay: Callable[[], None]) -> float:
-        """Seconds of the device that one replay takes."""
+    def seconds(self, replay: Callable[[], None], replays: int = _TIMED_REPLAYS) -> float:
+        """Seconds of the device that one of `replays` takes, after one that does not count."""
         with torch.cuda.device(self._device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             replay()
             start.record()
-            for _ in range(_TIMED_REPLAYS):
+            for _ in range(replays):
                 replay()
             end.record()
             end.synchronize()
-        return start.elapsed_time(end) / 1e3 / _TIMED_REPLAYS
+        return start.elapsed_time(end) / 1e3 / replays
 
     def bytes(self) -> int:
         """Bytes of device memory that the allocator holds for what was captured."""

@@ -1,5 +1,7 @@
 """Kernels that multiply with packed weights, and the choice among them."""
 
+from dataclasses import replace
+
 from .base import LayerSpec, PackedWeight, QuantizedRows
 from .bitsandbytes_nf4 import BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda
 from .humming import HummingInt4
@@ -55,7 +57,8 @@ def find_kernel(name: str, layer: LayerSpec) -> type[PackedWeight] | str:
     """The kernel for `layer`, or the reason why there is none.
 
     "auto" takes the fastest kernel that can hold the layer: on a CPU by a rule, on a GPU the one that measured
-    fastest, and none where the dense layer is faster still. It never takes "reference".
+    fastest, and none where the dense layer is faster still. Siblings get the one that is fastest for all of them,
+    where one can hold all. It never takes "reference".
     """
     choice = _choose(name, layer)
     return choice if isinstance(choice, str) else choice[0]
@@ -83,7 +86,8 @@ def _choose(name: str, layer: LayerSpec) -> tuple[type[PackedWeight], int | None
     if name != "auto" or layer.device.type != "cuda":
         preferred = name == "auto" and OnnxRuntimeInt4 in fitting and is_fastest(layer)
         return OnnxRuntimeInt4 if preferred else fitting[0], None
-    measured = choose_measured(layer, fitting)
+    shared = [kernel for kernel in fitting if all(kernel.unsupported(part) is None for part in layer.parts)]
+    measured = choose_measured(layer, shared) if shared else choose_measured(replace(layer, siblings=()), fitting)
     if measured is None:
         return "no kernel was measured to be faster than the dense layer"
     return next(kernel for kernel in fitting if kernel.name == measured.kernel), measured.max_rows

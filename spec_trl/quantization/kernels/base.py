@@ -33,6 +33,8 @@ class LayerSpec:
         activation_dtype: dtype the caller wants activations and scales in; None = the kernel's choice.
         device: where the weight lives.
         normal_float: of the two kinds with 4 bits it is NF4.
+        siblings: output features of all projections of the same input, this one's among them, where a kernel may
+            multiply with them at once; empty: it is alone. They get one kernel.
     """
 
     out_features: int
@@ -43,6 +45,18 @@ class LayerSpec:
     activation_dtype: torch.dtype | None
     device: torch.device
     normal_float: bool = False
+    siblings: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> list["LayerSpec"]:
+        """Its siblings, or itself."""
+        rows = self.siblings or (self.out_features,)
+        return [replace(self, out_features=each, siblings=()) for each in rows]
+
+    @property
+    def shape(self) -> str:
+        """In words, as "512x256", or "512+128+128x256" of siblings."""
+        return f"{'+'.join(str(part.out_features) for part in self.parts)}x{self.in_features}"
 
     @property
     def groups(self) -> int:

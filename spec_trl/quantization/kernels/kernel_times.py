@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import LayerSpec, PackedWeight, QuantizedRows, normal_floats
+from .base import LayerSpec, PackedWeight, QuantizedRows, join_rows, normal_floats
 from .kernel_table import ROWS, KernelChoice, KernelTable, TableKey, Times
 
 
@@ -59,8 +59,8 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
         return kernel_table(layer, kernels).choose()
     except torch.OutOfMemoryError as error:
         warnings.warn(
-            f"too little memory is free to measure the kernels for a layer of {layer.out_features} x "
-            f"{layer.in_features}, which takes {kernels[0].name!r} unmeasured: {error}",
+            f"too little memory is free to measure the kernels for a layer of {layer.shape}, which takes "
+            f"{kernels[0].name!r} unmeasured: {error}",
             stacklevel=2,
         )
         return KernelChoice(kernels[0].name, UNMEASURED_ROWS)
@@ -68,7 +68,8 @@ def choose_measured(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> 
 
 def kernel_table(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Timer = time_replays) -> KernelTable:
     """Times of the dense layer and of each of `kernels`, which can hold `layer`, for random weights: measured once and
-    then kept, in memory and in the user's cache.
+    then kept, in memory and in the user's cache. Of a layer with siblings: of all of them, as they run, which is one
+    product where a kernel can join their rows, and one after the other elsewhere.
 
     A kernel that fails, or whose product differs from that of the codes by more than bfloat16 rounding, is not in
     the table. One warning names it, and such a table is not saved.
@@ -103,31 +104,50 @@ def measure(layer: LayerSpec, kernels: Sequence[type[PackedWeight]], timer: Time
             rounded = {rows: x.to(dtype) for rows, x in inputs.items()}  # [m, in] each
             return {rows: timer(name, rows, [partial(product, x) for product in turns]) for rows, x in rounded.items()}
 
-        weight = draw(layer.out_features, layer.in_features, dtype=dense_dtype)  # [out, in]
+        rows = [part.out_features for part in layer.parts]
+        weight = draw(sum(rows), layer.in_features, dtype=dense_dtype)  # [out of all, in]
         weights = [weight, *(weight.clone() for _ in range(_copies(weight.nbytes, layer.device) - 1))]
-        dense = clock("dense", dense_dtype, [partial(F.linear, weight=weight) for weight in weights])
-        del weight, weights
+        apart = [[partial(F.linear, weight=part) for part in weight.split(rows)] for weight in weights]
+        dense = clock("dense", dense_dtype, [partial(_multiply, products) for products in apart])
+        del weight, weights, apart
         for kernel in kernels:
             if kernel.name in failed_kernels:
                 continue
             try:
-                packed = kernel(layer)
-                for first, rows in random_rows(packed):
-                    packed.pack_(first, rows)
-                _check(packed, inputs)
-                copies = [copy.deepcopy(packed) for _ in range(_copies(packed.nbytes, layer.device) - 1)]
-                products = [each.linear for each in (packed, *copies)]
-                times[kernel.name] = clock(kernel.name, packed.activation_dtype, products)
+                packed = _packed(kernel, layer)
+                for each in packed:
+                    for first, stored in random_rows(each):
+                        each.pack_(first, stored)
+                    _check(each, inputs)
+                nbytes = sum(each.nbytes for each in packed)
+                turns = [packed, *(copy.deepcopy(packed) for _ in range(_copies(nbytes, layer.device) - 1))]
+                products = [partial(_multiply, [each.linear for each in turn]) for turn in turns]
+                times[kernel.name] = clock(kernel.name, packed[0].activation_dtype, products)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a compiler that is missing, a driver too old, a bug: others remain
                 failed_kernels.add(kernel.name)
                 warnings.warn(
                     f"kernel {kernel.name!r} is left out of the choice, because it failed on a layer of "
-                    f"{layer.out_features} x {layer.in_features}: {error}",
+                    f"{layer.shape}: {error}",
                     stacklevel=4,
                 )
     return KernelTable(key, dense, times)
+
+
+def _packed(kernel: type[PackedWeight], layer: LayerSpec) -> list[PackedWeight]:
+    """Empty weights for `layer` and its siblings: one where their rows can be joined."""
+    parts = [kernel(part) for part in layer.parts]
+    whole = join_rows(parts) if len(parts) > 1 else None
+    return parts if whole is None else [whole]
+
+
+def _multiply(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    """Runs all `products` of x [m, in]; returns the last, [m, out]."""
+    *others, last = products
+    for product in others:
+        product(x)
+    return last(x)
 
 
 def random_rows(packed: PackedWeight) -> Iterator[tuple[int, QuantizedRows]]:
@@ -184,7 +204,7 @@ def _key(layer: LayerSpec, kernels: Sequence[type[PackedWeight]]) -> TableKey:
     return TableKey(
         device=torch.cuda.get_device_name(layer.device) if on_gpu else layer.device.type,
         software=", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in packages)]),
-        layer=f"{layer.out_features}x{layer.in_features}, {layer.bits} bits, group {layer.group}, "
+        layer=f"{layer.shape}, {layer.bits} bits, group {layer.group}, "
         f"{_dense_dtype(layer)}, {layer.activation_dtype}",
         kernels=", ".join(kernel.name for kernel in kernels),
     )

@@ -96,6 +96,31 @@ def test_every_kernel_and_the_dense_layer_are_timed_once(monkeypatch: pytest.Mon
     assert again.kernels["slow"][1] == pytest.approx(6e-6)
 
 
+def test_siblings_are_timed_as_they_run() -> None:
+    """As one product where the kernel joins their rows; else, as the dense layers, one after the other."""
+    products: list[tuple[str, int]] = []
+
+    def multiply(packed: ReferenceInt4, x: Tensor) -> Tensor:
+        products.append((packed.name, packed.layer.out_features))
+        return ReferenceInt4.linear(packed, x)
+
+    def timer(name: str, rows: int, calls: Sequence[Callable[[], Tensor]]) -> float:
+        products.clear()
+        y = calls[-1]()
+        assert y.shape[0] == rows
+        done[name] = products.copy() if name != "dense" else [("dense", y.shape[1])]
+        return 1e-6
+
+    done: dict[str, list[tuple[str, int]]] = {}
+    joins, alone = kernel("joins", linear=multiply), kernel("alone", linear=multiply, rows_along={})
+    query, key = (replace(layer_spec(rows), siblings=(96, 32, 32)) for rows in (96, 32))
+    table = kernel_times.kernel_table(query, [joins, alone], timer)
+    assert done["joins"] == [("joins", 160)] and done["dense"] == [("dense", 32)]
+    assert done["alone"] == [("alone", 96), ("alone", 32), ("alone", 32)]
+    assert kernel_times.kernel_table(key, [joins, alone], fail) is table and "96+32+32x256" in table.key.layer
+    assert "96+32+32x256" in table.key.path.name
+
+
 def test_under_autocast_the_dense_layer_is_the_one_that_runs() -> None:
     timer = Timer(dense=1, slow=1)
     kernel_times.kernel_table(LAYER, [SLOW], timer)
