@@ -77,7 +77,8 @@ class CapturedFeatures(FeatureRunner):
         if draft.drawn_by is None:
             return self._draft_eagerly(draft, over, columns)
         visible = self.cache.columns if self.uses_spans else column_bucket(columns, self.cache.columns)
-        shape = ForwardKey(row_bucket(len(draft.tokens), self.cache.rows), draft.known, visible, autocast_dtype(self._device))
+        rows = row_bucket(len(draft.tokens), self.cache.rows)
+        shape = ForwardKey(rows, draft.known, visible, autocast_dtype(self._device))
         loop = self._loops.get(draft, shape)
         if loop is not None:
             return loop.replay(draft)
