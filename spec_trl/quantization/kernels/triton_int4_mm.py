@@ -133,6 +133,11 @@ def splits_for(tiles: int, spans: int, multiprocessors: int, most: int) -> int:
     return min((splits for splits in divisions if splits == 1 or programs(splits) <= most), key=spans_worked)
 
 
+def stages_for(block_m: int, memory: int) -> int:
+    """As many as leave room for two programs in a multiprocessor's `memory` bytes of shared memory."""
+    return NUM_STAGES if block_m < MAX_BLOCK_M and memory >= STAGES_MEMORY else NUM_STAGES - 1
+
+
 def tiles_for(out_features: int) -> int:
     """Number of tiles of W's rows, each with a counter for every MAX_BLOCK_M rows of x."""
     return triton.cdiv(out_features, BLOCK_N)
@@ -165,7 +170,6 @@ def triton_int4_mm(
     if on_gpu := x.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(x.device)
         multiprocessors, memory = gpu.multi_processor_count, gpu.shared_memory_per_multiprocessor
-    stages = NUM_STAGES if block_m < MAX_BLOCK_M and memory >= STAGES_MEMORY else NUM_STAGES - 1
     tiles, blocks = tiles_for(out_features), triton.cdiv(m, block_m)
     most = 3 if block_m <= FEW_ROWS and memory >= THREE_PROGRAMS_MEMORY else 2
     splits = splits_for(tiles * blocks, spans, multiprocessors, most)
@@ -180,7 +184,7 @@ def triton_int4_mm(
             triton.cdiv(spans, splits), x.stride(0), scales_and_offsets.stride(0),
             GROUP=group, WORDS=words_per_span, BLOCK_M=block_m, BLOCK_N=BLOCK_N,
             EVEN_K=k % (8 * words_per_span) == 0, DIVIDED=splits > 1, INTERPRETED=not on_gpu,
-            num_warps=NUM_WARPS, num_stages=stages,
+            num_warps=NUM_WARPS, num_stages=stages_for(block_m, memory),
         )  # fmt: skip
     return y
 

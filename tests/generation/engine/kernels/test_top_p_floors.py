@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from tests.generation.engine.kernels.ahead_of_time import compile_for
+from tests.generation.engine.kernels.ahead_of_time import CAPABILITIES, compile_for
 
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -132,14 +132,24 @@ def test_of_equals_the_draw_takes_those_that_are_left() -> None:
 
 
 @pytest.mark.slow
-def test_compiles(tmp_path: Path) -> None:
-    calls = """
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("vocabulary", [151_936, 50_257])
+def test_machine_code(capability, vocabulary, tmp_path: Path) -> None:
+    """Nothing spills; and where 16 divides the vocabulary, logits are read 16 bytes at a time."""
+    calls = f"""
 from spec_trl.generation.engine.kernels.gumbel_sampler import fused_draw
 from spec_trl.generation.engine.kernels.top_p_floors import top_p_floors
 for dtype in (torch.float32, torch.bfloat16):
-    top_p_floors(torch.zeros(4, 1000, dtype=dtype), 0.9)
-    floors, first = top_p_floors(torch.zeros(4, 1000, dtype=dtype), 0.9, 0.7, torch.zeros(4))
-    fused_draw(torch.zeros(4, 1000, dtype=dtype), None, 0.7, floors, first)
+    logits = torch.zeros(4, {vocabulary}, dtype=dtype)
+    top_p_floors(logits, 0.9)
+    floors, first = top_p_floors(logits, 0.9, 0.7, torch.zeros(4))
+    fused_draw(logits, None, 0.7, floors, first)
 """
-    kernels = compile_for(90, calls, tmp_path)
-    assert [name for name, _ in kernels] == ["_cut", "_cut", "_draw_chunk", "_merge_chunks"] * 2
+    compiled = compile_for(capability, calls, tmp_path)
+    for size in (4, 2):  # bytes of a logit
+        names = (["_narrow"] * 2 * size + ["_finish"]) * 2 + ["_draw_chunk", "_merge_chunks"]
+        assert [each.name for each in compiled[: len(names)]] == names
+        for each in compiled[: len(names)]:
+            if each.name in ("_narrow", "_draw_chunk") and vocabulary % 16 == 0:  # chunks of 4096 by 256 threads
+                assert each.ptx.count("ld.global.v4.b32") >= size, each.name
+        del compiled[: len(names)]
