@@ -123,11 +123,11 @@ def _attend(
         maximum = higher
 
     to = ((row * tl.num_programs(1) + head) * splits + split) * FOLDED + m  # [M], in [B, kv, splits, groups * q]
-    asked = m * splits < FOLDED * splits  # m < FOLDED, as the compiler does not see: kept over the loop, it would spill
+    # m < FOLDED, which the compiler does not see: kept in a register over the loop, that mask would make it spill.
+    asked = m * splits < FOLDED * splits
     tl.store(maximum_ptr + to, maximum, mask=asked)
     tl.store(total_ptr + to, total, mask=asked)
-    # A query that saw nothing here, or is none, has a total of 0 (one that met NaN has not), by which the merge knows to
-    # skip it.
+    # A query that saw nothing here, or is none, has a total of 0 (one that met NaN has not): the merge skips it.
     tl.store(
         partial_ptr + to[:, None] * VALUE_DIM + e[None, :], partial,
         mask=(total != 0)[:, None] & (e < VALUE_DIM)[None, :],

@@ -103,8 +103,6 @@ def _narrow(
         tl.store(sum_ptr + now * 2, bound)
         tl.store(sum_ptr + now * 2 + 1, below)
     DTYPE: tl.constexpr = logit_ptr.dtype.element_ty
-    way = tl.arange(0, WAYS)
-    threshold = _number(low + ((high - low) * (way + 1)) // WAYS, reciprocal, INT, DTYPE)[:, None]  # [WAYS, 1]
     peak = tl.load(peak_ptr + row).to(tl.float32) * reciprocal
     floor = float("-inf")
     if FLOORS:
@@ -113,10 +111,14 @@ def _narrow(
     x = _load(logit_ptr + row * logit_row, token, vocabulary, reciprocal, floor)  # [CHUNK]
     weight = tl.exp(x - peak)[None, :]
     x = x[None, :]
-    to = (now * chunks + chunk) * WAYS + way
-    tl.store(part_ptr + to, tl.sum(tl.where(x <= threshold, weight, 0.0), 1))
-    if step == STEPS - 1:
-        tl.store(tie_ptr + (row * chunks + chunk) * WAYS + way, tl.sum((x == threshold).to(tl.int32), 1))
+    AT_ONCE: tl.constexpr = 4 if WAYS > 4 else WAYS  # more would spill registers
+    for some in range(0, WAYS, AT_ONCE):
+        way = some + tl.arange(0, AT_ONCE)
+        threshold = _number(low + ((high - low) * (way + 1)) // WAYS, reciprocal, INT, DTYPE)[:, None]  # [AT_ONCE, 1]
+        to = (now * chunks + chunk) * WAYS + way
+        tl.store(part_ptr + to, tl.sum(tl.where(x <= threshold, weight, 0.0), 1))
+        if step == STEPS - 1:
+            tl.store(tie_ptr + (row * chunks + chunk) * WAYS + way, tl.sum((x == threshold).to(tl.int32), 1))
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -133,7 +135,7 @@ def _finish(
     low, _, bound, below, taken = _range(
         peak_ptr, key_ptr, sum_ptr, part_ptr, removed, row, tl.num_programs(0), chunks, STEPS, INT, WAYS,
         ALL_CHUNKS,
-    )
+    )  # fmt: skip
     cut = _number(low, reciprocal, INT, logit_ptr.dtype.element_ty) + 0.0  # -0.0 becomes 0.0
     peak = tl.load(peak_ptr + row).to(tl.float32) * reciprocal
     floor = float("-inf")

@@ -83,5 +83,6 @@ def compile_for(capability: int, calls: str, folder: Path) -> list[Kernel]:
         pytest.skip("this build of Triton has no assembler for NVIDIA GPUs")
     assert done.returncode == 0, done.stderr[-4000:]
     kernels = [Kernel(*kernel) for kernel in json.loads(done.stdout.splitlines()[-1])]
-    assert not [kernel[:3] for kernel in kernels if kernel.spilled]
+    spilled = [kernel[:3] for kernel in kernels if kernel.spilled]
+    assert not spilled, spilled
     return kernels
