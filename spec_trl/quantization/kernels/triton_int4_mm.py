@@ -21,8 +21,10 @@ from torch import Tensor
 BLOCK_N = 128  # rows of W per program
 MAX_BLOCK_M = 32  # rows of x per program; for more, W is read again, from the L2 cache where it fits
 NUM_WARPS, NUM_STAGES = 4, 4
-STAGES_MEMORY = 128 * 1024  # bytes of shared memory per multiprocessor that NUM_STAGES need
-IMBALANCE = 1.35  # work of the busiest multiprocessor over the mean that is tolerated before columns are divided
+STAGES_MEMORY = 128 * 1024  # bytes of shared memory per multiprocessor that two programs with NUM_STAGES need
+FEW_ROWS = 8  # of x per program; then a program takes 64 KiB, and three of them fit into
+THREE_PROGRAMS_MEMORY = 200 * 1024  # bytes of shared memory per multiprocessor
+PART = 0.25  # what it takes to store and add one part of a tile, in the time of one span
 INTERPRETED_SMS = 132  # multiprocessors, where there is no device to ask
 
 
@@ -113,16 +115,27 @@ def _int4_mm(
         tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def splits_for(tiles: int, spans: int, multiprocessors: int) -> int:
-    """Into how many parts to divide the spans of each tile: the fewest with which the busiest multiprocessor works on
-    at most IMBALANCE times the mean number of spans, or on as few as any division gives it."""
+def splits_for(tiles: int, spans: int, multiprocessors: int, most: int) -> int:
+    """Into how many parts to divide the spans of each tile, for the least time of the busiest multiprocessor.
 
-    def busiest(splits: int) -> int:
-        return -(-tiles * splits // multiprocessors) * -(-spans // splits)
+    A program unpacks and multiplies by turns, so that alone it keeps a multiprocessor about as long as two do that run
+    side by side: two to `most`, which must fit, are aimed at. More would wait, so tiles that are more by themselves
+    are not divided.
+    """
+
+    def programs(splits: int) -> int:
+        return -(-tiles * splits // multiprocessors)
+
+    def spans_worked(splits: int) -> float:
+        return max(programs(splits), 2) * -(-spans // splits) + (PART * splits if splits > 1 else 0)
 
     divisions = [splits for splits in range(1, spans + 1) if -(-spans // -(-spans // splits)) == splits]  # none empty
-    bound = max(IMBALANCE * tiles * spans / multiprocessors, min(map(busiest, divisions)))
-    return next(splits for splits in divisions if busiest(splits) <= bound)
+    return min((splits for splits in divisions if splits == 1 or programs(splits) <= most), key=spans_worked)
+
+
+def stages_for(block_m: int, memory: int) -> int:
+    """As many as leave room for two programs in a multiprocessor's `memory` bytes of shared memory."""
+    return NUM_STAGES if block_m < MAX_BLOCK_M and memory >= STAGES_MEMORY else NUM_STAGES - 1
 
 
 def tiles_for(out_features: int) -> int:
@@ -151,15 +164,15 @@ def triton_int4_mm(
     y = x.new_empty(m, out_features)
     if m == 0:
         return y
-    multiprocessors, stages = INTERPRETED_SMS, NUM_STAGES
-    if on_gpu := x.device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(x.device)
-        multiprocessors = gpu.multi_processor_count
-        stages = NUM_STAGES if gpu.shared_memory_per_multiprocessor >= STAGES_MEMORY else NUM_STAGES - 1
     # Copies of less than 4 bytes per thread would not be asynchronous.
     block_m = min(MAX_BLOCK_M, max(256 // words_per_span, triton.next_power_of_2(m)))
+    multiprocessors, memory = INTERPRETED_SMS, THREE_PROGRAMS_MEMORY
+    if on_gpu := x.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(x.device)
+        multiprocessors, memory = gpu.multi_processor_count, gpu.shared_memory_per_multiprocessor
     tiles, blocks = tiles_for(out_features), triton.cdiv(m, block_m)
-    splits = splits_for(tiles * blocks, spans, multiprocessors)
+    most = 3 if block_m <= FEW_ROWS and memory >= THREE_PROGRAMS_MEMORY else 2
+    splits = splits_for(tiles * blocks, spans, multiprocessors, most)
     parts = y
     if splits > 1:
         parts = x.new_empty(splits, m, out_features, dtype=torch.float32)
@@ -171,7 +184,7 @@ def triton_int4_mm(
             triton.cdiv(spans, splits), x.stride(0), scales_and_offsets.stride(0),
             GROUP=group, WORDS=words_per_span, BLOCK_M=block_m, BLOCK_N=BLOCK_N,
             EVEN_K=k % (8 * words_per_span) == 0, DIVIDED=splits > 1, INTERPRETED=not on_gpu,
-            num_warps=NUM_WARPS, num_stages=stages,
+            num_warps=NUM_WARPS, num_stages=stages_for(block_m, memory),
         )  # fmt: skip
     return y
 

@@ -44,7 +44,7 @@ def _gumbel(key: tl.tensor, token: tl.tensor) -> tl.tensor:
     return -tl.log(exponential)
 
 
-@triton.jit(do_not_specialize=["vocabulary", "chunks"])
+@triton.jit(do_not_specialize=["chunks"])  # loads are vectors where 16 divides the vocabulary, and only if it is known
 def _draw_chunk(
     logit_ptr: tl.tensor, key_ptr: tl.tensor, floor_ptr: tl.tensor, first_ptr: tl.tensor,
     stat_ptr: tl.tensor, index_ptr: tl.tensor,

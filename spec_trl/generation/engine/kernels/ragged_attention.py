@@ -123,12 +123,14 @@ def _attend(
         maximum = higher
 
     to = ((row * tl.num_programs(1) + head) * splits + split) * FOLDED + m  # [M], in [B, kv, splits, groups * q]
-    tl.store(maximum_ptr + to, maximum, mask=m < FOLDED)
-    tl.store(total_ptr + to, total, mask=m < FOLDED)
-    # A query that saw nothing here has a total of 0 (one that met NaN has not), by which the merge knows to skip it.
+    # m < FOLDED, which the compiler does not see: kept in a register over the loop, that mask would make it spill.
+    asked = m * splits < FOLDED * splits
+    tl.store(maximum_ptr + to, maximum, mask=asked)
+    tl.store(total_ptr + to, total, mask=asked)
+    # A query that saw nothing here, or is none, has a total of 0 (one that met NaN has not): the merge skips it.
     tl.store(
         partial_ptr + to[:, None] * VALUE_DIM + e[None, :], partial,
-        mask=((m < FOLDED) & (total != 0))[:, None] & (e < VALUE_DIM)[None, :],
+        mask=(total != 0)[:, None] & (e < VALUE_DIM)[None, :],
     )  # fmt: skip
 
 
@@ -240,6 +242,9 @@ def ragged_decode_attention(
         block_n = max(16, min(_TILE_BYTES // (widest * query.element_size()), _BLOCK_N))
     blocks = triton.cdiv(folded, block_m)
     splits = _splits(batch * blocks * kv_heads, triton.cdiv(columns, block_n), _multiprocessors(query.device))
+    is_wide = block_m > 64
+    if block_m == 64 and max(block_d, block_e) >= 128:
+        is_wide = not _multiplies_from_memory(query.device)
     partial = query.new_empty(batch, kv_heads, splits, folded, value_dim, dtype=torch.float32)
     maximum = query.new_empty(batch, kv_heads, splits, folded, dtype=torch.float32)
     total = torch.empty_like(maximum)
@@ -255,7 +260,7 @@ def ragged_decode_attention(
             0 if table is None else table.stride(0),
             LENGTH=length, GROUPS=groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page,
             SOFTCAP=softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e,
-            num_warps=4 if block_m <= 64 else 8, num_stages=_NUM_STAGES,
+            num_warps=8 if is_wide else 4, num_stages=_NUM_STAGES,
         )  # fmt: skip
         _merge[(batch, kv_heads * folded)](
             partial, maximum, total, total if sinks is None else sinks.contiguous(), out,
@@ -276,6 +281,12 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _multiplies_from_memory(device: torch.device) -> bool:
+    """Whether tensor cores take their operands from shared memory. Elsewhere registers hold them, and those of four
+    warps do not hold 64 queries of 128 numbers beside them."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _check(

@@ -1,7 +1,11 @@
 """Where top-p cuts, in Triton: the smallest logit that may be drawn, without a sort. Import it only where Triton is.
 
-One program per row, which bisects the bits of a float32: about 34 passes over logits that the GPU's L2 cache mostly
-holds. It sums a row in a fixed order, so the cut does not depend on the other rows.
+The cut is searched among all numbers of the logits' dtype, in the order of their bits, 16 ways at a time: a pass over
+the logits tells how much probability lies at or below each of 16 thresholds, and the next pass divides the range
+between two of them. With the one for the peak these are 5 passes over bfloat16 or float16 and 9 over float32, and one
+chunk of a row is read once more. A row's chunks go to a program each, so one row too occupies many multiprocessors.
+All sums have a fixed order, the same for every threshold: more lies below a higher one, whatever is rounded, and the
+cut does not depend on the other rows.
 """
 
 import torch
@@ -12,16 +16,23 @@ from torch import Tensor
 from . import operator
 
 
-# Chosen by reasoning, not measured yet: 16 logits per thread.
-CHUNK = 8192
-_NUM_WARPS = 16
+# Chosen by the code compiled for Hopper, not measured yet: 16 logits per thread, 38 programs per row of 152k tokens.
+CHUNK = 4096
+_NUM_WARPS = 8
+WAYS = 16  # a power of two: a pass finds four bits of the cut
 
 
 @triton.jit
-def _ordered(x: tl.tensor) -> tl.tensor:
-    """int32 numbers in the order of float32 `x`; its own inverse on their bits."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _key(bits: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """Integers in the order of the floating-point numbers whose bits these are; its own inverse."""
+    return bits ^ ((bits >> (BITS - 1)) & ((1 << (BITS - 1)) - 1))
+
+
+@triton.jit
+def _number(key: tl.tensor, reciprocal: tl.tensor, INT: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """x of the logits with these keys."""
+    bits = _key(key.to(INT), INT.primitive_bitwidth)
+    return bits.to(DTYPE, bitcast=True).to(tl.float32) * reciprocal
 
 
 @triton.jit
@@ -30,71 +41,121 @@ def _load(
 ) -> tl.tensor:
     """x of some tokens; -inf below the floor."""
     x = tl.load(logit_ptr + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32) * reciprocal
-    return tl.where(x < floor, float("-inf"), x) + 0.0  # -0.0 equals 0.0, and has its bits then
+    return tl.where(x < floor, float("-inf"), x)
 
 
-@triton.jit(do_not_specialize=["vocabulary"])
-def _cut(
-    logit_ptr: tl.tensor, floor_ptr: tl.tensor, out_ptr: tl.tensor, first_ptr: tl.tensor,
-    reciprocal: tl.tensor, removed: tl.tensor, vocabulary: tl.tensor, logit_row: tl.tensor,
-    FLOORS: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit
+def _range(
+    peak_ptr: tl.tensor, key_ptr: tl.tensor, sum_ptr: tl.tensor, part_ptr: tl.tensor,
+    removed: tl.tensor, row: tl.tensor, rows: tl.tensor, chunks: tl.tensor, step: tl.tensor,
+    INT: tl.constexpr, WAYS: tl.constexpr, ALL_CHUNKS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """What the steps before this one have found of a row: the lowest and the highest key that the cut may have, in
+    int64; the probability to remove and what lies below the lowest key, both times the row's mass; and which way the
+    last step has led."""
+    BITS: tl.constexpr = INT.primitive_bitwidth
+    way = tl.arange(0, WAYS)
+    low = tl.full((), -(1 << (BITS - 1)), tl.int64)
+    high = _key(tl.load(peak_ptr + row).to(INT, bitcast=True), BITS).to(tl.int64)
+    bound = 0.0
+    below = 0.0
+    taken = 0
+    if step > 0:
+        before = (step - 1) % 2 * rows + row
+        low = tl.load(key_ptr + before * 2)
+        high = tl.load(key_ptr + before * 2 + 1)
+        bound = tl.load(sum_ptr + before * 2)
+        below = tl.load(sum_ptr + before * 2 + 1)
+        chunk = tl.arange(0, ALL_CHUNKS)
+        at = ((before * chunks + chunk) * WAYS)[:, None] + way[None, :]
+        sums = tl.sum(tl.load(part_ptr + at, mask=(chunk < chunks)[:, None], other=0.0), 0)  # [WAYS]
+        if step == 1:  # the last threshold was the peak
+            bound = removed * tl.sum(tl.where(way == WAYS - 1, sums, 0.0), 0)
+        taken = tl.min(tl.where(sums > bound, way, WAYS - 1), 0)
+        width = high - low
+        high = low + (width * (taken + 1)) // WAYS
+        if taken > 0:
+            low += (width * taken) // WAYS + 1
+            below = tl.sum(tl.where(way == taken - 1, sums, 0.0), 0)
+    return low, high, bound, below, taken
+
+
+@triton.jit(do_not_specialize=["chunks", "step"])
+def _narrow(
+    logit_ptr: tl.tensor, floor_ptr: tl.tensor, peak_ptr: tl.tensor,
+    key_ptr: tl.tensor, sum_ptr: tl.tensor, part_ptr: tl.tensor, tie_ptr: tl.tensor,
+    reciprocal: tl.tensor, removed: tl.tensor, vocabulary: tl.tensor, chunks: tl.tensor, logit_row: tl.tensor,
+    step: tl.tensor,
+    FLOORS: tl.constexpr, INT: tl.constexpr, WAYS: tl.constexpr, STEPS: tl.constexpr, ALL_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Floor and first token of one row; `removed` is 1 - top_p."""
+    """A chunk's share of what lies at or below each threshold; in the last step, how many tokens lie at each."""
+    rows = tl.num_programs(0)
     row = tl.program_id(0).to(tl.int64)
-    logit_ptr += row * logit_row
+    chunk = tl.program_id(1)
+    low, high, bound, below, _ = _range(
+        peak_ptr, key_ptr, sum_ptr, part_ptr, removed, row, rows, chunks, step, INT, WAYS, ALL_CHUNKS
+    )
+    now = step % 2 * rows + row
+    if chunk == 0:
+        tl.store(key_ptr + now * 2, low)
+        tl.store(key_ptr + now * 2 + 1, high)
+        tl.store(sum_ptr + now * 2, bound)
+        tl.store(sum_ptr + now * 2 + 1, below)
+    DTYPE: tl.constexpr = logit_ptr.dtype.element_ty
+    peak = tl.load(peak_ptr + row).to(tl.float32) * reciprocal
     floor = float("-inf")
     if FLOORS:
         floor = tl.load(floor_ptr + row)
-    span = tl.arange(0, CHUNK)  # [CHUNK]
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = _load(logit_ptr + row * logit_row, token, vocabulary, reciprocal, floor)  # [CHUNK]
+    weight = tl.exp(x - peak)[None, :]
+    x = x[None, :]
+    AT_ONCE: tl.constexpr = 4 if WAYS > 4 else WAYS  # more would spill registers
+    for some in range(0, WAYS, AT_ONCE):
+        way = some + tl.arange(0, AT_ONCE)
+        threshold = _number(low + ((high - low) * (way + 1)) // WAYS, reciprocal, INT, DTYPE)[:, None]  # [AT_ONCE, 1]
+        to = (now * chunks + chunk) * WAYS + way
+        tl.store(part_ptr + to, tl.sum(tl.where(x <= threshold, weight, 0.0), 1))
+        if step == STEPS - 1:
+            tl.store(tie_ptr + (row * chunks + chunk) * WAYS + way, tl.sum((x == threshold).to(tl.int32), 1))
 
-    peak = float("-inf")
-    poisoned = 0
-    for start in range(0, vocabulary, CHUNK):
-        x = _load(logit_ptr, start + span, vocabulary, reciprocal, floor)
-        peak = tl.maximum(peak, tl.max(x, 0))
-        poisoned += tl.sum((x != x).to(tl.int32), 0)
-    mass = 0.0
-    for start in range(0, vocabulary, CHUNK):
-        x = _load(logit_ptr, start + span, vocabulary, reciprocal, floor)
-        mass += tl.sum(tl.exp(x - peak), 0)
-    bound = mass * removed
 
-    # The smallest x at which more than `bound` lies at it or below: the sum grows there, so a token has it.
-    low = _ordered(tl.full((), float("-inf"), tl.float32)).to(tl.int64)
-    high = _ordered(peak).to(tl.int64)
-    while low < high:
-        middle = (low + high) >> 1  # in int64, which the sum needs
-        below = 0.0
-        for start in range(0, vocabulary, CHUNK):
-            x = _load(logit_ptr, start + span, vocabulary, reciprocal, floor)
-            below += tl.sum(tl.where(_ordered(x) <= middle.to(tl.int32), tl.exp(x - peak), 0.0), 0)
-        if below > bound:
-            high = middle
-        else:
-            low = middle + 1
-    bits = low.to(tl.int32)
-    cut = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+@triton.jit(do_not_specialize=["chunks"])
+def _finish(
+    logit_ptr: tl.tensor, floor_ptr: tl.tensor, peak_ptr: tl.tensor,
+    key_ptr: tl.tensor, sum_ptr: tl.tensor, part_ptr: tl.tensor, tie_ptr: tl.tensor,
+    out_ptr: tl.tensor, first_ptr: tl.tensor,
+    reciprocal: tl.tensor, removed: tl.tensor, vocabulary: tl.tensor, chunks: tl.tensor, logit_row: tl.tensor,
+    FLOORS: tl.constexpr, INT: tl.constexpr, WAYS: tl.constexpr, STEPS: tl.constexpr, ALL_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Floor and first token of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    low, _, bound, below, taken = _range(
+        peak_ptr, key_ptr, sum_ptr, part_ptr, removed, row, tl.num_programs(0), chunks, STEPS, INT, WAYS,
+        ALL_CHUNKS,
+    )  # fmt: skip
+    cut = _number(low, reciprocal, INT, logit_ptr.dtype.element_ty) + 0.0  # -0.0 becomes 0.0
+    peak = tl.load(peak_ptr + row).to(tl.float32) * reciprocal
+    floor = float("-inf")
+    if FLOORS:
+        floor = tl.load(floor_ptr + row)
 
     # Of tokens with just this x a stable sort removes the first ones, as long as `bound` allows it, but not all.
-    below = 0.0
-    ties = 0
-    for start in range(0, vocabulary, CHUNK):
-        x = _load(logit_ptr, start + span, vocabulary, reciprocal, floor)
-        below += tl.sum(tl.where(x < cut, tl.exp(x - peak), 0.0), 0)
-        ties += tl.sum((x == cut).to(tl.int32), 0)
-    surplus = tl.minimum(tl.maximum(bound - below, 0.0) / tl.exp(cut - peak), ties - 1.0).to(tl.int32)
-    first = vocabulary
-    met = 0
-    for start in range(0, vocabulary, CHUNK):
-        token = start + span
-        tied = (_load(logit_ptr, token, vocabulary, reciprocal, floor) == cut) & (token < vocabulary)
-        rank = met + tl.cumsum(tied.to(tl.int32), 0)  # [CHUNK], from 1 on
-        first = tl.minimum(first, tl.min(tl.where(tied & (rank > surplus), token, vocabulary), 0))
-        met += tl.sum(tied.to(tl.int32), 0)
+    chunk = tl.arange(0, ALL_CHUNKS)
+    counts = tl.load(tie_ptr + (row * chunks + chunk) * WAYS + taken, mask=chunk < chunks, other=0)  # [ALL_CHUNKS]
+    surplus = tl.minimum(tl.maximum(bound - below, 0.0) / tl.exp(cut - peak), tl.sum(counts, 0) - 1.0).to(tl.int32)
+    passed = tl.cumsum(counts, 0) <= surplus
+    token = tl.sum(passed.to(tl.int32), 0) * CHUNK + tl.arange(0, CHUNK)  # of the chunk with the first that is kept
+    x = _load(logit_ptr + row * logit_row, token, vocabulary, reciprocal, floor)
+    tied = (x == cut) & (token < vocabulary)
+    rank = tl.sum(tl.where(passed, counts, 0), 0) + tl.cumsum(tied.to(tl.int32), 0)  # [CHUNK], from 1 on
+    first = tl.min(tl.where(tied & (rank > surplus), token, vocabulary), 0)
     # NaN, or nothing is left: transformers removes nothing.
-    lost = (poisoned != 0) | (peak == float("-inf")) | (peak == float("inf"))
-    tl.store(out_ptr + row, tl.where(lost, float("-inf"), cut))
-    tl.store(first_ptr + row, tl.where(lost, 0, first))
+    kept = (peak > float("-inf")) & (peak < float("inf")) & (peak >= floor)
+    tl.store(out_ptr + row, tl.where(kept, cut, float("-inf")))
+    tl.store(first_ptr + row, tl.where(kept, first, 0))
 
 
 def _shapes(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -120,10 +181,25 @@ def top_p_floors(
     rows, vocabulary = logits.shape
     cuts = logits.new_empty(rows, dtype=torch.float32)
     first = logits.new_empty(rows, dtype=torch.int32)
+    if rows == 0:
+        return cuts, first
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    peaks = logits.amax(1)  # NaN where a logit is
+    # Each step reads what the one before it has written, and writes beside that.
+    keys = logits.new_empty(2, rows, 2, dtype=torch.int64)
+    sums = logits.new_empty(2, rows, 2, dtype=torch.float32)
+    parts = logits.new_empty(2, rows, chunks, WAYS, dtype=torch.float32)
+    ties = logits.new_empty(rows, chunks, WAYS, dtype=torch.int32)
     reciprocal = float(1 / torch.tensor(temperature, dtype=torch.float32))  # as in `fused_draw`, bit for bit
+    found = logits, cuts if floors is None else floors, peaks, keys, sums, parts, ties
+    numbers = reciprocal, 1 - top_p, vocabulary, chunks, logits.stride(0)
+    steps = 8 * logits.element_size() // (WAYS.bit_length() - 1)
+    options = dict(
+        FLOORS=floors is not None, INT=tl.int32 if logits.dtype == torch.float32 else tl.int16, WAYS=WAYS, STEPS=steps,
+        ALL_CHUNKS=triton.next_power_of_2(chunks), CHUNK=CHUNK, num_warps=_NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     with torch.cuda.device_of(logits):  # Triton launches on the current device
-        _cut[(rows,)](
-            logits, cuts if floors is None else floors, cuts, first, reciprocal, 1 - top_p, vocabulary,
-            logits.stride(0), FLOORS=floors is not None, CHUNK=CHUNK, num_warps=_NUM_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+        for step in range(steps):
+            _narrow[(rows, chunks)](*found, *numbers, step, **options)
+        _finish[(rows,)](*found, cuts, first, *numbers, **options)
     return cuts, first

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from tests.generation.engine.kernels.ahead_of_time import compile_for
+from tests.generation.engine.kernels.ahead_of_time import CAPABILITIES, compile_for
 
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -158,7 +158,8 @@ def test_bad_input_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_machine_code(tmp_path) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_machine_code(capability, tmp_path) -> None:
     """What the interpreter lets pass, a compiler may not."""
     calls = """
 from spec_trl.generation.engine.kernels.fused_layer import *
@@ -180,10 +181,10 @@ for dtype in (torch.bfloat16, torch.float32, torch.float64):
         for norm in (None, norm):
             rotate_and_write(query, key, key, angle, angle, cache, cache.clone(), places, places, norm, norm, 1e-6)
 """
-    kernels = compile_for(90, calls, tmp_path)
+    kernels = compile_for(capability, calls, tmp_path)
     names = ["_rms_norm", "_rms_norm", "_silu_multiply", "_rotate_and_write", "_rotate_and_write"]
     mixed = ["_rms_norm", "_rms_norm", "_rotate_and_write", "_rotate_and_write"]
-    assert [name for name, _ in kernels] == names + mixed + names * 2
+    assert [kernel.name for kernel in kernels] == names + mixed + names * 2
 
 
 @pytest.mark.cuda

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from tests.generation.engine.kernels.ahead_of_time import compile_for
+from tests.generation.engine.kernels.ahead_of_time import CAPABILITIES, compile_for
 
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -63,6 +63,56 @@ def test_keeps_what_a_stable_sort_keeps(top_p, seed, vocabulary, dtype, temperat
         assert alone[(x[~close].sort(1).values.diff(dim=1) > 0).all(1)].all()  # transformers itself, without ties
 
 
+def random_logits(dtype: torch.dtype) -> Tensor:
+    """`[6, 75]`, of any size, with ties, zeros of either sign and numbers that a float32 hardly holds."""
+    scales = torch.tensor([0.3, 3, 3, 9, 1e-42, 0])[:, None]
+    logits = scales * torch.randn(6, 75, generator=torch.Generator().manual_seed(0))
+    logits[1] = logits[1].round()
+    logits[2] -= 20
+    return logits.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "top_p", "temperature"),
+    [(torch.float32, 0.9, 0.7), (torch.bfloat16, 0.3, 0.7), (torch.float16, 0.9, 1.0)], ids=str,
+)  # fmt: skip
+def test_cuts_where_a_bisection_cuts(dtype, top_p, temperature, monkeypatch) -> None:
+    """Bit for bit: both search for the lowest key with more than the same bound at or below it, by the same sums."""
+    logits = random_logits(dtype)
+    monkeypatch.setattr(kernel, "CHUNK", 32)
+    found = kernel.top_p_floors(logits, top_p, temperature)
+    monkeypatch.setattr(kernel, "WAYS", 2)
+    bisected = kernel.top_p_floors(logits, top_p, temperature)
+    assert all(map(torch.equal, found, bisected))
+    alone = kernel.top_p_floors(logits[1:2], top_p, temperature)
+    assert all(torch.equal(one, many[1:2]) for one, many in zip(alone, bisected, strict=True))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="it counts in the interpreter")
+@pytest.mark.parametrize(("dtype", "passes"), [(torch.bfloat16, 5), (torch.float32, 9)], ids=str)
+def test_passes_over_the_logits(dtype, passes, monkeypatch) -> None:
+    """The one for the peaks, which is torch's, and the steps; then each row reads one chunk."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load, amax, read = InterpreterBuilder.create_masked_load, Tensor.amax, []
+
+    def count(builder, pointers, *others):
+        if pointers.data.shape == (32,):  # nothing but logits is read in chunks
+            read.append(pointers.data.size)
+        return load(builder, pointers, *others)
+
+    def count_all(logits, dim):
+        read.append(logits.shape[0] * 96)
+        return amax(logits, dim)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", count)
+    monkeypatch.setattr(Tensor, "amax", count_all)
+    monkeypatch.setattr(kernel, "CHUNK", 32)
+    logits = random_logits(dtype)  # three chunks
+    kernel.top_p_floors(logits, 0.9)
+    assert sum(read) == passes * len(logits) * 96 + len(logits) * 32
+
+
 def test_rows_that_are_broken() -> None:
     """Nothing is removed, as by transformers, and the draw says what is wrong."""
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -82,14 +132,23 @@ def test_of_equals_the_draw_takes_those_that_are_left() -> None:
 
 
 @pytest.mark.slow
-def test_compiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_machine_code(capability, tmp_path: Path) -> None:
+    """Nothing spills; and where 16 divides the vocabulary, logits are read 16 bytes at a time."""
     calls = """
 from spec_trl.generation.engine.kernels.gumbel_sampler import fused_draw
 from spec_trl.generation.engine.kernels.top_p_floors import top_p_floors
-for dtype in (torch.float32, torch.bfloat16):
-    top_p_floors(torch.zeros(4, 1000, dtype=dtype), 0.9)
-    floors, first = top_p_floors(torch.zeros(4, 1000, dtype=dtype), 0.9, 0.7, torch.zeros(4))
-    fused_draw(torch.zeros(4, 1000, dtype=dtype), None, 0.7, floors, first)
+for vocabulary, dtype in ((50_257, torch.bfloat16), (151_936, torch.bfloat16), (128_256, torch.float32)):
+    logits = torch.zeros(4, vocabulary, dtype=dtype)
+    floors, first = top_p_floors(logits, 0.9, 0.7, torch.zeros(4))
+    fused_draw(logits, None, 0.7, floors, first)
 """
-    kernels = compile_for(90, calls, tmp_path)
-    assert [name for name, _ in kernels] == ["_cut", "_cut", "_draw_chunk", "_merge_chunks"] * 2
+    compiled = compile_for(capability, calls, tmp_path)
+    steps = {2: 4, 4: 8}  # bytes of a logit
+    for size, is_aligned in ((2, False), (2, True), (4, True)):
+        names = ["_narrow"] * steps[size] + ["_finish", "_draw_chunk", "_merge_chunks"]
+        assert [each.name for each in compiled[: len(names)]] == names
+        for each in compiled[: len(names)]:
+            if each.name in ("_narrow", "_draw_chunk") and is_aligned:  # chunks of 4096 by 256 threads
+                assert each.ptx.count("ld.global.v4.b32") >= size, each.name
+        del compiled[: len(names)]
