@@ -89,7 +89,7 @@ class DraftWorker:
         if width == 0:
             return values
         noise = RoundNoise(rows.noise_keys(width), self._vocabulary) if self._do_sample else None
-        proposal = self._drafter.propose(width, noise)
+        proposal = self._drafter.propose(width, noise).to(rows.tokens.device)
         if proposal.scores is not None and proposal.scores.isnan().any():
             raise FloatingPointError("the draft network returned NaN logits")
         found = torch.minimum(proposal.drafted(), counts).clamp(min=0)  # [B]
