@@ -42,8 +42,8 @@ class Proposal:
 
     def to(self, device: torch.device) -> "Proposal":
         """The same on `device`; the host does not wait for the copies."""
-        parts = (self.tokens, self.lengths, self.logits, self.scores)
-        return Proposal(*(None if part is None else sent(part, device) for part in parts))
+        parts = (self.lengths, self.logits, self.scores)
+        return Proposal(sent(self.tokens, device), *(None if part is None else sent(part, device) for part in parts))
 
     def drafted(self) -> Tensor:
         """`[B]` int64: how many drafts each row has, none where its drafter is broken."""

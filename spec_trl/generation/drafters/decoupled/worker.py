@@ -117,7 +117,7 @@ class DraftWorker:
         # Dropped drafts end at the first that was wrong: the drafter computed nothing that holds from there on, even
         # where another one's chain has gone further.
         held = torch.minimum(self._committed[:batch] + right + 1, ends)  # [B]
-        rows.lengths.copy_(rows.lengths.where(stays.bool(), held))
+        rows.commit(rows.lengths.where(stays.bool(), held).cpu().numpy(), None)
         self._drafter.observe(tokens[:, :0].cpu().numpy(), np.zeros(batch, np.int64))  # rows have become shorter
         self._committed[:batch] = ends
         rows.lengths.copy_(rows.lengths.where(stays.bool(), ends))
