@@ -115,11 +115,11 @@ class Apart(InTurn):
     """Drafts as another process would: what its drafter does is not the round's."""
 
     def send(self, kind: Kind, values: Tensor) -> None:
-        with _disable_current_modes():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             super().send(kind, values)
 
     def receive(self) -> Tensor:
-        with _disable_current_modes():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             return super().receive()
 
 
