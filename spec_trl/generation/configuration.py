@@ -108,9 +108,9 @@ class SpeculativeConfig:
     decoupled_execution: Decoupled = option(
         "never",
         "Draft the next window while the target verifies the one before (SpecActor §4.1), on a thread that has the "
-        'CPU cores that torch leaves. "always": with "self", "model" and "ngram". "auto": where cores are left, and a '
-        "roofline profile and the acceptance of earlier calls predict that it beats drafting and verifying in turns. "
-        'A "model" has a K/V cache of its own; "self" has 2 (γ + 1) columns per row, on a GPU a whole cache.',
+        'CPU cores that torch leaves. "always": with "self", "model" and "ngram", not on a GPU. "auto": where cores '
+        "are left, and a roofline profile and the acceptance of earlier calls predict that it beats drafting and "
+        'verifying in turns. A "model" has a K/V cache of its own; "self" has 2 (γ + 1) columns per row.',
     )
     max_batch_size: int | None = option(
         None, "Number of rows in flight; further prompts wait until rows finish. None: as many as memory holds.", 1

@@ -17,7 +17,7 @@ from ..measuring.fill_ladder import find_ladder
 from ..measuring.profile_cache import find_profile
 from ..scheduling.control import Control, NeverSpeculate
 from .configuration import CHOOSING, SpeculativeConfig, check_combination, check_decoupled, check_strategy
-from .decoupling import decoupled, keep_acceptance
+from .decoupling import check_device, decoupled, keep_acceptance
 from .engine import requirements
 from .engine.captured import GraphRunner
 from .engine.drafter import Drafter, keep_drafters
@@ -166,6 +166,7 @@ def _validate(call: _Call, model_kwargs: dict[str, Any]) -> tuple[list[Tensor], 
     check_combination(call.strategy, call.config)
     if call.drafter is None:
         check_decoupled(call.strategy, call.config)
+    check_device(call.config, model.device, call.drafter)
     requirements.check_model(model)
     runner_mode(call.config, model.device)
     requirements.check_generation_config(call.generation_config, model.generation_config)

@@ -18,7 +18,7 @@ from .drafters.decoupled.drafter import DecoupledDrafter
 from .drafters.decoupled.thread import DraftThread
 from .engine.drafter import Drafter
 from .engine.statistics import SpeculationStatistics
-from .strategies import roofline_of
+from .strategies import as_drafters, roofline_of
 
 
 def decoupled(
@@ -60,6 +60,26 @@ def decoupled(
         if plans is not None and plans.group.mode == "decoupled":
             return [DecoupledDrafter(DraftThread(drafters[0]), plans)]
     return drafters
+
+
+def check_device(
+    config: SpeculativeConfig, device: torch.device, given: Drafter | Sequence[Drafter] | None = None
+) -> None:
+    """Raises ValueError where a drafter would run on a thread beside a target on `device`, which is no CPU; `given`:
+    drafters in place of the strategy's own."""
+    drafters = [None] if given is None else as_drafters(given)
+    links = [each.link if isinstance(each, DecoupledDrafter) else None for each in drafters]
+    what = None
+    if any(isinstance(link, DraftThread) for link in links):
+        what = "drafter=DecoupledDrafter(DraftThread(...))"
+    elif config.decoupled_execution == "always" and None in links:
+        what = 'decoupled_execution="always"'
+    if what is not None and device.type != "cpu":
+        raise ValueError(
+            f"{what} with the model on {device}: the drafter's thread would share that device and launch each "
+            'operation by itself, and decoding would be slower than without it. Set decoupled_execution="never" or '
+            '"auto" and pass the drafter itself, or give it a rank of its own (docs/decoupled.md).'
+        )
 
 
 def keep_acceptance(model: PreTrainedModel, drafters: Sequence[Drafter], statistics: SpeculationStatistics) -> None:

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from ..generation.configuration import SpeculativeConfig
+from ..generation.decoupling import check_device
 from ..generation.engine.kept_runner import runner_mode
 from ..generation.engine.requirements import check_generation_config, check_lengths, check_model, position_limit
 from ..generation.generate import move_stop_strings
@@ -37,6 +38,7 @@ def check_generation(
     """Raises ValueError for what would end the first rollout, perhaps after minutes of calibrating."""
     check_model(policy)
     runner_mode(config, device)
+    check_device(config, device)
     prompt = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
     try:
         completed, _ = policy._prepare_generation_config(generation_config)

@@ -1,18 +1,22 @@
 """The option decoupled_execution: "auto" takes what is predicted to be fastest, and training is the same."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from spec_trl import release
-from spec_trl.generation import decoupling
+from spec_trl.generation import decoding, decoupling
+from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.scheduling.profile import Profile
 from spec_trl.scheduling.roofline import Coefficients, Roofline
+from spec_trl.trainers import rollout_checks
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs
 from tests.generation.drafters.decoupled.scripted import Chance, InTurn
@@ -102,6 +106,55 @@ def test_always_needs_no_prediction(made, monkeypatch) -> None:
         statistics = [generate(model, PROMPTS, drafter=drafter, config=config).statistics for _ in range(2)]
         assert all(each.total.accepted > 0 for each in statistics)
     assert len(made) == 4
+
+
+def test_auto_shares_no_gpu(made, monkeypatch) -> None:
+    model, config = tiny_llama(), {"decoupled_execution": "auto", "draft_length": 4}
+    monkeypatch.setattr(decoupling, "find_profile", lambda *_: profile_of(0.2))
+    drafter = Chance(outputs(generate(model, PROMPTS)), 1.0)
+    drafter.has_probabilities = True
+    generate(model, PROMPTS, drafter=drafter, config=config)  # its acceptance is known from here on
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(LlamaForCausalLM, "device", torch.device(device))
+        decoupling.decoupled([drafter], model, SpeculativeConfig(**config), rejects=False, capacity=4, length=99)
+        assert len(made) == (device == "cpu")
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked where drafters would run hears of a GPU."""
+    for module in (decoding, rollout_checks):
+        pretended = lambda config, device, *given: decoupling.check_device(config, GPU, *given)  # noqa: E731
+        monkeypatch.setattr(module, "check_device", pretended)
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("given", ["strategy", "drafter", "thread"])
+def test_no_thread_shares_a_gpu(given: str, on_gpu, drafters, monkeypatch) -> None:
+    """Refused before any work, by whatever way it is asked for."""
+    monkeypatch.setattr(decoding, "make_drafters", None)
+    config, options, what = {"decoupled_execution": "always"}, {}, 'decoupled_execution="always"'
+    if given != "strategy":
+        options["drafter"] = drafters("self", "ngram")
+    if given == "thread":
+        config, what = {}, "drafter=DecoupledDrafter(DraftThread(...))"
+        options["drafter"][1] = DecoupledDrafter(decoupling.DraftThread(options["drafter"][1]))
+    with pytest.raises(ValueError, match=f"^{re.escape(what)} with the model on cuda:0.*decoupled_execution=.never."):
+        generate(tiny_llama(), PROMPTS, "self", config, **options)
+
+
+def test_a_drafter_elsewhere_shares_no_gpu(on_gpu) -> None:
+    model = tiny_llama()
+    drafter = DecoupledDrafter(InTurn(Chance(outputs(generate(model, PROMPTS)), 1.0)))
+    result = generate(model, PROMPTS, drafter=drafter, config={"decoupled_execution": "always"})
+    assert result.statistics.total.accepted > 0
+
+
+def test_training_refuses_a_thread_beside_a_gpu(tmp_path: Path, on_gpu) -> None:
+    with pytest.raises(ValueError, match='^decoupled_execution="always" with the model on cuda:0'):
+        train(tmp_path, "self", decoupled_execution="always")
 
 
 def test_training_is_the_same(tmp_path: Path) -> None:

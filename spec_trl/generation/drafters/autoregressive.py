@@ -1,6 +1,6 @@
 """Drafting token by token with a network: the loop that the self-drafter and a small model share."""
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -50,12 +50,14 @@ class NetworkDrafter(TrainableDrafter):
     def begin(self, session: DraftSession) -> None:
         super().begin(session)
         rows = session.rows
-        self._fed: tuple[Tensor, Tensor] | None = None  # of this round: columns and drafts, [B, γ - 1] each
-        self._cached: Tensor | None = None  # [capacity], tokens of each row whose K/V it has to compute itself
+        # Both in host memory: drafts that were fed in this round, which are there once it has waited for the device,
+        # `[B, γ - 1]`; and tokens of each row whose K/V it has to compute itself and has, `[capacity]`.
+        self._fed: Integers | None = None
+        self._cached: Integers | None = None
         tail = session.tail if self._shares_target_cache else None
         self._owns_cache = not self._shares_target_cache or session.target is None
         if self._owns_cache and tail is None:
-            self._cached = torch.zeros(rows.capacity, dtype=torch.int64, device=rows.tokens.device)
+            self._cached = np.zeros(rows.capacity, np.int64)
         if session.target is not None:
             lend_copies(session.target.network, self.network)
             self._runner = session.target.for_drafter(self.network, self._shares_target_cache, self._made_of)
@@ -73,7 +75,7 @@ class NetworkDrafter(TrainableDrafter):
         if self._cached is not None:
             self._runner.read_prompts(self.session.rows, admission)
             rows = self.session.rows
-            self._cached[admission.first : rows.active] = rows.lengths[admission.first :] - 1
+            self._cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 
     def move(self, source: list[int], destination: list[int], columns: list[int]) -> None:
         if self._owns_cache:
@@ -87,10 +89,10 @@ class NetworkDrafter(TrainableDrafter):
         rows, cached = self.session.rows, self._cached[: self.session.rows.active]  # [B]
         if self._fed is not None:
             # What was fed counts as far as it was committed: drafts may be rejected, or another drafter's taken.
-            (columns, drafts), self._fed = self._fed, None
-            same = rows.tokens[: rows.active].gather(1, columns) == drafts  # [B, γ - 1]
-            cached += same.long().cumprod(1).sum(1)
-        torch.minimum(cached, rows.lengths - 1, out=cached)  # also where a drafter that ran ahead goes back
+            fed, self._fed = self._fed, None
+            count = min(fed.shape[1], tokens.shape[1])
+            cached += np.logical_and.accumulate(fed[:, :count] == tokens[:, :count], axis=1).sum(1)
+        np.minimum(cached, rows.host_lengths - 1, out=cached)  # also where a drafter that ran ahead goes back
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         session, rows = self.session, self.session.rows
@@ -103,8 +105,8 @@ class NetworkDrafter(TrainableDrafter):
         draft = NetworkDraft(tokens, columns, known, noise, session.draw, rows.write, session.drawn_by)
         proposal = self._runner.draft(draft, rows.longest)
         if self._cached is not None:
-            self._cached[: rows.active] = rows.lengths
-            self._fed = columns[:, known:], proposal.tokens[:, :-1]
+            self._cached[: rows.active] = rows.host_lengths
+            self._fed = proposal.tokens[:, :-1].to("cpu", non_blocking=True).numpy()
         return proposal
 
     @property
@@ -141,7 +143,7 @@ class NetworkDrafter(TrainableDrafter):
         rows = self.session.rows
         # Usually 1, or 2 after a block that was accepted whole; more after rounds in which it did not draft. Rows that
         # lack fewer feed some tokens again, which writes the same K/V.
-        missing = int((rows.lengths - self._cached[: rows.active]).max())
+        missing = int((rows.host_lengths - self._cached[: rows.active]).max())
         while missing > CATCH_UP:  # in pieces, without logits: all at once would need memory for a long prompt's
             columns = rows.columns_after(-missing, CATCH_UP).clamp(min=0)  # [B, CATCH_UP]
             self._runner.prefill(rows.tokens[: rows.active].gather(1, columns), columns, rows.longest)

@@ -78,11 +78,10 @@ class HistoryDrafter(Drafter):
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
         self._catch_up()
-        rows = self.session.rows
-        drafts = [self.history.propose(text, draft_length) for text in self._texts[: rows.active]]
+        drafts = [self.history.propose(text, draft_length) for text in self._texts[: self.session.rows.active]]
         padded = [draft + [0] * (draft_length - len(draft)) for draft in drafts]
-        tokens = torch.tensor(padded, dtype=torch.int64, device=rows.tokens.device)  # [B, γ]
-        return Proposal(tokens, torch.tensor([len(draft) for draft in drafts], device=tokens.device))  # lengths: [B]
+        lengths = torch.tensor([len(draft) for draft in drafts])  # [B]
+        return Proposal(torch.tensor(padded, dtype=torch.int64), lengths)  # [B, γ]
 
     def _catch_up(self) -> None:
         """Extends the texts by what rounds have committed since. Rows are where they were in these rounds."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...scheduling.control import Chain
+from .memory import sent
 from .outcome import Integers, Outcome, judge
 from .rows import Rows
 from .verification import Proposal, Verdict
@@ -110,7 +111,7 @@ class Lanes:
         last = rows.window(-1, 1)  # [B, 1]
         chains = [[(which, own[row]) for which, own in lengths.items() if own[row]] for row in range(rows.active)]
         lanes = [[mine[n] if n < len(mine) else (-1, 0) for mine in chains] for n in range(max(map(len, chains)))]
-        drafters, widths = torch.tensor(lanes, device=last.device).unbind(2)  # [N, B] each
+        drafters, widths = sent(torch.tensor(lanes), last.device).unbind(2)  # [N, B] each
         proposals = []
         for n, lane in enumerate(lanes):
             members = {which: drafted[which] for which, _ in lane if which >= 0}
@@ -161,7 +162,7 @@ def _at_slots(logits: Tensor, slots: Tensor) -> Tensor:
 
 def _of_winner(verdicts: Sequence[Verdict], winner: Tensor) -> Verdict:
     """Each row's verdict in its lane `winner[b]` (`[B]` int64, on the host)."""
-    winner = winner.to(verdicts[0].tokens.device)
+    winner = sent(winner, verdicts[0].tokens.device)
     width = max(verdict.tokens.shape[1] for verdict in verdicts)
 
     def of_winner(parts: Sequence[Tensor]) -> Tensor:  # [B, n_i] of each lane -> [B, n]

@@ -250,7 +250,7 @@ class Drafter(CandidateGenerator):
             return input_ids, None
         samples = do_sample and self.has_probabilities
         noise = RoundNoise(rows.noise_keys(draft_length), self._vocabulary) if samples else None
-        proposal = self.propose(draft_length, noise)
+        proposal = self.propose(draft_length, noise).to(input_ids.device)
         tokens = proposal.tokens[0, : int(proposal.drafted())].tolist()
         drafted = next((count for count, token in enumerate(tokens, start=1) if token in eos_token_ids), len(tokens))
         candidates = torch.cat([input_ids, proposal.tokens[:, :drafted]], dim=1)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
+from .memory import sent
 from .outcome import Outcome
 from .processors import needs_batch
 from .rollout import Rollout
@@ -32,7 +33,7 @@ class RolloutInStep(Rollout):
         tokens, gone = outcome.tokens, np.array(ended)[:, None]  # [B, 1] each
         if self._padding is not None:
             tokens = np.where(gone, self._padding, tokens)
-            verdict = replace(verdict, tokens=torch.from_numpy(tokens).to(rows.tokens.device))
+            verdict = replace(verdict, tokens=sent(torch.from_numpy(tokens), rows.tokens.device))
         sound = outcome.sound | gone  # [B, 1]: what goes on after a row's end may be broken
         finished, _ = super()._commit(replace(outcome, verdict=verdict, tokens=tokens, sound=sound))
         return [row for row in finished if not ended[row]], ended.count(False)

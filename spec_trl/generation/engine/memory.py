@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
 from .pages import PAGE_COLUMNS, pages_of
 
@@ -83,6 +84,13 @@ def in_pages(columns: int) -> int:
 def _up(size: int) -> int:
     """`size` bytes in whole pages of the system."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`. Where they lie on the host it does not wait for the copy, which a GPU can make from pinned
+    memory alone."""
+    pins = device.type == "cuda" and values.device.type == "cpu"
+    return (values.pin_memory() if pins else values).to(device, non_blocking=True)
 
 
 def check_memory(what: str, needed: int, device: torch.device) -> None:

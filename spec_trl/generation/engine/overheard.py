@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from ...scheduling.control import Control
 from ...scheduling.planner import SHARE
 from .drafter import Drafter
@@ -14,11 +16,14 @@ from .rows import Rows
 from .verification import Proposal
 
 
+_END = -1  # no token: the draft has ended before it
+
+
 @dataclass
 class _Lookup:
     """One that is listened to."""
 
-    pending: dict[int, tuple[list[int], int]] = field(default_factory=dict)  # by request: draft, how far it was right
+    pending: dict[int, tuple[Integers, int]] = field(default_factory=dict)  # by request: draft, how far it was right
     rounds: int = 0  # that it rests yet
     since: float = 0.0  # when it drafted last
     seconds: float = 0.0  # that it has taken since
@@ -55,11 +60,13 @@ class Overheard:
                 with lookup.working():
                     lookup.pending = self._drafters.ask(which, self._drafts) or {}
 
-    def _drafts(self, drafter: Drafter) -> dict[int, tuple[list[int], int]]:
+    def _drafts(self, drafter: Drafter) -> dict[int, tuple[Integers, int]]:
         length, indices = self._control.most_listened, self._rows.indices
         proposal: Proposal = drafter.propose(length, None).checked(len(indices), length, self._vocabulary)
-        counts, drafts = proposal.drafted().tolist(), proposal.tokens.tolist()
-        return {request: (draft[:count], 0) for request, count, draft in zip(indices, counts, drafts, strict=True)}
+        steps = torch.arange(length, device=proposal.tokens.device)  # [γ]
+        drafts = proposal.tokens.masked_fill(steps >= proposal.drafted()[:, None], _END)  # [B, γ]
+        told = drafts.to("cpu", non_blocking=True).numpy()  # filled when the round has waited for the device
+        return {request: (draft, 0) for request, draft in zip(indices, told, strict=True)}
 
     def after(self, requests: Sequence[int], tokens: Integers, kept: Integers) -> None:
         """A round has committed the first `kept` `[B]` of `tokens` `[B, γ + 1]`."""
@@ -71,7 +78,7 @@ class Overheard:
     def _compare(
         self,
         which: int,
-        pending: dict[int, tuple[list[int], int]],
+        pending: dict[int, tuple[Integers, int]],
         requests: Sequence[int],
         tokens: Integers,
         kept: Integers,

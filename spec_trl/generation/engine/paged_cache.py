@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import RaggedCache, _RaggedLayer, _Window
+from .memory import sent
 from .pages import EMPTY, PAGE_COLUMNS, Pages, pages_of
 
 
@@ -84,7 +85,7 @@ class PagedCache(RaggedCache):
                 pairs.append((self.pages.of_row[row][count // PAGE_COLUMNS], self.pages.of_row[to][-1]))
         pools = [pool for layer in self._allocated for pool in (layer.keys, layer.values)]
         if pairs and pools:
-            before, after = torch.tensor(pairs, device=pools[0].device).unbind(1)  # [n] each; the host waits once
+            before, after = sent(torch.tensor(pairs), pools[0].device).unbind(1)  # [n] each
             for pool in pools:
                 pool[after] = pool[before]
         self._used = max([self._used, *(row + 1 for row in destination)])
@@ -146,8 +147,7 @@ class PagedCache(RaggedCache):
         at = [row * width + index for row, index, _, _ in changes]
         where = at + [rows * width + each for each in at]
         pages = [change.read for change in changes] + [change.written for change in changes]
-        given = torch.tensor([where, pages])  # [2, n]
-        given = (given.pin_memory() if tables.is_cuda else given).to(tables.device, non_blocking=True)
+        given = sent(torch.tensor([where, pages]), tables.device)  # [2, n]
         tables.view(-1).scatter_(0, given[0], given[1].int())
 
 

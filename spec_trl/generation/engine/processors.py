@@ -27,6 +27,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from .filters import Filters, keep_top_p
 from .kernels import run_on
+from .memory import sent
 from .noise import Draw, RoundNoise, draw, widen
 from .rows import Rows
 from .verification import Proposal
@@ -118,7 +119,7 @@ class PrefixView:
 
     def on_device(self, numbers: Sequence[int]) -> Tensor:
         """`[n]` int64 where the rows are; the host does not wait for the copy."""
-        return torch.tensor(numbers, dtype=torch.int64).to(self.rows.tokens.device, non_blocking=True)
+        return sent(torch.tensor(numbers, dtype=torch.int64), self.rows.tokens.device)
 
     @property
     def order(self) -> Tensor:
@@ -405,5 +406,5 @@ def _decay(processor: hf.ExponentialDecayLengthPenalty, scores: Tensor, widths: 
     factors = torch.tensor([processor.regulation_factor**own - 1 for own in late], dtype=scores.dtype)
     processor.eos_token_id = ids = processor.eos_token_id.to(scores.device)  # [ids]
     own = scores[:, ids]  # [n, ids]
-    more = own.abs() * factors.to(scores.device, non_blocking=True)[:, None]
+    more = own.abs() * sent(factors, scores.device)[:, None]
     return scores.index_copy(1, ids, own + more.masked_fill(~own.isfinite(), 0.0))

@@ -20,7 +20,7 @@ from .counters import DraftCounter, PhaseTimer, RoundLog
 from .drafter import Drafter, DraftSession
 from .guarded_drafters import GuardedDrafters, report_broken
 from .kv_room import KVRoom
-from .memory import free_memory
+from .memory import free_memory, sent
 from .noise import RoundNoise, derive, position_keys
 from .noise_ahead import NoiseAhead
 from .outcome import Integers, Outcome
@@ -194,7 +194,7 @@ class Rollout:
             verdicts = [self._verdict(each, lanes.logits(lane, logits), noise) for lane, each in own]
             outcome = lanes.outcome(verdicts, self._rows.room)
             if lanes.layout is not None:
-                winner = torch.from_numpy(outcome.winner).to(logits.device)  # [B]
+                winner = sent(torch.from_numpy(outcome.winner), logits.device)  # [B]
                 self._target.keep_chains(lanes.layout.slots_of(winner))
         return outcome
 
@@ -219,6 +219,7 @@ class Rollout:
         if proposal is None:
             # Its K/V in the columns it drafted may be broken: verifying as many tokens overwrites it.
             return self._nothing(draft_length)
+        proposal = proposal.to(rows.tokens.device)
         # A token that does not exist gives way to one that does, which is verified as any other.
         tokens = proposal.tokens.clamp(0, self._vocabulary - 1)  # [B, γ]
         if not self._rejection and not self._pipeline.may_refuse:

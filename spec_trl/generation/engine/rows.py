@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .cache import RowStates
-from .memory import check_memory
+from .memory import check_memory, sent
 from .noise import position_keys
 from .outcome import Integers
 
@@ -221,10 +221,10 @@ class Rows:
         destination = [row for row in finished if row < remaining]
         source = [row for row in range(remaining, self.active) if row not in finished]
         if source:
-            self.tokens[destination] = self.tokens[source]
-            self.logprobs[destination] = self.logprobs[source]
-            self._keys[destination] = self._keys[source]
-            self._state[:, destination] = self._state[:, source]
+            to, at = sent(torch.tensor([destination, source]), self.tokens.device)  # [n] each
+            for state in (self.tokens, self.logprobs, self._keys):
+                state[to] = state[at]
+            self._state[:, to] = self._state[:, at]
             self._host[:, destination] = self._host[:, source]
             for row, target in zip(source, destination, strict=True):
                 self.prompts[target], self.indices[target] = self.prompts[row], self.indices[row]

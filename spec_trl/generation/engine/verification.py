@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .memory import sent
 from .noise import gumbel_noise, sample, token_logprobs, uniform_coins
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Draft tokens for the rows in flight.
+    """Draft tokens for the rows in flight, all on their device or all on the host.
 
     Args:
         tokens: `[B, γ]` int64.
@@ -39,8 +40,13 @@ class Proposal:
                 raise ValueError(f"proposed {name} of shape {tuple(floats.shape)}; expected {wanted}")
         return self
 
+    def to(self, device: torch.device) -> "Proposal":
+        """The same on `device`; the host does not wait for the copies."""
+        parts = (self.lengths, self.logits, self.scores)
+        return Proposal(sent(self.tokens, device), *(None if part is None else sent(part, device) for part in parts))
+
     def drafted(self) -> Tensor:
-        """`[B]` int64, on the device: how many drafts each row has, none where its drafter is broken."""
+        """`[B]` int64: how many drafts each row has, none where its drafter is broken."""
         batch, most = self.tokens.shape
         lengths = self.tokens.new_full((batch,), most) if self.lengths is None else self.lengths
         if self.scores is None:

@@ -16,6 +16,7 @@ from spec_trl.generation.engine.noise_ahead import NoiseAhead
 from spec_trl.generation.engine.paged_cache import PagedCache
 from spec_trl.generation.engine.rollout import Rollout
 from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.scheduling.planner import Planner
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
 
@@ -24,11 +25,9 @@ READS = ("tolist", "item", "cpu", "__int__", "__bool__", "__float__", "__index__
 PROMPTS = pad_left(random_rows([4, 6, 5, 7, 4, 9]))
 
 
-@pytest.mark.parametrize("rows", [6, 2])  # all in flight; or rows that retire give way to others
-@pytest.mark.parametrize("strategy", ["none", "self", "history", "eagle3", "dflash"])
-def test_a_round_reads_once_whoever_retires(
-    tiny: LlamaForCausalLM, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch, strategy: str, rows: int
-) -> None:
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The reads of each round."""
     reads: list[str] = []
     rounds: list[list[str]] = []
     decode_round = Rollout.decode_round
@@ -50,9 +49,35 @@ def test_a_round_reads_once_whoever_retires(
     monkeypatch.setattr(Rollout, "decode_round", watched)
     for name in READS:
         note(name)
-    options: dict[str, Any] = dict(eos_token_id=[5, 6], max_new_tokens=60, assistant_model=checkpoints.get(strategy))
+    return rounds
+
+
+@pytest.mark.parametrize("rows", [6, 2])  # all in flight; or rows that retire give way to others
+@pytest.mark.parametrize("strategy", ["none", "self", "history", "ngram", "model", "eagle3", "dflash"])
+def test_a_round_reads_once_whoever_retires(
+    tiny: LlamaForCausalLM, tiny_assistant, checkpoints, rounds, strategy: str, rows: int
+) -> None:
+    assistant = {"model": tiny_assistant, **checkpoints}.get(strategy)
+    options = dict(eos_token_id=[5, 6], max_new_tokens=60, assistant_model=assistant)
     found = generate(tiny, PROMPTS, strategy, {"max_batch_size": rows}, **options)
-    assert len(set(found.lengths.tolist())) > 2
+    assert len(set(found.lengths.tolist())) > 2 and (found.statistics.total.drafted > 0) == (strategy != "none")
+    assert rounds == [["cpu"]] * found.statistics.rounds
+
+
+@pytest.mark.parametrize("strategy", ["auto", "best_of_n"])
+def test_a_round_reads_once_while_lookups_are_overheard(
+    tiny: LlamaForCausalLM, rounds, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    told: list[int] = []
+    overheard = Planner.overheard
+
+    def noted(self: Planner, which: int, *verdicts: Any) -> None:
+        told.append(which)
+        overheard(self, which, *verdicts)
+
+    monkeypatch.setattr(Planner, "overheard", noted)
+    found = generate(tiny, PROMPTS, strategy, max_new_tokens=60)
+    assert told and found.statistics.drafter_failure is None
     assert rounds == [["cpu"]] * found.statistics.rounds
 
 

@@ -100,7 +100,7 @@ class DecoupledDrafter(Drafter):
         self.link.send(Kind.MOVE, torch.tensor([*destination, *ended]))
 
     def propose(self, draft_length: int, noise: RoundNoise | None) -> Proposal:
-        rows, batch = self.session.rows, self._active
+        batch = self._active
         ahead = self._ahead[:batch]  # [B]
         window, waits = self._windows(draft_length + 1)  # [B] each
         room = self._limits[:batch] - self._lengths[:batch] - ahead  # [B]
@@ -108,38 +108,31 @@ class DecoupledDrafter(Drafter):
         asked = torch.minimum(window, torch.minimum(2 * window - 1 - ahead, room)).clamp(min=0)
         self._asked = asked.masked_fill(waits & (ahead > 0), 0)  # [B]
         self.link.send(Kind.DRAFT, self._asked)
-        tokens = self._drafts[:batch, :draft_length].to(rows.tokens.device, copy=True)  # [B, γ]
-        return Proposal(tokens, ahead.clamp(max=draft_length).to(tokens.device))
+        return Proposal(self._drafts[:batch, :draft_length].clone(), ahead.clamp(max=draft_length))  # [B, γ], [B]
 
-    def observe(self, _: Integers, __: Integers) -> None:
-        rows, batch = self.session.rows, self._active
+    def observe(self, tokens: Integers, kept: Integers) -> None:
+        batch = self._active
         if self._asked is not None:
             asked, self._asked = self._asked, None
             self._take(self.link.receive(), asked)
-        ahead, drafts, before = (
-            self._ahead[:batch],
-            self._drafts[:batch],
-            self._lengths[:batch].clone(),
-        )  # [B], [B, 2w]
-        lengths = rows.lengths.cpu()  # [B]
-        kept = lengths - before  # [B]
-        step = torch.arange(int(kept.max()))  # [K]
-        columns = (before[:, None] + step).to(rows.tokens.device)  # [B, K]
-        text = rows.tokens[:batch].gather(1, columns).cpu()  # [B, K]
-        judged = torch.minimum(kept, ahead)  # [B]
+        ahead, drafts = self._ahead[:batch], self._drafts[:batch]  # [B], [B, 2w]
+        counts = torch.from_numpy(kept)  # [B]
+        text = torch.from_numpy(tokens[:, : kept.max()])  # [B, K]
+        step = torch.arange(text.shape[1])  # [K]
+        judged = torch.minimum(counts, ahead)  # [B]
         is_right = (drafts[:, : len(step)] == text) & (step < judged[:, None])  # [B, K]
         right = is_right.long().cumprod(1).sum(1)  # [B]
-        stays = right == kept  # [B]
-        text = text.masked_fill(step >= kept[:, None], 0)
-        self.link.send(Kind.COMMIT, torch.cat([kept, stays.long(), text.T.flatten()]))
-        left = (ahead - kept).where(stays, 0)  # [B]
+        stays = right == counts  # [B]
+        text = text.masked_fill(step >= counts[:, None], 0)
+        self.link.send(Kind.COMMIT, torch.cat([counts, stays.long(), text.T.flatten()]))
+        left = (ahead - counts).where(stays, 0)  # [B]
         self.dropped += int((ahead - right - left).sum())
-        slots = (kept[:, None] + torch.arange(drafts.shape[1])).clamp(max=drafts.shape[1] - 1)  # [B, 2w]
+        slots = (counts[:, None] + torch.arange(drafts.shape[1])).clamp(max=drafts.shape[1] - 1)  # [B, 2w]
         drafts.copy_(drafts.gather(1, slots))
         ahead.copy_(left)
-        self._lengths[:batch] = lengths
+        self._lengths[:batch] += counts
         if self._plans is not None:
-            self._plans.record(rows.indices, *(part.tolist() for part in (kept, judged, right)))
+            self._plans.record(self.session.rows.indices, *(part.tolist() for part in (kept, judged, right)))
 
     def prepare_assisted_decoding(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ValueError: transformers' own loop is coupled."""

@@ -1,8 +1,7 @@
-"""A drafter on a thread of its own, next to the target on one device."""
+"""A drafter on a thread of its own, next to the target on a CPU."""
 
 import os
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache
+from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TypeAlias
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...engine.cache import autocast_dtype
-from ...engine.cuda_graphs import CAPTURING
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.rows import Rows
 from .messages import DraftLink, Kind
@@ -28,9 +26,8 @@ _Answers: TypeAlias = "SimpleQueue[Tensor | Exception]"
 
 
 class DraftThread(DraftLink):
-    """Runs `drafter` on a thread: on a CPU with the cores that the target leaves, but at least one; on a GPU on a
-    stream of its own. The K/V cache is the drafter's own; on a CPU the policy's copy reads the target's, and owns the
-    K/V of its drafts alone (SA §4.1).
+    """Runs `drafter` on a thread, with the cores that the target leaves, but at least one. The K/V cache is the
+    drafter's own; the policy's copy reads the target's, and owns the K/V of its drafts alone (SA §4.1).
 
     Transformers' own logits processors act on drafts as on the target; users' own may not be called by two threads,
     and cost acceptance.
@@ -65,18 +62,14 @@ class DraftThread(DraftLink):
         pipeline = session.pipeline.over(mirror)
         own = DraftSession(mirror, pipeline, session.do_sample, None, False, session.most_drafted)
         # Rows end, move and come in when `observe` has taken the window: while the thread reads a row, only columns
-        # that are verified are written. Captured forwards read no tail: there the copy has a whole cache.
+        # that are verified are written.
         assert session.target is not None
-        device = mirror.tokens.device
-        worker = DraftWorker(self._drafter, own, vocabulary, session.target.cache if device.type == "cpu" else None)
-        self._stream = _stream_of(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # which may still write rows and weights
+        worker = DraftWorker(self._drafter, own, vocabulary, session.target.cache)
         # Settings that a thread does not inherit. torch keeps the number of threads per thread once it was asked for.
         cores = max(len(os.sched_getaffinity(0)) - torch.get_num_threads(), 1)
         self._thread = Thread(
             target=_work,
-            args=(worker, self._messages, self._answers, device, self._stream, cores, autocast_dtype(device)),
+            args=(worker, self._messages, self._answers, cores, autocast_dtype(mirror.tokens.device)),
             name="spec_trl drafter",
             daemon=True,  # one that hangs does not keep the process from ending
         )
@@ -105,10 +98,7 @@ class DraftThread(DraftLink):
             if self._thread.is_alive():
                 self._drafter.made_for, self._drafter.hangs_in = None, self._thread
                 raise TimeoutError(f"the drafter's thread did not end within {self._timeout:g} s")
-            if self._stream is None:
-                torch.set_num_threads(torch.get_num_threads())  # threads that come later have the newest number
-            else:
-                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            torch.set_num_threads(torch.get_num_threads())  # threads that come later have the newest number
         self._drafter.end()
         while not self._answers.empty():
             self.receive()  # raises what went wrong after the last window
@@ -123,35 +113,14 @@ class DraftThread(DraftLink):
 
 
 def _work(
-    worker: DraftWorker,
-    messages: _Messages,
-    answers: _Answers,
-    device: torch.device,
-    stream: torch.cuda.Stream | None,
-    cores: int,
-    autocast: torch.dtype | None,
+    worker: DraftWorker, messages: _Messages, answers: _Answers, cores: int, autocast: torch.dtype | None
 ) -> None:
     """What the thread does: carries out messages until END, or until one raises."""
     try:
-        with ExitStack() as settings:
-            settings.enter_context(torch.no_grad())
-            # All threads share the casts that autocast keeps: another stream might read one that is not made yet.
-            casts = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=stream is None)
-            settings.enter_context(casts)
-            if stream is None:
-                torch.set_num_threads(cores)
-            else:
-                settings.enter_context(torch.cuda.stream(stream))
+        with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+            torch.set_num_threads(cores)
             while (message := messages.get())[0] != Kind.END:
-                with nullcontext() if stream is None else CAPTURING:
-                    answer = worker.handle(*message)
-                if answer is not None:
+                if (answer := worker.handle(*message)) is not None:
                     answers.put(answer)
     except Exception as error:
         answers.put(error)
-
-
-@cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One for all generations: what memory one has freed serves the next on the same stream alone."""
-    return torch.cuda.Stream(device)

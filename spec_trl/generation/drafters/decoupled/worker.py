@@ -89,7 +89,7 @@ class DraftWorker:
         if width == 0:
             return values
         noise = RoundNoise(rows.noise_keys(width), self._vocabulary) if self._do_sample else None
-        proposal = self._drafter.propose(width, noise)
+        proposal = self._drafter.propose(width, noise).to(rows.tokens.device)
         if proposal.scores is not None and proposal.scores.isnan().any():
             raise FloatingPointError("the draft network returned NaN logits")
         found = torch.minimum(proposal.drafted(), counts).clamp(min=0)  # [B]
@@ -117,7 +117,7 @@ class DraftWorker:
         # Dropped drafts end at the first that was wrong: the drafter computed nothing that holds from there on, even
         # where another one's chain has gone further.
         held = torch.minimum(self._committed[:batch] + right + 1, ends)  # [B]
-        rows.lengths.copy_(rows.lengths.where(stays.bool(), held))
+        rows.commit(rows.lengths.where(stays.bool(), held).cpu().numpy(), None)
         self._drafter.observe(tokens[:, :0].cpu().numpy(), np.zeros(batch, np.int64))  # rows have become shorter
         self._committed[:batch] = ends
         rows.lengths.copy_(rows.lengths.where(stays.bool(), ends))

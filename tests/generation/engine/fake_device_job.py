@@ -1,0 +1,211 @@
+"""Decodes on a device that pretends to be a GPU, and prints what the host did in each round. It cannot be taken back,
+and so has a process of its own.
+
+python -m tests.generation.engine.fake_device_job LIBRARY [SCENARIO ...]
+"""
+
+import json
+import sys
+import traceback
+import types
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import spec_trl
+from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
+from spec_trl.generation.drafters.decoupled.messages import Kind
+from spec_trl.generation.drafters.self_copy import SelfDrafter
+from spec_trl.generation.engine.rollout import Rollout
+from spec_trl.scheduling.planner import Planner
+from tests.conftest import tiny_llama
+from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.drafters.decoupled.scripted import InTurn
+from tests.generation.engine.tape import install_tape
+
+
+NAME = "pretended"
+_SHAPES_FROM_DATA = ("nonzero", "equal", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
+_COPIES = ("_to_copy", "copy_", "_copy_from")  # between devices
+
+
+class Audit(TorchDispatchMode):
+    """Notes, with their places, the waits of each round, copies for which the host waits, and operations that mix
+    devices. What is copied to the host without waiting arrives at the next wait alone, as it may on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[list[str]] = []
+        self.copies: Counter[str] = Counter()
+        self.mixed: Counter[str] = Counter()
+        self.overheard = 0
+        self.is_round = False
+        self._late: list[tuple[Tensor, Tensor]] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        there = [tensor.device.type == NAME for tensor in tensors]
+        if name in _COPIES:
+            return self._copy(func, args, kwargs, tensors)
+        if any(there) and not all(on or tensor.dim() == 0 for on, tensor in zip(there, tensors, strict=True)):
+            self.mixed[f"{name} in {_place()}"] += 1
+        picks = name == "index" and any(tensor.dtype == torch.bool for tensor in tensors[1:])
+        if any(there) and (name in ("_local_scalar_dense", *_SHAPES_FROM_DATA) or picks):
+            self._wait()
+        return func(*args, **kwargs)
+
+    def _copy(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
+        is_read = tensors[-1].device.type == NAME
+        to = tensors[0].device if len(tensors) > 1 else torch.device(kwargs.get("device") or tensors[0].device)
+        if is_read == (to.type == NAME):
+            return func(*args, **kwargs)
+        waits = not (kwargs.get("non_blocking") or (len(tensors) > 1 and True in args[2:]))
+        if not is_read and waits and self.is_round:
+            self.copies[_place()] += 1
+        if is_read and waits:
+            self._wait()
+        elif is_read:
+            late = torch.full(tensors[-1].shape, -7, dtype=kwargs.get("dtype") or tensors[-1].dtype)
+            self._late.append((late, tensors[-1].clone()))
+            return late
+        return func(*args, **kwargs)
+
+    def _wait(self) -> None:
+        if self.is_round and "engine/captured" not in (place := _place()):  # a replay is compared when it is captured
+            self.waits[-1].append(place)
+        for late, source in self._late:
+            late.copy_(source)
+        self._late.clear()
+
+
+class Calls(TorchFunctionMode):
+    """Notes copies from lists to the device, for which the host waits and which no dispatch mode sees."""
+
+    def __init__(self, audit: Audit) -> None:
+        super().__init__()
+        self._audit = audit
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found, name = func(*args, **(kwargs or {})), func.__name__
+        copies = False
+        if name in ("tensor", "as_tensor", "new_tensor"):
+            copies = found.device.type == NAME and not isinstance(args[0], Tensor)
+        elif name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            copies = args[0].device.type == NAME and any(isinstance(part, list) for part in index)
+        if copies and self._audit.is_round:
+            self._audit.copies[_place()] += 1
+        return found
+
+
+class Apart(InTurn):
+    """Drafts as another process would: what its drafter does is not the round's."""
+
+    def send(self, kind: Kind, values: Tensor) -> None:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            super().send(kind, values)
+
+    def receive(self) -> Tensor:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return super().receive()
+
+
+def _place() -> str:
+    root = str(Path(spec_trl.__file__).parent) + "/"
+    frames = [f for f in traceback.extract_stack(limit=60) if f.filename.startswith(root)]
+    return " < ".join(f"{f.filename.removeprefix(root)}:{f.lineno}" for f in frames[:-3:-1])
+
+
+def _register() -> torch.device:
+    """The device of the loaded library."""
+    torch.utils.rename_privateuse1_backend(NAME)
+    module: Any = types.ModuleType(f"torch.{NAME}")
+    module.is_available, module._is_in_bad_fork = lambda: True, lambda: False
+    module.device_count, module.current_device = lambda: 1, lambda: 0
+    module.get_amp_supported_dtype, module.manual_seed_all = lambda: [torch.bfloat16], lambda seed: None
+    torch._register_device_module(NAME, module)
+    return torch.device(NAME, 0)
+
+
+def _watch(patch: pytest.MonkeyPatch) -> list[Audit]:
+    """Has rounds tell the newest of the audits that are returned."""
+    audits: list[Audit] = []
+    decode_round, overheard = Rollout.decode_round, Planner.overheard
+
+    def watched(self: Rollout, plan: Any) -> None:
+        audits[-1].waits.append([])
+        audits[-1].is_round = True
+        decode_round(self, plan)
+        audits[-1].is_round = False
+
+    def counted(self: Planner, *told: Any) -> None:
+        audits[-1].overheard += len(told[1])
+        overheard(self, *told)
+
+    patch.setattr(Rollout, "decode_round", watched)
+    patch.setattr(Planner, "overheard", counted)
+    return audits
+
+
+def main(library: str, *titles: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.ops.load_library(library)
+    device = _register()
+    model, assistant = tiny_llama(num_hidden_layers=1), tiny_llama(num_hidden_layers=1)
+    prompts = pad_left(random_rows([4, 6, 5, 7, 4, 9]) + random_rows([4]))
+    there = {name: tensor.to(device) for name, tensor in prompts.items()}
+    common: dict[str, Any] = dict(max_new_tokens=24, eos_token_id=5)
+    top_p = dict(top_p=0.9, top_k=20)
+    expected = {
+        cut: outputs(generate(model, prompts, config={"runner": "eager"}, **common, **(top_p if cut else {})))
+        for cut in (False, True)
+    }
+    model.to(device)
+    assistant.to(device)
+    patch = pytest.MonkeyPatch()
+    install_tape(patch)
+    audits = _watch(patch)
+    scenarios = (
+        ("none", "none", {}, {}),
+        ("top-p", "none", {}, top_p),
+        ("self", "self", {}, {}),
+        ("refill", "self", {"max_batch_size": 2}, {}),
+        ("ngram", "ngram", {}, {}),
+        ("history", "history", {}, {}),
+        ("model", "model", {}, {"assistant_model": assistant}),
+        ("auto", "auto", {}, {}),
+        ("best_of_n", "best_of_n", {}, {}),
+        ("decoupled", "self", {}, {"drafter": DecoupledDrafter(Apart(SelfDrafter(model, kernel="reference")))}),
+    )
+    for title, strategy, config, options in scenarios:
+        if titles and title not in titles:
+            continue
+        audits.append(audit := Audit())
+        with audit, Calls(audit):
+            result = generate(model, there, strategy, config, **common, **options)
+        host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in result.items()}
+        same = outputs(type(result)(**host)) == expected[bool(options.get("top_p"))]
+        statistics = result.statistics
+        told = dict(
+            same=same, rounds=statistics.rounds, drafted=statistics.total.drafted, graphs=statistics.graphs,
+            failure=statistics.drafter_failure, overheard=audit.overheard, waits=audit.waits, copies=audit.copies,
+            mixed=audit.mixed,
+        )  # fmt: skip
+        print(json.dumps({"title": title} | told), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

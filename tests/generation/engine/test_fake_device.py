@@ -1,0 +1,48 @@
+"""The engine on a device that pretends to be a GPU: a round waits for it once, and mixes no devices."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_trl.generation.engine.native_code import compiler
+
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each scenario did, by its title."""
+    if (program := compiler()) is None:
+        pytest.skip("no C++ compiler")
+    folder, where = tmp_path_factory.mktemp("device"), Path(torch.__file__).parent
+    source, library = Path(__file__).with_name("fake_device.cpp"), folder / "device.so"
+    headers = (f"-I{where / 'include'}", f"-I{where / 'include/torch/csrc/api/include'}")
+    libraries = (f"-L{where / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
+    command = [program, "-std=c++20", "-fPIC", "-shared", *headers, str(source), "-o", str(library), *libraries]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if built.returncode:
+        pytest.skip(f"the device does not build: {built.stderr[:500]}")
+    command = [sys.executable, "-m", "tests.generation.engine.fake_device_job", str(library)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return {scenario["title"]: scenario for scenario in map(json.loads, ran.stdout.splitlines())}
+
+
+TITLES = ("none", "top-p", "self", "refill", "ngram", "history", "model", "auto", "best_of_n", "decoupled")
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_a_round_waits_once(told: dict[str, Any], title: str) -> None:
+    own = told[title]
+    assert own["same"] and own["failure"] is None
+    assert own["drafted"] > 0 or title in ("none", "top-p", "auto", "best_of_n")
+    assert own["overheard"] > 0 or title not in ("auto", "best_of_n")
+    assert [len(waits) for waits in own["waits"]] == [1] * own["rounds"], own["waits"]
+    assert not own["copies"] and not own["mixed"]
