@@ -7,7 +7,6 @@ what drafts is decided by measured rounds. All ways share their noise, so they d
 
 from collections.abc import Sequence
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (strategy, keep) in METHODS.items():
         done = part.measure(name, partial(calls, part, model, strategy, keep), needs=longest)
         if done is not None:
-            found[name], longest = done, max(longest, fmean(call["seconds"] for call in done))
+            found[name], longest = done, max(longest, sum(call["seconds"] for call in done))
     seconds = {name: done[-1]["seconds"] for name, done in found.items()}
     if len(seconds) == len(METHODS):
         freed, kept, plain = (seconds[name] for name in METHODS)
