@@ -38,8 +38,8 @@ declare -A phases=(
     [training]="grpo tail decode_top_p decode_static decode_batched refresh"
 )
 declare -A budget=(
-    [machine]=40 [checks_cuda]=130 [checks_kernels]=120 [probe_check]=60 [checks_sanitizer]=80
-    [kernels]=90 [sampler]=40 [attention]=90
+    [machine]=60 [checks_cuda]=130 [checks_kernels]=120 [probe_check]=60 [checks_sanitizer]=80
+    [kernels]=90 [sampler]=50 [attention]=90
     [rounds]=170 [profiling]=75 [decode_default]=110 [speculation]=240
     [grpo]=210 [tail]=100 [decode_top_p]=50 [decode_static]=90 [decode_batched]=90 [refresh]=45
     [decode_runners]=110
