@@ -1,5 +1,8 @@
 """Decoding by our engine's "none" and by transformers: seconds per token after the prompt, at about 2048 tokens.
 
+Groups: `generate` as it is (default), `generate_batch` (batched), `generate` with a static cache, compiled (static),
+our runners (runners), and what top-p costs (top_p).
+
 Each way to generate is timed in turns with "none", after a whole warm-up call that compiles and captures. Seconds per
 token leave the prompt out and are medians over the steps of a call: between tokens in transformers' loop, over rounds
 in ours. generate_batch is timed while all rows decode, and gets the better of its median and its mean, since it may
@@ -32,10 +35,14 @@ from .shapes import config_of, random_model
 from .timing import synchronize
 
 
-BATCHES = (1, 8, 32)
+BATCHES: dict[str, tuple[int, ...]] = {
+    "default": (1, 8, 32), "batched": (8, 1, 32), "static": (8, 1, 32), "runners": (1, 8, 32), "top_p": (1,),
+}  # fmt: skip
+"""By group, the most telling first: those that take long may find no time for all."""
 PROMPT, NEW = 2000, 96
-REPEATS = {"default": 3, "batched": 2, "static": 3, "runners": 3}
+REPEATS = {"default": 3, "batched": 2, "static": 3, "runners": 3, "top_p": 3}
 """Timed calls by group: each call of generate_batch sizes its cache and captures its graphs anew, which takes long."""
+TOP_P, DRAFT_LENGTH = 0.9, 5
 PLAIN = "none"
 DEFAULT, STATIC = "generate", "generate, static cache, compiled"
 BATCHED, BATCHED_GRAPHS = "generate_batch", "generate_batch, CUDA graphs"
@@ -93,9 +100,9 @@ def median_step(times: Sequence[float]) -> float:
     return median(later - earlier for earlier, later in pairwise(times))
 
 
-def sampled(new: int) -> dict[str, Any]:
-    """Keywords of plain sampling at temperature 1."""
-    return dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new, pad_token_id=0)
+def sampled(new: int, top_p: float = 1.0) -> dict[str, Any]:
+    """Keywords of sampling at temperature 1."""
+    return dict(do_sample=True, temperature=1.0, top_k=0, top_p=top_p, max_new_tokens=new, pad_token_id=0)
 
 
 def transformers_generate(model: PreTrainedModel, new: int, **more: Any) -> Method:
@@ -150,7 +157,9 @@ def transformers_batched(model: PreTrainedModel, new: int, use_cuda_graph: bool 
     return run
 
 
-def engine(model: PreTrainedModel, new: int, strategy: str = "none", **fields: Any) -> Method:
+def engine(
+    model: PreTrainedModel, new: int, strategy: str = "none", top_p: float = 1.0, **fields: Any
+) -> Method:
     """Ours, with fields of SpeculativeConfig."""
 
     def run(prompts: Tensor, seed: int) -> Call:
@@ -160,7 +169,7 @@ def engine(model: PreTrainedModel, new: int, strategy: str = "none", **fields: A
         output = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), assistant_strategy=strategy,
             speculative_config=spec_trl.SpeculativeConfig(seed=seed, **fields), return_dict_in_generate=True,
-            control=rounds, **sampled(new),
+            control=rounds, **sampled(new, top_p),
         )  # fmt: skip
         synchronize(prompts.device)
         ended = time.perf_counter()
@@ -176,6 +185,7 @@ def engine(model: PreTrainedModel, new: int, strategy: str = "none", **fields: A
             "predicted_speedup": facts.predicted_speedup,
             "speculative_rounds": sum(point.rounds for point in facts.points if point.draft_length),
             "rounds": facts.rounds,
+            "round_seconds": (facts.seconds - facts.phase_seconds["prefill"]) / facts.rounds,
             "phase_seconds": dict(facts.phase_seconds),
             "graphs": facts.graphs,
             "graph_bytes": facts.graph_bytes,
@@ -245,6 +255,7 @@ def summarise(calls: dict[str, list[Call]], plain: str = PLAIN) -> dict[str, Any
 def methods_of(part: Part, model: PreTrainedModel, new: int) -> dict[str, Method]:
     """What is timed together in the part's group."""
     plain = {PLAIN: engine(model, new)}
+    always: dict[str, Any] = dict(strategy="self", sd_toggle="always", draft_length=DRAFT_LENGTH)
     groups = {
         "default": plain | {DEFAULT: transformers_generate(model, new)},
         "batched": plain | {
@@ -252,6 +263,11 @@ def methods_of(part: Part, model: PreTrainedModel, new: int) -> dict[str, Method
         },
         "static": plain | {STATIC: transformers_generate(model, new, cache_implementation="static")},
         "runners": plain | {f"none, {runner}": engine(model, new, runner=runner) for runner in RUNNERS},
+        "top_p": plain | {
+            "none, top-p": engine(model, new, top_p=TOP_P),
+            "self": engine(model, new, **always),
+            "self, top-p": engine(model, new, top_p=TOP_P, **always),
+        },
     }  # fmt: skip
     methods = groups[part.group]
     if part.device.type != "cuda":
@@ -263,7 +279,7 @@ def methods_of(part: Part, model: PreTrainedModel, new: int) -> dict[str, Method
 
 def main(arguments: Sequence[str] | None = None) -> int:
     part = Part("decode", __doc__, arguments, groups=list(REPEATS))
-    prompt, new, batches = (24, 8, (1, 2)) if part.is_smoke else (PROMPT, NEW, BATCHES)
+    prompt, new, batches = (24, 8, (1, 2)) if part.is_smoke else (PROMPT, NEW, BATCHES[part.group])
     repeats = 1 if part.is_smoke else REPEATS[part.group]
     part.state(dtype="bfloat16", prompt=prompt, new_tokens=new, temperature=1.0)
     config = config_of(part.shape)

@@ -14,7 +14,10 @@ from .part import Part
 from .timing import compare, copy_bandwidth, synchronize
 
 
-PACKAGES = ("torch", "triton", "transformers", "trl", "accelerate", "flash-attn", "humming-kernels", "gptqmodel")
+PACKAGES = (
+    "torch", "triton", "transformers", "trl", "accelerate", "datasets", "pyarrow", "huggingface_hub", "pydantic",
+    "numpy", "flash-attn", "humming-kernels", "gptqmodel",
+)  # fmt: skip
 
 
 def versions() -> dict[str, str | None]:

@@ -2,12 +2,14 @@
 
 Kernels are told apart by their names; the longest are listed by name, so that they can be told apart again. Gaps are
 the time in which no kernel runs. The profiler itself slows the host, so shares of captured rounds are more to be
-trusted than those of eager ones, whose unprofiled seconds are shown too.
+trusted than those of eager ones, whose unprofiled seconds are shown too. Of captured rounds at batch 1, with drafts
+and without, and at the largest batch a trace is kept that a browser's tracing page opens.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -75,14 +77,20 @@ def breakdown(kernels: Sequence[Kernel], rounds: int) -> dict[str, Any]:
     }
 
 
-def profiled(part: Part, bench: _Bench, batch: int, length: int, gamma: int) -> dict[str, Any]:
-    """One cell: timed without the profiler, then recorded by it."""
+def profiled(
+    part: Part, bench: _Bench, batch: int, length: int, gamma: int, trace: Path | None = None
+) -> dict[str, Any]:
+    """One cell: timed without the profiler, then recorded by it. `trace`: where a few rounds are kept."""
     log = bench._rollout._log
     list(bench.rounds(batch, length, gamma, 0.0, warm_ups=CAPTURE_AFTER))
     plain = sum(seconds for _, seconds in bench.rounds(batch, length, 0, 0.3, warm_ups=1)) if gamma == 0 else None
     before = log.rounds
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         list(bench.rounds(batch, length, gamma, 0.1, warm_ups=0))
+    if trace is not None:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as few:
+            list(bench.rounds(batch, length, gamma, 0.0, warm_ups=0))
+        few.export_chrome_trace(str(trace))
     kernels = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in recorded.events()
@@ -102,8 +110,12 @@ def measure(
     drafter = SelfDrafter(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
     bench = _Bench(model, drafter, max(batches), [length], MARGIN, config)
     try:
-        found: dict[str, Any] = {f"B {batch}": profiled(part, bench, batch, length, 0) for batch in batches}
-        found[f"B {batches[0]}, with drafts"] = profiled(part, bench, batches[0], length, DRAFT_LENGTH)
+        found: dict[str, Any] = {}
+        for batch, gamma in [*((batch, 0) for batch in batches), (batches[0], DRAFT_LENGTH)]:
+            traced = runner == "graph" and batch in (batches[0], batches[-1]) or part.is_smoke
+            trace = part.folder / f"trace_B{batch}_gamma{gamma}.json.gz" if traced else None
+            key = f"B {batch}" + (", with drafts" if gamma else "")
+            found[key] = profiled(part, bench, batch, length, gamma, trace)
     finally:
         bench.close()
     return found

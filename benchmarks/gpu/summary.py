@@ -19,6 +19,7 @@ NOT_RUN, TRIED_OUT = "not run", "tried out"
 BATCHES = (1, 8, 32)
 SMALL = (1, 2, 4, 8)
 """Batches up to which a draft step must be cheap."""
+CHECKS = ("checks_cuda", "checks_kernels", "checks_sanitizer")
 
 Parts = dict[str, dict[str, Any]]
 
@@ -92,6 +93,33 @@ class _Reader:
         ratios = self.value("rounds", f"head {head}", "ratios")
         return max(ratios[str(batch)][key] for batch in SMALL)
 
+    def failed_checks(self) -> float:
+        """Tests that failed, and commands that failed without naming one."""
+        found = [each for name in CHECKS if name in self._parts for each in self._parts[name]["measured"].values()]
+        if not found:
+            raise LookupError("no check was run")
+        return sum(max(len(each["failed"]), each["state"] == "failed") for each in found)
+
+    def misjudged(self, kind: str, go: str) -> float:
+        """By what factor the probe was off, either way, at the worst batch."""
+        ratios = self.value("probe_check", f"believed over taken, {go}", kind).values()
+        return max(max(ratio, 1 / ratio) for ratio in ratios)
+
+    def share_drafted(self, *path: str) -> float:
+        """Of a call's rounds."""
+        facts = self.value("speculation", *path, "facts")
+        return facts["speculative_rounds"] / facts["rounds"]
+
+    def captures(self, graphs: str) -> float:
+        """Of the second rollout with a long tail."""
+        _, second = self.value("tail", f"self, graphs {graphs}")
+        return second["captures"]
+
+    def round_ratio(self, over: str, under: str) -> float:
+        """Of two ways' rounds in the part of top-p."""
+        methods = self.value("decode_top_p", "top_p, B 1")
+        return methods[over]["facts"]["round_seconds"] / methods[under]["facts"]["round_seconds"]
+
     def identical(self, *cells: tuple[str, str]) -> float:
         """Share of identical rows over the cells of the speculation part."""
         counts = [self.value("speculation", *cell, "identical_rows") for cell in cells]
@@ -102,7 +130,17 @@ def _figures(parts: Parts) -> list[Figure]:
     reader = _Reader(parts)
     value = reader.value
     per_token = "seconds per token after the prompt"
-    rows = [
+    rows = [figure("failed tests", "<=", 0, reader.failed_checks, "and findings of compute-sanitizer")]
+    # The planner finds out by itself where it was told wrongly, at a price.
+    for kind, what in (("target", "T_p"), ("draft", "T_q"), ("verify", "T_V(5)"), ("T_q / T_p", "T_q / T_p")):
+        rows += [
+            figure(
+                f"{what}, probed and measured: factor between them, {go} probe", "<=", 1.5,
+                partial(reader.misjudged, kind, go), "the worse of batch 1 and 8",
+            )
+            for go in ("first", "second")
+        ]  # fmt: skip
+    rows += [
         figure(
             f"none over generate, batch {b}", ">=", wanted,
             partial(value, "decode_default", f"default, B {b}", "generate", "over_plain"), per_token,
@@ -146,12 +184,22 @@ def _figures(parts: Parts) -> list[Figure]:
             "T_V(5) / T_p, batch 1 to 8", "<=", 1.2, partial(reader.worst_ratio, "packed", "T_V / T_p"), worst
         ),
     ]  # fmt: skip
+    for name, toggle in (("measured", "the default toggle"), ("roofline", "a calibrated toggle")):
+        rows += [
+            figure(
+                f"self over none, {toggle}, batch {b}", ">=", wanted,
+                partial(value, "speculation", f"self, {name}, B {b}", "speedup"), _policy(parts),
+            )
+            for b, wanted in ((1, 1.6), (8, 1.4), (32, 1.0))
+        ]  # fmt: skip
     rows += [
         figure(
-            f"self over none, toggle on, batch {b}", ">=", wanted,
-            partial(value, "speculation", f"self, roofline, B {b}", "speedup"), _policy(parts),
-        )
-        for b, wanted in ((1, 1.6), (8, 1.4), (32, 1.0))
+            "share of rounds that draft, the default toggle, batch 1, first call", ">=", 0.5,
+            partial(reader.share_drafted, "self, measured, first call, B 1"), "by what the probe says",
+        ),
+        figure(
+            "the same, later calls", ">=", 0.5, partial(reader.share_drafted, "self, measured, B 1", "self, measured")
+        ),
     ]  # fmt: skip
     for b in BATCHES:
         always = f"self, always, B {b}"
@@ -178,18 +226,41 @@ def _figures(parts: Parts) -> list[Figure]:
             partial(reader.identical, *((f"self, always, B {b}", "none") for b in BATCHES)), "always drafting",
         ),
     ]  # fmt: skip
-    for name, wanted in (("TRL", 2.0), ("TRL, continuous batching", 1.3)):
+    kept = "bfloat16, graphs kept"
+    for other, ours, wanted in (
+        ("TRL, float32 under autocast", "float32 under autocast", 2.0),
+        ("TRL", kept, 2.0),
+        ("TRL, continuous batching", kept, 1.3),
+        ("none, graphs kept", kept, 1.0),
+        ("bfloat16", kept, None),
+    ):
         rows += [
             figure(
-                f"GRPO {what}, self over {name}", ">=", wanted if what == "rollout" else None,
-                partial(value, "grpo", "ratios", f"{name}: {what}"), "captured forwards kept: not the default",
+                f"GRPO {what}, {other} over ours, {ours}", ">=", wanted if what == "rollout" else None,
+                partial(value, "grpo", "ratios", f"{other} over {ours}", what),
+                "ours has the trainer's defaults but for what its name says",
             )
             for what in ("rollout", "step", "tokens per second")
         ]  # fmt: skip
-    rows.append(figure(
-        "GRPO step, self with captured forwards kept over the default, which gives their memory back", ">=", None,
-        partial(value, "grpo", "ratios", "self, memory given back: step"),
-    ))  # fmt: skip
+    tail = "64 rows with a long tail"
+    rows += [
+        figure(
+            f"{tail}: captures in the second rollout, graphs {how}", "<=", 8,
+            partial(reader.captures, how),
+        )
+        for how in ("freed", "kept")
+    ]  # fmt: skip
+    rows += [
+        figure(f"{tail}: {what}", ">=", wanted, partial(value, "tail", "ratios", what), "the second rollout")
+        for what, wanted in (("freed over kept", None), ("none over self, graphs kept", 1.2))
+    ]
+    rows += [
+        figure(
+            f"{name} with top-p over {name}, seconds of a round, batch 1", "<=", 1.05,
+            partial(reader.round_ratio, f"{name}, top-p", name), "self drafts 5 tokens in every round",
+        )
+        for name in ("none", "self")
+    ]  # fmt: skip
     return rows
 
 

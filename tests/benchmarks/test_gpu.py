@@ -1,11 +1,13 @@
 """The GPU benchmark, as far as a CPU can show: every part runs on a tiny shape, what fails is named, and what no GPU
 measured counts for nothing. No test looks at a time."""
 
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+import tarfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import machine, part, profiling, shapes, summary
+from benchmarks.gpu import checks, machine, part, profiling, shapes, summary
 from spec_trl.quantization.kernels import KERNELS
 
 
@@ -39,16 +41,23 @@ PARTS = {
     "refresh": {"head packed", "head dense"},
     "decode --group default": {"default, B 2"},
     "decode --group runners": {"runners, B 2"},
+    "probe_check": {"probe, first", "rounds", "believed over taken, first", "believed over taken, second"},
+    "tail": {"self, graphs freed", "self, graphs kept", "none, graphs kept", "ratios"},
 }
 SLOW_PARTS = {
     "decode --group batched": {"batched, B 2"},
     "decode --group static": {"static, B 2"},
+    "decode --group top_p": {"top_p, B 1"},
+    "checks --group kernels": {"tests of kernels"},
     "attention": {"B 2, q 6, ragged"},
     "sampler": {"B 2, q 6"},
     "rounds": {"roofline", "head packed", "head dense"},
     "profiling": {"eager", "roofline"},
-    "speculation": {"policy", "identity, float32", "self, always, B 1", "self, roofline, B 2"},
-    "grpo": {"TRL", "none", "self", "profile", "lesson", "ratios"},
+    "speculation": {
+        "policy", "identity, float32", "self, measured, first call, B 1", "self, measured, B 1", "self, always, B 1",
+        "self, roofline, B 2",
+    },
+    "grpo": {"lesson", "float32 under autocast", "bfloat16", "bfloat16, graphs kept", "TRL", "ratios"},
 }
 
 
@@ -149,6 +158,13 @@ def by_name(rows: list[summary.Figure]) -> dict[str, summary.Figure]:
     return {row.what: row for row in rows}
 
 
+def figure_in(folder: Path, what: str) -> dict[str, Any]:
+    """As the folder's summary has it."""
+    figures = json.loads((folder / summary.SUMMARY).read_text())["figures"]
+    (found,) = (figure for figure in figures if figure["what"] == what)
+    return found
+
+
 def test_a_figure_is_met_or_not_or_not_run_and_only_a_gpu_counts() -> None:
     rows = by_name(summary.figures({"decode_default": decoded(2.7)}))
     assert [rows[f"none over generate, batch {b}"].met for b in (1, 8, 32)] == ["no", "no", "yes"]
@@ -183,40 +199,158 @@ def test_the_newest_folder_that_measured_counts(tmp_path: Path) -> None:
         found = decoded(ratio or 0.0) | ({"measured": {}} if ratio is None else {})
         (folders[-1] / "decode_default.json").write_text(json.dumps(found))
     assert summary.main([*map(str, folders), "--quiet"]) == 0
-    assert json.loads((folders[-1] / summary.SUMMARY).read_text())["figures"][0]["measured"] == 4.0
+    assert figure_in(folders[-1], "none over generate, batch 1")["measured"] == 4.0
 
 
-# ---- the script -----------------------------------------------------------------------------------------------------
+def test_what_checks_probe_and_tail_found() -> None:
+    gpu = {"accelerator": "a GPU"}
+    checked = {"state": "failed", "failed": ["tests/a.py::b", "tests/a.py::c"]}, {"state": "failed", "failed": []}
+    speculation = {"self, measured, first call, B 1": {"facts": {"speculative_rounds": 3, "rounds": 4}}}
+    tail = {"self, graphs freed": [{"captures": 25}, {"captures": 22}]}
+    measured: dict[str, dict[str, Any]] = {
+        "checks_cuda": {"tests": checked[0]},
+        "checks_sanitizer": {"memcheck": checked[1]},
+        "probe_check": {"believed over taken, first": {"draft": {"1": 0.25, "8": 3.0}}},
+        "speculation": speculation,
+        "tail": tail,
+    }
+    rows = by_name(summary.figures({name: {"machine": gpu, "measured": found} for name, found in measured.items()}))
+    wanted = {
+        "failed tests": 3.0,  # a finding that names no test counts as one
+        "T_q, probed and measured: factor between them, first probe": 4.0,
+        "share of rounds that draft, the default toggle, batch 1, first call": 0.75,
+        "64 rows with a long tail: captures in the second rollout, graphs freed": 22.0,
+    }
+    assert {what: rows[what].measured for what in wanted} == wanted
+    assert [rows[what].met for what in wanted] == ["no", "no", "yes", "no"]
+    assert rows["T_q, probed and measured: factor between them, second probe"].met == "not run"
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_check_printed_is_read() -> None:
+    whole = """
+tests/a.py::test_one PASSED                                          [ 33%]
+tests/a.py::test_two[{'window': 40}-x] FAILED                        [ 66%]
+[gw3] [ 99%] ERROR tests/a.py::test_three
+=========================== short test summary info ============================
+FAILED tests/a.py::test_two[{'window': 40}-x] - AssertionError: 1 - 2
+ERROR tests/a.py::test_three - ValueError
+=================== 1 failed, 1 passed, 3 skipped, 1 error in 61.50s (0:01:01) ===================
+"""
+    found = checks.outcome(1, whole)
+    assert found["failed"] == ["tests/a.py::test_two[{'window': 40}-x]", "tests/a.py::test_three"]
+    assert found["counts"] == {"failed": 1, "passed": 1, "skipped": 3} and found["state"] == "failed"
+    assert checks.outcome(checks.FOUND, "== 1 passed in 2.00s ==")["state"] == "failed"  # says the sanitizer
+    interrupted = "[gw1] [ 20%] PASSED tests/a.py::test_one\n"
+    assert checks.outcome(124, interrupted)["state"] == checks.outcome(-9, interrupted)["state"] == "out of time"
+    assert checks.outcome(-9, interrupted + "[gw1] [ 30%] FAILED tests/a.py::test_two\n")["state"] == "failed"
+    assert checks.outcome(0, "== 84 skipped, 70 deselected in 8.51s ==")["state"] == "no test"
+    assert checks.outcome(0, "== 2 passed, 84 skipped in 8.51s ==")["state"] == "passed"
+
+
+def test_what_the_checks_name_exists() -> None:
+    assert {"tests/quantization/kernels/test_on_gpu.py", "tests/generation/engine/test_on_cuda.py"} <= set(
+        checks.of_a_gpu(ROOT)
+    )
+    for chosen, file in itertools.chain(*checks.SANITIZED.values()):
+        text = (ROOT / file).read_text()
+        names = [word for word in chosen.split() if word.startswith("test_")]
+        assert names and all(f"def {name}" in text for name in names), chosen
+    assert all((ROOT / each).exists() for each in (*checks.KERNELS, checks.SMOKE))
+
+
+# ---- the scripts ----------------------------------------------------------------------------------------------------
+
+
+PHASES = "right", "fast", "training"
 
 
 def script(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(SCRIPT), str(folder), *arguments],
-        env=os.environ | {"PYTHON": sys.executable} | environment,
+        ["bash", str(SCRIPT), *arguments],
+        env=os.environ | {"PYTHON": sys.executable, "GPU_BENCH_FOLDER": str(folder)} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=540,
     )
 
 
-def test_the_script_without_time_says_so_for_every_part(tmp_path: Path) -> None:
+def test_without_time_the_script_says_so_for_every_part_and_each_can_be_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "decode_default.json").write_text(json.dumps(decoded(3.5)))
-    ran = script(tmp_path, GPU_BENCH_SECONDS="0")
+    ran = script(tmp_path, *PHASES, GPU_BENCH_SECONDS="0")
     assert ran.returncode == 0, ran.stderr
     result = json.loads((tmp_path / summary.SUMMARY).read_text())
-    assert len(result["parts"]) == 14
+    assert len(result["parts"]) == 18
     assert result["parts"]["grpo"]["status"] == "skipped: no time left"
-    assert result["figures"][0]["measured"] == 3.5  # what an earlier run measured stays
+    assert figure_in(tmp_path, "none over generate, batch 1")["measured"] == 3.5  # what an earlier run measured stays
     assert "none over generate, batch 1" in ran.stdout
+    for name in result["parts"]:
+        grouped = name.startswith(("decode_", "checks_"))
+        module, _, group = name.partition("_") if grouped else (name, "", "")
+        with pytest.raises(SystemExit) as ended:
+            import_module(f"benchmarks.gpu.{module}").main([*(["--group", group] if group else []), "--help"])
+        assert ended.value.code == 0
+        assert not group or group in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("named", "parts"),
+    [
+        ("tail", {"tail"}),
+        pytest.param("fast", {"rounds", "profiling", "decode_default", "speculation"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_gives_one_archive_and_one_summary(named: str, parts: set[str], tmp_path: Path) -> None:
+    out, folder = tmp_path / "out", tmp_path / "kept"
+    ran = script(folder, named, OUT=str(out), GPU_BENCH_ARGS="--device cpu --shape tiny")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert sorted(path.name for path in out.iterdir()) == ["results.tar.gz", summary.SUMMARY]
+    with tarfile.open(out / "results.tar.gz") as archive:
+        names = archive.getnames()
+    assert {"./summary.json", *(f"./{part}.{end}" for part in parts for end in ("json", "log"))} <= set(names)
+    assert not any("cache" in name for name in names)
+    assert sum("trace_" in name for name in names) == (3 if "profiling" in parts else 0)
+    result = json.loads((out / summary.SUMMARY).read_text())
+    assert result["parts"].keys() == parts and all(result["results"][part]["measured"] for part in parts)
+
+
+def test_after_failed_tests_those_run_alone(tmp_path: Path) -> None:
+    (tmp_path / "checks_kernels.failed").touch()
+    ran = script(tmp_path, "fast", GPU_BENCH_SECONDS="0")
+    assert "they run again, alone" in ran.stdout
+    assert json.loads((tmp_path / summary.SUMMARY).read_text())["parts"].keys() == {"checks_kernels"}
+    ran = script(tmp_path, "rounds", GPU_BENCH_SECONDS="0")  # named
+    assert "rounds" in json.loads((tmp_path / summary.SUMMARY).read_text())["parts"]
 
 
 @pytest.mark.slow
-def test_the_script_runs_a_part_and_knows_their_names(tmp_path: Path) -> None:
-    ran = script(tmp_path, "decode_runners", GPU_BENCH_ARGS="--device cpu --shape tiny")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert json.loads((tmp_path / "decode_runners.json").read_text())["measured"]
-    failing = script(tmp_path, "refresh", PYTHON="false")
+def test_the_script_knows_its_parts_and_goes_on_after_one_that_fails(tmp_path: Path) -> None:
+    failing = script(tmp_path, "refresh", "checks_kernels", PYTHON="false")
     assert failing.returncode == 1 and "refresh: rc 1" in failing.stdout
     assert json.loads((tmp_path / "refresh.json").read_text())["status"] == "failed, rc 1"
-    unknown = script(tmp_path, "decode")
-    assert unknown.returncode == 2 and "part 'decode' is unknown" in unknown.stderr
+    assert (tmp_path / "checks_kernels.failed").exists() and (tmp_path / "results.tar.gz").exists()
+    for wrong in (["decode"], []):
+        unknown = script(tmp_path, *wrong)
+        assert unknown.returncode == 2 and "is unknown; choose right, fast or training" in unknown.stderr
+
+
+def test_the_wheels_are_those_of_the_pinned_releases(tmp_path: Path) -> None:
+    """pip is not run: `echo` shows what it is asked for."""
+    ran = subprocess.run(
+        ["bash", str(ROOT / "benchmarks/gpu/wheels.sh"), "more==1.0"],
+        env=os.environ | {"PYTHON": "echo", "WHEELS": str(tmp_path / "wheels")},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    asked = ran.stdout.splitlines()[0].split()
+    pinned = (ROOT / "constraints.txt").read_text().split()
+    names = {word.split("==")[0]: word in pinned for word in asked if "==" in word}
+    own = dict.fromkeys(("datasets", "dill", "multiprocess", "humming-kernels", "more"), False)
+    assert names == own | dict.fromkeys(
+        ("trl", "pydantic", "pydantic_core", "annotated-types", "typing-inspection"), True
+    )
