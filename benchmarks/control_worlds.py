@@ -99,8 +99,8 @@ class World:
     draft_lengths: Sequence[int] = DRAFT_LENGTHS
     prompt: float = PROMPT  # tokens of each
 
-    def __init__(self, cell: Cell, seed: int, rollouts: int = 8) -> None:
-        self.cell, self.seed = cell, seed
+    def __init__(self, cell: Cell, seed: int, rollouts: int = 8, wrong: Mapping[str, float] | None = None) -> None:
+        self.cell, self.seed, self.wrong = cell, seed, wrong or {}
         knee, copy, small = _MACHINES[cell.regime]
         self.machine: Rounds = Machine(knee * cell.batch, copy, small)
         self._draw_errors()
@@ -114,9 +114,14 @@ class World:
         """What a calibration believes of a round: the truth but for factors of plain rounds, drafts and verifying."""
         plain, drafting, verifying = self._errors
         seconds = self.machine.round_seconds
+        alone = seconds(batch, length, {}, 0)
         if not lengths:
-            return plain * seconds(batch, length, {}, 0)
-        drafts = seconds(batch, length, lengths, 0) - seconds(batch, length, {}, 0)
+            return plain * self.wrong.get("plain", 1.0) * alone
+        drafts = sum(
+            self.wrong.get(method, 1.0) * (seconds(batch, length, {method: count}, 0) - alone)
+            for method, count in lengths.items()
+        )
+        verifying *= self.wrong.get("verify", 1.0)
         return drafting * drafts + verifying * seconds(batch, length, {}, width)
 
     def _rollout(self, number: int) -> Rollout:
