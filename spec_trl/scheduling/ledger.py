@@ -82,7 +82,7 @@ class Times:
             aside: it compiled, or touched memory for the first time, and the next ones will not.
         """
         ratios, counts = np.array(log_ratios), np.ones(len(log_ratios), dtype=bool)
-        form = self.terms([kind], [shares])
+        form = self.weights([kind], None, [shares])
         covariance, places = self._covariance, self._terms(kind)
         covariance[0, 0] += len(ratios) * DRIFT**2
         if kind.methods:  # drafts that got slower look like a slower machine, until an autoregressive round tells
@@ -128,20 +128,23 @@ class Times:
         self._covariance = covariance - np.outer(cross, cross / spread)
         return counts
 
-    def terms(self, kinds: Sequence[Kind], shares: Sequence[Sequence[float]], baseline: Kind | None = None) -> Terms:
-        """How rounds of `kinds` differ from their predictions, or from `baseline`, an autoregressive one. `shares` of
-        each kind: as `observe` takes them."""
-        own = [self._terms(kind) for kind in (*kinds, *([baseline] if baseline else []))]  # may add terms
-        most = max(len(kind.methods) for kind in kinds) if kinds else 0
+    def weights(
+        self, kinds: Sequence[Kind], baseline: Kind | None, shares: Sequence[Sequence[float]] | None = None
+    ) -> Terms:
+        """By which terms rounds of `kinds` differ from `baseline`, an autoregressive one, or, where that is None, from
+        their predictions. `shares` of each kind: as `observe` takes them."""
+        own = [self._terms(kind) for kind in kinds]  # may add terms
+        less = self._terms(baseline) if baseline else []
+        most = max(len(kind.methods) for kind in kinds)
         weights = np.zeros((len(kinds), len(self._mean)))
         methods, parts = np.zeros((len(kinds), most), dtype=np.int64), np.zeros((len(kinds), most))
-        for row, (kind, places, each) in enumerate(zip(kinds, own, shares, strict=False)):
-            count = len(kind.methods)
+        for row, (kind, places) in enumerate(zip(kinds, own, strict=True)):
+            if count := len(kind.methods):
+                methods[row, :count] = places[:count]
+                parts[row, :count] = shares[row] if shares and shares[row] else 1 / count
             weights[row, places[count:]] = 1.0
-            methods[row, :count], parts[row, :count] = places[:count], each or np.ones(count) / max(count, 1)
-        weights[:, 0] = 1.0 - (baseline is not None)
-        if baseline is not None:
-            weights[:, own[-1]] -= 1.0
+        weights[:, less] -= 1.0
+        weights[:, 0] = 0.0 if baseline else 1.0
         return Terms(weights, methods, parts)
 
     def _linear(self, form: Terms) -> tuple[Floats, Floats]:

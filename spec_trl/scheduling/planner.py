@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .account import FAILED, INCOME, MOST_SAVED, Account, decision, no_budget, promise, too_many_rows
+from .account import FAILED, INCOME, MOST_SAVED, Account, decision, first_trial, no_budget, promise, too_many_rows
 from .assignment import YARDSTICK, further_method
 from .control import Candidate, Chain, Control, RoundSeconds, Tally
 from .ladder import NO_METHOD
@@ -236,25 +236,29 @@ class Planner(Control):
         gains = np.minimum(gains - offsets, table.most)  # no draft makes a round shorter
         # Each of its rounds commits a token per row at least, so it costs at most this many autoregressive rounds.
         ratios = table.seconds[:, -1] / table.plain * np.exp(offsets)
+        # A first trial is covered as predicted: it is one round of the shortest γ, and what it will cost nobody knows.
         caution = np.where(table.untried, 0.0, CAUTION)
         tokens = np.maximum(np.exp(gains - caution * np.sqrt(unsure)) * ratios, 1.0)
         worst = ratios * np.exp(caution * np.sqrt(variances)) - tokens  # [arms]
-        allowed = (worst <= self.saved) & (self.times.rounds > 0) & ~table.waits & [self._may_draft(arm) for arm in table.arms]
+        # What is saved while nothing drafts lets it doubt more: else a few unlucky drafts would rule a method out.
+        doubt = 1 + (max(self.saved, 0.0) / MOST_SAVED if self._kept.arm == PLAIN else 0.0)
         begins = math.log1p(self._margin) if self._kept.arm == PLAIN else 0.0
         served = [self._may_draft(arm) for arm in table.arms]
-        hopes = np.where(served, gains + (1 + max(self.saved, 0.0) / MOST_SAVED * (self._kept.arm == PLAIN)) * np.sqrt(variances + unsure + table.untried) - begins, -np.inf)
-        of_methods = hopes[: len(self._singles)].reshape(len(self.candidates), -1)  # [M, Γ]
-        of_methods[:, 0] = np.where(table.untried[: len(self._singles)].reshape(of_methods.shape)[:, 0], of_methods.max(1), of_methods[:, 0])
-        firsts = worst[(hopes > 0) & (table.untried > 0) & ~table.waits]
-        self._needed = float(firsts.min(initial=math.inf)) if len(firsts) else 0.0
-        hopes = np.where(allowed, hopes, -np.inf)
+        hopes = np.where(served, gains + doubt * np.sqrt(variances + unsure + table.untried) - begins, -np.inf)
+        firsts = np.flatnonzero((table.untried > 0) & ~table.waits)
+        for at in firsts:  # a first trial tells of all γ of its method
+            hopes[at] = hopes[at : at + len(self._lengths)].max()
+        next_trial = min(((float(worst[at]), int(at)) for at in firsts if hopes[at] > 0), default=None)
+        self._needed = next_trial[0] if next_trial else 0.0
+        known = (table.untried == 0) | (self.times.rounds > 0)  # a trial is compared with an autoregressive round
+        hopes = np.where((worst <= self.saved) & known & ~table.waits, hopes, -np.inf)
         best = int(hopes.argmax())
         self._gain = math.exp(gains[best])
         chosen = table.arms[best] if hopes[best] > 0 else PLAIN
         if chosen.chains:
             self._say(chosen, self._gain, "drafting")
         else:
-            self._say_why_not(table.arms, gains, worst)
+            self._say_why_not(table.arms, gains, worst, None if next_trial is None else next_trial[1])
         return chosen
 
     def _say(self, arm: Arm, gain: float, then: str) -> None:
@@ -263,8 +267,9 @@ class Planner(Control):
         said = promise(names, gain, self._batch, self._length_then, by="promises")
         self._said = Account(gain, f"{said}: {then}")
 
-    def _say_why_not(self, arms: Sequence[Arm], gains: Floats, worst: Floats) -> None:
-        """Says of the arm that promises most why it does not draft; nothing after drafts of this rollout."""
+    def _say_why_not(self, arms: Sequence[Arm], gains: Floats, worst: Floats, trial: int | None) -> None:
+        """Says of the arm that promises most why it does not draft, or when arm `trial` will; nothing after drafts of
+        this rollout."""
         if any(tally.rounds for tally in self.tallies):
             return
         served = [self._may_draft(arm) for arm in arms]
@@ -272,8 +277,11 @@ class Planner(Control):
             left = [each.max_rows for which, each in enumerate(self.candidates) if which not in self._dropped]
             self._said = Account(None, too_many_rows(self._batch, max(left)) if left else FAILED)
             return
-        best = int(np.where(served, gains, -np.inf).argmax())
+        best = int(np.where(served, gains, -np.inf).argmax()) if trial is None else trial
         gain = math.exp(gains[best])
+        if trial is not None:
+            self._say(arms[trial], gain, first_trial(worst[trial], self.saved))
+            return
         too_little = gain < 1 + self._margin
         self._say(arms[best], gain, decision(gain, self._margin) if too_little else no_budget(worst[best], self.saved))
 
@@ -324,12 +332,12 @@ class Planner(Control):
                 arms,
                 np.array([self._seconds(arm)[:batch] for arm in arms]),
                 self._seconds(PLAIN)[batch - 1],
-                self.times.terms(
-                    [self._kind(arm, batch) for arm in arms], [self._shares(arm) for arm in arms],
-                    self._kind(PLAIN, batch),
+                self.times.weights(
+                    [self._kind(arm, batch) for arm in arms], self._kind(PLAIN, batch),
+                    [self._shares(arm) for arm in arms],
                 ),
                 np.array([(UNTRIED * sum(self._shares(arm))) ** 2 * self._is_untried(arm) for arm in arms]),
-                np.array([self._is_untried(arm) and arm.width > self._lengths[0] for arm in arms]),
+                np.array([self._is_untried(arm) and (len(arm.chains) > 1 or arm.width > self._lengths[0]) for arm in arms]),
                 np.log1p([max(length for _, length in arm.chains) for arm in arms]),
                 np.array([(own[0], own[-1]) for own in places]),
             )
@@ -378,7 +386,7 @@ class Planner(Control):
             if kept.arm.chains:
                 plain = self._plain_seconds()
                 # After a jump of the machine drafts may seem cheap, as nothing else was measured: no credit for that.
-                terms = self.times.terms([kind], [kept.shares], self._kind(PLAIN, kept.batch))
+                terms = self.times.weights([kind], self._kind(PLAIN, kept.batch), [kept.shares])
                 doubt = math.sqrt(max(self.times.offsets(terms)[1].item() - KNOWN, 0.0))
                 seconds, tokens = measured[counts].sum(0)
                 gained = tokens / kept.batch - seconds / plain * math.exp(CAUTION * doubt)
