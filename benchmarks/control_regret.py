@@ -1,9 +1,12 @@
 """How far a control stays behind an oracle, and whether it is ever slower than no drafts: on simulated worlds.
 
 15 cells (1, 4, 16, 64 rows, and 16 with refill; drafting pays, hardly pays, or hurts), each with eight rollouts in a
-row from a fresh start, under four kinds of noise. No clock is read: the table is the same on each machine.
+row from a fresh start, under six kinds of noise. No clock is read: the table is the same on each machine.
+Where the planner is told wrongly (`--probes`), rollouts follow until plain decoding has taken 1,500 rounds.
 
     python -m benchmarks.control_regret --worlds 3
+    python -m benchmarks.control_regret --worlds 1 --noises 5% --probes all \
+        --output benchmarks/results/control_regret_probes.json
     python -m benchmarks.control_regret --log output_dir     # on what a training run recorded
 """
 
@@ -17,7 +20,7 @@ from spec_trl.scheduling.control import Candidate
 from spec_trl.scheduling.ledger import Drafts, Times
 from spec_trl.scheduling.planner import Planner
 
-from .control_worlds import CELLS, NOISES, Bounds, Cell, Clock, World, decode, noise_named
+from .control_worlds import CELLS, NOISES, PROBES, Bounds, Cell, Clock, Decoder, World, decode, noise_named
 from .measure import Finding, add_machine_arguments, begin, findings_table, shown, write_result
 from .recorded_world import RecordedWorld
 
@@ -46,9 +49,27 @@ class Outcome:
         return [taken / plain for taken, plain in zip(self.taken, self.plain, strict=True)]
 
 
-def run(world: World, noise: str, planning: float = 0.0, methods: Sequence[str] = ()) -> Outcome:
-    """All rollouts of `world` one after the other under one planner, which sees a plan take `planning` seconds."""
-    clock, bounds, off = Clock(planning), Bounds(world), noise_named(noise, world.seed)
+HORIZON = 1500  # rounds of plain decoding, within which a planner that is told wrongly finds out
+
+
+def long_world(cell: Cell, seed: int, wrong: str) -> World:
+    """As many rollouts as plain decoding decodes in at least `HORIZON` rounds: 3 to 28, by the cell."""
+    rounds, rollouts = 0, 0
+    while rounds < HORIZON:
+        rollouts += 1
+        state = Decoder(World(cell, seed, rollouts), rollouts - 1)
+        while state.rows:
+            state.play((), 1)
+            rounds += 1
+    return World(cell, seed, rollouts, wrong)
+
+
+def run(
+    world: World, noise: str, planning: float = 0.0, methods: Sequence[str] = (), bounds: Bounds | None = None
+) -> Outcome:
+    """All rollouts of `world` one after the other under one planner, which sees a plan take `planning` seconds. What a
+    planner is told does not move `bounds`."""
+    clock, bounds, off = Clock(planning), bounds or Bounds(world), noise_named(noise, world.seed)
     control = planner(world, clock, methods)
     taken = [decode(control, world, number, off, clock).seconds for number in range(len(world.rollouts))]
     return Outcome(world.cell, taken, bounds.plain, bounds.fixed, bounds.oracle)
@@ -100,6 +121,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--worlds", type=int, default=3, help="of each cell, from --seed on (default: %(default)s)")
     parser.add_argument("--noises", nargs="+", default=NOISES, choices=NOISES)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64], help="rows (default: %(default)s)")
+    parser.add_argument("--probes", nargs="+", default=["right"], choices=[*PROBES, "all"],
+        help="what the planner is told of rounds (default: right within a few per cent)")  # fmt: skip
     parser.add_argument("--log", type=Path, help="output_dir of a run, whose rollouts are replayed; writes no result")
     parser.add_argument("--planning", type=float, default=0.0,
         help="autoregressive rounds that making a plan seems to take (default: %(default)s)")  # fmt: skip
@@ -107,20 +130,31 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     machine, seeds = begin(options), range(options.seed, options.seed + options.worlds)
     cells = [cell for cell in CELLS if cell.batch in options.batches]
+    options.probes = list(PROBES) if "all" in options.probes else options.probes
+    wrong = options.probes != ["right"]
     if options.log is None:
-        worlds = [World(cell, seed) for cell in cells for seed in seeds]
+        make = (lambda cell, seed: long_world(cell, seed, "right")) if wrong else World
+        worlds = [make(cell, seed) for cell in cells for seed in seeds]
     else:
+        if wrong:
+            parser.error("--log replays what a run was told; leave out --probes")
         worlds = [RecordedWorld(options.log, seed) for seed in seeds]
-    found = []
+    found, bounds = [], [Bounds(world) for world in worlds]
     for noise in options.noises:
-        outcomes = [run(world, noise, options.planning) for world in worlds]
-        found += findings(noise, Summary.of(outcomes), options.log is None and 1 in options.batches)
+        for probe in options.probes:
+            for world in worlds:
+                world.wrong = PROBES[probe]
+            outcomes = [run(world, noise, options.planning, (), own) for world, own in zip(worlds, bounds, strict=True)]
+            alone = options.log is None and 1 in options.batches
+            named = noise if options.probes == ["right"] else f"{noise}, probe {probe}"
+            found += findings(named, Summary.of(outcomes), alone)
     if options.log is not None:
         print(f"{worlds[0].cell.batch} rows, {', '.join(worlds[0].methods)}\n{findings_table(found)}")
         return
     write_result(
         options.output, "never_slower", "The planner on simulated worlds",
-        f"{len(cells)} cells of {options.worlds} worlds each, eight rollouts in a row from a fresh start; three "
+        f"{len(cells)} cells of {options.worlds} worlds each, {f'rollouts of {HORIZON} plain rounds' if wrong else 'eight rollouts'} in "
+        "a row from a fresh start; three "
         "drafters at γ 2, 5, 10. Times are formulas, and the same on each machine. The oracle knows all times and "
         "texts, and chooses anew every 12 rounds. "
         f"To the planner, making a plan takes {options.planning} of an autoregressive round; its time is not counted.",

@@ -43,6 +43,17 @@ CELLS = [Cell(batch, regime) for batch in (1, 4, 16, 64) for regime in REGIMES]
 CELLS += [Cell(16, regime, refill=3) for regime in REGIMES]
 
 
+PROBES: dict[str, dict[str, float]] = {"right": {}}
+"""By what a prediction is off beyond a calibration's errors: the draft seconds of a method, the seconds of plain rounds
+("plain": the host was left out) or of verifying ("verify")."""
+PROBES |= {
+    f"{part} {sign}{times}": {part: times if sign == "x" else 1 / times}
+    for part in NETWORKS for times in (3, 6) for sign in "x/"
+}  # fmt: skip
+PROBES |= {"self, model x6": {"self": 6.0, "model": 6.0}, "plain /3": {"plain": 1 / 3}, "plain x3": {"plain": 3.0}}
+PROBES |= {"verify x3": {"verify": 3.0}, "verify /3": {"verify": 1 / 3}}
+
+
 class Rounds(Protocol):
     """A machine's true seconds."""
 
@@ -92,15 +103,15 @@ class Rollout:
 
 
 class World:
-    """A cell with its machine and `rollouts` consecutive rollouts."""
+    """A cell with its machine and `rollouts` consecutive rollouts. `wrong`: one of `PROBES`; the truth is the same."""
 
     methods: Sequence[str] = METHODS
     networks: Sequence[str] = NETWORKS  # those of `methods` that run forwards; others look up
     draft_lengths: Sequence[int] = DRAFT_LENGTHS
     prompt: float = PROMPT  # tokens of each
 
-    def __init__(self, cell: Cell, seed: int, rollouts: int = 8) -> None:
-        self.cell, self.seed = cell, seed
+    def __init__(self, cell: Cell, seed: int, rollouts: int = 8, wrong: str = "right") -> None:
+        self.cell, self.seed, self.wrong = cell, seed, PROBES[wrong]
         knee, copy, small = _MACHINES[cell.regime]
         self.machine: Rounds = Machine(knee * cell.batch, copy, small)
         self._draw_errors()
@@ -114,9 +125,14 @@ class World:
         """What a calibration believes of a round: the truth but for factors of plain rounds, drafts and verifying."""
         plain, drafting, verifying = self._errors
         seconds = self.machine.round_seconds
+        alone = seconds(batch, length, {}, 0)
         if not lengths:
-            return plain * seconds(batch, length, {}, 0)
-        drafts = seconds(batch, length, lengths, 0) - seconds(batch, length, {}, 0)
+            return plain * self.wrong.get("plain", 1.0) * alone
+        drafts = sum(
+            self.wrong.get(method, 1.0) * (seconds(batch, length, {method: count}, 0) - alone)
+            for method, count in lengths.items()
+        )
+        verifying *= self.wrong.get("verify", 1.0)
         return drafting * drafts + verifying * seconds(batch, length, {}, width)
 
     def _rollout(self, number: int) -> Rollout:

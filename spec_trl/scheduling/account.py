@@ -48,3 +48,12 @@ def no_budget(worst: float, saved: float) -> str:
     rounds = math.ceil((worst - saved) / INCOME)
     when = f"for about {rounds} more rounds, until the account covers a trial (longer completions help)"
     return f"decoding plainly {when}"
+
+
+def first_trial(cost: float, saved: float) -> str:
+    """Says when something is tried that nothing has measured yet, however little it promises: that may be a wrong
+    prediction. The trial is predicted to cost `cost` autoregressive rounds."""
+    if cost > MOST_SAVED:
+        return no_budget(cost, saved)
+    rounds = max(math.ceil((cost - saved) / INCOME), 1)
+    return f"decoding plainly for about {rounds} more rounds, until the account covers a first trial"

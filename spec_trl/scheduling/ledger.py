@@ -20,7 +20,10 @@ DRIFT = 0.02  # sd by which the machine's level moves in a round, and plain roun
 CELL_ERROR = 0.1  # sd of log(measured / predicted) of a plan and size beyond its method's, and of a calibrated method
 NOISE = 0.02, 0.05  # least, and first, sd of a round's time: formulas are no truer than 2 %
 SURPRISE = 3.0  # sds beyond which something has jumped: a machine's noise has such errors once in 400 rounds
+UNTRIED = math.log(6)  # sd of a method's term when it is first measured: a probe may be off six times, at 1.5 sds
+LEAST_SHARE = 0.3  # of a drafted round that its method's term moves at least: lookups and the host are in no prediction
 SHOCKS = 20  # rounds of a kind, of which one may be set aside as a shock; more often they are no shocks
+STEPS = 5  # of a fit of a method's term: one that is off by e^2 is then found within 1 %
 FADE = 0.95  # weight of the noise and of a row's evidence one round, and of all evidence one rollout, later
 FIRST_GUESS = 0.6, 2.0  # acceptance of a method that never drafted, and the draft positions that this guess counts
 LIKENESS = 15.0  # draft positions that a method counts for beside a prompt's own, and a prompt beside a row's own
@@ -36,18 +39,28 @@ class Kind(NamedTuple):
     size: int  # bit length of the number of rows
 
 
+class Terms(NamedTuple):
+    """What makes up rounds of several kinds beside an autoregressive one; M methods at most draft in one."""
+
+    weights: Floats  # [kinds, terms] of the terms that add up: level and kinds
+    methods: Integers  # [kinds, M], places of the methods' terms
+    shares: Floats  # [kinds, M] of the predicted round that each method adds to an autoregressive one; 0: none
+
+
 class Times:
     """How rounds differ from their prediction: log(measured / predicted) is
 
-        the machine's level  +  a term of each method  +  a term of the kind of round  +  noise
+        the machine's level  +  log(1 + Σ share (exp(a term of each method) - 1))  +  a term of the kind  +  noise
 
-    in one Kalman filter. The level wanders and jumps, the others hardly move. So what all rounds share (contention, a
+    in one Kalman filter. A method's share of the predicted round is what it adds to an autoregressive one: a wrong
+    draft time is wrong by one factor at every γ. The level wanders and jumps, the others hardly move. So what all rounds share (contention, a
     slow clock, an error of the whole prediction) cancels where kinds are compared, and one is blamed only for what
     rounds of other kinds do not show. Autoregressive rounds become less certain while others run: so a control comes
     back to them before long, and sees whether drafts still gain.
 
     Args:
-        method_error: sd of a method's term before it was measured, in log seconds.
+        method_error: sd of a method's term before it was measured, in log seconds, as an account covers it. The first
+            measurement may find it off by far more (`UNTRIED`).
     """
 
     def __init__(self, method_error: float) -> None:
@@ -57,37 +70,43 @@ class Times:
         self._noise = NOISE[1] ** 2
         self._last: Kind | None = None
         self._next_shock: dict[Kind, int] = {}  # the round from which on one of the kind may be set aside again
+        self.tried: set[str] = set()  # methods of which a round counted
         self.rounds = 0
 
-    def observe(self, kind: Kind, *log_ratios: float) -> Bools:
-        """Takes rounds in a row: log(measured / predicted), finite numbers.
+    def observe(self, kind: Kind, *log_ratios: float, shares: Sequence[float] = ()) -> Bools:
+        """Takes rounds in a row: log(measured / predicted), finite numbers. `shares`: as in `Terms`, of each method;
+        without: all of the round, in equal parts.
 
         Returns:
             `[rounds]`: which of them count. One round of a kind in `SHOCKS` that took far longer than expected is set
             aside: it compiled, or touched memory for the first time, and the next ones will not.
         """
         ratios, counts = np.array(log_ratios), np.ones(len(log_ratios), dtype=bool)
-        terms = self._terms(kind)
-        mean, covariance, places = self._mean, self._covariance, [0, *terms]
+        form = self.weights([kind], None, [shares])
+        covariance, places = self._covariance, self._terms(kind)
         covariance[0, 0] += len(ratios) * DRIFT**2
         if kind.methods:  # drafts that got slower look like a slower machine, until an autoregressive round tells
             plain = [place for name, place in self._places.items() if isinstance(name, Kind) and not name.methods]
             covariance[plain, plain] += len(ratios) * DRIFT**2
+        (expected,), (slopes,) = self._linear(form)
+        spread = slopes @ covariance @ slopes + self._noise
         longest = int(ratios.argmax())
         others = np.delete(ratios, longest)
-        expected, spread = mean[places].sum(), covariance[np.ix_(places, places)].sum() + self._noise
+        usual, deviation = expected, spread
         if len(others):
-            expected, spread = others.mean(), self._noise * (1 + 1 / len(others))
-        if ratios[longest] - expected > SURPRISE * math.sqrt(spread) and self.rounds >= self._next_shock.get(kind, 0):
+            usual, deviation = others.mean(), self._noise * (1 + 1 / len(others))
+        if ratios[longest] - usual > SURPRISE * math.sqrt(deviation) and self.rounds >= self._next_shock.get(kind, 0):
             counts[longest] = False
             self._next_shock[kind] = self.rounds + len(ratios) + SHOCKS
         self.rounds += len(ratios)
         ratios = ratios[counts]
         if not len(ratios):
             return counts
-        error = float(ratios.mean()) - mean[places].sum()
-        cross = covariance[:, places].sum(1)  # [terms]
-        spread = cross[places].sum() + self._noise / len(ratios)
+        for name in set(kind.methods) - self.tried:
+            covariance[self._places[name], self._places[name]] = UNTRIED**2
+            self.tried.add(name)
+        noise, found = self._noise / len(ratios), float(ratios.mean())
+        error, spread = found - expected, slopes @ covariance @ slopes + noise
         surprise = error * error / spread
         scatter, told = surprise * self._noise, 1  # how far it was off, or rounds were from each other
         if len(ratios) > 1:
@@ -98,29 +117,51 @@ class Times:
             # The machine has jumped; or, where drafts ran, their prediction is off: an autoregressive round will tell.
             covariance[0, 0] += error * error
             if kind.methods and kind != self._last:
-                covariance[terms, terms] += error * error / len(terms)
-            cross = covariance[:, places].sum(1)
-            spread = cross[places].sum() + self._noise / len(ratios)
+                covariance[places, places] += (error / slopes[places]) ** 2 / len(places)
         self._last = kind
-        mean += cross * (error / spread)
-        covariance -= np.outer(cross, cross / spread)
+        before = self._mean.copy()
+        for _ in range(STEPS if kind.methods else 1):  # the mean is where the line that is fitted touches the curve
+            (expected,), (slopes,) = self._linear(form)
+            cross = covariance @ slopes  # [terms]
+            spread = slopes @ cross + noise
+            self._mean = before + cross * ((found - expected - slopes @ (before - self._mean)) / spread)
+        self._covariance = covariance - np.outer(cross, cross / spread)
         return counts
 
-    def weights(self, kinds: Sequence[Kind], baseline: Kind) -> Floats:
-        """`[kinds, terms]`: by which terms rounds of `kinds` differ from `baseline`, an autoregressive one."""
-        own = [self._terms(kind) for kind in (baseline, *kinds)]  # may add terms
+    def weights(
+        self, kinds: Sequence[Kind], baseline: Kind | None, shares: Sequence[Sequence[float]] | None = None
+    ) -> Terms:
+        """By which terms rounds of `kinds` differ from `baseline`, an autoregressive one, or, where that is None, from
+        their predictions. `shares` of each kind: as `observe` takes them."""
+        own = [self._terms(kind) for kind in kinds]  # may add terms
+        less = self._terms(baseline) if baseline else []
+        most = max(len(kind.methods) for kind in kinds)
         weights = np.zeros((len(kinds), len(self._mean)))
-        for row, places in zip(weights, own[1:], strict=True):
-            row[places] += 1.0
-        weights[:, own[0]] -= 1.0
-        return weights
+        methods, parts = np.zeros((len(kinds), most), dtype=np.int64), np.zeros((len(kinds), most))
+        for row, (kind, places) in enumerate(zip(kinds, own, strict=True)):
+            if count := len(kind.methods):
+                methods[row, :count] = places[:count]
+                parts[row, :count] = shares[row] if shares and shares[row] else 1 / count
+            weights[row, places[count:]] = 1.0
+        weights[:, less] -= 1.0
+        weights[:, 0] = 0.0 if baseline else 1.0
+        return Terms(weights, methods, parts)
 
-    def offsets(self, weights: Floats) -> tuple[Floats, Floats]:
+    def _linear(self, form: Terms) -> tuple[Floats, Floats]:
+        """What is expected of them, in logarithms `[kinds]`, and its slopes by the terms `[kinds, terms]`."""
+        parts = form.shares * np.exp(self._mean[form.methods])  # [kinds, M]
+        whole = 1 - form.shares.sum(1) + parts.sum(1)  # [kinds]
+        slopes = form.weights.copy()
+        np.add.at(slopes, (np.arange(len(slopes))[:, None], form.methods), parts / whole[:, None])
+        return form.weights @ self._mean[: slopes.shape[1]] + np.log(whole), slopes
+
+    def offsets(self, form: Terms) -> tuple[Floats, Floats]:
         """How much longer rounds take than their predictions say, beside the baseline: mean and variance of the
-        logarithm, `[kinds]` each. `weights` may have been made before the last terms were added."""
-        terms = weights.shape[1]
-        variances = ((weights @ self._covariance[:terms, :terms]) * weights).sum(1)
-        return weights @ self._mean[:terms], np.maximum(variances, 0.0)
+        logarithm, `[kinds]` each. `form` may have been made before the last terms were added."""
+        means, slopes = self._linear(form)
+        terms = slopes.shape[1]
+        variances = ((slopes @ self._covariance[:terms, :terms]) * slopes).sum(1)
+        return means, np.maximum(variances, 0.0)
 
     def seconds(self, kind: Kind, predicted: float) -> float:
         """What a round of `kind` takes now."""
@@ -159,6 +200,7 @@ class Times:
             "covariance": self._covariance.tolist(),
             "noise": self._noise,
             "rounds": self.rounds,
+            "tried": sorted(self.tried),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,6 +223,7 @@ class Times:
         self._mean, self._covariance = mean, covariance
         self._covariance[0, 0] += 1.0
         self._noise, self.rounds, self._next_shock = state["noise"], state["rounds"], {}
+        self.tried = set(state["tried"])
 
 
 @dataclass

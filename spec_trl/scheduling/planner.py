@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .account import FAILED, INCOME, MOST_SAVED, Account, decision, no_budget, promise, too_many_rows
+from .account import FAILED, INCOME, MOST_SAVED, Account, decision, first_trial, no_budget, promise, too_many_rows
 from .assignment import YARDSTICK, further_method
 from .control import Candidate, Chain, Control, RoundSeconds, Tally
 from .ladder import NO_METHOD
-from .ledger import Drafts, Floats, Integers, Kind, Times
+from .ledger import LEAST_SHARE, UNTRIED, Bools, Drafts, Floats, Integers, Kind, Terms, Times
 from .plain_decoding import PlainRounds
 
 
@@ -49,7 +49,9 @@ class _Table(NamedTuple):
     arms: tuple[Arm, ...]
     seconds: Floats  # [arms, B], predicted of rounds of 1 to B rows
     plain: float  # of an autoregressive round of B rows
-    weights: Floats  # [arms, terms], see `Times.weights`
+    terms: Terms  # by which seconds are corrected
+    untried: Floats  # [arms], variance of log seconds beyond the ledger's while a method was never measured
+    waits: Bools  # [arms], whether another arm must first tell of a method that was never measured
     most: Floats  # [arms], log of the most tokens that a round may commit for a row: γ + 1
     drafts: Integers  # [arms, 2], places of their drafters at their γ in `Drafts.variances`
 
@@ -62,6 +64,7 @@ class _Kept:
     requests: list[int]
     waiting: bool
     width: int = 0  # most draft tokens of a row
+    shares: tuple[float, ...] = ()  # of the round that each chain adds, see `Terms`
     predicted: float = math.nan  # seconds of a round
     chains: tuple[Chain, ...] = ()
     lasts: float = 0.0  # seconds of rounds after which another one is made
@@ -69,7 +72,6 @@ class _Kept:
     failed: bool = False  # whether a drafter did: the round is of no kind, and its verdicts are none
     plain: float = math.nan  # seconds of an autoregressive round instead, by what was known
     gain: float = math.nan  # expected, of the tokens per second
-    variance: float = math.nan  # of its logarithm, for want of rounds
     measured: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of each round
     verdicts: list[tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]] = field(default_factory=list)
 
@@ -131,7 +133,7 @@ class Planner(Control):
         self._kind = lru_cache(self._kind_of)
         self.listens_to = [which for which, candidate in enumerate(self.candidates) if not candidate.is_network]
         self.most_listened = int(self._lengths[-1])
-        self.saved = 0.0
+        self.saved = self._needed = 0.0
         self.tallies = [Tally() for _ in self.candidates]
         self.begin(1, [])
 
@@ -152,7 +154,7 @@ class Planner(Control):
         self._predicted: dict[Arm, Floats] = {}
         self._length_then = math.nan
         self.drafts.begin(prompts)
-        self.saved = min(self.saved, CARRIED)
+        self.saved = min(self.saved, max(CARRIED, self._needed))
         self.tallies = [Tally() for _ in self.candidates]
         self._dropped: set[int] = set()
         self._tables: dict[tuple[tuple[Arm, ...], int], _Table] = {}
@@ -218,8 +220,8 @@ class Planner(Control):
             gains = self._log_gains(table, taus, waiting)
         arm = self._choose(table, gains)
         kept = _Kept(
-            arm, list(requests), waiting > 0, arm.width, float(self._seconds(arm)[self._batch - 1]),
-            gain=self._gain, variance=self._variance,
+            arm, list(requests), waiting > 0, arm.width, self._shares(arm), float(self._seconds(arm)[self._batch - 1]),
+            gain=self._gain,
         )  # fmt: skip
         for which, chosen in kept.arm.chains:
             self.candidates[which].draft_length = chosen
@@ -229,23 +231,34 @@ class Planner(Control):
 
     def _choose(self, table: _Table, gains: Floats) -> Arm:
         """The arm of largest optimistic gain that the account covers; `gains` `[arms]` are the predicted ones."""
-        offsets, variances = self.times.offsets(table.weights)
+        offsets, variances = self.times.offsets(table.terms)
         unsure = self.drafts.variances(int(self._lengths[-1])).ravel()[table.drafts].max(1)  # [arms]
         gains = np.minimum(gains - offsets, table.most)  # no draft makes a round shorter
         # Each of its rounds commits a token per row at least, so it costs at most this many autoregressive rounds.
         ratios = table.seconds[:, -1] / table.plain * np.exp(offsets)
-        tokens = np.maximum(np.exp(gains - CAUTION * np.sqrt(unsure)) * ratios, 1.0)
-        worst = ratios * np.exp(CAUTION * np.sqrt(variances)) - tokens  # [arms]
-        allowed = (worst <= self.saved) & [self._may_draft(arm) for arm in table.arms]
+        # A first trial is covered as predicted: it is one round of the shortest γ, and what it will cost nobody knows.
+        caution = np.where(table.untried, 0.0, CAUTION)
+        tokens = np.maximum(np.exp(gains - caution * np.sqrt(unsure)) * ratios, 1.0)
+        worst = ratios * np.exp(caution * np.sqrt(variances)) - tokens  # [arms]
+        # What is saved while nothing drafts lets it doubt more: else a few unlucky drafts would rule a method out.
+        doubt = 1 + (max(self.saved, 0.0) / MOST_SAVED if self._kept.arm == PLAIN else 0.0)
         begins = math.log1p(self._margin) if self._kept.arm == PLAIN else 0.0
-        hopes = np.where(allowed, gains + np.sqrt(variances + unsure) - begins, -np.inf)
+        served = [self._may_draft(arm) for arm in table.arms]
+        hopes = np.where(served, gains + doubt * np.sqrt(variances + unsure + table.untried) - begins, -np.inf)
+        firsts = np.flatnonzero((table.untried > 0) & ~table.waits)
+        for at in firsts:  # a first trial tells of all γ of its method
+            hopes[at] = hopes[at : at + len(self._lengths)].max()
+        next_trial = min(((float(worst[at]), int(at)) for at in firsts if hopes[at] > 0), default=None)
+        self._needed = next_trial[0] if next_trial else 0.0
+        known = (table.untried == 0) | (self.times.rounds > 0)  # a trial is compared with an autoregressive round
+        hopes = np.where((worst <= self.saved) & known & ~table.waits, hopes, -np.inf)
         best = int(hopes.argmax())
-        self._gain, self._variance = math.exp(gains[best]), float(variances[best])
+        self._gain = math.exp(gains[best])
         chosen = table.arms[best] if hopes[best] > 0 else PLAIN
         if chosen.chains:
             self._say(chosen, self._gain, "drafting")
         else:
-            self._say_why_not(table.arms, gains, worst)
+            self._say_why_not(table.arms, gains, worst, None if next_trial is None else next_trial[1])
         return chosen
 
     def _say(self, arm: Arm, gain: float, then: str) -> None:
@@ -254,8 +267,9 @@ class Planner(Control):
         said = promise(names, gain, self._batch, self._length_then, by="promises")
         self._said = Account(gain, f"{said}: {then}")
 
-    def _say_why_not(self, arms: Sequence[Arm], gains: Floats, worst: Floats) -> None:
-        """Says of the arm that promises most why it does not draft; nothing after drafts of this rollout."""
+    def _say_why_not(self, arms: Sequence[Arm], gains: Floats, worst: Floats, trial: int | None) -> None:
+        """Says of the arm that promises most why it does not draft, or when arm `trial` will; nothing after drafts of
+        this rollout."""
         if any(tally.rounds for tally in self.tallies):
             return
         served = [self._may_draft(arm) for arm in arms]
@@ -263,8 +277,11 @@ class Planner(Control):
             left = [each.max_rows for which, each in enumerate(self.candidates) if which not in self._dropped]
             self._said = Account(None, too_many_rows(self._batch, max(left)) if left else FAILED)
             return
-        best = int(np.where(served, gains, -np.inf).argmax())
+        best = int(np.where(served, gains, -np.inf).argmax()) if trial is None else trial
         gain = math.exp(gains[best])
+        if trial is not None:
+            self._say(arms[trial], gain, first_trial(worst[trial], self.saved))
+            return
         too_little = gain < 1 + self._margin
         self._say(arms[best], gain, decision(gain, self._margin) if too_little else no_budget(worst[best], self.saved))
 
@@ -307,7 +324,7 @@ class Planner(Control):
 
     def _table(self, pairs: tuple[Arm, ...]) -> _Table:
         """All single arms and `pairs`, for rounds of the present size."""
-        key = pairs, self._batch
+        key = pairs, self._batch, len(self.times.tried)
         if key not in self._tables:
             arms, batch, most = (*self._singles, *pairs), self._batch, int(self._lengths[-1])
             places = [[which * most + length - 1 for which, length in arm.chains] for arm in arms]
@@ -315,7 +332,12 @@ class Planner(Control):
                 arms,
                 np.array([self._seconds(arm)[:batch] for arm in arms]),
                 self._seconds(PLAIN)[batch - 1],
-                self.times.weights([self._kind(arm, batch) for arm in arms], self._kind(PLAIN, batch)),
+                self.times.weights(
+                    [self._kind(arm, batch) for arm in arms], self._kind(PLAIN, batch),
+                    [self._shares(arm) for arm in arms],
+                ),
+                np.array([(UNTRIED * sum(self._shares(arm))) ** 2 * self._is_untried(arm) for arm in arms]),
+                np.array([self._is_untried(arm) and (len(arm.chains) > 1 or arm.width > self._lengths[0]) for arm in arms]),
                 np.log1p([max(length for _, length in arm.chains) for arm in arms]),
                 np.array([(own[0], own[-1]) for own in places]),
             )
@@ -358,12 +380,14 @@ class Planner(Control):
         kept = self._kept
         if rounds := len(kept.measured):
             measured = np.array(kept.measured)  # [rounds, 2], seconds and tokens
-            counts = self.times.observe(self._kind(kept.arm, kept.batch), *np.log(measured[:, 0] / kept.predicted))
+            kind, ratios = self._kind(kept.arm, kept.batch), np.log(measured[:, 0] / kept.predicted)
+            counts = self.times.observe(kind, *ratios, shares=kept.shares)
             gained = 0.0
             if kept.arm.chains:
                 plain = self._plain_seconds()
                 # After a jump of the machine drafts may seem cheap, as nothing else was measured: no credit for that.
-                doubt = math.sqrt(max(kept.variance - KNOWN, 0.0))
+                terms = self.times.weights([kind], self._kind(PLAIN, kept.batch), [kept.shares])
+                doubt = math.sqrt(max(self.times.offsets(terms)[1].item() - KNOWN, 0.0))
                 seconds, tokens = measured[counts].sum(0)
                 gained = tokens / kept.batch - seconds / plain * math.exp(CAUTION * doubt)
                 seconds, tokens = measured.sum(0).tolist()
@@ -399,6 +423,17 @@ class Planner(Control):
             at = [self._predict(lengths, arm.width, rows, self._length_then) for rows in self._sizes]
             self._predicted[arm] = np.interp(np.arange(1, self._capacity + 1), self._sizes, at)
         return self._predicted[arm]
+
+    def _shares(self, arm: Arm) -> tuple[float, ...]:
+        """Of a round that each of its chains adds to an autoregressive one, as predicted."""
+        plain, whole = (float(self._seconds(own)[self._batch - 1]) for own in (PLAIN, arm))
+        alone = [float(self._seconds(Arm((chain,)))[self._batch - 1]) for chain in arm.chains]
+        added = [max(seconds - plain, LEAST_SHARE * seconds) for seconds in alone]
+        share = max(1 - plain / whole, LEAST_SHARE)
+        return tuple(share * own / sum(added) for own in added)
+
+    def _is_untried(self, arm: Arm) -> bool:
+        return any(self.candidates[which].name not in self.times.tried for which, _ in arm.chains)
 
     def _plain_seconds(self) -> float:
         """What an autoregressive round takes now."""

@@ -26,6 +26,12 @@ def planner(*names: str, race: bool = True, most: int = 64) -> Planner:
     return Planner(candidates, [5], seconds, Times(0.2), drafts, race=race, clock=lambda: 0.0)
 
 
+def known(control: Planner, *kinds: Kind) -> None:
+    """Rounds of these kinds took what is predicted."""
+    for kind in (Kind((), (0,), 1), *kinds):
+        control.times.observe(kind, 0.0, shares=[0.3] * len(kind.methods))
+
+
 def accept(control: Planner, which: int, accepted: list[int], drafts: int = 30) -> None:
     """Each request had `drafts` drafts of 5 tokens, of which so many were right."""
     right = np.array([accepted])
@@ -48,6 +54,7 @@ def test_before_a_rollout() -> None:
 def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
     control = planner("model", "self")
     control.begin(2, ["a", "b"])
+    known(control, Kind(("model",), (5, 0), 2), Kind(("self",), (5, 0), 2))
     for which in (0, 1):
         accept(control, which, [0, 0])
     assert not control.plan([0, 1], 100.0, 0)
@@ -58,21 +65,36 @@ def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "margin", "why"),
+    ("dear", "margin", "promised", "why"),
     [
-        (0.2, 2.0, "decoding plainly, since sd_margin asks for 3.00×"),
-        (0.5, 0.05, "decoding plainly for about 43 more rounds, until the account covers a trial"),
-        (3.0, 0.05, 'decoding plainly, since a trial may cost more than 8 rounds; sd_toggle="always" drafts'),
+        (0.2, 3.0, "1.67×", "decoding plainly, since sd_margin asks for 4.00×"),
+        (3.0, 0.05, "0.50×", "decoding plainly for about 134 more rounds, until the account covers a first trial"),
+        (10.0, 0.05, "0.20×", 'decoding plainly, since a trial may cost more than 8 rounds; sd_toggle="always" drafts'),
     ],
 )
-def test_what_promises_something_and_is_not_tried_says_why(error: float, margin: float, why: str) -> None:
+def test_what_was_never_tried_says_when_it_will_be(
+    monkeypatch: pytest.MonkeyPatch, dear: float, margin: float, promised: str, why: str
+) -> None:
     """Below the margin; the account holds too little yet; it never holds enough."""
+    monkeypatch.setitem(DRAFTING, "self", dear)
     candidate, drafts = Candidate("self", 5, 1.0, 64), Drafts(["self"], [False])
-    control = Planner([candidate], [5], seconds, Times(error), drafts, margin, clock=lambda: 0.0)
+    control = Planner([candidate], [5], seconds, Times(0.2), drafts, margin, clock=lambda: 0.0)
     control.begin(1, ["a"])
-    accept(control, 0, [1])  # two tokens in 1.2 rounds
+    accept(control, 0, [1], drafts=1 if dear == 10 else 30)  # two tokens in each round
     assert not control.plan([0], 100.0, 0)
-    assert control.account().reason.startswith(f'"self" (γ = 5) promises 1.67× at 1 row × 100 tokens: {why}')
+    assert control.account().reason.startswith(f'"self" (γ = 5) promises {promised} at 1 row × 100 tokens: {why}')
+
+
+def test_what_is_uncertain_waits_for_the_account() -> None:
+    """A method that was measured, but not for long, at a new size of the batch: its worst case is not covered."""
+    control = planner("self")
+    control.begin(8, ["a"] * 8)
+    known(control, Kind(("self",), (5, 0), 1))
+    accept(control, 0, [1] * 8, drafts=1)
+    control.saved = -1.0
+    assert not control.plan(range(8), 100.0, 0)
+    said = control.account().reason
+    assert "decoding plainly for about" in said and said.endswith("until the account covers a trial (longer completions help)")
 
 
 def test_who_cannot_draft_is_said() -> None:
@@ -111,6 +133,7 @@ def test_nothing_promises_more_than_its_tokens() -> None:
 def test_the_newest_draft_is_said() -> None:
     control = planner("self", "ngram", race=False)
     control.begin(1, ["a"])
+    known(control, Kind(("self",), (5, 0), 1))
     control.saved = 8.0
     accept(control, 0, [4])
     accept(control, 1, [0])
@@ -131,6 +154,7 @@ def test_the_newest_draft_is_said() -> None:
 def test_two_that_draft_are_both_said() -> None:
     control = planner("self", "ngram", race=False)
     control.begin(4, ["copies", "copies", "new", "new"])
+    known(control, Kind(("self",), (5, 0), 3), Kind(("ngram",), (5, 0), 3))
     control.saved = 8.0
     accept(control, 1, [5, 5, 0, 0])
     accept(control, 0, [0, 0, 5, 5])
@@ -145,6 +169,7 @@ def racing() -> Planner:
     """Drafts by the copy; request 1 is its slowest. Lookups gain most of all methods, and the small LM least."""
     control = planner("model", "self", "ngram")
     control.begin(2, ["a", "b"])
+    known(control, *(Kind((name,), (5, 0), 2) for name in ("model", "self", "ngram")))
     control.saved = 8.0
     for which in (0, 2):
         accept(control, which, [4, 4])
