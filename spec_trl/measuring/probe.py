@@ -19,8 +19,8 @@ from ..generation.engine.compiled import cpu_runner
 from ..generation.engine.cuda_graphs import CudaRecorder, Outputs
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.model_costs import model_constants
+from ..generation.engine.narrow_weights import lend_copies, take_copies_back
 from ..generation.engine.runner import COLUMN_BUCKET, EagerRunner
-from ..generation.engine.shadow import make_shadow
 from ..quantization.awq import ActivationAware
 from ..quantization.linear import QuantizedLinear
 from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
@@ -47,7 +47,7 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
     cache = RaggedCache.for_network(model, TOKENS[-1], COLUMN_BUCKET)
     make = cpu_runner if recorder is None and mode == "compiled" else EagerRunner
     with torch.no_grad():
-        runner, rest = make(make_shadow(model), cache), 0.0
+        runner, rest = make(kept_runner.shadow_to_run(model), cache), 0.0
         target = _captured(runner, recorder)
         if target is None:
             products = _products(runner.network, model)
@@ -57,8 +57,10 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
         for drafter in drafters:
             student = drafter.student if isinstance(drafter, DistilledDrafter) else drafter
             if isinstance(student, SelfDrafter):
+                lend_copies(runner.network, student.network)
                 own = _captured(EagerRunner(student.network, cache), recorder)
                 found[drafter.strategy] = own or _products(student.network, model).plus(rest)
+                take_copies_back(student.network)
             elif drafter.cost is not None:
                 share = drafter.cost.weight_bytes / drafter.cost.tokens / model_constants(model).weight_bytes
                 found[drafter.strategy] = target.times(share)

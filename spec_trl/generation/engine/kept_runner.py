@@ -84,7 +84,7 @@ def runner_for(
         if recorder is None:  # it may have been on another device
             kept.take(model, _NAME)
         make = cpu_runner if mode == "compiled" else EagerRunner
-        return make(_shadow_of(model), _cache_for(model, rows, columns, config, pages))
+        return make(shadow_to_run(model), _cache_for(model, rows, columns, config, pages))
     # Autocast decides in which dtype K/V is stored.
     made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
@@ -104,10 +104,11 @@ def runner_for(
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
     cache = _cache_for(model, cache_rows(rows), columns, config, pages)
     budget = GraphBudget(recorder, graph_memory)
-    return GraphRunner(_shadow_of(model), cache, budget, mode, made_for)
+    return GraphRunner(shadow_to_run(model), cache, budget, mode, made_for)
 
 
-def _shadow_of(model: PreTrainedModel) -> PreTrainedModel:
+def shadow_to_run(model: PreTrainedModel) -> PreTrainedModel:
+    """A shadow of `model` for a generation, with copies of wide weights where autocast is on."""
     shadow = make_shadow(model)
     make_copies(shadow)
     return shadow
