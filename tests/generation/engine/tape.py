@@ -71,3 +71,51 @@ def install_tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     monkeypatch.setattr(kept_runner, "recorder_for", lambda device: tape)
     monkeypatch.setattr(compiled.torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
     return tape
+
+
+class Taken(TorchDispatchMode):
+    """Collects the memory that operations take for their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.UntypedStorage] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, new = (
+            {
+                each.untyped_storage().data_ptr(): each.untyped_storage()
+                for each in tree_leaves(of)
+                if torch.is_tensor(each)
+            }
+            for of in ((args, kwargs), result)
+        )
+        self.found += [storage for place, storage in new.items() if place not in given]
+        return result
+
+
+def spoil_pool(monkeypatch: pytest.MonkeyPatch, tape: Tape) -> list[list[torch.UntypedStorage]]:
+    """Has each replay overwrite what other captures took first, as they may on CUDA, where all share a pool; returns
+    the memory that each takes."""
+    record, taken = tape.record, []
+
+    def watch(work: Callable[[], Outputs]) -> Recording:
+        def watched() -> Outputs:
+            with Taken() as memory:
+                outputs = work()
+            taken.append(memory.found)
+            return outputs
+
+        recording = record(watched)
+        own = taken[-1]
+
+        def replay() -> None:
+            for other in taken:
+                for storage in other if other is not own else []:
+                    storage.fill_(255)  # NaN, or token -1
+            recording.replay()
+
+        return recording._replace(replay=replay)
+
+    monkeypatch.setattr(tape, "record", watch)
+    return taken

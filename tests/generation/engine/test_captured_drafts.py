@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import is_tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from transformers import LogitsProcessorList
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -19,6 +17,7 @@ from spec_trl.generation.engine.draft_loop import NetworkDraft
 from spec_trl.generation.engine.verification import Proposal
 from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
+from tests.generation.engine.tape import spoil_pool
 
 
 PROMPTS = pad_left(random_rows([5, 9, 1, 12, 7, 7, 3]))
@@ -133,46 +132,9 @@ def test_what_needs_the_text_or_the_logits_goes_step_by_step(fresh, tape, replay
     assert not replays and tape.replayed > 20
 
 
-class Taken(TorchDispatchMode):
-    """Collects the memory that operations take for their results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[torch.UntypedStorage] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given, new = (
-            {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tree_leaves(of) if is_tensor(each)}
-            for of in ((args, kwargs), result)
-        )
-        self.found += [storage for place, storage in new.items() if place not in given]
-        return result
-
-
 def test_captures_share_a_pool(fresh, tape, monkeypatch) -> None:
     """Each may use what another took: nobody reads there what has not been written in the same replay."""
-    record, taken = tape.record, []
-
-    def watch(work: Callable[[], Outputs]) -> Recording:
-        def watched() -> Outputs:
-            with Taken() as memory:
-                outputs = work()
-            taken.append(memory.found)
-            return outputs
-
-        recording = record(watched)
-        own = taken[-1]
-
-        def replay() -> None:
-            for other in taken:
-                for storage in other if other is not own else []:
-                    storage.fill_(255)  # NaN, or token -1
-            recording.replay()
-
-        return recording._replace(replay=replay)
-
-    monkeypatch.setattr(tape, "record", watch)
+    taken = spoil_pool(monkeypatch, tape)
     given = dict(prompts=TWENTY, eos_token_id=[1, 2, 3])
     check(run(fresh, "graph", **given), run(fresh, "eager", **given))
     assert len(taken) > 3 and all(len(own) > 20 for own in taken)

@@ -25,6 +25,7 @@ from spec_trl.scheduling.control import Chain
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash import reference
 from tests.generation.drafters.watching import KINDS, before
+from tests.generation.engine.tape import spoil_pool
 from tests.generation.races import Plans, random_plans
 
 
@@ -138,6 +139,14 @@ def test_two_at_once_with_others(tiny, checkpoints, drafters, tape, replays) -> 
         assert outputs(result) == outputs(runs[0]) and result.statistics.drafter_failure is None
         assert result.statistics.per_drafter == runs[0].statistics.per_drafter
     assert len(replays) > 4 and tape.recorded == runs[2].statistics.graphs
+
+
+@each_kind
+def test_captures_share_a_pool(kind: str, drafter, tiny, tape, monkeypatch) -> None:
+    """Nobody reads there what has not been written in the same replay."""
+    taken = spoil_pool(monkeypatch, tape)
+    check(run(tiny, drafter), run(tiny, drafter, "eager"))
+    assert len(taken) > 2
 
 
 @pytest.mark.parametrize(
