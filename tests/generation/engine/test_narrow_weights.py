@@ -29,6 +29,7 @@ SIZES = dict(
     num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.1,
     eos_token_id=None,
 )  # fmt: skip
+OTHERS = "qwen2", "gemma2"
 OF_GPT2 = dict(vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.1)
 
 
@@ -109,11 +110,11 @@ def copied(model: PreTrainedModel) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["none", "self"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)])
 def test_as_many_replays_as_a_bfloat16_policy_has(family: str, strategy: str, tape) -> None:
     """And the tokens of eager forwards, with and without drafts."""
     found = []
-    for model, dtype in ((model_of(family), torch.bfloat16), (model_of(family).bfloat16(), None)):
+    for model, dtype in ((one_layer(family), torch.bfloat16), (one_layer(family).bfloat16(), None)):
         with autocast(dtype):
             before = tape.recorded, tape.replayed
             result = graph(model, strategy, {"draft_length": 2})
@@ -206,7 +207,7 @@ UNSEEN = _step, _through_data, _train_adapters
 """By version counters, by which the quantized copy tells: there it drafts with old weights."""
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "freed"])
+@pytest.mark.parametrize("keeps", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["kept", "freed"])
 @pytest.mark.parametrize(("make", "change"), CHANGES.values(), ids=CHANGES)
 def test_no_generation_reads_old_ones(make: Any, change: Callable[[Any], Any], keeps: bool, tape) -> None:
     """Nor does the quantized copy where it reads dense weights: it would accept less. All within one autocast, which
