@@ -94,6 +94,9 @@ class Planner(Control):
       the time until the last row ends; while requests wait for a row, tokens per second count instead.
     * **Rule**: the arm of largest log gain over autoregressive decoding plus its standard deviation, among those whose
       worst case the account covers. So what might be better is tried, and what is known to be worse is not.
+    * **First trial**: a prediction that was never measured may be off six times, either way. A method that would pay
+      then is tried once, at the shortest γ, when the account holds what that is predicted to cost: `MOST_SAVED` /
+      `INCOME` rounds after the first, at most.
     * **Account**, in autoregressive rounds: it has an income, and what speculation measurably gained or lost.
     * **Planning takes time**: a plan is kept until planning is at most `SHARE` of the time, while its rows stay and it
       does not lose. The ledger is told of its rounds at once when the next plan is made.
