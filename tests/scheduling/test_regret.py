@@ -49,7 +49,7 @@ def test_worlds_are_the_same_each_time() -> None:
     assert run(one, "20%").taken == run(other, "20%").taken
 
 
-# ---- a planner that is told wrongly -----------------------------------------------------------------------------------
+# ---- a planner that is told wrongly ---------------------------------------------------------------------------------
 
 WRONG = [f"{method} {how}" for method in ("self", "model") for how in ("x3", "x6", "/3", "/6")]
 
@@ -57,8 +57,8 @@ WRONG = [f"{method} {how}" for method in ("self", "model") for how in ("x3", "x6
 @pytest.mark.parametrize("method", ["self", "model"])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_drafts_that_are_dearer_or_cheaper_than_predicted_are_found_out(batch: int, method: str) -> None:
-    """One drafter alone, where it pays, told 3 and 6 times too much and too little: it drafts before the account has
-    held all that it can hold, and stays within 10 % of the oracle, on the mean, over 1,500 rounds of plain decoding."""
+    """One drafter alone, where it pays, told 3 and 6 times too much and too little: it drafts before the account
+    could hold all it can, and stays within 10 % of the oracle, on the mean, over 1,500 rounds of plain decoding."""
     found = []
     world = long_world(Cell(batch, "pays"), 1, "right")
     world.methods = [method]
@@ -85,8 +85,8 @@ def test_whatever_was_wrong_the_planner_stays_near_the_oracle(wrong: str) -> Non
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("probed", [19.5, 13.0, 8.6, 7.0, 6.0])
 def test_a_copy_that_a_probe_took_for_slow_drafts_all_the_same(rows: int, probed: float) -> None:
-    """A 7B model on a fast GPU, by estimate: rounds take 6.5 ms, a draft 3.1 and a verification 6.8, and 92 % of drafts
-    are right; its probe timed Python. 1,500 tokens in each row; means of four runs."""
+    """A 7B model on a fast GPU, by estimate: rounds take 6.5 ms, a draft 3.1 and a verification 6.8, and 92 % of
+    drafts are right; its probe timed Python. 1,500 tokens in each row; means of four runs."""
     ratios = [_milliseconds(rows, seed, probed) / _milliseconds(rows, seed, length=5) for seed in range(4)]
     assert np.mean(ratios) <= 1.1
 
