@@ -100,7 +100,7 @@ class Planner(Control):
         self.saved = min(self.saved, max(CARRIED, self._needed))
         self.tallies = [Tally() for _ in self.candidates]
         self._dropped: set[int] = set()
-        self._tables: dict[tuple[tuple[Arm, ...], int], Table] = {}
+        self._tables: dict[tuple[tuple[Arm, ...], int, int], Table] = {}
         self._kept, self._said = Kept(PLAIN, [], False), Account(None, "no round was planned")
 
     def drop(self, index: int) -> None:
@@ -183,8 +183,8 @@ class Planner(Control):
         caution = np.where(table.untried, 0.0, CAUTION)
         tokens = np.maximum(np.exp(gains - caution * np.sqrt(unsure)) * ratios, 1.0)
         worst = ratios * np.exp(caution * np.sqrt(variances)) - tokens  # [arms]
-        # What is saved while nothing drafts lets it doubt more: else a few unlucky drafts would rule a method out.
-        doubt = 1 + (max(self.saved, 0.0) / MOST_SAVED if self._kept.arm == PLAIN else 0.0)
+        # What a long rollout saves while nothing drafts lets it doubt more: a few unlucky drafts rule no method out.
+        doubt = 1 + (max(self.saved - 2 * CARRIED, 0.0) / MOST_SAVED if self._kept.arm == PLAIN else 0.0)
         begins = math.log1p(self._margin) if self._kept.arm == PLAIN else 0.0
         served = [self._may_draft(arm) for arm in table.arms]
         hopes = np.where(served, gains + doubt * np.sqrt(variances + unsure + table.untried) - begins, -np.inf)
