@@ -144,17 +144,19 @@ def main(arguments: list[str] | None = None) -> None:
         for probe in options.probes:
             for world in worlds:
                 world.wrong = PROBES[probe]
-            outcomes = [run(world, noise, options.planning, (), own) for world, own in zip(worlds, bounds, strict=True)]
+            outcomes = [
+                run(world, noise, options.planning, (), own) for world, own in zip(worlds, bounds, strict=True)
+            ]
             alone = options.log is None and 1 in options.batches
             named = noise if options.probes == ["right"] else f"{noise}, probe {probe}"
             found += findings(named, Summary.of(outcomes), alone)
     if options.log is not None:
         print(f"{worlds[0].cell.batch} rows, {', '.join(worlds[0].methods)}\n{findings_table(found)}")
         return
+    rollouts = f"rollouts of {HORIZON} plain rounds" if wrong else "eight rollouts"
     write_result(
         options.output, "never_slower", "The planner on simulated worlds",
-        f"{len(cells)} cells of {options.worlds} worlds each, {f'rollouts of {HORIZON} plain rounds' if wrong else 'eight rollouts'} in "
-        "a row from a fresh start; three "
+        f"{len(cells)} cells of {options.worlds} worlds each, {rollouts} in a row from a fresh start; three "
         "drafters at γ 2, 5, 10. Times are formulas, and the same on each machine. The oracle knows all times and "
         "texts, and chooses anew every 12 rounds. "
         f"To the planner, making a plan takes {options.planning} of an autoregressive round; its time is not counted.",

@@ -44,8 +44,8 @@ CELLS += [Cell(16, regime, refill=3) for regime in REGIMES]
 
 
 PROBES: dict[str, dict[str, float]] = {"right": {}}
-"""By what a prediction is off beyond a calibration's errors: the draft seconds of a method, the seconds of plain rounds
-("plain": the host was left out) or of verifying ("verify")."""
+"""By what a prediction is off beyond a calibration's errors: the draft seconds of a method, the seconds of plain
+rounds ("plain": the host was left out) or of verifying ("verify")."""
 PROBES |= {
     f"{part} {sign}{times}": {part: times if sign == "x" else 1 / times}
     for part in NETWORKS for times in (3, 6) for sign in "x/"

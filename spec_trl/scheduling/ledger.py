@@ -20,8 +20,8 @@ DRIFT = 0.02  # sd by which the machine's level moves in a round, and plain roun
 CELL_ERROR = 0.1  # sd of log(measured / predicted) of a plan and size beyond its method's, and of a calibrated method
 NOISE = 0.02, 0.05  # least, and first, sd of a round's time: formulas are no truer than 2 %
 SURPRISE = 3.0  # sds beyond which something has jumped: a machine's noise has such errors once in 400 rounds
-UNTRIED = math.log(6)  # sd of a method's term when it is first measured: a probe may be off six times, at 1.5 sds
-LEAST_SHARE = 0.3  # of a drafted round that its method's term moves at least: lookups and the host are in no prediction
+UNTRIED = math.log(6)  # sd of a method's term when it is first measured: a probe may be off six times
+LEAST_SHARE = 0.3  # of a drafted round that its method's term moves at least: the host is in no prediction
 SHOCKS = 20  # rounds of a kind, of which one may be set aside as a shock; more often they are no shocks
 STEPS = 5  # of a fit of a method's term: one that is off by e^2 is then found within 1 %
 FADE = 0.95  # weight of the noise and of a row's evidence one round, and of all evidence one rollout, later
@@ -53,10 +53,10 @@ class Times:
         the machine's level  +  log(1 + Σ share (exp(a term of each method) - 1))  +  a term of the kind  +  noise
 
     in one Kalman filter. A method's share of the predicted round is what it adds to an autoregressive one: a wrong
-    draft time is wrong by one factor at every γ. The level wanders and jumps, the others hardly move. So what all rounds share (contention, a
-    slow clock, an error of the whole prediction) cancels where kinds are compared, and one is blamed only for what
-    rounds of other kinds do not show. Autoregressive rounds become less certain while others run: so a control comes
-    back to them before long, and sees whether drafts still gain.
+    draft time is wrong by one factor at every γ. The level wanders and jumps, the others hardly move. So what all
+    rounds share (contention, a slow clock, an error of the whole prediction) cancels where kinds are compared, and one
+    is blamed only for what rounds of other kinds do not show. Autoregressive rounds become less certain while others
+    run: so a control comes back to them before long, and sees whether drafts still gain.
 
     Args:
         method_error: sd of a method's term before it was measured, in log seconds, as an account covers it. The first

@@ -7,17 +7,17 @@ well yet is tried, and paid for from an account: so a rollout is never much slow
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .account import FAILED, INCOME, MOST_SAVED, Account, decision, first_trial, no_budget, promise, too_many_rows
+from .arms import PLAIN, Arm, Kept, Table
 from .assignment import YARDSTICK, further_method
 from .control import Candidate, Chain, Control, RoundSeconds, Tally
 from .ladder import NO_METHOD
-from .ledger import LEAST_SHARE, UNTRIED, Bools, Drafts, Floats, Integers, Kind, Terms, Times
+from .ledger import LEAST_SHARE, UNTRIED, Drafts, Floats, Kind, Times
 from .plain_decoding import PlainRounds
 
 
@@ -27,66 +27,6 @@ KNOWN = 0.05  # variance of an arm's log seconds beside plain rounds' up to whic
 CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One thing that a round may be."""
-
-    chains: tuple[tuple[int, int], ...] = ()  # (candidate, γ) each; none: decode autoregressively
-    race: bool = False  # rows get all chains; else each row the best one for it
-
-    @property
-    def width(self) -> int:
-        """Most draft tokens of a row."""
-        return (sum if self.race else max)([length for _, length in self.chains] or [0])
-
-
-PLAIN = Arm()
-
-
-class _Table(NamedTuple):
-    """What does not change from round to round while the number of rows stays."""
-
-    arms: tuple[Arm, ...]
-    seconds: Floats  # [arms, B], predicted of rounds of 1 to B rows
-    plain: float  # of an autoregressive round of B rows
-    terms: Terms  # by which seconds are corrected
-    untried: Floats  # [arms], variance of log seconds beyond the ledger's while a method was never measured
-    waits: Bools  # [arms], whether another arm must first tell of a method that was never measured
-    most: Floats  # [arms], log of the most tokens that a round may commit for a row: γ + 1
-    drafts: Integers  # [arms, 2], places of their drafters at their γ in `Drafts.variances`
-
-
-@dataclass
-class _Kept:
-    """A plan that is kept, and what its rounds did since the ledger was told."""
-
-    arm: Arm
-    requests: list[int]
-    waiting: bool
-    width: int = 0  # most draft tokens of a row
-    shares: tuple[float, ...] = ()  # of the round that each chain adds, see `Terms`
-    predicted: float = math.nan  # seconds of a round
-    chains: tuple[Chain, ...] = ()
-    lasts: float = 0.0  # seconds of rounds after which another one is made
-    passed: float = 0.0  # seconds of its rounds
-    failed: bool = False  # whether a drafter did: the round is of no kind, and its verdicts are none
-    plain: float = math.nan  # seconds of an autoregressive round instead, by what was known
-    gain: float = math.nan  # expected, of the tokens per second
-    measured: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of each round
-    verdicts: list[tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]] = field(default_factory=list)
-
-    @property
-    def batch(self) -> int:
-        """Rows."""
-        return len(self.requests)
-
-    @property
-    def loses(self) -> bool:
-        """Whether drafts took longer, so far, than autoregressive rounds for the same tokens."""
-        seconds, tokens = map(sum, zip(*self.measured, strict=True)) if self.measured else (0.0, 0)
-        return bool(self.chains) and seconds * self.batch > tokens * self.plain
-
-
 class Planner(Control):
     """The control of all strategies that may choose.
 
@@ -94,6 +34,9 @@ class Planner(Control):
       the time until the last row ends; while requests wait for a row, tokens per second count instead.
     * **Rule**: the arm of largest log gain over autoregressive decoding plus its standard deviation, among those whose
       worst case the account covers. So what might be better is tried, and what is known to be worse is not.
+    * **First trial**: a prediction that was never measured may be off six times, either way. A method that would pay
+      then is tried once, at the shortest γ, when the account holds what that is predicted to cost: `MOST_SAVED` /
+      `INCOME` rounds after the first, at most.
     * **Account**, in autoregressive rounds: it has an income, and what speculation measurably gained or lost.
     * **Planning takes time**: a plan is kept until planning is at most `SHARE` of the time, while its rows stay and it
       does not lose. The ledger is told of its rounds at once when the next plan is made.
@@ -157,8 +100,8 @@ class Planner(Control):
         self.saved = min(self.saved, max(CARRIED, self._needed))
         self.tallies = [Tally() for _ in self.candidates]
         self._dropped: set[int] = set()
-        self._tables: dict[tuple[tuple[Arm, ...], int], _Table] = {}
-        self._kept, self._said = _Kept(PLAIN, [], False), Account(None, "no round was planned")
+        self._tables: dict[tuple[tuple[Arm, ...], int, int], Table] = {}
+        self._kept, self._said = Kept(PLAIN, [], False), Account(None, "no round was planned")
 
     def drop(self, index: int) -> None:
         self._dropped.add(index)
@@ -219,7 +162,7 @@ class Planner(Control):
             taus = np.concatenate([taus, [tau for _, tau in pairs]])
             gains = self._log_gains(table, taus, waiting)
         arm = self._choose(table, gains)
-        kept = _Kept(
+        kept = Kept(
             arm, list(requests), waiting > 0, arm.width, self._shares(arm), float(self._seconds(arm)[self._batch - 1]),
             gain=self._gain,
         )  # fmt: skip
@@ -229,7 +172,7 @@ class Planner(Control):
         self._kept, kept.lasts = kept, (self._clock() - started) / SHARE
         return kept.chains
 
-    def _choose(self, table: _Table, gains: Floats) -> Arm:
+    def _choose(self, table: Table, gains: Floats) -> Arm:
         """The arm of largest optimistic gain that the account covers; `gains` `[arms]` are the predicted ones."""
         offsets, variances = self.times.offsets(table.terms)
         unsure = self.drafts.variances(int(self._lengths[-1])).ravel()[table.drafts].max(1)  # [arms]
@@ -240,8 +183,8 @@ class Planner(Control):
         caution = np.where(table.untried, 0.0, CAUTION)
         tokens = np.maximum(np.exp(gains - caution * np.sqrt(unsure)) * ratios, 1.0)
         worst = ratios * np.exp(caution * np.sqrt(variances)) - tokens  # [arms]
-        # What is saved while nothing drafts lets it doubt more: else a few unlucky drafts would rule a method out.
-        doubt = 1 + (max(self.saved, 0.0) / MOST_SAVED if self._kept.arm == PLAIN else 0.0)
+        # What a long rollout saves while nothing drafts lets it doubt more: a few unlucky drafts rule no method out.
+        doubt = 1 + (max(self.saved - 2 * CARRIED, 0.0) / MOST_SAVED if self._kept.arm == PLAIN else 0.0)
         begins = math.log1p(self._margin) if self._kept.arm == PLAIN else 0.0
         served = [self._may_draft(arm) for arm in table.arms]
         hopes = np.where(served, gains + doubt * np.sqrt(variances + unsure + table.untried) - begins, -np.inf)
@@ -314,7 +257,7 @@ class Planner(Control):
         )
         return [(network, lookup) for network in networks for lookup in lookups]
 
-    def _log_gains(self, table: _Table, taus: Floats, waiting: int) -> Floats:
+    def _log_gains(self, table: Table, taus: Floats, waiting: int) -> Floats:
         """How much sooner the rows end than autoregressively, `[arms]`, with τ of each row `[arms, B]`."""
         if waiting:
             return np.log(taus.mean(1) * table.plain / table.seconds[:, -1])
@@ -322,13 +265,14 @@ class Planner(Control):
         stays[:, 1:] -= stays[:, :-1].copy()
         return np.log(table.plain / (stays * table.seconds[:, ::-1]).sum(1))
 
-    def _table(self, pairs: tuple[Arm, ...]) -> _Table:
+    def _table(self, pairs: tuple[Arm, ...]) -> Table:
         """All single arms and `pairs`, for rounds of the present size."""
         key = pairs, self._batch, len(self.times.tried)
         if key not in self._tables:
             arms, batch, most = (*self._singles, *pairs), self._batch, int(self._lengths[-1])
             places = [[which * most + length - 1 for which, length in arm.chains] for arm in arms]
-            self._tables[key] = _Table(
+            untried = np.array([self._is_untried(arm) for arm in arms])
+            self._tables[key] = Table(
                 arms,
                 np.array([self._seconds(arm)[:batch] for arm in arms]),
                 self._seconds(PLAIN)[batch - 1],
@@ -336,8 +280,8 @@ class Planner(Control):
                     [self._kind(arm, batch) for arm in arms], self._kind(PLAIN, batch),
                     [self._shares(arm) for arm in arms],
                 ),
-                np.array([(UNTRIED * sum(self._shares(arm))) ** 2 * self._is_untried(arm) for arm in arms]),
-                np.array([self._is_untried(arm) and (len(arm.chains) > 1 or arm.width > self._lengths[0]) for arm in arms]),
+                np.where(untried, [(UNTRIED * sum(self._shares(arm))) ** 2 for arm in arms], 0.0),
+                untried & [len(arm.chains) > 1 or arm.width > self._lengths[0] for arm in arms],
                 np.log1p([max(length for _, length in arm.chains) for arm in arms]),
                 np.array([(own[0], own[-1]) for own in places]),
             )

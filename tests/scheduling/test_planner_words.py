@@ -69,7 +69,7 @@ def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
     [
         (0.2, 3.0, "1.67×", "decoding plainly, since sd_margin asks for 4.00×"),
         (3.0, 0.05, "0.50×", "decoding plainly for about 134 more rounds, until the account covers a first trial"),
-        (10.0, 0.05, "0.20×", 'decoding plainly, since a trial may cost more than 8 rounds; sd_toggle="always" drafts'),
+        (10.0, 0.05, "0.20×", 'decoding plainly, since a trial may cost more than 8 rounds; sd_toggle="always"'),
     ],
 )
 def test_what_was_never_tried_says_when_it_will_be(
@@ -94,7 +94,7 @@ def test_what_is_uncertain_waits_for_the_account() -> None:
     control.saved = -1.0
     assert not control.plan(range(8), 100.0, 0)
     said = control.account().reason
-    assert "decoding plainly for about" in said and said.endswith("until the account covers a trial (longer completions help)")
+    assert "decoding plainly for about" in said and "until the account covers a trial (longer" in said
 
 
 def test_who_cannot_draft_is_said() -> None:
