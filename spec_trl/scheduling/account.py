@@ -51,9 +51,7 @@ def no_budget(worst: float, saved: float) -> str:
 
 
 def first_trial(cost: float, saved: float) -> str:
-    """Says when something is tried that nothing has measured yet, however little it promises: that may be a wrong
-    prediction. The trial is predicted to cost `cost` autoregressive rounds."""
-    if cost > MOST_SAVED:
-        return no_budget(cost, saved)
+    """Says when a method is tried for the first time. It may promise little: the prediction may be wrong. The account
+    must hold `cost` autoregressive rounds."""
     rounds = max(math.ceil((cost - saved) / INCOME), 1)
     return f"decoding plainly for about {rounds} more rounds, until the account covers a first trial"

@@ -22,6 +22,7 @@ NOISE = 0.02, 0.05  # least, and first, sd of a round's time: formulas are no tr
 SURPRISE = 3.0  # sds beyond which something has jumped: a machine's noise has such errors once in 400 rounds
 UNTRIED = math.log(6)  # sd of a method's term when it is first measured: a probe may be off six times
 LEAST_SHARE = 0.3  # of a drafted round that its method's term moves at least: the host is in no prediction
+MOST_OFF = math.log(36)  # of a method's term, either way: a draft that takes less than a 36th is found free
 SHOCKS = 20  # rounds of a kind, of which one may be set aside as a shock; more often they are no shocks
 STEPS = 5  # of a fit of a method's term: one that is off by e^2 is then found within 1 %
 FADE = 0.95  # weight of the noise and of a row's evidence one round, and of all evidence one rollout, later
@@ -102,9 +103,9 @@ class Times:
         ratios = ratios[counts]
         if not len(ratios):
             return counts
-        for name in set(kind.methods) - self.tried:
+        for name in filter(self.is_untried, set(kind.methods)):
             covariance[self._places[name], self._places[name]] = UNTRIED**2
-            self.tried.add(name)
+        self.tried.update(kind.methods)
         noise, found = self._noise / len(ratios), float(ratios.mean())
         error, spread = found - expected, slopes @ covariance @ slopes + noise
         surprise = error * error / spread
@@ -117,16 +118,21 @@ class Times:
             # The machine has jumped; or, where drafts ran, their prediction is off: an autoregressive round will tell.
             covariance[0, 0] += error * error
             if kind.methods and kind != self._last:
-                covariance[places, places] += (error / slopes[places]) ** 2 / len(places)
+                covariance[places, places] += np.minimum((error / slopes[places]) ** 2, MOST_OFF**2) / len(places)
         self._last = kind
-        before = self._mean.copy()
+        before, methods = self._mean.copy(), [place for name, place in self._places.items() if name in self.tried]
         for _ in range(STEPS if kind.methods else 1):  # the mean is where the line that is fitted touches the curve
             (expected,), (slopes,) = self._linear(form)
             cross = covariance @ slopes  # [terms]
             spread = slopes @ cross + noise
             self._mean = before + cross * ((found - expected - slopes @ (before - self._mean)) / spread)
+            self._mean[methods] = self._mean[methods].clip(-MOST_OFF, MOST_OFF)
         self._covariance = covariance - np.outer(cross, cross / spread)
         return counts
+
+    def is_untried(self, method: str) -> bool:
+        """Whether a probe predicts rounds of `method`, and no round has counted."""
+        return self._method_error > CELL_ERROR and method not in self.tried
 
     def weights(
         self, kinds: Sequence[Kind], baseline: Kind | None, shares: Sequence[Sequence[float]] | None = None

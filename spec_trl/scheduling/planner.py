@@ -70,6 +70,7 @@ class Planner(Control):
         self._lengths, self._margin, self._may_race = np.array(sorted(draft_lengths)), margin, race
         self._budget = math.inf if budget is None else budget
         self._predict, self.times, self.drafts, self._clock = seconds, times, drafts, clock
+        times.tried |= {candidate.name for candidate in candidates if not candidate.is_network}  # they run no forward
         self._singles = [
             Arm(((which, int(length)),)) for which in range(len(self.candidates)) for length in self._lengths
         ]
@@ -183,11 +184,13 @@ class Planner(Control):
         caution = np.where(table.untried, 0.0, CAUTION)
         tokens = np.maximum(np.exp(gains - caution * np.sqrt(unsure)) * ratios, 1.0)
         worst = ratios * np.exp(caution * np.sqrt(variances)) - tokens  # [arms]
+        worst = np.where(table.untried, np.minimum(worst, MOST_SAVED), worst)
         # What a long rollout saves while nothing drafts lets it doubt more: a few unlucky drafts rule no method out.
         doubt = 1 + (max(self.saved - 2 * CARRIED, 0.0) / MOST_SAVED if self._kept.arm == PLAIN else 0.0)
         begins = math.log1p(self._margin) if self._kept.arm == PLAIN else 0.0
         served = [self._may_draft(arm) for arm in table.arms]
-        hopes = np.where(served, gains + doubt * np.sqrt(variances + unsure + table.untried) - begins, -np.inf)
+        hopes = gains + np.sqrt(doubt**2 * (variances + unsure) + table.untried) - begins
+        hopes = np.where(served, hopes, -np.inf)
         firsts = np.flatnonzero((table.untried > 0) & ~table.waits)
         for at in firsts:  # a first trial tells of all γ of its method
             hopes[at] = hopes[at : at + len(self._lengths)].max()
@@ -377,7 +380,7 @@ class Planner(Control):
         return tuple(share * own / sum(added) for own in added)
 
     def _is_untried(self, arm: Arm) -> bool:
-        return any(self.candidates[which].name not in self.times.tried for which, _ in arm.chains)
+        return any(self.times.is_untried(self.candidates[which].name) for which, _ in arm.chains)
 
     def _plain_seconds(self) -> float:
         """What an autoregressive round takes now."""

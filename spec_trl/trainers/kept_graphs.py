@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 class KeptGraphs:
     """What a rank's rollouts have captured, and its K/V cache: kept or freed after each, by the peak of memory in the
-    training steps so far. Each rank decides for itself: no token depends on it.
+    training so far, from the first optimizer step on: it is then that an optimizer takes its memory. Each rank decides
+    for itself: no token depends on it.
 
     Args:
         setting: `keep_graphs`; with True and False :func:`~spec_trl.generation.decoding.speculative_decoding` keeps or
@@ -32,41 +33,43 @@ class KeptGraphs:
 
     def __init__(self, setting: bool | Literal["auto"], device: torch.device, in_place: bool) -> None:
         self._decides, self._may_keep, self._device = setting == "auto", in_place, device
-        self._watches = False
+        self._first_step: int | None = None  # optimizer steps when the first rollout ended; None: none has
         self._kept = 0  # bytes of the peak that are not training's
-        self._peak: int | None = None  # bytes that training took at most; None: no step has been seen
+        self._peak = 0  # bytes that training took at most
 
     @contextmanager
-    def rollout(self, policy: nn.Module) -> Iterator[None]:
-        """Surrounds a rollout of `policy`, which may be wrapped."""
-        found = peak_memory(self._device) if self._watches else None
+    def rollout(self, policy: nn.Module, steps: int) -> Iterator[None]:
+        """Surrounds a rollout of `policy`, which may be wrapped, after so many optimizer steps."""
+        found = None if self._first_step is None else peak_memory(self._device)
         if found is not None:
-            self._peak = max(self._peak or 0, found[0] - self._kept)
+            self._peak = max(self._peak, found[0] - self._kept)
         yield
         runner = kept_runner(policy)
         if not self._decides or runner is None:
             return
         held, captured = runner.held_bytes, runner.captured[1]
         del runner
-        room = 0.0 if found is None or self._peak is None else found[1] * (1 - MARGIN) - self._peak
-        keeps = self._may_keep and held <= room
-        logger.info("captured forwards and K/V, %.2f GiB, are %s", held / 2**30, "kept" if keeps else "freed")
+        has_trained = self._first_step is not None and steps > self._first_step
+        keeps = self._may_keep and has_trained and found is not None and held <= found[1] * (1 - MARGIN) - self._peak
+        what = "captured forwards, K/V and copies of weights"
+        logger.info("%s, %.2f GiB, are %s", what, held / 2**30, "kept" if keeps else "freed")
         if not keeps:
             drop_runner(policy)
-        # Of a pool for captured forwards hardly anything is in use, and so in the peak.
-        self._kept, self._watches = held - captured if keeps else 0, True
+        # Between replays captured forwards use almost nothing of their pool, so the peak does not count it.
+        self._kept = held - captured if keeps else 0
+        self._first_step = steps if self._first_step is None else self._first_step
         forget_peak(self._device)
 
     @contextmanager
     def give_way(self, policy: nn.Module) -> Iterator[None]:
-        """Surrounds a training step of `policy`: where memory ends, frees what is kept, and keeps nothing any more."""
+        """Surrounds the training of `policy`: where memory ends, frees what is kept, and keeps nothing any more."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             if (runner := kept_runner(policy)) is not None:
                 error.add_note(
-                    f"{runner.held_bytes / 2**30:.2f} GiB were kept for the next rollout, captured forwards and their "
-                    "K/V cache, and are free now. keep_graphs=False frees them before each training step."
+                    f"{runner.held_bytes / 2**30:.2f} GiB were kept for the next rollout (captured forwards, K/V "
+                    "cache, copies of weights) and are free now. keep_graphs=False frees them after each rollout."
                 )
                 del runner
                 drop_runner(policy)

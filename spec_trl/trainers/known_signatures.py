@@ -11,6 +11,7 @@ KNOWN = "trl 1.16 and transformers 5.17 to 5.24"
 _REMEDY = "Install trl>=1.16,<1.17, or a spec_trl that knows the installed version."
 OVERRIDDEN = (
     "_calculate_rewards", "_generate", "_generate_single_turn", "_get_per_token_logps_and_entropies",
+    "_inner_training_loop",
     "_get_train_sampler", "_load_optimizer_and_scheduler", "_prepare_inputs", "_save_rng_state", "_tool_call_loop",
     "compute_loss", "save_model", "train", "training_step",
 )  # fmt: skip

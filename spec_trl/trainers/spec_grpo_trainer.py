@@ -147,9 +147,12 @@ class SpecGRPOTrainer(GRPOTrainer):
                 watched.enter_context(self._adaptation.watch(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self._graphs.give_way(self.model):
-            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self._adaptation is not None:
             with self._clock.phase("adaptation"):  # the backward pass has freed the memory of the forward
                 self._adaptation.update()
@@ -180,7 +183,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         mode: Mode = "train" if self.model.training else "eval"
         self._totals = RolloutTotals()
         self._sharing.begin()
-        with self._clock.phase("rollout"), self._graphs.rollout(self.model):
+        with self._clock.phase("rollout"), self._graphs.rollout(self.model, self.state.global_step):
             result = super()._generate(prompts)
         if self.rollout_func is None:
             self._finish_rollout(mode)

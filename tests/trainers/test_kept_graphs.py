@@ -27,11 +27,12 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def after_each(graphs: KeptGraphs, rollouts: int) -> list[bool]:
-    """Whether a runner of 300 bytes, 50 of them captured forwards, outlives each of the next rollouts."""
+def after_each(graphs: KeptGraphs, rollouts: int, steps_after: int = 1) -> list[bool]:
+    """Whether a runner of 300 bytes, 50 of them captured forwards, outlives each of the next rollouts. An optimizer
+    step follows so many of them."""
     policy, found = nn.Linear(1, 1), []
-    for _ in range(rollouts):
-        with graphs.rollout(nn.Sequential(policy)):  # a wrapper's
+    for step in range(rollouts):
+        with graphs.rollout(nn.Sequential(policy), step // steps_after):  # a wrapper's
             if kept.look(policy, "runner") is None:
                 kept.keep(policy, "runner", SimpleNamespace(held_bytes=300, captured=(2, 50)))
         found.append(kept.look(policy, "runner") is not None)
@@ -56,6 +57,12 @@ def test_who_decides_otherwise(peaks: list[int], setting: Any, in_place: bool, s
     assert len(peaks) == (0 if setting == "auto" else 2), "who does not need to know does not ask"
 
 
+def test_nothing_is_kept_before_an_optimizer_has_stepped(peaks: list[int]) -> None:
+    """Evaluation and gradient accumulation roll out before it takes the memory of its moments."""
+    peaks += [1, 1, 1, 1]
+    assert after_each(KeptGraphs("auto", CPU, in_place=True), 5, steps_after=3) == [False, False, False, True, True]
+
+
 def test_off_cuda_nothing_is_counted() -> None:
     assert after_each(KeptGraphs("auto", CPU, in_place=True), 2) == [False, False]
 
@@ -78,7 +85,8 @@ def test_a_training(tmp_path: Path, tape: Tape, monkeypatch: pytest.MonkeyPatch)
     assert_same_training(train_plainly(), run)
 
 
-def test_memory_that_ends_in_a_step(tmp_path: Path, tape: Tape) -> None:
+@pytest.mark.parametrize("where", ["loss", "optimizer"])
+def test_memory_that_ends_in_training(tmp_path: Path, tape: Tape, where: str) -> None:
     """What is kept is freed, and the error says so."""
     policy = tiny_policy()
     run = make_run(tmp_path, "none", policy=policy, runner="graph", keep_graphs=True)
@@ -87,7 +95,11 @@ def test_memory_that_ends_in_a_step(tmp_path: Path, tape: Tape) -> None:
         assert kept.look(policy, "runner") is not None
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    run.trainer.compute_loss = no_memory
+    if where == "loss":
+        run.trainer.compute_loss = no_memory
+    else:
+        run.trainer.create_optimizer()
+        run.trainer.optimizer.step = no_memory
     with pytest.raises(torch.OutOfMemoryError) as error:
         run.train()
     assert any("keep_graphs=False frees them" in note for note in error.value.__notes__)

@@ -29,7 +29,7 @@ def test_rollouts_are_captured_and_follow_the_policy(
     captured |= dict(draft_kernel="reference", draft_lengths=[3])
     tape, policy = install_tape(monkeypatch), tiny_policy(num_hidden_layers=1).float()
     run = make_run(tmp_path, policy=policy, bf16=True, max_steps=2, learning_rate=0.02, **captured).train()
-    assert tape.replayed > 16 and min(run.metric("rollout/acceptance_rate")) > 0.25
+    assert tape.replayed > 8 and min(run.metric("rollout/acceptance_rate")) > 0.25
     assert (kept.look(policy, "runner") is not None) == keep_graphs
     found = {}
     for kind in (GRPOTrainer, SpecGRPOTrainer):  # with a policy that has learned in between

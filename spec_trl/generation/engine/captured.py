@@ -164,8 +164,7 @@ class GraphRunner(EagerRunner):
         if loop is not None:
             self.forwards += draft.draft_length
             return loop.replay(draft)
-        asked = self._loops.ask(draft, shape)
-        if asked > CAPTURE_AFTER or not has_room:  # step by step, each captured
+        if not has_room or (asked := self._loops.ask(draft, shape)) > CAPTURE_AFTER:  # step by step, each captured
             return super().draft(draft, columns)
         proposal = draft.run(partial(self._step_padded, columns))
         if asked == CAPTURE_AFTER:

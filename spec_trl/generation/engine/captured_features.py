@@ -68,6 +68,8 @@ class CapturedFeatures(FeatureRunner):
             intake.recording.replay()
             return
         super().take_in_round(features, positions, keep)
+        if not self.budget.has_room():
+            return
         self._asked[key] += 1
         if self._is_due(self._asked[key]):
             self._capture_intake(key, features, positions, keep)
@@ -83,7 +85,7 @@ class CapturedFeatures(FeatureRunner):
         if loop is not None:
             return loop.replay(draft)
         proposal = self._draft_eagerly(draft, over, columns)
-        if self._is_due(self._loops.ask(draft, shape)):
+        if self.budget.has_room() and self._is_due(self._loops.ask(draft, shape)):
             record = partial(self._record, shape.autocast)
             self._loops.capture(draft, shape, proposal, over(visible), record, type(self.network).__name__)
         return proposal
@@ -133,10 +135,10 @@ class CapturedFeatures(FeatureRunner):
 
     def _is_due(self, asked: int) -> bool:
         """Whether what was asked for so often is captured now."""
-        if asked > self._capture_after:  # that failed, or memory has ended
+        if asked > self._capture_after:  # that failed
             return False
         self.budget.preparations += 1
-        return asked == self._capture_after and self.budget.has_room()
+        return asked == self._capture_after
 
     def _record(
         self, autocast: torch.dtype | None, work: Callable[[], Outputs], compared: Any, whose: str

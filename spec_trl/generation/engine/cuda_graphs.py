@@ -155,11 +155,14 @@ class GraphBudget:
                 same.
         """
         recording, taken = self.record(work)
-        recording.logits.fill_(float("nan"))  # a replay that does nothing must not pass
-        recording.replay()
-        if not _agree(*compared(recording), dtype):
+        try:
+            recording.logits.fill_(float("nan"))  # a replay that does nothing must not pass
+            recording.replay()
+            if not _agree(*compared(recording), dtype):
+                raise RuntimeError(f"its logits differ from {whose}")
+        except BaseException:
             self.give_back(taken)
-            raise RuntimeError(f"its logits differ from {whose}")
+            raise
         return recording, taken
 
     def give_back(self, taken: int) -> None:

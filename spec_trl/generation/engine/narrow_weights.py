@@ -174,6 +174,8 @@ def _below(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, PreTrainedModel) and "text" not in module.input_modalities:
         return  # a vision tower, which does not run
     is_known = isinstance(module, NarrowProduct) or type(module).forward in _MIXINS
+    # Pruning and parametrizations compute the weight in each forward.
+    is_known = is_known and {"weight", "bias"} <= module._parameters.keys()
     if is_known and patched_forward(module) is None:
         yield module
     for child in module.children():

@@ -297,7 +297,7 @@ def test_without_its_graph_it_goes_on_eagerly(kind, change, work: str, drafter, 
 @pytest.mark.parametrize("kind", ["dflash"])
 def test_the_memory_bound_counts_it(kind: str, drafter, tiny, tape, replays) -> None:
     """Captured with the target's, in the same budget: beyond it what it takes in is not."""
-    with pytest.warns(UserWarning, match="reaches max_graph_memory"):
+    with pytest.warns(UserWarning, match="reaches what they may take"):
         found = run(tiny, drafter, config={"max_graph_memory": 1.5 / 2**10})
     check(found, run(tiny, drafter, "eager"))
     assert tape.recorded == found.statistics.graphs == 2 and replays

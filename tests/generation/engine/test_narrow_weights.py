@@ -300,11 +300,11 @@ def test_what_learns_has_none() -> None:
 
 def test_room_for_rows_counts_them(tape) -> None:
     model = one_layer()
-    wide = RowNeeds.of(model, [], verified=6, prefilled=10, graphs=5.0)
+    wide = RowNeeds.of(model, [], verified=6, prefilled=10)
     with autocast():
-        mixed = RowNeeds.of(model, [], verified=6, prefilled=10, graphs=5.0)
+        mixed = RowNeeds.of(model, [], verified=6, prefilled=10)
         copies = 2 * sum(weight.numel() for weight in copied(model))
-        assert mixed.fixed - copies == 5 + (wide.fixed - 5) / 2 and mixed.column == wide.column / 2
+        assert mixed.fixed - copies == wide.fixed / 2 and mixed.column == wide.column / 2
         assert graph(model).statistics.copied_bytes == copies
 
 

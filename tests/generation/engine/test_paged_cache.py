@@ -316,8 +316,8 @@ def test_what_a_row_needs_beside_pages(tiny: LlamaForCausalLM, drafters) -> None
     eagle, model = drafters("eagle3", "model")
     needs = RowNeeds.of(tiny, [eagle, model], verified=6, prefilled=10, in_pool=100)
     target = 2 * 2 * 2 * 16 * 8
-    assert needs.column == target + model.column_bytes
-    assert needs.row == 3 * 6 * 64 * 4 + 100 * (eagle.column_bytes + target / 2)
+    assert needs.column == target + eagle.column_bytes + model.column_bytes
+    assert needs.row == 3 * 6 * 64 * 4 + 100 * target / 2
     assert RowNeeds(column=2, row=30, fixed=7).pages_that_fit(3, 7 + 3 * 30 + 64 * 2 * 5 + 127) == 5
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from ...engine.cache import autocast_dtype
 from ...engine.draft_loop import Forward
+from ...engine.narrow_weights import NarrowProduct
 from ..canvas import Canvas
 from ..feature_drafter import FeatureDrafter
 from ..feature_network import Store
@@ -57,6 +58,8 @@ class DFlashDrafter(FeatureDrafter):
 
     @property
     def casts_weights(self) -> bool:  # type: ignore[override]
+        if isinstance(self._head, NarrowProduct) and self._head.copies is not None:
+            return False
         weight = next(self._head.parameters(), None)
         narrow = autocast_dtype(self.network.fc.weight.device)
         return narrow is not None and weight is not None and weight.is_floating_point() and weight.dtype != narrow
