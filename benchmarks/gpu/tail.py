@@ -1,5 +1,5 @@
 """A rollout of many rows whose lengths have a long tail: phases, rounds and captured forwards, in a first and a second
-call, with captured forwards freed after each call, which is the trainer's default, and kept.
+call, with captured forwards freed after each call, and kept.
 
 Many tokens end a row, so lengths are about geometric. The policy's 4-bit copy agrees with it (see `speculation`), and
 what drafts is decided by measured rounds. All ways share their noise, so they decode the same rows but for near-ties.

@@ -58,9 +58,13 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
             student = drafter.student if isinstance(drafter, DistilledDrafter) else drafter
             if isinstance(student, SelfDrafter):
                 lend_copies(runner.network, student.network)
-                own = _captured(EagerRunner(student.network, cache), recorder)
-                found[drafter.strategy] = own or _products(student.network, model).plus(rest)
-                take_copies_back(student.network)
+                try:
+                    timed = _captured(EagerRunner(student.network, cache), recorder)
+                    if timed is None:
+                        timed = _products(student.network, model, student.is_stale).plus(rest)
+                    found[drafter.strategy] = timed
+                finally:
+                    take_copies_back(student.network)
             elif drafter.cost is not None:
                 share = drafter.cost.weight_bytes / drafter.cost.tokens / model_constants(model).weight_bytes
                 found[drafter.strategy] = target.times(share)
@@ -93,8 +97,9 @@ def _forward_of(runner: EagerRunner, tokens: int) -> Callable[[], Tensor]:
     return partial(runner.forward, zeros, zeros, 1)
 
 
-def _products(network: nn.Module, model: PreTrainedModel) -> ForwardSeconds:
-    """Of all products of the target's network or its copy's, one after the other.
+def _products(network: nn.Module, model: PreTrainedModel, packs: bool = False) -> ForwardSeconds:
+    """Of all products of the target's network or its copy's, one after the other. `packs`: whether layers of the copy
+    are not packed yet.
 
     A layer that is there once, as a head is, takes as long for each weight as the largest of its type that is there
     more often: packing and timing a large head would take longer than all the rest.
@@ -112,18 +117,19 @@ def _products(network: nn.Module, model: PreTrainedModel) -> ForwardSeconds:
     for first, *others in alike.values():
         like = first if others else largest.get(type(first), first)
         if like not in timed:
-            timed[like] = _layer(like, model)
+            timed[like] = _layer(like, model, packs)
         count = (1 + len(others)) * first.weight.numel() / like.weight.numel()
         totals = [total + count * own for total, own in zip(totals, timed[like], strict=True)]
     return ForwardSeconds(TOKENS, [max(each, 1e-9) for each in totals])
 
 
-def _layer(layer: Layer, model: PreTrainedModel) -> list[float]:
+def _layer(layer: Layer, model: PreTrainedModel, packs: bool) -> list[float]:
     """Seconds for each of `TOKENS`."""
     width = layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
     dtype = layer.weight.dtype if layer.weight.is_floating_point() else model.dtype
     if isinstance(layer, QuantizedLinear):  # the copy is packed when it drafts, and may never
-        layer.refresh(ActivationAware())
+        if packs:
+            layer.refresh(ActivationAware())
         dtype = model.dtype
     dtype = autocast_dtype(model.device) or dtype
     seconds: list[float] = []

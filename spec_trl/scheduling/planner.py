@@ -35,8 +35,8 @@ class Planner(Control):
     * **Rule**: the arm of largest log gain over autoregressive decoding plus its standard deviation, among those whose
       worst case the account covers. So what might be better is tried, and what is known to be worse is not.
     * **First trial**: a prediction that was never measured may be off six times, either way. A method that would pay
-      then is tried once, at the shortest γ, when the account holds what that is predicted to cost: `MOST_SAVED` /
-      `INCOME` rounds after the first, at most.
+      then is tried once, at the shortest γ, when the account holds what that is predicted to cost, or `MOST_SAVED`:
+      `MOST_SAVED` / `INCOME` rounds after the first, at most.
     * **Account**, in autoregressive rounds: it has an income, and what speculation measurably gained or lost.
     * **Planning takes time**: a plan is kept until planning is at most `SHARE` of the time, while its rows stay and it
       does not lose. The ledger is told of its rounds at once when the next plan is made.
@@ -70,7 +70,6 @@ class Planner(Control):
         self._lengths, self._margin, self._may_race = np.array(sorted(draft_lengths)), margin, race
         self._budget = math.inf if budget is None else budget
         self._predict, self.times, self.drafts, self._clock = seconds, times, drafts, clock
-        times.tried |= {candidate.name for candidate in candidates if not candidate.is_network}  # they run no forward
         self._singles = [
             Arm(((which, int(length)),)) for which in range(len(self.candidates)) for length in self._lengths
         ]
@@ -380,7 +379,11 @@ class Planner(Control):
         return tuple(share * own / sum(added) for own in added)
 
     def _is_untried(self, arm: Arm) -> bool:
-        return any(self.times.is_untried(self.candidates[which].name) for which, _ in arm.chains)
+        """Whether a first trial has yet to tell what it takes. A lookup beside a network is tried without: alone it may
+        never promise more than the network."""
+        candidates = [self.candidates[which] for which, _ in arm.chains]
+        alone = len(candidates) == 1
+        return any(self.times.is_untried(each.name) for each in candidates if alone or each.is_network)
 
     def _plain_seconds(self) -> float:
         """What an autoregressive round takes now."""

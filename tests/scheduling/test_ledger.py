@@ -88,3 +88,15 @@ def test_the_state_of_an_earlier_release_is_left_out() -> None:
     assert poisoned.rounds == 0 and poisoned.seconds(PLAIN, 1.0) == 1.0
     poisoned.load_state_dict(times.state_dict())
     assert poisoned.rounds == 5
+
+
+def test_a_load_that_ends_while_drafts_run_leaves_terms_finite() -> None:
+    """Drafted rounds are then shorter than plain rounds seemed to be alone: no time of a draft explains that."""
+    for share in (0.3, 0.6, 0.9):
+        for load in (1.5, 3.0, 6.0, 20.0):
+            times = Times(0.3)
+            for kind, rounds, seconds in ((PLAIN, 20, load), (DRAFTED, 5, 1.0), (PLAIN, 30, 1.0), (DRAFTED, 30, 1.0)):
+                for _ in range(rounds):
+                    times.observe(kind, math.log(seconds), shares=(share,) if kind.methods else ())
+            mean, variance = times.offsets(times.weights([DRAFTED], PLAIN, [(share,)]))
+            assert abs(float(mean[0])) < 3 and 0 <= float(variance[0]) < 3

@@ -69,13 +69,13 @@ def test_where_nothing_was_drafted_the_best_promise_is_said() -> None:
     [
         (0.2, 3.0, "1.67×", "decoding plainly, since sd_margin asks for 4.00×"),
         (3.0, 0.05, "0.50×", "decoding plainly for about 134 more rounds, until the account covers a first trial"),
-        (10.0, 0.05, "0.20×", 'decoding plainly, since a trial may cost more than 8 rounds; sd_toggle="always"'),
+        (10.0, 0.05, "0.20×", "decoding plainly for about 534 more rounds, until the account covers a first trial"),
     ],
 )
 def test_what_was_never_tried_says_when_it_will_be(
     monkeypatch: pytest.MonkeyPatch, dear: float, margin: float, promised: str, why: str
 ) -> None:
-    """Below the margin; the account holds too little yet; it never holds enough."""
+    """Below the margin; the account holds too little yet; it will never hold what the trial is predicted to cost."""
     monkeypatch.setitem(DRAFTING, "self", dear)
     candidate, drafts = Candidate("self", 5, 1.0, 64), Drafts(["self"], [False])
     control = Planner([candidate], [5], seconds, Times(0.2), drafts, margin, clock=lambda: 0.0)

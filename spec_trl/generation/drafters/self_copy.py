@@ -24,6 +24,9 @@ class SelfDrafter(NetworkDrafter):
 
     Arguments are those of :func:`~spec_trl.quantization.quantize_projections`; the policy is never changed. With
     `packs_later` the weights are quantized when something is drafted, and a copy that never drafts costs next to none.
+
+    Attributes:
+        is_stale: whether it has to be packed, or packed anew, before it drafts.
     """
 
     strategy = "self"
@@ -38,7 +41,7 @@ class SelfDrafter(NetworkDrafter):
         super().__init__(twin, shares_target_cache=True)
         self.refresh_seconds = 0.0
         """Total time that drafting waited for refreshes."""
-        self._is_stale = packs_later
+        self.is_stale = packs_later
         self._statistics: ActivationStatistics | None = None
         self._policy = kept.weak(policy)
         self._versions = versions(policy)
@@ -50,7 +53,7 @@ class SelfDrafter(NetworkDrafter):
         `quantized.activation_aware_layers`, and round to nearest without (ER §C.4).
         """
         self.quantized.refresh(statistics)
-        self._is_stale = False
+        self.is_stale = False
 
     def refresh_if_changed(self) -> None:
         """Requantizes before drafting if storage or version counters show that the policy's weights have changed since
@@ -62,7 +65,7 @@ class SelfDrafter(NetworkDrafter):
 
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
         """Refreshes when something is drafted next: a rollout that never speculates does not pay for it."""
-        self._is_stale, self._statistics = True, statistics
+        self.is_stale, self._statistics = True, statistics
 
     @property
     def stood(self) -> float:
@@ -77,7 +80,7 @@ class SelfDrafter(NetworkDrafter):
 
     def refresh_if_stale(self) -> None:
         """What is due before a draft."""
-        if self._is_stale:
+        if self.is_stale:
             started = time.perf_counter()
             self.refresh(self._statistics)
             if self.network.device.type == "cuda":

@@ -277,7 +277,7 @@ def test_through_the_kernels(tape, monkeypatch) -> None:
         config = {"runner": "graph", "draft_length": 2, "draft_kernel": "torch_int4"}
         result = generate(model, prompts, strategy, config, **options)
         assert outputs(result) == expected and result.statistics.drafter_failure is None
-    assert tape.recorded >= 4 and tape.replayed > 4 and loops
+    assert tape.recorded >= 3 and tape.replayed > 4 and loops
 
 
 # ---- what fails -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 from spec_trl.generation.engine.draft_loop import NetworkDraft
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
+from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
 from tests.generation.drafters.dflash import reference
 from tests.generation.drafters.watching import KINDS, before
@@ -292,6 +293,17 @@ def test_without_its_graph_it_goes_on_eagerly(kind, change, work: str, drafter, 
         found = run(tiny, drafter)
     check(found, expected)
     assert len(seen) == len(changed) == 1 and found.statistics.graphs == tape.recorded - 1
+
+
+@each_kind
+def test_under_autocast(kind: str, checkpoints, replays, tape) -> None:
+    """The target's head has copies, which a replay does not cast."""
+    model = tiny_llama().float()
+    drafter = KINDS[kind](checkpoints[kind], model)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = run(model, drafter)
+        assert outputs(result) == outputs(run(model, drafter, "eager"))
+    assert replays and result.statistics.total.drafted > 0 and result.statistics.copied_bytes > 0
 
 
 @pytest.mark.parametrize("kind", ["dflash"])

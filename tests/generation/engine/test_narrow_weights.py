@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import spec_trl
@@ -226,6 +227,32 @@ def test_no_generation_reads_old_ones(make: Any, change: Callable[[Any], Any], k
     assert outputs(result) == outputs(expected) and (outputs(expected) != before or change is _merge)
     assert change in UNSEEN or result.statistics.total == drafted
     assert drafted.accepted > 20
+
+
+def _prune(layer: nn.Module) -> Tensor:
+    prune.l1_unstructured(layer, "weight", 0.3)
+    weight: Tensor = layer.weight_orig
+    return weight
+
+
+def _parametrize(layer: nn.Module) -> Tensor:
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    weight: Tensor = layer.parametrizations.weight.original
+    return weight
+
+
+@pytest.mark.parametrize("compute", [_prune, _parametrize])
+def test_weights_that_each_forward_computes_have_none(compute: Callable[[nn.Module], Tensor], tape) -> None:
+    model = one_layer()
+    weights = [compute(getattr(model.model.layers[0].mlp, name)) for name in ("gate_proj", "down_proj")]
+    with autocast():
+        before = outputs(graph(model))
+    with torch.no_grad():
+        for weight in weights:
+            weight.copy_(weight.flip(0))
+    replayed = tape.replayed
+    with autocast():
+        assert outputs(graph(model)) == outputs(eager(model)) != before and tape.replayed > replayed
 
 
 # ---- lifetime and memory --------------------------------------------------------------------------------------------
