@@ -379,7 +379,7 @@ class Planner(Control):
         return tuple(share * own / sum(added) for own in added)
 
     def _is_untried(self, arm: Arm) -> bool:
-        """Whether a first trial has yet to tell what it takes. A lookup beside a network is tried without: alone it may
+        """Whether a first trial has yet to tell what it takes. A lookup beside a network needs none: alone it may
         never promise more than the network."""
         candidates = [self.candidates[which] for which, _ in arm.chains]
         alone = len(candidates) == 1
