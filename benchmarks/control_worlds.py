@@ -360,7 +360,7 @@ class Bounds:
     """What the rollouts of a world take without drafts, with the best fixed plan, and by an oracle."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self.world = world
         singles = [(method, count) for method in world.methods for count in world.draft_lengths]
         self._singles: list[Plan] = [PLAIN, *((single,) for single in singles)]
         self._races: list[Plan] = [
@@ -370,8 +370,8 @@ class Bounds:
 
     @cached_property
     def _fixed(self) -> list[dict[Plan, float]]:
-        numbers = range(len(self._world.rollouts))
-        return [{plan: Decoder(self._world, number).play(plan) for plan in self._singles} for number in numbers]
+        numbers = range(len(self.world.rollouts))
+        return [{plan: Decoder(self.world, number).play(plan) for plan in self._singles} for number in numbers]
 
     @property
     def plain(self) -> list[float]:
@@ -388,8 +388,8 @@ class Bounds:
         """Knows all times and texts: every few rounds it takes the plan that would end the rollout soonest if kept.
         That is no bound: a control that follows each row in each round may be faster."""
         found = []
-        for number in range(len(self._world.rollouts)):
-            state, seconds = Decoder(self._world, number), 0.0
+        for number in range(len(self.world.rollouts)):
+            state, seconds = Decoder(self.world, number), 0.0
             while state.rows:
                 best = min([*self._singles, *self._races], key=lambda plan: state.copy().play(plan))
                 seconds += state.play(best, EVERY)

@@ -1,5 +1,6 @@
 """The planner on simulated worlds: close to an oracle, and never much slower than no drafts. No clock is read."""
 
+import functools
 import random
 
 import numpy as np
@@ -14,6 +15,12 @@ from spec_trl.scheduling.planner import Planner
 from spec_trl.scheduling.round_costs import ForwardSeconds, ProbedRounds
 
 
+@functools.cache
+def small_batches() -> list[Bounds]:
+    """Of four worlds of each cell; an oracle takes longer than a planner."""
+    return [Bounds(World(cell, seed)) for cell in CELLS if cell.batch <= 4 for seed in range(4)]
+
+
 @pytest.mark.parametrize(
     ("noise", "planning", "regret"),
     [
@@ -24,8 +31,7 @@ from spec_trl.scheduling.round_costs import ForwardSeconds, ProbedRounds
 def test_small_batches_stay_near_the_oracle_and_are_never_slower(noise: str, planning: float, regret: float) -> None:
     """Rows are few, so little is known: the hardest cells. The whole table is `benchmarks/control_regret.py`'s. First
     trials cost a round or two, which is more than 2 % of a short rollout."""
-    worlds = [World(cell, seed) for cell in CELLS if cell.batch <= 4 for seed in range(4)]
-    found = Summary.of([run(world, noise, planning) for world in worlds])
+    found = Summary.of([run(bounds.world, noise, planning, bounds=bounds) for bounds in small_batches()])
     assert found.regret <= regret
     assert found.worst_sequence <= 1.025
     assert found.worst_rollout <= 1.1

@@ -87,10 +87,10 @@ def _up(size: int) -> int:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on `device`. The host does not wait for the copy to a GPU, which needs pinned memory for that; other
-    devices may still read memory that the host has freed by then, so it waits for them."""
+    """`values` on `device`. The host does not wait for the copy, which CUDA makes from pinned memory. MPS might still
+    read what the host has freed by then, so the host waits for it."""
     pins = device.type == "cuda" and values.device.type == "cpu"
-    return (values.pin_memory() if pins else values).to(device, non_blocking=pins)
+    return (values.pin_memory() if pins else values).to(device, non_blocking=device.type != "mps")
 
 
 def check_memory(what: str, needed: int, device: torch.device) -> None:
