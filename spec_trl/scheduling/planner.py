@@ -213,8 +213,8 @@ class Planner(Control):
         self._said = Account(gain, f"{said}: {then}")
 
     def _say_why_not(self, arms: Sequence[Arm], gains: Floats, worst: Floats, trial: int | None) -> None:
-        """Says of the arm that promises most why it does not draft, or when arm `trial` will; nothing after drafts of
-        this rollout."""
+        """Says of the arm that promises most why it does not draft, or when the first trial, arm `trial`, will run;
+        nothing after drafts of this rollout."""
         if any(tally.rounds for tally in self.tallies):
             return
         served = [self._may_draft(arm) for arm in arms]

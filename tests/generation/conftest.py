@@ -15,7 +15,10 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.engine import rollout
+from spec_trl.generation.engine.captured_drafts import CapturedLoop
+from spec_trl.generation.engine.draft_loop import NetworkDraft
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.generation.engine.verification import Proposal
 from tests.generation.drafters.dflash import reference as dflash
 from tests.generation.drafters.eagle3 import reference as eagle3
 from tests.generation.engine.tape import Tape, install_tape
@@ -93,3 +96,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     return install_tape(monkeypatch)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and drafts of each replay of a draft."""
+    found: list[tuple[int, int]] = []
+    replay = CapturedLoop.replay
+
+    def watched(self: CapturedLoop, draft: NetworkDraft) -> Proposal:
+        found.append((len(draft.tokens), draft.draft_length))
+        return replay(self, draft)
+
+    monkeypatch.setattr(CapturedLoop, "replay", watched)
+    return found

@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -262,3 +263,12 @@ AttentionInterface.register(RAGGED_ATTENTION, ragged_attention)
 # Masks arrive ready made. Without this entry transformers takes an unknown backend to need no mask at all and
 # would drop a sliding window silently.
 AttentionMaskInterface.register(RAGGED_ATTENTION, eager_mask)
+
+
+def warn_of_masks(network: nn.Module, error: Exception) -> None:
+    """Says that the attention kernel failed with `error`, and that `network` attends under masks from now on."""
+    warnings.warn(
+        f"the attention kernel failed under {type(network).__name__}, which goes on under masks, with the same tokens "
+        f"but slower: {type(error).__name__}: {error}",
+        stacklevel=3,
+    )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .attention import warn_of_masks
 from .cache import RaggedCache, autocast_dtype
 from .captured_drafts import CapturedLoops
 from .captured_features import CapturedFeatures
@@ -192,14 +193,10 @@ class GraphRunner(EagerRunner):
         try:
             logits, features = self._run(padded, places, key.columns, spans=self._uses_spans)
         except Exception as error:
-            if not self._uses_spans:
+            if not self._uses_spans or isinstance(error, torch.OutOfMemoryError):
                 raise
             self._uses_spans = False
-            warnings.warn(
-                f"the attention kernel failed under {type(self.network).__name__}, which goes on under masks, with "
-                f"the same tokens but slower: {type(error).__name__}: {error}",
-                stacklevel=2,
-            )
+            warn_of_masks(self.network, error)
             return self.forward(tokens, positions, columns)
         self.forwards += 1
         self._tell(None if features is None else features[:rows], positions, 0)

@@ -4,12 +4,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .attention import takes_spans
+from .attention import takes_spans, warn_of_masks
 from .cache import RaggedCache, autocast_dtype
 from .captured_drafts import CapturedLoops
 from .captured_forward import CapturedForward, ForwardKey, column_bucket, pad, row_bucket, uncached_autocast
@@ -94,14 +93,10 @@ class CapturedFeatures(FeatureRunner):
         try:
             return super().draft(draft, over, columns)
         except Exception as error:
-            if not self.uses_spans:
+            if not self.uses_spans or isinstance(error, torch.OutOfMemoryError):
                 raise
             self.uses_spans = False
-            warnings.warn(
-                f"the attention kernel failed under {type(self.network).__name__}, which goes on under masks, with "
-                f"the same tokens but slower: {type(error).__name__}: {error}",
-                stacklevel=2,
-            )
+            warn_of_masks(self.network, error)
             return super().draft(draft, over, columns)
 
     def _capture_intake(self, key: ForwardKey, features: Tensor, positions: Tensor, keep: TakeIn) -> None:
@@ -141,7 +136,11 @@ class CapturedFeatures(FeatureRunner):
         return asked == self._capture_after
 
     def _record(
-        self, autocast: torch.dtype | None, work: Callable[[], Outputs], compared: Any, whose: str
+        self,
+        autocast: torch.dtype | None,
+        work: Callable[[], Outputs],
+        compared: Callable[[Recording], tuple[Tensor, Tensor]],
+        whose: str,
     ) -> tuple[Recording, int]:
         return self.budget.record_checked(
             uncached_autocast(self._device, autocast, work), compared, whose, self._dtype

@@ -1,10 +1,9 @@
 """Copies of a policy's float32 weights in autocast's dtype, for a generation under autocast.
 
-Autocast casts a wide weight in each product that reads it, or, where the weight is trained, keeps its cast at an
-address that nobody else knows; a captured forward would repeat the cast in each replay. So a shadow's linear layers
-have casts of their own, the same bit for bit, which are written anew in place when a generation begins. All else reads
-the weights themselves: norms, embeddings and the residual stream stay wide, as under autocast, and a quantized copy is
-made of what training trains.
+Autocast casts a wide weight in each product, or caches the cast of a weight that is trained. A captured forward would
+cast again in each replay. So the linear layers of a shadow have casts, the same bit for bit, that each generation
+writes anew, in place. All else reads the weights themselves: norms, embeddings and the residual stream stay wide, as
+under autocast, and a quantized copy is made of the weights that are trained.
 """
 
 import warnings

@@ -170,8 +170,7 @@ class Rows:
             self.indices.append(request.index)
             if progress is None:
                 row_of_prompt.setdefault(key, row)
-        if states:  # the host waits once
-            self._state[:, first : first + len(states)] = torch.tensor(states).T
+        self._state[:, first : first + len(states)] = sent(torch.tensor(states), self.tokens.device).T
         self.active += len(requests)
         columns = torch.arange(self.columns, device=self.tokens.device)  # [columns]
         positions = columns - self.prompt_lengths[first:, None]  # [n, columns]

@@ -11,10 +11,8 @@ from transformers import LogitsProcessorList
 
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine import captured
-from spec_trl.generation.engine.captured_drafts import CapturedLoop
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 from spec_trl.generation.engine.draft_loop import NetworkDraft
-from spec_trl.generation.engine.verification import Proposal
 from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
 from tests.generation.engine.tape import spoil_pool
@@ -38,20 +36,6 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def fresh() -> nn.Module:
     """A target of the test's own, of one layer: a tape is slow."""
     return tiny_llama(num_hidden_layers=1)
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Rows and drafts of each replay of a loop."""
-    found: list[tuple[int, int]] = []
-    replay = CapturedLoop.replay
-
-    def watched(self: CapturedLoop, draft: NetworkDraft) -> Proposal:
-        found.append((len(draft.tokens), draft.draft_length))
-        return replay(self, draft)
-
-    monkeypatch.setattr(CapturedLoop, "replay", watched)
-    return found
 
 
 def run(

@@ -16,11 +16,8 @@ from spec_trl.generation.drafters.feature_drafter import FeatureDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.engine import captured
 from spec_trl.generation.engine.attention import ragged_attention
-from spec_trl.generation.engine.captured_drafts import CapturedLoop
 from spec_trl.generation.engine.captured_features import CapturedFeatures
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
-from spec_trl.generation.engine.draft_loop import NetworkDraft
-from spec_trl.generation.engine.verification import Proposal
 from spec_trl.scheduling.control import Chain
 from tests.conftest import tiny_llama
 from tests.generation.calls import Alternate, generate, outputs, pad_left, random_rows
@@ -48,20 +45,6 @@ def released(tiny: PreTrainedModel) -> Iterator[None]:
 @pytest.fixture
 def drafter(kind: str, checkpoints: dict[str, str], tiny: PreTrainedModel) -> FeatureDrafter:
     return KINDS[kind](checkpoints[kind], tiny)
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Rows and drafts of each replay of a draft."""
-    found: list[tuple[int, int]] = []
-    replay = CapturedLoop.replay
-
-    def watched(self: CapturedLoop, draft: NetworkDraft) -> Proposal:
-        found.append((len(draft.tokens), draft.draft_length))
-        return replay(self, draft)
-
-    monkeypatch.setattr(CapturedLoop, "replay", watched)
-    return found
 
 
 def run(model: PreTrainedModel, drafter: Any, runner: str = "graph", config: Any = None, **options: Any) -> Any:
