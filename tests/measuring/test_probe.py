@@ -21,9 +21,9 @@ from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.engine import kept_runner
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
-from spec_trl.generation.engine.native_code import compiler
 from spec_trl.measuring import probe as probing
 from spec_trl.measuring.probe import TOKENS, probe
+from spec_trl.native_code import compiler
 from spec_trl.scheduling.round_costs import ForwardSeconds
 from tests.conftest import tiny_llama
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .native_code import compiler, load
+from ...native_code import compiler, load
 
 
 MOST_QUERIES = 65

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .native_code import load
+from ...native_code import load
 
 
 _PER_THREAD = 1 << 15  # elements: with fewer, a second thread saves less than waking it takes

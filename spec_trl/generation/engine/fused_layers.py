@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 
+from ...native_code import compiler
 from ...quantization.linear import QuantizedLinear, project
 from ...quantization.quantized_copy import SIBLINGS
 from . import cpu_layer
@@ -22,7 +23,6 @@ from .cache import RaggedCache, _RaggedLayer, autocast_dtype
 from .family_hooks import cache_name
 from .kernels import run_on
 from .narrow_weights import NarrowProduct
-from .native_code import compiler
 from .paged_cache import _PagedLayer
 from .patched_forwards import patched_forward
 

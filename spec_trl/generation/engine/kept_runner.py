@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...native_code import compiler
 from .. import kept
 from ..configuration import SpeculativeConfig
 from .cache import RaggedCache, autocast_dtype
@@ -15,7 +16,6 @@ from .compiled import cpu_runner
 from .cuda_graphs import CudaRecorder, GraphBudget
 from .memory import free_memory
 from .narrow_weights import make_copies, refresh_copies
-from .native_code import compiler
 from .paged_cache import PagedCache
 from .pages import pages_of
 from .runner import EagerRunner

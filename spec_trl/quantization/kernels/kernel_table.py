@@ -3,25 +3,19 @@
 import dataclasses
 import hashlib
 import math
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ...json_files import read_json, write_json
+from ...native_code import cache_directory
 
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of x at which kernels are timed
 SMALL_ROWS = (1, 2, 4, 8)  # those that count in the choice: drafting has few
 
 Times = dict[int, float]  # rows of x → seconds
-
-
-def cache_directory() -> Path:
-    """Where tables and compiled kernels are kept: under SPEC_TRL_CACHE, or the user's cache directory."""
-    home = os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "spec_trl" / "kernels"
 
 
 @dataclass(frozen=True)

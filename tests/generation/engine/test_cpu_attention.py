@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM
 
-from spec_trl.generation.engine import cpu_attention, native_code
+from spec_trl import native_code
+from spec_trl.generation.engine import cpu_attention
 from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.compiled import CompiledRunner, cpu_runner

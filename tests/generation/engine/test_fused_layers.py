@@ -26,9 +26,9 @@ from spec_trl.generation.engine.cache import RaggedCache, TailCache
 from spec_trl.generation.engine.compiled import CompiledRunner, compiled_twin
 from spec_trl.generation.engine.hidden_states import keep_states
 from spec_trl.generation.engine.narrow_weights import make_copies
-from spec_trl.generation.engine.native_code import compiler
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.native_code import compiler
 from spec_trl.quantization import quantize_projections
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
