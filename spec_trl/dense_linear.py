@@ -3,7 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from . import cpu_products
 
+
+PLAIN_MULTIPLICATIONS = 1 << 14
+"""Multiplications of a layer's forward below which another call costs more than it saves."""
 ONEDNN_MULTIPLICATIONS = 1 << 20
 """Multiplications of a layer's forward from which oneDNN takes less time (benchmarks/dense_linear.py, on an AMD EPYC).
 Its call costs more than that of `F.linear`, whose library reads the weights once per row on some CPUs."""
@@ -11,20 +15,26 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, 
 
 
 class DenseLinear(nn.Linear):
-    """nn.Linear, which multiplies by oneDNN where that is faster: in float32 on a CPU, on the weights as they lie."""
+    """nn.Linear, which in float32 on a CPU multiplies few rows by :mod:`cpu_products`, and more by oneDNN where
+    that is faster, on the weights as they lie."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → y [..., out]"""
-        if self._uses_onednn(x):
+        multiplications = x.numel() * self.out_features
+        if multiplications < PLAIN_MULTIPLICATIONS or not self.is_plain(x):
+            return super().forward(x)
+        if cpu_products.serves(x.numel() // self.in_features):
+            return cpu_products.multiply(cpu_products.dense_matrix(self.weight, self.bias), x)
+        if HAS_ONEDNN and multiplications >= ONEDNN_MULTIPLICATIONS:
             return multiply_by_onednn(x, self.weight, self.bias)
         return super().forward(x)
 
-    def _uses_onednn(self, x: Tensor) -> bool:
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether nothing but float32 is asked for."""
         return (
-            x.numel() * self.out_features >= ONEDNN_MULTIPLICATIONS
-            and x.dtype == torch.float32
+            x.dtype == torch.float32
             and x.device.type == "cpu"
-            and not torch.is_grad_enabled()  # it has no backward pass
+            and not torch.is_grad_enabled()  # these have no backward pass
             and not torch.is_autocast_enabled("cpu")
             and self.weight.dtype == torch.float32
             and self.weight.is_contiguous()
@@ -33,7 +43,7 @@ class DenseLinear(nn.Linear):
 
 def is_dense_on_cpu(module: nn.Module) -> bool:
     """Whether a shadow should have a :class:`DenseLinear` for `module`."""
-    return type(module) is nn.Linear and HAS_ONEDNN and module.weight.device.type == "cpu"
+    return type(module) is nn.Linear and module.weight.device.type == "cpu"
 
 
 def multiply_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

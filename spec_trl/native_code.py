@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 # -ffast-math, which lets sums be taken in vectors, is for compiling alone: a linker that is told of it adds code that
 # has the whole process round tiny numbers to zero.
-_COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC")
+_COMPILE = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _LINK = ("-shared", "-fopenmp")
 _SECONDS = 60  # after which a compiler is given up
 
@@ -34,12 +34,14 @@ def compiler() -> str | None:
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
-def load(source: Path, **defined: object) -> ctypes.CDLL | None:
-    """`source`, compiled now or by an earlier process with these macros `defined`; None where that fails."""
+def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.CDLL | None:
+    """`source`, compiled now or by an earlier process with these macros `defined`; None where that fails.
+    `reorders_sums`: whether the compiler may add numbers in another order than the source says."""
     program = compiler()
     if program is None:
         return None
-    options = (*_COMPILE, *(f"-D{name}={value}" for name, value in defined.items()))
+    math = ("-ffast-math",) if reorders_sums else ()
+    options = (*_COMPILE, *math, *(f"-D{name}={value}" for name, value in defined.items()))
 
     def call(*arguments: str) -> bytes:
         return subprocess.run([program, *arguments], check=True, capture_output=True, timeout=_SECONDS).stdout

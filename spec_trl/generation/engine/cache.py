@@ -243,6 +243,13 @@ class _RaggedLayer(CacheLayerMixin):
         own = slice(first_row, first_row + rows)
         return self.keys[own, :, :columns], self.values[own, :, :columns]
 
+    @property
+    def places(self) -> tuple[Tensor, Tensor, int]:
+        """Rows and columns that the present forward writes, `[B, q]` int64 each, and its first row."""
+        to_rows, to_columns = self._window.to_rows, self._window.to_columns
+        assert to_rows is not None and to_columns is not None
+        return to_rows, to_columns, self._window.first_row
+
     def _visible(self, rows: int) -> tuple[Tensor, Tensor]:
         """What the present forward, over `rows` rows, reads."""
         return self.read(self._window.first_row, rows, self._window.visible)

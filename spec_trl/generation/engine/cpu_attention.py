@@ -34,7 +34,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scale: floa
     column of each query) → `[B, q, heads, d]`; None where it does not serve these."""
     head_size = query.shape[3]
     alike = key.shape == value.shape and key.stride() == value.stride() and key.stride(3) == 1
-    function = _compiled(query.dtype, head_size) if alike and query.dtype == key.dtype == value.dtype else None
+    function = compiled(query.dtype, head_size) if alike and query.dtype == key.dtype == value.dtype else None
     if function is None:
         return None
     if query.stride(3) != 1:
@@ -51,7 +51,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scale: floa
 
 
 @functools.cache
-def _compiled(dtype: torch.dtype, head_size: int) -> Callable[..., None] | None:
+def compiled(dtype: torch.dtype, head_size: int) -> Callable[..., None] | None:
     """The function for these; None where it cannot be compiled."""
     scalar = _SCALARS.get(dtype)
     library = None if scalar is None else load(_SOURCE, SCALAR=scalar, HEAD_SIZE=head_size)

@@ -1,8 +1,10 @@
 // What a decoder layer does between its matrix products, in float32. Rows are `[rows, size]`, their elements next to
 // each other.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 // x + residual into total (null: x alone, and no total), and its norm times weight into out; all rows are contiguous
 extern "C" void rms_norm(const float* x, const float* residual, const float* weight, float* total, float* out,
@@ -87,4 +89,106 @@ extern "C" void rotate_and_write(const float* query, const float* key, const flo
       for (int64_t i = 0; i < s.head_size; ++i) stored[i] = from[i];
     }
   }
+}
+
+// as in cpu_products.cpp and cpu_attention.cpp
+struct Matrix {
+  const void* weights;
+  const float *scales, *offsets, *bias;
+  int64_t out, in, group;
+};
+struct Sizes {
+  int64_t rows, kv_heads, groups, count;
+  int64_t query_strides[3], key_strides[3];
+  int64_t threads;
+};
+typedef void Multiply(const Matrix*, const float* x, int64_t x_stride, int64_t count, float* y, int64_t y_stride,
+                      int64_t threads);
+typedef void Attend(const float* queries, const float* keys, const float* values, const int64_t* spans, float* output,
+                    const Sizes*, double scale);
+
+struct Norm {
+  const float* weight;  // null: there is no such norm
+  double eps;
+};
+
+struct Layer {
+  Matrix query, key, value, attention_out, gate, up, down;
+  Norm before_attention, of_queries, of_keys, after_attention, before_mlp, after_product;
+  double scale;  // of attention
+};
+
+// What a layer reads and writes: `hidden` in place, [tokens, hidden]; `keys` and `values` are the whole buffers, of
+// which attention reads the rows from `first_row` on; spans as in cpu_attention.cpp
+struct Call {
+  float* hidden;
+  const float *cosine, *sine;
+  float *keys, *values;
+  const int64_t *to_rows, *to_columns, *spans;
+  int64_t rows, count, heads, kv_heads, head_size, first_row;
+  int64_t cosine_strides[2], sine_strides[2], to_row_strides[2], to_column_strides[2], key_strides[3];
+  int64_t threads;
+  Multiply* multiply;
+  Attend* attend;
+};
+
+static int64_t threads_for(int64_t elements, int64_t most) { return std::min(most, 1 + (elements >> 15)); }
+
+static void norm(const Norm& n, const float* x, const float* residual, float* total, float* out, int64_t rows,
+                 int64_t size, int64_t threads) {
+  rms_norm(x, residual, n.weight, total, out, rows, size, n.eps, threads_for(rows * size, threads));
+}
+
+extern "C" void decoder_layer(const Layer* layer, const Call* call) {
+  const Layer& l = *layer;
+  const Call& c = *call;
+  const int64_t tokens = c.rows * c.count, hidden = l.query.in, inner = l.gate.out, most = c.threads;
+  const int64_t queries = l.query.out, keys = l.key.out, width = queries + 2 * keys;
+  static thread_local std::vector<float> scratch;
+  scratch.resize(tokens * (2 * hidden + width + 2 * queries + 3 * inner));
+  float *residual = scratch.data(), *normed = residual + tokens * hidden, *projected = normed + tokens * hidden;
+  float *rotated = projected + tokens * width, *attended = rotated + tokens * queries;
+  float *gated = attended + tokens * queries, *product = gated + 2 * tokens * inner;  // gated: [tokens, 2, inner]
+
+  norm(l.before_attention, c.hidden, nullptr, nullptr, normed, tokens, hidden, most);
+  c.multiply(&l.query, normed, hidden, tokens, projected, width, most);
+  c.multiply(&l.key, normed, hidden, tokens, projected + queries, width, most);
+  c.multiply(&l.value, normed, hidden, tokens, projected + queries + keys, width, most);
+
+  Heads heads = {c.rows, c.count, c.heads, c.kv_heads, c.head_size};
+  for (int64_t* strides : {heads.query, heads.key, heads.value}) {
+    strides[0] = c.count * width;
+    strides[1] = width;
+    strides[2] = c.head_size;
+  }
+  std::copy_n(c.cosine_strides, 2, heads.cosine);
+  std::copy_n(c.sine_strides, 2, heads.sine);
+  std::copy_n(c.to_row_strides, 2, heads.to_row);
+  std::copy_n(c.to_column_strides, 2, heads.to_column);
+  std::copy_n(c.key_strides, 3, heads.keys);
+  std::copy_n(c.key_strides, 3, heads.values);
+  heads.threads = threads_for(tokens * queries, most);
+  rotate_and_write(projected, projected + queries, projected + queries + keys, c.cosine, c.sine, c.keys, c.values,
+                   c.to_rows, c.to_columns, l.of_queries.weight, l.of_keys.weight, rotated, &heads, l.of_queries.eps);
+
+  Sizes sizes = {c.rows, c.kv_heads, c.heads / c.kv_heads, c.count};
+  sizes.query_strides[0] = queries * c.count;
+  sizes.query_strides[1] = c.count * c.head_size;
+  sizes.query_strides[2] = c.head_size;
+  std::copy_n(c.key_strides, 3, sizes.key_strides);
+  sizes.threads = most;
+  const int64_t start = c.first_row * c.key_strides[0];
+  c.attend(rotated, c.keys + start, c.values + start, c.spans, attended, &sizes, l.scale);
+
+  if (l.after_attention.weight)
+    norm(l.after_attention, attended, nullptr, nullptr, attended, tokens, queries, most);
+  c.multiply(&l.attention_out, attended, queries, tokens, normed, hidden, most);
+  norm(l.before_mlp, normed, c.hidden, residual, normed, tokens, hidden, most);
+  c.multiply(&l.gate, normed, hidden, tokens, gated, 2 * inner, most);
+  c.multiply(&l.up, normed, hidden, tokens, gated + inner, 2 * inner, most);
+  const int64_t strides[2] = {2 * inner, 2 * inner};
+  silu_multiply(gated, gated + inner, product, tokens, inner, strides, threads_for(tokens * inner, most));
+  if (l.after_product.weight) norm(l.after_product, product, nullptr, nullptr, product, tokens, inner, most);
+  c.multiply(&l.down, product, inner, tokens, normed, hidden, most);
+  for (int64_t i = 0; i < tokens * hidden; ++i) c.hidden[i] = residual[i] + normed[i];
 }

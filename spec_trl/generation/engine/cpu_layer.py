@@ -23,7 +23,7 @@ def serves(x: Tensor) -> bool:
     under autocast. float64 is for exactness: families' norms compute in float32 all the same, and would round
     differently here."""
     fits = x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    return fits and torch.is_inference_mode_enabled() and _library() is not None
+    return fits and torch.is_inference_mode_enabled() and library() is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,7 +47,7 @@ def silu_multiply(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.reshape(-1, size), up.reshape(-1, size)
     strides = _Strides(gate.stride(0), up.stride(0))
     pointers = gate.data_ptr(), up.data_ptr(), out.data_ptr()
-    _library().silu_multiply(*pointers, len(gate), size, strides, _threads(out))
+    library().silu_multiply(*pointers, len(gate), size, strides, _threads(out))
     return out
 
 
@@ -76,7 +76,7 @@ def rotate_and_write(
     )  # fmt: skip
     tensors = query, key, value, cos, sin, keys, values, to_rows, to_columns
     weights = (None if weight is None else weight.data_ptr() for weight in (query_weight, key_weight))
-    function = _library().rotate_and_write
+    function = library().rotate_and_write
     function(*(tensor.data_ptr() for tensor in tensors), *weights, out.data_ptr(), sizes, eps)
     return out
 
@@ -84,7 +84,7 @@ def rotate_and_write(
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float) -> None:
     size = x.shape[-1]
     pointers = (None if each is None else each.data_ptr() for each in (x, residual, weight, total, out))
-    _library().rms_norm(*pointers, x.numel() // size, size, eps, _threads(out))
+    library().rms_norm(*pointers, x.numel() // size, size, eps, _threads(out))
 
 
 def _threads(out: Tensor) -> int:
@@ -92,13 +92,15 @@ def _threads(out: Tensor) -> int:
 
 
 @functools.cache
-def _library() -> Any:
-    library = load(Path(__file__).with_suffix(".cpp"))
-    if library is not None:
+def library() -> Any:
+    """The compiled functions; None where nothing compiles them."""
+    found = load(Path(__file__).with_suffix(".cpp"))
+    if found is not None:
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-        library.rms_norm.argtypes = [pointer] * 5 + [integer, integer, real, integer]
-        library.silu_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer]
-        library.rotate_and_write.argtypes = [pointer] * 12 + [_Heads, real]
-        for function in (library.rms_norm, library.silu_multiply, library.rotate_and_write):
+        found.decoder_layer.argtypes = [pointer, pointer]
+        found.rms_norm.argtypes = [pointer] * 5 + [integer, integer, real, integer]
+        found.silu_multiply.argtypes = [pointer] * 3 + [integer, integer, _Strides, integer]
+        found.rotate_and_write.argtypes = [pointer] * 12 + [_Heads, real]
+        for function in (found.rms_norm, found.silu_multiply, found.rotate_and_write, found.decoder_layer):
             function.restype = None
-    return library
+    return found

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from ...native_code import compiler
 from ...quantization.linear import QuantizedLinear, project
 from ...quantization.quantized_copy import SIBLINGS
-from . import cpu_layer
+from . import cpu_decoder, cpu_layer
 from .attention import RAGGED_ATTENTION, ragged_attention
 from .cache import RaggedCache, _RaggedLayer, autocast_dtype
 from .family_hooks import cache_name
@@ -141,6 +141,8 @@ class _DecoderLayer(_Fused):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         norm = self.post_attention_layernorm
+        if not args and (whole := self._in_one_call(hidden_states, **kwargs)) is not None:
+            return whole
         if args or not _is_fused_norm(norm) or not self._fit(hidden_states, norm.weight):
             return super().forward(hidden_states, *args, **kwargs)
         first, dtype = self.input_layernorm, autocast_dtype(hidden_states.device)
@@ -154,6 +156,27 @@ class _DecoderLayer(_Fused):
             attended.contiguous(), hidden_states.contiguous(), norm.weight, norm.variance_epsilon, *narrow
         )
         return residual + self.mlp(normed)
+
+    def _in_one_call(
+        self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> Tensor | None:
+        """On a CPU, where the layer is as its family's and nobody watches a part of it."""
+        attention, mlp = self.self_attn, self.mlp
+        if self._kernels is not cpu_layer or not isinstance(attention, _Attention) or not isinstance(mlp, _Mlp):
+            return None
+        cache = _layer_of(kwargs.get(attention._cache_name), attention.layer_idx)
+        after = [getattr(part, name, None) for part, name in ((attention, "attn_sub_norm"), (mlp, "ffn_sub_norm"))]
+        heads = [getattr(attention, name) for name in attention._norms] or [None, None]
+        norms = [self.input_layernorm, *heads, after[0], self.post_attention_layernorm, after[1]]
+        if (
+            type(cache) is not _RaggedLayer
+            or attention.config._attn_implementation != RAGGED_ATTENTION
+            or not all(norm is None or _is_fused_norm(norm) for norm in norms)
+            or not all(map(_is_unwatched, (attention, mlp, mlp.act_fn)))
+            or not self._fit(hidden_states, *position_embeddings, *(norm.weight for norm in norms if norm is not None))
+        ):
+            return None
+        return cpu_decoder.decoder_layer(self, hidden_states, position_embeddings, attention_mask, cache, norms)
 
 
 def with_fused_kernels(kind: type, module: nn.Module) -> type:

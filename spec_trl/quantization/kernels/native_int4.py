@@ -1,0 +1,49 @@
+"""Our 4-bit product on a CPU, in float32: C++, where there is a compiler (`cpu_products.cpp`)."""
+
+import torch
+from torch import Tensor
+
+from ...cpu_products import CODE_BLOCK, Matrix, library, multiply
+from .base import LayerSpec, PackedWeight, QuantizedRows
+
+
+class NativeInt4(PackedWeight):
+    """Codes in blocks of 64 inputs, 16 words of four: nibble j of word l is input 16 j + l. Groups of 64 and 128."""
+
+    name = "native"
+    bits = 4
+    device_type = "cpu"
+    activation_dtypes = (torch.float32,)
+    multiples = (1, CODE_BLOCK)
+    rows_along = {"codes": 0, "scales": 0, "offsets": 0}
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__(layer)
+        out, groups = layer.out_features, layer.groups
+        self.codes = self.allocate(out, layer.in_features // 64, 16, dtype=torch.int16)  # [out, in/64, 16]
+        self.scales = self.allocate(out, groups, dtype=torch.float32)  # [out, groups]
+        self.offsets = self.allocate(out, groups, dtype=torch.float32)  # [out, groups]
+
+    @classmethod
+    def unsupported(cls, layer: LayerSpec) -> str | None:
+        """See :meth:`PackedWeight.unsupported`."""
+        if layer.group % CODE_BLOCK:
+            return f"a group of {layer.group} is no multiple of {CODE_BLOCK}"
+        return super().unsupported(layer) or (None if library() is not None else "no C++ compiler")
+
+    def pack_(self, first_row: int, rows: QuantizedRows) -> None:
+        to = slice(first_row, first_row + len(rows.codes))
+        nibbles = rows.codes.unflatten(1, (-1, 4, 16)).unbind(2)  # [rows, in/64, 16] each
+        words = nibbles[0] + nibbles[1] * 16 + nibbles[2] * 256 + nibbles[3] * 4096
+        self.codes[to] = (words - (words >> 15 << 16)).to(torch.int16)  # as signed numbers
+        self.scales[to] = rows.scales  # [rows, groups]
+        self.offsets[to] = -rows.zeros * rows.scales  # [rows, groups]
+
+    def matrix(self, bias: Tensor | None) -> Matrix:
+        """What the C++ takes; the buffers never move. `bias`: float32 [out]."""
+        tensors = self.codes, self.scales, self.offsets, bias
+        pointers = (None if each is None else each.data_ptr() for each in tensors)
+        return Matrix(*pointers, self.layer.out_features, self.layer.in_features, self.layer.group)
+
+    def linear(self, x: Tensor) -> Tensor:
+        return multiply(self.matrix(None), x)  # [m, out]
