@@ -1,10 +1,12 @@
 """A decoder layer of a shadow in one call, on a CPU: `decoder_layer` of `cpu_layer.cpp`, for few tokens in float32.
 
-A small network's step is bound by the calls of its small operations, some thirty per layer; here it is one.
+A small network's step is bound by the calls of its small operations, some thirty per layer; here it is one. What the
+C++ must know of a layer is gathered once, and again where a weight has moved.
 """
 
 import ctypes
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +20,6 @@ from . import cpu_attention, cpu_layer
 from .cache import _RaggedLayer
 
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_PRODUCTS = ("gate_proj", "up_proj", "down_proj")
-
-
 class _Norm(ctypes.Structure):
     _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_double)]
 
@@ -31,65 +29,121 @@ class _Layer(ctypes.Structure):
 
 
 _Call = ctypes.c_int64 * 28  # struct Call: pointers, sizes and strides, all eight bytes wide
-_NO_NORM = _Norm(None, 0.0)
 
 
-def decoder_layer(
-    layer: Any,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    spans: Tensor,
-    cache: _RaggedLayer,
-    norms: list[Any],
-) -> Tensor | None:
-    """What `layer` makes of `hidden_states` [B, q, hidden]; None where it is not served.
+class OneCall:
+    """What a decoder layer computes, as C++ takes it.
 
     Args:
-        layer: a fused decoder layer, which nobody watches.
-        position_embeddings: cosine and sine, [B or 1, q, head_dim] float32 each.
-        spans: of attention, `[B, 1, q, 2]` int64.
-        cache: where it writes and reads.
-        norms: six, as in `struct Layer`; None: there is no such norm.
+        layer: a fused decoder layer. Its modules stay; hooks on them may come and go, and weights may move.
+        norms: six modules, in the order of `struct Layer`, in the place of one that is not there None; or None, where
+            some part of the layer is of another kind.
+
+    Attributes:
+        index: of the layer.
     """
-    attention, mlp = layer.self_attn, layer.mlp
-    batch, count, _ = hidden_states.shape
-    modules = [getattr(attention, name) for name in _PROJECTIONS] + [getattr(mlp, name) for name in _PRODUCTS]
-    matrices = [matrix for module in modules if (matrix := matrix_of(module, batch * count)) is not None]
-    attend = cpu_attention.compiled(torch.float32, attention.head_dim)
-    if len(matrices) < len(modules) or attend is None or spans.is_floating_point():
-        return None
-    cosine, sine = position_embeddings
-    if not cache.is_initialized:
-        heads = hidden_states.new_empty(batch, modules[1].out_features // attention.head_dim, 0, attention.head_dim)
-        cache.lazy_initialization(heads, heads)
-    hidden, spans = hidden_states.clone(memory_format=torch.contiguous_format), spans.contiguous()
-    to_rows, to_columns, first_row = cache.places
-    tensors = hidden, cosine, sine, cache.keys, cache.values, to_rows, to_columns, spans
-    call = _Call(
-        *(tensor.data_ptr() for tensor in tensors),
-        batch, count, modules[0].out_features // attention.head_dim, cache.keys.shape[1], attention.head_dim,
-        first_row, *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(),
-        *cache.keys.stride()[:3], torch.get_num_threads(),
-        cpu_products.address(cpu_products.library().multiply), cpu_products.address(attend),
-    )  # fmt: skip
-    weights = (_NO_NORM if each is None else _Norm(each.weight.data_ptr(), each.variance_epsilon) for each in norms)
-    described = _Layer((Matrix * 7)(*matrices), (_Norm * 6)(*weights), attention.scaling)
-    cpu_layer.library().decoder_layer(ctypes.byref(described), call)
-    for module in modules:
-        if isinstance(module, QuantizedLinear):
-            module.called = True
-    return hidden
+
+    def __init__(self, layer: Any, norms: list[Any] | None) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self._served = attention.layer_idx, False
+        if norms is None:
+            return
+        projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+        modules = [*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if not all(map(_is_served, modules)):
+            return
+        watched = [attention, mlp, mlp.act_fn, *modules, *(norm for norm in norms if norm is not None)]
+        self._hooks = [hooks for each in watched for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        self._quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
+        self._flags = [vars(module) for module in self._quantized]
+        tensors: list[tuple[dict[str, Tensor | None], str]] = []
+        for module in modules:
+            if isinstance(module, QuantizedLinear):
+                tensors += [(module.packed._buffers, "codes"), (module._buffers, "merged_bias")]
+                module = module.dense
+            tensors += [(module._parameters, "weight"), (module._parameters, "bias")]
+        tensors += [(norm._parameters, "weight") for norm in norms if norm is not None]
+        self._tensors = [(where, name) for where, name in tensors if where.get(name) is not None]
+        self._modules, self._norms, self._scale = modules, norms, attention.scaling
+        self._head_dim = attention.head_dim
+        self._pointers: tuple[int, ...] = ()
+        self._attend = cpu_attention.compiled(torch.float32, self._head_dim)
+        self._served = self._attend is not None
+
+    def __call__(
+        self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, cache: _RaggedLayer
+    ) -> Tensor | None:
+        """The layer's output for `hidden_states` [B, q, hidden] float32; None where it is not served, or watched.
+
+        Args:
+            cosine, sine: [B or 1, q, head_dim] float32 each.
+            spans: of attention, `[B, 1, q, 2]` int64.
+            cache: where it writes and reads.
+        """
+        if not self._served or any(self._hooks) or spans.is_floating_point():
+            return None
+        pointers = tuple(where[name].data_ptr() for where, name in self._tensors)  # type: ignore[union-attr]
+        if pointers != self._pointers:
+            self._describe(pointers)
+        batch, count, _ = hidden_states.shape
+        if batch * count > self._most_rows:
+            return None
+        if not cache.is_initialized:
+            heads = hidden_states.new_empty(batch, self._kv_heads, 0, self._head_dim)
+            cache.lazy_initialization(heads, heads)
+        hidden, spans = hidden_states.clone(memory_format=torch.contiguous_format), spans.contiguous()
+        to_rows, to_columns, first_row = cache.places
+        keys = cache.keys
+        call = _Call(
+            hidden.data_ptr(), cosine.data_ptr(), sine.data_ptr(), keys.data_ptr(), cache.values.data_ptr(),
+            to_rows.data_ptr(), to_columns.data_ptr(), spans.data_ptr(),
+            batch, count, self._heads, self._kv_heads, self._head_dim, first_row,
+            *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(), *keys.stride()[:3],
+            torch.get_num_threads(), *self._functions,
+        )  # fmt: skip
+        cpu_layer.library().decoder_layer(self._described, call)
+        for flags in self._flags:
+            flags["called"] = True
+        return hidden
+
+    def _describe(self, pointers: tuple[int, ...]) -> None:
+        matrices = [_matrix_of(module) for module in self._modules]
+        self._most_rows = min([cpu_products.MOST_ROWS, *(module.max_rows for module in self._quantized)])
+        if any(matrix is None for matrix in matrices):
+            self._most_rows = 0
+            matrices = [Matrix() for _ in matrices]
+        weights = [_Norm(None, 0.0) if each is None else _norm_of(each) for each in self._norms]
+        self._layer = _Layer((Matrix * 7)(*matrices), (_Norm * 6)(*weights), self._scale)  # type: ignore[misc]
+        self._described, self._pointers = ctypes.byref(self._layer), pointers
+        self._heads = self._modules[0].out_features // self._head_dim
+        self._kv_heads = self._modules[1].out_features // self._head_dim
+        functions = cpu_products.library().multiply, self._attend
+        self._functions = [cpu_products.address(function) for function in functions]
 
 
-def matrix_of(module: nn.Module, rows: int) -> Matrix | None:
-    """What `module` multiplies `rows` rows with, where that is a matrix of :mod:`cpu_products` and a bias."""
+calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()
+"""What was made of layers that live."""
+
+
+def _is_served(module: nn.Module) -> bool:
+    if "forward" in vars(module):
+        return False
     if type(module) is DenseLinear:
-        is_plain = module.weight.dtype == torch.float32 and module.weight.is_contiguous()
-        served = is_plain and cpu_products.serves(rows)
-        return cpu_products.dense_matrix(module.weight, module.bias) if served else None
-    if type(module) is not QuantizedLinear or type(module.packed) is not NativeInt4 or rows > module.max_rows:
-        return None
-    if module.inverse_scales is not None or module.passes_gradient:
-        return None
+        return cpu_products.library() is not None
+    is_native = type(module) is QuantizedLinear and type(module.packed) is NativeInt4
+    return is_native and module.inverse_scales is None  # type: ignore[return-value]
+
+
+def _matrix_of(module: Any) -> Matrix | None:
+    """None where a tensor is not in float32, or its rows do not follow each other."""
     bias = module.bias
-    return module.packed.matrix(bias) if bias is None or bias.dtype == torch.float32 else None
+    if bias is not None and bias.dtype != torch.float32:
+        return None
+    if isinstance(module, QuantizedLinear):
+        return module.packed.matrix(bias)  # type: ignore[operator]
+    is_plain = module.weight.dtype == torch.float32 and module.weight.is_contiguous()
+    return cpu_products.dense_matrix(module.weight, bias) if is_plain else None
+
+
+def _norm_of(module: Any) -> _Norm:
+    return _Norm(module.weight.data_ptr(), module.variance_epsilon)

@@ -138,6 +138,7 @@ class _DecoderLayer(_Fused):
     mlp: Any
     input_layernorm: Any
     post_attention_layernorm: Any
+    _cache_name: str
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         norm = self.post_attention_layernorm
@@ -160,23 +161,29 @@ class _DecoderLayer(_Fused):
     def _in_one_call(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Tensor | None:
-        """On a CPU, where the layer is as its family's and nobody watches a part of it."""
+        """On a CPU, where all parts of the layer are its family's and nobody watches them."""
+        if self._kernels is not cpu_layer or not self._fit(hidden_states, *position_embeddings):
+            return None
+        call = cpu_decoder.calls.get(self)
+        if call is None:
+            call = cpu_decoder.calls[self] = cpu_decoder.OneCall(self, self._norms_in_order())
+        layer = _layer_of(kwargs.get(self._cache_name), call.index)
+        if type(layer) is not _RaggedLayer:
+            return None
+        cosine, sine = position_embeddings
+        return call(hidden_states, cosine, sine, attention_mask, layer)
+
+    def _norms_in_order(self) -> list[Any] | None:
+        """Norms as :class:`~spec_trl.generation.engine.cpu_decoder.OneCall` takes them; None: a part is not ours."""
         attention, mlp = self.self_attn, self.mlp
-        if self._kernels is not cpu_layer or not isinstance(attention, _Attention) or not isinstance(mlp, _Mlp):
+        if not isinstance(attention, _Attention) or not isinstance(mlp, _Mlp):
             return None
-        cache = _layer_of(kwargs.get(attention._cache_name), attention.layer_idx)
-        after = [getattr(part, name, None) for part, name in ((attention, "attn_sub_norm"), (mlp, "ffn_sub_norm"))]
         heads = [getattr(attention, name) for name in attention._norms] or [None, None]
+        after = [getattr(part, name, None) for part, name in ((attention, "attn_sub_norm"), (mlp, "ffn_sub_norm"))]
         norms = [self.input_layernorm, *heads, after[0], self.post_attention_layernorm, after[1]]
-        if (
-            type(cache) is not _RaggedLayer
-            or attention.config._attn_implementation != RAGGED_ATTENTION
-            or not all(norm is None or _is_fused_norm(norm) for norm in norms)
-            or not all(map(_is_unwatched, (attention, mlp, mlp.act_fn)))
-            or not self._fit(hidden_states, *position_embeddings, *(norm.weight for norm in norms if norm is not None))
-        ):
-            return None
-        return cpu_decoder.decoder_layer(self, hidden_states, position_embeddings, attention_mask, cache, norms)
+        ours = all(norm is None or isinstance(norm, _Norm) for norm in norms)
+        patched = any("forward" in vars(part) for part in (attention, mlp, mlp.act_fn))
+        return norms if ours and not patched and attention.config._attn_implementation == RAGGED_ATTENTION else None
 
 
 def with_fused_kernels(kind: type, module: nn.Module) -> type:
