@@ -105,7 +105,8 @@ class Drafter(CandidateGenerator):
     """Proposes draft tokens for a ragged batch, and for batch 1 in transformers' assisted loop.
 
     The engine calls `begin` once per generation, then in each round `admit` for rows that came in, `move` for rows
-    that closed a gap, and `propose`. Rows come in with their prompts alone, or what they had before. Any exception out of these drops the drafter for the rest of the generation.
+    that closed a gap, and `propose`. Rows come in without their first tokens, which `observe` tells. Any exception out
+    of these drops the drafter for the rest of the generation.
     """
 
     strategy: str = "custom"

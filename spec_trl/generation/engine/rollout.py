@@ -401,8 +401,8 @@ class Rollout:
         raise FloatingPointError(
             f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
             f"{rows.indices[row]} at generated position {rows.host_generated[row] + sound[row]}, after "
-            f"{self._log.rounds} decoding rounds; {where}. Check the weights of the last optimizer step and the logits "
-            "processors, or run this model in a wider dtype."
+            f"{self._log.rounds} decoding rounds; {where}. Check the weights of the last optimizer step and the "
+            "logits processors, or run this model in a wider dtype."
         )
 
     # ---- statistics -----------------------------------------------------------------------------------------------

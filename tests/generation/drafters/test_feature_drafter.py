@@ -34,11 +34,13 @@ from tests.generation.drafters.watching import (
     KINDS,
     PRUNED,
     before,
+    check_drafts,
     check_frequencies,
     make_checkpoint,
     watch,
     write_random,
 )
+from tests.generation.engine.pools import install_pool
 from tests.generation.engine.tape import Tape
 from tests.generation.races import Plans
 
@@ -75,6 +77,23 @@ def test_rejection_keeps_the_distribution(drafter: FeatureDrafter, tiny: PreTrai
         continued = torch.cat([prompt.expand(64, -1), torch.arange(64)[:, None]], dim=1)  # [V, 5]
         p = first @ (tiny(continued).logits[:, -1] / 1.5).softmax(-1)  # [V]
     check_frequencies(torch.tensor([tokens[1] for tokens in outputs(result)]).bincount(minlength=64), p)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_copies_of_a_prompt_draft_from_its_last_features(
+    is_paged: bool, kind: str, drafter: FeatureDrafter, folders, tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a page ends with the prompt, and a pair of its last column has another token in each copy."""
+    if is_paged:
+        install_pool(monkeypatch, columns=4)
+    prompts = pad_left([row for row in random_rows([4, 5, 8, 9, 7]) for _ in range(3)])
+    seen = watch(drafter)
+    result = generate(tiny, prompts, config={"draft_length": 3}, drafter=drafter, max_new_tokens=6)
+    assert outputs(result) == outputs(generate(tiny, prompts, max_new_tokens=6))
+    assert result.statistics.drafter_failure is None and len(seen) > 30
+    for start in range(0, 15, 3):
+        check_drafts(seen[start : start + 3], kind, folders[kind], tiny)
 
 
 class EveryOther(LogitsProcessor):

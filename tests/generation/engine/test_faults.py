@@ -142,7 +142,8 @@ def test_nan_in_the_target(do_sample: bool, strategy: str) -> None:
     model = tiny_llama()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = torch.nan
-    with pytest.raises(FloatingPointError, match="request 2 at generated position 0, after 0 decoding rounds") as caught:
+    match = "request 2 at generated position 0, after 0 decoding rounds"
+    with pytest.raises(FloatingPointError, match=match) as caught:
         generate(model, PROMPTS, strategy, do_sample=do_sample)
     assert "'model.layers.1.mlp.up_proj' (torch.float64)" in str(caught.value)
 
