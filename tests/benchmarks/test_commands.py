@@ -135,7 +135,7 @@ def test_control_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(control_machine, "identical_rows", lambda ours, theirs: (0, 1))
     monkeypatch.setattr(control_machine, "COPYING", None)
     with pytest.raises(SystemExit, match="2 completions differ"):
-        command("control_machine", f"{arguments} --copiers --repeats 1 --tokens 1")
+        command("control_machine", f"{arguments} --copiers --repeats 1 --tokens 2")
 
 
 @pytest.mark.slow
