@@ -11,7 +11,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
@@ -65,7 +65,7 @@ def measure(name: str, model: PreTrainedModel, options: argparse.Namespace) -> d
     return {"model": name, "layers": layers, "milliseconds": {way: own[WARM_UPS:] for way, own in found.items()}}
 
 
-def findings(cells: list[Mapping[str, Any]]) -> list[Finding]:
+def findings(cells: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Each way's median over that of `generate`, with the quartiles of its calls."""
     found = []
     for cell in cells:
