@@ -44,6 +44,7 @@ class Snapshot:
             {name: value if name in _TENSORS else _copied(value) for name, value in vars(module).items()}
             for module in modules
         ]
+        self._owners = [state[name] for state in self._states for name in _TENSORS]
         self._kinds_of_tensors = self._read_tensors()
         configs = {id(value): value for value in values if isinstance(value, PreTrainedConfig)}
         self._configs = [(config, copy.deepcopy(vars(config))) for config in configs.values()]
@@ -62,8 +63,7 @@ class Snapshot:
             return False
 
     def _read_tensors(self) -> list[Any]:
-        owners = filter(None, (state[name] for state in self._states for name in _TENSORS))
-        tensors = chain.from_iterable(map(dict.values, owners))
+        tensors = chain.from_iterable(map(dict.values, filter(None, self._owners)))
         return [tensor if tensor is None else (type(tensor), tensor.dtype, tensor.device) for tensor in tensors]
 
 
