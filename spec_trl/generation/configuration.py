@@ -300,10 +300,10 @@ class SpeculativeConfig:
     @classmethod
     def coerce(cls, value: "SpeculativeConfig | Mapping[str, Any] | None") -> "SpeculativeConfig":
         """Accepts a config, a mapping of its fields, or None for the defaults."""
-        if not isinstance(value, cls | Mapping | None):
+        if not isinstance(value, SpeculativeConfig | Mapping | None):
             kind = type(value).__name__
             raise ValueError(f"speculative_config={value!r} is a {kind}; pass a SpeculativeConfig or a dict.")
-        return value if isinstance(value, cls) else cls(**(value or {}))
+        return value if isinstance(value, SpeculativeConfig) else cls(**(value or {}))
 
 
 document(SpeculativeConfig)

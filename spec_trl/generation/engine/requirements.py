@@ -367,7 +367,8 @@ def check_lengths(
     """Raises ValueError where a prompt, of `lengths` tokens, reaches with `new_tokens` beyond the
     :func:`position_limit`; warns where it reaches beyond the model's context. `name` names a row in the error."""
     config = model.config.get_text_config(decoder=True)
-    context, limit = config.max_position_embeddings, position_limit(model)
+    context = config.max_position_embeddings
+    limit = while_unchanged(model, "position limit", lambda: position_limit(model))
     row, longest = max(enumerate(lengths), key=lambda item: item[1])
     total = longest + new_tokens
     if limit is not None and total > limit:
