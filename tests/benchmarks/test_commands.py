@@ -119,6 +119,22 @@ def test_first_call(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "shape:tiny, float32, batch 1: ngram" in {each.what for each in result.findings}
 
 
+def test_one_token(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way's first calls, which make what is kept, do not count."""
+    calls: list[str] = []
+
+    def seconds(model: object, prompt: torch.Tensor, way: str) -> float:
+        calls.append(way)
+        assert prompt.shape == (1, 5)
+        return 9.0 if len(calls) <= 12 else {"generate": 1.0, "none": 1.5, "self": 2.0}[way]
+
+    monkeypatch.setattr("benchmarks.one_token.seconds", seconds)
+    monkeypatch.setenv("SPEC_TRL_CACHE", "")
+    result = command("one_token", "--layers 1 --strategies none self --calls 3 --prompt-tokens 5")
+    assert calls[:6] == ["generate", "none", "self", "none", "self", "generate"] and len(calls) == 3 * 7
+    assert [each.value for each in result.findings] == [1000.0, 1.5, 2.0]
+
+
 def test_control_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way starts with nothing kept; copiers get no processor; after the result, a differing row fails."""
     released: list[object] = []
@@ -257,6 +273,8 @@ def test_end_to_end(command: Command, tmp_path: Path) -> None:
         ("rollout --strategies ngram --verification rejection", "ngram has no draft probabilities"),
         ("identity --strategies model", "strategy model needs --assistant"),
         ("first_call --batch 0", "must be 1 or more"),
+        ("one_token --calls 1", "must be 2 or more"),
+        ("one_token --models nowhere", "--models nowhere: no such folder"),
         ("control_machine --batches 0", "must be 1 or more"),
         ("control_machine --models nowhere,float32", "--models nowhere: no such folder"),
         ("control_machine --models shape:tiny", "name a dtype after a comma"),

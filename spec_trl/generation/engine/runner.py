@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from .. import kept
 from .attention import MaskPlan, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
@@ -28,8 +29,22 @@ COLUMN_BUCKET = 32
 # Tokens and columns of one prefill forward, padding included: they bound the memory of activations and masks.
 TOKENS_PER_FORWARD = 8192
 _QUERIES_PER_FORWARD = 2048
+_READ = "what a runner reads of it"
 
 Heard = Callable[[Tensor, Tensor, int], None]
+
+
+def _read(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
+    """Masks and limit of positions of `network`, the name of its cache, and whether it can compute the last logits
+    alone: read once, for who makes a shadow, or its quantized twin, leaves these as they are."""
+    found: tuple[MaskPlan, int | None, str, bool] | None = kept.look(network, _READ)
+    if found is None:
+        found = (
+            MaskPlan.for_network(network), position_limit(network), cache_argument(network),
+            network._supports_logits_to_keep(),
+        )  # fmt: skip
+        kept.keep(network, _READ, found)
+    return found
 
 
 class EagerRunner:
@@ -49,10 +64,7 @@ class EagerRunner:
         self.cache = cache
         self.forwards = 0
         self.eager_forwards = 0
-        self._masks = MaskPlan.for_network(network)
-        self._position_limit = position_limit(network)
-        self._cache_argument = cache_argument(network)
-        self._keeps_last_logits = network._supports_logits_to_keep()
+        self._masks, self._position_limit, self._cache_argument, self._keeps_last_logits = _read(network)
         self._uses_spans = reads_spans(network)
         self._states: dict[int, Tensor] = {}
         self._kept: tuple[int, ...] = ()  # hidden states that hooks keep
