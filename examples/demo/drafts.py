@@ -30,7 +30,8 @@ from spec_trl.generation.engine.statistics import DraftCounts
 DATA = Path(__file__).parents[1] / "data"
 WIDENED_BY = 16  # 59 M parameters, 236 MB; a multiple of 8, so that all layers divide into 4-bit groups of 32
 ROWS = (1, 4)  # texts that are written at a time
-NEW_TOKENS = 128  # of each text
+NEW_TOKENS = 96  # of each text
+DRAFT_LENGTH = 3  # drafts of each round of "self"; "auto" chooses by itself
 CALLS = 3  # of each method, with other prompts in each; the first one also compiles, packs and tries, and counts apart
 GENERATE, NONE = "generate", "none"
 METHODS = (GENERATE, NONE, "auto", "self")  # "auto" before "self", whose 4-bit copy it would find packed
@@ -68,7 +69,8 @@ def write(model: PreTrainedModel, prompts: Sequence[list[int]], method: str, see
     inputs = pad_left(list(prompts), model.device)
     options: dict[str, Any] = {}
     if method != GENERATE:
-        config = SpeculativeConfig(seed=seed, sd_toggle="always" if method == "self" else "measured")
+        drafting: dict[str, Any] = dict(sd_toggle="always", draft_length=DRAFT_LENGTH) if method == "self" else {}
+        config = SpeculativeConfig(seed=seed, **drafting)
         options = dict(assistant_strategy=method, speculative_config=config)
     torch.manual_seed(seed)
     started = time.perf_counter()
@@ -153,6 +155,7 @@ def format_table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + (
         "\nfirst call: tokens/s of a method's first call, which compiles, packs the 4-bit copy and tries drafters;"
         f"\nall columns but it and the last: the {CALLS - 1} calls after it; τ: tokens per text and round with drafts;"
+        f'\n"self" drafts {DRAFT_LENGTH} tokens in each round, "auto" as many as pay, or none;'
         '\nsame: texts of all calls that are those of "none", token for token. generate draws other texts.'
     )
 
