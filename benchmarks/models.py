@@ -3,7 +3,7 @@
 Speed depends on shapes, acceptance on how well a drafter agrees with its target. `shape:NAME` and `shape:CONFIG`
 build the first exactly and set the second by hand, so a speed-up can be measured without any checkpoint. What the
 built model really does (entropy, overlap) is measured on its own samples and belongs into every result made with it.
-`wide:CHECKPOINT*k` is a checkpoint k times as wide that computes the same (`benchmarks/widen.py`).
+`wide:CHECKPOINT*k` is a checkpoint k times as wide that computes the same (`examples/demo/widen.py`).
 
     python -m benchmarks.models --model shape:qwen2.5-0.5b --agreement 0.93 [--calibrate]
     python -m benchmarks.models --model "wide:examples/data/stories260K*16" --dtype float32
@@ -30,12 +30,12 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from examples.demo.widen import FAMILIES, widen
 from spec_trl.quantization.scheme import GROUP_SIZES
-
-from .widen import WIDE_PREFIX, parse_wide, widen
 
 
 SHAPE_PREFIX = "shape:"
+WIDE_PREFIX = "wide:"
 GROUP = 128  # weights that share one scale in the quantized copy
 LEVELS = 15  # 4 bit: codes 0..15
 CODE_STD = 2.7  # of the codes -8..7: a Gaussian group of 128 spans about 15 steps
@@ -164,6 +164,23 @@ def check_model(spec: str) -> None:
         parse_wide(spec)
     elif not spec.startswith(SHAPE_PREFIX) and not Path(spec).is_dir():
         raise ValueError(f"{spec}: no such folder; name one, {WIDE_PREFIX}FOLDER*k, or {SHAPE_PREFIX}NAME")
+
+
+def parse_wide(spec: str) -> tuple[Path, int]:
+    """Folder and factor of `wide:CHECKPOINT*k`.
+
+    Raises:
+        ValueError: k is no positive integer, the folder holds no checkpoint, or one of another family.
+    """
+    folder, _, factor = spec.removeprefix(WIDE_PREFIX).rpartition("*")
+    if not factor.isdecimal() or int(factor) < 1 or not folder:
+        raise ValueError(f"{spec}: write {WIDE_PREFIX}CHECKPOINT*k with a positive integer k")
+    if not (Path(folder) / "config.json").exists():
+        raise ValueError(f"{spec}: {folder} is no folder with a config.json; name that of a checkpoint")
+    family = AutoConfig.from_pretrained(folder).model_type
+    if family not in FAMILIES:
+        raise ValueError(f"{spec}: a {family!r} model cannot be widened; take one of {', '.join(FAMILIES)}")
+    return Path(folder), int(factor)
 
 
 def model_line(facts: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from benchmarks.tts_numbers import BINS, Record, acceptance_length, by_depth, ga
 from benchmarks.tts_parts import last_quarter, summarise
 from benchmarks.tts_runs import Bench
 from benchmarks.tts_store import Store
-from benchmarks.widen import widen
+from examples.demo.widen import widen
 from spec_trl.drafter_training.untrained import write_eagle3
 from tests.benchmarks.conftest import set_arguments
 from tests.conftest import STORY_MODEL, tiny_llama

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from benchmarks.models import Agreement, check_model, load_model, own_texts, synthetic_line
-from benchmarks.widen import widen
+from examples.demo.widen import widen
 from tests.conftest import STORY_MODEL, tiny_llama
 
 
