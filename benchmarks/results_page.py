@@ -1,4 +1,5 @@
-"""Writes benchmarks/RESULTS.md and its figures from the result files: one section and one figure for each theme.
+"""Writes benchmarks/RESULTS.md and its figures from the result files: one section and one figure for each theme; and
+the tables of the README and of docs/performance.md that are made of them.
 
     python -m benchmarks.results_page
 """
@@ -9,6 +10,7 @@ from matplotlib.figure import Figure
 
 from spec_trl.cli.figures import BLUE, GREY
 
+from .chat_tables import write_tables
 from .measure import RESULTS, THEMES, Finding, Result, findings_table, machine_line, read_result
 
 
@@ -21,8 +23,8 @@ recorded options. [docs/performance.md](../docs/performance.md) says what the nu
 [docs/glossary.md](../docs/glossary.md) what the words mean.
 """
 FIGURES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "rollouts": ("×", "tokens/s over the baseline's", ("rollout_none", "rollout_continuous_450", "rollout_continuous",
-                 "rollout_batch1", "rollout_qwen_093", "rollout_qwen_085")),
+    "rollouts": ("×", "tokens/s over the baseline's", ("rollout_chat", "rollout_none", "rollout_continuous_450",
+                 "rollout_continuous", "rollout_batch1", "rollout_qwen_093", "rollout_qwen_085")),
     "never_slower": ("×", "tokens/s over the baseline's",
                      ("control_machine", "control_machine_260k", "control_machine_05b", "first_call")),
     "lossless": ("rows", 'identical to "none" with the same seed', ("identity_grid",)),
@@ -90,7 +92,8 @@ def main() -> None:
     for theme in THEMES:
         draw(theme, results).savefig(RESULTS / f"{theme}.png", dpi=90)
     PAGE.write_text(page(results), encoding="utf-8")
-    print(f"written: {PAGE} and {len(THEMES)} figures")
+    write_tables(results)
+    print(f"written: {PAGE}, {len(THEMES)} figures, and the tables about a chat model in README.md and performance.md")
 
 
 if __name__ == "__main__":

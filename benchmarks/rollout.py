@@ -323,15 +323,18 @@ def rows_of(prompts: list[list[int]], batch: int, group: int, turn: int) -> list
 def setup(result: dict[str, Any]) -> str:
     """How it was measured."""
     options, (shortest, longest) = result["options"], result["prompt_tokens"]
+    prompts = f"{options['prompts']} in the chat template:" if options["chat"] else "prompts"
     ignored = ", end of sequence ignored" if options["ignore_eos"] else ""
     grouped = f" Batches that are a multiple of {options['group']} hold so many rows of each prompt." * (
         options["group"] > 1
     )
     return (
         f"Up to {options['max_new_tokens']} new tokens, temperature {options['temperature']:g}, draft length "
-        f"{options['draft_length']}, {options['verification']} verification, prompts of {shortest} to {longest} "
-        f"tokens{ignored}.{grouped} Tokens/s over the baseline's in the same pass: median of {options['repeats']} "
-        "passes after a warm-up, lowest and highest."
+        f"{options['draft_length']}, {options['verification']} verification, {prompts} of {shortest} to {longest} "
+        f"tokens{ignored}.{grouped} Each batch size starts from an empty cache with nothing known of the model; "
+        f'"{AUTO}" has its defaults, the others draft in each round; a history is empty before each call. Tokens/s '
+        f"over the baseline's in the same pass: median of {options['repeats']} passes after a warm-up, lowest and "
+        "highest."
         + weights_line(result["target"])
         + packed_rows_line(result["self_drafter_max_rows"])
     )
