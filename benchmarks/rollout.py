@@ -12,7 +12,7 @@ emptied before each call: other methods have written the same texts, and it is t
     python ../shared/scripts/smollm2.py SmolLM2-135M-Instruct
     python -m benchmarks.rollout --model SmolLM2-135M-Instruct --dtype float32 --batch 1 4 8 16 --group 8 \\
         --prompts ../shared/data/gsm8k/test.jsonl --chat --strategies none self ngram history auto --draft-length 3 \\
-        --max-new-tokens 128 --repeats 2 --threads 2 --output benchmarks/results/rollout_chat.json
+        --max-new-tokens 128 --warm-up-tokens 8 --repeats 2 --threads 2 --output benchmarks/results/rollout_chat.json
 """
 
 import argparse
@@ -213,8 +213,9 @@ class Summary:
 
 
 def compare(
-    methods: dict[str, Method], works: list[Workload], device: torch.device, seed: int, advance: Callable[[], object]
-) -> list[Summary]:
+    methods: dict[str, Method], works: list[Workload], device: torch.device, seed: int, advance: Callable[[], object],
+    warm_up_tokens: int | None = None,
+) -> list[Summary]:  # fmt: skip
     """Run every method on every workload in alternation; `works[0]` is the warm-up.
 
     Args:
@@ -223,11 +224,13 @@ def compare(
         device: of the model.
         seed: pass i draws with seed + i.
         advance: called after each run.
+        warm_up_tokens: new ones of a row in the warm-up, but of `auto`, whose first call is as long as the next ones.
     """
     memory = {}
     for name, method in methods.items():
+        tokens = works[0].max_new_tokens if warm_up_tokens is None or name == AUTO else warm_up_tokens
         with peak_memory(device) as peak:
-            method(works[0], seed)
+            method(replace(works[0], max_new_tokens=tokens), seed)
         memory[name] = peak.value / 1e6
         advance()
     runs: dict[str, list[Run]] = {name: [] for name in methods}
@@ -325,18 +328,15 @@ def setup(result: dict[str, Any]) -> str:
     options, (shortest, longest) = result["options"], result["prompt_tokens"]
     prompts = f"{options['prompts']} in the chat template:" if options["chat"] else "prompts"
     ignored = ", end of sequence ignored" if options["ignore_eos"] else ""
-    grouped = f" Batches that are a multiple of {options['group']} hold so many rows of each prompt." * (
-        options["group"] > 1
-    )
+    group = options["group"]
+    grouped = f" Batches that are a multiple of {group} hold so many rows of each prompt." if group > 1 else ""
     return (
         f"Up to {options['max_new_tokens']} new tokens, temperature {options['temperature']:g}, draft length "
         f"{options['draft_length']}, {options['verification']} verification, {prompts} of {shortest} to {longest} "
         f"tokens{ignored}.{grouped} Each batch size starts from an empty cache with nothing known of the model; "
         f'"{AUTO}" has its defaults, the others draft in each round; a history is empty before each call. Tokens/s '
         f"over the baseline's in the same pass: median of {options['repeats']} passes after a warm-up, lowest and "
-        "highest."
-        + weights_line(result["target"])
-        + packed_rows_line(result["self_drafter_max_rows"])
+        "highest." + weights_line(result["target"]) + packed_rows_line(result["self_drafter_max_rows"])
     )
 
 
@@ -346,35 +346,33 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--model", default="shape:qwen2.5-0.5b", help="folder of a checkpoint, wide:FOLDER*k, or shape:NAME or "
         "shape:CONFIG.json for synthetic weights in that shape",
     )  # fmt: skip
-    parser.add_argument("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
-    parser.add_argument("--assistant", help="folder of a small model, for strategy model and assisted")
-    parser.add_argument("--strategies", nargs="+", default=["none", "self"], choices=STRATEGIES)
-    parser.add_argument(
+    add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
+    add("--assistant", help="folder of a small model, for strategy model and assisted")
+    add("--strategies", nargs="+", default=["none", "self"], choices=STRATEGIES)
+    add(
         "--baselines", nargs="*", default=["generate", "continuous", "assisted"],
         choices=["generate", "continuous", "assisted"], help="of transformers; assisted runs with --assistant only",
     )  # fmt: skip
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="rows per batch; each is measured")
-    parser.add_argument("--max-new-tokens", type=int, default=48, help="per row")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling")
-    parser.add_argument("--draft-length", type=int, default=5, help="draft tokens per round")
-    parser.add_argument("--verification", default="exact", choices=["exact", "rejection"], help="of the drafts")
-    parser.add_argument("--draft-kernel", default="auto", help="of the self-drafter")
-    parser.add_argument("--draft-lm-head", default="auto", choices=["auto", "dense", "packed"], help="likewise")
-    parser.add_argument("--runner", default="auto", choices=["auto", "eager", "graph", "compiled"], help="of ours")
-    parser.add_argument("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
-    parser.add_argument(
-        "--prompts", type=Path, help=".json with strings or .jsonl with questions; default: examples/data/stories.json"
-    )
-    parser.add_argument("--chat", action="store_true", help="whole prompts, in the model's chat template")
-    parser.add_argument(
-        "--group", type=int, default=1, help="rows of one prompt, as in GRPO, where they fill the batch"
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
-    parser.add_argument("--repeats", type=int, default=3, help="timed passes; each has its own prompts and seed")
+    add("--batch", type=int, nargs="+", default=[1, 4], help="rows per batch; each is measured")
+    add("--max-new-tokens", type=int, default=48, help="per row")
+    add("--temperature", type=float, default=1.0, help="of the sampling")
+    add("--draft-length", type=int, default=5, help="draft tokens per round")
+    add("--verification", default="exact", choices=["exact", "rejection"], help="of the drafts")
+    add("--draft-kernel", default="auto", help="of the self-drafter")
+    add("--draft-lm-head", default="auto", choices=["auto", "dense", "packed"], help="likewise")
+    add("--runner", default="auto", choices=["auto", "eager", "graph", "compiled"], help="of ours")
+    add("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
+    add("--prompts", type=Path, help=".json with strings, .jsonl with questions; default: examples/data/stories.json")
+    add("--chat", action="store_true", help="whole prompts, in the model's chat template")
+    add("--group", type=int, default=1, help="rows of one prompt, as in GRPO, where they fill the batch")
+    add("--dtype", default="bfloat16", choices=list(DTYPES))
+    add("--repeats", type=int, default=3, help="timed passes; each has its own prompts and seed")
+    add("--warm-up-tokens", type=int, help="new ones of a row in the first pass of all but auto; default: as many")
     add_machine_arguments(parser, "rollout")
     options = parser.parse_args()
     if min(*options.batch, options.group, options.repeats, options.max_new_tokens) < 1:
@@ -429,7 +427,7 @@ def main() -> None:
                 )
                 for turn in range(turns)
             ]
-            summaries = compare(methods, works, model.device, options.seed, bar.update)
+            summaries = compare(methods, works, model.device, options.seed, bar.update, options.warm_up_tokens)
             batches[str(batch)] = [asdict(summary) for summary in summaries]
         packed_rows = max_packed_rows(model, config) if "self" in options.strategies else None
     result: dict[str, Any] = {

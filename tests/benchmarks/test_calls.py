@@ -102,9 +102,12 @@ def test_a_warm_up_has_work_of_its_own() -> None:
     """Else a history would have seen what the first timed pass writes."""
     seen: list[tuple[Workload, int]] = []
     method = lambda work, seed: (seen.append((work, seed)), Run([[1]], 1))[1]  # noqa: E731
-    works = [Workload([[n]], 1, 1.0, (), 0) for n in range(3)]
+    works = [Workload([[n]], 9, 1.0, (), 0) for n in range(3)]
     rollout.compare({"a": method}, works, torch.device("cpu"), 5, int)
     assert seen == [(works[0], 5), (works[1], 6), (works[2], 7)]
+    seen.clear()
+    rollout.compare({"a": method, rollout.AUTO: method}, works, torch.device("cpu"), 5, int, warm_up_tokens=3)
+    assert [work.max_new_tokens for work, _ in seen] == [3, 9, 9, 9, 9, 9]  # the first call of auto is a whole one
 
 
 def test_peak_memory_sees_a_large_allocation() -> None:
