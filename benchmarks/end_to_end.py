@@ -16,6 +16,7 @@ auxiliary drafter of Table 2 needs a checkpoint for the policy, which --learned 
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -290,6 +291,7 @@ def main() -> None:
     rate = {} if options.learning_rate is None else {"learning_rate": options.learning_rate}
     with ExitStack() as stack:
         folder = options.runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        os.environ["SPEC_TRL_CACHE"] = stack.enter_context(tempfile.TemporaryDirectory())  # nothing of an earlier run
         calibration: dict[str, Any] | None = None
         profile: dict[str, str] = {}
         if any(map(uses_profile, configurations.values())):
@@ -309,6 +311,7 @@ def main() -> None:
     }
     kept = ("epochs", "repeats", "dtype", "agreement", "before_end", "threads", "seed")
     own = {name: getattr(options, name) for name in kept}
+    own["questions_file"] = None if options.questions is None else options.questions.name
     lengths = {"longest_prompt": task.longest_prompt, "questions": len(task.dataset)}
     result: dict[str, Any] = {
         "target": task.facts,

@@ -82,6 +82,8 @@ def setup(result: dict[str, Any]) -> str:
         f"first of the median over {options['repeats']} repeats; making the drafter counts in a step's time alone."
         + weights_line(result["target"])
     )
+    if file := options.get("questions_file"):  # results of before have no such field
+        text += f" Prompts are questions of {file}; the reward is whether the answer is right."
     if (calibration := result["calibration"]) is not None:
         text += f" Calibration, in none of the times: {calibration['seconds']:.1f} s."
     compared = {n: m for n, m in result["methods"].items() if m["identical_steps"] is not None and n != AUTOREGRESSIVE}

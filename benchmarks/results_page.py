@@ -23,8 +23,8 @@ recorded options. [docs/performance.md](../docs/performance.md) says what the nu
 [docs/glossary.md](../docs/glossary.md) what the words mean.
 """
 FIGURES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "rollouts": ("×", "tokens/s over the baseline's", ("rollout_chat", "rollout_none", "rollout_continuous_450",
-                 "rollout_continuous", "rollout_batch1", "rollout_qwen_093", "rollout_qwen_085")),
+    "rollouts": ("×", "tokens/s over the baseline's", ("rollout_none", "rollout_continuous_450", "rollout_continuous",
+                 "rollout_batch1", "rollout_qwen_093", "rollout_qwen_085")),
     "never_slower": ("×", "tokens/s over the baseline's",
                      ("control_machine", "control_machine_260k", "control_machine_05b", "first_call")),
     "lossless": ("rows", 'identical to "none" with the same seed', ("identity_grid",)),
