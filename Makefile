@@ -21,7 +21,8 @@ PIP := $(RUN) -m pip install -q --no-compile
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       GRPO on a small policy next to TRL's own trainer; table and plot in demo_output/"
+	@echo "make demo       GRPO on a small policy next to TRL's own trainer, then drafts on a larger model; tables and plots"
+	@echo "                in demo_output/; MODEL=DIR takes that model for the drafts"
 	@echo "make demo-ranks the same on two CPU processes: how long they wait for each other"
 	@echo "make test       lint, type check, tests"
 	@echo "make test-all   the same with the slow tests"
@@ -51,7 +52,7 @@ demo-ranks: $(READY)
 	@$(RUN) -m examples.demo.ranks
 
 demo: $(READY)
-	@$(RUN) -m examples.demo.run
+	@$(RUN) -m examples.demo.run $(if $(MODEL),--model "$(MODEL)")
 
 test: lint
 	@$(MAKE) --no-print-directory -j 2 typecheck unit

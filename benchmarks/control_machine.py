@@ -34,7 +34,7 @@ from .best_of_n_subject import BEGUN, COPY, PASSAGE, STORY
 from .calls import Call, Way, forget, identical_rows, ratios, rotated, way
 from .copying import Copying, copy_heavy
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
-from .models import DTYPES, LoadedModel, check_model, load_model, model_line, synthetic_line
+from .models import DTYPES, LoadedModel, check_model, load_model, model_line, weights_line
 from .workload import STORY_MODEL, Workload, end_tokens, prompt_source
 
 
@@ -202,7 +202,7 @@ def setup(result: dict[str, Any]) -> str:
         f"Decisions took {min(shares):.2%} to {max(shares):.2%} of a call, {min(micros):.0f} to {max(micros):.0f} "
         "microseconds a round."
         + (" The models copy by themselves." if options["copiers"] else "")
-        + "".join(synthetic_line(model) for model in result["models"])
+        + "".join(weights_line(model) for model in result["models"])
     )
 
 

@@ -25,7 +25,7 @@ from spec_trl.scheduling.draft_length import acceptance_of
 from spec_trl.scheduling.token_speed import busy_decoupled_speed, busy_window_tokens, coupled_speed
 
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
-from .models import DTYPES, LoadedModel, load_model, model_line, synthetic_line
+from .models import DTYPES, LoadedModel, load_model, model_line, weights_line
 from .workload import Workload, end_tokens, prompt_source
 
 
@@ -181,7 +181,7 @@ def main() -> None:
     setup = (
         f"{options.repeats} runs of each way, in turns and in both orders; medians, and ratios within a turn from the "
         f"lowest to the highest. {options.threads} thread(s) for the target and as many for the drafter, the policy's "
-        f"4-bit copy; decoding without prefill.{synthetic_line(details['model'])}"
+        f"4-bit copy; decoding without prefill.{weights_line(details['model'])}"
     )
     write_result(options.output, "workers", title, setup, machine, findings(details), details)
 

@@ -10,9 +10,13 @@ auxiliary drafter of Table 2 needs a checkpoint for the policy, which --learned 
     python -m benchmarks.end_to_end --model FOLDER --methods trl --learned eagle3 DRAFTER --learning-rate 1e-5
     python -m benchmarks.end_to_end --model "wide:examples/data/stories260K*16" --before-end 24 --rows 16 --steps 10
     python -m benchmarks.end_to_end --model shape:qwen2.5-0.5b --methods autoregressive self-always efficient-rollout
+    python -m benchmarks.end_to_end --model SmolLM2-135M-Instruct --questions ../shared/data/gsm8k/train.jsonl \\
+        --methods trl auto --steps 6 --rows 8 --group 8 --max-completion-length 128 --epochs 1 --repeats 1 \\
+        --threads 2 --output benchmarks/results/end_to_end_chat.json
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -46,7 +50,7 @@ from .end_to_end_report import findings, idealized, setup
 from .measure import add_machine_arguments, begin, write_result
 from .models import DTYPES, SHAPE_PREFIX, check_model, model_line
 from .timed_training import Training, settings_of, train
-from .training_task import DEMO, DEMO_SIZE, OTHER_SIZE, Size, TrainingTask, demo_task, model_task
+from .training_task import DEMO, DEMO_SIZE, OTHER_SIZE, Size, TrainingTask, demo_task, model_task, question_task
 
 
 PROFILE = "roofline_profile.json"
@@ -213,6 +217,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", choices=list(DTYPES), help="of the weights (default: float32, shape models bfloat16)")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
     add("--prompts", type=Path, help="JSON list of strings (default: examples/data/stories.json); not for the demo")
+    add("--questions", type=Path, help=".jsonl with questions and answers, as of GSM8K, that a chat model trains on; "
+        "the reward is whether its answer is right (default: texts, and a reward that says nothing)")  # fmt: skip
     add("--before-end", type=int, help="prompts end so many tokens before their text, and completions of a model that "
         "ends texts soon or late (default: prompts are beginnings)")  # fmt: skip
     add("--calibration-seconds", type=float, default=120.0, help="at most, for the sweep (default: %(default)s)")
@@ -246,6 +252,11 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--before-end {options.before_end} must be 1 or more")
     if options.before_end is not None and (options.model == DEMO or options.model.startswith(SHAPE_PREFIX)):
         parser.error(f"--before-end: the prompts of {options.model} are no texts; name a checkpoint, or leave it out")
+    if options.questions is not None:
+        if options.model == DEMO or options.model.startswith(SHAPE_PREFIX) or options.prompts or options.before_end:
+            parser.error("--questions is for a checkpoint, without --prompts and --before-end: leave those out")
+        if not options.questions.is_file():
+            parser.error(f"--questions {options.questions}: no such file; name a .jsonl")
     if options.runs is not None and options.runs.exists() and any(options.runs.iterdir()):
         parser.error(f"--runs {options.runs} is not empty, and logs would be mixed up: name another folder")
     return options
@@ -258,6 +269,8 @@ def make_task(options: argparse.Namespace) -> TrainingTask:
     questions = max(per_step, round(per_step * size.steps / options.epochs))
     if options.model == DEMO:
         return demo_task(dtype, questions, options.seed)
+    if options.questions is not None:
+        return question_task(options.model, dtype, size.max_completion_length, questions, options.questions)
     return model_task(
         options.model, dtype, size.max_completion_length, questions, options.seed, options.agreement, options.prompts,
         options.before_end,
@@ -278,6 +291,7 @@ def main() -> None:
     rate = {} if options.learning_rate is None else {"learning_rate": options.learning_rate}
     with ExitStack() as stack:
         folder = options.runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        os.environ["SPEC_TRL_CACHE"] = stack.enter_context(tempfile.TemporaryDirectory())  # nothing of an earlier run
         calibration: dict[str, Any] | None = None
         profile: dict[str, str] = {}
         if any(map(uses_profile, configurations.values())):
@@ -297,6 +311,7 @@ def main() -> None:
     }
     kept = ("epochs", "repeats", "dtype", "agreement", "before_end", "threads", "seed")
     own = {name: getattr(options, name) for name in kept}
+    own["questions_file"] = None if options.questions is None else options.questions.name
     lengths = {"longest_prompt": task.longest_prompt, "questions": len(task.dataset)}
     result: dict[str, Any] = {
         "target": task.facts,

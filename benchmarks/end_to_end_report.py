@@ -19,7 +19,7 @@ from .configurations import (
     toggled,
 )
 from .measure import Finding
-from .models import model_line, synthetic_line
+from .models import model_line, weights_line
 from .paper.breakdown import Shape, idealized_draft_ratio
 
 
@@ -52,6 +52,8 @@ def findings(result: dict[str, Any]) -> list[Finding]:
         if trl is not None:  # which draws other texts, so times alone would not compare
             faster = own["tokens_per_second"] / trl["tokens_per_second"]
             found.append(Finding(f"{what}, rollout tokens/s", faster, "×", _NAMES[TRL]))
+            own_rate, trl_rate = (each["tokens"] / each["step_seconds"] for each in (own, trl))
+            found.append(Finding(f"{what}, tokens/s of a whole step", own_rate / trl_rate, "×", _NAMES[TRL]))
         if name != AUTOREGRESSIVE:
             for part in ("rollout", "step"):
                 change = own[f"{part}_seconds"] / base[f"{part}_seconds"] - 1
@@ -78,8 +80,10 @@ def setup(result: dict[str, Any]) -> str:
         f"{options['max_completion_length']} tokens at temperature 1, {options['questions']} prompts of up to "
         f"{options['longest_prompt']} tokens, the same seeds for each method. Times: mean over the steps but the "
         f"first of the median over {options['repeats']} repeats; making the drafter counts in a step's time alone."
-        + synthetic_line(result["target"])
+        + weights_line(result["target"])
     )
+    if file := options.get("questions_file"):  # results of before have no such field
+        text += f" Prompts are questions of {file}; the reward is whether the answer is right."
     if (calibration := result["calibration"]) is not None:
         text += f" Calibration, in none of the times: {calibration['seconds']:.1f} s."
     compared = {n: m for n, m in result["methods"].items() if m["identical_steps"] is not None and n != AUTOREGRESSIVE}

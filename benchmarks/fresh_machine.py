@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spec_trl  # noqa: F401  (teaches `generate` the keyword)
 
 from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
+from .models import load_model, weights_line
 
 
 SENTENCE = "The quick brown fox jumps over the lazy dog near the quiet river bank. "
@@ -32,8 +32,10 @@ WAYS = ("none", "auto")
 def calls(options: argparse.Namespace, strategy: str) -> list[dict[str, Any]]:
     """Two calls in this process: seconds, rounds, rounds that drafted, tokens, and the reason. The text may not end
     before it has been copied."""
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(options.device).eval()
+    loaded = load_model(str(options.model), torch.float32, options.device)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    if tokenizer is None:
+        raise SystemExit(f"--model {options.model} has no tokenizer: name the folder of a checkpoint")
     inputs = tokenizer(SENTENCE * 4, return_tensors="pt").to(options.device)
     found = []
     for _ in range(2):
@@ -98,7 +100,8 @@ def main() -> None:
         f"{options.model.name}, float32, a prompt that repeats a sentence four times, {options.new_tokens} greedy "
         "tokens, of which none may be the last before that; each process is new and its cache empty, so its first "
         "call compiles. The second call repeats the first, whose text the history remembers. Medians, lowest and "
-        f"highest of {options.repeats} processes of each in turns.",
+        f"highest of {options.repeats} processes of each in turns."
+        + weights_line(load_model(str(options.model), torch.float32, "cpu").facts),
         machine, found, {"options": shown(options, "child"), "runs": runs},
     )  # fmt: skip
 

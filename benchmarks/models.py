@@ -3,7 +3,7 @@
 Speed depends on shapes, acceptance on how well a drafter agrees with its target. `shape:NAME` and `shape:CONFIG`
 build the first exactly and set the second by hand, so a speed-up can be measured without any checkpoint. What the
 built model really does (entropy, overlap) is measured on its own samples and belongs into every result made with it.
-`wide:CHECKPOINT*k` is a checkpoint k times as wide that computes the same (`benchmarks/widen.py`).
+`wide:CHECKPOINT*k` is a checkpoint k times as wide that computes the same (`examples/demo/widen.py`).
 
     python -m benchmarks.models --model shape:qwen2.5-0.5b --agreement 0.93 [--calibrate]
     python -m benchmarks.models --model "wide:examples/data/stories260K*16" --dtype float32
@@ -30,12 +30,12 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from examples.demo.widen import FAMILIES, widen
 from spec_trl.quantization.scheme import GROUP_SIZES
-
-from .widen import WIDE_PREFIX, parse_wide, widen
 
 
 SHAPE_PREFIX = "shape:"
+WIDE_PREFIX = "wide:"
 GROUP = 128  # weights that share one scale in the quantized copy
 LEVELS = 15  # 4 bit: codes 0..15
 CODE_STD = 2.7  # of the codes -8..7: a Gaussian group of 128 spans about 15 steps
@@ -87,6 +87,12 @@ NOISE: dict[tuple[str, float], float] = {
     ("tiny", 0.93): 0.0417,
     ("tiny", 0.85): 0.1041,
 }
+
+GRID_GROUP = 32
+GRID_LINE = (
+    "The checkpoint was read from a 4-bit file: its projections lie on a 4-bit grid (groups of 32), so its 4-bit copy "
+    "agrees with it better than that of a usual checkpoint does. Training moves weights off the grid."
+)
 
 
 @dataclass(frozen=True)
@@ -146,12 +152,20 @@ def load_model(
     else:
         model = AutoModelForCausalLM.from_pretrained(spec, dtype=dtype).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(spec)
-        facts = {"synthetic_weights": False, "model": Path(spec).name}
+        facts = {"synthetic_weights": False, "model": Path(spec).name, "weights_on_4_bit_grid": on_4_bit_grid(model)}
     facts |= {
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(dtype).removeprefix("torch."),
     }
     return LoadedModel(model, tokenizer, facts)
+
+
+def on_4_bit_grid(model: PreTrainedModel) -> bool:
+    """Whether the first and the last projection hold at most 16 values in each group of 32, as a 4-bit file gives."""
+    weights = [m.weight.detach() for m in model.base_model.modules() if isinstance(m, nn.Linear)]
+    ends = [weight for weight in weights[:: max(len(weights) - 1, 1)] if weight.shape[1] % GRID_GROUP == 0]
+    groups = [weight.reshape(-1, GRID_GROUP).sort(1).values for weight in ends]  # each [groups, 32]
+    return len(ends) > 0 and all((each.diff(dim=1) != 0).sum(1).max() < 16 for each in groups)
 
 
 def check_model(spec: str) -> None:
@@ -166,15 +180,33 @@ def check_model(spec: str) -> None:
         raise ValueError(f"{spec}: no such folder; name one, {WIDE_PREFIX}FOLDER*k, or {SHAPE_PREFIX}NAME")
 
 
+def parse_wide(spec: str) -> tuple[Path, int]:
+    """Folder and factor of `wide:CHECKPOINT*k`.
+
+    Raises:
+        ValueError: k is no positive integer, the folder holds no checkpoint, or one of another family.
+    """
+    folder, _, factor = spec.removeprefix(WIDE_PREFIX).rpartition("*")
+    if not factor.isdecimal() or int(factor) < 1 or not folder:
+        raise ValueError(f"{spec}: write {WIDE_PREFIX}CHECKPOINT*k with a positive integer k")
+    if not (Path(folder) / "config.json").exists():
+        raise ValueError(f"{spec}: {folder} is no folder with a config.json; name that of a checkpoint")
+    family = AutoConfig.from_pretrained(folder).model_type
+    if family not in FAMILIES:
+        raise ValueError(f"{spec}: a {family!r} model cannot be widened; take one of {', '.join(FAMILIES)}")
+    return Path(folder), int(factor)
+
+
 def model_line(facts: Mapping[str, Any]) -> str:
     """A loaded model's name and dtype."""
     return f"{facts['model']}, {facts['dtype']}"
 
 
-def synthetic_line(facts: Mapping[str, Any]) -> str:
-    """A sentence about weights that are synthetic or of a wide model; empty for a checkpoint."""
+def weights_line(facts: Mapping[str, Any]) -> str:
+    """A sentence about weights that are synthetic, of a wide model, or on a 4-bit grid; empty for all others."""
     if "agreement" not in facts:
-        return ""
+        on_grid = facts.get("weights_on_4_bit_grid", False)  # results of before have no such field
+        return f" {GRID_LINE}" if on_grid else ""
     measured = facts["agreement"]
     origin = "Synthetic weights"
     if "widened_by" in facts:

@@ -1,4 +1,5 @@
-"""Writes benchmarks/RESULTS.md and its figures from the result files: one section and one figure for each theme.
+"""Writes benchmarks/RESULTS.md and its figures from the result files: one section and one figure for each theme; and
+the tables of the README and of docs/performance.md that are made of them.
 
     python -m benchmarks.results_page
 """
@@ -9,6 +10,7 @@ from matplotlib.figure import Figure
 
 from spec_trl.cli.figures import BLUE, GREY
 
+from .chat_tables import write_tables
 from .measure import RESULTS, THEMES, Finding, Result, findings_table, machine_line, read_result
 
 
@@ -90,7 +92,8 @@ def main() -> None:
     for theme in THEMES:
         draw(theme, results).savefig(RESULTS / f"{theme}.png", dpi=90)
     PAGE.write_text(page(results), encoding="utf-8")
-    print(f"written: {PAGE} and {len(THEMES)} figures")
+    write_tables(results)
+    print(f"written: {PAGE}, {len(THEMES)} figures, and the tables about a chat model in README.md and performance.md")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,27 @@
 """Rollout speed: transformers' ways to generate against ours, same prompts, lengths and temperature, in one process.
 
 Methods run in alternation (A B C A B C ...), so that a slow minute of the machine hits all of them; the first pass
-warms up and measures memory and is not timed. Ratios are medians over passes of the ratio within a pass. At
-temperature 1 the methods draw different texts (only ours share their noise, so only they can be identical): compare
-tokens/s, not seconds, unless --ignore-eos makes all rows equally long.
+has prompts of its own, warms up and measures memory, and is not timed. Ratios are medians over passes of the ratio
+within a pass. At temperature 1 the methods draw different texts (only ours share their noise, so only they can be
+identical): compare tokens/s, not seconds, unless --ignore-eos makes all rows equally long.
+
+Each batch size begins with nothing known of the model and an empty cache, so the first pass is the first call of
+"auto" with its defaults, and the timed ones are its next calls. All other strategies draft in each round. A history is
+emptied before each call: other methods have written the same texts, and it is to see the rows of its own call alone.
+
+    python ../shared/scripts/smollm2.py SmolLM2-135M-Instruct
+    python -m benchmarks.rollout --model SmolLM2-135M-Instruct --dtype float32 --batch 1 4 8 16 --group 8 \\
+        --prompts ../shared/data/gsm8k/test.jsonl --chat --strategies none self ngram history auto --draft-length 3 \\
+        --max-new-tokens 128 --warm-up-tokens 8 --repeats 2 --threads 2 --output benchmarks/results/rollout_chat.json
 """
 
 import argparse
 import math
+import os
 import statistics
+import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +30,13 @@ from tqdm import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import spec_trl
+from spec_trl.generation import kept
 from spec_trl.generation.configuration import STRATEGIES
 from spec_trl.generation.drafters.self_copy import self_drafter_of
 from spec_trl.generation.engine.drafter import keep_drafters
 from spec_trl.generation.engine.statistics import DraftCounts
 
-from .calls import ratios, sampling, way
+from .calls import forget, ratios, sampling, way
 from .measure import (
     Finding,
     add_machine_arguments,
@@ -35,14 +47,14 @@ from .measure import (
     stopwatch,
     write_result,
 )
-from .models import DTYPES, load_model, model_line, synthetic_line
+from .models import DTYPES, load_model, model_line, weights_line
 from .workload import Workload, common_prefix, end_tokens, prompt_source
 
 
 GENERATE = "transformers generate"
 CONTINUOUS = "transformers generate_batch"
 ASSISTED = "transformers assisted (batch 1)"
-PLAIN = "ours none"
+PLAIN, AUTO = "ours none", "ours auto"
 BASELINES = (GENERATE, CONTINUOUS, ASSISTED, PLAIN)
 PAGE = 256  # tokens per page of continuous batching's cache: transformers' default
 
@@ -57,6 +69,8 @@ class Run:
     acceptance_rate: float = math.nan
     phase_seconds: dict[str, float] = field(default_factory=dict)
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    rounds: int = 0
+    drafted_rounds: int = 0
     seconds: float = math.nan
 
     @property
@@ -142,6 +156,7 @@ def ours(
     call = way(model, strategy, config, assistant_model=assistant if strategy == "model" else None)
 
     def run(work: Workload, seed: int) -> Run:
+        kept.take(model, "history")  # other methods have written the same texts
         made = call(work, seed)
         facts = made.statistics
         return Run(
@@ -151,6 +166,8 @@ def ours(
             facts.acceptance_rate,
             dict(facts.phase_seconds),
             facts.total,
+            facts.rounds,
+            facts.drafted_rounds,
         )
 
     return run
@@ -172,7 +189,8 @@ def packed_rows_line(rows: int | None) -> str:
 
 @dataclass
 class Summary:
-    """Medians of one method over the timed passes. NaN where a quantity does not apply."""
+    """Medians of one method over the timed passes; sums of what is counted: rows, tokens compared, drafted tokens and
+    rounds. NaN where a quantity does not apply."""
 
     method: str
     tokens_per_second: float
@@ -181,6 +199,9 @@ class Summary:
     target_forwards_per_token: float
     block_efficiency: float
     acceptance_rate: float
+    drafted_tokens: int
+    rounds: int
+    drafted_rounds: int
     peak_memory_mb: float
     identical_rows: int | None
     rows: int
@@ -192,25 +213,28 @@ class Summary:
 
 
 def compare(
-    methods: dict[str, Method], works: list[Workload], device: torch.device, seed: int, advance: Callable[[], object]
-) -> list[Summary]:
-    """Run every method on every workload in alternation; `works[0]` is the warm-up and runs again as first timed pass.
+    methods: dict[str, Method], works: list[Workload], device: torch.device, seed: int, advance: Callable[[], object],
+    warm_up_tokens: int | None = None,
+) -> list[Summary]:  # fmt: skip
+    """Run every method on every workload in alternation; `works[0]` is the warm-up.
 
     Args:
         methods: by name.
-        works: one workload for each timed pass.
+        works: one workload for the warm-up and one for each timed pass.
         device: of the model.
         seed: pass i draws with seed + i.
         advance: called after each run.
+        warm_up_tokens: new ones of a row in the warm-up, but of `auto`, whose first call is as long as the next ones.
     """
     memory = {}
     for name, method in methods.items():
+        tokens = works[0].max_new_tokens if warm_up_tokens is None or name == AUTO else warm_up_tokens
         with peak_memory(device) as peak:
-            method(works[0], seed)
+            method(replace(works[0], max_new_tokens=tokens), seed)
         memory[name] = peak.value / 1e6
         advance()
     runs: dict[str, list[Run]] = {name: [] for name in methods}
-    for index, work in enumerate(works):
+    for index, work in enumerate(works[1:], 1):
         for name, method in methods.items():
             with stopwatch(device) as watch:
                 run = method(work, seed + index)
@@ -237,6 +261,9 @@ def summarise(name: str, runs: dict[str, list[Run]], memory_mb: float) -> Summar
         target_forwards_per_token=median([run.target_forwards / run.tokens for run in own]),
         block_efficiency=median([run.block_efficiency for run in own]),
         acceptance_rate=median([run.acceptance_rate for run in own]),
+        drafted_tokens=sum(run.draft_counts.drafted for run in own),
+        rounds=sum(run.rounds for run in own),
+        drafted_rounds=sum(run.drafted_rounds for run in own),
         peak_memory_mb=memory_mb,
         identical_rows=sum(a == b for a, b in pairs) if compared else None,
         rows=sum(len(run.completions) for run in own),
@@ -259,7 +286,7 @@ def median(values: list[float]) -> float:
 
 
 def findings(result: dict[str, Any]) -> list[Finding]:
-    """Our ways over every other way."""
+    """Our ways over every other way, what their rounds gave, and `auto` over the best of the others of ours."""
     name = model_line(result["target"])
     found = []
     for batch, summaries in result["batches"].items():
@@ -269,50 +296,87 @@ def findings(result: dict[str, Any]) -> list[Finding]:
                 passes = ratios(by_pass[each["method"]], by_pass[other])
                 what = f"{name}, batch {batch}: {each['method']}"
                 found.append(Finding(what, ratio, "×", other, (min(passes), max(passes))))
+        what = f"{name}, batch {batch}: "
+        for each in summaries:
+            if each["drafted_rounds"]:
+                tau, share = each["block_efficiency"], each["drafted_rounds"] / each["rounds"]
+                found.append(Finding(f"{what}{each['method']}, block efficiency", tau, "tokens per round"))
+                found.append(Finding(f"{what}{each['method']}, rounds that drafted", share, "%"))
+        if AUTO in by_pass and (better := best_of_the_others(summaries)) is not None:
+            passes = ratios(by_pass[AUTO], by_pass[better])
+            interval = (min(passes), max(passes))
+            found.append(Finding(f"{what}{AUTO}", median(passes), "×", f"the best of the others: {better}", interval))
     return found
+
+
+def best_of_the_others(summaries: list[dict[str, Any]]) -> str | None:
+    """The method of ours, other than `auto`, with the most tokens/s; None: there is no other."""
+    others = [each for each in summaries if each["method"].startswith("ours") and each["method"] != AUTO]
+    best = max(others, key=lambda each: each["tokens_per_second"], default=None)
+    return None if best is None else str(best["method"])
+
+
+def rows_of(prompts: list[list[int]], batch: int, group: int, turn: int) -> list[list[int]]:
+    """The prompts of a batch: `group` copies of each if these fill the batch, else each once; others in each turn."""
+    copies = group if batch % group == 0 else 1
+    distinct = batch // copies
+    return [prompt for prompt in prompts[turn * distinct : (turn + 1) * distinct] for _ in range(copies)]
 
 
 def setup(result: dict[str, Any]) -> str:
     """How it was measured."""
     options, (shortest, longest) = result["options"], result["prompt_tokens"]
+    prompts = f"{options['prompts']} in the chat template:" if options["chat"] else "prompts"
     ignored = ", end of sequence ignored" if options["ignore_eos"] else ""
+    group = options["group"]
+    grouped = f" Batches that are a multiple of {group} hold so many rows of each prompt." if group > 1 else ""
     return (
         f"Up to {options['max_new_tokens']} new tokens, temperature {options['temperature']:g}, draft length "
-        f"{options['draft_length']}, {options['verification']} verification, prompts of {shortest} to {longest} "
-        f"tokens{ignored}. Tokens/s over the baseline's in the same pass: median of {options['repeats']} passes after "
-        "a warm-up, lowest and highest."
-        + synthetic_line(result["target"])
-        + packed_rows_line(result["self_drafter_max_rows"])
+        f"{options['draft_length']}, {options['verification']} verification, {prompts} of {shortest} to {longest} "
+        f"tokens{ignored}.{grouped} Each batch size starts from an empty cache with nothing known of the model; "
+        f'"{AUTO}" has its defaults, the others draft in each round; a history is empty before each call. Tokens/s '
+        f"over the baseline's in the same pass: median of {options['repeats']} passes after a warm-up, lowest and "
+        "highest." + weights_line(result["target"]) + packed_rows_line(result["self_drafter_max_rows"])
     )
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and the description as it is written."""
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
+    add = parser.add_argument
+    add(
         "--model", default="shape:qwen2.5-0.5b", help="folder of a checkpoint, wide:FOLDER*k, or shape:NAME or "
         "shape:CONFIG.json for synthetic weights in that shape",
     )  # fmt: skip
-    parser.add_argument("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
-    parser.add_argument("--assistant", help="folder of a small model, for strategy model and assisted")
-    parser.add_argument("--strategies", nargs="+", default=["none", "self"], choices=STRATEGIES)
-    parser.add_argument(
+    add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
+    add("--assistant", help="folder of a small model, for strategy model and assisted")
+    add("--strategies", nargs="+", default=["none", "self"], choices=STRATEGIES)
+    add(
         "--baselines", nargs="*", default=["generate", "continuous", "assisted"],
         choices=["generate", "continuous", "assisted"], help="of transformers; assisted runs with --assistant only",
     )  # fmt: skip
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="rows per batch; each is measured")
-    parser.add_argument("--max-new-tokens", type=int, default=48, help="per row")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling")
-    parser.add_argument("--draft-length", type=int, default=5, help="draft tokens per round")
-    parser.add_argument("--verification", default="exact", choices=["exact", "rejection"], help="of the drafts")
-    parser.add_argument("--draft-kernel", default="auto", help="of the self-drafter")
-    parser.add_argument("--draft-lm-head", default="auto", choices=["auto", "dense", "packed"], help="likewise")
-    parser.add_argument("--runner", default="auto", choices=["auto", "eager", "graph", "compiled"], help="of ours")
-    parser.add_argument("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
-    parser.add_argument("--prompts", type=Path, help="JSON list of strings; default: examples/data/stories.json")
-    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
-    parser.add_argument("--repeats", type=int, default=3, help="timed passes; each has its own prompts and seed")
+    add("--batch", type=int, nargs="+", default=[1, 4], help="rows per batch; each is measured")
+    add("--max-new-tokens", type=int, default=48, help="per row")
+    add("--temperature", type=float, default=1.0, help="of the sampling")
+    add("--draft-length", type=int, default=5, help="draft tokens per round")
+    add("--verification", default="exact", choices=["exact", "rejection"], help="of the drafts")
+    add("--draft-kernel", default="auto", help="of the self-drafter")
+    add("--draft-lm-head", default="auto", choices=["auto", "dense", "packed"], help="likewise")
+    add("--runner", default="auto", choices=["auto", "eager", "graph", "compiled"], help="of ours")
+    add("--ignore-eos", action="store_true", help="every row gets max-new-tokens")
+    add("--prompts", type=Path, help=".json with strings, .jsonl with questions; default: examples/data/stories.json")
+    add("--chat", action="store_true", help="whole prompts, in the model's chat template")
+    add("--group", type=int, default=1, help="rows of one prompt, as in GRPO, where they fill the batch")
+    add("--dtype", default="bfloat16", choices=list(DTYPES))
+    add("--repeats", type=int, default=3, help="timed passes; each has its own prompts and seed")
+    add("--warm-up-tokens", type=int, help="new ones of a row in the first pass of all but auto; default: as many")
     add_machine_arguments(parser, "rollout")
     options = parser.parse_args()
+    if min(*options.batch, options.group, options.repeats, options.max_new_tokens) < 1:
+        parser.error("--batch, --group, --repeats and --max-new-tokens must be 1 or more")
     if "model" in options.strategies and options.assistant is None:
         parser.error("strategy model needs --assistant: pass the folder of a small model")
     if "ngram" in options.strategies and options.verification == "rejection":
@@ -336,34 +400,41 @@ def main() -> None:
     if "assisted" in options.baselines and assistant is not None:
         methods[ASSISTED] = transformers_assisted(model, assistant, options.draft_length)
     config = spec_trl.SpeculativeConfig(
-        sd_toggle="always",
-        draft_length=options.draft_length,
         draft_kernel=options.draft_kernel,
         draft_lm_head=options.draft_lm_head,
         verification=options.verification,
         runner=options.runner,
     )
+    always = replace(config, sd_toggle="always", draft_length=options.draft_length)
     for strategy in options.strategies:
-        methods[f"ours {strategy}"] = ours(model, strategy, assistant, config)
+        methods[f"ours {strategy}"] = ours(model, strategy, assistant, config if strategy == "auto" else always)
 
     eos = end_tokens(loaded, options.ignore_eos)
     pad = model.generation_config.pad_token_id or 0
-    prompts = prompt_source(loaded, options.prompts, max(options.batch) * options.repeats, options.seed)
+    turns = options.repeats + 1  # the first one warms up
+    prompts = prompt_source(loaded, options.prompts, max(options.batch) * turns, options.seed, chat=options.chat)
     batches: dict[str, list[dict[str, object]]] = {}
-    runs = len(options.batch) * len(methods) * (options.repeats + 1)
-    with tqdm(total=runs, desc="rollouts") as bar:
+    with (
+        tqdm(total=len(options.batch) * len(methods) * turns, desc="rollouts") as bar,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        os.environ["SPEC_TRL_CACHE"] = folder  # nothing of an earlier run
         for batch in options.batch:
+            forget(model)  # nor of another batch size
             works = [
-                Workload(prompts[i * batch : (i + 1) * batch], options.max_new_tokens, options.temperature, eos, pad)
-                for i in range(options.repeats)
+                Workload(
+                    rows_of(prompts, batch, options.group, turn), options.max_new_tokens, options.temperature, eos, pad
+                )
+                for turn in range(turns)
             ]
-            summaries = compare(methods, works, model.device, options.seed, bar.update)
+            summaries = compare(methods, works, model.device, options.seed, bar.update, options.warm_up_tokens)
             batches[str(batch)] = [asdict(summary) for summary in summaries]
+        packed_rows = max_packed_rows(model, config) if "self" in options.strategies else None
     result: dict[str, Any] = {
         "options": shown(options),
         "target": loaded.facts,
         "prompt_tokens": [min(map(len, prompts)), max(map(len, prompts))],
-        "self_drafter_max_rows": max_packed_rows(model, config) if "self" in options.strategies else None,
+        "self_drafter_max_rows": packed_rows,
         "batches": batches,
     }
     title = f"Rollout: {model_line(loaded.facts)}"

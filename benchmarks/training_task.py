@@ -1,8 +1,8 @@
 """What the end-to-end benchmark trains: a policy, questions and a reward.
 
-The demo's task is a real one. For any other model prompts are beginnings of texts, or random tokens in a `shape:`
-model's vocabulary, and the reward is the share of odd token ids: it differs between completions, which is all that
-timing a training step needs.
+The demo's task is a real one, and so are questions to a chat model. For any other model prompts are beginnings of
+texts, or random tokens in a `shape:` model's vocabulary, and the reward is the share of odd token ids: it differs
+between completions, which is all that timing a training step needs.
 """
 
 import copy
@@ -16,6 +16,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from examples import grpo_gsm8k
 from examples.demo.pretrain import POLICY
 from examples.demo.task import MAX_COMPLETION_LENGTH, build_dataset, exact_match
 
@@ -61,6 +62,8 @@ class Size:
 
 DEMO_SIZE = Size(steps=12, rows=64, group=8, max_completion_length=MAX_COMPLETION_LENGTH)
 OTHER_SIZE = Size(steps=5, rows=8, group=4, max_completion_length=64)
+# So small that weights in bfloat16 stay what they are; requantizing and updating cost the same.
+SMALL_STEPS: dict[str, Any] = dict(learning_rate=1e-6, lr_scheduler_type="constant")
 
 
 def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -124,11 +127,39 @@ def model_task(
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     longest = max(map(len, tokenizer(texts)["input_ids"]))
     dataset = Dataset.from_dict({"prompt": texts})
-    # So small that weights in bfloat16 stay what they are; requantizing and updating cost the same.
-    settings = dict(learning_rate=1e-6, lr_scheduler_type="constant")
     return TrainingTask(
-        lambda: copy.deepcopy(loaded.model), tokenizer, dataset, odd_share, loaded.facts, longest, settings
+        lambda: copy.deepcopy(loaded.model), tokenizer, dataset, odd_share, loaded.facts, longest, SMALL_STEPS
     )
+
+
+def question_task(
+    spec: str, dtype: torch.dtype, max_completion_length: int, questions: int, file: Path
+) -> TrainingTask:
+    """A checkpoint that answers questions, which come in its chat template if it has one.
+
+    Args:
+        spec: folder of the checkpoint.
+        dtype: of the weights.
+        max_completion_length: tokens; longer questions than leave so many are left out.
+        questions: distinct ones, the first of the file.
+        file: .jsonl with "question" and "answer", as of GSM8K.
+
+    Raises:
+        ValueError: no question fits.
+    """
+    loaded = load_model(spec, dtype, "cpu")
+    assert loaded.tokenizer is not None
+    context = loaded.model.config.get_text_config(decoder=True).max_position_embeddings
+    dataset = grpo_gsm8k.build_dataset(str(file), loaded.tokenizer, context - max_completion_length)
+    dataset = dataset.select(range(min(questions, len(dataset))))
+    written = dataset["prompt"][:]
+    if loaded.tokenizer.chat_template is not None:
+        written = loaded.tokenizer.apply_chat_template(written, add_generation_prompt=True, tokenize=False)
+    longest = max(map(len, loaded.tokenizer(written, add_special_tokens=False)["input_ids"]))
+    return TrainingTask(
+        lambda: copy.deepcopy(loaded.model), loaded.tokenizer, dataset, grpo_gsm8k.answer_reward, loaded.facts,
+        longest, SMALL_STEPS,
+    )  # fmt: skip
 
 
 def _id_tokenizer(loaded: LoadedModel, mean_length: int, seed: int) -> PreTrainedTokenizerFast:

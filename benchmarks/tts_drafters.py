@@ -27,7 +27,7 @@ from spec_trl.generation.drafters.tts.drafter import DistilledDrafter
 from spec_trl.generation.drafters.tts.learners import CORRECTION_RATE
 from spec_trl.generation.engine.drafter import Drafter
 
-from .widen import WIDE_PREFIX, parse_wide
+from .models import WIDE_PREFIX, parse_wide
 
 
 KINDS = ("eagle3", "dflash", "model", "self")

@@ -42,10 +42,10 @@ def by_depth(rounds: Sequence[int], new_tokens: int) -> tuple[list[int], list[in
     """Blocks, and tokens they committed, by the depth at which each block began.
 
     Args:
-        rounds: tokens that each decoding round of one request committed.
+        rounds: tokens that each decoding round of one request committed, after its first token.
         new_tokens: of the request. A round with room for one token alone drafts nothing and is no block.
     """
-    blocks, committed, depth = [0] * BINS, [0] * BINS, 0
+    blocks, committed, depth = [0] * BINS, [0] * BINS, 1
     for count in rounds:
         if depth < new_tokens - 1:
             blocks[depth_bin(depth, new_tokens)] += 1

@@ -30,7 +30,8 @@ WARM_UP_TOKENS = 8
 
 
 class RoundLengths(BaseStreamer):
-    """Notes how many tokens each decoding round of one request committed; the first entry is the prompt."""
+    """Notes how many tokens each decoding round of one request committed; the first entries are the prompt
+    and the first token."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -101,7 +102,7 @@ class Bench:
         facts: SpeculationStatistics = output.statistics
         if facts.drafter_failure is not None:
             raise RuntimeError(f"the drafter failed: {facts.drafter_failure}")
-        rounds = streamer.counts[1:] if streamer is not None else []
+        rounds = streamer.counts[2:] if streamer is not None else []
         return Generated(output.sequences[:, ids.shape[1] :].tolist(), rounds, facts, watch.value)
 
     def record(self, made: Generated) -> Record:

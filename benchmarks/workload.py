@@ -1,11 +1,12 @@
 """What is generated: prompts of unequal length, token limits, and what counts as a generated token."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from spec_trl.cli.prompts import read_prompts, token_ids
 
 from .models import LoadedModel
 
@@ -14,6 +15,7 @@ DATA = Path(__file__).resolve().parents[1] / "examples/data"  # its README says 
 STORY_MODEL = DATA / "stories260K"
 STORIES = DATA / "stories.json"
 SHORTEST_PROMPT, LONGEST_PROMPT = 16, 64  # tokens
+LONGEST_QUESTION = 512  # tokens of a chat's first turn, which is cut there; those of GSM8K have up to 250
 
 
 @dataclass(frozen=True)
@@ -53,19 +55,21 @@ class Workload:
 
 
 def prompt_source(
-    loaded: LoadedModel, path: Path | None, count: int, seed: int, before_end: int | None = None
+    loaded: LoadedModel, path: Path | None, count: int, seed: int, before_end: int | None = None, chat: bool = False
 ) -> list[list[int]]:
-    """`count` prompts of 16 to 64 tokens: parts of texts, or seeded token ids where there is no tokenizer.
+    """`count` prompts: parts of texts, 16 to 64 tokens long; whole questions to a chat model; or as many seeded token
+    ids where there is no tokenizer.
 
     Args:
         loaded: model and tokenizer.
-        path: JSON list of strings; by default the stories in examples/data.
+        path: of texts, as of `spec-trl bench --prompts`; by default the stories in examples/data.
         count: number of prompts; texts repeat when there are fewer.
         seed: of the token ids.
         before_end: tokens of the text that are left to write; None: prompts are beginnings.
+        chat: each text is a user's first turn, in the tokenizer's chat template.
 
     Raises:
-        ValueError: no file of texts.
+        ValueError: no file of texts, or no chat template.
     """
     # A stride through the range, so that lengths differ inside every batch, and equally in each batch of 7.
     span = LONGEST_PROMPT - SHORTEST_PROMPT
@@ -77,12 +81,17 @@ def prompt_source(
     file = path or STORIES
     if not file.exists():
         raise ValueError(f"prompts: {file.name} does not exist: pass --prompts with a JSON list of strings")
-    texts = json.loads(file.read_text())
+    texts = read_prompts(file)
+    if chat:
+        if loaded.tokenizer.chat_template is None:
+            raise ValueError(f"--chat: the tokenizer of {loaded.facts['model']} has no chat template: leave it out")
+        turns = token_ids(texts[:count], loaded.tokenizer, LONGEST_QUESTION)
+        return [turns[i % len(turns)] for i in range(count)]
     encoded = loaded.tokenizer(texts[:count])["input_ids"]
-    texts = [encoded[i % len(encoded)] for i in range(count)]
+    rows = [encoded[i % len(encoded)] for i in range(count)]
     if before_end is not None:
-        texts = [ids[-before_end - length :] for ids, length in zip(texts, lengths, strict=True)]
-    return [ids[:length] for ids, length in zip(texts, lengths, strict=True)]
+        rows = [ids[-before_end - length :] for ids, length in zip(rows, lengths, strict=True)]
+    return [ids[:length] for ids, length in zip(rows, lengths, strict=True)]
 
 
 def end_tokens(loaded: LoadedModel, ignore_eos: bool) -> tuple[int, ...]:

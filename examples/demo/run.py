@@ -1,18 +1,22 @@
-"""The demo: GRPO with speculative rollouts on a small policy, compared with TRL's own trainer.
+"""The demo: GRPO on a small policy next to TRL's own trainer, then drafts on a model whose weights take the time.
 
 ``python -m examples.demo.run`` trains the shipped policy four times from the same weights, on the same questions and
 with the same seed: with TRL's `GRPOTrainer`, and with `SpecGRPOTrainer` without drafts ("none"), with lookups in
 earlier rollouts ("history"), and with "auto", which finds out by itself what pays. It says how fast each sampled its
-rollouts, whether the completions were the same, and how the reward went. Table, JSON file, plot and the figures of
-``spec-trl report`` for the run of "auto" go to ``demo_output/``.
+rollouts, whether the completions were the same, and how the reward went. The policy is so small that drafts cannot
+gain; what they gain on a larger model, the second part shows (`drafts.py`). Tables, JSON file, plots and the figures
+of ``spec-trl report`` for the run of "auto" go to ``demo_output/``.
 """
 
+import argparse
+import io
 import json
 import platform
 import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -32,6 +36,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from examples.demo import drafts
 from examples.demo.pretrain import POLICY
 from examples.demo.task import MAX_COMPLETION_LENGTH, build_dataset, exact_match
 from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
@@ -240,7 +245,18 @@ def plot(trainings: dict[str, Training], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", help="folder of a model for the second part (default: the shipped story model, widened)")
+    options = parser.parse_args(arguments)
+    if options.model is not None and not (Path(options.model) / "config.json").exists():
+        parser.error(f"--model {options.model}: there is no config.json in it; name the folder of a checkpoint")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # the demo has its own
     warnings.filterwarnings("ignore", category=FutureWarning)  # transformers renames options that TRL still sets
@@ -250,12 +266,15 @@ def main() -> None:
     trainings = {}
     with tqdm(total=STEPS * len(METHODS)) as bar, tempfile.TemporaryDirectory() as folder:
         for method in METHODS:
-            bar.set_description(method)
+            bar.set_description(f"part 1 of 2, GRPO: {method}")
             trainings[method] = train(method, OUTPUT if method == CHOSEN else Path(folder) / method, bar)
-    plot(trainings, OUTPUT / "demo.png")
-    spec_trl_command(["report", str(OUTPUT)])
+    plot(trainings, OUTPUT / "training.png")
+    with redirect_stdout(io.StringIO()):  # the page has the same text
+        spec_trl_command(["report", str(OUTPUT)])
+    drafted = drafts.compare(options.model, OUTPUT / "cache")
+    drafts.plot(drafted, OUTPUT / "drafts.png")
     rows = summarize(trainings)
-    text = f"{format_table(rows)}\n\n{conclude(rows)}\n"
+    text = f"{format_table(rows)}\n\n{drafts.format_table(drafted)}\n\n{conclude(rows)}\n{drafts.conclude(drafted)}\n"
     (OUTPUT / "table.txt").write_text(text)
     result = {
         "machine": {
@@ -267,11 +286,12 @@ def main() -> None:
         },
         "comparison": rows,
         "history": {method: training.history for method, training in trainings.items()},
+        "drafts": drafted,
         "seconds": time.perf_counter() - started,
     }
     (OUTPUT / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{OUTPUT}/: table.txt, result.json, demo.png, report/report.html ({result['seconds']:.0f} s)")
-    print(f"\n{text}", end="")
+    files = "table.txt, result.json, training.png, drafts.png, report/report.html"
+    print(f"\n{OUTPUT}/: {files} ({result['seconds']:.0f} s)\n\n{text}", end="")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.requirements import check_lengths, check_model
 from ..generation.generate import install
 from ..measuring.fill_profile import hardware_name
-from ..measuring.profile_cache import cache_directory, find_profile
+from ..measuring.profile_cache import find_profile
 from .gains import MOST_VISITS, Gain, Way, Work, make_ways, measure, summarise
 from .loading import find_device, load_config, load_model, load_tokenizer
 from .options import table
@@ -112,8 +112,6 @@ def _measure(
             found = summarise(model, work, arguments.seed, calls, profile, end)
             bar.write(_section(found, work, wanted, [way.name for way in ways if way not in calls], arguments.seconds))
             gains += found
-    if profile is None:
-        print(f"no prediction: no run has calibrated this model on this machine yet (looked in {cache_directory()})")
     for strategy, reason in missing.items():
         print(f"{strategy} is not possible here: {reason}")
     return gains
@@ -125,7 +123,8 @@ def _section(found: Sequence[Gain], work: Work, wanted: Work, left_out: Sequence
     if not found:
         return f"{head}: not measured, generate and none did not end within --seconds {seconds:g}"
     fewer = f" (more do not fit into --seconds {seconds:g})" if work != wanted else ""
-    head += f", up to {work.new_tokens} tokens per row{fewer}, median of {found[0].visits}"
+    calls = "1 call" if found[0].visits == 1 else f"{found[0].visits} calls"
+    head += f", up to {work.new_tokens} tokens per row{fewer}, median of {calls} each"
     if any(gain.is_thin for gain in found):
         head += ". Thin: too little to compare"
     out = f"\nleft out for want of time: {'; '.join(left_out)}" if left_out else ""
@@ -144,7 +143,9 @@ def _table(gains: Sequence[Gain]) -> str:
         + [number(gain.acceptance_rate, ".2f"), number(gain.block_efficiency, ".2f"), _identity(gain)]
         for gain in gains
     ]
-    return table([*header, 'rows as "none"'], rows)
+    header.append('rows as "none"')
+    known = [place for place in range(len(header)) if place == 0 or any(row[place] != "-" for row in rows)]
+    return table([header[place] for place in known], [[row[place] for place in known] for row in rows])
 
 
 def _identity(gain: Gain) -> str:

@@ -51,8 +51,9 @@ def recommend(gains: Sequence[Gain], model: str, dtype: str, mixed: bool) -> str
     enough = [gain for gain in gains if batches[gain.rows]]
     if not enough:
         return (
-            f"no recommendation: it needs {ENOUGH_TOKENS} tokens of a row and {ENOUGH_VISITS} visits that count. Give "
-            "more --seconds, one --batch, a longer --length, or prompts with longer answers.\n"
+            f"no recommendation, too little was measured: it needs {ENOUGH_VISITS} calls each of at least "
+            f"{ENOUGH_TOKENS} tokens per row. Give more --seconds, one --batch, a longer --length, or prompts with "
+            "longer answers.\n"
             f"Until then {KEEP}"
         )
     way, speedup = choose(enough)

@@ -3,6 +3,7 @@
 SpecGRPOConfig, the `--help` of commands and the tables in docs/options.md take them from here.
 """
 
+import functools
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -299,12 +300,10 @@ class SpeculativeConfig:
     @classmethod
     def coerce(cls, value: "SpeculativeConfig | Mapping[str, Any] | None") -> "SpeculativeConfig":
         """Accepts a config, a mapping of its fields, or None for the defaults."""
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping | None):
+        if not isinstance(value, SpeculativeConfig | Mapping | None):
             kind = type(value).__name__
             raise ValueError(f"speculative_config={value!r} is a {kind}; pass a SpeculativeConfig or a dict.")
-        return cls(**(value or {}))
+        return value if isinstance(value, SpeculativeConfig) else cls(**(value or {}))
 
 
 document(SpeculativeConfig)
@@ -334,6 +333,7 @@ class Distillation:
 # ---- Checks -----------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def kinds_of(name: str) -> tuple[Any, ...]:
     """Types and words that the option `name` may have, such as `(int, "adaptive")`."""
     alternatives = get_args(OPTIONS[name].type) or (OPTIONS[name].type,)

@@ -22,10 +22,10 @@ from .engine import requirements
 from .engine.captured import GraphRunner
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
-from .engine.kept_runner import captures, free_for_cache, keep_runner, runner_for, runner_mode, takes_pool
+from .engine.kept_runner import captures, free_for_cache, keep_runner, keep_shadow, runner_for, runner_mode, takes_pool
 from .engine.kv_room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.memory import check_memory, takes_pages
-from .engine.narrow_weights import copied_bytes
+from .engine.narrow_weights import bytes_in_use
 from .engine.noise import stream_keys
 from .engine.paged_cache import PagedCache
 from .engine.pages import PAGE_COLUMNS
@@ -204,7 +204,8 @@ def _prepare(
     # "none" gets the same columns: attention over other widths would differ in the last bits.
     most_drafted = max(config.draft_length, control.most_drafted)
     columns, capacity = longest + most_drafted, call.capacity
-    in_pool, free, asked = takes_pool(config, device), free_for_cache(model), capacity
+    in_pool, asked = takes_pool(config, device), capacity
+    free = free_for_cache(model) if in_pool or capacity > 1 else 0  # a single row needs no room that others leave it
     needs = RowNeeds.of(model, drafters, most_drafted + 1, capacity * longest, columns if in_pool else 0)
     expected = columns
     if in_pool and not in_step:
@@ -224,13 +225,13 @@ def _prepare(
     rows = Rows(capacity, columns, device)
     prefixes = PrefixView(rows, call.input_ids)
     warn_of_slow_dtype(model)
-    pages = None if in_step else needs.pages_that_fit(capacity, free_for_cache(model))
+    pages = None if in_step or not in_pool else needs.pages_that_fit(capacity, free_for_cache(model))
     runner = runner_for(model, capacity, columns, config, pages, graphs)
     room: KVRoom | None = None
     if not in_step and isinstance(runner.cache, PagedCache):
         room = PoolRoom(rows, runner.cache, most_drafted)
-    elif not in_step and takes_pages(device):
-        room = KVRoom(rows, replace(needs, fixed=needs.fixed - copied_bytes(runner.network)))  # which it has made
+    elif not in_step and takes_pages(device) and capacity > 1:
+        room = KVRoom(rows, replace(needs, fixed=needs.fixed - bytes_in_use(runner.network)))  # which it has made
     streamer = call.streamer
     options: dict[str, Any] = dict(
         pipeline=LogitsPipeline(call.processors, prefixes, len(prompts)),
@@ -287,8 +288,7 @@ def _control_of(call: _Call, drafters: list[Drafter], longest: int, at_end: Exit
     ladder = None
     if predicts and call.strategy in CHOOSING:
         ladder = find_ladder(model, drafters, config, call.capacity, lengths)
-    own = config if call.strategy == "best_of_n" else replace(config, best_of_n_race=False)
-    taken = take_control(model, drafters, own, lengths, profile, ladder)
+    taken = take_control(model, drafters, config, lengths, profile, ladder, races=call.strategy == "best_of_n")
     at_end.callback(keep_control, model, taken)
     return taken.control
 
@@ -303,8 +303,10 @@ def _roll_out(
         with suppress(Exception):
             rollout.end()
         raise  # the runner is not kept: its cache may hold broken or half-written K/V
-    statistics.copied_bytes = copied_bytes(runner.network)
-    if call.config.keep_graphs and isinstance(runner, GraphRunner):
+    statistics.copied_bytes = bytes_in_use(runner.network)
+    if not isinstance(runner, GraphRunner):
+        keep_shadow(call.model, runner.network)
+    elif call.config.keep_graphs:
         keep_runner(call.model, runner)
     if call.config.decoupled_execution != "never":
         keep_acceptance(call.model, drafters, statistics)

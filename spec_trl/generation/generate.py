@@ -1,6 +1,7 @@
 """The keyword: teaches `generate` the argument `assistant_strategy`, through transformers' `custom_generate` hook."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from .engine.requirements import check_input_ids, check_not_diverted
 from .option_use import check_use
 
 
+_SIGNATURE = inspect.signature(speculative_decoding)
 _generate: Callable[..., Any] | None = None
 
 
@@ -47,7 +49,7 @@ def install() -> None:
         if kwargs.get("drafter") is None:  # else it was made with other options
             check_use(strategy, config)
         _check_before_generate(self, args, kwargs)
-        kwargs["custom_generate"] = functools.partial(
+        kwargs["custom_generate"] = custom = functools.partial(
             speculative_decoding,
             assistant_strategy=strategy,
             speculative_config=config,
@@ -56,6 +58,7 @@ def install() -> None:
             _assistant=kwargs.pop("assistant_model", None),
             _streamer=kwargs.get("streamer"),
         )
+        custom.__signature__ = _SIGNATURE  # type: ignore[attr-defined]  # generate asks for it twice
         return original(self, *args, **kwargs)
 
     GenerationMixin.generate = generate
@@ -81,20 +84,25 @@ def _given(name: str, value: Any, model: Any, args: tuple[Any, ...], kwargs: dic
     return next((value for value in values if value is not None), None)
 
 
+def _completed(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The entry `name` of the config that `generate` will complete from these."""
+    return kwargs[name] if name in kwargs else _given(name, None, model, args, kwargs)
+
+
 def _check_before_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuses what `generate` would act on, or fail at, before it calls the decoding method. Makes a criterion of stop
     strings, because `generate` does not pass the tokenizer on to a custom method."""
     prompts = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
     if prompts is not None:
         check_input_ids(prompts, model.device)
-    completed, _ = model._prepare_generation_config(**{"generation_config": _config_given(args, kwargs)} | kwargs)
-    check_not_diverted(completed, kwargs)
+    heals, stop_strings = (_completed(name, model, args, kwargs) for name in ("token_healing", "stop_strings"))
+    check_not_diverted(heals, kwargs)
     if kwargs.get("synced_gpus"):
         raise ValueError(
             "synced_gpus=True cannot be combined with assistant_strategy: ranks take different numbers of rounds. "
             "Gather the weights around generate instead (TRL does so for ZeRO-3), and leave synced_gpus unset."
         )
-    if stop_strings := completed.stop_strings:
+    if stop_strings:
         move_stop_strings(stop_strings, kwargs)
 
 

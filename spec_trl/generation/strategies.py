@@ -314,17 +314,19 @@ def take_control(
     draft_lengths: Sequence[int],
     profile: Profile | None,
     ladder: Ladder | None,
+    races: bool = True,
 ) -> KeptControl:
-    """The control that the last call with the same options left, which has measured rounds by now; else a new one. It
-    is the caller's alone until :func:`keep_control`."""
+    """The control that the last call with the same options left, which has measured rounds by now; else a new one,
+    which never races unless it `races`. It is the caller's alone until :func:`keep_control`."""
     # Assistants go by their costs: a name that held them would keep them alive.
     members = [(drafter.strategy, drafter.max_rows, drafter.cost) for drafter in drafters]
-    options = replace(config, seed=None, best_of_n_assistants=None)
-    name = f"control of {members} on {model.device} in {model.dtype}, {options}"
+    options = vars(config) | {"seed": None, "best_of_n_assistants": None}
+    name = f"control of {members} on {model.device} in {model.dtype}, {options}, {races}"
     found: KeptControl | None = kept.take(model, name)
     if found is None or found.sources != (profile, ladder):
         known = None if profile or ladder else find_known_rounds(model, drafters, config)
-        control = make_control(drafters, config, draft_lengths, profile, ladder, known)
+        own = config if races else replace(config, best_of_n_race=False)
+        control = make_control(drafters, own, draft_lengths, profile, ladder, known)
         found = KeptControl(name, (profile, ladder), control, known)
     return found
 

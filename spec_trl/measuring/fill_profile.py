@@ -240,7 +240,7 @@ class _NoDrafter(Drafter):
 
 
 class _Bench(RoundBench):
-    """An engine whose rows can be set to any number and length without reading a prompt."""
+    """An engine whose rows can be set to any number and length without reading such texts."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class RoundBench:
     Args:
         model: the target.
         drafters: those that a round's chains name by their index.
-        prompts: `[B, n]`, int64, one per row; those of one token are not prefilled.
+        prompts: `[B, n]`, int64, one per row. Rows begin with one token more.
         columns: of the cache, per row.
         config: names the runner.
         rollout: the kind of rollout.

@@ -21,8 +21,8 @@ def plain_rounds(
     """The rounds of plain decoding, from one change of the batch to the next.
 
     Args:
-        prompts: prompt tokens of each request, and the prompt's key.
-        tokens: what it generates, at least 1.
+        prompts: tokens of each request when its first round begins, and its prompt's key.
+        tokens: what it generates in rounds; 0: it gives its row to the next one at once.
         capacity: rows; further requests wait, and follow in order.
         done: rounds to leave out at the beginning.
     """

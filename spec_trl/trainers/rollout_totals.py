@@ -165,7 +165,7 @@ class RolloutTotals:
             target_entropy=_ratio(-counts.logprob_sum, counts.tokens),
             draft_length=max(draft_lengths.values(), default=0) if main is None else draft_lengths.get(main, 0),
             mean_draft_length=_ratio(counts.draft_length_sum, counts.drafted_rounds),
-            sd_on_fraction=_ratio(counts.drafted_rounds, counts.rounds),
+            sd_on_fraction=counts.drafted_rounds / (counts.rounds or 1),
             predicted_speedup=predicted,
             measured_speedup=speculation.measured_speedup,
             rounds=self.rounds,

@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import asdict
 
 import torch
 
@@ -74,6 +75,39 @@ def test_rollouts_are_compared_pass_by_pass_and_identity_counts_up_to_the_first_
     assert (summary.identical_tokens, summary.compared_tokens) == (6, 8)
     assert math.isnan(summary.block_efficiency)
     assert rollout.summarise(PLAIN, runs, 0.0).identical_rows is None
+
+
+def test_auto_is_compared_with_the_best_of_the_other_ways_of_ours() -> None:
+    speeds = {rollout.GENERATE: [9.0, 9.0], PLAIN: [2.0, 4.0], "ours self": [4.0, 4.0], rollout.AUTO: [6.0, 4.0]}
+    runs = {
+        name: [Run([[1]], 1, seconds=1 / speed, rounds=4, drafted_rounds=name != PLAIN) for speed in each]
+        for name, each in speeds.items()
+    }
+    summaries = [asdict(rollout.summarise(name, runs, 0.0)) for name in runs]
+    result = {"target": {"model": "m", "dtype": "d"}, "batches": {"4": summaries}}
+    found = {(each.what, each.baseline): each for each in rollout.findings(result)}
+    against = found["m, d, batch 4: ours auto", "the best of the others: ours self"]
+    assert (against.value, against.interval) == (1.25, (1.0, 1.5))
+    assert found["m, d, batch 4: ours self, rounds that drafted", ""].value == 0.25
+    assert ("m, d, batch 4: ours none, rounds that drafted", "") not in found
+
+
+def test_rows_are_copies_of_a_prompt_where_groups_fill_the_batch() -> None:
+    prompts = [[n] for n in range(12)]
+    assert rollout.rows_of(prompts, 3, 2, 1) == [[3], [4], [5]]
+    assert rollout.rows_of(prompts, 4, 2, 1) == [[2], [2], [3], [3]]
+
+
+def test_a_warm_up_has_work_of_its_own() -> None:
+    """Else a history would have seen what the first timed pass writes."""
+    seen: list[tuple[Workload, int]] = []
+    method = lambda work, seed: (seen.append((work, seed)), Run([[1]], 1))[1]  # noqa: E731
+    works = [Workload([[n]], 9, 1.0, (), 0) for n in range(3)]
+    rollout.compare({"a": method}, works, torch.device("cpu"), 5, int)
+    assert seen == [(works[0], 5), (works[1], 6), (works[2], 7)]
+    seen.clear()
+    rollout.compare({"a": method, rollout.AUTO: method}, works, torch.device("cpu"), 5, int, warm_up_tokens=3)
+    assert [work.max_new_tokens for work, _ in seen] == [3, 9, 9, 9, 9, 9]  # the first call of auto is a whole one
 
 
 def test_peak_memory_sees_a_large_allocation() -> None:

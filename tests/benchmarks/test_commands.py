@@ -1,6 +1,7 @@
 """Each benchmark's command, once, on its smallest input: what it writes is checked, no time is looked at."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import admission, configurations, control_machine, end_to_end, identity_grid, roofline_fit
+from benchmarks import admission, configurations, control_machine, end_to_end, identity_grid, rollout, roofline_fit
 from benchmarks.training_task import demo_task
 from spec_trl.drafter_training.untrained import write_eagle3
+from spec_trl.generation import kept
 from spec_trl.scheduling import admission as rule
 from spec_trl.scheduling.cluster import Lengths
 from spec_trl.trainers.run_log import read_run
@@ -34,6 +36,56 @@ def test_rollout(command: Command) -> None:
     (first, *_) = (each for each in result.findings if each.what.endswith("batch 2: ours self"))
     assert first.interval is not None and first.interval[0] <= first.value <= first.interval[1]
     assert "overlap with the 4-bit copy is 0.900" in result.setup
+
+
+def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known of rounds is kept with the model and in files, and other methods have written the same texts."""
+    users = Path(os.environ["SPEC_TRL_CACHE"])
+    (users / "of an earlier run").mkdir(parents=True)
+    calls: list[str] = []
+    real_way, real_forget = rollout.way, rollout.forget
+
+    def way(model: Any, strategy: str, config: Any, **options: Any) -> Any:
+        call = real_way(model, strategy, config, **options)
+        assert config.sd_toggle == ("measured" if strategy == "auto" else "always")
+
+        def watched(work: Any, seed: int) -> Any:
+            assert kept.look(model, "history") is None
+            calls.append(f"{strategy} {len(set(map(tuple, work.prompts)))}x{len(work.prompts)} {seed}")
+            return call(work, seed)
+
+        return watched
+
+    def forget(model: Any) -> None:
+        real_forget(model)
+        folder = Path(os.environ["SPEC_TRL_CACHE"])
+        assert folder != users and not folder.exists()
+        calls.append("forget")
+
+    monkeypatch.setattr(rollout, "way", way)
+    monkeypatch.setattr(rollout, "forget", forget)
+    arguments = "--model shape:tiny --dtype float64 --batch 1 2 --group 2 --repeats 1 --max-new-tokens 6 --baselines "
+    result = command("rollout", f"{arguments} --strategies history auto")
+    assert calls == [
+        "forget", "history 1x1 0", "auto 1x1 0", "history 1x1 1", "auto 1x1 1",
+        "forget", "history 1x2 0", "auto 1x2 0", "history 1x2 1", "auto 1x2 1",
+    ]  # fmt: skip
+    assert "the best of the others: ours history" in {each.baseline for each in result.findings}
+    assert "hold so many rows of each prompt" in result.setup
+
+
+def test_end_to_end_on_questions(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(4)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    arguments = f"--model {STORY_MODEL} --questions {file} --methods trl auto --steps 2 --rows 2 --group 2 --repeats 1"
+    made = command("end_to_end", f"{arguments} --max-completion-length 4 --epochs 1 --dtype float64")
+    result = made.details
+    assert any(each.what.endswith("auto, tokens/s of a whole step") for each in made.findings)
+    assert result["options"]["questions"] == 2 and result["methods"].keys() == {"autoregressive", "trl", "auto"}
+    assert result["methods"]["auto"]["identical_steps"] == 2
 
 
 def test_identity(command: Command) -> None:
@@ -119,6 +171,22 @@ def test_first_call(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "shape:tiny, float32, batch 1: ngram" in {each.what for each in result.findings}
 
 
+def test_one_token(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way's first calls, which make what is kept, do not count."""
+    calls: list[str] = []
+
+    def seconds(model: object, prompt: torch.Tensor, way: str) -> float:
+        calls.append(way)
+        assert prompt.shape == (1, 5)
+        return 9.0 if len(calls) <= 12 else {"generate": 1.0, "none": 1.5, "self": 2.0}[way]
+
+    monkeypatch.setattr("benchmarks.one_token.seconds", seconds)
+    monkeypatch.setenv("SPEC_TRL_CACHE", "")
+    result = command("one_token", "--layers 1 --strategies none self --calls 3 --prompt-tokens 5")
+    assert calls[:6] == ["generate", "none", "self", "none", "self", "generate"] and len(calls) == 3 * 7
+    assert [each.value for each in result.findings] == [1000.0, 1.5, 2.0]
+
+
 def test_control_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way starts with nothing kept; copiers get no processor; after the result, a differing row fails."""
     released: list[object] = []
@@ -135,7 +203,7 @@ def test_control_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(control_machine, "identical_rows", lambda ours, theirs: (0, 1))
     monkeypatch.setattr(control_machine, "COPYING", None)
     with pytest.raises(SystemExit, match="2 completions differ"):
-        command("control_machine", f"{arguments} --copiers --repeats 1 --tokens 1")
+        command("control_machine", f"{arguments} --copiers --repeats 1 --tokens 2")
 
 
 @pytest.mark.slow
@@ -255,8 +323,11 @@ def test_end_to_end(command: Command, tmp_path: Path) -> None:
     [
         ("rollout --strategies model", "strategy model needs --assistant"),
         ("rollout --strategies ngram --verification rejection", "ngram has no draft probabilities"),
+        ("rollout --group 0", "must be 1 or more"),
         ("identity --strategies model", "strategy model needs --assistant"),
         ("first_call --batch 0", "must be 1 or more"),
+        ("one_token --calls 1", "must be 2 or more"),
+        ("one_token --models nowhere", "--models nowhere: no such folder"),
         ("control_machine --batches 0", "must be 1 or more"),
         ("control_machine --models nowhere,float32", "--models nowhere: no such folder"),
         ("control_machine --models shape:tiny", "name a dtype after a comma"),
@@ -268,6 +339,8 @@ def test_end_to_end(command: Command, tmp_path: Path) -> None:
         ("end_to_end --model . --before-end 0", "--before-end 0 must be 1 or more"),
         ("end_to_end --before-end 9", "--before-end: the prompts of demo are no texts"),
         ("end_to_end --model shape:tiny --before-end 9", "--before-end: the prompts of shape:tiny are no texts"),
+        ("end_to_end --questions q.jsonl", "--questions is for a checkpoint"),
+        ("end_to_end --model . --questions nowhere", "--questions nowhere: no such file"),
         ("end_to_end --rows 6 --group 4", "--rows 6 is no multiple of --group 4"),
         ("end_to_end --learned ngram .", "--learned ngram .: give eagle3 or dflash"),
         ("end_to_end --drafter-learning-rate 0", "--drafter-learning-rate 0.0 must be above 0"),

@@ -1,5 +1,6 @@
 """What is measured: synthetic models must be what results say they are, and prompts must be counted right."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 from benchmarks import models
 from benchmarks.models import SHAPES, LoadedModel, build, measure_agreement, shape_config
-from benchmarks.training_task import model_task
+from benchmarks.training_task import model_task, question_task
 from benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STORIES, STORY_MODEL, Workload, prompt_source
 
 
@@ -104,3 +105,46 @@ def test_prompts_from_a_file_are_beginnings_of_texts(shape: PreTrainedModel, sto
         assert begins == [before_end is None] * 3  # else the model would begin a new text
     with pytest.raises(ValueError, match="absent.json does not exist"):
         prompt_source(loaded, tmp_path / "absent.json", 3, seed=0)
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<answer>{% endif %}"
+GSM8K = [
+    {"question": "Tom has 2 apples and eats one. How many are left?", "answer": "2 - 1 = 1\n#### 1"},
+    {"question": "A dog has 4 legs. How many have two dogs?", "answer": "#### 8"},
+]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """A file of the form of GSM8K."""
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text("\n".join(map(json.dumps, GSM8K)))
+    return path
+
+
+def test_questions_go_through_the_chat_template(shape: PreTrainedModel, story_tokenizer, questions: Path) -> None:
+    chat = copy.deepcopy(story_tokenizer)
+    chat.chat_template = TEMPLATE
+    prompts = prompt_source(LoadedModel(shape, chat, {}), questions, 3, seed=0, chat=True)
+    texts = [f"<user> {row['question']}<answer>" for row in GSM8K]
+    assert prompts == [chat(text, add_special_tokens=False)["input_ids"] for text in (*texts, texts[0])]
+    with pytest.raises(ValueError, match="--chat: the tokenizer of x has no chat template"):
+        prompt_source(LoadedModel(shape, story_tokenizer, {"model": "x"}), questions, 3, seed=0, chat=True)
+
+
+def test_a_question_task_rewards_right_answers(questions: Path) -> None:
+    task = question_task(str(STORY_MODEL), torch.float32, 8, 1, questions)
+    assert task.dataset["answer"][:] == [GSM8K[0]["answer"]] and GSM8K[0]["question"] in task.dataset["prompt"][0]
+    assert task.reward(completions=["It is 1.", "It is 7."], answer=task.dataset["answer"][:] * 2) == [1.0, 0.0]
+    assert task.longest_prompt == len(task.tokenizer(task.dataset["prompt"][0], add_special_tokens=False)["input_ids"])
+    assert task.facts["weights_on_4_bit_grid"] is False
+
+
+def test_a_4_bit_grid_is_seen() -> None:
+    def tiny(noise: float) -> PreTrainedModel:
+        return build(shape_config("tiny"), noise, seed=0, dtype=torch.float32, device="cpu")
+
+    assert models.on_4_bit_grid(tiny(0.0)) and not models.on_4_bit_grid(tiny(0.04))
+    facts = {"weights_on_4_bit_grid": True}
+    assert "lie on a 4-bit grid" in models.weights_line(facts) and models.weights_line({}) == ""

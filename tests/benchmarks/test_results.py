@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measure, results_page
+from benchmarks.chat_tables import END, MARK, TABLES, with_table
 from benchmarks.measure import RESULTS, THEMES, Finding, Result, findings_table, number, read_result, write_result
 from spec_trl import SpecGRPOConfig
 
@@ -26,6 +27,18 @@ def test_the_page_is_made_of_the_files() -> None:
     assert "never slower" not in results_page.page(results).lower()  # points of that figure lie below 1
     labels = results_page.draw("tts", results).axes[0].get_yticklabels()
     assert len(labels) == 16 and "EAGLE-3" in labels[0].get_text()
+
+
+@pytest.mark.parametrize("page", TABLES, ids=lambda page: page.stem)
+def test_tables_about_a_chat_model_are_made_of_the_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert with_table(text, TABLES[page](results_page.read_results())) == text
+
+
+def test_a_table_stands_between_its_marks() -> None:
+    assert with_table(f"a\n{MARK}old{END}\nb\n", "new\n") == f"a\n{MARK}\nnew\n\n{END}\nb\n"
+    with pytest.raises(ValueError, match="put them around its table"):
+        with_table(f"a\n{MARK}b", "new")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -16,7 +16,7 @@ from benchmarks.tts_numbers import BINS, Record, acceptance_length, by_depth, ga
 from benchmarks.tts_parts import last_quarter, summarise
 from benchmarks.tts_runs import Bench
 from benchmarks.tts_store import Store
-from benchmarks.widen import widen
+from examples.demo.widen import widen
 from spec_trl.drafter_training.untrained import write_eagle3
 from tests.benchmarks.conftest import set_arguments
 from tests.conftest import STORY_MODEL, tiny_llama
@@ -30,13 +30,13 @@ def record(blocks: int, committed: int, seconds: float = 1.0, where: int = 0) ->
 
 
 def test_rounds_are_counted_where_they_began() -> None:
-    rounds = [3, 1, 5, 2, 9, 1]  # begin at 0, 3, 4, 9, 11, 20
+    rounds = [2, 1, 5, 2, 9, 1]  # begin at 1, 3, 4, 9, 11, 20
     blocks, committed = by_depth(rounds, 21)
-    assert {i: count for i, count in enumerate(blocks) if count} == {0: 1, 3: 1, 4: 1, 9: 1, 11: 1}
-    assert {i: count for i, count in enumerate(committed) if count} == {0: 3, 3: 1, 4: 5, 9: 2, 11: 9}
+    assert {i: count for i, count in enumerate(blocks) if count} == {1: 1, 3: 1, 4: 1, 9: 1, 11: 1}
+    assert {i: count for i, count in enumerate(committed) if count} == {1: 2, 3: 1, 4: 5, 9: 2, 11: 9}
     blocks, committed = by_depth(rounds, 420)
-    assert (blocks[0], committed[0], blocks[1], committed[1]) == (5, 20, 1, 1)  # bins of 20, and room after 20
-    assert sum(by_depth([1] * 42, 42)[0]) == 41  # the last token alone is no block
+    assert (blocks[0], committed[0], blocks[1], committed[1]) == (5, 19, 1, 1)  # bins of 20, and room after 20
+    assert sum(by_depth([1] * 41, 42)[0]) == 40  # the last token alone is no block
 
 
 def test_acceptance_length_is_pooled() -> None:

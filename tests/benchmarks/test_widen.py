@@ -16,8 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from benchmarks.models import Agreement, check_model, load_model, own_texts, synthetic_line
-from benchmarks.widen import widen
+from benchmarks.models import Agreement, check_model, load_model, own_texts, weights_line
+from examples.demo.widen import widen
 from tests.conftest import STORY_MODEL, tiny_llama
 
 
@@ -95,7 +95,7 @@ def test_a_loaded_wide_model_states_what_it_is() -> None:
     assert facts["parameters"] == sum(each.numel() for each in loaded.model.parameters()) > 10 * 260_000
     assert 0 < facts["largest_logit_difference"] < 1e-4
     assert 0.7 < Agreement(**facts["agreement"]).overlap_packed_head < 0.995
-    assert "4 M parameters: the checkpoint, 4 times as wide" in synthetic_line(facts)
+    assert "4 M parameters: the checkpoint, 4 times as wide" in weights_line(facts)
     assert loaded.model.generation_config.eos_token_id == 1
     assert "agreement" not in load_model(f"wide:{STORY_MODEL}*1", torch.float32, "cpu", measured=False).facts
 

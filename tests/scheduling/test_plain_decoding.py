@@ -10,14 +10,15 @@ from spec_trl.scheduling.plain_decoding import plain_rounds
 
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(
-    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 15)), min_size=1, max_size=30),
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 15)), min_size=1, max_size=30),
     st.integers(1, 16),
     st.integers(0, 12),
 )
 def test_rounds_are_those_of_decoding_round_by_round(
     requests: list[tuple[int, int]], capacity: int, done: int
 ) -> None:
-    """Prompts of one length are one prompt. Free rows wait, but for a prompt in flight."""
+    """Prompts of one length are one prompt. Free rows wait, but for a prompt in flight, or where a request needs no
+    round."""
     prompts, tokens = ([request[n] for request in requests] for n in (0, 1))
     waiting, rows, rounds, empty = list(range(len(requests))), dict[int, int](), list[tuple[int, float]](), 0
     while waiting or rows:
@@ -27,6 +28,9 @@ def test_rounds_are_those_of_decoding_round_by_round(
             empty = 0
             while waiting and len(rows) < capacity:
                 rows[waiting.pop(0)] = 0
+            if not all(tokens[row] for row in rows):
+                rows = {row: made for row, made in rows.items() if tokens[row]}
+                continue
         rounds.append((len(rows), sum(prompts[row] + made for row, made in rows.items()) / len(rows)))
         rows = {row: made + 1 for row, made in rows.items() if made + 1 < tokens[row]}
     found = plain_rounds([(prompt, str(prompt)) for prompt in prompts], tokens, capacity, done)

@@ -180,8 +180,9 @@ def test_a_planner_chooses_the_draft_length(raced: Raced) -> None:
     """Where drafts cost nothing the longest is best; what moves a controller moves nothing."""
     run, _ = raced
     assert isinstance(run.calls[-1].control, Planner)
-    full = [point.draft_length for point in run.log.of("train")[-1].points if point.batch == 8]
-    assert full and min(full) >= 3  # of 1, 2 and 3; a race drafts twice as many
+    points = [point for record in run.log.of("train") for point in record.points if point.batch >= 7]
+    full = [point.draft_length for point in points if point.draft_length]  # plain rounds follow a bad trial
+    assert len(full) > 5 and min(full) >= 3  # of 1, 2 and 3; a race drafts twice as many
     state = json.loads((run.folder / "checkpoint-4" / STATE_FILE).read_text())
     assert {saved["draft_length"] for saved in state["draft_lengths"].values()} == {2}
 
@@ -365,14 +366,17 @@ def test_log_has_every_rollout_and_step(learned: Run) -> None:
         assert record.seconds <= step.phases["rollout"] <= step.seconds
     for record, completions in zip(records, learned.completions, strict=True):
         assert (record.drafter, record.draft_length, record.requests) == ("tts", record.rollout + 1, 8)
-        assert record.tokens == sum(map(len, completions)) == sum(point.tokens for point in record.points)
+        assert record.tokens == sum(map(len, completions))
+        assert record.tokens - 8 == sum(point.tokens for point in record.points), "first tokens come before all rounds"
         assert sum(point.rounds for point in record.points) == record.rounds
         assert 0 < sum(point.rounds * point.seconds for point in record.points) <= record.seconds
         assert record.completion_curve[-1][1] == 8 and record.per_depth[0].committed <= record.tokens
         assert record.speculating[0][:2] == (0, record.rollout + 1)
         assert sorted(timeline.request for timeline in record.timeline) == list(range(8))
         assert record.timeline[-1].ended == record.completion_curve[-1][0] <= record.seconds
-        assert all(timeline.changes[0][1:] == (0, ["tts"]) for timeline in record.timeline)
+        for timeline in record.timeline:  # nobody drafts for a first token
+            own = ["tts"] if len(completions[timeline.request]) > 1 else []
+            assert timeline.changes[0][1:] == (0, own)
         # Making the drafter counts, as requantizing does; at step 2 the evaluation came first and paid for it.
         assert 0 <= record.refresh_seconds < record.seconds and (record.refresh_seconds > 0) == (record.step != 2)
         half = next(second for second, done in record.completion_curve if done >= 4)

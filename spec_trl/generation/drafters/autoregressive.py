@@ -73,7 +73,7 @@ class NetworkDrafter(TrainableDrafter):
 
     def admit(self, admission: Admission) -> None:
         if self._cached is not None:
-            self._runner.read_prompts(self.session.rows, admission)
+            self._runner.read_texts(self.session.rows, admission)
             rows = self.session.rows
             self._cached[admission.first : rows.active] = rows.host_lengths[admission.first :] - 1
 

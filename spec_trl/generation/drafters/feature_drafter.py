@@ -141,7 +141,7 @@ class FeatureDrafter(TrainableDrafter):
         self._admitted = 0  # rows that have been admitted here
         self.failure: Exception | None = None
         self._recent: Tensor | None = None  # [capacity, ring + 1, F]
-        self._prompt_ends: Tensor | None = None  # [capacity, context, F]
+        self._prompt_ends: Tensor | None = None  # [capacity, context + 1, F]
         stored = self.stored_states()
         # A draft starts at a row's newest token.
         self._runner = session.target.for_features(self.network, len(stored), self.columns_of_replay(0))
@@ -160,10 +160,10 @@ class FeatureDrafter(TrainableDrafter):
         del self.cache, self._runner, self.embeddings, self.failure, self._recent, self._prompt_ends
 
     def admit(self, admission: Admission) -> None:
-        known = (self.session.rows.host_lengths[admission.first :] - 1).tolist()
+        known = admission.cached
         self.cache.trim(admission.first, known[: admission.leaders])
-        if admission.followers:
-            self.cache.copy_rows(admission.sources, admission.followers, known[admission.leaders :])
+        if admission.followers:  # a pair of a prompt's last column, where it keeps pairs, has a token that differs
+            self.cache.copy_rows(admission.sources, admission.followers, known[admission.leaders :], self.lag)
         self._admit_recent(admission)
         self._admitted = self.session.rows.active
 
@@ -248,7 +248,7 @@ class FeatureDrafter(TrainableDrafter):
                 self.cache.reserve((lengths + positions.shape[1] - 1).tolist())
                 self._runner.take_in_round(features, positions, self._take)
             else:
-                self.cache.reserve((lengths - 1).tolist(), first_row)
+                self.cache.reserve(lengths.tolist(), first_row)
                 self._runner.take_in(features, positions, first_row, self._take)
         except Exception as error:
             self.failure = error
@@ -296,9 +296,9 @@ class FeatureDrafter(TrainableDrafter):
             return
         rows, size = self.session.rows, self._recent.shape[1] - 1
         if self._prompt_ends is None:
-            self._prompt_ends = self._recent.new_zeros(rows.capacity, self.context, self._recent.shape[-1])
-        before = torch.arange(-self.context, 0, device=rows.tokens.device)  # [context]
-        where = (rows.prompt_lengths[:, None] - 1 + before).clamp(min=0) % size  # [active, context]
+            self._prompt_ends = self._recent.new_zeros(rows.capacity, self.context + 1, self._recent.shape[-1])
+        before = torch.arange(-self.context - 1, 0, device=rows.tokens.device)  # [context + 1]
+        where = (rows.prompt_lengths[:, None] + before).clamp(min=0) % size  # [active, context + 1]
         leaders = torch.arange(admission.first, admission.first + admission.leaders, device=where.device)
         self._prompt_ends[leaders] = self._recent[leaders[:, None], where[leaders]]
         if admission.followers:

@@ -45,6 +45,7 @@ class SelfDrafter(NetworkDrafter):
         self._statistics: ActivationStatistics | None = None
         self._policy = kept.weak(policy)
         self._versions = versions(policy)
+        self._may_have_changed = False
 
     def refresh(self, statistics: ActivationStatistics | None = None) -> None:
         """Requantizes the policy's present weights into the same buffers (ER §3.1, Algorithm 1 line 3).
@@ -56,12 +57,10 @@ class SelfDrafter(NetworkDrafter):
         self.is_stale = False
 
     def refresh_if_changed(self) -> None:
-        """Requantizes before drafting if storage or version counters show that the policy's weights have changed since
-        the last call. Writes through `.data` escape them: they cost acceptance until the next change that is seen."""
-        policy = self._policy()
-        if policy is not None and self._versions != (present := versions(policy)):
-            self.refresh_before_drafting()
-            self._versions = present
+        """Requantizes when something is drafted next if storage or version counters then show that the policy's
+        weights have changed since they were last looked at. Writes through `.data` escape them: they cost acceptance
+        until the next change that is seen."""
+        self._may_have_changed = True
 
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:
         """Refreshes when something is drafted next: a rollout that never speculates does not pay for it."""
@@ -80,6 +79,11 @@ class SelfDrafter(NetworkDrafter):
 
     def refresh_if_stale(self) -> None:
         """What is due before a draft."""
+        policy = self._policy() if self._may_have_changed else None
+        if policy is not None and self._versions != (present := versions(policy)):
+            self.refresh_before_drafting()
+            self._versions = present
+        self._may_have_changed = False
         if self.is_stale:
             started = time.perf_counter()
             self.refresh(self._statistics)
@@ -121,7 +125,7 @@ def self_drafter_of(policy: PreTrainedModel, quantization: str, kernel: str, lm_
     """The self-drafter that is kept for `policy`, refreshed if its weights have changed; or a new one, where none is
     kept, another call has it, or the policy's structure has changed (other adapters, dtype or device). It is the
     caller's until :func:`~spec_trl.generation.engine.drafter.keep_drafters`."""
-    made_for = (quantization, kernel, lm_head, *map(id, policy.parameters()), *structure(policy))
+    made_for = (quantization, kernel, lm_head, structure(policy))
     drafter: SelfDrafter | None = kept.take(policy, SelfDrafter.strategy)
     if drafter is not None and drafter.made_for == made_for:
         drafter.refresh_if_changed()

@@ -44,7 +44,7 @@ class MaskPlan:
         Raises:
             ValueError: a layer type keeps state that a rejected token cannot be taken out of.
         """
-        settings = config.to_dict()
+        settings = vars(config)  # families leave out different keys
         window, chunk = settings.get("sliding_window"), settings.get("attention_chunk_size")
         if config.model_type == "gpt_neo":
             return cls(tuple({GPT_NEO_LAYERS[name] for name in config.attention_layers}), True, config.window_size, 0)

@@ -109,9 +109,9 @@ class RaggedCache(Cache):
         """First row of the last forward."""
         return self._window.first_row
 
-    def copy_rows(self, source: list[int], destination: list[int], columns: list[int]) -> None:
+    def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
         """Copies the first `columns[i]` columns of each row `source[i]`, in whole pages, to row `destination[i]`; the
-        two do not overlap."""
+        two do not overlap. In the last `differing` of these columns each row will write its own."""
         by_pages: dict[int, tuple[list[int], list[int]]] = {}  # rows of like length are copied at once
         for row, to, count in zip(source, destination, columns, strict=True):
             sources, destinations = by_pages.setdefault(in_pages(count), ([], []))

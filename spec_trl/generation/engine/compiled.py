@@ -16,21 +16,30 @@ from .shadow import decoder_layers, make_shadow
 
 
 class CompiledRunner(EagerRunner):
-    """An :class:`EagerRunner` on a CPU with compiled attention for the few tokens per row of drafting and verifying.
-    Prefill and races (`forward_chains`) run as the eager runner's."""
+    """An :class:`EagerRunner` on a CPU with compiled parts of layers (`cpu_layer.py`), and compiled attention where
+    tokens per row are few: of drafting, verifying and short prompts."""
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
         return cpu_runner(network, self._cache_for(network, shares_cache))
 
-    def forward(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> Tensor:
-        if tokens.shape[1] > MOST_QUERIES or autocast_dtype(tokens.device) is not None:
-            return super().forward(tokens, positions, columns, first_row)
-        self.forwards += 1
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        columns: int,
+        first_row: int = 0,
+        logits_to_keep: int = 0,
+        spans: bool = False,
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        given = tokens, positions, columns, first_row, logits_to_keep
+        if autocast_dtype(tokens.device) is not None:
+            return super()._run(*given, spans, places)
+        spans = tokens.shape[1] <= MOST_QUERIES and places is None  # chains need a mask
         with torch.inference_mode():
-            logits, features = self._run(tokens, positions, columns, first_row, spans=True)
+            logits, features = super()._run(*given, spans, places)
         # Copies: drafters learn from these, and from what inference mode makes nobody can.
-        self._tell(None if features is None else features.clone(), positions, first_row)
-        return logits.clone()
+        return logits.clone(), None if features is None else features.clone()
 
 
 def cpu_runner(network: PreTrainedModel, cache: RaggedCache) -> EagerRunner:

@@ -105,7 +105,8 @@ class Drafter(CandidateGenerator):
     """Proposes draft tokens for a ragged batch, and for batch 1 in transformers' assisted loop.
 
     The engine calls `begin` once per generation, then in each round `admit` for rows that came in, `move` for rows
-    that closed a gap, and `propose`. Any exception out of these drops the drafter for the rest of the generation.
+    that closed a gap, and `propose`. Rows come in without their first tokens, which `observe` tells. Any exception out
+    of these drops the drafter for the rest of the generation.
     """
 
     strategy: str = "custom"
@@ -192,7 +193,8 @@ class Drafter(CandidateGenerator):
 
     def observe(self, tokens: Integers, kept: Integers) -> None:
         """A round has committed the first `kept` `[B]` of `tokens` `[B, n]` of each row, on the host; `session.rows`
-        tells which drafts survived. Also called where the drafter did not draft, or another's drafts were taken."""
+        tells which drafts survived. Also called where the drafter did not draft, or another's drafts were taken, and
+        after `admit` with first tokens: then `kept` is 0 for the rows that have none."""
 
     def end(self) -> None:
         """Lets go of the session: the generation is over."""

@@ -20,9 +20,11 @@ from .paged_cache import PagedCache
 from .pages import pages_of
 from .runner import EagerRunner
 from .shadow import fingerprint, make_shadow
+from .snapshot import is_unchanged, snapshot_of
 
 
 _NAME = "runner"
+_SHADOW, _MADE_OF = "shadow", "snapshot of the policy"
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
@@ -108,10 +110,24 @@ def runner_for(
 
 
 def shadow_to_run(model: PreTrainedModel) -> PreTrainedModel:
-    """A shadow of `model` for a generation, with copies of wide weights where autocast is on."""
-    shadow = make_shadow(model)
-    make_copies(shadow)
+    """A shadow of `model` for a generation, with copies of wide weights where autocast is on; else the one that is
+    kept while `model` is unchanged (:func:`keep_shadow`)."""
+    made_of = snapshot_of(model)
+    may_stay = made_of.is_complete and autocast_dtype(model.device) is None
+    shadow: PreTrainedModel | None = kept.take(model, _SHADOW) if may_stay else None
+    if shadow is None or kept.look(shadow, _MADE_OF) is not made_of:
+        shadow = make_shadow(model)
+        make_copies(shadow)
+        if may_stay:
+            kept.keep(shadow, _MADE_OF, made_of)
+            snapshot_of(shadow)
     return shadow
+
+
+def keep_shadow(model: PreTrainedModel, shadow: PreTrainedModel) -> None:
+    """Keeps what :func:`shadow_to_run` gave to a call that ended well, unless the call has left something on it."""
+    if kept.look(shadow, _MADE_OF) is not None and is_unchanged(shadow):
+        kept.keep(model, _SHADOW, shadow)
 
 
 def _cache_for(

@@ -1,11 +1,13 @@
 """What is free, and zeros that take memory page by page, as they are written."""
 
+import functools
 import math
 import mmap
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -14,6 +16,11 @@ from torch import Tensor
 from .pages import PAGE_COLUMNS, pages_of
 
 
+LITTLE = 2**20
+"""Bytes up to which :func:`check_memory` does not ask what is free, which takes as long as a small layer: activations
+take as much."""
+_NO_LIMIT = 2.0**60
+"""Bytes left from which a control group has no limit: version 1 writes nearly 2^63 for none."""
 _NORESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
 
 
@@ -95,8 +102,7 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 def check_memory(what: str, needed: int, device: torch.device) -> None:
     """Raises ValueError where `needed` bytes for `what` are not free on `device`."""
-    free = free_memory(device)
-    if needed > free:
+    if needed > LITTLE and needed > (free := free_memory(device)):
         raise ValueError(
             f"{what} would not fit in memory: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free "
             f"on {device}. Lower `max_new_tokens` or, for many rows, `max_batch_size` in the speculative config (rows "
@@ -107,7 +113,7 @@ def check_memory(what: str, needed: int, device: torch.device) -> None:
 def free_memory(device: torch.device) -> int:
     """Bytes that tensors may take on `device`; what the CUDA allocator keeps for later ones counts as free."""
     if device.type != "cuda":
-        return int(min(psutil.virtual_memory().available, left_by_cgroups()))
+        return int(min(psutil.virtual_memory().available, left_by_cgroups(_own_groups())))
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
 
@@ -127,27 +133,48 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def left_by_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """Bytes that the control groups of this process, a container's or a job's, leave it: of each the limit less what
-    is in use, but for file pages that give way first. Infinity without a limit.
+class LimitedGroup(NamedTuple):
+    """A control group with a limit of memory: its files, and the entry of `stat` that counts file pages which give way
+    first."""
 
-    psutil and torch know the whole machine alone.
-    """
-    left = math.inf
+    limit: Path
+    used: Path
+    stat: Path
+    pages: str
+
+    def left(self) -> float:
+        """Bytes that it leaves; infinity where its limit is gone."""
+        with suppress(OSError, ValueError):  # no such file; "max": no limit
+            free = int(self.limit.read_text()) - int(self.used.read_text())
+            stat = dict(entry.split() for entry in self.stat.read_text().splitlines())
+            return max(free + int(stat.get(self.pages, 0)), 0)
+        return math.inf
+
+
+def limited_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[LimitedGroup]:
+    """The control groups of this process, a container's or a job's, that have a limit."""
+    found = []
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
-            top, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif controllers == "memory":  # version 1
-            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top, names, pages = root, ("memory.max", "memory.current"), "inactive_file"
+        elif controllers == "memory":  # version 1, which has a limit of 2^63 bytes for none
+            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            pages = "total_inactive_file"
         else:
             continue
-        limit, used, pages = names
         group = top / path.lstrip("/")  # in a container it may be another one's path, of which `top` alone exists
         for folder in (group, *group.parents):
             if folder.is_relative_to(top):
-                with suppress(OSError, ValueError):  # no such file; "max": no limit
-                    stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-                    free = int((folder / limit).read_text()) - int((folder / used).read_text())
-                    left = min(left, max(free + int(stat.get(pages, 0)), 0))
-    return left
+                limit, used = (folder / name for name in names)
+                found.append(LimitedGroup(limit, used, folder / "memory.stat", pages))
+    return [group for group in found if group.left() < _NO_LIMIT]
+
+
+_own_groups = functools.cache(limited_groups)  # asked for in each call: a process stays in its groups
+
+
+def left_by_cgroups(groups: Sequence[LimitedGroup]) -> float:
+    """Bytes that `groups` leave this process; infinity without a limit. psutil and torch know the whole machine
+    alone."""
+    return min((group.left() for group in groups), default=math.inf)

@@ -22,7 +22,7 @@ def model_constants(
     """
     itemsize = (dtype or model.dtype).itemsize
     config = model.config.get_text_config(decoder=True)
-    shape = config.to_dict()  # architectures leave out different keys
+    shape = vars(config)  # architectures leave out different keys
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     parameters = {id(p): p for module in (decoder, head) if module is not None for p in module.parameters()}
     weight_bytes = sum(p.numel() * min(p.element_size(), itemsize) for p in parameters.values())
@@ -68,7 +68,7 @@ def kv_bytes(model: PreTrainedModel, dtype: torch.dtype | None = None) -> float:
 def _attention_shape(model: PreTrainedModel) -> tuple[int, int, int, int]:
     """Heads, layers, K/V heads and the size of a head."""
     config = model.config.get_text_config(decoder=True)
-    shape = config.to_dict()  # architectures leave out different keys
+    shape = vars(config)  # architectures leave out different keys
     heads = config.num_attention_heads
     head_dim = shape.get("head_dim") or config.hidden_size // heads
     return heads, config.num_hidden_layers, shape.get("num_key_value_heads") or heads, head_dim

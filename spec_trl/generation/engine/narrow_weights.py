@@ -97,7 +97,9 @@ def refresh_copies(shadow: PreTrainedModel) -> None:
 
 def lend_copies(shadow: PreTrainedModel, network: PreTrainedModel) -> None:
     """Gives the layers of `network` the copies of `shadow`, where they have the same weights, until
-    :func:`take_copies_back`."""
+    :func:`take_copies_back` under the same autocast; without one there are none."""
+    if autocast_dtype(shadow.device) is None:
+        return
     lent = _with_copies(shadow)
     for layer in _linear_layers(network) if lent else ():
         if _key(layer) in lent:
@@ -106,6 +108,8 @@ def lend_copies(shadow: PreTrainedModel, network: PreTrainedModel) -> None:
 
 def take_copies_back(network: PreTrainedModel) -> None:
     """Has the layers of `network` read their weights."""
+    if autocast_dtype(network.device) is None:
+        return
     for layer in _linear_layers(network):
         if isinstance(layer, NarrowProduct):
             layer.copies = None
@@ -125,6 +129,11 @@ def copied_bytes(shadow: PreTrainedModel) -> int:
     """Bytes of the copies that `shadow` has."""
     found = [tensor for layer in _with_copies(shadow).values() for tensor in layer.copies or ()]
     return sum(tensor.nbytes for tensor in found if tensor is not None)
+
+
+def bytes_in_use(shadow: PreTrainedModel) -> int:
+    """Bytes of the copies that `shadow` has for the autocast that is on; it has none without one."""
+    return 0 if autocast_dtype(shadow.device) is None else copied_bytes(shadow)
 
 
 def _with_copies(shadow: PreTrainedModel) -> dict[_Key, NarrowProduct]:

@@ -97,7 +97,7 @@ class Outcome:
         width: largest number of draft tokens verified in any row.
         owners: N lists of B numbers, the drafter of each row's chain in each lane; -1: the row has none there.
         drafted: `[N, B]` draft tokens of each chain; 0 where the row has none.
-        accepted: `[N, B]`, how many of them were accepted.
+        accepted: `[N, B]`, how many of them were accepted; -1: the row takes no token at all.
         broken: drafters that drew from NaN.
     """
 
@@ -121,6 +121,20 @@ class Outcome:
             [] if which is None else [[which] * batch], own.drafted[None], own.accepted[None],
             {which} if which is not None and own.is_broken.any() else set(),
         )  # fmt: skip
+
+    @classmethod
+    def of_first_tokens(cls, verdict: Verdict, begun: Sequence[int], room: Integers) -> "Outcome":
+        """The first tokens of the rows `begun`, of a verdict `[B, 1]` on all rows; no round."""
+        outcome = cls.of_one_chain(None, Proposal(verdict.tokens[:, :0]), verdict, room)
+        outcome.accepted[:] = -1
+        outcome.accepted[:, begun] = 0
+        return outcome
+
+    @property
+    def counts(self) -> Integers:
+        """`[B]`: how many of `tokens` each row may take."""
+        counts: Integers = 1 + self.accepted[self.winner, np.arange(len(self.winner))]
+        return counts
 
     def of_each_drafter(self, values: Integers) -> dict[int, list[int]]:
         """`values` `[N, B]` sorted by drafter: B values each, -1 where the row has no chain of it."""

@@ -75,14 +75,14 @@ class PagedCache(RaggedCache):
         self._used = max(self._used, first_row + len(lengths))
         self._send_changes()
 
-    def copy_rows(self, source: list[int], destination: list[int], columns: list[int]) -> None:
+    def copy_rows(self, source: list[int], destination: list[int], columns: list[int], differing: int = 0) -> None:
         pairs = []  # pages that are copied, and to which
         for row, to, count in zip(source, destination, columns, strict=True):
+            shared, pages = max(count - differing, 0) // PAGE_COLUMNS, pages_of(count)
             self.pages.release(to)
-            self.pages.share(row, to, count // PAGE_COLUMNS)
-            self.pages.grow(to, pages_of(count))
-            if count % PAGE_COLUMNS:
-                pairs.append((self.pages.of_row[row][count // PAGE_COLUMNS], self.pages.of_row[to][-1]))
+            self.pages.share(row, to, shared)
+            self.pages.grow(to, pages)
+            pairs += [(self.pages.of_row[row][place], self.pages.of_row[to][place]) for place in range(shared, pages)]
         pools = [pool for layer in self._allocated for pool in (layer.keys, layer.values)]
         if pairs and pools:
             before, after = sent(torch.tensor(pairs), pools[0].device).unbind(1)  # [n] each

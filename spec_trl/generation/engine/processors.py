@@ -181,23 +181,33 @@ class LogitsPipeline:
         own = [kind(int(value) if kind is hf.TopKLogitsWarper else value) for kind, value in given]
         return cls(LogitsProcessorList(own), PrefixView(rows, rows.tokens[:, :0]), rows.capacity)
 
-    def __call__(self, logits: Tensor, offset: int = 0) -> Tensor:
-        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens."""
-        return self._at_all(self._processors, logits, offset)
+    def __call__(self, logits: Tensor, offset: int = 0, rows: Sequence[int] | None = None) -> Tensor:
+        """Processes logits `[B, n, vocabulary]` of positions `offset..offset + n` after the committed tokens of
+        `rows`, B of them; None: of all."""
+        return self._at_all(self._processors, logits, offset, rows)
 
-    def _at_all(self, processors: Sequence[LogitsProcessor], logits: Tensor, offset: int) -> Tensor:
+    def _at_all(
+        self, processors: Sequence[LogitsProcessor], logits: Tensor, offset: int, rows: Sequence[int] | None
+    ) -> Tensor:
         batch, count, _ = logits.shape
-        row = [row for row in range(batch) for _ in range(count)]
+        row = [row for row in (range(batch) if rows is None else rows) for _ in range(count)]
         step = list(range(offset, offset + count)) * batch
         return self._process(processors, logits.flatten(0, 1), row, step).reshape(logits.shape)
 
-    def draw(self, logits: Tensor, noise: RoundNoise | None, offset: int = 0, want_logprobs: bool = False) -> Draw:
-        """Processes logits as above and draws a token at each position. On CUDA one kernel draws, which also applies
-        temperature, top-k, top-p and min-p where they come last."""
+    def draw(
+        self,
+        logits: Tensor,
+        noise: RoundNoise | None,
+        offset: int = 0,
+        want_logprobs: bool = False,
+        rows: Sequence[int] | None = None,
+    ) -> Draw:
+        """Processes logits as above and draws a token at each position, with the noise of the same rows. On CUDA one
+        kernel draws, which also applies temperature, top-k, top-p and min-p where they come last."""
         if not _is_fused(logits):
-            return draw_processed(self(widen(logits), offset), noise, offset, want_logprobs)
+            return draw_processed(self(widen(logits), offset, rows), noise, offset, want_logprobs)
         if self._before_filters:
-            logits = self._at_all(self._before_filters, widen(logits), offset)
+            logits = self._at_all(self._before_filters, widen(logits), offset, rows)
         return draw_processed(logits, noise, offset, want_logprobs, self._filters)
 
     def draw_verified(

@@ -18,6 +18,7 @@ from .attention import STATELESS, MaskPlan
 from .family_hooks import CACHE_NAMES, asks_for_length, cache_argument, position_tables, takes_positions
 from .patched_forwards import unfollowed_patch
 from .shadow import unwrapped
+from .snapshot import while_unchanged
 
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ _KNOWN_KEYWORDS = {"attention_mask", "position_ids", "logits_to_keep", "use_cach
 
 def check_model(model: PreTrainedModel) -> None:
     """Raises ValueError where `model` cannot be decoded over a ragged cache."""
+    while_unchanged(model, "checked", lambda: _check_model(model))
+
+
+def _check_model(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder; assistant_strategy serves decoder-only models."
@@ -78,7 +83,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 def _obstacle(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     """Why `model`, with the text config `config`, is not served, to be read after its name; None: it is."""
-    settings, decoder = config.to_dict(), model.get_decoder()
+    settings, decoder = vars(config), model.get_decoder()
     if settings.get("alibi"):
         return "with alibi=True is not served: ALiBi needs a two-dimensional mask"
     if model._is_stateful and not set(getattr(config, "layer_types", None) or [None]) <= STATELESS:
@@ -207,13 +212,13 @@ def _refusal(name: str, value: Any) -> ValueError:
     )
 
 
-def check_not_diverted(config: GenerationConfig, keywords: Mapping[str, Any]) -> None:
-    """Raises ValueError for what `generate`, with the completed `config` and `keywords`, does before it comes to a
-    decoding method: it hands over to `generate_batch`, rewrites the prompts with a tokenizer, or keeps that of an
-    assistant from a custom method."""
+def check_not_diverted(heals: bool | None, keywords: Mapping[str, Any]) -> None:
+    """Raises ValueError for what `generate`, with `keywords` and with `token_healing` where it `heals`, does before it
+    comes to a decoding method: it hands over to `generate_batch`, rewrites the prompts with a tokenizer, or keeps that
+    of an assistant from a custom method."""
     if keywords.get("cache_implementation") == "paged":
         raise _refusal("cache_implementation", "paged")
-    if config.token_healing:
+    if heals:
         raise _refusal("token_healing", True)
     if keywords.get("assistant_tokenizer") is not None:
         raise _refusal("assistant_tokenizer", type(keywords["assistant_tokenizer"]).__name__)
@@ -362,7 +367,8 @@ def check_lengths(
     """Raises ValueError where a prompt, of `lengths` tokens, reaches with `new_tokens` beyond the
     :func:`position_limit`; warns where it reaches beyond the model's context. `name` names a row in the error."""
     config = model.config.get_text_config(decoder=True)
-    context, limit = config.max_position_embeddings, position_limit(model)
+    context = config.max_position_embeddings
+    limit = while_unchanged(model, "position limit", lambda: position_limit(model))
     row, longest = max(enumerate(lengths), key=lambda item: item[1])
     total = longest + new_tokens
     if limit is not None and total > limit:
@@ -402,7 +408,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 def _rope_scopes(config: Any) -> list[dict[str, Any]]:
     """RoPE parameters, one dict or one for each layer type."""
-    parameters = config.to_dict().get("rope_parameters") or {}
+    parameters = vars(config).get("rope_parameters") or {}
     is_by_type = bool(parameters) and all(isinstance(value, dict) for value in parameters.values())
     return [scope for scope in (parameters.values() if is_by_type else [parameters]) if "rope_type" in scope]
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...scheduling.admission import Patience
 from ...scheduling.control import Chain, Control, Tally
 from ...scheduling.plain_decoding import plain_rounds
 from ...scheduling.race_helper import RaceHelper
@@ -18,6 +17,7 @@ from .cache import RowStates
 from .chains import Lanes, draft_lengths, is_one_chain
 from .counters import DraftCounter, PhaseTimer, RoundLog
 from .drafter import Drafter, DraftSession
+from .entering import Entrance, first_tokens
 from .guarded_drafters import GuardedDrafters, report_broken
 from .kv_room import KVRoom
 from .memory import free_memory, sent
@@ -77,17 +77,17 @@ class Rollout:
         self._do_sample, self._rejection = do_sample, rejection and do_sample
         self._want_logprobs, self._on_tokens = want_logprobs, on_tokens
         self._vocabulary = target.network.config.get_text_config(decoder=True).vocab_size
-        self._noise, self._ended_in = NoiseAhead(rows, self._vocabulary), [0] * len(requests)
+        self._noise, self._ended_in = NoiseAhead(rows, self._vocabulary), [-1] * len(requests)
         self._statistics, self._log = SpeculationStatistics(strategy), RoundLog()
         self._timeline = TimelineLog(len(requests), self._drafters.names)
         self._prompt_keys = [prompt_key(request.prompt) for request in requests]
-        self._patience, self._tokens_read = Patience(rows.capacity), 0
+        self._entrance = Entrance(queue, rows, self._prompt_keys, room)
+        self._tokens_read = self._rounds = 0  # rounds: begun so far
         self._counter, self._timer = DraftCounter(len(requests), self._drafters.names), PhaseTimer(rows.tokens.device)
 
     def run(self) -> tuple[list[Completion | None], SpeculationStatistics]:
         """Generates until the queue and the rows are empty. Completions come in the order of their indices; None: the
         queue gave the request to another rank."""
-        self._started = time.perf_counter()
         self.begin()
         while self.admit():
             self._make_room()
@@ -101,10 +101,11 @@ class Rollout:
 
     def begin(self) -> None:
         """Makes drafters and control ready."""
+        self._started = time.perf_counter()
         with self._timer.phase("control"):
             self._control.begin(self._rows.capacity, self._prompt_keys)
-        most, spend = self._control.most_drafted, self._control.spend
-        session = DraftSession(self._rows, self._pipeline, self._do_sample, self._target, self._rejection, most, spend)
+        own = self._rows, self._pipeline, self._do_sample, self._target, self._rejection
+        self._session = session = DraftSession(*own, self._control.most_drafted, self._control.spend)
         self._drafters.each(lambda drafter: drafter.begin(session))
         self._overheard = Overheard(self._control, self._drafters, self._rows, self._vocabulary)
 
@@ -113,29 +114,28 @@ class Rollout:
         self._drafters.each(lambda drafter: drafter.end())
 
     def admit(self) -> bool:
-        """Gives free rows to waiting requests and reads their prompts; returns whether there are rows to decode."""
-        rows, room = self._rows, self._kv_room
-        free = 0 if room is not None and room.is_full else rows.capacity - rows.active
-        keys, upcoming = self._prompt_keys, self._queue.upcoming
-        next_key = None if upcoming is None else keys[upcoming.index]
-        if free and self._patience.waits(free, {keys[index] for index in rows.indices}, next_key):
-            free = 0
-        taken = self._queue.take(free, rows.active) if free and (self._queue.waiting or not rows.active) else []
-        if taken and room is not None:
-            fitting = room.fitting(taken)
-            self._queue.put_back(taken[fitting:])
-            taken = taken[:fitting]
-        if taken:
+        """Gives free rows to waiting requests, and takes first tokens; returns whether there are rows to decode."""
+        rows = self._rows
+        while taken := self._entrance.taken():
             with self._timer.phase("prefill"):
                 admission = rows.admit(taken)
-                heads = {row: progress.head for row, progress in admission.moved.items()}
-                self._tokens_read += self._target.read_prompts(rows, admission, heads)
+                count, logits = self._target.read_prompts(rows, admission)
+                self._tokens_read += count
                 raced = {self._drafters.names.index(own.method) for own in admission.moved.values() if own.method}
                 self._control = RaceHelper(self._own_control, raced.pop()) if raced else self._own_control
                 for row, progress in admission.moved.items():
                     self._target.cache.import_row(row, progress.head, progress.tail())
             with self._timer.phase("draft"):
-                self._drafters.each(lambda drafter: drafter.admit(admission))
+                self._drafters.each(methodcaller("admit", admission))
+            if logits is not None:
+                with self._timer.phase("prefill"):
+                    finished, _ = self._commit(first_tokens(admission, logits, self._session, self._want_logprobs))
+                ended = [rows.indices[row] for row in finished]  # nobody drafts for them
+                self._timeline.record(time.perf_counter() - self._started, self._rounds, [], ended)
+                with self._timer.phase("compact"):
+                    self._retire(finished)
+            if rows.active:  # else the first tokens have ended all
+                break
         return rows.active > 0
 
     # ---- a round --------------------------------------------------------------------------------------------------
@@ -147,6 +147,7 @@ class Rollout:
         lengths = draft_lengths(plan, batch)
         self._overheard.before(lengths)  # its time is not the round's
         started, prepared, stood = time.perf_counter(), self._target.preparations, self._drafters.stood
+        self._rounds += 1
         width = sum(max(own) for own in lengths.values())
         self._target.cache.reserve((self._rows.host_lengths + width).tolist())
         with self._timer.phase("noise"):
@@ -206,7 +207,7 @@ class Rollout:
             most = int(rows.room.max()) - 1
             chains = [replace(chain, draft_length=min(chain.draft_length, most)) for chain in plan]
             plan = [chain for chain in chains if chain.draft_length > 0 and self._drafters.has(chain.which)]
-            self._timeline.record(time.perf_counter() - self._started, self._log.rounds, plan, rows.indices)
+            self._timeline.record(time.perf_counter() - self._started, self._rounds, plan, rows.indices)
         return plan
 
     def _mean_length(self) -> float:
@@ -268,10 +269,9 @@ class Rollout:
 
     def _commit(self, outcome: Outcome) -> tuple[list[int], int]:
         """Takes the verified tokens into the output; returns the rows that ended, and how many tokens there were."""
-        rows, verdict, row = self._rows, outcome.verdict, np.arange(self._rows.active)
+        rows, verdict = self._rows, outcome.verdict
         rows.write(0, verdict.tokens)
-        counts = 1 + (outcome.accepted[outcome.winner, row] if outcome.width else np.zeros_like(row))  # [B]
-        kept, ends = self._stopping.first_stop(outcome.tokens, counts, rows.room)  # [B] each
+        kept, ends = self._stopping.first_stop(outcome.tokens, outcome.counts, rows.room)  # [B] each
         sound = np.logical_and.accumulate(outcome.sound, axis=1).sum(1)  # [B]: tokens before the first that is not
         if (sound < kept).any():
             self._raise_broken(int((sound < kept).argmax()), sound, outcome.width)
@@ -305,7 +305,7 @@ class Rollout:
             span = rows.generated_span(row)
             logprobs = rows.logprobs[row, span].clone() if self._want_logprobs else None
             self._completions[rows.indices[row]] = Completion(rows.tokens[row, span].clone(), logprobs)
-            self._ended_in[rows.indices[row]] = self._log.rounds + 1
+            self._ended_in[rows.indices[row]] = self._rounds
         done = sum(completion is not None for completion in self._completions)
         seconds = time.perf_counter() - self._started
         if kept:
@@ -400,9 +400,9 @@ class Rollout:
         where = self._target.first_broken_module(tokens, columns, rows.longest + draft_length)
         raise FloatingPointError(
             f"the target's logits leave no token to sample (NaN, or -inf everywhere) for request "
-            f"{rows.indices[row]} at generated position {rows.host_generated[row] + sound[row]}, decoding round "
-            f"{self._log.rounds + 1}; {where}. Check the weights of the last optimizer step and the logits "
-            "processors, or run this model in a wider dtype."
+            f"{rows.indices[row]} at generated position {rows.host_generated[row] + sound[row]}, after "
+            f"{self._log.rounds} decoding rounds; {where}. Check the weights of the last optimizer step and the "
+            "logits processors, or run this model in a wider dtype."
         )
 
     # ---- statistics -----------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ class Rollout:
         completions = [completion for completion in self._completions if completion is not None]
         self._counter.write_to(statistics)
         self._log.write_to(statistics)
-        statistics.ended_in = [ended for ended in self._ended_in if ended]
+        statistics.ended_in = [ended for ended in self._ended_in if ended >= 0]
         statistics.timeline = [own for own in self._timeline.timelines if own.changes]
         lengths = [len(completion.tokens) for completion in completions]
         statistics.tokens = sum(lengths)
@@ -443,8 +443,8 @@ class Rollout:
         if self._log.plain_rounds == self._log.rounds:
             return self._statistics.seconds
         ended = [request for request in self._queue.requests if self._completions[request.index]]
-        prompts = [(len(request.prompt), self._prompt_keys[request.index]) for request in ended]
-        left = plain_rounds(prompts, tokens, self._rows.capacity, done=self._log.plain_rounds)
+        begun = [(len(request.prompt) + 1, self._prompt_keys[request.index]) for request in ended]
+        left = plain_rounds(begun, [count - 1 for count in tokens], self._rows.capacity, self._log.plain_rounds)
         rest = self._control.plain_seconds(left)
         known = self._statistics.phase_seconds["prefill"] + self._log.plain_seconds
         return None if rest is None else known + rest

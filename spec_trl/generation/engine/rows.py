@@ -59,7 +59,7 @@ class Admission:
 
     Rows `first..first + leaders` hold texts that have to be prefilled; row `followers[i]` has the same prompt as
     row `sources[i]` (prefix sharing: the G copies of a GRPO prompt are prefilled once). `moved` are the leaders that
-    another rank has begun, with what it has computed.
+    another rank has begun, with what it has computed. `lengths` are the tokens of each row.
     """
 
     first: int
@@ -67,6 +67,21 @@ class Admission:
     followers: list[int]
     sources: list[int]
     moved: dict[int, Progress]
+    lengths: list[int]
+
+    @functools.cached_property
+    def begun(self) -> dict[int, int]:
+        """Rows whose first token is drawn when their prompt has been read, in order, and the leader that has the
+        logits of it. Not those that were begun elsewhere, nor copies of a row that was in flight before: their first
+        round feeds their last token, like any other last committed token."""
+        own = {row: row for row in range(self.first, self.first + self.leaders) if row not in self.moved}
+        copies = zip(self.followers, self.sources, strict=True)
+        return own | {row: source for row, source in copies if source in own}
+
+    @property
+    def cached(self) -> list[int]:
+        """Columns of K/V that each row has when the prompts have been read."""
+        return [length - (row not in self.begun) for row, length in enumerate(self.lengths, self.first)]
 
 
 class Rows:
@@ -176,7 +191,8 @@ class Rows:
         positions = columns - self.prompt_lengths[first:, None]  # [n, columns]
         self._keys[first : self.active] = position_keys(self.streams[first:], positions)
         follower_rows = list(range(first + len(leaders), self.active))
-        return Admission(first, len(leaders), follower_rows, [row_of_prompt[key] for key, _ in followers], moved)
+        sources = [row_of_prompt[key] for key, _ in followers]
+        return Admission(first, len(leaders), follower_rows, sources, moved, self.host_lengths[first:].tolist())
 
     def generated_span(self, row: int) -> slice:
         """The columns of what `row` has generated."""

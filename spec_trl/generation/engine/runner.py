@@ -1,13 +1,15 @@
 """Runs one network over a ragged cache. Every forward of generation, target's or drafter's, goes through here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from .. import kept
 from .attention import MaskPlan, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
@@ -15,6 +17,7 @@ from .draft_loop import NetworkDraft
 from .family_hooks import cache_argument
 from .feature_runner import FeatureRunner
 from .hidden_states import keep_states
+from .memory import sent
 from .requirements import position_limit
 from .rows import Admission, Rows
 from .verification import Proposal
@@ -26,8 +29,22 @@ COLUMN_BUCKET = 32
 # Tokens and columns of one prefill forward, padding included: they bound the memory of activations and masks.
 TOKENS_PER_FORWARD = 8192
 _QUERIES_PER_FORWARD = 2048
+_READ = "what a runner reads of it"
 
 Heard = Callable[[Tensor, Tensor, int], None]
+
+
+def _read(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
+    """Masks and limit of positions of `network`, the name of its cache, and whether it can compute the last logits
+    alone: read once, for who makes a shadow, or its quantized twin, leaves these as they are."""
+    found: tuple[MaskPlan, int | None, str, bool] | None = kept.look(network, _READ)
+    if found is None:
+        found = (
+            MaskPlan.for_network(network), position_limit(network), cache_argument(network),
+            network._supports_logits_to_keep(),
+        )  # fmt: skip
+        kept.keep(network, _READ, found)
+    return found
 
 
 class EagerRunner:
@@ -47,10 +64,7 @@ class EagerRunner:
         self.cache = cache
         self.forwards = 0
         self.eager_forwards = 0
-        self._masks = MaskPlan.for_network(network)
-        self._position_limit = position_limit(network)
-        self._cache_argument = cache_argument(network)
-        self._keeps_last_logits = network._supports_logits_to_keep()
+        self._masks, self._position_limit, self._cache_argument, self._keeps_last_logits = _read(network)
         self._uses_spans = reads_spans(network)
         self._states: dict[int, Tensor] = {}
         self._kept: tuple[int, ...] = ()  # hidden states that hooks keep
@@ -94,37 +108,77 @@ class EagerRunner:
             features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[2]))  # [B, n, F]
         self._tell(features, positions, 0)
 
-    def prefill(self, tokens: Tensor, positions: Tensor, columns: int, first_row: int = 0) -> None:
-        """The same as :meth:`forward`, for its K/V alone."""
+    def prefill(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        columns: int,
+        first_row: int = 0,
+        places: Sequence[tuple[int, int]] = (),
+    ) -> Tensor | None:
+        """The same as :meth:`forward`, for its K/V, and for logits `[n, 1, vocab]` at n `places` alone: row and token
+        of each, as indices of `tokens`. None where there are no places."""
         self.forwards += 1
-        _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # 1: no head computes fewer
-        self._tell(features, positions, first_row)
+        if not places:
+            _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # few, where not none
+            self._tell(features, positions, first_row)
+            return None
+        at, thread = sent(torch.tensor(places), tokens.device).unbind(1), get_ident()  # [n] each
 
-    def read_prompts(self, rows: Rows, admission: Admission, heads: Mapping[int, int] | None = None) -> int:
-        """Writes the K/V of newly admitted prompts, each distinct one once, without their last tokens: the first
-        decoding round feeds those, like any other last committed token. `heads`: how many columns to write of rows of
-        which the others are known. Returns the number of tokens read."""
-        device = rows.tokens.device
-        lengths = (rows.host_lengths[admission.first :] - 1).tolist()  # ascending over the leaders
+        def narrow(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+            # A drafter that learns in another thread borrows the head.
+            return (inputs[0][at][:, None],) if get_ident() == thread else None  # [n, 1, hidden]
+
+        hook = self.network.get_output_embeddings().register_forward_pre_hook(narrow)
+        try:
+            logits, features = self._run(tokens, positions, columns, first_row)
+        finally:
+            hook.remove()
+        self._tell(features, positions, first_row)
+        return logits if logits.shape[:2] == (len(places), 1) else logits[at][:, None]  # of a head without a call
+
+    def read_prompts(self, rows: Rows, admission: Admission) -> tuple[int, Tensor | None]:
+        """Writes the K/V of newly admitted texts, each distinct prompt once, and of those that another rank has begun
+        the head: prompts whole, other texts without their last token, which the first round feeds.
+
+        Returns:
+            The number of tokens read, and logits `[n, 1, vocab]` after the prompts of the n leaders that begin; None
+            where none does.
+        """
+        lengths = admission.cached
+        for row, progress in admission.moved.items():
+            lengths[row - admission.first] = progress.head
+        return sum(lengths[: admission.leaders]), self._read(rows, admission, lengths, set(admission.begun))
+
+    def read_texts(self, rows: Rows, admission: Admission) -> None:
+        """Writes the K/V of newly admitted texts without their last tokens, for a drafter, whose first draft feeds
+        those."""
+        self._read(rows, admission, [length - 1 for length in admission.lengths], ())
+
+    def _read(self, rows: Rows, admission: Admission, lengths: list[int], ends: Collection[int]) -> Tensor | None:
+        """Writes the first `lengths` columns of the admitted rows; returns logits `[n, 1, vocab]` of the last of them
+        of the n leaders among the rows `ends`, whose lengths ascend."""
+        device, logits = rows.tokens.device, list[Tensor | None]()
         self.cache.reserve(lengths[: admission.leaders], admission.first)
-        for row, columns in (heads or {}).items():
-            lengths[row - admission.first] = columns
         start = 0
         while start < admission.leaders:
-            end = start + 1
-            while end < admission.leaders and lengths[end] * (end + 1 - start) <= TOKENS_PER_FORWARD:
-                end += 1
+            end, longest = start + 1, lengths[start]
+            while end < admission.leaders and max(longest, lengths[end]) * (end + 1 - start) <= TOKENS_PER_FORWARD:
+                end, longest = end + 1, max(longest, lengths[end])
             first, last = admission.first + start, admission.first + end
-            for column in range(0, lengths[end - 1], _QUERIES_PER_FORWARD):
-                stop = min(column + _QUERIES_PER_FORWARD, lengths[end - 1])
+            for column in range(0, longest, _QUERIES_PER_FORWARD):
+                stop = min(column + _QUERIES_PER_FORWARD, longest)
                 positions = torch.arange(column, stop, device=device).expand(end - start, -1)  # [n, q]
-                # Shorter rows feed scratch tokens after their prompt: masked now, overwritten later.
-                self.prefill(rows.tokens[first:last, column:stop], positions, stop, first_row=first)
+                # Shorter rows feed scratch tokens after their text: masked now, overwritten later.
+                lasts = [(row, length - 1 - column) for row, length in enumerate(lengths[start:end])]
+                places = [(row, at) for row, at in lasts if first + row in ends and 0 <= at < stop - column]
+                logits.append(self.prefill(rows.tokens[first:last, column:stop], positions, stop, first, places))
             self.cache.trim(first, lengths[start:end])
             start = end
         if admission.followers:
             self.cache.copy_rows(admission.sources, admission.followers, lengths[admission.leaders :])
-        return sum(lengths[: admission.leaders])
+        found = [own for own in logits if own is not None]
+        return torch.cat(found) if found else None
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
         """A runner of this kind for a drafter's `network`, over this cache or one of its own of the same size.

@@ -20,6 +20,7 @@ from .family_hooks import adapt
 from .fused_layers import with_fused_kernels
 from .narrow_weights import NarrowProduct
 from .patched_forwards import patched_forward, rebind
+from .snapshot import while_unchanged
 
 
 # Hooks of these stay behind. A forward with `output_hidden_states` leaves the first one's, which torch.compile cannot
@@ -73,6 +74,10 @@ def structure(policy: PreTrainedModel) -> tuple[object, ...]:
     """What decides the weights of `policy` and is no weight: modules, their hooks and plain attributes, such as which
     adapters are active, merged or scaled, and the dtypes and devices of their tensors. While it stays equal, a copy
     of `policy` needs new weights at most."""
+    return while_unchanged(policy, "structure", lambda: _structure(policy))
+
+
+def _structure(policy: PreTrainedModel) -> tuple[object, ...]:
     marks: list[object] = [repr(_settings(policy.config.to_dict()))]
     for module in policy.modules():
         marks += [id(module), type(module)]

@@ -143,8 +143,10 @@ class SpeculationStatistics:
         logprob_sum: log-probabilities (nats) of the sampled tokens under the processed target distribution; 0 when not
             asked for.
         target_forwards, draft_forwards: network forwards, prefill included.
-        rounds: decoding rounds until the last row ended, of one target forward each.
-        ended_in: the rounds in which rows of the batch ended, in their order, counted from 1.
+        rounds: decoding rounds until the last row ended, of one target forward each. Most rows have their first token
+            before their first round, from their prompt's forward.
+        ended_in: the rounds in which rows of the batch ended, in their order, counted from 1; where a row's first
+            token was its last, those before it, 0 at the beginning.
         timeline: who drafted for each row of the batch, and when. Neither has rows that other ranks decoded.
         speculating: what was drafted, at each change, of which at most `MOST_PLANS` are kept.
         points: measured rounds by batch, bin of length, γ and drafter.
@@ -155,7 +157,8 @@ class SpeculationStatistics:
         reason: why the rounds drafted or did not, in a sentence.
         plain_seconds: what plain decoding of the same tokens would have taken, by measured rounds and by the profile
             that they correct. None: neither is known.
-        completion_curve: (seconds since the start, requests finished so far) for each round that finished any.
+        completion_curve: (seconds since the start, requests finished so far) for each round, and each reading of
+            prompts, that finished any.
         phase_seconds: "prefill", "noise", "draft", "verify", "accept", "compact", "control", and "learn" where a
             drafter learns.
         seconds: of the whole call.

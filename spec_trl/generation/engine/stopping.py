@@ -27,11 +27,11 @@ class Stopping:
 
         Args:
             tokens: `[B, n]`, the next ones, already written after the committed ones.
-            counts: `[B]`, how many of them were verified.
+            counts: `[B]`, how many of them were verified; 0: the row takes none, and goes on.
             room: `[B]`, how many each row may take.
 
         Returns:
-            How many tokens each row keeps, `[B]`, at least one; and whether it ends there, `[B]`.
+            How many tokens each row keeps, `[B]`, at least one where there are any; and whether it ends there, `[B]`.
         """
         keep = np.minimum(counts, room)  # [B]
         ends = keep == room  # [B]
@@ -49,7 +49,7 @@ class Stopping:
                 keep = np.minimum(keep, first)
         rows = self._prefixes.rows
         if any(bool(clock(rows.tokens[:1], None)) for clock in self._of_time):  # the next token is the last, as there
-            keep, ends = np.minimum(keep, 1), np.ones_like(ends)
+            keep, ends = np.minimum(keep, 1), keep > 0
         for criterion in self._of_batch:
             stopped = rows.tokens.new_zeros(len(keep), dtype=torch.bool) | criterion(self._prefixes.batch(1), None)
             ends |= stopped[rows.requests].cpu().numpy()

@@ -34,11 +34,13 @@ from tests.generation.drafters.watching import (
     KINDS,
     PRUNED,
     before,
+    check_drafts,
     check_frequencies,
     make_checkpoint,
     watch,
     write_random,
 )
+from tests.generation.engine.pools import install_pool
 from tests.generation.engine.tape import Tape
 from tests.generation.races import Plans
 
@@ -65,14 +67,33 @@ def drafter(kind: str, folders: dict[str, Path], tiny: PreTrainedModel) -> Featu
 
 @pytest.mark.parametrize("kind", ["eagle3"])
 def test_rejection_keeps_the_distribution(drafter: FeatureDrafter, tiny: PreTrainedModel) -> None:
-    """χ² on the first token after one prompt, drafted over a pruned vocabulary."""
+    """χ² on the second token after one prompt, the first that is drafted, over a pruned vocabulary."""
     prompt, count = random_rows([4])[0], 1500
-    config, options = {"verification": "rejection", "draft_length": 2}, dict(max_new_tokens=3, temperature=1.5)
+    config, options = {"verification": "rejection", "draft_length": 2}, dict(max_new_tokens=4, temperature=1.5)
     result = generate(tiny, pad_left([prompt] * count), config=config, drafter=drafter, **options)
     assert result.statistics.drafter_failure is None and result.statistics.total.drafted > count
     with torch.no_grad():
-        p = (tiny(prompt[None]).logits[0, -1] / 1.5).softmax(-1)  # [V]
-    check_frequencies(torch.tensor([tokens[0] for tokens in outputs(result)]).bincount(minlength=64), p)
+        first = (tiny(prompt[None]).logits[0, -1] / 1.5).softmax(-1)  # [V]
+        continued = torch.cat([prompt.expand(64, -1), torch.arange(64)[:, None]], dim=1)  # [V, 5]
+        p = first @ (tiny(continued).logits[:, -1] / 1.5).softmax(-1)  # [V]
+    check_frequencies(torch.tensor([tokens[1] for tokens in outputs(result)]).bincount(minlength=64), p)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_copies_of_a_prompt_draft_from_its_last_features(
+    is_paged: bool, kind: str, drafter: FeatureDrafter, folders, tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a page ends with the prompt, and a pair of its last column has another token in each copy."""
+    if is_paged:
+        install_pool(monkeypatch, columns=4)
+    prompts = pad_left([row for row in random_rows([4, 5, 8, 9, 7]) for _ in range(3)])
+    seen = watch(drafter)
+    result = generate(tiny, prompts, config={"draft_length": 3}, drafter=drafter, max_new_tokens=6)
+    assert outputs(result) == outputs(generate(tiny, prompts, max_new_tokens=6))
+    assert result.statistics.drafter_failure is None and len(seen) > 30
+    for start in range(0, 15, 3):
+        check_drafts(seen[start : start + 3], kind, folders[kind], tiny)
 
 
 class EveryOther(LogitsProcessor):

@@ -218,7 +218,7 @@ def test_every_quantization_drafts_without_a_cache_of_its_own(
 
 def test_rows_beyond_the_kernel_decode_autoregressively(fresh: LlamaForCausalLM) -> None:
     prompts = pad_left(random_rows([3, 4, 5, 6]))
-    stop = [tokens[2] for tokens in outputs(generate(fresh, prompts))[:2]]  # ends two rows early
+    stop = [tokens[3] for tokens in outputs(generate(fresh, prompts))[:2]]  # ends two rows early
     drafter = SelfDrafter(fresh, kernel="reference")
     assert drafter.max_rows > 1000
     drafter.max_rows = 2

@@ -128,7 +128,7 @@ def test_catching_up_after_rounds_without_it_goes_in_pieces(tiny: PreTrainedMode
     assert outputs(result) == outputs(generate(tiny, prompts, **options))
     assert result.statistics.acceptance_rate == 1
     drafted = widths[widths.index(CATCH_UP) :]
-    assert drafted[:3] == [CATCH_UP, CATCH_UP, away + 1 - 2 * CATCH_UP] and max(drafted) == CATCH_UP
+    assert drafted[:3] == [CATCH_UP, CATCH_UP, away + 2 - 2 * CATCH_UP] and max(drafted) == CATCH_UP
 
 
 def test_nothing_of_a_generation_outlives_it(tiny: PreTrainedModel) -> None:

@@ -81,6 +81,7 @@ def test_memory_that_lasts_moves_nobody(tiny: LlamaForCausalLM, memory_of) -> No
 def test_one_row_that_can_never_fit_is_refused(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of 9 + 24 + 5 columns of 2 layers x K and V x 2 heads x 16 in float64."""
     needed = 2 * 2 * 2 * 16 * 8 * (9 + 24 + 5)
+    monkeypatch.setattr(memory, "LITTLE", 0)
     monkeypatch.setattr(memory, "free_memory", lambda device: needed)
     assert generate(tiny, PROMPTS, config={"draft_length": 5}).statistics.preemptions == 0
     monkeypatch.setattr(memory, "free_memory", lambda device: needed - 1)
@@ -99,6 +100,7 @@ def test_rows_in_step_must_fit_together(tiny: LlamaForCausalLM, monkeypatch: pyt
     """They stay until the last one ends."""
     needed = 8 * 2 * 2 * 2 * 16 * 8 * (9 + 24 + 5)
     options: dict[str, Any] = {"config": {"draft_length": 5}, "logits_processor": LogitsProcessorList([Unmarked()])}
+    monkeypatch.setattr(memory, "LITTLE", 0)
     monkeypatch.setattr(memory, "free_memory", lambda device: needed)
     assert generate(tiny, PROMPTS, **options).statistics.preemptions == 0
     monkeypatch.setattr(memory, "free_memory", lambda device: needed - 1)

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, StoppingCriteriaList
 
 from spec_trl.generation.engine import memory
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.memory import PagedZeros, free_memory, left_by_cgroups
+from spec_trl.generation.engine.memory import PagedZeros, free_memory, left_by_cgroups, limited_groups
 from tests.conftest import tiny_llama
 from tests.generation.calls import EachRound, generate, outputs, pad_left, random_rows
 
@@ -72,19 +72,19 @@ def write_group(folder: Path, limit: str, used: str, stat: str, version: int) ->
 def test_limits_of_control_groups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the process's own group and those around it; under version 1 also where its path is another machine's."""
     root, own = tmp_path / "cgroup", tmp_path / "own"
-    assert left_by_cgroups(root, own) == math.inf, "no control groups"
+    assert left_by_cgroups(limited_groups(root, own)) == math.inf, "no control groups"
     own.write_text("9:name=systemd:/x\n4:cpu,cpuacct:/\n0::/job_7/step_0\n")
     write_group(root / "job_7/step_0", "max", "900", "anon 100\ninactive_file 800", version=2)
-    assert left_by_cgroups(root, own) == math.inf, "no limit"
+    assert left_by_cgroups(limited_groups(root, own)) == math.inf, "no limit"
     write_group(root / "job_7", "5000", "3000", "anon 2200\ninactive_file 700\nactive_file 100", version=2)
-    assert left_by_cgroups(root, own) == 5000 - 3000 + 700
+    assert left_by_cgroups(limited_groups(root, own)) == 5000 - 3000 + 700
     write_group(root / "job_7", "5000", "6000", "anon 6000", version=2)
-    assert left_by_cgroups(root, own) == 0
+    assert left_by_cgroups(limited_groups(root, own)) == 0
 
     own.write_text("4:memory:/docker/abc\n0::/\n")
     write_group(root / "memory", "4000", "1000", "inactive_file 1\ntotal_inactive_file 300", version=1)
-    assert left_by_cgroups(root, own) == 4000 - 1000 + 300
-    monkeypatch.setattr(memory, "left_by_cgroups", lambda: left_by_cgroups(root, own))
+    assert left_by_cgroups(limited_groups(root, own)) == 4000 - 1000 + 300
+    monkeypatch.setattr(memory, "left_by_cgroups", lambda _: left_by_cgroups(limited_groups(root, own)))
     assert free_memory(CPU) == 3300
 
 

@@ -200,7 +200,7 @@ def test_captured_forwards_outlive_rollouts(
         found = generate(model, PROMPTS, strategy, {"runner": "graph"}, **more, **ENDS)
         assert outputs(found) == expected and found.statistics.preemptions > 0
         taken.append((tape.recorded, len(caches), caches[0].layers[0].keys.data_ptr(), found.statistics.cache_bytes))
-    assert taken[0][1:] == taken[1][1:] == taken[2][1:] and taken[2][0] < 2 * taken[0][0] and tape.replayed > 50
+    assert taken[0][1:] == taken[1][1:] == taken[2][1:] and taken[2][0] < 3 * taken[0][0] and tape.replayed > 50
     larger = pad_left([*random_rows([5, 9, 7, 4]), *random_rows([8] * 8, seed=1)])
     alone = outputs(generate(model, larger, config={"runner": "eager"}, max_new_tokens=30))
     caches.clear()

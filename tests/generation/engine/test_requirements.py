@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from spec_trl import speculative_decoding
 from spec_trl.generation import decoding
-from spec_trl.generation.engine import cache
+from spec_trl.generation.engine import cache, memory
 from spec_trl.generation.engine.family_hooks import cache_argument
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, pad_left, random_rows
@@ -203,6 +203,7 @@ def test_lengths() -> None:
 def test_a_cache_that_does_not_fit(tiny: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory is taken at once; else one row has to fit (`test_kv_room.py`)."""
     monkeypatch.setattr(cache, "takes_pages", lambda device: False)
+    monkeypatch.setattr(memory, "LITTLE", 0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30_000))
     with pytest.raises(ValueError, match=r"K/V cache.* 2 x 35 x 2\) would not.*GiB.*max_batch_size"):
         generate(tiny, PROMPTS, config={"max_batch_size": 2})

@@ -196,7 +196,7 @@ def test_what_plain_decoding_would_have_taken(tiny) -> None:
         def decide(self, batch: int, length: float, waiting: int) -> tuple[int, int]:
             self.rounds += 1
             index, draft_length = super().decide(batch, length, waiting)
-            return index, 0 if self.rounds <= 6 else draft_length
+            return index, 0 if self.rounds <= 5 else draft_length
 
         def plain_seconds(self, rounds: Sequence[PlainRounds]) -> float | None:
             self.asked = list(rounds)
@@ -207,7 +207,7 @@ def test_what_plain_decoding_would_have_taken(tiny) -> None:
     control = Seconds(Candidate("self", 4, 4.0, 100))
     found = generate(tiny, SEVEN, "self", config, drafter=SelfDrafter(tiny), control=control, **options).statistics
     batches = [each.batch for each in control.asked for _ in range(each.rounds)]
-    assert len(batches) == plain.rounds - 6 and max(batches) == 5
+    assert len(batches) == plain.rounds - 5 and max(batches) == 5
     alive = [sum(point.rounds for point in plain.points if point.batch == batch) for batch in range(1, 5)]
     assert [batches.count(batch) for batch in range(1, 5)] == alive
     whole = 1e6 * sum(2 if batch > 3 else 1 for batch in batches)
@@ -235,7 +235,7 @@ def test_the_summary_is_short_and_says_why() -> None:
 def test_nothing_drafted_is_nan_not_zero(tiny) -> None:
     found = generate(tiny, pad_left(random_rows([3]))).statistics
     assert all(map(math.isnan, (found.acceptance_rate, found.block_efficiency, found.first_token_acceptance)))
-    assert found.rounds == found.target_forwards - 1 == 24
+    assert found.rounds == found.target_forwards - 1 == 23
     assert (found.speculating, found.per_depth, found.reason) == ([(0, 0, 1, None)], {}, "no drafter")
     assert generate(tiny, SEVEN, "self", {"sd_toggle": "never"}).statistics.total == DraftCounts()
 

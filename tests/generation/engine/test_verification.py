@@ -133,8 +133,9 @@ class Adversary(Drafter):
 
 
 @pytest.fixture(scope="module")
-def marginals() -> tuple[Tensor, Tensor]:
-    """Exact distributions `[V]` of the first and second token after the prompt under WARPED, by enumeration."""
+def marginals() -> tuple[Tensor, Tensor, Tensor]:
+    """Exact distributions `[V]` of the first three tokens after the prompt under WARPED, by enumeration. The first is
+    not drafted."""
 
     def distribution(rows: Tensor) -> Tensor:
         with torch.no_grad():
@@ -143,7 +144,10 @@ def marginals() -> tuple[Tensor, Tensor]:
 
     first = distribution(PROMPT[None])[0]  # [V]
     continued = torch.cat([PROMPT.expand(64, -1), torch.arange(64)[:, None]], dim=1)  # [V, 7]
-    return first, first @ distribution(continued)
+    second = distribution(continued)  # [V, V], given the first
+    pairs = torch.cartesian_prod(torch.arange(64), torch.arange(64))  # [V * V, 2]
+    third = distribution(torch.cat([PROMPT.expand(len(pairs), -1), pairs], dim=1))  # [V * V, V], given both
+    return first, first @ second, (first[:, None] * second).flatten() @ third
 
 
 # Exact verification gives what "none" gives, token by token, as other tests show.
@@ -156,7 +160,7 @@ def test_marginals(kind: str, marginals: tuple[Tensor, Tensor]) -> None:
         "bad model": dict(strategy="model", assistant_model=vocal(0.1, seed=99)),
         "adversary": dict(drafter=Adversary()),
     }[kind]
-    result = generate(vocal(), MANY, config=config if options else {"seed": 17}, max_new_tokens=3, **WARPED, **options)
+    result = generate(vocal(), MANY, config=config if options else {"seed": 17}, max_new_tokens=4, **WARPED, **options)
     for position, expected in enumerate(marginals):
         statistic, limit = chi_square(torch.bincount(result.sequences[:, 6 + position], minlength=64), expected)
         assert statistic < limit, f"token {position}"
@@ -166,17 +170,19 @@ def test_acceptance_is_what_theory_says() -> None:
     """Rejection accepts Σ min(p, q) of first drafts; exact, by Gumbel coupling, at least (1 - TV) / (1 + TV)."""
     models = target, assistant = vocal(), vocal(0.05)
     with torch.no_grad():
-        p, q = (model(PROMPT[None]).logits[0, -1].softmax(-1) for model in models)
-    overlap = float(torch.minimum(p, q).sum())
+        first = target(PROMPT[None]).logits[0, -1].softmax(-1)  # [V], of a token that is not drafted
+        continued = torch.cat([PROMPT.expand(64, -1), torch.arange(64)[:, None]], dim=1)  # [V, 7]
+        p, q = (model(continued).logits[:, -1].softmax(-1) for model in models)  # [V, V] each, given the first
+    overlap = float(first @ torch.minimum(p, q).sum(1))
     assert 0.5 < overlap < 0.97
 
     def call(verification: str, **options: Any) -> Any:
         config = {"verification": verification, "draft_length": 2}
-        return generate(target, MANY, "model", config, max_new_tokens=2, assistant_model=assistant, **options)
+        return generate(target, MANY, "model", config, max_new_tokens=3, assistant_model=assistant, **options)
 
     exact, rejection = call("exact"), call("rejection")
     error = 4 * (overlap * (1 - overlap) / exact.statistics.total.first_drafted) ** 0.5
-    # One round nearly always: 2 tokens at most.
+    # One round nearly always: 2 tokens after the first one, at most.
     assert overlap / (2 - overlap) - error < exact.statistics.first_token_acceptance < overlap + error
     assert abs(rejection.statistics.first_token_acceptance - overlap) < error
     assert torch.equal(rejection.sequences, call("rejection").sequences)

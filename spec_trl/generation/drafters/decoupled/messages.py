@@ -25,8 +25,9 @@ class Kind(IntEnum):
     DRAFT = 3
     """`[B]`: how many more tokens to draft for each row, after those it has drafted already. Answered by WINDOW."""
     COMMIT = 4
-    """`[B]` tokens k that a round committed, `[B]` whether they are the first k of the row's drafts, and the tokens
-    `[B, max k]`. Where they are, the drafts after them stay; else all of the row's drafts are dropped."""
+    """`[B]` tokens k that a round committed, or that follow prompts, `[B]` whether they are the first k of the row's
+    drafts, and the tokens `[B, max k]`. Where they are, the drafts after them stay; else all of the row's drafts are
+    dropped."""
     MOVE = 5
     """Rows that ended, as of :meth:`Rows.drop`."""
     END = 6

@@ -108,7 +108,7 @@ class DraftWorker:
         tokens = values[2:].T  # [B, K]
         step = torch.arange(tokens.shape[1], device=kept.device)  # [K]
         ends = self._committed[:batch] + kept  # [B]
-        _require(bool(((kept > 0) & (kept <= len(step)) & (ends <= rows.limits)).all()), "COMMIT", "lengths")
+        _require(bool(((kept >= 0) & (kept <= len(step)) & (ends <= rows.limits)).all()), "COMMIT", "lengths")
         self._require_tokens(tokens, "COMMIT")
         columns = self._committed[:batch, None] + step  # [B, K]
         text, is_kept = rows.tokens[:batch].gather(1, columns), step < kept[:, None]  # [B, K] each

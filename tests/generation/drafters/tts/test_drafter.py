@@ -54,8 +54,8 @@ def test_nothing_but_the_drafter_changes(kind, scope, asynchronous, stride, tiny
     for prompts, rows, sample in ((BATCH, 3, dict()), (ALONE, None, dict(do_sample=False))):
         config["max_batch_size"] = rows
         with untouched(*given):
-            result = generate(tiny, prompts, "tts", config, assistant_model=named[kind], max_new_tokens=12, **sample)
-        assert outputs(result) == outputs(generate(tiny, prompts, max_new_tokens=12, **sample))
+            result = generate(tiny, prompts, "tts", config, assistant_model=named[kind], max_new_tokens=20, **sample)
+        assert outputs(result) == outputs(generate(tiny, prompts, max_new_tokens=20, **sample))
         statistics, learning = result.statistics, result.statistics.learning
         speculative = sum(point.rounds for point in statistics.points if point.draft_length)
         assert statistics.drafter_failure is None

@@ -1,0 +1,126 @@
+"""The tables of the README and of docs/performance.md about a real chat model, made of the result files.
+
+Each stands between two marks of its page. `python -m benchmarks.results_page` writes them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .measure import Result
+from .rollout import CONTINUOUS, GENERATE, PLAIN
+
+
+ROOT = Path(__file__).parents[1]
+MARK, END = "<!-- made by benchmarks.results_page -->\n", "<!-- end -->"
+MODEL = "SmolLM2-135M-Instruct"
+FLOAT32, BFLOAT16, LONG = "rollout_chat", "rollout_chat_bfloat16", "rollout_chat_256"
+TRAINING, COPIES = "end_to_end_chat", "fresh_machine"
+DTYPES = {FLOAT32: "float32", BFLOAT16: "bfloat16", LONG: "float32"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the README's table.
+
+    Args:
+        sentence: what was done.
+        result: whose findings are shown.
+        baseline: for the reader.
+        findings: what and baseline of each finding, in the order of the sentence.
+    """
+
+    sentence: str
+    result: str
+    baseline: str
+    findings: tuple[tuple[str, str], ...]
+
+
+def _rollouts(result: str, method: str, baseline: str, *batches: int) -> tuple[tuple[str, str], ...]:
+    return tuple((f"{MODEL}, {DTYPES[result]}, batch {batch}: {method}", baseline) for batch in batches)
+
+
+_ALL = (1, 4, 8, 16)
+_ROWS = "1 / 4 / 8 / 16 answers at a time"
+_TRAINED = f"{MODEL}, float32: auto"
+README_ROWS = (
+    Row(
+        f'a chat model answers maths questions, float32, `"auto"` with its defaults, {_ROWS}',
+        FLOAT32, "`generate`", _rollouts(FLOAT32, "ours auto", GENERATE, *_ALL),
+    ),
+    Row(
+        f'the same, `"self"`: the model\'s 4-bit copy guesses three tokens in each round, {_ROWS}',
+        FLOAT32, "`generate`", _rollouts(FLOAT32, "ours self", GENERATE, *_ALL),
+    ),
+    Row(
+        f'the same, `"none"`: our engine without guesses, {_ROWS}',
+        FLOAT32, "`generate`", _rollouts(FLOAT32, PLAIN, GENERATE, *_ALL),
+    ),
+    Row(
+        f'the same, `"none"`, {_ROWS}',
+        FLOAT32, "`generate_batch`", _rollouts(FLOAT32, PLAIN, CONTINUOUS, *_ALL),
+    ),
+    Row(
+        f'the same in bfloat16, `"auto"`, {_ROWS}',
+        BFLOAT16, "`generate`", _rollouts(BFLOAT16, "ours auto", GENERATE, *_ALL),
+    ),
+    Row(
+        'GRPO on such questions, float32, 8 answers to one question in a step, `"auto"`: writing them / a whole step',
+        TRAINING, "TRL's `GRPOTrainer`",
+        tuple((f"{_TRAINED}, {part}", "trl.GRPOTrainer (transformers generate)")
+              for part in ("rollout tokens/s", "tokens/s of a whole step")),
+    ),
+    Row(
+        'it repeats a sentence of its prompt, greedily, one thread, `"auto"`, empty cache: first / second call',
+        COPIES, '`"none"`', (("first call: auto", "none"), ("second call: auto", "none")),
+    ),
+)  # fmt: skip
+"""The README's table: each row a sentence that a user understands."""
+
+
+def readme_table(results: Mapping[str, Result]) -> str:
+    """Of `README_ROWS`; raises KeyError where a result or a finding is missing."""
+    lines = ["| what | result | baseline | factor |", "|---|---|---|---|"]
+    for row in README_ROWS:
+        found = {(each.what, each.baseline): each.value for each in results[row.result].findings}
+        factors = " / ".join(f"{found[name]:.2f}" for name in row.findings)
+        lines.append(f"| {row.sentence} | `{row.result}` | {row.baseline} | {factors} |")
+    return "\n".join(lines) + "\n"
+
+
+def performance_table(results: Mapping[str, Result]) -> str:
+    """Tokens/s of each method over `generate`'s at each batch size, and its tokens per round; raises KeyError where a
+    result is missing."""
+    lines = ["| result | method | × of `generate`, by rows | tokens per round that drafted, and their share |"]
+    lines.append("|---|---|---|---|")
+    for name in DTYPES:
+        batches = results[name].details["batches"]
+        for method in (each["method"] for each in next(iter(batches.values())) if each["method"].startswith("ours")):
+            own = {rows: next(each for each in found if each["method"] == method) for rows, found in batches.items()}
+            gains = " · ".join(f"{rows}: {each['ratio_to'][GENERATE]:.2f}" for rows, each in own.items())
+            drafted = " · ".join(
+                f"{rows}: {each['block_efficiency']:.2f} ({each['drafted_rounds'] / each['rounds']:.0%})"
+                for rows, each in own.items()
+                if each["drafted_rounds"]
+            )
+            strategy = method.removeprefix("ours ")
+            lines.append(f'| `{name}` | `"{strategy}"` | {gains} | {drafted or "none drafted"} |')
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {ROOT / "README.md": readme_table, ROOT / "docs/performance.md": performance_table}
+
+
+def with_table(text: str, table: str) -> str:
+    """The page's text with `table` between its marks; raises ValueError where it has none."""
+    before, mark, rest = text.partition(MARK)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(f"the page has no {MARK.strip()} or no {END} after it: put them around its table")
+    return before + mark + "\n" + table + "\n" + end + after
+
+
+def write_tables(results: Mapping[str, Result]) -> None:
+    """Into both pages."""
+    for page, make in TABLES.items():
+        page.write_text(with_table(page.read_text(encoding="utf-8"), make(results)), encoding="utf-8")

@@ -1,0 +1,220 @@
+"""What is read of a model once, while it is unchanged: the second call reads little, and no change escapes it."""
+
+import gc
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from benchmarks.tiny_families import make
+from spec_trl.generation.drafters import self_copy
+from spec_trl.generation.drafters.ngram import NgramDrafter
+from spec_trl.generation.engine import kept_runner, shadow
+from spec_trl.generation.engine.drafter import DraftSession
+from spec_trl.generation.engine.memory import limited_groups
+from spec_trl.generation.engine.shadow import structure
+from spec_trl.generation.engine.snapshot import is_unchanged, snapshot_of
+from tests.conftest import tiny_llama
+from tests.generation.calls import generate, outputs, pad_left, random_rows
+
+
+PROMPTS = pad_left(random_rows([5, 9]))
+ONE = {"input_ids": PROMPTS["input_ids"][1:]}
+_opened: list[str] | None = None
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and _opened is not None:
+        _opened.append(str(arguments[0]))
+
+
+@pytest.fixture
+def opened() -> Iterator[list[str]]:
+    """Files that are opened, by name."""
+    global _opened
+    if _opened is None:
+        sys.addaudithook(_note)  # there is no way to take one back
+    _opened = []
+    yield _opened
+    _opened.clear()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often what takes long is called."""
+    counter: Counter[str] = Counter()
+
+    def watch(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counter[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    watch(PreTrainedConfig, "to_dict")
+    watch(inspect, "signature")
+    watch(kept_runner, "make_shadow")
+    watch(self_copy, "make_shadow")
+    watch(shadow, "_settings")
+    return counter
+
+
+@pytest.mark.parametrize("strategy", ["none", "self", "auto"])
+def test_what_a_second_call_reads(
+    strategy: str, fresh: LlamaForCausalLM, calls: Counter[str], opened: list[str]
+) -> None:
+    """One token of one row: no file, no config and no signature beyond what `generate` itself reads."""
+    options: dict[str, Any] = dict(max_new_tokens=1, do_sample=False, pad_token_id=0)
+    for _ in range(2):
+        generate(fresh, ONE, strategy, {"sd_toggle": "measured"}, **options)
+    calls.clear()
+    opened.clear()
+    generate(fresh, ONE, strategy, {"sd_toggle": "measured"}, **options)
+    ours = Counter(calls)
+    assert opened == []
+    calls.clear()
+    fresh.generate(**ONE, **options, return_dict_in_generate=True)
+    assert ours["to_dict"] == calls["to_dict"] and ours["make_shadow"] == ours["_settings"] == 0
+    assert ours["signature"] <= calls["signature"] + 2, "two more, to tell our arguments from those of `_sample`"
+
+
+def test_many_rows_ask_for_free_memory_and_nothing_else(fresh: LlamaForCausalLM, opened: list[str]) -> None:
+    limits = {str(path) for group in limited_groups() for path in (group.limit, group.used, group.stat)}
+    generate(fresh, PROMPTS)
+    opened.clear()
+    generate(fresh, PROMPTS)
+    # How many rows fit, how many are let in, and whether some must leave; a cache of more than a MiB asks too.
+    assert 0 < opened.count("/proc/meminfo") <= 4 and set(opened) <= {"/proc/meminfo", *limits}
+
+
+# ---- changes --------------------------------------------------------------------------------------------------------
+
+
+class Doubling(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def mlp(model: PreTrainedModel) -> Any:
+    return model.model.layers[0].mlp
+
+
+def patch_forward(model: PreTrainedModel) -> None:
+    mlp(model).forward = MethodType(lambda self, x: 2 * type(self).forward(self, x), mlp(model))
+
+
+def swap_layers(model: PreTrainedModel) -> None:
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def swap_parameter(model: PreTrainedModel) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.flip(0))
+
+
+def swap_module(model: PreTrainedModel) -> None:
+    torch.manual_seed(1)
+    model.lm_head = nn.Linear(64, 64, bias=False, dtype=model.dtype)
+
+
+CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
+    "patched forward": patch_forward,
+    "hook": lambda model: mlp(model).register_forward_hook(lambda module, given, output: 2 * output),
+    "class": lambda model: setattr(mlp(model), "__class__", Doubling),
+    "attribute": lambda model: setattr(model.model.norm, "variance_epsilon", 3.0),
+    "modules in another order": swap_layers,
+    "another module": swap_module,
+    "another parameter": swap_parameter,
+    "weights in place": lambda model: model.lm_head.weight.data.copy_(model.lm_head.weight.flip(0)),
+    "dtype": lambda model: model.float(),
+    "window": lambda model: setattr(model.config, "sliding_window", 2),
+}
+
+
+def model_for(change: str) -> PreTrainedModel:
+    return make("mistral").double() if change == "window" else tiny_llama()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_call_follows_a_change(change: str) -> None:
+    known, unknown = model_for(change), model_for(change)
+    before = [outputs(generate(known, PROMPTS)) for _ in range(2)][1]
+    generate(known, PROMPTS, "self")
+    for model in (known, unknown):
+        CHANGES[change](model)
+    found = outputs(generate(known, PROMPTS))
+    assert found == outputs(generate(unknown, PROMPTS)) == outputs(generate(known, PROMPTS, "self"))
+    assert (found == before) == (change == "dtype"), "or this test sees nothing"
+
+
+IN_PLACE: dict[str, Callable[[PreTrainedModel], object]] = {
+    "list": lambda model: mlp(model).marks.append("b"),
+    "dict": lambda model: mlp(model).scales.update(a=2.0),
+    "tensor": lambda model: setattr(mlp(model), "shift", torch.ones(3)),
+    "config": lambda model: model.config.rope_parameters.update(rope_theta=5.0),
+    "buffer's dtype": lambda model: setattr(model.model.rotary_emb, "inv_freq", torch.ones(8).half()),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_what_lies_in_attributes_counts(change: str, fresh: LlamaForCausalLM) -> None:
+    """As active, merged and scaled adapters do; a copy is made anew."""
+    mlp(fresh).marks, mlp(fresh).scales, mlp(fresh).shift = ["a"], {"a": 1.0}, torch.zeros(3)
+    before = structure(fresh)
+    assert is_unchanged(fresh) and structure(fresh) is before
+    IN_PLACE[change](fresh)
+    assert not is_unchanged(fresh)
+    assert (structure(fresh) == before) == (change == "tensor")
+
+
+class Leaving(NgramDrafter):
+    """Leaves a hook on the network that the target runs."""
+
+    def begin(self, session: DraftSession) -> None:
+        super().begin(session)
+        session.target.network.lm_head.register_forward_hook(lambda module, given, logits: logits.flip(-1))
+
+
+def test_what_a_call_leaves_on_a_shadow_is_not_there_in_the_next(fresh: LlamaForCausalLM) -> None:
+    plain = outputs(generate(fresh, PROMPTS))
+    assert outputs(generate(fresh, PROMPTS, drafter=Leaving(3))) != plain
+    assert outputs(generate(fresh, PROMPTS)) == plain
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def hold_itself(model: PreTrainedModel) -> None:
+    model.again = MethodType(lambda self: None, model)
+
+
+HOLDING: dict[str, Callable[[PreTrainedModel], object]] = {
+    "nothing": lambda model: None,
+    "hook": lambda model: model.register_forward_hook(lambda *_: None if model else None),
+    "method": hold_itself,
+    "closure": lambda model: setattr(mlp(model), "owner", lambda: model),
+}
+
+
+@pytest.mark.parametrize("holding", HOLDING)
+def test_a_model_that_was_called_dies(holding: str) -> None:
+    model = tiny_llama()
+    HOLDING[holding](model)
+    for _ in range(3):
+        generate(model, PROMPTS)
+    assert snapshot_of(model).is_complete == (holding == "nothing")
+    alive = ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
