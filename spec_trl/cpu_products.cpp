@@ -23,10 +23,12 @@ constexpr int64_t PER_THREAD = 1 << 17;   // weights: with fewer, a second threa
 constexpr int64_t BLOCK_BYTES = 1 << 17;  // of weights, which stay in the L2 cache for the next rows
 
 // weights: float32 [out, in] where group is 0; otherwise 4-bit codes [out, in / 64, 16] uint16, in which nibble j of
-// word l is input 16 j + l of its 64, with scales and offsets [out, in / group]: weight = scale * code + offset
+// word l is input 16 j + l of its 64, with scales and zeros [out, in / group]: weight = scale * (code - zero)
 struct Matrix {
   const void* weights;
-  const float *scales, *offsets, *bias;  // bias: [out], or null
+  const float* scales;
+  const uint8_t* zeros;
+  const float* bias;  // [out], or null
   int64_t out, in, group;
 };
 
@@ -84,6 +86,7 @@ static Words words_at(const uint16_t* codes) {
 template <int ROWS, int OUT>
 static void quantized(const Matrix& w, const float* x, int64_t x_stride, const float* x_sums, int64_t first,
                       Vector (*sums)[ROWS]) {
+  float zeros[OUT][ROWS] = {};  // what they take away
   const int64_t groups = w.in / w.group;
   const uint16_t* codes = (const uint16_t*)w.weights + first * w.in / 4;
   for (int64_t g = 0; g < groups; ++g) {
@@ -107,12 +110,15 @@ static void quantized(const Matrix& w, const float* x, int64_t x_stride, const f
       }
     for (int o = 0; o < OUT; ++o) {
       const int64_t at = (first + o) * groups + g;
+      const float zero = w.scales[at] * w.zeros[at];
       for (int m = 0; m < ROWS; ++m) {
         sums[o][m] += part[o][m] * w.scales[at];
-        sums[o][m][0] += x_sums[m * groups + g] * w.offsets[at];
+        zeros[o][m] = __builtin_fmaf(x_sums[m * groups + g], zero, zeros[o][m]);
       }
     }
   }
+  for (int o = 0; o < OUT; ++o)
+    for (int m = 0; m < ROWS; ++m) sums[o][m][0] -= zeros[o][m];
 }
 
 template <int ROWS, int OUT>

@@ -24,7 +24,7 @@ MOST_ROWS = 16
 class Matrix(ctypes.Structure):
     """`struct Matrix` of `cpu_products.cpp`: pointers, and sizes."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("weights", "scales", "offsets", "bias")] + [
+    _fields_ = [(name, ctypes.c_void_p) for name in ("weights", "scales", "zeros", "bias")] + [
         (name, ctypes.c_int64) for name in ("out", "in_", "group")
     ]
 

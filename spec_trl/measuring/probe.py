@@ -39,7 +39,7 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
 
     Where forwards are captured, replays of whole ones are timed: what the device does, with each layer reading its own
     weights, joined as they are. Elsewhere products are timed, one of each shape, and a whole forward of a token; what
-    that takes beyond its products (Python, norms, attention) is added to every forward, the copy's too.
+    that takes beyond its products (Python, norms, attention, weights that no cache held) is added to every forward.
     """
     mode, recorder = kept_runner.runner_mode(config, model.device), None
     if kept_runner.captures(config, model.device):
@@ -47,22 +47,16 @@ def probe(model: PreTrainedModel, drafters: Sequence[Drafter], config: Speculati
     cache = RaggedCache.for_network(model, TOKENS[-1], COLUMN_BUCKET)
     make = cpu_runner if recorder is None and mode == "compiled" else EagerRunner
     with torch.no_grad():
-        runner, rest = make(kept_runner.shadow_to_run(model), cache), 0.0
-        target = _captured(runner, recorder)
-        if target is None:
-            products = _products(runner.network, model)
-            rest = max(seconds_of(_forward_of(runner, 1), model.device) - products(1), 0.0)
-            target = products.plus(rest)
+        runner = make(kept_runner.shadow_to_run(model), cache)
+        target = _captured(runner, recorder) or _of_products(runner, model)
         found = {}
         for drafter in drafters:
             student = drafter.student if isinstance(drafter, DistilledDrafter) else drafter
             if isinstance(student, SelfDrafter):
                 lend_copies(runner.network, student.network)
                 try:
-                    timed = _captured(EagerRunner(student.network, cache), recorder)
-                    if timed is None:
-                        timed = _products(student.network, model, student.is_stale).plus(rest)
-                    found[drafter.strategy] = timed
+                    copy = make(student.network, cache)
+                    found[drafter.strategy] = _captured(copy, recorder) or _of_products(copy, model, student.is_stale)
                 finally:
                     take_copies_back(student.network)
             elif drafter.cost is not None:
@@ -85,6 +79,12 @@ def _captured(runner: EagerRunner, recorder: CudaRecorder | None) -> ForwardSeco
     except Exception:  # it will run eagerly, and says why when it first does
         return None
     return ForwardSeconds(TOKENS, seconds)
+
+
+def _of_products(runner: EagerRunner, model: PreTrainedModel, packs: bool = False) -> ForwardSeconds:
+    """Of products, and what a forward of a token takes beyond them. A copy that is not packed computes as fast."""
+    products = _products(runner.network, model, packs)
+    return products.plus(max(seconds_of(_forward_of(runner, 1), model.device) - products(1), 0.0))
 
 
 def _outputs(forward: Callable[[], Tensor]) -> Outputs:

@@ -131,7 +131,7 @@ def _is_served(module: nn.Module) -> bool:
     if type(module) is DenseLinear:
         return cpu_products.library() is not None
     is_native = type(module) is QuantizedLinear and type(module.packed) is NativeInt4
-    return is_native and module.inverse_scales is None  # type: ignore[return-value]
+    return is_native and module.inverse_scales is None
 
 
 def _matrix_of(module: Any) -> Matrix | None:

@@ -94,7 +94,9 @@ extern "C" void rotate_and_write(const float* query, const float* key, const flo
 // as in cpu_products.cpp and cpu_attention.cpp
 struct Matrix {
   const void* weights;
-  const float *scales, *offsets, *bias;
+  const float* scales;
+  const uint8_t* zeros;
+  const float* bias;
   int64_t out, in, group;
 };
 struct Sizes {

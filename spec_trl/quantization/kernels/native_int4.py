@@ -15,14 +15,14 @@ class NativeInt4(PackedWeight):
     device_type = "cpu"
     activation_dtypes = (torch.float32,)
     multiples = (1, CODE_BLOCK)
-    rows_along = {"codes": 0, "scales": 0, "offsets": 0}
+    rows_along = {"codes": 0, "scales": 0, "zeros": 0}
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer)
         out, groups = layer.out_features, layer.groups
         self.codes = self.allocate(out, layer.in_features // 64, 16, dtype=torch.int16)  # [out, in/64, 16]
         self.scales = self.allocate(out, groups, dtype=torch.float32)  # [out, groups]
-        self.offsets = self.allocate(out, groups, dtype=torch.float32)  # [out, groups]
+        self.zeros = self.allocate(out, groups, dtype=torch.uint8)  # [out, groups]
 
     @classmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
@@ -37,11 +37,11 @@ class NativeInt4(PackedWeight):
         words = nibbles[0] + nibbles[1] * 16 + nibbles[2] * 256 + nibbles[3] * 4096
         self.codes[to] = (words - (words >> 15 << 16)).to(torch.int16)  # as signed numbers
         self.scales[to] = rows.scales  # [rows, groups]
-        self.offsets[to] = -rows.zeros * rows.scales  # [rows, groups]
+        self.zeros[to] = rows.zeros  # [rows, groups]
 
     def matrix(self, bias: Tensor | None) -> Matrix:
         """What the C++ takes; the buffers never move. `bias`: float32 [out]."""
-        tensors = self.codes, self.scales, self.offsets, bias
+        tensors = self.codes, self.scales, self.zeros, bias
         pointers = (None if each is None else each.data_ptr() for each in tensors)
         return Matrix(*pointers, self.layer.out_features, self.layer.in_features, self.layer.group)
 

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from spec_trl import dense_linear
+from spec_trl import cpu_products, dense_linear
 from spec_trl.dense_linear import DenseLinear
 from spec_trl.generation.engine.shadow import make_shadow
+from spec_trl.native_code import compiler
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -23,6 +24,12 @@ def layers(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[nn.Li
     ours = DenseLinear(WIDE, WIDE, bias, dtype=dtype)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows too go to oneDNN (test_cpu_products.py has ours)."""
+    monkeypatch.setattr(cpu_products, "library", lambda: None)
 
 
 @pytest.fixture
@@ -78,6 +85,24 @@ def test_the_shadow_has_it_for_plain_layers_alone(fresh: LlamaForCausalLM) -> No
     assert kinds.pop("lm_head") is Own
     assert set(kinds.values()) == {DenseLinear}
     assert not any(isinstance(module, DenseLinear) for module in fresh.modules())
+
+
+def test_few_rows_are_multiplied_in_cpp(calls: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    theirs, ours = layers()
+    given: list[int] = []
+    multiply = cpu_products.multiply
+    monkeypatch.setattr(cpu_products, "multiply", lambda matrix, x: (given.append(len(x)), multiply(matrix, x))[1])
+    with torch.no_grad():
+        for rows in (1, 16, 17):
+            x = torch.randn(rows, WIDE)
+            torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+        assert given == [1, 16]
+        small = DenseLinear(8, 8)
+        assert torch.equal(small(x[:, :8]), nn.functional.linear(x[:, :8], small.weight, small.bias))
+        assert given == [1, 16]
 
 
 @pytest.mark.parametrize("strategy", ["self", "model", "ngram"])

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, find_kernel
+from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, find_kernel, native_int4
 from spec_trl.quantization.kernels.humming import HummingInt4
 from spec_trl.quantization.kernels.marlin import MarlinInt4
+from spec_trl.quantization.kernels.native_int4 import NativeInt4
 from spec_trl.quantization.kernels.onnxruntime_int4 import OnnxRuntimeInt4
 from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
 from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu, TorchInt4Cuda
@@ -21,7 +22,7 @@ from tests.quantization.conftest import layer_spec, pack
 BF16 = torch.bfloat16
 HAS_ONNXRUNTIME = importlib.util.find_spec("onnxruntime") is not None
 STORES_ON_CPU = [
-    TorchInt4Cpu, TritonInt4, MarlinInt4, ReferenceInt4, TorchInt8Cpu, ReferenceInt8,
+    TorchInt4Cpu, NativeInt4, TritonInt4, MarlinInt4, ReferenceInt4, TorchInt8Cpu, ReferenceInt8,
     pytest.param(
         OnnxRuntimeInt4, marks=pytest.mark.skipif(not HAS_ONNXRUNTIME, reason="onnxruntime is not installed")
     ),
@@ -87,7 +88,12 @@ def test_a_missing_onnxruntime_is_named(monkeypatch) -> None:
 @pytest.mark.skipif(not HAS_ONNXRUNTIME, reason="onnxruntime is not installed")
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2"])
 def test_the_rule_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
-    """Without AVX-512 onnxruntime; with it only for layers that give it several threads."""
+    """In float32 ours. Else, or without a compiler, onnxruntime: with AVX-512 only where it has several threads."""
+    if NativeInt4.unsupported(layer_spec(64)) is None:
+        assert find_kernel("auto", layer_spec(8192, 1024)) is NativeInt4
+        assert find_kernel("auto", layer_spec(64, group=32)) is not NativeInt4
+    monkeypatch.setattr(native_int4, "library", lambda: None)
+    assert find_kernel("native", layer_spec(64)) == "native: no C++ compiler"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     small = TorchInt4Cpu if capability == "AVX512" else OnnxRuntimeInt4
@@ -101,6 +107,7 @@ def test_the_rule_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> 
 def test_the_choice_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" takes the fast kernel and never the reference."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(native_int4, "library", lambda: None)
     assert find_kernel("reference", layer_spec(64)) is ReferenceInt4
     assert find_kernel("reference", layer_spec(64, bits=8)) is ReferenceInt8
     assert find_kernel("auto", layer_spec(64)) is find_kernel("torch_int4", layer_spec(64)) is TorchInt4Cpu

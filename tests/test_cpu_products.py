@@ -1,0 +1,62 @@
+"""Products of few rows in C++: right, and an element the same bits whatever the number of rows and threads."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_trl import cpu_products
+from spec_trl.native_code import compiler
+from spec_trl.quantization.kernels import LayerSpec
+from spec_trl.quantization.kernels.native_int4 import NativeInt4
+from spec_trl.quantization.kernels.reference import ReferenceInt4
+from spec_trl.quantization.rtn import RoundToNearest
+
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+# Outputs that no block divides, inputs that no register does, a single output, and more than one block of outputs.
+DENSE = [(50, 172), (7, 64), (1, 9), (961, 576)]
+Products = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Ours, and the same in double precision."""
+QUANTIZED = [(50, 192, 64), (1, 64, 64), (961, 576, 64), (70, 1536, 128)]
+
+
+def dense(out: int, size: int) -> tuple[Tensor, Products]:
+    weight, bias = torch.randn(out, size), torch.randn(out)
+    x = torch.randn(33, size)
+    return x, lambda x: (
+        cpu_products.multiply(cpu_products.dense_matrix(weight, bias), x),
+        x.double() @ weight.double().T + bias,
+    )
+
+
+def quantized(out: int, size: int, group: int) -> tuple[Tensor, Products]:
+    layer = LayerSpec(out, size, 4, group, torch.float32, None, torch.device("cpu"))
+    weight, bias, x = torch.randn(out, size), torch.randn(out), torch.randn(33, size)
+    packed, exact = NativeInt4(layer), ReferenceInt4(layer)
+    for each in (packed, exact):
+        RoundToNearest().quantize_(weight, each)
+    values = exact.dequantize().double()
+    return x, lambda x: (cpu_products.multiply(packed.matrix(bias), x), x.double() @ values.T + bias)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda s=s: dense(*s) for s in DENSE] + [lambda s=s: quantized(*s) for s in QUANTIZED]
+)
+def test_products(made: Callable[[], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]]) -> None:
+    torch.manual_seed(0)
+    x, products = made()
+    threads = torch.get_num_threads()
+    whole, exact = products(x)
+    assert (whole.double() - exact).norm() < 2e-6 * exact.norm()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert torch.equal(products(x)[0], whole)
+            for rows in (1, 2, 3, 4, 5, 7, 16):
+                assert torch.equal(products(x[3 : 3 + rows])[0], whole[3 : 3 + rows]), rows
+    finally:
+        torch.set_num_threads(threads)
+    wide = torch.stack([x, x], dim=1)[:, 0]  # rows do not follow each other
+    assert torch.equal(products(wide)[0], whole)
