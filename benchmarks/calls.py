@@ -37,8 +37,8 @@ class Call:
 
     @property
     def speculative_share(self) -> float:
-        """Of the decoding rounds, those with a draft."""
-        return self.statistics.drafted_rounds / self.statistics.rounds
+        """Of the decoding rounds, those with a draft; 0 where first tokens, which take no round, ended all rows."""
+        return self.statistics.drafted_rounds / max(self.statistics.rounds, 1)
 
 
 Way = Callable[[Workload, int], Call]

@@ -42,6 +42,7 @@ def test_each_turn_starts_with_the_next_way() -> None:
 
 def test_share_of_rounds_that_speculated() -> None:
     assert [call(1.0, [], drafted).speculative_share for drafted in (0, 5, 7)] == [0, 0.5, 0.7]
+    assert Call(1.0, [[1]], SpeculationStatistics("self")).speculative_share == 0  # a token each, and no round
 
 
 def test_starts_are_paired_call_by_call() -> None:

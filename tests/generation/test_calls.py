@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -119,10 +120,10 @@ def test_release_frees_all_that_is_kept(way, fresh, tape) -> None:
     kinds = (Drafter, GraphRunner, Planner, PreTrainedModel)
 
     def alive() -> Counter[type]:
-        gc.collect()
         return Counter(type(thing) for thing in gc.get_objects() if isinstance(thing, kinds))
 
     assistant = tiny_llama(seed=1)
+    gc.collect()
     before = alive()
     for strategy in ("self", "model", "tts", "auto"):
         way(strategy, "graph", assistant)(PROMPTS)
@@ -130,3 +131,16 @@ def test_release_frees_all_that_is_kept(way, fresh, tape) -> None:
     assert {SelfDrafter, DistilledDrafter, GraphRunner, Planner} <= set(new)
     spec_trl.release(fresh)
     assert alive() == before
+
+
+def test_release_collects_only_what_was_captured(way, fresh, monkeypatch) -> None:
+    """A collection takes 0.3 s, and what is not captured goes without one."""
+    assistant = tiny_llama(seed=1)
+    for strategy in ("none", "self", "tts", "auto"):
+        way(strategy, "eager", assistant)(PROMPTS)
+    gc.collect()
+    held = [weakref.ref(look(fresh, name)) for name in ("shadow", "snapshot", "self", "tts", "history")]
+    collections: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda *_: collections.append(1))
+    spec_trl.release(fresh)
+    assert not collections and [each() for each in held] == [None] * len(held)

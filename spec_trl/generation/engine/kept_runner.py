@@ -23,7 +23,6 @@ from .shadow import fingerprint, make_shadow
 from .snapshot import is_unchanged, snapshot_of
 
 
-_NAME = "runner"
 _SHADOW, _MADE_OF = "shadow", "snapshot of the policy"
 
 
@@ -84,13 +83,13 @@ def runner_for(
     mode, recorder = runner_mode(config, model.device), recorder_for(model.device)
     if mode == "eager" or recorder is None:
         if recorder is None:  # it may have been on another device
-            kept.take(model, _NAME)
+            kept.take(model, kept.RUNNER)
         make = cpu_runner if mode == "compiled" else EagerRunner
         return make(shadow_to_run(model), _cache_for(model, rows, columns, config, pages))
     # Autocast decides in which dtype K/V is stored.
     made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
-    runner: GraphRunner | None = kept.take(model, _NAME)
+    runner: GraphRunner | None = kept.take(model, kept.RUNNER)
     if runner is not None:
         cache = runner.cache
         has_room = cache.rows >= rows and cache.columns >= columns
@@ -140,27 +139,27 @@ def _cache_for(
 
 def free_for_cache(model: PreTrainedModel) -> int:
     """Bytes that caches may take, or those that are kept for the next call, and captured forwards, take already."""
-    runner: GraphRunner | None = kept.look(model, _NAME)
+    runner: GraphRunner | None = kept.look(model, kept.RUNNER)
     return free_memory(model.device) + (0 if runner is None else runner.held_bytes)
 
 
 def kept_runner(model: nn.Module) -> GraphRunner | None:
     """The runner that is kept for the next call of `model`, also if it is wrapped; it stays."""
-    found = (kept.look(module, _NAME) for module in model.modules())
+    found = (kept.look(module, kept.RUNNER) for module in model.modules())
     return next((runner for runner in found if runner is not None), None)
 
 
 def drop_runner(model: nn.Module) -> None:
     """Frees what :func:`kept_runner` finds."""
     for module in model.modules():
-        kept.take(module, _NAME)
+        kept.take(module, kept.RUNNER)
     gc.collect()  # captured forwards and their runner hold each other
 
 
 def keep_runner(model: PreTrainedModel, runner: GraphRunner) -> None:
     """Keeps what a runner of :func:`runner_for` captured, after a call that ended well, for the next one."""
-    replaced = kept.take(model, _NAME)  # of a call that ran at the same time
-    kept.keep(model, _NAME, runner)
+    replaced = kept.take(model, kept.RUNNER)  # of a call that ran at the same time
+    kept.keep(model, kept.RUNNER, runner)
     if replaced is not None:
         del replaced
         gc.collect()
