@@ -1,10 +1,12 @@
-"""Dense layers in float32 on a CPU: oneDNN on the plain weights, as a shadow multiplies, against torch's `F.linear`.
+"""Dense layers in float32 on a CPU, as a shadow multiplies: our C++ and oneDNN against torch's `F.linear`.
 
-Both run in turns on the same weights; a ratio is of the medians. `ONEDNN_MULTIPLICATIONS` of
-`spec_trl/dense_linear.py` is where oneDNN begins to win.
+All run in turns on the same weights, copies of them one after the other, so that no cache holds them; a ratio
+is of the medians. Up to `MOST_ROWS` rows of `spec_trl/cpu_products.py` our product is taken, and from
+`ONEDNN_MULTIPLICATIONS` of `spec_trl/dense_linear.py` on oneDNN's.
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from statistics import median
@@ -14,13 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spec_trl import cpu_products
 from spec_trl.dense_linear import ONEDNN_MULTIPLICATIONS, multiply_by_onednn
 
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
 
 
+MOST_COPIES = 64
+COLD = 1 << 26  # bytes that copies of a weight take together, more than caches hold
 SHAPES = ((64, 64), (172, 64), (192, 192), (512, 192), (512, 512), (4096, 192), (4864, 896), (32000, 288))  # (out, in)
-ROWS = (1, 6, 16, 64)
+ROWS = (1, 4, 8, 16, 32, 64)
 TURN = 0.02  # seconds that one turn lasts at least, much more than the clock's resolution
 
 
@@ -34,14 +39,20 @@ def seconds(multiply: Callable[[], Tensor]) -> float:
 
 
 def measure(shape: tuple[int, int], rows: int, turns: int) -> dict[str, Any]:
-    """Microseconds of both."""
+    """Microseconds of each."""
     weight, x = torch.randn(shape), torch.randn(rows, shape[1])
-    torch_seconds, ours = [], []
+    copies = itertools.cycle([weight, *(weight.clone() for _ in range(min(COLD // weight.nbytes, MOST_COPIES)))])
+    ways: dict[str, Callable[[], Tensor]] = {
+        "F.linear": lambda: F.linear(x, next(copies)),
+        "oneDNN": lambda: multiply_by_onednn(x, next(copies), None),
+        "ours": lambda: cpu_products.multiply(cpu_products.dense_matrix(next(copies), None), x),
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(turns + 1):  # the first warms up
-        torch_seconds.append(seconds(lambda: F.linear(x, weight)))
-        ours.append(seconds(lambda: multiply_by_onednn(x, weight, None)))
-    found = {"F.linear": 1e6 * median(torch_seconds[1:]), "oneDNN": 1e6 * median(ours[1:])}
-    return {"shape": list(shape), "rows": rows, "multiplications": rows * weight.numel(), "microseconds": found}
+        for name, multiply in ways.items():
+            found[name].append(seconds(multiply))
+    microseconds = {name: 1e6 * median(times[1:]) for name, times in found.items()}
+    return {"shape": list(shape), "rows": rows, "multiplications": rows * weight.numel(), "microseconds": microseconds}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,8 +71,12 @@ def main(arguments: list[str] | None = None) -> None:
         own = [cell["microseconds"] for cell in cells if is_in(cell["multiplications"])]
         gains = [cell["F.linear"] / cell["oneDNN"] for cell in own]
         findings.append(Finding(f"speed of oneDNN, {name}", median(gains), "×", "F.linear", (min(gains), max(gains))))
+    for few in (1, 4, 16, 64):
+        own = [cell["microseconds"] for cell in cells if cell["rows"] == few and cell["multiplications"] >= 1 << 17]
+        gains = [cell["oneDNN"] / cell["ours"] for cell in own]
+        findings.append(Finding(f"speed of ours, rows: {few}", median(gains), "×", "oneDNN", (min(gains), max(gains))))
     write_result(
-        options.output, "rollouts", "Dense layers by oneDNN",
+        options.output, "rollouts", "Dense layers by oneDNN and by our C++",
         f"{len(SHAPES)} shapes from 64 × 64 to 32000 × 288, {ROWS} rows, float32; medians of {options.turns} turns; "
         f"the limit is {ONEDNN_MULTIPLICATIONS} multiplications. Median over cells, with the lowest and the highest.",
         machine, findings, {"options": shown(options), "cells": cells},

@@ -45,7 +45,7 @@ def multiply(matrix: Matrix, x: Tensor) -> Tensor:
     rows = x.reshape(-1, size)  # [m, in]
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    y = torch.empty(*x.shape[:-1], out)  # [..., out]
+    y = x.new_empty(*x.shape[:-1], out)  # [..., out]
     threads = torch.get_num_threads()
     library().multiply(matrix, rows.data_ptr(), rows.stride(0), len(rows), y.data_ptr(), out, threads)
     return y

@@ -184,7 +184,7 @@ def test_the_input_is_scaled_and_the_result_has_the_dense_layers_dtype(
         assert (y - expected).std() < (0.02 if autocast or dtype == torch.bfloat16 else 1e-5) * expected.std()
     layer.packed.max_rows = 2
     with torch.no_grad():
-        assert torch.equal(layer(x), dense(x))
+        torch.testing.assert_close(layer(x), dense(x))
 
 
 # ---- the statistics -------------------------------------------------------------------------------------------------

@@ -101,8 +101,9 @@ def test_the_policy_is_untouched(llama: PreTrainedModel) -> None:
 @pytest.mark.parametrize("scheme", ["rtn-w4-g128", "rtn-w8"])
 def test_refresh_follows_the_weights_in_place(llama: PreTrainedModel, scheme: str) -> None:
     """Also where the drafter is made in inference mode, and refreshed in it and outside, and to new Parameters."""
+    kernel = ["torch_int4"] if scheme == "rtn-w4-g128" else []  # no joined siblings, whose biases are copies
     with torch.inference_mode():
-        drafter, network = quantized(llama, scheme, lm_head="packed")
+        drafter, network = quantized(llama, scheme, *kernel, lm_head="packed")
     pointers, stale = addresses(network), logits(drafter)
     assert not any(buffer.is_inference() for buffer in packed_buffers(network))
     with torch.no_grad():
@@ -111,7 +112,7 @@ def test_refresh_follows_the_weights_in_place(llama: PreTrainedModel, scheme: st
     q_proj = llama.model.layers[0].self_attn.q_proj
     q_proj.weight = nn.Parameter(torch.zeros_like(q_proj.weight))
     network.refresh()
-    fresh, _ = quantized(llama, scheme, lm_head="packed")
+    fresh, _ = quantized(llama, scheme, *kernel, lm_head="packed")
     assert torch.equal(logits(drafter), logits(fresh)) and not torch.equal(logits(drafter), stale)
     with torch.inference_mode():
         network.refresh()
@@ -203,8 +204,8 @@ def test_bad_names_are_refused_before_any_work(llama: PreTrainedModel) -> None:
         (
             "kernel",
             "marlln",
-            "auto', 'torch_int4', 'onnxruntime', 'triton', 'humming', 'marlin', 'torch_int8', 'bitsandbytes', "
-            "'reference",
+            "auto', 'torch_int4', 'onnxruntime', 'native', 'triton', 'humming', 'marlin', 'torch_int8', "
+            "'bitsandbytes', 'reference",
         ),
         ("lm_head", "tied", "auto', 'dense', 'packed"),
     ):

@@ -64,7 +64,7 @@ class OneCall:
             tensors += [(module._parameters, "weight"), (module._parameters, "bias")]
         tensors += [(norm._parameters, "weight") for norm in norms if norm is not None]
         self._tensors = [(where, name) for where, name in tensors if where.get(name) is not None]
-        self._modules, self._norms, self._scale = modules, norms, attention.scaling
+        self._projections, self._norms, self._scale = modules, norms, attention.scaling
         self._head_dim = attention.head_dim
         self._pointers: tuple[int, ...] = ()
         self._attend = cpu_attention.compiled(torch.float32, self._head_dim)
@@ -107,7 +107,7 @@ class OneCall:
         return hidden
 
     def _describe(self, pointers: tuple[int, ...]) -> None:
-        matrices = [_matrix_of(module) for module in self._modules]
+        matrices = [_matrix_of(module) for module in self._projections]
         self._most_rows = min([cpu_products.MOST_ROWS, *(module.max_rows for module in self._quantized)])
         if any(matrix is None for matrix in matrices):
             self._most_rows = 0
@@ -115,8 +115,8 @@ class OneCall:
         weights = [_Norm(None, 0.0) if each is None else _norm_of(each) for each in self._norms]
         self._layer = _Layer((Matrix * 7)(*matrices), (_Norm * 6)(*weights), self._scale)  # type: ignore[misc]
         self._described, self._pointers = ctypes.byref(self._layer), pointers
-        self._heads = self._modules[0].out_features // self._head_dim
-        self._kv_heads = self._modules[1].out_features // self._head_dim
+        self._heads = self._projections[0].out_features // self._head_dim
+        self._kv_heads = self._projections[1].out_features // self._head_dim
         functions = cpu_products.library().multiply, self._attend
         self._functions = [cpu_products.address(function) for function in functions]
 

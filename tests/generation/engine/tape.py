@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from spec_trl import cpu_products
 from spec_trl.generation.engine import compiled, kept_runner
 from spec_trl.generation.engine.cuda_graphs import Outputs, Recording
 
@@ -68,6 +69,7 @@ def install_tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
     """A tape for all forwards that are captured from now on. What torch.compile traces runs as it was traced: the
     compiler itself is not ours to test, and takes half a minute."""
     tape, compile_ = Tape(), torch.compile
+    monkeypatch.setattr(cpu_products, "library", lambda: None)  # a tape hears torch alone
     monkeypatch.setattr(kept_runner, "recorder_for", lambda device: tape)
     monkeypatch.setattr(compiled.torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
     return tape

@@ -150,9 +150,9 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[li
 
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
     monkeypatch.setattr(native_code.subprocess, "run", noted)
-    cpu_attention._compiled.cache_clear()
+    cpu_attention.compiled.cache_clear()
     yield compiled
-    cpu_attention._compiled.cache_clear()
+    cpu_attention.compiled.cache_clear()
 
 
 def test_it_is_compiled_once_and_kept(compilations: list[str], tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_it_is_compiled_once_and_kept(compilations: list[str], tmp_path: Path) -
     assert not compilations
     for _ in range(2):
         assert outputs(generate(model, PROMPTS)) == expected
-        cpu_attention._compiled.cache_clear()  # as in another process
+        cpu_attention.compiled.cache_clear()  # as in another process
     assert len(compilations) == 1
     assert [path.suffix for path in tmp_path.rglob("cpu_attention*")].count(".so") == 1
 
@@ -172,7 +172,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(
     """In a read-only home, or on a full disk."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "file"))
-    assert cpu_attention._compiled(torch.float32, 16) is not None
+    assert cpu_attention.compiled(torch.float32, 16) is not None
     assert len(compilations) == 1
 
 
