@@ -76,7 +76,7 @@ class OneCall:
         """The layer's output for `hidden_states` [B, q, hidden] float32; None where it is not served, or watched.
 
         Args:
-            cosine, sine: [B or 1, q, head_dim] float32 each.
+            cosine, sine: [B, q, head_dim] float32 each.
             spans: of attention, `[B, 1, q, 2]` int64.
             cache: where it writes and reads.
         """
