@@ -61,7 +61,7 @@ README_ROWS = (
         FLOAT32, "`generate_batch`", _rollouts(FLOAT32, PLAIN, CONTINUOUS, *_ALL),
     ),
     Row(
-        f'the same in bfloat16, `"auto"`, {_ROWS}',
+        f'the same in bfloat16 and up to 64 tokens, `"auto"`, {_ROWS}',
         BFLOAT16, "`generate`", _rollouts(BFLOAT16, "ours auto", GENERATE, *_ALL),
     ),
     Row(

@@ -18,7 +18,7 @@ from .native_code import load
 CODE_BLOCK = 64
 """Inputs whose 4-bit codes lie in one block; they divide the inputs of a quantized matrix."""
 MOST_ROWS = 16
-"""Rows up to which the product takes less time than oneDNN's (benchmarks/dense_linear.py)."""
+"""Rows up to which the product takes no longer than oneDNN's, but for a few shapes (benchmarks/dense_linear.py)."""
 
 
 class Matrix(ctypes.Structure):

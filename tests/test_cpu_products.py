@@ -17,9 +17,9 @@ from spec_trl.quantization.rtn import RoundToNearest
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 # Outputs that no block divides, inputs that no register does, a single output, and more than one block of outputs.
 DENSE = [(50, 172), (7, 64), (1, 9), (961, 576)]
+QUANTIZED = [(50, 192, 64), (1, 64, 64), (961, 576, 64), (70, 1536, 128)]
 Products = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Ours, and the same in double precision."""
-QUANTIZED = [(50, 192, 64), (1, 64, 64), (961, 576, 64), (70, 1536, 128)]
 
 
 def dense(out: int, size: int) -> tuple[Tensor, Products]:
@@ -41,12 +41,10 @@ def quantized(out: int, size: int, group: int) -> tuple[Tensor, Products]:
     return x, lambda x: (cpu_products.multiply(packed.matrix(bias), x), x.double() @ values.T + bias)
 
 
-@pytest.mark.parametrize(
-    "made", [lambda s=s: dense(*s) for s in DENSE] + [lambda s=s: quantized(*s) for s in QUANTIZED]
-)
-def test_products(made: Callable[[], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]]) -> None:
+@pytest.mark.parametrize("shape", [*DENSE, *QUANTIZED], ids=str)
+def test_products(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    x, products = made()
+    x, products = dense(*shape) if len(shape) == 2 else quantized(*shape)
     threads = torch.get_num_threads()
     whole, exact = products(x)
     assert (whole.double() - exact).norm() < 2e-6 * exact.norm()

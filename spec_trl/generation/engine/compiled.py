@@ -22,22 +22,12 @@ class CompiledRunner(EagerRunner):
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
         return cpu_runner(network, self._cache_for(network, shares_cache))
 
-    def _run(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        columns: int,
-        first_row: int = 0,
-        logits_to_keep: int = 0,
-        spans: bool = False,
-        places: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        given = tokens, positions, columns, first_row, logits_to_keep
+    def _run(self, tokens: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
         if autocast_dtype(tokens.device) is not None:
-            return super()._run(*given, spans, places)
-        spans = tokens.shape[1] <= MOST_QUERIES and places is None  # chains need a mask
+            return super()._run(tokens, *given, **more)
+        spans = tokens.shape[1] <= MOST_QUERIES and more.get("places") is None  # chains need a mask
         with torch.inference_mode():
-            logits, features = super()._run(*given, spans, places)
+            logits, features = super()._run(tokens, *given, **more | {"spans": spans})
         # Copies: drafters learn from these, and from what inference mode makes nobody can.
         return logits.clone(), None if features is None else features.clone()
 

@@ -36,8 +36,8 @@ class OneCall:
 
     Args:
         layer: a fused decoder layer. Its modules stay; hooks on them may come and go, and weights may move.
-        norms: six modules, in the order of `struct Layer`, in the place of one that is not there None; or None, where
-            some part of the layer is of another kind.
+        norms: six modules in the order of `struct Layer`, with None for a norm that the layer lacks. None instead of
+            the list: the layer is not served.
 
     Attributes:
         index: of the layer.
@@ -82,7 +82,7 @@ class OneCall:
         """
         if not self._served or any(self._hooks) or spans.is_floating_point():
             return None
-        pointers = tuple(where[name].data_ptr() for where, name in self._tensors)  # type: ignore[union-attr]
+        pointers = tuple(_place_of(where[name]) for where, name in self._tensors)
         if pointers != self._pointers:
             self._describe(pointers)
         batch, count, _ = hidden_states.shape
@@ -123,6 +123,11 @@ class OneCall:
 
 calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()
 """What was made of layers that live."""
+
+
+def _place_of(tensor: Any) -> int:
+    """Where its numbers lie next to each other; 0: they do not, as those of a transposed weight in the same place."""
+    return tensor.data_ptr() if tensor.is_contiguous() else 0
 
 
 def _is_served(module: nn.Module) -> bool:

@@ -75,6 +75,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "rows that do not follow each other": lambda layer: setattr(
         layer.mlp.gate_proj.weight, "data", layer.mlp.gate_proj.weight.data.T.contiguous().T
     ),
+    "rows of a square weight become columns": lambda layer: setattr(
+        layer.self_attn.q_proj.weight, "data", layer.self_attn.q_proj.weight.data.T
+    ),
     "a hook": lambda layer: layer.self_attn.v_proj.register_forward_hook(lambda module, given, output: 2 * output),
     "a hook on a norm": lambda layer: layer.post_attention_layernorm.register_forward_pre_hook(
         lambda module, given: (2 * given[0],)
@@ -84,14 +87,14 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_between_forwards(served: list[bool], change: str) -> None:
-    network = make_shadow(model_of("llama", torch.float32))
+    network = make_shadow(model_of("bitnet" if "square" in change else "llama", torch.float32))
     before = run(network, kind=CompiledRunner)
     with torch.no_grad():
         CHANGES[change](network.model.layers[1])
     expected = run(network)
     served.clear()
     compare(run(network, kind=CompiledRunner), expected)
-    if "rows" not in change:
+    if "rows that" not in change:
         assert not torch.allclose(before, expected)
     by_modules = "hook" in change or "rows" in change
     assert served == [True, not by_modules] * FORWARDS
