@@ -7,7 +7,7 @@ from . import cpu_products
 
 
 PLAIN_MULTIPLICATIONS = 1 << 14
-"""Multiplications of a layer's forward below which `F.linear` runs: preparing another call would take longer. A guess."""
+"""Multiplications below which `F.linear` runs: preparing another call would take longer. A guess."""
 ONEDNN_MULTIPLICATIONS = 1 << 20
 """Multiplications of a layer's forward from which oneDNN takes less time (benchmarks/dense_linear.py, on an AMD EPYC).
 Its call costs more than that of `F.linear`, whose library reads the weights once per row on some CPUs."""
