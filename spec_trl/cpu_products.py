@@ -1,4 +1,4 @@
-"""Matrix products of a few rows in float32 on a CPU, over float32 or 4-bit weights: C++, where there is a compiler.
+"""Matrix products of a few rows in float32 on a CPU, over float32, 8-bit or 4-bit weights: C++, where there is a compiler.
 
 Drafting and verifying multiply one to a few dozen rows, for which reading the weights takes the time. An element of a
 product is summed in the same order whatever the number of rows (`cpu_products.cpp`).
@@ -25,13 +25,13 @@ class Matrix(ctypes.Structure):
     """`struct Matrix` of `cpu_products.cpp`: pointers, and sizes."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("weights", "scales", "zeros", "bias")] + [
-        (name, ctypes.c_int64) for name in ("out", "in_", "group")
+        (name, ctypes.c_int64) for name in ("out", "in_", "bits", "group")
     ]
 
 
 def dense_matrix(weight: Tensor, bias: Tensor | None) -> Matrix:
     """A view of `weight` [out, in] and `bias` [out], float32 and contiguous, which must outlive it."""
-    return Matrix(weight.data_ptr(), None, None, None if bias is None else bias.data_ptr(), *weight.shape, 0)
+    return Matrix(weight.data_ptr(), None, None, None if bias is None else bias.data_ptr(), *weight.shape, 32, 0)
 
 
 def serves(rows: int) -> bool:
@@ -47,7 +47,7 @@ def multiply(matrix: Matrix, x: Tensor) -> Tensor:
         rows = rows.contiguous()
     y = x.new_empty(*x.shape[:-1], out)  # [..., out]
     threads = torch.get_num_threads()
-    library().multiply(matrix, rows.data_ptr(), rows.stride(0), len(rows), y.data_ptr(), out, threads)
+    library().multiply(matrix, 1, rows.data_ptr(), rows.stride(0), len(rows), y.data_ptr(), out, threads)
     return y
 
 
@@ -62,6 +62,6 @@ def library() -> Any:
     found = load(Path(__file__).with_suffix(".cpp"), reorders_sums=False)
     if found is not None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        found.multiply.argtypes = [ctypes.POINTER(Matrix), pointer, integer, integer, pointer, integer, integer]
+        found.multiply.argtypes = [ctypes.POINTER(Matrix), integer, pointer, integer, integer, pointer, integer, integer]
         found.multiply.restype = None
     return found

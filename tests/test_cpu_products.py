@@ -9,7 +9,7 @@ from torch import Tensor
 from spec_trl import cpu_products
 from spec_trl.native_code import compiler
 from spec_trl.quantization.kernels import LayerSpec
-from spec_trl.quantization.kernels.native_int4 import NativeInt4
+from spec_trl.quantization.kernels.native import NativeInt4
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.rtn import RoundToNearest
 

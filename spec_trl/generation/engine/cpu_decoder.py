@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ... import cpu_products
 from ...cpu_products import Matrix
 from ...dense_linear import DenseLinear
-from ...quantization.kernels.native_int4 import NativeInt4
+from ...quantization.kernels.native import Native
 from ...quantization.linear import QuantizedLinear
 from . import cpu_attention, cpu_layer
 from .cache import _RaggedLayer
@@ -135,7 +135,7 @@ def _is_served(module: nn.Module) -> bool:
         return False
     if type(module) is DenseLinear:
         return cpu_products.library() is not None
-    is_native = type(module) is QuantizedLinear and type(module.packed) is NativeInt4
+    is_native = type(module) is QuantizedLinear and isinstance(module.packed, Native)
     return is_native and module.inverse_scales is None
 
 

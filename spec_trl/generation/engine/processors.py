@@ -74,6 +74,7 @@ _ACTS_ON: dict[type, Callable[[Any, int], bool]] = {
     hf.ForcedEOSTokenLogitsProcessor: lambda own, width: width == own.max_length - 1,
     hf.SuppressTokensAtBeginLogitsProcessor: lambda own, width: width == own.begin_index,
 }
+_FORBID_EOS = hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor
 _NO_FILTERS = Filters()
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _KNOWN = {*_SCORES_ONLY, *_ROW_BOUND, *_BY_PREFIX, *_CRITERIA}
@@ -154,6 +155,7 @@ class LogitsPipeline:
         self._before_filters = processors[:first]
         self._prefixes = prefixes
         self._batch_size = batch_size
+        self._eos: dict[LogitsProcessor, Tensor] = {}  # [vocabulary] bool
         self._looks_at_prefixes = any(type(processor) not in _SCORES_ONLY for processor in processors)
         self.may_refuse = any(type(p) is hf.PrefixConstrainedLogitsProcessor or not is_known(p) for p in processors)
 
@@ -318,7 +320,13 @@ class LogitsPipeline:
         acts = [_ACTS_ON[type(processor)](processor, width) for width in widths]
         if not any(acts):
             return scores
-        processed = processor(scores.new_empty(0, widths[acts.index(True)], dtype=torch.int64), scores)
+        if isinstance(processor, _FORBID_EOS):  # as they do it, but they compare the vocabulary with EOS each time
+            if processor not in self._eos:
+                vocabulary = torch.arange(scores.shape[-1], device=scores.device)
+                self._eos[processor] = torch.isin(vocabulary, processor.eos_token_id)
+            processed = scores.masked_fill(self._eos[processor], -math.inf)
+        else:
+            processed = processor(scores.new_empty(0, widths[acts.index(True)], dtype=torch.int64), scores)
         return processed if all(acts) else processed.where(self._prefixes.on_device(acts)[:, None] > 0, scores)
 
     def _penalise_repetition(

@@ -9,7 +9,7 @@ from .bitsandbytes_nf4 import BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda
 from .humming import HummingInt4
 from .kernel_times import choose_measured
 from .marlin import MarlinInt4
-from .native_int4 import NativeInt4
+from .native import Native, NativeInt4, NativeInt8
 from .onnxruntime_int4 import OnnxRuntimeInt4, is_fastest
 from .reference import ReferenceInt4, ReferenceInt8, ReferenceNF4
 from .torch_int4 import TorchInt4Cpu, TorchInt4Cuda
@@ -20,7 +20,7 @@ from .triton_int4 import TritonInt4
 # On a CPU a rule decides, on a GPU measured times.
 FAST_KERNELS: tuple[type[PackedWeight], ...] = (
     TorchInt4Cpu, OnnxRuntimeInt4, NativeInt4, TorchInt4Cuda, TritonInt4, HummingInt4, MarlinInt4, TorchInt8Cpu,
-    BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda,
+    NativeInt8, BitsAndBytesNF4Cpu, BitsAndBytesNF4Cuda,
 )  # fmt: skip
 KERNELS: tuple[type[PackedWeight], ...] = (*FAST_KERNELS, ReferenceInt4, ReferenceInt8, ReferenceNF4)
 
@@ -87,8 +87,9 @@ def _choose(name: str, layer: LayerSpec) -> tuple[type[PackedWeight], int | None
     if isinstance(fitting, str):
         return fitting
     if name != "auto" or layer.device.type != "cuda":
-        if name == "auto" and NativeInt4 in fitting and layer.policy_dtype == torch.float32:
-            return NativeInt4, None
+        native = [kernel for kernel in fitting if issubclass(kernel, Native)]
+        if name == "auto" and native and layer.policy_dtype == torch.float32:
+            return native[0], None
         preferred = name == "auto" and OnnxRuntimeInt4 in fitting and is_fastest(layer)
         return OnnxRuntimeInt4 if preferred else fitting[0], None
     shared = [kernel for kernel in fitting if all(kernel.unsupported(part) is None for part in layer.parts)]

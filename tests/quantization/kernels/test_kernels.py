@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, find_kernel, native_int4
+from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, find_kernel, native
 from spec_trl.quantization.kernels.humming import HummingInt4
 from spec_trl.quantization.kernels.marlin import MarlinInt4
-from spec_trl.quantization.kernels.native_int4 import NativeInt4
+from spec_trl.quantization.kernels.native import NativeInt4
 from spec_trl.quantization.kernels.onnxruntime_int4 import OnnxRuntimeInt4
 from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
 from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu, TorchInt4Cuda
@@ -92,7 +92,7 @@ def test_the_rule_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> 
     if NativeInt4.unsupported(layer_spec(64)) is None:
         assert find_kernel("auto", layer_spec(8192, 1024)) is NativeInt4
         assert find_kernel("auto", layer_spec(64, group=32)) is not NativeInt4
-    monkeypatch.setattr(native_int4, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda: None)
     assert find_kernel("native", layer_spec(64)) == "native: no C++ compiler"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -107,7 +107,7 @@ def test_the_rule_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> 
 def test_the_choice_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" takes the fast kernel and never the reference."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(native_int4, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda: None)
     assert find_kernel("reference", layer_spec(64)) is ReferenceInt4
     assert find_kernel("reference", layer_spec(64, bits=8)) is ReferenceInt8
     assert find_kernel("auto", layer_spec(64)) is find_kernel("torch_int4", layer_spec(64)) is TorchInt4Cpu

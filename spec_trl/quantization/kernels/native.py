@@ -1,19 +1,40 @@
-"""Our 4-bit product on a CPU, in float32: C++, where there is a compiler (`cpu_products.cpp`)."""
+"""Our products on a CPU over 4-bit and 8-bit weights, in float32: C++, where there is a compiler (`cpu_products.cpp`)."""
 
 import torch
 from torch import Tensor
 
-from ...cpu_products import CODE_BLOCK, Matrix, library, multiply
+from ...cpu_products import CODE_BLOCK, MOST_ROWS, Matrix, library, multiply
 from .base import LayerSpec, PackedWeight, QuantizedRows
+from .reference import ReferenceInt8
 
 
-class NativeInt4(PackedWeight):
-    """Codes in blocks of 64 inputs, 16 words of four: nibble j of word l is input 16 j + l. Groups of 64 and 128."""
+class Native(PackedWeight):
+    """What both widths share."""
 
     name = "native"
-    bits = 4
     device_type = "cpu"
     activation_dtypes = (torch.float32,)
+    max_rows = MOST_ROWS
+
+    @classmethod
+    def unsupported(cls, layer: LayerSpec) -> str | None:
+        """See :meth:`PackedWeight.unsupported`."""
+        return super().unsupported(layer) or (None if library() is not None else "no C++ compiler")
+
+    def matrix(self, bias: Tensor | None) -> Matrix:
+        """What the C++ takes; the buffers never move. `bias`: float32 [out]."""
+        tensors = self.codes, self.scales, getattr(self, "zeros", None), bias
+        pointers = (None if each is None else each.data_ptr() for each in tensors)
+        return Matrix(*pointers, self.layer.out_features, self.layer.in_features, self.bits, self.layer.group)
+
+    def linear(self, x: Tensor) -> Tensor:
+        return multiply(self.matrix(None), x)  # [m, out]
+
+
+class NativeInt4(Native):
+    """Codes in blocks of 64 inputs, 16 words of four: nibble j of word l is input 16 j + l. Groups of 64 and 128."""
+
+    bits = 4
     multiples = (1, CODE_BLOCK)
     rows_along = {"codes": 0, "scales": 0, "zeros": 0}
 
@@ -29,7 +50,7 @@ class NativeInt4(PackedWeight):
         """See :meth:`PackedWeight.unsupported`."""
         if layer.group % CODE_BLOCK:
             return f"a group of {layer.group} is no multiple of {CODE_BLOCK}"
-        return super().unsupported(layer) or (None if library() is not None else "no C++ compiler")
+        return super().unsupported(layer)
 
     def pack_(self, first_row: int, rows: QuantizedRows) -> None:
         to = slice(first_row, first_row + len(rows.codes))
@@ -39,11 +60,6 @@ class NativeInt4(PackedWeight):
         self.scales[to] = rows.scales  # [rows, groups]
         self.zeros[to] = rows.zeros  # [rows, groups]
 
-    def matrix(self, bias: Tensor | None) -> Matrix:
-        """What the C++ takes; the buffers never move. `bias`: float32 [out]."""
-        tensors = self.codes, self.scales, self.zeros, bias
-        pointers = (None if each is None else each.data_ptr() for each in tensors)
-        return Matrix(*pointers, self.layer.out_features, self.layer.in_features, self.layer.group)
 
-    def linear(self, x: Tensor) -> Tensor:
-        return multiply(self.matrix(None), x)  # [m, out]
+class NativeInt8(Native, ReferenceInt8):
+    """The reference's layout: plain int8 rows."""
