@@ -151,8 +151,8 @@ static void outputs(const Matrix& w, const float* x, int64_t x_stride, const flo
     by_row<float, ROWS, OUT>(w, x, x_stride, first, sums);
   for (int o = 0; o < OUT; ++o)
     for (int m = 0; m < ROWS; ++m)
-      y[m * y_stride + first + o] =
-          sum(sums[o][m]) * (w.bits == 8 ? w.scales[first + o] : 1) + (w.bias ? w.bias[first + o] : 0);
+      y[m * y_stride + first + o] =  // explicit: the compiler would round once here and twice elsewhere
+          __builtin_fmaf(sum(sums[o][m]), w.bits == 8 ? w.scales[first + o] : 1, w.bias ? w.bias[first + o] : 0);
 }
 
 template <int ROWS>

@@ -1,4 +1,4 @@
-"""Matrix products of a few rows in float32 on a CPU, over float32, 8-bit or 4-bit weights: C++, where there is a compiler.
+"""Matrix products of a few rows in float32 on a CPU, over float32, 8-bit or 4-bit weights: C++, if it compiles.
 
 Drafting and verifying multiply one to a few dozen rows, for which reading the weights takes the time. An element of a
 product is summed in the same order whatever the number of rows (`cpu_products.cpp`).
@@ -62,6 +62,7 @@ def library() -> Any:
     found = load(Path(__file__).with_suffix(".cpp"), reorders_sums=False)
     if found is not None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        found.multiply.argtypes = [ctypes.POINTER(Matrix), integer, pointer, integer, integer, pointer, integer, integer]
+        given = pointer, integer, integer, pointer, integer, integer
+        found.multiply.argtypes = [ctypes.POINTER(Matrix), integer, *given]
         found.multiply.restype = None
     return found

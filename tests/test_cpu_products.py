@@ -9,15 +9,16 @@ from torch import Tensor
 from spec_trl import cpu_products
 from spec_trl.native_code import compiler
 from spec_trl.quantization.kernels import LayerSpec
-from spec_trl.quantization.kernels.native import NativeInt4
-from spec_trl.quantization.kernels.reference import ReferenceInt4
+from spec_trl.quantization.kernels.native import NativeInt4, NativeInt8
+from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
 from spec_trl.quantization.rtn import RoundToNearest
 
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 # Outputs that no block divides, inputs that no register does, a single output, and more than one block of outputs.
 DENSE = [(50, 172), (7, 64), (1, 9), (961, 576)]
-QUANTIZED = [(50, 192, 64), (1, 64, 64), (961, 576, 64), (70, 1536, 128)]
+QUANTIZED = [(50, 192, 64), (1, 64, 64), (961, 576, 64), (70, 1536, 128)]  # the last is the group
+EIGHT_BITS = [(50, 172, None), (1, 9, None), (961, 576, None)]
 Products = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Ours, and the same in double precision."""
 
@@ -31,17 +32,18 @@ def dense(out: int, size: int) -> tuple[Tensor, Products]:
     )
 
 
-def quantized(out: int, size: int, group: int) -> tuple[Tensor, Products]:
-    layer = LayerSpec(out, size, 4, group, torch.float32, None, torch.device("cpu"))
+def quantized(out: int, size: int, group: int | None) -> tuple[Tensor, Products]:
+    bits, kinds = (4, (NativeInt4, ReferenceInt4)) if group else (8, (NativeInt8, ReferenceInt8))
+    layer = LayerSpec(out, size, bits, group or size, torch.float32, None, torch.device("cpu"))
     weight, bias, x = torch.randn(out, size), torch.randn(out), torch.randn(33, size)
-    packed, exact = NativeInt4(layer), ReferenceInt4(layer)
+    packed, exact = (kind(layer) for kind in kinds)
     for each in (packed, exact):
         RoundToNearest().quantize_(weight, each)
     values = exact.dequantize().double()
     return x, lambda x: (cpu_products.multiply(packed.matrix(bias), x), x.double() @ values.T + bias)
 
 
-@pytest.mark.parametrize("shape", [*DENSE, *QUANTIZED], ids=str)
+@pytest.mark.parametrize("shape", [*DENSE, *QUANTIZED, *EIGHT_BITS], ids=str)
 def test_products(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, products = dense(*shape) if len(shape) == 2 else quantized(*shape)

@@ -183,14 +183,13 @@ class SpeculativeConfig:
     best_of_n_budget: int | None = option(
         None, "Most tokens of one verification of a race, all rows together. None: as many as pay.", low=1
     )
-    best_of_n_race: bool = option(
-        True, "Several drafters race for a row when verification has room. False: one drafter per row."
-    )
+    best_of_n_race: bool = option(True, "Several drafters race for a row if verification has room. False: one does.")
 
     draft_quantization: str = option(
-        "rtn-w4-g128",
+        "auto",
         'Quantization of the self-drafter: "rtn-w4-g128" (or g64, g32), "rtn-w8", "nf4" (with bitsandbytes), or '
-        '"awq-w4-g128" (or g64, g32), which rounds to nearest until a training step has shown activations.',
+        '"awq-w4-g128" (or g64, g32), which rounds to nearest until a training step has shown activations. "auto": '
+        '"rtn-w8" for a float32 policy on a CPU where a C++ compiler is installed, else "rtn-w4-g128".',
     )
     draft_kernel: str = option(
         "auto",
@@ -217,7 +216,7 @@ class SpeculativeConfig:
         from ..quantization.kernels import KERNELS
         from ..quantization.scheme import SCHEMES
 
-        require_choice("draft_quantization", self.draft_quantization, [scheme.name for scheme in SCHEMES])
+        require_choice("draft_quantization", self.draft_quantization, ["auto", *(scheme.name for scheme in SCHEMES)])
         require_choice("draft_kernel", self.draft_kernel, ["auto", *dict.fromkeys(kernel.name for kernel in KERNELS)])
         if self.roofline_profile is not None:
             self._check_profile(self.roofline_profile)

@@ -31,8 +31,8 @@ from ..generation.engine.noise import RoundNoise
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.verification import Proposal
 from ..quantization.kernels import find_kernel
-from ..quantization.quantized_copy import layer_specs
-from ..quantization.scheme import find_scheme
+from ..quantization.quantized_copy import choose_scheme, layer_specs
+from ..quantization.scheme import Scheme
 from ..quantization.source_weight import SourceSpec, inspect_projection, is_projection
 from ..scheduling.control import Chain
 from ..scheduling.fit import GemmMeasurement, effective_flops, fit
@@ -113,10 +113,14 @@ def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey
         shape=f"{type(model).__name__}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
         f"vocabulary {shape.vocab_size}, {parameters} parameters",
         dtype=str(_effective_dtype(model)).removeprefix("torch."),
-        quantization=f"{config.draft_quantization}, lm_head {config.draft_lm_head}",
+        quantization=f"{_scheme(model, config).name}, lm_head {config.draft_lm_head}",
         kernel=_kernel_name(model, config),
         runner=runner_mode(config, model.device),
     )
+
+
+def _scheme(model: PreTrainedModel, config: SpeculativeConfig) -> Scheme:
+    return choose_scheme(config.draft_quantization, config.draft_kernel, model)
 
 
 def _effective_dtype(model: PreTrainedModel) -> torch.dtype:
@@ -133,7 +137,7 @@ def _projections(model: PreTrainedModel) -> Iterator[SourceSpec]:
 
 def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
     """Names of the kernels that the drafter's projections get."""
-    scheme = find_scheme(config.draft_quantization)
+    scheme = _scheme(model, config)
     layers = [layer for parent in model.get_decoder().modules() for layer in layer_specs(parent, scheme).values()]
     found = [find_kernel(config.draft_kernel, layer) for layer in layers if not isinstance(layer, str)]
     names = {kernel.name for kernel in found if not isinstance(kernel, str)}

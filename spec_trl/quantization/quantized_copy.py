@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..cpu_products import library
 from .awq import ActivationAware, ActivationStatistics
 from .experts import QuantizedExperts, holds_stacked_weights, inspect_experts, is_experts, matrices_of, matrix_names
 from .kernels import LayerSpec, PackedWeight, check_kernel_name, make_packed
+from .kernels.native import Native
 from .linear import PackedLayer, QuantizedLinear, join
 from .scheme import GROUP_SIZES, Scheme, find_scheme
 from .source_weight import SourceSpec, inspect_projection, is_projection, is_trained_copy, under_adapters
@@ -95,7 +97,7 @@ class QuantizedNetwork:
 
 def quantize_projections(
     shadow: PreTrainedModel,
-    scheme: str = "rtn-w4-g128",
+    scheme: str = "auto",
     kernel: str = "auto",
     lm_head: str = "auto",
     pack: bool = True,
@@ -107,9 +109,9 @@ def quantize_projections(
 
     Args:
         shadow: a causal LM with module objects of its own over the policy's Parameters, in eval mode.
-        scheme: "rtn-w4-g128", "rtn-w4-g64", "rtn-w4-g32", "rtn-w8", "awq-w4-g128", "awq-w4-g64", "awq-w4-g32" or
-            "nf4". A row that the group does not divide takes the next smaller group. "awq" rounds to nearest until the
-            first refresh with statistics.
+        scheme: "auto", "rtn-w4-g128", "rtn-w4-g64", "rtn-w4-g32", "rtn-w8", "awq-w4-g128", "awq-w4-g64", "awq-w4-g32"
+            or "nf4"; "auto" as :func:`choose_scheme` says. A row that the group does not divide takes the next smaller
+            group. "awq" rounds to nearest until the first refresh with statistics.
         kernel: "auto" = the best for each layer; or a kernel's name.
         lm_head: "dense", "packed", or "auto" = packed if, left dense, it would make up at least a third of the
             weight bytes that a draft step reads. A head whose forward is patched or hooked stays dense.
@@ -118,8 +120,8 @@ def quantize_projections(
     Raises:
         ValueError: a name that is not known; or "nf4", where no layer has a kernel.
     """
-    wanted = find_scheme(scheme)
     check_kernel_name(kernel)
+    wanted = choose_scheme(scheme, kernel, shadow)
     if lm_head not in LM_HEAD_CHOICES:
         raise ValueError(f"lm_head={lm_head!r} is not a choice; use one of {list(LM_HEAD_CHOICES)}")
     builder = _Builder(shadow, wanted, kernel)
@@ -130,20 +132,30 @@ def quantize_projections(
     layers, reasons = builder.layers, builder.left_dense
     if wanted.normal_float and not layers:
         raise ValueError(
-            f"scheme={scheme!r} can pack no layer of this model: {'; '.join(reasons)}. 'rtn-w4-g64' has kernels that "
-            "come with torch."
+            f"scheme={wanted.name!r} can pack no layer of this model: {'; '.join(reasons)}. 'rtn-w4-g64' has kernels "
+            "that come with torch."
         )
     network = QuantizedNetwork(layers, [name for names in reasons.values() for name in names])
     if reasons:
         count = len(network.dense_layers)
         warnings.warn(
-            f"{count} of {count + len(layers)} layers of the drafter stay dense under scheme {scheme!r}: "
+            f"{count} of {count + len(layers)} layers of the drafter stay dense under scheme {wanted.name!r}: "
             + "; ".join(f"{_shorten(names)} ({reason})" for reason, names in reasons.items()),
             stacklevel=2,
         )
     if pack:
         network.refresh()
     return network
+
+
+def choose_scheme(name: str, kernel: str, policy: PreTrainedModel) -> Scheme:
+    """The scheme called `name`. "auto" makes the copy a quarter of the policy: 4 bits of bfloat16 (ER §3.1), 8 bits of
+    float32 where our C++ multiplies them, which small policies need: 4 bits cost them a third of their drafts."""
+    if name != "auto":
+        return find_scheme(name)
+    is_wide = policy.dtype == torch.float32 and policy.device.type == "cpu"
+    has_kernel = kernel in ("auto", Native.name) and library() is not None
+    return find_scheme("rtn-w8" if is_wide and has_kernel else "rtn-w4-g128")
 
 
 @dataclass

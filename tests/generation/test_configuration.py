@@ -159,7 +159,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"best_of_n_drafters": ["model"], "best_of_n_assistants": {"model": "./nothing"}},
      r"^best_of_n_assistants\['model'\]='./nothing' is a folder that does not exist"),
     ({"best_of_n_assistants": "x"}, "^best_of_n_assistants='x' must be a dict"),
-    ({"draft_quantization": "w4"}, r"^draft_quantization='w4' is unknown; choose one of \['rtn-w4-g128'"),
+    ({"draft_quantization": "w4"}, r"^draft_quantization='w4' is unknown; choose one of \['auto', 'rtn-w4-g128'"),
     ({"draft_kernel": "torch_int"}, r"^draft_kernel='torch_int' is unknown; choose one of .* Did you mean 'torch_int"),
     ({"draft_lenght": 3}, r"^speculative_config has no field \['draft_lenght'\]; .* Did you mean 'draft_length'\?"),
 ]  # fmt: skip

@@ -94,7 +94,7 @@ def test_key_names_what_a_profile_depends_on(policy: LlamaForCausalLM) -> None:
     same = tiny_llama(seed=5, hidden_size=32, intermediate_size=32).float()
     assert key == profile_key(same, config)  # weights do not matter, nor does a name
     changed = [
-        profile_key(policy, replace(config, draft_quantization="rtn-w8")),
+        profile_key(policy, replace(config, draft_quantization="rtn-w4-g32")),
         profile_key(policy, replace(config, draft_kernel="reference")),  # "auto" takes a fast one
         profile_key(policy, replace(config, draft_lm_head="dense")),
         profile_key(tiny_llama(hidden_size=32, intermediate_size=64).float(), config),

@@ -32,9 +32,9 @@ def pack(kernel: type[PackedWeight], layer: LayerSpec, weight: Tensor) -> Any:
 
 
 def quantized(policy: nn.Module, *scheme_and_kernel: str, **options: Any) -> tuple[Any, QuantizedNetwork]:
-    """A drafter over the Parameters of `policy`, and what is packed in it."""
+    """A drafter over the Parameters of `policy`, and what is packed in it: 4 bits, if nothing else is said."""
     drafter = share_weights(policy)
-    return drafter, quantize_projections(drafter, *scheme_and_kernel, **options)
+    return drafter, quantize_projections(drafter, *(scheme_and_kernel or ("rtn-w4-g128",)), **options)
 
 
 def never_dense(drafter: nn.Module) -> nn.Module:

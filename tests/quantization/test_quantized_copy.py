@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from spec_trl.cpu_products import library
 from spec_trl.generation.engine.shadow import share_weights
 from spec_trl.quantization import QuantizedLinear, kernels, quantize_projections, quantized_copy
 from spec_trl.quantization.kernels import LayerSpec, PackedWeight
 from spec_trl.quantization.kernels.kernel_table import KernelChoice
 from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.linear import project
-from spec_trl.quantization.quantized_copy import layer_specs
+from spec_trl.quantization.quantized_copy import choose_scheme, layer_specs
 from spec_trl.quantization.scheme import find_scheme
 from tests.quantization.conftest import IDS, addresses, logits, never_dense, packed_buffers, quantized
 
@@ -323,3 +324,14 @@ def test_siblings_that_no_kernel_holds_all_are_chosen_for_alone(
     _, network = quantized(llama, lm_head="dense")
     names = [network.layers[f"model.layers.0.self_attn.{name}_proj"].packed.name for name in "qkv"]
     assert names == ["large", "small", "small"] and "128+64+64x128" not in chosen
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+def test_auto_takes_a_quarter_of_the_policys_bytes(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = quantized(llama.float(), "auto", lm_head="dense")[1]
+    assert network.packed_bytes < 0.27 * 2 * network.source_bytes
+    assert choose_scheme("auto", "reference", llama).name == "rtn-w4-g128"
+    assert choose_scheme("rtn-w4-g64", "auto", llama).name == "rtn-w4-g64"
+    assert choose_scheme("auto", "auto", llama.bfloat16()).name == "rtn-w4-g128"
+    monkeypatch.setattr(quantized_copy, "library", lambda: None)
+    assert choose_scheme("auto", "auto", llama.float()).name == "rtn-w4-g128"

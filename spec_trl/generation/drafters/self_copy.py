@@ -32,7 +32,7 @@ class SelfDrafter(NetworkDrafter):
     strategy = "self"
 
     def __init__(
-        self, policy: PreTrainedModel, quantization: str = "rtn-w4-g128", kernel: str = "auto", lm_head: str = "auto",
+        self, policy: PreTrainedModel, quantization: str = "auto", kernel: str = "auto", lm_head: str = "auto",
         packs_later: bool = False,
     ) -> None:  # fmt: skip
         twin = make_shadow(policy)

@@ -1,4 +1,4 @@
-"""Our products on a CPU over 4-bit and 8-bit weights, in float32: C++, where there is a compiler (`cpu_products.cpp`)."""
+"""Our products on a CPU over 4-bit and 8-bit weights, in float32: C++ (`cpu_products.cpp`), if it compiles."""
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ class Native(PackedWeight):
     device_type = "cpu"
     activation_dtypes = (torch.float32,)
     max_rows = MOST_ROWS
+    codes: Tensor
+    scales: Tensor
 
     @classmethod
     def unsupported(cls, layer: LayerSpec) -> str | None:
@@ -23,7 +25,7 @@ class Native(PackedWeight):
 
     def matrix(self, bias: Tensor | None) -> Matrix:
         """What the C++ takes; the buffers never move. `bias`: float32 [out]."""
-        tensors = self.codes, self.scales, getattr(self, "zeros", None), bias
+        tensors = self.codes, self.scales, self._buffers.get("zeros"), bias
         pointers = (None if each is None else each.data_ptr() for each in tensors)
         return Matrix(*pointers, self.layer.out_features, self.layer.in_features, self.bits, self.layer.group)
 

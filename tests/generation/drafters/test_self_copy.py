@@ -20,7 +20,7 @@ from tests.generation.calls import Prompts, generate, outputs, pad_left, random_
 from tests.generation.drafters.watching import before, untouched
 
 
-OPTIONS = ("rtn-w4-g128", "reference", "auto")
+OPTIONS = ("auto", "reference", "auto")
 
 
 @pytest.fixture(scope="module")

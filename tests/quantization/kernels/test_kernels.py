@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from spec_trl.quantization.kernels import LayerSpec, QuantizedRows, find_kernel, native
 from spec_trl.quantization.kernels.humming import HummingInt4
 from spec_trl.quantization.kernels.marlin import MarlinInt4
-from spec_trl.quantization.kernels.native import NativeInt4
+from spec_trl.quantization.kernels.native import NativeInt4, NativeInt8
 from spec_trl.quantization.kernels.onnxruntime_int4 import OnnxRuntimeInt4
 from spec_trl.quantization.kernels.reference import ReferenceInt4, ReferenceInt8
 from spec_trl.quantization.kernels.torch_int4 import TorchInt4Cpu, TorchInt4Cuda
@@ -22,7 +22,7 @@ from tests.quantization.conftest import layer_spec, pack
 BF16 = torch.bfloat16
 HAS_ONNXRUNTIME = importlib.util.find_spec("onnxruntime") is not None
 STORES_ON_CPU = [
-    TorchInt4Cpu, NativeInt4, TritonInt4, MarlinInt4, ReferenceInt4, TorchInt8Cpu, ReferenceInt8,
+    TorchInt4Cpu, NativeInt4, NativeInt8, TritonInt4, MarlinInt4, ReferenceInt4, TorchInt8Cpu, ReferenceInt8,
     pytest.param(
         OnnxRuntimeInt4, marks=pytest.mark.skipif(not HAS_ONNXRUNTIME, reason="onnxruntime is not installed")
     ),
@@ -92,6 +92,7 @@ def test_the_rule_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> 
     if NativeInt4.unsupported(layer_spec(64)) is None:
         assert find_kernel("auto", layer_spec(8192, 1024)) is NativeInt4
         assert find_kernel("auto", layer_spec(64, group=32)) is not NativeInt4
+        assert find_kernel("auto", layer_spec(64, bits=8)) is NativeInt8
     monkeypatch.setattr(native, "library", lambda: None)
     assert find_kernel("native", layer_spec(64)) == "native: no C++ compiler"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
