@@ -1,19 +1,28 @@
-// Matrix products of a few rows in float32, over float32, 8-bit or 4-bit weights.
+// Matrix products of a few rows, over float32, bfloat16, 8-bit or 4-bit weights; x and y in float32 or bfloat16.
 //
-// An element of the result is summed in one order, whatever the number of rows or threads: eight or sixteen sums of
-// every eighth or sixteenth product, and these one after the other. So a verification of several tokens computes for a
-// token what a step of one token does, bit for bit. The compiler must not reorder (no -ffast-math).
+// An element of the result is summed in one order, whatever the number of rows or threads: in float32, as the sums of
+// every eighth or sixteenth product, and these pairwise; on AMX in the order of its tiles. So a verification of several
+// tokens computes for a token what a step of one token does, bit for bit. The compiler must not reorder (no
+// -ffast-math).
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_TILES
+#endif
 #ifdef __AVX512F__
 constexpr int LANES = 16;
+constexpr int MOST_OUT = 4;  // outputs at once, with several rows: as many sums as the registers hold
 #else
 constexpr int LANES = 8;
+constexpr int MOST_OUT = 2;
 #endif
 
 typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -22,29 +31,110 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_a
 typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 constexpr int64_t AHEAD = 8192;           // bytes that are fetched ahead: some CPUs fetch too little by themselves
+constexpr int64_t ROWS_AHEAD = 8;         // the same, of weights that lie transposed
 constexpr int64_t PER_THREAD = 1 << 17;   // weights: with fewer, a second thread saves less than waking it takes
-constexpr int64_t BLOCK_BYTES = 1 << 17;  // of weights, which stay in the L2 cache for the next rows
+constexpr int64_t BLOCK_BYTES = 1 << 14;  // of weights, which stay in the L1 cache for the next rows
+constexpr int64_t COLUMNS = 4 * LANES;    // outputs at once, of weights that lie transposed
+constexpr int64_t TILE = 16;              // rows of an AMX tile, and its columns of float32
+
+struct Bfloat16 {
+  uint16_t bits;
+  operator float() const {
+    const uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+  }
+};
+
+static Bfloat16 narrowed(float value) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (value != value) return {(uint16_t)(bits >> 16 | 64)};
+  return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
 
 // weights, by their bits:
 //   32: float32 [out, in]
+//   16: bfloat16 [out, in]
 //   8: int8 codes [out, in], with scales [out]: weight = scale * code
+//   (these two may lie transposed, [in, out])
 //   4: codes [out, in / 64, 16] uint16, in which nibble j of word l is input 16 j + l of its 64, with scales and zeros
 //      [out, in / group]: weight = scale * (code - zero)
 struct Matrix {
   const void* weights;
   const float* scales;
   const uint8_t* zeros;
-  const float* bias;  // [out], or null
-  int64_t out, in, bits, group;
+  const void* bias;  // [out] in the dtype of y, or null
+  int64_t out, in, bits, group, is_transposed;
 };
 
+// Where results go: rows `stride` apart
+struct Output {
+  void* y;
+  int64_t stride;
+  bool is_narrow;  // bfloat16
+  Output after(int64_t rows, int64_t columns) const {
+    const int64_t numbers = rows * stride + columns;
+    return {is_narrow ? (void*)((Bfloat16*)y + numbers) : (void*)((float*)y + numbers), stride, is_narrow};
+  }
+  void set(int64_t row, int64_t column, float total, float scale, const void* bias) const {
+    const int64_t at = row * stride + column;
+    // fma: the compiler would round once here and twice elsewhere
+    if (is_narrow)
+      ((Bfloat16*)y)[at] = narrowed(__builtin_fmaf(total, scale, bias ? (float)((const Bfloat16*)bias)[column] : 0));
+    else
+      ((float*)y)[at] = __builtin_fmaf(total, scale, bias ? ((const float*)bias)[column] : 0);
+  }
+};
+
+#ifdef __AVX512F__
 static float sum(Vector v) {
-  float total = v[0];
-  for (int l = 1; l < LANES; ++l) total += v[l];
-  return total;
+  __m512 s = (__m512)v;
+  s = _mm512_add_ps(s, _mm512_permute_ps(s, 0b01001110));  // the order of `sums_of`
+  s = _mm512_add_ps(s, _mm512_permute_ps(s, 0b10110001));
+  s = _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0b10110001));
+  s = _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0b01001110));
+  return _mm512_cvtss_f32(s);
+}
+
+// The sums of 16 vectors, with a third of the additions that take them one by one.
+static __m512 sums_of(const Vector* v) {
+  __m512 two[8], four[4], eight[2];
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = (__m512)v[2 * i], b = (__m512)v[2 * i + 1];
+    two[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = (__m512d)two[2 * i], b = (__m512d)two[2 * i + 1];
+    four[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = four[2 * i], b = four[2 * i + 1];
+    eight[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  return _mm512_add_ps(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88), _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd));
+}
+#else
+static float sum(Vector v) {
+  for (int width = LANES / 2; width; width /= 2)
+    for (int l = 0; l < width; ++l) v[l] += v[l + width];
+  return v[0];
+}
+#endif
+
+static Words words_at(const uint16_t* from) {
+#ifdef __AVX512F__
+  return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+  return __builtin_convertvector(*(const Halves*)from, Words);
+#endif
 }
 
 static Vector vector_at(const float* from) { return *(const Vector*)from; }
+static Vector vector_at(const Bfloat16* from) { return (Vector)(words_at((const uint16_t*)from) << 16); }
 static Vector vector_at(const int8_t* from) {
 #ifdef __AVX512F__
   return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
@@ -67,6 +157,7 @@ static Vector rest(const NUMBER* from, int64_t count) {
 template <typename NUMBER, int ROWS, int OUT>
 static void by_row(const Matrix& w, const float* x, int64_t x_stride, int64_t first, Vector (*sums)[ROWS]) {
   const NUMBER* weights = (const NUMBER*)w.weights + first * w.in;
+  Vector totals[OUT][ROWS] = {};  // in registers, as what `sums` points to would not be
   int64_t k = 0;
   for (; k + LANES <= w.in; k += LANES) {
     Vector given[ROWS];
@@ -75,12 +166,31 @@ static void by_row(const Matrix& w, const float* x, int64_t x_stride, int64_t fi
       const NUMBER* at = weights + o * w.in + k;
       __builtin_prefetch((const char*)at + AHEAD);
       const Vector weight = vector_at(at);
-      for (int m = 0; m < ROWS; ++m) sums[o][m] += weight * given[m];
+      for (int m = 0; m < ROWS; ++m) totals[o][m] += weight * given[m];
     }
   }
-  for (int o = 0; o < OUT && k < w.in; ++o)
+  for (int o = 0; o < OUT; ++o)
     for (int m = 0; m < ROWS; ++m)
-      sums[o][m] += rest(weights + o * w.in + k, w.in - k) * rest(x + m * x_stride + k, w.in - k);
+      sums[o][m] = k == w.in ? totals[o][m]
+                             : totals[o][m] + rest(weights + o * w.in + k, w.in - k) *
+                                                  rest(x + m * x_stride + k, w.in - k);
+}
+
+// `count` outputs from `first` on, up to VECTORS * LANES, of weights that lie [in, out]
+template <typename NUMBER, int ROWS, int VECTORS>
+static void by_column(const Matrix& w, const float* x, int64_t x_stride, const Output& to, int64_t first,
+                      int64_t count) {
+  const NUMBER* at = (const NUMBER*)w.weights + first;
+  Vector sums[VECTORS][ROWS] = {};
+  for (int64_t k = 0; k < w.in; ++k, at += w.out)
+    for (int v = 0; v < VECTORS && v * LANES < count; ++v) {
+      __builtin_prefetch(at + v * LANES + ROWS_AHEAD * w.out);
+      const int64_t left = count - v * LANES;
+      const Vector weight = left >= LANES ? vector_at(at + v * LANES) : rest(at + v * LANES, left);
+      for (int m = 0; m < ROWS; ++m) sums[v][m] += weight * x[m * x_stride + k];
+    }
+  for (int64_t o = 0; o < count; ++o)
+    for (int m = 0; m < ROWS; ++m) to.set(m, first + o, sums[o / LANES][m][o % LANES], 1, w.bias);
 }
 
 static Vector values_of(Words codes) {
@@ -89,14 +199,6 @@ static Vector values_of(Words codes) {
   return (Vector)_mm512_permutexvar_ps((__m512i)codes, values);  // looks at the lowest four bits alone
 #else
   return __builtin_convertvector(codes & 15, Vector);
-#endif
-}
-
-static Words words_at(const uint16_t* codes) {
-#ifdef __AVX512F__
-  return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)codes));
-#else
-  return __builtin_convertvector(*(const Halves*)codes, Words);
 #endif
 }
 
@@ -140,27 +242,46 @@ static void by_group(const Matrix& w, const float* x, int64_t x_stride, const fl
 }
 
 template <int ROWS, int OUT>
-static void outputs(const Matrix& w, const float* x, int64_t x_stride, const float* x_sums, float* y, int64_t y_stride,
+static void outputs(const Matrix& w, const float* x, int64_t x_stride, const float* x_sums, const Output& to,
                     int64_t first) {
   Vector sums[OUT][ROWS] = {};
-  if (w.bits == 4)
-    by_group<ROWS, OUT>(w, x, x_stride, x_sums, first, sums);
-  else if (w.bits == 8)
-    by_row<int8_t, ROWS, OUT>(w, x, x_stride, first, sums);
-  else
-    by_row<float, ROWS, OUT>(w, x, x_stride, first, sums);
+  switch (w.bits) {
+    case 4: by_group<ROWS, OUT>(w, x, x_stride, x_sums, first, sums); break;
+    case 8: by_row<int8_t, ROWS, OUT>(w, x, x_stride, first, sums); break;
+    case 16: by_row<Bfloat16, ROWS, OUT>(w, x, x_stride, first, sums); break;
+    default: by_row<float, ROWS, OUT>(w, x, x_stride, first, sums);
+  }
+#ifdef __AVX512F__
+  if (ROWS == 4 && OUT == 4 && !to.is_narrow) {
+    Vector by_row[16];
+    for (int i = 0; i < 16; ++i) by_row[i] = sums[i % OUT][i / OUT % ROWS];
+    float totals[16];
+    _mm512_storeu_ps(totals, sums_of(by_row));
+    const __m128 scales = w.bits == 8 ? _mm_loadu_ps(w.scales + first) : _mm_set1_ps(1);
+    const __m128 bias = w.bias ? _mm_loadu_ps((const float*)w.bias + first) : _mm_setzero_ps();
+    for (int m = 0; m < ROWS; ++m)
+      _mm_storeu_ps((float*)to.y + m * to.stride + first, _mm_fmadd_ps(_mm_loadu_ps(totals + 4 * m), scales, bias));
+    return;
+  }
+#endif
   for (int o = 0; o < OUT; ++o)
     for (int m = 0; m < ROWS; ++m)
-      y[m * y_stride + first + o] =  // explicit: the compiler would round once here and twice elsewhere
-          __builtin_fmaf(sum(sums[o][m]), w.bits == 8 ? w.scales[first + o] : 1, w.bias ? w.bias[first + o] : 0);
+      to.set(m, first + o, sum(sums[o][m]), w.bits == 8 ? w.scales[first + o] : 1, w.bias);
 }
 
 template <int ROWS>
-static void rows(const Matrix& w, const float* x, int64_t x_stride, const float* x_sums, float* y, int64_t y_stride,
-                 int64_t first, int64_t end) {
-  constexpr int OUT = ROWS > 1 ? 2 : 4;  // as many sums as the registers hold
-  for (; first + OUT <= end; first += OUT) outputs<ROWS, OUT>(w, x, x_stride, x_sums, y, y_stride, first);
-  for (; first < end; ++first) outputs<ROWS, 1>(w, x, x_stride, x_sums, y, y_stride, first);
+static void rows(const Matrix& w, const float* x, int64_t x_stride, const float* x_sums, const Output& to, int64_t first,
+                 int64_t end) {
+  constexpr int OUT = ROWS > 1 ? MOST_OUT : 4;
+  for (; w.is_transposed && first < end; first += COLUMNS) {
+    const int64_t count = std::min(COLUMNS, end - first);
+    if (w.bits == 16)
+      by_column<Bfloat16, ROWS, COLUMNS / LANES>(w, x, x_stride, to, first, count);
+    else
+      by_column<float, ROWS, COLUMNS / LANES>(w, x, x_stride, to, first, count);
+  }
+  for (; first + OUT <= end; first += OUT) outputs<ROWS, OUT>(w, x, x_stride, x_sums, to, first);
+  for (; first < end; ++first) outputs<ROWS, 1>(w, x, x_stride, x_sums, to, first);
 }
 
 // Sums of x over each group of the inputs, [count, in / group]
@@ -176,35 +297,135 @@ static std::vector<float> group_sums(const Matrix& w, const float* x, int64_t x_
   return sums;
 }
 
+#ifdef HAS_TILES
+static bool tiles_are_granted() {  // the system must be asked, once per process
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return granted;
+}
+
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16};
+};
+
+// Outputs first..end, a multiple of TILE, of up to four times TILE rows. packed [rows / TILE, in / 2, TILE, 2]: x, of
+// which a tile takes TILE rows of TILE pairs. A tile of weights is TILE outputs of 32 inputs, as they lie.
+static void by_tile(const Matrix& w, const Bfloat16* packed, int64_t count, const Output& to, int64_t first,
+                    int64_t end) {
+  const int64_t groups = (count + TILE - 1) / TILE, stride = w.in * 2, group = w.in * TILE;
+  alignas(64) float totals[4][TILE][TILE];  // [group of rows, output, row]
+  const __m512i down = _mm512_mullo_epi32(_mm512_set1_epi32(TILE),
+                                          _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  for (; first < end; first += TILE) {
+    const Bfloat16* weights = (const Bfloat16*)w.weights + first * w.in;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < w.in; k += 32) {
+      // The next outputs' weights, as they lie: fetching ahead within TILE rows at once would be too late.
+      const char* next = (const char*)(weights + TILE * w.in) + k * TILE * 2;
+      for (int line = 0; line < 16; ++line) __builtin_prefetch(next + 64 * line);
+      _tile_loadd(4, weights + k, stride);
+      const Bfloat16* x = packed + k * TILE;
+      _tile_loadd(5, x, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      if (groups > 1) {
+        _tile_loadd(5, x + group, 64);
+        _tile_dpbf16ps(1, 4, 5);
+      }
+      if (groups > 2) {
+        _tile_loadd(5, x + 2 * group, 64);
+        _tile_dpbf16ps(2, 4, 5);
+      }
+      if (groups > 3) {
+        _tile_loadd(5, x + 3 * group, 64);
+        _tile_dpbf16ps(3, 4, 5);
+      }
+    }
+    _tile_stored(0, totals[0], 64);
+    if (groups > 1) _tile_stored(1, totals[1], 64);
+    if (groups > 2) _tile_stored(2, totals[2], 64);
+    if (groups > 3) _tile_stored(3, totals[3], 64);
+    Vector bias = {};
+    if (w.bias) bias = vector_at((const Bfloat16*)w.bias + first);
+    for (int64_t m = 0; m < count; ++m) {
+      const __m512i column = _mm512_add_epi32(down, _mm512_set1_epi32(m % TILE));
+      const Vector sums = (Vector)_mm512_i32gather_ps(column, totals[m / TILE], 4) + bias;
+      const __m256bh narrow = _mm512_cvtneps_pbh((__m512)sums);
+      std::memcpy((Bfloat16*)to.y + m * to.stride + first, &narrow, 32);
+    }
+  }
+}
+#endif
+
 // y [count, out of all] = x [count, in] times the transposed `matrices`, and their biases, next to each other; rows are
-// strides apart; `most_threads` at most. Threads are woken once for all matrices: that takes as long as 1e5 products.
-extern "C" void multiply(const Matrix* matrices, int64_t number, const float* x, int64_t x_stride, int64_t count,
-                         float* y, int64_t y_stride, int64_t most_threads) {
+// strides apart; `most_threads` at most. x and y are float32, or bfloat16 where `is_narrow`. Threads are woken once for
+// all matrices: that takes as long as 1e5 products.
+extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, int64_t x_stride, int64_t count, void* y,
+                         int64_t y_stride, int64_t most_threads, int64_t is_narrow) {
+  const int64_t in = matrices->in;
+  bool tiles = false;
+#ifdef HAS_TILES
+  tiles = is_narrow && in % 32 == 0 && tiles_are_granted();
+  for (int64_t n = 0; n < number; ++n) tiles = tiles && matrices[n].bits == 16 && !matrices[n].is_transposed;
+#endif
+  bool widens = is_narrow;  // x, for what no tile computes
+  if (tiles) widens = std::any_of(matrices, matrices + number, [](const Matrix& w) { return w.out % TILE; });
+  std::vector<float> wide(widens ? count * in : 0);
+  for (int64_t m = 0; widens && m < count; ++m)
+    for (int64_t k = 0; k < in; ++k) wide[m * in + k] = ((const Bfloat16*)x)[m * x_stride + k];
+  const float* given = is_narrow ? wide.data() : (const float*)x;
+  const int64_t given_stride = is_narrow ? in : x_stride;
+  std::vector<uint32_t> packed(tiles ? (count + TILE - 1) / TILE * TILE * in / 2 : 0);
+  for (int64_t m = 0; tiles && m < count; ++m)
+    for (int64_t k = 0; k < in / 2; ++k)
+      std::memcpy(&packed[(m / TILE * in / 2 + k) * TILE + m % TILE], (const Bfloat16*)x + m * x_stride + 2 * k, 4);
   int64_t weights = 0;
   std::vector<std::vector<float>> x_sums;
   for (int64_t n = 0; n < number; ++n) {
-    weights += matrices[n].out * matrices[n].in;
-    x_sums.push_back(group_sums(matrices[n], x, x_stride, count));
+    weights += matrices[n].out * in;
+    x_sums.push_back(group_sums(matrices[n], given, given_stride, count));
   }
   const int64_t threads = std::min(most_threads, 1 + weights / PER_THREAD);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
-    const Matrix w = matrices[n];
-    const int64_t groups = x_sums[n].size() / count;
-    const int64_t block = std::max<int64_t>(4, std::min(BLOCK_BYTES * 8 / (w.in * w.bits), (w.out / threads + 4) / 4 * 4));
+  {
+#ifdef HAS_TILES
+    const TileShapes shapes;
+    if (tiles) _tile_loadconfig(&shapes);
+#endif
+    for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
+      const Matrix w = matrices[n];
+      const int64_t groups = x_sums[n].size() / count, unit = w.is_transposed ? COLUMNS : tiles ? TILE : MOST_OUT;
+      const int64_t share = (w.out / threads + unit) / unit * unit;
+      const int64_t block = std::max(unit, std::min(BLOCK_BYTES * 8 / (in * w.bits), share) / unit * unit);
 #pragma omp for schedule(static) nowait
-    for (int64_t first = 0; first < w.out; first += block) {
-      const int64_t end = std::min(w.out, first + block);
-      for (int64_t m = 0; m < count; m += 4) {
-        const float *from = x + m * x_stride, *sums = x_sums[n].data() + m * groups;
-        float* to = y + m * y_stride + column;
-        switch (std::min<int64_t>(4, count - m)) {
-          case 1: rows<1>(w, from, x_stride, sums, to, y_stride, first, end); break;
-          case 2: rows<2>(w, from, x_stride, sums, to, y_stride, first, end); break;
-          case 3: rows<3>(w, from, x_stride, sums, to, y_stride, first, end); break;
-          default: rows<4>(w, from, x_stride, sums, to, y_stride, first, end);
+      for (int64_t start = 0; start < w.out; start += block) {
+        int64_t first = start;
+        const int64_t end = std::min(w.out, start + block);
+#ifdef HAS_TILES
+        if (tiles) {
+          first = start + (end - start) / TILE * TILE;
+          for (int64_t m = 0; m < count; m += 4 * TILE)
+            by_tile(w, (const Bfloat16*)packed.data() + m * in, std::min(count - m, 4 * TILE),
+                    Output{y, y_stride, true}.after(m, column), start, first);
+        }
+#endif
+        for (int64_t m = 0; m < count && first < end; m += 4) {
+          const float *from = given + m * given_stride, *sums = x_sums[n].data() + m * groups;
+          const Output to = Output{y, y_stride, (bool)is_narrow}.after(m, column);
+          switch (std::min<int64_t>(4, count - m)) {
+            case 1: rows<1>(w, from, given_stride, sums, to, first, end); break;
+            case 2: rows<2>(w, from, given_stride, sums, to, first, end); break;
+            case 3: rows<3>(w, from, given_stride, sums, to, first, end); break;
+            default: rows<4>(w, from, given_stride, sums, to, first, end);
+          }
         }
       }
     }
+#ifdef HAS_TILES
+    if (tiles) _tile_release();
+#endif
   }
 }

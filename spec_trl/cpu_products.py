@@ -1,4 +1,4 @@
-"""Matrix products of a few rows in float32 on a CPU, over float32, 8-bit or 4-bit weights: C++, if it compiles.
+"""Matrix products of few rows on a CPU, over dense, 8-bit or 4-bit weights: C++, if it compiles.
 
 Drafting and verifying multiply one to a few dozen rows, for which reading the weights takes the time. An element of a
 product is summed in the same order whatever the number of rows (`cpu_products.cpp`).
@@ -6,6 +6,9 @@ product is summed in the same order whatever the number of rows (`cpu_products.c
 
 import ctypes
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +21,59 @@ from .native_code import load
 CODE_BLOCK = 64
 """Inputs whose 4-bit codes lie in one block; they divide the inputs of a quantized matrix."""
 MOST_ROWS = 16
-"""Rows up to which the product takes no longer than oneDNN's, but for a few shapes (benchmarks/dense_linear.py)."""
+"""Rows up to which a packed weight takes no longer than oneDNN over the dense one, but for a few shapes
+(benchmarks/dense_linear.py)."""
+DTYPES = {torch.float32: 32, torch.bfloat16: 16}
+"""Of x and y, and of dense weights: bits of each."""
 
 
 class Matrix(ctypes.Structure):
     """`struct Matrix` of `cpu_products.cpp`: pointers, and sizes."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("weights", "scales", "zeros", "bias")] + [
-        (name, ctypes.c_int64) for name in ("out", "in_", "bits", "group")
+        (name, ctypes.c_int64) for name in ("out", "in_", "bits", "group", "is_transposed")
     ]
 
 
 def dense_matrix(weight: Tensor, bias: Tensor | None) -> Matrix:
-    """A view of `weight` [out, in] and `bias` [out], float32 and contiguous, which must outlive it."""
-    return Matrix(weight.data_ptr(), None, None, None if bias is None else bias.data_ptr(), *weight.shape, 32, 0)
+    """A view of `weight` [out, in], contiguous or a transposed contiguous one, and `bias` [out], of one of `DTYPES`,
+    which must outlive it."""
+    pointers = weight.data_ptr(), None, None, None if bias is None else bias.data_ptr()
+    return Matrix(*pointers, *weight.shape, DTYPES[weight.dtype], 0, not weight.is_contiguous())
 
 
-def serves(rows: int) -> bool:
-    """Whether products of so many rows are served on this machine."""
-    return rows <= MOST_ROWS and library() is not None
+class _Phase(threading.local):
+    reads_prompts = False
+
+
+_phase = _Phase()
+
+
+@contextmanager
+def reading_prompts() -> Iterator[None]:
+    """Within it, in this thread, :func:`serves` says no: prompts have many rows, for which torch's products are faster.
+    No token of a prompt is ever computed by a step, so these may sum in another order."""
+    before, _phase.reads_prompts = _phase.reads_prompts, True
+    try:
+        yield
+    finally:
+        _phase.reads_prompts = before
+
+
+def serves() -> bool:
+    """Whether products are served on this machine, in this phase."""
+    return not _phase.reads_prompts and library() is not None
 
 
 def multiply(matrix: Matrix, x: Tensor) -> Tensor:
-    """x [..., in] float32 on the CPU → [..., out]."""
+    """x [..., in] on the CPU, float32, or of the dtype of a dense matrix → [..., out] of its dtype."""
     out, size = int(matrix.out), int(matrix.in_)
     rows = x.reshape(-1, size)  # [m, in]
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     y = x.new_empty(*x.shape[:-1], out)  # [..., out]
     threads = torch.get_num_threads()
-    library().multiply(matrix, 1, rows.data_ptr(), rows.stride(0), len(rows), y.data_ptr(), out, threads)
+    library().multiply(matrix, 1, rows.data_ptr(), rows.stride(0), len(rows), y.data_ptr(), out, threads, x.dtype != torch.float32)
     return y
 
 
@@ -62,7 +88,7 @@ def library() -> Any:
     found = load(Path(__file__).with_suffix(".cpp"), reorders_sums=False)
     if found is not None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        given = pointer, integer, integer, pointer, integer, integer
+        given = pointer, integer, integer, pointer, integer, integer, integer
         found.multiply.argtypes = [ctypes.POINTER(Matrix), integer, *given]
         found.multiply.restype = None
     return found

@@ -1,52 +1,130 @@
-"""Dense layers of a shadow on a CPU."""
+"""Dense layers of a shadow on a CPU: what one computes for a token does not depend on the other tokens of a forward."""
+
+import functools
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
 
 from . import cpu_products
 
 
-PLAIN_MULTIPLICATIONS = 1 << 14
-"""Multiplications below which `F.linear` runs: preparing another call would take longer. A guess."""
-ONEDNN_MULTIPLICATIONS = 1 << 20
-"""Multiplications of a layer's forward from which oneDNN takes less time (benchmarks/dense_linear.py, on an AMD EPYC).
-Its call costs more than that of `F.linear`, whose library reads the weights once per row on some CPUs."""
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class DenseLinear(nn.Linear):
-    """nn.Linear, which in float32 on a CPU multiplies few rows by :mod:`cpu_products`, and more by oneDNN where
-    that is faster, on the weights as they lie."""
+    """nn.Linear by :func:`multiply`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → y [..., out]"""
-        multiplications = x.numel() * self.out_features
-        if multiplications < PLAIN_MULTIPLICATIONS or not self.is_plain(x):
-            return super().forward(x)
-        if cpu_products.serves(x.numel() // self.in_features):
-            return cpu_products.multiply(cpu_products.dense_matrix(self.weight, self.bias), x)
-        if HAS_ONEDNN and multiplications >= ONEDNN_MULTIPLICATIONS:
-            return multiply_by_onednn(x, self.weight, self.bias)
-        return super().forward(x)
-
-    def is_plain(self, x: Tensor) -> bool:
-        """Whether nothing but float32 is asked for."""
-        return (
-            x.dtype == torch.float32
-            and x.device.type == "cpu"
-            and not torch.is_grad_enabled()  # these have no backward pass
-            and not torch.is_autocast_enabled("cpu")
-            and self.weight.dtype == torch.float32
-            and self.weight.is_contiguous()
-        )
+        return multiply(x, self.weight, self.bias) if is_plain(x, self.weight) else super().forward(x)
 
 
-def is_dense_on_cpu(module: nn.Module) -> bool:
-    """Whether a shadow should have a :class:`DenseLinear` for `module`."""
-    return type(module) is nn.Linear and module.weight.device.type == "cpu"
+class DenseConv1D(Conv1D):
+    """transformers' Conv1D, whose weight lies [in, out], by :func:`multiply`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → y [..., out]"""
+        y: Tensor = multiply(x, self.weight.T, self.bias) if is_plain(x, self.weight) else super().forward(x)
+        return y
+
+
+class _DenseExperts(nn.Module):
+    """A mixture's stacked experts one by one, each on the tokens that chose it. A token adds its experts in their
+    order."""
+
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """x [tokens, hidden], chosen and shares [tokens, top_k] → [tokens, hidden]"""
+        experts: Any = self
+        first_name, second_name = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+        if not is_plain(x, experts._parameters[first_name]):
+            y: Tensor = super().forward(x, chosen, shares)
+            return y
+        y = torch.zeros_like(x)  # [tokens, hidden]
+        for expert in chosen.unique().tolist():
+            token, slot = torch.where(chosen == expert)  # [m], [m]
+            h = self._multiply(first_name, expert, x[token])  # [m, 2 * inner]
+            h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)  # [m, inner]
+            h = self._multiply(second_name, expert, h)  # [m, hidden]
+            y.index_add_(0, token, (h * shares[token, slot, None]).to(y.dtype))
+        return y
+
+    def _multiply(self, name: str, expert: int, x: Tensor) -> Tensor:
+        experts: Any = self
+        weight = experts._parameters[name][expert]  # [out, in], or [in, out]
+        bias = experts._parameters[f"{name}_bias"][expert] if experts.has_bias else None  # [out]
+        return multiply(x, weight.T if experts.is_transposed else weight, bias)
+
+
+class _Products(TorchFunctionMode):
+    """Within it `F.linear` is :func:`multiply`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.linear and not kwargs and is_plain(args[0], args[1]):
+            return multiply(args[0], args[1], args[2] if len(args) > 2 else None)
+        return function(*args, **(kwargs or {}))
+
+
+class _WithProducts(nn.Module):
+    """A module that is no linear layer and has a matrix all the same: a mixture's router."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _Products():
+            return super().forward(*args, **kwargs)
+
+
+@functools.cache
+def _mixed(mixin: type, kind: type) -> type:
+    return type(f"Dense{kind.__name__}", (mixin, kind), {})
+
+
+def dense_class(kind: type, module: nn.Module) -> type:
+    """The class that a shadow should have for `module`, of class `kind`: one of these on a CPU, or `kind`."""
+    weight = next((own for own in module._parameters.values() if own is not None), None)
+    if weight is None or weight.device.type != "cpu":
+        return kind
+    if "is_transposed" in vars(module) and "down_proj" in module._parameters:  # transformers' experts interface
+        return kind if vars(module).get("has_post_expert_norm") else _mixed(_DenseExperts, kind)
+    if kind in (nn.Linear, Conv1D):
+        return DenseLinear if kind is nn.Linear else DenseConv1D
+    weight = module._parameters.get("weight")
+    is_router = weight is not None and weight.dim() == 2 and not isinstance(module, nn.Linear | nn.Embedding)
+    return _mixed(_WithProducts, kind) if is_router else kind
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] times `weight` [out, in] → [..., out], for which :func:`is_plain` holds: generated tokens by
+    :mod:`cpu_products`, prompts by oneDNN on the weights as they lie.
+
+    oneDNN sums one row in another order than several, which it sums alike: one row is multiplied as two.
+    """
+    if cpu_products.serves():
+        return cpu_products.multiply(cpu_products.dense_matrix(weight, bias), x)
+    rows = x.reshape(-1, x.shape[-1])  # [m, in]
+    pair = rows.expand(2, -1).contiguous() if len(rows) == 1 else rows  # [max(m, 2), in]
+    if x.dtype == torch.float32 and HAS_ONEDNN:
+        y = multiply_by_onednn(pair, weight, bias)
+    else:
+        y = F.linear(pair, weight, bias)  # in bfloat16 it is oneDNN's
+    return y[: len(rows)].view(*x.shape[:-1], len(weight))
+
+
+def is_plain(x: Tensor, weight: Tensor) -> bool:
+    """Whether nothing but a product without gradient in one of the dtypes of :mod:`cpu_products` is asked for."""
+    return (
+        x.dtype == weight.dtype in cpu_products.DTYPES
+        and x.device.type == "cpu"
+        and not torch.is_grad_enabled()  # these have no backward pass
+        and not torch.is_autocast_enabled("cpu")
+        and weight.is_contiguous()
+        and x.numel() > 0
+    )
 
 
 def multiply_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] times weight [out, in] → [..., out], as Inductor calls it."""
+    """x [m, in] times weight [out, in] → [m, out], as Inductor calls it."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product

@@ -96,16 +96,16 @@ struct Matrix {
   const void* weights;
   const float* scales;
   const uint8_t* zeros;
-  const float* bias;
-  int64_t out, in, bits, group;
+  const void* bias;
+  int64_t out, in, bits, group, is_transposed;
 };
 struct Sizes {
   int64_t rows, kv_heads, groups, count;
   int64_t query_strides[3], key_strides[3];
   int64_t threads;
 };
-typedef void Multiply(const Matrix*, int64_t number, const float* x, int64_t x_stride, int64_t count, float* y,
-                      int64_t y_stride, int64_t threads);
+typedef void Multiply(const Matrix*, int64_t number, const void* x, int64_t x_stride, int64_t count, void* y,
+                      int64_t y_stride, int64_t threads, int64_t is_narrow);
 typedef void Attend(const float* queries, const float* keys, const float* values, const int64_t* spans, float* output,
                     const Sizes*, double scale);
 
@@ -153,7 +153,7 @@ extern "C" void decoder_layer(const Layer* layer, const Call* call) {
   float *gated = attended + tokens * queries, *product = gated + 2 * tokens * inner;  // gated: [tokens, 2, inner]
 
   norm(l.before_attention, c.hidden, nullptr, nullptr, normed, tokens, hidden, most);
-  c.multiply(&l.query, 3, normed, hidden, tokens, projected, width, most);
+  c.multiply(&l.query, 3, normed, hidden, tokens, projected, width, most, 0);
 
   Heads heads = {c.rows, c.count, c.heads, c.kv_heads, c.head_size};
   for (int64_t* strides : {heads.query, heads.key, heads.value}) {
@@ -182,12 +182,12 @@ extern "C" void decoder_layer(const Layer* layer, const Call* call) {
 
   if (l.after_attention.weight)
     norm(l.after_attention, attended, nullptr, nullptr, attended, tokens, queries, most);
-  c.multiply(&l.attention_out, 1, attended, queries, tokens, normed, hidden, most);
+  c.multiply(&l.attention_out, 1, attended, queries, tokens, normed, hidden, most, 0);
   norm(l.before_mlp, normed, c.hidden, residual, normed, tokens, hidden, most);
-  c.multiply(&l.gate, 2, normed, hidden, tokens, gated, 2 * inner, most);
+  c.multiply(&l.gate, 2, normed, hidden, tokens, gated, 2 * inner, most, 0);
   const int64_t strides[2] = {2 * inner, 2 * inner};
   silu_multiply(gated, gated + inner, product, tokens, inner, strides, threads_for(tokens * inner, most));
   if (l.after_product.weight) norm(l.after_product, product, nullptr, nullptr, product, tokens, inner, most);
-  c.multiply(&l.down, 1, product, inner, tokens, normed, hidden, most);
+  c.multiply(&l.down, 1, product, inner, tokens, normed, hidden, most, 0);
   for (int64_t i = 0; i < tokens * hidden; ++i) c.hidden[i] = residual[i] + normed[i];
 }

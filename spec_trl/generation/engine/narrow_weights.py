@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ...dense_linear import DenseLinear
+from ...dense_linear import DenseConv1D, DenseLinear
 from ...quantization.linear import PackedLayer
 from .cache import autocast_dtype
 from .patched_forwards import patched_forward
@@ -61,7 +61,10 @@ class _NarrowConv1D(NarrowProduct):
 
 
 # By the forward of a class: one of its own may do something else with the weight.
-_MIXINS = {nn.Linear.forward: NarrowProduct, DenseLinear.forward: NarrowProduct, Conv1D.forward: _NarrowConv1D}
+_MIXINS = {
+    nn.Linear.forward: NarrowProduct, DenseLinear.forward: NarrowProduct,
+    Conv1D.forward: _NarrowConv1D, DenseConv1D.forward: _NarrowConv1D,
+}  # fmt: skip
 _classes: dict[type, type] = {}  # of linear layers, and what became of them
 _Key: TypeAlias = tuple[int, int]
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ...cpu_products import reading_prompts
 from .. import kept
 from .attention import MaskPlan, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
@@ -120,7 +121,8 @@ class EagerRunner:
         of each, as indices of `tokens`. None where there are no places."""
         self.forwards += 1
         if not places:
-            _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # few, where not none
+            with reading_prompts():
+                _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # few, where not none
             self._tell(features, positions, first_row)
             return None
         at, thread = sent(torch.tensor(places), tokens.device).unbind(1), get_ident()  # [n] each
@@ -131,7 +133,8 @@ class EagerRunner:
 
         hook = self.network.get_output_embeddings().register_forward_pre_hook(narrow)
         try:
-            logits, features = self._run(tokens, positions, columns, first_row)
+            with reading_prompts():
+                logits, features = self._run(tokens, positions, columns, first_row)
         finally:
             hook.remove()
         self._tell(features, positions, first_row)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...dense_linear import DenseLinear, is_dense_on_cpu
+from ...dense_linear import dense_class
 from ...quantization.source_weight import WRAPPED
 from .attention import RAGGED_ATTENTION
 from .family_hooks import adapt
@@ -141,9 +141,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     kind = type(module)
     if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 puts a class of its own before the module's
         kind = kind.__bases__[1]
-    if is_dense_on_cpu(module):
-        kind = DenseLinear
-    kind = with_fused_kernels(kind, module)
+    kind = with_fused_kernels(dense_class(kind, module), module)
     clone = kind.__new__(kind)
     clones[id(module)] = clone
     state = dict(module.__dict__)

@@ -27,7 +27,7 @@ class Native(PackedWeight):
         """What the C++ takes; the buffers never move. `bias`: float32 [out]."""
         tensors = self.codes, self.scales, self._buffers.get("zeros"), bias
         pointers = (None if each is None else each.data_ptr() for each in tensors)
-        return Matrix(*pointers, self.layer.out_features, self.layer.in_features, self.bits, self.layer.group)
+        return Matrix(*pointers, self.layer.out_features, self.layer.in_features, self.bits, self.layer.group, 0)
 
     def linear(self, x: Tensor) -> Tensor:
         return multiply(self.matrix(None), x)  # [m, out]
