@@ -9,6 +9,9 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#if !defined(__FMA__) && !defined(__aarch64__)
+#error "without fused multiply-add this is slower than torch"
+#endif
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -365,6 +368,7 @@ static void by_tile(const Matrix& w, const Bfloat16* packed, int64_t count, cons
 // all matrices: that takes as long as 1e5 products.
 extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, int64_t x_stride, int64_t count, void* y,
                          int64_t y_stride, int64_t most_threads, int64_t is_narrow) {
+  if (!count) return;
   const int64_t in = matrices->in;
   bool tiles = false;
 #ifdef HAS_TILES

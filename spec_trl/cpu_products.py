@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .native_code import load
 
@@ -33,6 +33,17 @@ class Matrix(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("weights", "scales", "zeros", "bias")] + [
         (name, ctypes.c_int64) for name in ("out", "in_", "bits", "group", "is_transposed")
     ]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether C++ can read `tensor`: numbers of one of `DTYPES` next to each other on the CPU, and no subclass, which
+    may keep them elsewhere."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.dtype in DTYPES
+        and tensor.is_contiguous()
+    )
 
 
 def dense_matrix(weight: Tensor, bias: Tensor | None) -> Matrix:

@@ -20,7 +20,8 @@ class DenseLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → y [..., out]"""
-        return multiply(x, self.weight, self.bias) if is_plain(x, self.weight) else super().forward(x)
+        plain = is_plain(x, self.weight, self.bias)
+        return multiply(x, self.weight, self.bias) if plain else super().forward(x)
 
 
 class DenseConv1D(Conv1D):
@@ -28,7 +29,8 @@ class DenseConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → y [..., out]"""
-        y: Tensor = multiply(x, self.weight.T, self.bias) if is_plain(x, self.weight) else super().forward(x)
+        plain = is_plain(x, self.weight, self.bias, transposed=True)
+        y: Tensor = multiply(x, self.weight.T, self.bias) if plain else super().forward(x)
         return y
 
 
@@ -40,7 +42,9 @@ class _DenseExperts(nn.Module):
         """x [tokens, hidden], chosen and shares [tokens, top_k] → [tokens, hidden]"""
         experts: Any = self
         first_name, second_name = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
-        if not is_plain(x, experts._parameters[first_name]):
+        bias = experts._parameters.get(f"{first_name}_bias") if experts.has_bias else None
+        stacked = experts._parameters[first_name]  # [experts, out, in], or [experts, in, out]
+        if not is_plain(x, stacked, bias, experts.is_transposed):
             y: Tensor = super().forward(x, chosen, shares)
             return y
         y = torch.zeros_like(x)  # [tokens, hidden]
@@ -63,7 +67,7 @@ class _Products(TorchFunctionMode):
     """Within it `F.linear` is :func:`multiply`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.linear and not kwargs and is_plain(args[0], args[1]):
+        if function is F.linear and not kwargs and is_plain(*args):
             return multiply(args[0], args[1], args[2] if len(args) > 2 else None)
         return function(*args, **(kwargs or {}))
 
@@ -112,15 +116,18 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y[: len(rows)].view(*x.shape[:-1], len(weight))
 
 
-def is_plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether nothing but a product without gradient in one of the dtypes of :mod:`cpu_products` is asked for."""
+def is_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> bool:
+    """Whether nothing but a product without gradient is asked for, of plain numbers in one of the dtypes of
+    :mod:`cpu_products`: x [..., in], `weight` [..., out, in] or transposed, bias [..., out]."""
     return (
-        x.dtype == weight.dtype in cpu_products.DTYPES
+        cpu_products.is_plain(weight)
+        and (bias is None or (cpu_products.is_plain(bias) and bias.dtype == weight.dtype))
+        and x.dtype == weight.dtype
         and x.device.type == "cpu"
+        and x.shape[-1] == weight.shape[-2 if transposed else -1]
+        and x.numel() > 0
         and not torch.is_grad_enabled()  # these have no backward pass
         and not torch.is_autocast_enabled("cpu")
-        and weight.is_contiguous()
-        and x.numel() > 0
     )
 
 

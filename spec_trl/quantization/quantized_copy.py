@@ -153,9 +153,9 @@ def choose_scheme(name: str, kernel: str, policy: PreTrainedModel) -> Scheme:
     float32 where our C++ multiplies them, which small policies need: 4 bits cost them a third of their drafts."""
     if name != "auto":
         return find_scheme(name)
-    is_wide = policy.dtype == torch.float32 and policy.device.type == "cpu"
-    has_kernel = kernel in ("auto", Native.name) and library() is not None
-    return find_scheme("rtn-w8" if is_wide and has_kernel else "rtn-w4-g128")
+    is_wide = policy.device.type == "cpu" and policy.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    has_kernel = is_wide and kernel in ("auto", Native.name) and library() is not None
+    return find_scheme("rtn-w8" if has_kernel else "rtn-w4-g128")
 
 
 @dataclass

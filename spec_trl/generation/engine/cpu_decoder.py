@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 from ... import cpu_products
 from ...cpu_products import Matrix
@@ -54,6 +55,7 @@ class OneCall:
             return
         watched = [attention, mlp, mlp.act_fn, *modules, *(norm for norm in norms if norm is not None)]
         self._hooks = [hooks for each in watched for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        self._hooks += [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
         self._quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
         self._flags = [vars(module) for module in self._quantized]
         tensors: list[tuple[dict[str, Tensor | None], str]] = []
@@ -68,7 +70,11 @@ class OneCall:
         self._head_dim = attention.head_dim
         self._pointers: tuple[int, ...] = ()
         self._attend = cpu_attention.compiled(torch.float32, self._head_dim)
+        self._heads = modules[0].out_features // self._head_dim
+        self._kv_heads = modules[1].out_features // self._head_dim
         self._served = self._attend is not None
+        functions = (cpu_products.library().multiply, self._attend) if self._served else ()
+        self._functions = [cpu_products.address(function) for function in functions]
 
     def __call__(
         self, hidden_states: Tensor, cosine: Tensor, sine: Tensor, spans: Tensor, cache: _RaggedLayer
@@ -109,16 +115,13 @@ class OneCall:
     def _describe(self, pointers: tuple[int, ...]) -> None:
         matrices = [_matrix_of(module) for module in self._projections]
         self._most_rows = min([cpu_products.MOST_ROWS, *(module.max_rows for module in self._quantized)])
-        if any(matrix is None for matrix in matrices):
-            self._most_rows = 0
-            matrices = [Matrix() for _ in matrices]
         weights = [_Norm(None, 0.0) if each is None else _norm_of(each) for each in self._norms]
-        self._layer = _Layer((Matrix * 7)(*matrices), (_Norm * 6)(*weights), self._scale)  # type: ignore[misc]
-        self._described, self._pointers = ctypes.byref(self._layer), pointers
-        self._heads = self._projections[0].out_features // self._head_dim
-        self._kv_heads = self._projections[1].out_features // self._head_dim
-        functions = cpu_products.library().multiply, self._attend
-        self._functions = [cpu_products.address(function) for function in functions]
+        self._pointers = pointers
+        if None in matrices or None in weights:
+            self._most_rows = 0
+            return
+        layer = _Layer((Matrix * 7)(*matrices), (_Norm * 6)(*weights), self._scale)  # type: ignore[misc]
+        self._described = ctypes.byref(layer)
 
 
 calls: WeakKeyDictionary[nn.Module, OneCall] = WeakKeyDictionary()
@@ -140,15 +143,19 @@ def _is_served(module: nn.Module) -> bool:
 
 
 def _matrix_of(module: Any) -> Matrix | None:
-    """None where a tensor is not in float32, or its rows do not follow each other."""
+    """None where C++ cannot read a tensor."""
     bias = module.bias
-    if bias is not None and bias.dtype != torch.float32:
+    if bias is not None and not _is_plain(bias):
         return None
     if isinstance(module, QuantizedLinear):
         return module.packed.matrix(bias)  # type: ignore[operator]
-    is_plain = module.weight.dtype == torch.float32 and module.weight.is_contiguous()
-    return cpu_products.dense_matrix(module.weight, bias) if is_plain else None
+    return cpu_products.dense_matrix(module.weight, bias) if _is_plain(module.weight) else None
 
 
-def _norm_of(module: Any) -> _Norm:
-    return _Norm(module.weight.data_ptr(), module.variance_epsilon)
+def _norm_of(module: Any) -> _Norm | None:
+    """None where C++ cannot read it."""
+    return _Norm(module.weight.data_ptr(), module.variance_epsilon) if _is_plain(module.weight) else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return cpu_products.is_plain(tensor) and tensor.dtype == torch.float32

@@ -88,7 +88,7 @@ def _choose(name: str, layer: LayerSpec) -> tuple[type[PackedWeight], int | None
         return fitting
     if name != "auto" or layer.device.type != "cuda":
         native = [kernel for kernel in fitting if issubclass(kernel, Native)]
-        if name == "auto" and native and layer.policy_dtype == torch.float32:
+        if name == "auto" and native and layer.policy_dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
             return native[0], None
         preferred = name == "auto" and OnnxRuntimeInt4 in fitting and is_fastest(layer)
         return OnnxRuntimeInt4 if preferred else fitting[0], None

@@ -65,3 +65,6 @@ class NativeInt4(Native):
 
 class NativeInt8(Native, ReferenceInt8):
     """The reference's layout: plain int8 rows."""
+
+    rows_along = {"codes": 0, "scales": 0}
+    max_rows = 2 * MOST_ROWS  # a byte is a number with fewer instructions than half a byte
