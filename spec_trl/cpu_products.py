@@ -62,8 +62,8 @@ _phase = _Phase()
 
 @contextmanager
 def reading_prompts() -> Iterator[None]:
-    """Within it, in this thread, :func:`serves` says no: prompts have many rows, for which torch's products are faster.
-    No token of a prompt is ever computed by a step, so these may sum in another order."""
+    """Within it, in this thread, :func:`serves` says no: prompts have many rows, for which torch's products are
+    faster. No step ever computes a token of a prompt, so that its sums may have another order."""
     before, _phase.reads_prompts = _phase.reads_prompts, True
     try:
         yield
@@ -83,8 +83,10 @@ def multiply(matrix: Matrix, x: Tensor) -> Tensor:
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     y = x.new_empty(*x.shape[:-1], out)  # [..., out]
-    threads = torch.get_num_threads()
-    library().multiply(matrix, 1, rows.data_ptr(), rows.stride(0), len(rows), y.data_ptr(), out, threads, x.dtype != torch.float32)
+    threads, is_narrow = torch.get_num_threads(), x.dtype != torch.float32
+    library().multiply(
+        matrix, 1, rows.data_ptr(), rows.stride(0), len(rows), y.data_ptr(), out, threads, is_narrow
+    )
     return y
 
 

@@ -1,4 +1,4 @@
-"""Dense layers of a shadow on a CPU: what one computes for a token does not depend on the other tokens of a forward."""
+"""Dense layers of a shadow on a CPU: what they compute for a token does not depend on the forward's other tokens."""
 
 import functools
 from typing import Any

@@ -4,15 +4,14 @@ SpecGRPOConfig, the `--help` of commands and the tables in docs/options.md take 
 """
 
 import functools
-import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..scheduling.draft_length import MAX_DRAFT_LENGTH
+from .value_checks import did_you_mean, require_bool, require_choice, require_folder_or_id, require_int, require_number
 
 
 Strategy = Literal["none", "self", "model", "ngram", "history", "eagle3", "dflash", "tts", "auto", "best_of_n"]
@@ -185,6 +184,12 @@ class SpeculativeConfig:
     )
     best_of_n_race: bool = option(True, "Several drafters race for a row if verification has room. False: one does.")
 
+    exact: bool | Literal["auto"] = option(
+        "auto",
+        "Sums each number in one order, whatever else a forward computes: then drafts and other rows change no bit. "
+        'True: refuse a model of which that is not so here. "auto": try it once per machine and say so in '
+        "`statistics.exact`; on CUDA as False. False: do not try it.",
+    )
     draft_quantization: str = option(
         "auto",
         'Quantization of the self-drafter: "rtn-w4-g128" (or g64, g32), "rtn-w8", "nf4" (with bitsandbytes), or '
@@ -397,53 +402,3 @@ def check_decoupled(strategy: str, config: SpeculativeConfig) -> None:
             'verification="rejection" does not go with decoupled_execution="always": a draft stays valid only where '
             'it equals what the target samples. Use verification="exact", or decoupled_execution="never".'
         )
-
-
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A question to end a message with, where `name` is nearly one of `known`; else nothing."""
-    near = get_close_matches(str(name), known, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def require_choice(name: str, value: object, words: Sequence[str]) -> None:
-    """Raises ValueError, naming `name`, unless `value` is one of `words`."""
-    if value not in words:
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {list(words)}.{did_you_mean(value, words)}")
-
-
-def require_bool(name: str, value: object, hint: str = "") -> None:
-    """Raises ValueError, naming `name`, unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is no bool; pass True or False{hint}.")
-
-
-def require_int(name: str, value: object, low: int | None, high: int | None, hint: str = "") -> None:
-    """Raises ValueError, naming `name`, unless `value` is an integer from `low` to `high`; None: unbounded."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} is a {type(value).__name__}; pass an integer{hint}.")
-    if (low is not None and value < low) or (high is not None and value > high):
-        bounds = f"{low} to {high}" if high is not None else f"at least {low}"
-        raise ValueError(f"{name}={value} is out of range; it must be {bounds}{hint}.")
-
-
-def require_number(name: str, value: object, positive: bool, hint: str = "") -> None:
-    """Raises ValueError, naming `name`, unless `value` is a finite number of at least 0; `positive`: above 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0 or (positive and value == 0):  # type: ignore[operator]
-        bound = "a positive number" if positive else "a number of at least 0"
-        raise ValueError(f"{name}={value!r} is out of range; it must be {bound}{hint}.")
-
-
-def require_folder_or_id(name: str, assistant: object) -> None:
-    """Raises ValueError, naming `name`, where `assistant` is a text that is no folder and can be no hub id."""
-    if not isinstance(assistant, str) or Path(assistant).is_dir():
-        return
-    if Path(assistant).is_file():
-        raise ValueError(f"{name}={assistant!r} is a file; give the folder that it lies in.")
-    from huggingface_hub.errors import HFValidationError  # here: `spec-trl --help` would wait for them
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(assistant)
-    except HFValidationError:
-        raise ValueError(f"{name}={assistant!r} is a folder that does not exist; correct the path.") from None

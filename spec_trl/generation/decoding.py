@@ -22,7 +22,16 @@ from .engine import requirements
 from .engine.captured import GraphRunner
 from .engine.drafter import Drafter, keep_drafters
 from .engine.in_step import RolloutInStep, must_run_in_step
-from .engine.kept_runner import captures, free_for_cache, keep_runner, keep_shadow, runner_for, runner_mode, takes_pool
+from .engine.kept_runner import (
+    captures,
+    exactness,
+    free_for_cache,
+    keep_runner,
+    keep_shadow,
+    runner_for,
+    runner_mode,
+    takes_pool,
+)
 from .engine.kv_room import KVRoom, PoolRoom, RowNeeds, warn_of_little_memory
 from .engine.memory import check_memory, takes_pages
 from .engine.narrow_weights import bytes_in_use
@@ -152,8 +161,10 @@ def speculative_decoding(
         streamer,
     )  # fmt: skip
     prompts, in_step = _validate(call, model_kwargs)
+    exact = exactness(model, call.config)
     with ExitStack() as at_end:  # puts back what the call takes of what is kept for the model
         completions, statistics = _roll_out(call, *_prepare(call, prompts, in_step, at_end))
+    statistics.exact = exact
     if not call.config.keep_graphs and captures(call.config, model.device):
         gc.collect()  # a runner and what it captured hold each other
     return _assemble(call, completions, statistics)

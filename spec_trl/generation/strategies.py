@@ -20,7 +20,7 @@ from ..scheduling.roofline import Roofline
 from ..scheduling.round_costs import LadderRounds, RooflineRounds
 from ..scheduling.toggle import RooflineToggle
 from . import kept
-from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy, require_folder_or_id
+from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy
 from .drafters.canvas import TrainableDrafter
 from .drafters.checkpoints import read_config
 from .drafters.dflash.drafter import DFlashDrafter
@@ -33,6 +33,7 @@ from .drafters.tts.drafter import DistilledDrafter
 from .drafters.vocabulary import check_sizes
 from .engine.drafter import Drafter
 from .engine.shadow import structure
+from .value_checks import require_folder_or_id
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"

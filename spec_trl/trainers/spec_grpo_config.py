@@ -18,15 +18,17 @@ from ..generation.configuration import (
     check_combination,
     check_decoupled,
     check_strategy,
-    did_you_mean,
     document,
+)
+from ..generation.option_use import check_use
+from ..generation.value_checks import (
+    did_you_mean,
     require_bool,
     require_choice,
     require_folder_or_id,
     require_int,
     require_number,
 )
-from ..generation.option_use import check_use
 from ..scheduling.draft_length import DraftLengthController
 
 
@@ -101,6 +103,7 @@ class SpecGRPOConfig(GRPOConfig):
     history_max_tokens: int = shared("history_max_tokens")
     verification: str = shared("verification")
     decoupled_execution: str = shared("decoupled_execution")
+    exact: bool | str = shared("exact")
     draft_quantization: str = shared("draft_quantization")
     draft_kernel: str = shared("draft_kernel")
     draft_lm_head: str = shared("draft_lm_head")

@@ -23,8 +23,8 @@ from spec_trl.generation.configuration import (
     OPTIONS,
     Distillation,
     kinds_of,
-    require_folder_or_id,
 )
+from spec_trl.generation.value_checks import require_folder_or_id
 from spec_trl.scheduling.draft_length import DraftLengthController
 
 

@@ -14,6 +14,7 @@ from .captured import GraphRunner
 from .captured_forward import SMALLEST_COLUMNS, cache_rows
 from .compiled import cpu_runner
 from .cuda_graphs import CudaRecorder, GraphBudget
+from .exactness import inexact_parts
 from .memory import free_memory
 from .narrow_weights import make_copies, refresh_copies
 from .paged_cache import PagedCache
@@ -43,6 +44,19 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
         )
     is_compiled = config.runner != "eager" and device.type == "cpu" and compiler() is not None
     return "compiled" if is_compiled else "eager"
+
+
+def exactness(model: PreTrainedModel, config: SpeculativeConfig) -> bool | list[str] | None:
+    """`SpeculationStatistics.exact` of generations of `model`; raises ValueError where `config` asks for more."""
+    if config.exact is False or model.device.type != "cpu":
+        return None
+    found = inexact_parts(model, cpu_runner if runner_mode(config, model.device) == "compiled" else EagerRunner)
+    if found and config.exact is True:
+        raise ValueError(
+            f"exact=True is asked for, and {type(model).__name__} is not exact on this machine: {'; '.join(found)}. "
+            'Set exact="auto" to generate all the same, with drafts that may change a token at a near-tie.'
+        )
+    return found or True
 
 
 def captures(config: SpeculativeConfig, device: torch.device) -> bool:

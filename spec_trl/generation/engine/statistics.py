@@ -133,6 +133,8 @@ class SpeculationStatistics:
 
     Args:
         strategy: the `assistant_strategy` asked for.
+        exact: whether drafts and other rows can change no bit of a log-probability: True; the names of what is not
+            exact; or None: that was not tried.
         total: draft counts over all rows; of a raced row those of the chain that won.
         per_request: the same for each row of the batch.
         per_depth: the same by output depth at the start of a block; keys are lower edges of `DEPTH_EDGES`.
@@ -173,6 +175,7 @@ class SpeculationStatistics:
     """
 
     strategy: str
+    exact: bool | list[str] | None = None
     total: DraftCounts = field(default_factory=DraftCounts)
     per_request: list[DraftCounts] = field(default_factory=list)
     per_depth: dict[int, DraftCounts] = field(default_factory=dict)
