@@ -161,9 +161,10 @@ def speculative_decoding(
         streamer,
     )  # fmt: skip
     prompts, in_step = _validate(call, model_kwargs)
-    exact = exactness(model, call.config)
     with ExitStack() as at_end:  # puts back what the call takes of what is kept for the model
-        completions, statistics = _roll_out(call, *_prepare(call, prompts, in_step, at_end))
+        prepared = _prepare(call, prompts, in_step, at_end)
+        exact = exactness(model, call.config)
+        completions, statistics = _roll_out(call, *prepared)
     statistics.exact = exact
     if not call.config.keep_graphs and captures(call.config, model.device):
         gc.collect()  # a runner and what it captured hold each other

@@ -48,7 +48,7 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
 
 def exactness(model: PreTrainedModel, config: SpeculativeConfig) -> bool | list[str] | None:
     """`SpeculationStatistics.exact` of generations of `model`; raises ValueError where `config` asks for more."""
-    if config.exact is False or model.device.type != "cpu":
+    if config.exact is False or model.device.type != "cpu" or recorder_for(model.device) is not None:
         return None
     found = inexact_parts(model, cpu_runner if runner_mode(config, model.device) == "compiled" else EagerRunner)
     if found and config.exact is True:
