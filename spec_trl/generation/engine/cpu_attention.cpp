@@ -11,6 +11,13 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 struct Bfloat16 {
   uint16_t bits;
@@ -35,10 +42,16 @@ constexpr int64_t WIDEST = 16;
 // Or the largest power of two that divides a head.
 constexpr int64_t LANES = std::min<int64_t>(WIDEST / sizeof(Real), HEAD_SIZE & -HEAD_SIZE);
 constexpr int64_t VECTORS = HEAD_SIZE / LANES;
+// Whether products are of pairs of numbers in bfloat16, in tiles of 16 x 64.
+#ifdef __AVX512BF16__
+constexpr bool PAIRS = std::is_same_v<SCALAR, Bfloat16> && HEAD_SIZE % 64 == 0;
+#else
+constexpr bool PAIRS = false;
+#endif
 // Columns whose keys, or values, take a third of the L1 cache at most.
-constexpr int64_t BLOCK = std::max<int64_t>(1, 16384 / (HEAD_SIZE * sizeof(Real)) / LANES) * LANES;
-constexpr int64_t TILE = 4;      // queries that share a load of values: their sums fill half of the registers
-constexpr int64_t QUERIES = 32;  // of a task: what they keep fits the L1 cache beside a block
+constexpr int64_t BLOCK = PAIRS ? 64 : std::max<int64_t>(1, 16384 / (HEAD_SIZE * sizeof(Real)) / LANES) * LANES;
+constexpr int64_t TILE = PAIRS ? 16 : 4;      // queries that share a load of values, and whose sums fit the registers
+constexpr int64_t QUERIES = PAIRS ? 64 : 32;  // of a task, which share the work of copying a block
 constexpr int64_t FEW = 4;       // up to so many queries, narrow keys are converted for each of them, not once for all
 
 typedef Real Vector __attribute__((vector_size(LANES * sizeof(Real)), aligned(sizeof(Real)), may_alias));
@@ -107,11 +120,13 @@ static Vector tanh_of(Vector x) {
   return e / (e + 2);
 }
 
-// Of two vectors in groups of 2 * HALF lanes: the halves of each group of `a` added, then those of `b`.
-template <int64_t HALF, std::size_t... LANE>
-static Vector fold(Vector a, Vector b, std::index_sequence<LANE...>) {
-  constexpr auto from = [](int64_t l) { return l % (2 * HALF) < HALF ? l : LANES + l - HALF; };
-  return __builtin_shufflevector(a, b, from(LANE)...) + __builtin_shufflevector(a, b, (from(LANE) + HALF)...);
+// Of two vectors in groups of 2 * HALF lanes: the first (SECOND: the second) half of each group of `a`, then of `b`.
+template <int64_t HALF, bool SECOND, typename V, std::size_t... LANE>
+static V halves(V a, V b, std::index_sequence<LANE...>) {
+  constexpr auto from = [](int64_t l) {
+    return (l % (2 * HALF) < HALF ? l : (int64_t)sizeof...(LANE) + l - HALF) + (SECOND ? HALF : 0);
+  };
+  return __builtin_shufflevector(a, b, from(LANE)...);
 }
 
 // The sum of each of LANES vectors, added in halves.
@@ -120,9 +135,10 @@ static inline __attribute__((always_inline)) Vector sums(Vector* parts) {
   if constexpr (HALF == 0) {
     return parts[0];
   } else {
+    constexpr auto lanes = std::make_index_sequence<LANES>();
 #pragma GCC unroll 16
     for (int64_t i = 0; i < HALF; ++i)
-      parts[i] = fold<HALF>(parts[i], parts[i + HALF], std::make_index_sequence<LANES>());
+      parts[i] = halves<HALF, false>(parts[i], parts[i + HALF], lanes) + halves<HALF, true>(parts[i], parts[i + HALF], lanes);
     return sums<HALF / 2>(parts);
   }
 }
@@ -163,14 +179,14 @@ static __attribute__((noinline)) void rescale(Query& query, Real most) {
   query.most = most;
 }
 
-// The weights of columns `from` to `to` of a block for one query, by its new maximum.
-template <typename T>
-static void weigh(Query& query, Real* weights, const T* keys, int64_t stride, int64_t from, int64_t to, Real softcap) {
+// The weights of columns `from` to `to` of a block for one query, by its new maximum; `scores` gives LANES at a column.
+template <typename Scores>
+static void weigh(Query& query, Real* weights, int64_t from, int64_t to, Real softcap, Scores scores) {
   Vector column, most = Vector{} + query.most;
   for (int64_t l = 0; l < LANES; ++l) column[l] = l;
   const int64_t begin = from / LANES * LANES;
   for (int64_t c = begin; c < to; c += LANES) {
-    Vector score = scores(query.scaled, keys + c * stride, stride);
+    Vector score = scores(c);
     if (softcap) score = tanh_of(score / softcap) * softcap;
     const Vector at = column + (Real)c;
     score = (at >= (Real)from) & (at < (Real)to) ? score : Vector{} + std::numeric_limits<Real>::lowest();
@@ -199,7 +215,8 @@ static void attend_block(Query* queries, int64_t number, const T* keys, const T*
     for (int64_t i = 0; i < many; ++i) {
       from[i] = std::clamp<int64_t>(queries[n + i].from - block, 0, end);
       to[i] = std::max(std::min(queries[n + i].to - block, end), from[i]);
-      if (from[i] < to[i]) weigh(queries[n + i], weights[i], keys, stride, from[i], to[i], softcap);
+      if (from[i] < to[i]) weigh(queries[n + i], weights[i], from[i], to[i], softcap,
+                                 [&](int64_t c) { return scores(queries[n + i].scaled, keys + c * stride, stride); });
       first = std::max(first, from[i]);
       last = std::min(last, to[i]);
     }
@@ -213,31 +230,183 @@ static void attend_block(Query* queries, int64_t number, const T* keys, const T*
   }
 }
 
+#ifdef __AVX512BF16__
+typedef uint32_t Words __attribute__((vector_size(64), aligned(2), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef Words Tile[16];  // of pairs: a row holds numbers 2 k and 2 k + 1 of each of 16 sums
+
+#ifdef __AMX_BF16__
+// Asks the system for the tile registers, which a process must do once.
+static bool has_tiles() {
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* their data */) == 0;
+  return granted;
+}
+
+struct Tiles {  // rows and bytes of eight registers, while this lives
+  alignas(64) uint8_t before[64], own[64] = {1};
+  const bool used = has_tiles();
+  Tiles() {
+    for (int i = 0; i < 8; ++i) own[16 + 2 * i] = 64, own[48 + i] = 16;
+    if (used) _tile_storeconfig(before), _tile_loadconfig(own);
+  }
+  ~Tiles() {
+    if (used) _tile_loadconfig(before);
+  }
+};
+#else
+static bool has_tiles() { return false; }
+struct Tiles {};
+#endif
+
+// sums [16, 64] (`is_new`: from 0) + a [16, 32 * steps] b, in tiles [steps, 4]; of the sums the first `rows` are needed.
+static void multiply(float* sums, int64_t sum_stride, const void* a, int64_t a_stride, const Tile* b, int64_t steps,
+                     bool is_new, int64_t rows) {
+#ifdef __AMX_BF16__
+  if (has_tiles()) {
+    if (is_new) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, sums, sum_stride);
+      _tile_loadd(1, sums + 16, sum_stride);
+      _tile_loadd(2, sums + 32, sum_stride);
+      _tile_loadd(3, sums + 48, sum_stride);
+    }
+    for (int64_t k = 0; k < steps; ++k, b += 4) {
+      _tile_loadd(4, (const char*)a + 64 * k, a_stride);
+      _tile_loadd(5, b, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, b + 1, 64);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(5, b + 2, 64);
+      _tile_dpbf16ps(2, 4, 5);
+      _tile_loadd(6, b + 3, 64);
+      _tile_dpbf16ps(3, 4, 6);
+    }
+    _tile_stored(0, sums, sum_stride);
+    _tile_stored(1, sums + 16, sum_stride);
+    _tile_stored(2, sums + 32, sum_stride);
+    _tile_stored(3, sums + 48, sum_stride);
+    return;
+  }
+#endif
+  for (int64_t row = 0; row < rows; row += 4) {
+    __m512 sum[4][4];
+    const auto at = [&](int64_t i) { return (float*)((char*)sums + (row + i) * sum_stride); };
+    for (int i = 0; i < 4; ++i)
+      for (int j = 0; j < 4; ++j) sum[i][j] = is_new ? _mm512_setzero_ps() : _mm512_loadu_ps(at(i) + 16 * j);
+    for (int64_t k = 0; k < steps; ++k)
+      for (int64_t pair = 0; pair < 16; ++pair)
+        for (int i = 0; i < 4; ++i) {
+          const int32_t both = *(const int32_t*)((const char*)a + (row + i) * a_stride + 64 * k + 4 * pair);
+          for (int j = 0; j < 4; ++j)
+            sum[i][j] = _mm512_dpbf16_ps(sum[i][j], (__m512bh)_mm512_set1_epi32(both), (__m512bh)b[4 * k + j][pair]);
+        }
+    for (int i = 0; i < 4; ++i)
+      for (int j = 0; j < 4; ++j) _mm512_storeu_ps(at(i) + 16 * j, sum[i][j]);
+  }
+}
+
+template <int64_t HALF = 8>
+static void transpose(Words* rows) {
+  constexpr auto lanes = std::make_index_sequence<16>();
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < 16; ++i)
+    if (!(i & HALF)) {
+      const Words first = rows[i], second = rows[i + HALF];
+      rows[i] = halves<HALF, false>(first, second, lanes);
+      rows[i + HALF] = halves<HALF, true>(first, second, lanes);
+    }
+  if constexpr (HALF > 1) transpose<HALF / 2>(rows);
+}
+
+// Columns `start` to `end` of a block that begins at `block`, as of `attend_block`; `key` and `value` give a column's.
+template <typename Key, typename Value>
+static void attend_pairs(Query* queries, int64_t number, Key key, Value value, int64_t block, int64_t start,
+                         int64_t end, Real scale, Real softcap) {
+  constexpr int64_t STEPS = HEAD_SIZE / 32, SLICES = HEAD_SIZE / 64;
+  [[maybe_unused]] const Tiles tiles;
+  alignas(64) Tile keys[STEPS][4], values[SLICES][2][4];
+  alignas(64) Real weights[16][64];
+  alignas(64) Halves rounded[16][4] = {};
+  for (int64_t c = start / 16 * 16; c < 64; c += 16)
+    for (int64_t k = 0; k < STEPS; ++k) {
+      Words* tile = keys[k][c / 16];
+      for (int64_t i = 0; i < 16; ++i) tile[i] = c + i < end ? *(const Words*)(key(c + i) + 32 * k) : Words{};
+      transpose(tile);
+    }
+  for (int64_t c = 0; c < 64; c += 2)
+    for (int64_t j = 0; j < HEAD_SIZE / 16; ++j) {
+      const auto words = [&](int64_t at) {
+        const bool is_there = at >= start && at < end;
+        return is_there ? __builtin_convertvector(*(const Halves*)(value(at) + 16 * j), Words) : Words{};
+      };
+      values[j / 4][c / 32][j % 4][c % 32 / 2] = words(c) | words(c + 1) << 16;
+    }
+  for (int64_t n = 0; n < number; n += 16) {
+    const int64_t many = std::min<int64_t>(16, number - n);
+    int64_t from[16], to[16], first = end, last = 0;
+    for (int64_t i = 0; i < many; ++i) {
+      from[i] = std::clamp<int64_t>(queries[n + i].from - block, 0, end);
+      to[i] = std::max(std::min(queries[n + i].to - block, end), from[i]);
+      if (from[i] == to[i]) continue;
+      first = std::min(first, from[i]);
+      last = std::max(last, to[i]);
+    }
+    if (first >= last) continue;
+    multiply((float*)weights, sizeof weights[0], queries[n].scaled, sizeof(Query), keys[0], STEPS, true, many);
+    for (int64_t i = 0; i < many; ++i) {
+      if (from[i] < to[i])
+        weigh(queries[n + i], weights[i], from[i], to[i], softcap,
+              [&](int64_t c) { return *(const Vector*)(weights[i] + c) * scale; });
+      for (int64_t c = 0; c < 64; c += 16) {
+        const bool is_seen = c + 16 > from[i] && c < to[i] && from[i] < to[i];
+        const __m512 own = is_seen ? _mm512_load_ps((float*)weights[i] + c) : _mm512_setzero_ps();
+        rounded[i][c / 16] = (Halves)_mm512_cvtneps_pbh(own);
+      }
+    }
+    for (int64_t j = 0; j < SLICES; ++j)
+      multiply((float*)(queries[n].sum + 4 * j), sizeof(Query), rounded, sizeof rounded[0], values[j][0], 2, false, many);
+  }
+}
+#endif
+
 // Queries next to each other whose columns from `split` on lie `shift` further; keys and values point to column 0.
-static void attend_run(std::vector<Query>& queries, const SCALAR* keys, const SCALAR* values, int64_t stride,
-                       int64_t split, int64_t shift, Real softcap) {
+static void attend_run(Query* queries, int64_t number, const SCALAR* keys, const SCALAR* values, int64_t stride,
+                       int64_t split, int64_t shift, Real scale, Real softcap) {
   alignas(64) Real copies[2][BLOCK * HEAD_SIZE];
   int64_t first = queries[0].from, end = queries[0].to;
-  for (const Query& query : queries) {
-    first = std::min(first, query.from);
-    end = std::max(end, query.to);
+  for (int64_t n = 1; n < number; ++n) {
+    first = std::min(first, queries[n].from);
+    end = std::max(end, queries[n].to);
   }
-  const bool is_narrow = sizeof(SCALAR) < sizeof(Real) && queries.size() > FEW;
+  const bool is_narrow = sizeof(SCALAR) < sizeof(Real) && number > FEW;
   for (int64_t block = first / BLOCK * BLOCK; block < end; block += BLOCK) {
     const int64_t stop = std::min(BLOCK, end - block), start = std::max<int64_t>(0, first / LANES * LANES - block);
+    const auto place = [&](int64_t c) { return (block + c + (block + c < split ? 0 : shift)) * stride; };
+#ifdef __AVX512BF16__
+    if constexpr (PAIRS) {
+      attend_pairs(
+          queries, number, [&](int64_t c) { return (const uint16_t*)(keys + place(c)); },
+          [&](int64_t c) { return (const uint16_t*)(values + place(c)); }, block, start, stop, scale, softcap);
+      continue;
+    }
+#endif
     if (is_narrow || stop % LANES || (shift && block + stop > split)) {
       std::fill_n(copies[0] + stop * HEAD_SIZE, (-stop & (LANES - 1)) * HEAD_SIZE, 0);
       for (int64_t c = start; c < stop; ++c) {
-        const int64_t at = (block + c + (block + c < split ? 0 : shift)) * stride;
+        const int64_t at = place(c);
         for (int64_t j = 0; j < HEAD_SIZE; j += LANES) {
           *(Vector*)(copies[0] + c * HEAD_SIZE + j) = load(keys + at + j);
           *(Vector*)(copies[1] + c * HEAD_SIZE + j) = load(values + at + j);
         }
       }
-      attend_block(queries.data(), queries.size(), copies[0], copies[1], HEAD_SIZE, block, stop, softcap);
+      attend_block(queries, number, copies[0], copies[1], HEAD_SIZE, block, stop, softcap);
     } else {
       const int64_t at = block * stride;
-      attend_block(queries.data(), queries.size(), keys + at, values + at, stride, block, stop, softcap);
+      attend_block(queries, number, keys + at, values + at, stride, block, stop, softcap);
     }
   }
 }
@@ -265,7 +434,10 @@ extern "C" void attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* 
         for (int64_t head = kv_head * s.groups; head < (kv_head + 1) * s.groups; ++head) {
           Query& query = run.emplace_back();
           const SCALAR* from = queries + row * s.query_strides[0] + head * s.query_strides[1] + next * s.query_strides[2];
-          for (int64_t j = 0; j < VECTORS; ++j) query.scaled[j] = load(from + j * LANES) * (Real)scale;
+          if constexpr (PAIRS)
+            std::memcpy(query.scaled, from, HEAD_SIZE * sizeof(SCALAR));  // scores are scaled instead
+          else
+            for (int64_t j = 0; j < VECTORS; ++j) query.scaled[j] = load(from + j * LANES) * (Real)scale;
           for (int64_t j = 0; j < VECTORS; ++j) query.sum[j] = Vector{};
           query.total = Vector{};
           query.total[0] = sinks ? 1 : 0;  // a sink's weight, of a value of zeros
@@ -274,7 +446,10 @@ extern "C" void attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* 
           query.to = span(next, 1) + 1;
           query.output = output + ((row * s.count + next) * s.kv_heads * s.groups + head) * HEAD_SIZE;
         }
-      attend_run(run, keys + at, values + at, s.key_strides[2], split, shift, softcap);
+      const int64_t number = run.size();
+      run.resize((number + TILE - 1) / TILE * TILE);
+      attend_run(run.data(), number, keys + at, values + at, s.key_strides[2], split, shift, scale, softcap);
+      run.resize(number);
       for (const Query& query : run) {
         Real total = 0;
         for (int64_t l = 0; l < LANES; ++l) total += query.total[l];
