@@ -21,17 +21,11 @@
 
 struct Bfloat16 {
   uint16_t bits;
-  explicit Bfloat16(float value) {  // to the nearest, ties to even
-    uint32_t word;
-    std::memcpy(&word, &value, sizeof word);
-    const bool is_nan = (word & 0x7fffffff) > 0x7f800000;
-    bits = is_nan ? 0x7fc0 : (word + 0x7fff + (word >> 16 & 1)) >> 16;
-  }
 };
 
 // Sums are in float32, of double in double.
 using Real = std::conditional_t<std::is_same_v<SCALAR, double>, double, float>;
-using Integer = std::conditional_t<sizeof(Real) == 8, int64_t, int32_t>;
+using Integer = std::conditional_t<sizeof(Real) == 8, uint64_t, uint32_t>;
 #if defined(__AVX512F__)
 constexpr int64_t WIDEST = 64;  // bytes of a register
 #elif defined(__AVX__)
@@ -56,6 +50,7 @@ constexpr int64_t FEW = 4;       // up to so many queries, narrow keys are conve
 
 typedef Real Vector __attribute__((vector_size(LANES * sizeof(Real)), aligned(sizeof(Real)), may_alias));
 typedef Integer Integers __attribute__((vector_size(LANES * sizeof(Real))));
+typedef uint16_t Narrow __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 struct Sizes {
   int64_t rows, kv_heads, groups, count;  // `count` queries per row and head, `groups` heads per head of K/V
@@ -77,12 +72,23 @@ static Vector load(const T* from) {
   if constexpr (std::is_same_v<T, Real>) {
     return *(const Vector*)from;
   } else if constexpr (std::is_same_v<T, Bfloat16>) {
-    typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-    return (Vector)(__builtin_convertvector(*(const Halves*)from, Integers) << 16);
+    return (Vector)(__builtin_convertvector(*(const Narrow*)from, Integers) << 16);
   } else {
     Vector found;
     for (int64_t l = 0; l < LANES; ++l) found[l] = (Real)from[l];
     return found;
+  }
+}
+
+template <typename T>
+static void store(T* to, Vector value) {
+  if constexpr (std::is_same_v<T, Real>) {
+    *(Vector*)to = value;
+  } else if constexpr (std::is_same_v<T, Bfloat16>) {
+    const Integers bits = (Integers)value, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // ties to even
+    *(Narrow*)to = __builtin_convertvector(value == value ? rounded : Integers{} + 0x7fc0, Narrow);
+  } else {
+    for (int64_t l = 0; l < LANES; ++l) to[l] = (T)value[l];
   }
 }
 
@@ -143,6 +149,16 @@ static inline __attribute__((always_inline)) Vector sums(Vector* parts) {
   }
 }
 
+template <int64_t HALF = LANES / 2>
+static Real highest_of(Vector v) {
+  if constexpr (HALF == 0) {
+    return v[0];
+  } else {
+    const Vector other = halves<HALF, true>(v, v, std::make_index_sequence<LANES>());
+    return highest_of<HALF / 2>(v > other ? v : other);
+  }
+}
+
 // Scores of LANES columns.
 template <typename T>
 static Vector scores(const Vector* query, const T* keys, int64_t stride) {
@@ -193,8 +209,7 @@ static void weigh(Query& query, Real* weights, int64_t from, int64_t to, Real so
     most = score > most ? score : most;
     *(Vector*)(weights + c) = score;
   }
-  Real highest = most[0];
-  for (int64_t l = 1; l < LANES; ++l) highest = std::max(highest, most[l]);
+  const Real highest = highest_of(most);
   if (highest != query.most) rescale(query, highest);
   for (int64_t c = begin; c < to; c += LANES) {
     Vector& weight = *(Vector*)(weights + c);
@@ -327,24 +342,27 @@ template <typename Key, typename Value>
 static void attend_pairs(Query* queries, int64_t number, Key key, Value value, int64_t block, int64_t start,
                          int64_t end, Real scale, Real softcap) {
   constexpr int64_t STEPS = HEAD_SIZE / 32, SLICES = HEAD_SIZE / 64;
-  [[maybe_unused]] const Tiles tiles;
   alignas(64) Tile keys[STEPS][4], values[SLICES][2][4];
   alignas(64) Real weights[16][64];
   alignas(64) Halves rounded[16][4] = {};
-  for (int64_t c = start / 16 * 16; c < 64; c += 16)
+  static const uint16_t nothing[HEAD_SIZE] = {};
+  for (int64_t c = start / 16 * 16; c < 64; c += 16) {
+    const uint16_t* rows[16];
+    for (int64_t i = 0; i < 16; ++i) rows[i] = c + i < end ? key(c + i) : nothing;
     for (int64_t k = 0; k < STEPS; ++k) {
       Words* tile = keys[k][c / 16];
-      for (int64_t i = 0; i < 16; ++i) tile[i] = c + i < end ? *(const Words*)(key(c + i) + 32 * k) : Words{};
+      for (int64_t i = 0; i < 16; ++i) tile[i] = *(const Words*)(rows[i] + 32 * k);
       transpose(tile);
     }
-  for (int64_t c = 0; c < 64; c += 2)
-    for (int64_t j = 0; j < HEAD_SIZE / 16; ++j) {
-      const auto words = [&](int64_t at) {
-        const bool is_there = at >= start && at < end;
-        return is_there ? __builtin_convertvector(*(const Halves*)(value(at) + 16 * j), Words) : Words{};
-      };
-      values[j / 4][c / 32][j % 4][c % 32 / 2] = words(c) | words(c + 1) << 16;
-    }
+  }
+  for (int64_t c = 0; c < 64; c += 2) {
+    const auto row = [&](int64_t at) { return at >= start && at < end ? value(at) : nothing; };
+    const uint16_t *even = row(c), *odd = row(c + 1);
+    const auto words = [](const uint16_t* from) { return __builtin_convertvector(*(const Halves*)from, Words); };
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < HEAD_SIZE / 16; ++j)
+      values[j / 4][c / 32][j % 4][c % 32 / 2] = words(even + 16 * j) | words(odd + 16 * j) << 16;
+  }
   for (int64_t n = 0; n < number; n += 16) {
     const int64_t many = std::min<int64_t>(16, number - n);
     int64_t from[16], to[16], first = end, last = 0;
@@ -376,6 +394,9 @@ static void attend_pairs(Query* queries, int64_t number, Key key, Value value, i
 // Queries next to each other whose columns from `split` on lie `shift` further; keys and values point to column 0.
 static void attend_run(Query* queries, int64_t number, const SCALAR* keys, const SCALAR* values, int64_t stride,
                        int64_t split, int64_t shift, Real scale, Real softcap) {
+#ifdef __AVX512BF16__
+  [[maybe_unused]] const std::conditional_t<PAIRS, Tiles, int> tiles{};
+#endif
   alignas(64) Real copies[2][BLOCK * HEAD_SIZE];
   int64_t first = queries[0].from, end = queries[0].to;
   for (int64_t n = 1; n < number; ++n) {
@@ -453,7 +474,7 @@ extern "C" void attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* 
       for (const Query& query : run) {
         Real total = 0;
         for (int64_t l = 0; l < LANES; ++l) total += query.total[l];
-        for (int64_t i = 0; i < HEAD_SIZE; ++i) query.output[i] = SCALAR(query.sum[i / LANES][i % LANES] / total);
+        for (int64_t j = 0; j < VECTORS; ++j) store(query.output + j * LANES, query.sum[j] / total);
       }
     }
   }
