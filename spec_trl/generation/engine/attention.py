@@ -77,7 +77,9 @@ class MaskPlan:
         """A window that no mask has, though transformers' cache keeps to it, and forgets what lies before."""
         return self.sliding_window or None if self.layer_types == (FULL,) and not self.per_type else None
 
-    def spans(self, positions: Tensor, table: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+    def spans(
+        self, positions: Tensor, table: Tensor | None = None, places: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
         """The same masks as the first and the last column that each query sees, for queries at cache columns
         `positions`.
 
@@ -87,6 +89,9 @@ class MaskPlan:
         A `table` of pages (`PagedCache.table_to_read`, `[B, pages]` int32, an even number) follows the queries, two
         pages in the place of one query's columns: `[B, 1, q + pages / 2, 2]`. Families hand masks on to attention, and
         nothing else as surely.
+
+        `places` of :meth:`build` make `[B, 1, q, 4]`: the first and the last position that each query sees, and from
+        which column on, and by how much, a position's column lies further than its number.
         """
         spans: dict[str, Tensor] = {}
         for layer_type in self.layer_types:
@@ -96,6 +101,9 @@ class MaskPlan:
             elif layer_type == CHUNKED:
                 first = positions // self.chunk_size * self.chunk_size
             spans[layer_type] = as_spans(first, positions, table)
+            if places is not None:
+                moved = torch.stack([places[:, :1].expand_as(places) + 1, places - positions], dim=-1)  # [B, q, 2]
+                spans[layer_type] = torch.cat([spans[layer_type], moved[:, None]], dim=-1)
         return spans if self.per_type else spans[self.layer_types[0]]
 
     def build(
@@ -215,17 +223,17 @@ def ragged_attention(
         query = (query * query_scales).to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if not attention_mask.is_floating_point() and not run_on(query.device):
-        output = attend(query, key, value, attention_mask, scale) if softcap is None and s_aux is None else None
+        # Autocast may leave queries wide and K/V narrow.
+        output = attend(query.to(key.dtype), key, value, attention_mask, scale, softcap, s_aux)
         if output is not None:
-            return output, None  # [B, q, heads, d]
-        attention_mask = _mask_of(attention_mask, key.shape[2], query.dtype)  # [B, 1, q, columns]
+            return output.to(query.dtype), None  # [B, q, heads, d]
+        attention_mask = _mask_of(attention_mask, key.shape[2], key.dtype)  # [B, 1, q, columns]
     if not attention_mask.is_floating_point():
         from .kernels.ragged_attention import ragged_decode_attention  # imports Triton
 
         length = query.shape[2]
         first, last = attention_mask[:, 0, :length].unbind(-1)  # [B, q] each
         table = attention_mask[:, 0, length:].flatten(1) if attention_mask.shape[2] > length else None  # [B, pages]
-        # Autocast may leave queries wide and K/V narrow.
         output = ragged_decode_attention(query.to(key.dtype), key, value, first, last, scale, softcap, s_aux, table)
         return output.to(query.dtype), None  # [B, q, heads, d]
     batch, heads, length, _head_dim = query.shape
@@ -253,9 +261,14 @@ def ragged_attention(
 
 
 def _mask_of(spans: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """The additive mask `[B, 1, q, columns]` that `spans` `[B, 1, q, 2]` stand for."""
-    column = torch.arange(columns, device=spans.device)
-    masked = (column < spans[..., :1]) | (column > spans[..., 1:])  # [B, 1, q, columns]
+    """The additive mask `[B, 1, q, columns]` that `spans` `[B, 1, q, 2 or 4]` stand for."""
+    at = column = torch.arange(columns, device=spans.device)
+    masked = torch.zeros((), dtype=torch.bool, device=spans.device)
+    if spans.shape[3] == 4:
+        split, shift = spans[..., 2:3], spans[..., 3:]  # [B, 1, q, 1] each
+        at = torch.where(column < split, column, column - shift)  # [B, 1, q, columns], position of every key
+        masked = (column >= split) & (at < split)
+    masked = masked | (at < spans[..., :1]) | (at > spans[..., 1:2])  # [B, 1, q, columns]
     return torch.zeros(masked.shape, dtype=dtype, device=spans.device).masked_fill_(masked, torch.finfo(dtype).min)
 
 

@@ -10,24 +10,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import RaggedCache, autocast_dtype
-from .cpu_attention import MOST_QUERIES, runs_compiled
+from .cpu_attention import runs_compiled
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
 
 
 class CompiledRunner(EagerRunner):
-    """An :class:`EagerRunner` on a CPU with compiled parts of layers (`cpu_layer.py`), and compiled attention where
-    tokens per row are few: of drafting, verifying and short prompts."""
+    """An :class:`EagerRunner` on a CPU with compiled attention (`cpu_attention.py`), whatever the forward is for, and
+    compiled parts of layers (`cpu_layer.py`)."""
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> EagerRunner:
         return cpu_runner(network, self._cache_for(network, shares_cache))
 
     def _run(self, tokens: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
-        if autocast_dtype(tokens.device) is not None:
-            return super()._run(tokens, *given, **more)
-        spans = tokens.shape[1] <= MOST_QUERIES and more.get("places") is None  # chains need a mask
-        with torch.inference_mode():
-            logits, features = super()._run(tokens, *given, **more | {"spans": spans})
+        # Autocast keeps the weights that it casts, which training may find: they must not come from inference mode.
+        is_plain = autocast_dtype(tokens.device) is None
+        with torch.inference_mode() if is_plain else torch.no_grad():
+            logits, features = super()._run(tokens, *given, **more | {"spans": True})
         # Copies: drafters learn from these, and from what inference mode makes nobody can.
         return logits.clone(), None if features is None else features.clone()
 

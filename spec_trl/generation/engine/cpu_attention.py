@@ -16,11 +16,9 @@ from transformers import PreTrainedModel
 from ...native_code import compiler, load
 
 
-MOST_QUERIES = 65
-"""Tokens per row up to which it is used: γ + 1 at most; torch's own attention reads long prompts faster."""
-_SCALARS = {torch.float32: "float", torch.float64: "double"}
+_SCALARS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16", torch.float16: "_Float16"}
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_Numbers = ctypes.c_int64 * 11  # struct Sizes
+_Numbers = ctypes.c_int64 * 12  # struct Sizes
 
 
 def runs_compiled(network: PreTrainedModel) -> bool:
@@ -29,9 +27,26 @@ def runs_compiled(network: PreTrainedModel) -> bool:
     return is_served and compiler() is not None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scale: float) -> Tensor | None:
-    """Queries `[B, heads, q, d]` over `[B, kv_heads, columns, d]` under `spans` (`[B, 1, q, 2]` int64, first and last
-    column of each query) → `[B, q, heads, d]`; None where it does not serve these."""
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | None:
+    """Queries `[B, heads, q, d]` over `[B, kv_heads, columns, d]` → `[B, q, heads, d]`; None where it does not serve
+    these. Sums are in float32, of float64 in float64.
+
+    Args:
+        query, key, value: in one dtype: bfloat16, float16, float32 or float64.
+        spans: `[B, 1, q, 2]` int64, first and last column of each query; or `[B, 1, q, 4]`: from the column in the
+            third place on, columns lie as many further as the fourth says (:meth:`MaskPlan.spans`).
+        scale: of the scores.
+        softcap: scores become `tanh(score / softcap) * softcap`.
+        sinks: `[heads]`, a score per head that joins the denominator.
+    """
     head_size = query.shape[3]
     alike = key.shape == value.shape and key.stride() == value.stride() and key.stride(3) == 1
     function = compiled(query.dtype, head_size) if alike and query.dtype == key.dtype == value.dtype else None
@@ -41,12 +56,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scale: floa
         query = query.contiguous()
     batch, heads, count, _ = query.shape
     kv_heads = key.shape[1]
-    output = query.new_empty(batch, count, heads, head_size)
-    numbers = _Numbers(
-        batch, kv_heads, heads // kv_heads, count, *query.stride()[:3], *key.stride()[:3], torch.get_num_threads()
-    )
-    pointers = (tensor.data_ptr() for tensor in (query, key, value, spans.contiguous(), output))
-    function(*pointers, numbers, scale)
+    output, spans = query.new_empty(batch, count, heads, head_size), spans.contiguous()
+    if sinks is not None:
+        sinks = sinks.to(torch.promote_types(query.dtype, torch.float32)).contiguous()  # [heads]
+    sizes = _Numbers(
+        batch, kv_heads, heads // kv_heads, count, *query.stride()[:3], *key.stride()[:3], spans.shape[3],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    given = (None if tensor is None else tensor.data_ptr() for tensor in (query, key, value, spans, sinks, output))
+    function(*given, sizes, scale, softcap or 0.0)
     return output
 
 
@@ -54,9 +72,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scale: floa
 def compiled(dtype: torch.dtype, head_size: int) -> Callable[..., None] | None:
     """The function for these; None where it cannot be compiled."""
     scalar = _SCALARS.get(dtype)
-    library = None if scalar is None else load(_SOURCE, SCALAR=scalar, HEAD_SIZE=head_size)
+    library = None if scalar is None else load(_SOURCE, reorders_sums=False, SCALAR=scalar, HEAD_SIZE=head_size)
     if library is None:
         return None
-    library.attend.argtypes = [ctypes.c_void_p] * 5 + [_Numbers, ctypes.c_double]
+    library.attend.argtypes = [ctypes.c_void_p] * 6 + [_Numbers, ctypes.c_double, ctypes.c_double]
     library.attend.restype = None
     return library.attend

@@ -29,7 +29,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [("matrices", Matrix * 7), ("norms", _Norm * 6), ("scale", ctypes.c_double)]
 
 
-_Call = ctypes.c_int64 * 28  # struct Call: pointers, sizes and strides, all eight bytes wide
+_Call = ctypes.c_int64 * 29  # struct Call: pointers, sizes and strides, all eight bytes wide
 
 
 class OneCall:
@@ -83,7 +83,7 @@ class OneCall:
 
         Args:
             cosine, sine: [B, q, head_dim] float32 each.
-            spans: of attention, `[B, 1, q, 2]` int64.
+            spans: of attention, `[B, 1, q, 2 or 4]` int64.
             cache: where it writes and reads.
         """
         if not self._served or any(self._hooks) or spans.is_floating_point() or not cpu_products.serves():
@@ -102,7 +102,7 @@ class OneCall:
         keys = cache.keys
         call = _Call(
             hidden.data_ptr(), cosine.data_ptr(), sine.data_ptr(), keys.data_ptr(), cache.values.data_ptr(),
-            to_rows.data_ptr(), to_columns.data_ptr(), spans.data_ptr(),
+            to_rows.data_ptr(), to_columns.data_ptr(), spans.data_ptr(), spans.shape[3],
             batch, count, self._heads, self._kv_heads, self._head_dim, first_row,
             *cosine.stride()[:2], *sine.stride()[:2], *to_rows.stride(), *to_columns.stride(), *keys.stride()[:3],
             torch.get_num_threads(), *self._functions,

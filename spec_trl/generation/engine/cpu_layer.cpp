@@ -102,12 +102,12 @@ struct Matrix {
 struct Sizes {
   int64_t rows, kv_heads, groups, count;
   int64_t query_strides[3], key_strides[3];
-  int64_t threads;
+  int64_t span_width, threads;
 };
 typedef void Multiply(const Matrix*, int64_t number, const void* x, int64_t x_stride, int64_t count, void* y,
                       int64_t y_stride, int64_t threads, int64_t is_narrow);
-typedef void Attend(const float* queries, const float* keys, const float* values, const int64_t* spans, float* output,
-                    const Sizes*, double scale);
+typedef void Attend(const float* queries, const float* keys, const float* values, const int64_t* spans,
+                    const float* sinks, float* output, const Sizes*, double scale, double softcap);
 
 struct Norm {
   const float* weight;  // null: there is no such norm
@@ -127,7 +127,7 @@ struct Call {
   const float *cosine, *sine;
   float *keys, *values;
   const int64_t *to_rows, *to_columns, *spans;
-  int64_t rows, count, heads, kv_heads, head_size, first_row;
+  int64_t span_width, rows, count, heads, kv_heads, head_size, first_row;
   int64_t cosine_strides[2], sine_strides[2], to_row_strides[2], to_column_strides[2], key_strides[3];
   int64_t threads;
   Multiply* multiply;
@@ -176,9 +176,10 @@ extern "C" void decoder_layer(const Layer* layer, const Call* call) {
   sizes.query_strides[1] = c.count * c.head_size;
   sizes.query_strides[2] = c.head_size;
   std::copy_n(c.key_strides, 3, sizes.key_strides);
+  sizes.span_width = c.span_width;
   sizes.threads = most;
   const int64_t start = c.first_row * c.key_strides[0];
-  c.attend(rotated, c.keys + start, c.values + start, c.spans, attended, &sizes, l.scale);
+  c.attend(rotated, c.keys + start, c.values + start, c.spans, nullptr, attended, &sizes, l.scale, 0);
 
   if (l.after_attention.weight)
     norm(l.after_attention, attended, nullptr, nullptr, attended, tokens, queries, most);

@@ -288,7 +288,7 @@ class EagerRunner:
         # Torch's attention, and the one in C++, read columns next to each other.
         table = self.cache.table_to_read(len(tokens)) if spans and self._uses_spans else None
         if spans:
-            masks = self._masks.spans(positions, table)
+            masks = self._masks.spans(positions, table, places)
         else:
             masks = self._masks.build(positions, columns, dtype, places, keys)
         logits = self.network(
