@@ -38,6 +38,7 @@ constexpr int64_t ROWS_AHEAD = 8;         // the same, of weights that lie trans
 constexpr int64_t PER_THREAD = 1 << 17;   // weights: with fewer, a second thread saves less than waking it takes
 constexpr int64_t BLOCK_BYTES = 1 << 14;  // of weights, which stay in the L1 cache for the next rows
 constexpr int64_t COLUMNS = 4 * LANES;    // outputs at once, of weights that lie transposed
+constexpr int64_t PACKED_BYTES = 1 << 20;  // of x, which stay in the L2 cache for all outputs
 constexpr int64_t TILE = 16;              // rows of an AMX tile, and its columns of float32
 
 struct Bfloat16 {
@@ -300,66 +301,126 @@ static std::vector<float> group_sums(const Matrix& w, const float* x, int64_t x_
   return sums;
 }
 
+// Whether tiles multiply here, as fast as torch also for many rows. The system must be asked, once per process.
+extern "C" int64_t has_tiles() {
 #ifdef HAS_TILES
-static bool tiles_are_granted() {  // the system must be asked, once per process
   static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   return granted;
+#else
+  return 0;
+#endif
 }
+
+#ifdef HAS_TILES
 
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Outputs first..end, a multiple of TILE, of up to four times TILE rows. packed [rows / TILE, in / 2, TILE, 2]: x, of
-// which a tile takes TILE rows of TILE pairs. A tile of weights is TILE outputs of 32 inputs, as they lie.
-static void by_tile(const Matrix& w, const Bfloat16* packed, int64_t count, const Output& to, int64_t first,
-                    int64_t end) {
-  const int64_t groups = (count + TILE - 1) / TILE, stride = w.in * 2, group = w.in * TILE;
-  alignas(64) float totals[4][TILE][TILE];  // [group of rows, output, row]
-  const __m512i down = _mm512_mullo_epi32(_mm512_set1_epi32(TILE),
-                                          _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-  for (; first < end; first += TILE) {
-    const Bfloat16* weights = (const Bfloat16*)w.weights + first * w.in;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < w.in; k += 32) {
-      // The next outputs' weights, as they lie: fetching ahead within TILE rows at once would be too late.
-      const char* next = (const char*)(weights + TILE * w.in) + k * TILE * 2;
-      for (int line = 0; line < 16; ++line) __builtin_prefetch(next + 64 * line);
-      _tile_loadd(4, weights + k, stride);
-      const Bfloat16* x = packed + k * TILE;
-      _tile_loadd(5, x, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      if (groups > 1) {
-        _tile_loadd(5, x + group, 64);
-        _tile_dpbf16ps(1, 4, 5);
-      }
-      if (groups > 2) {
-        _tile_loadd(5, x + 2 * group, 64);
-        _tile_dpbf16ps(2, 4, 5);
-      }
-      if (groups > 3) {
-        _tile_loadd(5, x + 3 * group, 64);
-        _tile_dpbf16ps(3, 4, 5);
-      }
+// A square of TILE by TILE numbers, its rows in registers
+static void transpose(__m512 (&r)[TILE]) {
+  __m512 a[TILE], b[TILE];
+  for (int i = 0; i < TILE; i += 2) {
+    a[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < TILE; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m512d x = (__m512d)a[i + j], y = (__m512d)a[i + j + 2];
+      b[i + 2 * j] = (__m512)_mm512_unpacklo_pd(x, y);
+      b[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd(x, y);
     }
-    _tile_stored(0, totals[0], 64);
-    if (groups > 1) _tile_stored(1, totals[1], 64);
-    if (groups > 2) _tile_stored(2, totals[2], 64);
-    if (groups > 3) _tile_stored(3, totals[3], 64);
-    Vector bias = {};
-    if (w.bias) bias = vector_at((const Bfloat16*)w.bias + first);
-    for (int64_t m = 0; m < count; ++m) {
-      const __m512i column = _mm512_add_epi32(down, _mm512_set1_epi32(m % TILE));
-      const Vector sums = (Vector)_mm512_i32gather_ps(column, totals[m / TILE], 4) + bias;
-      const __m256bh narrow = _mm512_cvtneps_pbh((__m512)sums);
-      std::memcpy((Bfloat16*)to.y + m * to.stride + first, &narrow, 32);
+  for (int j = 0; j < 4; ++j) {  // b[4 i + j] has column j of each quarter, of four rows
+    const __m512 even = _mm512_shuffle_f32x4(b[j], b[j + 4], 0x88), odd = _mm512_shuffle_f32x4(b[j], b[j + 4], 0xdd);
+    const __m512 even_too = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0x88);
+    const __m512 odd_too = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0xdd);
+    r[j] = _mm512_shuffle_f32x4(even, even_too, 0x88);
+    r[j + 4] = _mm512_shuffle_f32x4(odd, odd_too, 0x88);
+    r[j + 8] = _mm512_shuffle_f32x4(even, even_too, 0xdd);
+    r[j + 12] = _mm512_shuffle_f32x4(odd, odd_too, 0xdd);
+  }
+}
+
+// OUT tiles of outputs from `first` on, of up to ROWS tiles of rows, `count` in all. packed [rows / TILE, in / 2, TILE, 2]:
+// x, of which a tile takes TILE rows of TILE pairs. A tile of weights is TILE outputs of 32 inputs, as they lie.
+template <int OUT, int ROWS>
+static void by_tile(const Matrix& w, const Bfloat16* packed, int64_t count, const Output& to, int64_t first,
+                    bool fetches) {
+  const int64_t stride = w.in * 2, group = w.in * TILE;
+  const Bfloat16* weights = (const Bfloat16*)w.weights + first * w.in;
+  _tile_zero(0);
+  if (ROWS > 1) _tile_zero(1);
+  if (OUT > 1) _tile_zero(2);
+  if (OUT > 1 && ROWS > 1) _tile_zero(3);
+  for (int64_t k = 0; k < w.in; k += 32) {
+    // The next outputs' weights, as they lie: to fetch ahead in these rows, so many at once, would be too late.
+    const char* next = (const char*)(weights + OUT * group) + k * OUT * TILE * 2;
+    for (int line = 0; fetches && line < 16 * OUT; ++line) __builtin_prefetch(next + 64 * line);
+    _tile_loadd(4, weights + k, stride);
+    _tile_loadd(6, packed + k * TILE, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (ROWS > 1) {
+      _tile_loadd(7, packed + k * TILE + group, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (OUT > 1) {
+      _tile_loadd(5, weights + k + group, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      if (ROWS > 1) _tile_dpbf16ps(3, 5, 7);
     }
   }
+  alignas(64) float totals[OUT][ROWS][TILE][TILE];  // the last two: output, row
+  _tile_stored(0, totals[0][0], 64);
+  if (ROWS > 1) _tile_stored(1, totals[0][ROWS - 1], 64);
+  if (OUT > 1) _tile_stored(2, totals[OUT - 1][0], 64);
+  if (OUT > 1 && ROWS > 1) _tile_stored(3, totals[OUT - 1][ROWS - 1], 64);
+  for (int o = 0; o < OUT; ++o) {
+    Vector bias = {};
+    if (w.bias) bias = vector_at((const Bfloat16*)w.bias + first + o * TILE);
+    for (int64_t start = 0; start < count; start += TILE) {
+      __m512 sums[TILE];  // by output, then by row
+      for (int i = 0; i < TILE; ++i) sums[i] = _mm512_load_ps(totals[o][start / TILE][i]);
+      transpose(sums);
+      for (int64_t m = start; m < std::min(count, start + TILE); ++m) {
+        const __m256bh narrow = _mm512_cvtneps_pbh((__m512)((Vector)sums[m - start] + bias));
+        std::memcpy((Bfloat16*)to.y + m * to.stride + first + o * TILE, &narrow, 32);
+      }
+    }
+  }
+}
+
+// Outputs first..end, a multiple of TILE, of all rows
+static void by_tiles(const Matrix& w, const Bfloat16* packed, int64_t count, const Output& to, int64_t first,
+                     int64_t end) {
+  for (; first < end; first += 2 * TILE)
+    for (int64_t m = 0; m < count; m += 2 * TILE) {
+      const int64_t left = std::min(count - m, 2 * TILE);
+      const Output here = to.after(m, 0);
+      const Bfloat16* x = packed + m * w.in;
+      if (end - first > TILE && left > TILE)
+        by_tile<2, 2>(w, x, left, here, first, !m);
+      else if (end - first > TILE)
+        by_tile<2, 1>(w, x, left, here, first, !m);
+      else if (left > TILE)
+        by_tile<1, 2>(w, x, left, here, first, !m);
+      else
+        by_tile<1, 1>(w, x, left, here, first, !m);
+    }
+}
+
+// x [rows, in], rows a stride apart, as [rows / TILE, in / 2, TILE, 2]; in the last group anything after the rows.
+// Threads share the work, and wait for each other.
+static void pack(const Bfloat16* x, int64_t stride, int64_t rows, int64_t in, uint32_t* to) {
+#pragma omp for schedule(static)
+  for (int64_t m = 0; m < rows; m += TILE)
+    for (int64_t k = 0; k < in; k += 2 * TILE) {
+      __m512 pairs[TILE];
+      for (int64_t i = 0; i < TILE; ++i) pairs[i] = _mm512_loadu_ps(x + std::min(m + i, rows - 1) * stride + k);
+      transpose(pairs);
+      for (int64_t i = 0; i < TILE; ++i) _mm512_storeu_ps(to + (m * in / 2 + (k / 2 + i) * TILE), pairs[i]);
+    }
 }
 #endif
 
@@ -372,7 +433,7 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
   const int64_t in = matrices->in;
   bool tiles = false;
 #ifdef HAS_TILES
-  tiles = is_narrow && in % 32 == 0 && tiles_are_granted();
+  tiles = is_narrow && in % 32 == 0 && has_tiles();
   for (int64_t n = 0; n < number; ++n) tiles = tiles && matrices[n].bits == 16 && !matrices[n].is_transposed;
 #endif
   bool widens = is_narrow;  // x, for what no tile computes
@@ -382,10 +443,6 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
     for (int64_t k = 0; k < in; ++k) wide[m * in + k] = ((const Bfloat16*)x)[m * x_stride + k];
   const float* given = is_narrow ? wide.data() : (const float*)x;
   const int64_t given_stride = is_narrow ? in : x_stride;
-  std::vector<uint32_t> packed(tiles ? (count + TILE - 1) / TILE * TILE * in / 2 : 0);
-  for (int64_t m = 0; tiles && m < count; ++m)
-    for (int64_t k = 0; k < in / 2; ++k)
-      std::memcpy(&packed[(m / TILE * in / 2 + k) * TILE + m % TILE], (const Bfloat16*)x + m * x_stride + 2 * k, 4);
   int64_t weights = 0;
   std::vector<std::vector<float>> x_sums;
   for (int64_t n = 0; n < number; ++n) {
@@ -393,30 +450,39 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
     x_sums.push_back(group_sums(matrices[n], given, given_stride, count));
   }
   const int64_t threads = std::min(most_threads, 1 + weights / PER_THREAD);
+  // Rows of x at once: more of them, packed, would leave the L2 cache.
+  const int64_t most_rows = std::max(PACKED_BYTES / (in * 2) / (2 * TILE), (int64_t)1) * 2 * TILE;
+  std::vector<uint32_t> packed(tiles ? (std::min(count, most_rows) + TILE) * in / 2 : 0);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #ifdef HAS_TILES
     const TileShapes shapes;
     if (tiles) _tile_loadconfig(&shapes);
+    for (int64_t row = 0; tiles && row < count; row += most_rows) {
+      const int64_t many = std::min(count - row, most_rows);
+      pack((const Bfloat16*)x + row * x_stride, x_stride, many, in, packed.data());
+      for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
+        const Matrix& w = matrices[n];
+        const Output to = Output{y, y_stride, true}.after(row, column);
+#pragma omp for schedule(static) nowait
+        for (int64_t pair = 0; pair < w.out / (2 * TILE); ++pair)
+          by_tiles(w, (const Bfloat16*)packed.data(), many, to, pair * 2 * TILE, (pair + 1) * 2 * TILE);
+#pragma omp single nowait
+        by_tiles(w, (const Bfloat16*)packed.data(), many, to, w.out / (2 * TILE) * 2 * TILE, w.out / TILE * TILE);
+      }
+#pragma omp barrier
+    }
+    if (tiles) _tile_release();
 #endif
     for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
       const Matrix w = matrices[n];
-      const int64_t groups = x_sums[n].size() / count, unit = w.is_transposed ? COLUMNS : tiles ? TILE : MOST_OUT;
+      const int64_t groups = x_sums[n].size() / count, unit = w.is_transposed ? COLUMNS : MOST_OUT;
       const int64_t share = (w.out / threads + unit) / unit * unit;
       const int64_t block = std::max(unit, std::min(BLOCK_BYTES * 8 / (in * w.bits), share) / unit * unit);
 #pragma omp for schedule(static) nowait
-      for (int64_t start = 0; start < w.out; start += block) {
-        int64_t first = start;
-        const int64_t end = std::min(w.out, start + block);
-#ifdef HAS_TILES
-        if (tiles) {
-          first = start + (end - start) / TILE * TILE;
-          for (int64_t m = 0; m < count; m += 4 * TILE)
-            by_tile(w, (const Bfloat16*)packed.data() + m * in, std::min(count - m, 4 * TILE),
-                    Output{y, y_stride, true}.after(m, column), start, first);
-        }
-#endif
-        for (int64_t m = 0; m < count && first < end; m += 4) {
+      for (int64_t first = tiles ? w.out / TILE * TILE : 0; first < w.out; first += block) {
+        const int64_t end = std::min(w.out, first + block);
+        for (int64_t m = 0; m < count; m += 4) {
           const float *from = given + m * given_stride, *sums = x_sums[n].data() + m * groups;
           const Output to = Output{y, y_stride, (bool)is_narrow}.after(m, column);
           switch (std::min<int64_t>(4, count - m)) {
@@ -428,8 +494,5 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
         }
       }
     }
-#ifdef HAS_TILES
-    if (tiles) _tile_release();
-#endif
   }
 }

@@ -62,8 +62,8 @@ _phase = _Phase()
 
 @contextmanager
 def reading_prompts() -> Iterator[None]:
-    """Within it, in this thread, :func:`serves` says no: prompts have many rows, for which torch's products are
-    faster. No step ever computes a token of a prompt, so that its sums may have another order."""
+    """Within it, in this thread, :func:`serves` says no, but in bfloat16 on AMX: prompts have many rows, for which
+    torch's products are faster. No step ever computes a token of a prompt, so that its sums may have another order."""
     before, _phase.reads_prompts = _phase.reads_prompts, True
     try:
         yield
@@ -71,9 +71,10 @@ def reading_prompts() -> Iterator[None]:
         _phase.reads_prompts = before
 
 
-def serves() -> bool:
-    """Whether products are served on this machine, in this phase."""
-    return not _phase.reads_prompts and library() is not None
+def serves(dtype: torch.dtype) -> bool:
+    """Whether products in `dtype` are served on this machine, in this phase."""
+    found = library()
+    return found is not None and (not _phase.reads_prompts or (dtype == torch.bfloat16 and found.has_tiles() == 1))
 
 
 def multiply(matrix: Matrix, x: Tensor) -> Tensor:

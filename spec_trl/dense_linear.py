@@ -105,7 +105,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     oneDNN sums one row in another order than several, which it sums alike: one row is multiplied as two.
     """
-    if cpu_products.serves():
+    if cpu_products.serves(x.dtype):
         return cpu_products.multiply(cpu_products.dense_matrix(weight, bias), x)
     rows = x.reshape(-1, x.shape[-1])  # [m, in]
     pair = rows.expand(2, -1).contiguous() if len(rows) == 1 else rows  # [max(m, 2), in]

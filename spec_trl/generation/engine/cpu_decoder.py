@@ -86,7 +86,7 @@ class OneCall:
             spans: of attention, `[B, 1, q, 2 or 4]` int64.
             cache: where it writes and reads.
         """
-        if not self._served or any(self._hooks) or spans.is_floating_point() or not cpu_products.serves():
+        if not self._served or any(self._hooks) or spans.is_floating_point() or not cpu_products.serves(torch.float32):
             return None
         pointers = tuple(_place_of(where[name]) for where, name in self._tensors)
         if pointers != self._pointers:
