@@ -1,0 +1,107 @@
+"""Exact in float32 and bfloat16: drafts, other rows and their order change no bit of a log-probability."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spec_trl import release
+from spec_trl.generation.engine import exactness
+from spec_trl.native_code import compiler
+from tests.conftest import tiny_llama
+from tests.generation.calls import generate, pad_left, random_rows
+from tests.generation.engine.test_families import build
+
+
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.filterwarnings("ignore:.*of the drafter stay dense"),
+]
+ROWS = random_rows([5, 11, 1, 7, 3])
+DTYPES = [torch.float32, torch.bfloat16]
+FAMILIES = [
+    "llama, biased and tied", "qwen2", "qwen3", "mistral with window", "gemma2", "gemma3_text", "gpt2", "phi",
+    "olmo2", "mixtral", "qwen3_moe", "gpt_oss", "opt",
+]  # fmt: skip
+HIDDEN = 192  # sums of so many numbers differ where their order does: smaller models would hide a difference
+# Strategy, config, options, and which of the rows.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], slice]] = {
+    "a copy": ("self", dict(draft_length=3), {}, slice(None)),
+    "long drafts": ("self", dict(draft_length=8), {}, slice(None)),
+    "one draft token": ("ngram", dict(draft_length=1), {}, slice(None)),
+    "lookups": ("history", dict(draft_length=5), {}, slice(None)),
+    "a race": ("best_of_n", dict(best_of_n_drafters=["self", "ngram"]), {}, slice(None)),
+    "one row at a time": ("none", dict(max_batch_size=1), {}, slice(None)),
+    "rows that wait": ("self", dict(max_batch_size=2, draft_length=5), {}, slice(None)),
+    "a row alone": ("none", {}, {}, slice(0, 1)),
+    "a row alone, with drafts": ("ngram", dict(draft_length=5), {}, slice(1, 2)),
+}
+
+
+def run(model: PreTrainedModel, strategy: str, config: dict[str, Any], rows: slice, **options: Any) -> Any:
+    prompts, ids = pad_left(ROWS, 14), list(range(len(ROWS)))[rows]
+    own = {name: value[rows] for name, value in prompts.items()}
+    return generate(model, own, strategy, config, request_ids=ids, max_new_tokens=20, **options)
+
+
+def check(model: PreTrainedModel, sampling: dict[str, Any]) -> None:
+    plain, drafted = run(model, "none", {}, slice(None), **sampling), 0
+    assert plain.statistics.exact is True
+    for name, (strategy, config, options, rows) in CASES.items():
+        found = run(model, strategy, config, rows, **options, **sampling)
+        drafted += found.statistics.total.drafted
+        width = found.logprobs.shape[1]
+        assert torch.equal(found.logprobs, plain.logprobs[rows, :width]), name
+        assert torch.equal(found.sequences[:, -width:], plain.sequences[rows][:, -plain.logprobs.shape[1] :][:, :width])
+    assert drafted > 100
+    release(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits(family: str, dtype: torch.dtype) -> None:
+    sizes = {} if "moe" in family or family in ("mixtral", "gpt_oss") else dict(hidden_size=HIDDEN)
+    check(build(family, **sizes).to(dtype), {})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sampling", [dict(do_sample=False), dict(temperature=0.7, top_k=20, top_p=0.9)], ids=str)
+def test_bits_of_other_distributions(sampling: dict[str, Any], dtype: torch.dtype) -> None:
+    check(tiny_llama(hidden_size=HIDDEN).to(dtype), sampling)
+
+
+class _Odd(nn.Module):
+    """What sums a token's numbers in an order that the number of tokens decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = x.flatten(0, -2)
+        parts = own.chunk(1 if len(own) < 3 else 2, dim=-1)
+        return x * (1 + sum(part.sum(-1) for part in parts).view(*x.shape[:-1], 1) / 100)
+
+
+def test_what_is_not_exact_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
+    model = tiny_llama(hidden_size=HIDDEN).float()
+    model.model.layers[1].mlp.act_fn = _Odd()
+    with pytest.warns(UserWarning, match=r"is not exact on this machine: .*layers\.1\.mlp\.act_fn, float32, 1 row"):
+        found = run(model, "none", {}, slice(None))
+    assert found.statistics.exact == ["model.layers.1.mlp.act_fn, float32, 1 row"]
+    with pytest.raises(ValueError, match=r"^exact=True is asked for.*act_fn.*Set exact=\"auto\""):
+        run(model, "none", {"exact": True}, slice(None))
+    assert run(model, "none", {"exact": False}, slice(None)).statistics.exact is None
+
+
+def test_a_trial_is_kept_for_the_machine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path))
+    tried: list[int] = []
+    try_out = exactness._try_out
+    monkeypatch.setattr(exactness, "_try_out", lambda runner: (tried.append(1), try_out(runner))[1])
+    for seed, threads in ((0, 1), (1, 1), (0, 2)):  # weights do not matter, threads do
+        torch.set_num_threads(threads)
+        model = tiny_llama(seed).float()
+        for _ in range(2):
+            assert run(model, "none", {}, slice(None)).statistics.exact is True
+    torch.set_num_threads(1)
+    assert len(tried) == 2
