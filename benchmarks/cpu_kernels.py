@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_trl.dense_linear import DenseLinear, is_dense_on_cpu
+from spec_trl.dense_linear import dense_class
 from spec_trl.quantization.kernels import KERNELS, LayerSpec, fitting_kernels
 from spec_trl.quantization.kernels.kernel_times import random_rows
 
@@ -33,8 +33,7 @@ SHAPES = {  # layers; (out, in) of a layer's projections; of the head
 def dense_layer(shape: tuple[int, int], dtype: torch.dtype) -> nn.Module:
     """What a shadow runs."""
     layer = nn.Linear(shape[1], shape[0], bias=False, dtype=dtype)
-    if is_dense_on_cpu(layer):
-        layer.__class__ = DenseLinear
+    layer.__class__ = dense_class(nn.Linear, layer)
     return layer
 
 

@@ -1,8 +1,8 @@
-"""Dense layers in float32 on a CPU, as a shadow multiplies: our C++ and oneDNN against torch's `F.linear`.
+"""Dense layers on a CPU, as a shadow multiplies: our C++, which generated tokens take, against torch: oneDNN in
+float32, `F.linear` in bfloat16.
 
-All run in turns on the same weights, copies of them one after the other, so that no cache holds them; a ratio
-is of the medians. Up to `MOST_ROWS` rows of `spec_trl/cpu_products.py` our product is taken, and from
-`ONEDNN_MULTIPLICATIONS` of `spec_trl/dense_linear.py` on oneDNN's.
+They run in turns on the same weights, copies of them one after the other, so that no cache holds them; a ratio is of
+the medians.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spec_trl import cpu_products
-from spec_trl.dense_linear import ONEDNN_MULTIPLICATIONS, multiply_by_onednn
+from spec_trl.dense_linear import multiply_by_onednn
 
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
 
@@ -25,7 +25,8 @@ from .measure import Finding, add_machine_arguments, begin, shown, write_result
 MOST_COPIES = 64
 COLD = 1 << 26  # bytes that copies of a weight take together, more than caches hold
 SHAPES = ((64, 64), (172, 64), (192, 192), (512, 192), (512, 512), (4096, 192), (4864, 896), (32000, 288))  # (out, in)
-ROWS = (1, 4, 8, 16, 32, 64)
+ROWS = (1, 4, 16, 64, 256)
+DTYPES = torch.float32, torch.bfloat16
 TURN = 0.02  # seconds that one turn lasts at least, much more than the clock's resolution
 
 
@@ -38,13 +39,14 @@ def seconds(multiply: Callable[[], Tensor]) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def measure(shape: tuple[int, int], rows: int, turns: int) -> dict[str, Any]:
+def measure(shape: tuple[int, int], rows: int, dtype: torch.dtype, turns: int) -> dict[str, Any]:
     """Microseconds of each."""
-    weight, x = torch.randn(shape), torch.randn(rows, shape[1])
+    weight, x = torch.randn(shape).to(dtype), torch.randn(rows, shape[1]).to(dtype)
     copies = itertools.cycle([weight, *(weight.clone() for _ in range(min(COLD // weight.nbytes, MOST_COPIES)))])
     ways: dict[str, Callable[[], Tensor]] = {
-        "F.linear": lambda: F.linear(x, next(copies)),
-        "oneDNN": lambda: multiply_by_onednn(x, next(copies), None),
+        "torch": lambda: (
+            multiply_by_onednn(x, next(copies), None) if dtype == torch.float32 else F.linear(x, next(copies))
+        ),
         "ours": lambda: cpu_products.multiply(cpu_products.dense_matrix(next(copies), None), x),
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -52,7 +54,7 @@ def measure(shape: tuple[int, int], rows: int, turns: int) -> dict[str, Any]:
         for name, multiply in ways.items():
             found[name].append(seconds(multiply))
     microseconds = {name: 1e6 * median(times[1:]) for name, times in found.items()}
-    return {"shape": list(shape), "rows": rows, "multiplications": rows * weight.numel(), "microseconds": microseconds}
+    return {"shape": list(shape), "rows": rows, "dtype": str(dtype), "microseconds": microseconds}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,23 +64,18 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     machine = begin(options)
     with torch.inference_mode():
-        cells = [measure(shape, rows, options.turns) for shape in SHAPES for rows in ROWS]
+        grid = itertools.product(SHAPES, ROWS, DTYPES)
+        cells = [measure(shape, rows, dtype, options.turns) for shape, rows, dtype in grid]
     findings = []
-    for name, is_in in (
-        ("below the limit", lambda count: count < ONEDNN_MULTIPLICATIONS),
-        ("from the limit on", lambda count: count >= ONEDNN_MULTIPLICATIONS),
-    ):
-        own = [cell["microseconds"] for cell in cells if is_in(cell["multiplications"])]
-        gains = [cell["F.linear"] / cell["oneDNN"] for cell in own]
-        findings.append(Finding(f"speed of oneDNN, {name}", median(gains), "×", "F.linear", (min(gains), max(gains))))
-    for few in (1, 4, 16, 64):
-        own = [cell["microseconds"] for cell in cells if cell["rows"] == few and cell["multiplications"] >= 1 << 17]
-        gains = [cell["oneDNN"] / cell["ours"] for cell in own]
-        findings.append(Finding(f"speed of ours, rows: {few}", median(gains), "×", "oneDNN", (min(gains), max(gains))))
+    for dtype, rows in itertools.product(DTYPES, ROWS):
+        own = [cell["microseconds"] for cell in cells if (cell["rows"], cell["dtype"]) == (rows, str(dtype))]
+        gains = [cell["torch"] / cell["ours"] for cell in own]
+        name = f"speed of ours, {str(dtype).removeprefix('torch.')}, rows: {rows}"
+        findings.append(Finding(name, median(gains), "×", "torch", (min(gains), max(gains))))
     write_result(
-        options.output, "rollouts", "Dense layers by oneDNN and by our C++",
-        f"{len(SHAPES)} shapes from 64 × 64 to 32000 × 288, {ROWS} rows, float32; medians of {options.turns} turns; "
-        f"the limit is {ONEDNN_MULTIPLICATIONS} multiplications. Median over cells, with the lowest and the highest.",
+        options.output, "rollouts", "Dense layers by our C++ and by torch",
+        f"{len(SHAPES)} shapes from 64 × 64 to 32000 × 288, {ROWS} rows; medians of {options.turns} turns. Median over "
+        "shapes, with the lowest and the highest.",
         machine, findings, {"options": shown(options), "cells": cells},
     )  # fmt: skip
 

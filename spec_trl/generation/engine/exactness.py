@@ -65,7 +65,10 @@ def _inexact_parts(
     try:
         found = read_json(path, Trial, "trial of exactness", "delete it").inexact
     except (OSError, ValueError):
-        found = _try_out(make(_first_layers(model), RaggedCache.for_network(model, ROWS, COLUMNS)))
+        try:
+            found = _try_out(make(_first_layers(model), RaggedCache.for_network(model, ROWS, COLUMNS)))
+        except Exception as error:  # the generation will say what is wrong, or do what the trial cannot
+            return [f"it could not be tried: {type(error).__name__}: {error}"]
         try:
             write_json(path, Trial(text, found))
         except OSError:  # a read-only home: the next process tries it again

@@ -1,4 +1,6 @@
-"""Dense layers of a shadow: oneDNN where it is faster, and nn.Linear's own result everywhere."""
+"""Dense layers of a shadow: products in C++ or by oneDNN, and nn.Linear's own result everywhere."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tests.generation.calls import generate, outputs, pad_left, random_rows
 
 
 pytestmark = pytest.mark.skipif(not dense_linear.HAS_ONEDNN, reason="this torch has no oneDNN")
-WIDE = 1024  # a row of a layer of this width and height is 2 ** 20 multiplications
+WIDE = 320
 
 
 def layers(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, DenseLinear]:
@@ -66,12 +68,33 @@ def test_what_onednn_is_not_asked_for(calls: list[Tensor]) -> None:
         assert ours(x).dtype == torch.bfloat16
     with torch.no_grad():
         assert torch.equal(ours(x[:0]), theirs(x[:0]))
-        small = DenseLinear(8, 8)
-        assert torch.equal(small(x[:, :8]), nn.functional.linear(x[:, :8], small.weight, small.bias))
-        for dtype in (torch.float64, torch.bfloat16):
-            theirs, ours = layers(dtype=dtype)
-            assert torch.equal(ours(x.to(dtype)), theirs(x.to(dtype)))
+        theirs, ours = layers(dtype=torch.float64)
+        assert torch.equal(ours(x.double()), theirs(x.double()))
+        with pytest.raises(RuntimeError):
+            ours(torch.ones(2, 2 * WIDE))  # as torch says it
     assert not calls
+
+
+class _Elsewhere(Tensor):
+    """A weight that keeps its numbers elsewhere, as quantized ones do."""
+
+
+def test_weights_that_cpp_cannot_read_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    theirs, ours = layers()
+    x = torch.randn(3, WIDE)
+    given: list[Any] = []
+    monkeypatch.setattr(dense_linear, "multiply", lambda *all: given.append(all))
+    with torch.no_grad():
+        for spoil in (
+            lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.as_subclass(_Elsewhere))),
+            lambda layer: setattr(layer.weight, "data", layer.weight.data.T.contiguous().T),
+            lambda layer: setattr(layer, "bias", nn.Parameter(layer.bias.repeat_interleave(2)[::2])),
+        ):
+            _, ours = layers()
+            spoil(ours)
+            torch.testing.assert_close(ours(x), theirs(x))
+    assert not given
 
 
 def test_the_shadow_has_it_for_plain_layers_alone(fresh: LlamaForCausalLM) -> None:
@@ -87,28 +110,31 @@ def test_the_shadow_has_it_for_plain_layers_alone(fresh: LlamaForCausalLM) -> No
     assert not any(isinstance(module, DenseLinear) for module in fresh.modules())
 
 
-def test_few_rows_are_multiplied_in_cpp(calls: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_generated_tokens_are_multiplied_in_cpp(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.undo()
     if compiler() is None:
         pytest.skip("no C++ compiler")
-    theirs, ours = layers()
+    theirs, ours = layers(dtype=dtype)
     given: list[int] = []
     multiply = cpu_products.multiply
     monkeypatch.setattr(cpu_products, "multiply", lambda matrix, x: (given.append(len(x)), multiply(matrix, x))[1])
     with torch.no_grad():
-        for rows in (1, 16, 17):
-            x = torch.randn(rows, WIDE)
-            torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
-        assert given == [1, 16]
-        small = DenseLinear(8, 8)
-        assert torch.equal(small(x[:, :8]), nn.functional.linear(x[:, :8], small.weight, small.bias))
-        assert given == [1, 16]
+        for rows in (1, 17, 100):
+            x = torch.randn(rows, WIDE).to(dtype)
+            torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-2)
+        assert given == [1, 17, 100]
+        with cpu_products.reading_prompts():
+            whole = ours(x)
+            for rows in (1, 2, 7, 16, 17, 64):  # an element's sum has one order there too
+                if dtype == torch.float32:
+                    assert torch.equal(ours(x[:rows]), whole[:rows]), rows
+    assert dtype == torch.bfloat16 or given == [1, 17, 100]
 
 
 @pytest.mark.parametrize("strategy", ["self", "model", "ngram"])
-def test_tokens_with_onednn_everywhere(calls: list[Tensor], monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+def test_tokens_with_onednn_everywhere(calls: list[Tensor], strategy: str) -> None:
     """Those of plain decoding, and in greedy decoding those of transformers, all layers' products by oneDNN."""
-    monkeypatch.setattr(dense_linear, "ONEDNN_MULTIPLICATIONS", 0)
     model, prompts = tiny_llama().float(), pad_left(random_rows([4, 9, 6]))
     more = {"assistant_model": tiny_llama(num_hidden_layers=1).float()} if strategy == "model" else {}
     plain = generate(model, prompts, max_new_tokens=40)
