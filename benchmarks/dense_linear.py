@@ -74,8 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
         findings.append(Finding(name, median(gains), "×", "torch", (min(gains), max(gains))))
     write_result(
         options.output, "rollouts", "Dense layers by our C++ and by torch",
-        f"{len(SHAPES)} shapes from 64 × 64 to 32000 × 288, {ROWS} rows; medians of {options.turns} turns. Median over "
-        "shapes, with the lowest and the highest.",
+        f"{len(SHAPES)} shapes from 64 × 64 to 32000 × 288, {ROWS} rows; medians of {options.turns} turns. Median "
+        "over shapes, with the lowest and the highest.",
         machine, findings, {"options": shown(options), "cells": cells},
     )  # fmt: skip
 

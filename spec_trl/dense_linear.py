@@ -63,17 +63,22 @@ class _DenseExperts(nn.Module):
         return multiply(x, weight.T if experts.is_transposed else weight, bias)
 
 
+_MATMULS = torch.matmul, Tensor.matmul, Tensor.__matmul__
+
+
 class _Products(TorchFunctionMode):
-    """Within it `F.linear` is :func:`multiply`."""
+    """Within it products with a matrix are those of :func:`multiply`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.linear and not kwargs and is_plain(*args):
             return multiply(args[0], args[1], args[2] if len(args) > 2 else None)
+        if function in _MATMULS and args[1].dim() == 2 and is_plain(args[0], args[1].T):
+            return multiply(args[0], args[1].T, None)
         return function(*args, **(kwargs or {}))
 
 
 class _WithProducts(nn.Module):
-    """A module that is no linear layer and has a matrix all the same: a mixture's router."""
+    """A module of transformers that has a matrix and a forward that are no plain linear layer's: a router."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with _Products():
@@ -95,8 +100,8 @@ def dense_class(kind: type, module: nn.Module) -> type:
     if kind in (nn.Linear, Conv1D):
         return DenseLinear if kind is nn.Linear else DenseConv1D
     weight = module._parameters.get("weight")
-    is_router = weight is not None and weight.dim() == 2 and not isinstance(module, nn.Linear | nn.Embedding)
-    return _mixed(_WithProducts, kind) if is_router else kind
+    has_matrix = weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+    return _mixed(_WithProducts, kind) if has_matrix and kind.__module__.startswith("transformers.") else kind
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
