@@ -74,9 +74,8 @@ static Vector load(const T* from) {
   } else if constexpr (std::is_same_v<T, Bfloat16>) {
     return (Vector)(__builtin_convertvector(*(const Narrow*)from, Integers) << 16);
   } else {
-    Vector found;
-    for (int64_t l = 0; l < LANES; ++l) found[l] = (Real)from[l];
-    return found;
+    typedef T Halves __attribute__((vector_size(LANES * sizeof(T)), aligned(sizeof(T)), may_alias));
+    return __builtin_convertvector(*(const Halves*)from, Vector);
   }
 }
 
