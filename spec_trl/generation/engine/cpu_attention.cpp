@@ -379,7 +379,7 @@ static void attend_pairs(Query* queries, int64_t number, Key key, Value value, i
         weigh(queries[n + i], weights[i], from[i], to[i], softcap,
               [&](int64_t c) { return *(const Vector*)(weights[i] + c) * scale; });
       for (int64_t c = 0; c < 64; c += 16) {
-        const bool is_seen = c + 16 > from[i] && c < to[i] && from[i] < to[i];
+        const bool is_seen = c + 16 > from[i] && c < to[i];
         const __m512 own = is_seen ? _mm512_load_ps((float*)weights[i] + c) : _mm512_setzero_ps();
         rounded[i][c / 16] = (Halves)_mm512_cvtneps_pbh(own);
       }

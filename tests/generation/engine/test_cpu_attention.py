@@ -319,7 +319,6 @@ def test_attention_code_of_a_familys_own_stays_eager() -> None:
 
 
 def test_under_autocast_training_goes_on_after_it(lengths: list[int]) -> None:
-    """Autocast keeps the weights that it casts: those of inference mode could not be trained."""
     model = tiny_llama().float()
     with torch.autocast("cpu", torch.bfloat16):
         generate(model, PROMPTS)
