@@ -256,11 +256,11 @@ static bool has_tiles() {
   return granted;
 }
 
-struct Tiles {  // rows and bytes of eight registers, while this lives
+struct Tiles {  // rows and bytes of eight registers, while this lives; of sums and what is multiplied fewer rows may do
   alignas(64) uint8_t before[64], own[64] = {1};
   const bool used = has_tiles();
-  Tiles() {
-    for (int i = 0; i < 8; ++i) own[16 + 2 * i] = 64, own[48 + i] = 16;
+  explicit Tiles(int64_t rows) {
+    for (int i = 0; i < 8; ++i) own[16 + 2 * i] = 64, own[48 + i] = i < 5 ? std::min<int64_t>(rows, 16) : 16;
     if (used) _tile_storeconfig(before), _tile_loadconfig(own);
   }
   ~Tiles() {
@@ -269,7 +269,9 @@ struct Tiles {  // rows and bytes of eight registers, while this lives
 };
 #else
 static bool has_tiles() { return false; }
-struct Tiles {};
+struct Tiles {
+  explicit Tiles(int64_t) {}
+};
 #endif
 
 // sums [16, 64] (`is_new`: from 0) + a [16, 32 * steps] b, in tiles [steps, 4]; of the sums the first `rows` are needed.
@@ -347,7 +349,10 @@ static void attend_pairs(Query* queries, int64_t number, Key key, Value value, i
   static const uint16_t nothing[HEAD_SIZE] = {};
   for (int64_t c = start / 16 * 16; c < 64; c += 16) {
     const uint16_t* rows[16];
-    for (int64_t i = 0; i < 16; ++i) rows[i] = c + i < end ? key(c + i) : nothing;
+    for (int64_t i = 0; i < 16; ++i) {
+      rows[i] = c + i < end ? key(c + i) : nothing;
+      for (int64_t j = 0; j < HEAD_SIZE; j += 32) __builtin_prefetch(value(c + i) + j);
+    }
     for (int64_t k = 0; k < STEPS; ++k) {
       Words* tile = keys[k][c / 16];
       for (int64_t i = 0; i < 16; ++i) tile[i] = *(const Words*)(rows[i] + 32 * k);
@@ -357,6 +362,10 @@ static void attend_pairs(Query* queries, int64_t number, Key key, Value value, i
   for (int64_t c = 0; c < 64; c += 2) {
     const auto row = [&](int64_t at) { return at >= start && at < end ? value(at) : nothing; };
     const uint16_t *even = row(c), *odd = row(c + 1);
+    for (int64_t j = 0; j < HEAD_SIZE; j += 32) {
+      __builtin_prefetch(key(c + 64) + j);
+      __builtin_prefetch(key(c + 65) + j);
+    }
     const auto words = [](const uint16_t* from) { return __builtin_convertvector(*(const Halves*)from, Words); };
 #pragma GCC unroll 4
     for (int64_t j = 0; j < HEAD_SIZE / 16; ++j)
@@ -394,7 +403,7 @@ static void attend_pairs(Query* queries, int64_t number, Key key, Value value, i
 static void attend_run(Query* queries, int64_t number, const SCALAR* keys, const SCALAR* values, int64_t stride,
                        int64_t split, int64_t shift, Real scale, Real softcap) {
 #ifdef __AVX512BF16__
-  [[maybe_unused]] const std::conditional_t<PAIRS, Tiles, int> tiles{};
+  [[maybe_unused]] const std::conditional_t<PAIRS, Tiles, int64_t> tiles(number);
 #endif
   alignas(64) Real copies[2][BLOCK * HEAD_SIZE];
   int64_t first = queries[0].from, end = queries[0].to;
