@@ -283,6 +283,16 @@ def test_several_that_compile_at_once_keep_one_library(compilations: list[str], 
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
 
 
+def test_a_header_that_changes_is_compiled_anew(compilations: list[str], tmp_path: Path) -> None:
+    header, source = tmp_path / "number.h", tmp_path / "answer.cpp"
+    source.write_text('#include "number.h"\nextern "C" int answer() { return NUMBER; }')
+    for number in (1, 1, 2):
+        header.write_text(f"#define NUMBER {number}")
+        library = native_code.load(source)
+        assert library is not None and library.answer() == number
+    assert len(compilations) == 2
+
+
 @pytest.mark.parametrize("trouble", ["no compiler", "it fails", "it hangs"])
 def test_without_a_compiler_attention_stays_torchs(
     compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trouble: str, recwarn, request
@@ -312,9 +322,8 @@ def test_half_precision_is_compiled_too(tiny: LlamaForCausalLM, lengths: list[in
 
 
 def test_attention_code_of_a_familys_own_stays_eager() -> None:
-    model = AutoModelForCausalLM.from_config(
-        GPTNeoConfig(vocab_size=64, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=2)
-    )
+    layers = dict(num_layers=2, attention_types=[[["global", "local"], 1]])
+    model = AutoModelForCausalLM.from_config(GPTNeoConfig(vocab_size=64, hidden_size=32, num_heads=2, **layers))
     assert type(cpu_runner(model, RaggedCache.for_network(model, 1, 8))) is EagerRunner
 
 
