@@ -105,11 +105,12 @@ def dense_class(kind: type, module: nn.Module) -> type:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] times `weight` [out, in] → [..., out], for which :func:`is_plain` holds: generated tokens by
-    :mod:`cpu_products`, prompts by oneDNN on the weights as they lie.
+    """x [..., in] times `weight` [out, in] → [..., out] in its dtype, for which :func:`is_plain` holds: generated
+    tokens by :mod:`cpu_products`, prompts by oneDNN on the weights as they lie.
 
     oneDNN sums one row in another order than several, which it sums alike: one row is multiplied as two.
     """
+    x = x.to(weight.dtype)
     if cpu_products.serves(x.dtype):
         return cpu_products.multiply(cpu_products.dense_matrix(weight, bias), x)
     rows = x.reshape(-1, x.shape[-1])  # [m, in]
@@ -123,16 +124,17 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def is_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> bool:
     """Whether nothing but a product without gradient is asked for, of plain numbers in one of the dtypes of
-    :mod:`cpu_products`: x [..., in], `weight` [..., out, in] or transposed, bias [..., out]."""
+    :mod:`cpu_products`: x [..., in], `weight` [..., out, in] or transposed, bias [..., out]. Autocast may cast x."""
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return (
         cpu_products.is_plain(weight)
         and (bias is None or (cpu_products.is_plain(bias) and bias.dtype == weight.dtype))
-        and x.dtype == weight.dtype
+        and weight.dtype == (autocast or x.dtype)
+        and x.dtype in cpu_products.DTYPES
         and x.device.type == "cpu"
         and x.shape[-1] == weight.shape[-2 if transposed else -1]
         and x.numel() > 0
         and not torch.is_grad_enabled()  # these have no backward pass
-        and not torch.is_autocast_enabled("cpu")
     )
 
 

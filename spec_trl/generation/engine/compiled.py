@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .cache import RaggedCache, autocast_dtype
+from .cache import RaggedCache
 from .cpu_attention import runs_compiled
 from .runner import EagerRunner
 from .shadow import decoder_layers, make_shadow
@@ -23,9 +23,7 @@ class CompiledRunner(EagerRunner):
         return cpu_runner(network, self._cache_for(network, shares_cache))
 
     def _run(self, tokens: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
-        # Autocast keeps the weights that it casts, which training may find: they must not come from inference mode.
-        is_plain = autocast_dtype(tokens.device) is None
-        with torch.inference_mode() if is_plain else torch.no_grad():
+        with torch.inference_mode():
             logits, features = super()._run(tokens, *given, **more | {"spans": True})
         # Copies: drafters learn from these, and from what inference mode makes nobody can.
         return logits.clone(), None if features is None else features.clone()

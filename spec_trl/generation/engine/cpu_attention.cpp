@@ -2,7 +2,7 @@
 //
 // A query is summed in one order, whatever other queries, rows and columns a call has: its columns ascend, in blocks
 // that begin at multiples of BLOCK, and each block continues the sums of those before it. What a query does not see is
-// never added to it. The compiler must not reorder (no -ffast-math).
+// never added to it, or in bfloat16 added 0 times. The compiler must not reorder (no -ffast-math).
 
 #include <algorithm>
 #include <cstdint>
@@ -11,13 +11,8 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-#ifdef __AMX_BF16__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+
+#include "cpu_tiles.h"
 
 struct Bfloat16 {
   uint16_t bits;
@@ -46,7 +41,7 @@ constexpr bool PAIRS = false;
 constexpr int64_t BLOCK = PAIRS ? 64 : std::max<int64_t>(1, 16384 / (HEAD_SIZE * sizeof(Real)) / LANES) * LANES;
 constexpr int64_t TILE = PAIRS ? 16 : 4;      // queries that share a load of values, and whose sums fit the registers
 constexpr int64_t QUERIES = PAIRS ? 64 : 32;  // of a task, which share the work of copying a block
-constexpr int64_t FEW = 4;       // up to so many queries, narrow keys are converted for each of them, not once for all
+constexpr int64_t FEW = 4;  // with more queries, narrow keys and values are converted once for all of them
 
 typedef Real Vector __attribute__((vector_size(LANES * sizeof(Real)), aligned(sizeof(Real)), may_alias));
 typedef Integer Integers __attribute__((vector_size(LANES * sizeof(Real))));
@@ -74,9 +69,8 @@ static Vector load(const T* from) {
   } else if constexpr (std::is_same_v<T, Bfloat16>) {
     return (Vector)(__builtin_convertvector(*(const Narrow*)from, Integers) << 16);
   } else {
-    Vector found;
-    for (int64_t l = 0; l < LANES; ++l) found[l] = (Real)from[l];
-    return found;
+    typedef T Halves __attribute__((vector_size(LANES * sizeof(T)), aligned(sizeof(T)), may_alias));
+    return __builtin_convertvector(*(const Halves*)from, Vector);
   }
 }
 
@@ -96,7 +90,8 @@ static void store(T* to, Vector value) {
 static void split_exp(Vector x, Vector& power, Vector& rest) {
   constexpr bool is_wide = sizeof(Real) == 8;
   constexpr Real ROUND = is_wide ? 6755399441055744. : 12582912.f;  // 1.5 * 2^bits: what is added to it is rounded
-  constexpr Real HIGH = is_wide ? 0x1.62e42fee00000p-1 : 0x1.62e4p-1f, LOW = is_wide ? 0x1.a39ef35793c76p-33 : 0x1.7f7d1cp-20f;
+  constexpr Real HIGH = is_wide ? 0x1.62e42fee00000p-1 : 0x1.62e4p-1f;  // of log(2): times n without rounding
+  constexpr Real LOW = is_wide ? 0x1.a39ef35793c76p-33 : 0x1.7f7d1cp-20f;
   constexpr int TERMS = is_wide ? 13 : 7;  // of the series; the next one is below the last bit
   const Vector shifted = x * (Real)1.4426950408889634 + ROUND, n = shifted - ROUND;
   const Vector r = (x - n * HIGH) - n * LOW;
@@ -126,15 +121,6 @@ static Vector tanh_of(Vector x) {
   return e / (e + 2);
 }
 
-// Of two vectors in groups of 2 * HALF lanes: the first (SECOND: the second) half of each group of `a`, then of `b`.
-template <int64_t HALF, bool SECOND, typename V, std::size_t... LANE>
-static V halves(V a, V b, std::index_sequence<LANE...>) {
-  constexpr auto from = [](int64_t l) {
-    return (l % (2 * HALF) < HALF ? l : (int64_t)sizeof...(LANE) + l - HALF) + (SECOND ? HALF : 0);
-  };
-  return __builtin_shufflevector(a, b, from(LANE)...);
-}
-
 // The sum of each of LANES vectors, added in halves.
 template <int64_t HALF = LANES / 2>
 static inline __attribute__((always_inline)) Vector sums(Vector* parts) {
@@ -144,7 +130,8 @@ static inline __attribute__((always_inline)) Vector sums(Vector* parts) {
     constexpr auto lanes = std::make_index_sequence<LANES>();
 #pragma GCC unroll 16
     for (int64_t i = 0; i < HALF; ++i)
-      parts[i] = halves<HALF, false>(parts[i], parts[i + HALF], lanes) + halves<HALF, true>(parts[i], parts[i + HALF], lanes);
+      parts[i] = halves<HALF, false>(parts[i], parts[i + HALF], lanes) +
+                 halves<HALF, true>(parts[i], parts[i + HALF], lanes);
     return sums<HALF / 2>(parts);
   }
 }
@@ -172,7 +159,8 @@ static Vector scores(const Vector* query, const T* keys, int64_t stride) {
 
 // Adds columns `from` to `to` to the sums of NUMBER queries, `weights` [NUMBER, BLOCK]; VECTORS in groups of four.
 template <int64_t NUMBER, int64_t FIRST = 0, typename T>
-static void add(Query* queries, const Real (*weights)[BLOCK], const T* values, int64_t stride, int64_t from, int64_t to) {
+static void add(Query* queries, const Real (*weights)[BLOCK], const T* values, int64_t stride, int64_t from,
+                int64_t to) {
   constexpr int64_t WIDTH = std::min<int64_t>(4, VECTORS - FIRST);
   Vector sum[NUMBER][WIDTH];
   for (int64_t n = 0; n < NUMBER; ++n)
@@ -218,8 +206,8 @@ static void weigh(Query& query, Real* weights, int64_t from, int64_t to, Real so
   }
 }
 
-// Columns up to `end` of a block that begins at `block`, for queries next to each other; keys and values point to column
-// `block`, and there are keys of all columns up to the next multiple of LANES.
+// Columns up to `end` of a block that begins at `block`, for queries next to each other; keys and values point to
+// column `block`, and there are keys of all columns up to the next multiple of LANES.
 template <typename T>
 static void attend_block(Query* queries, int64_t number, const T* keys, const T* values, int64_t stride, int64_t block,
                          int64_t end, Real softcap) {
@@ -236,7 +224,8 @@ static void attend_block(Query* queries, int64_t number, const T* keys, const T*
       last = std::min(last, to[i]);
     }
     if (first >= last) first = last = end;
-    for (int64_t i = 0; i < many; ++i) add<1>(queries + n + i, weights + i, values, stride, from[i], std::min(first, to[i]));
+    for (int64_t i = 0; i < many; ++i)
+      add<1>(queries + n + i, weights + i, values, stride, from[i], std::min(first, to[i]));
     if (many == 4) add<4>(queries + n, weights, values, stride, first, last);
     if (many == 3) add<3>(queries + n, weights, values, stride, first, last);
     if (many == 2) add<2>(queries + n, weights, values, stride, first, last);
@@ -246,97 +235,6 @@ static void attend_block(Query* queries, int64_t number, const T* keys, const T*
 }
 
 #ifdef __AVX512BF16__
-typedef uint32_t Words __attribute__((vector_size(64), aligned(2), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-typedef Words Tile[16];  // of pairs: a row holds numbers 2 k and 2 k + 1 of each of 16 sums
-
-#ifdef __AMX_BF16__
-// Asks the system for the tile registers, which a process must do once.
-static bool has_tiles() {
-  static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* their data */) == 0;
-  return granted;
-}
-
-struct Tiles {  // rows and bytes of eight registers, while this lives
-  alignas(64) uint8_t before[64], own[64] = {1};
-  const bool used = has_tiles();
-  Tiles() {
-    for (int i = 0; i < 8; ++i) own[16 + 2 * i] = 64, own[48 + i] = 16;
-    if (used) _tile_storeconfig(before), _tile_loadconfig(own);
-  }
-  ~Tiles() {
-    if (used) _tile_loadconfig(before);
-  }
-};
-#else
-static bool has_tiles() { return false; }
-struct Tiles {};
-#endif
-
-// sums [16, 64] (`is_new`: from 0) + a [16, 32 * steps] b, in tiles [steps, 4]; of the sums the first `rows` are needed.
-static void multiply(float* sums, int64_t sum_stride, const void* a, int64_t a_stride, const Tile* b, int64_t steps,
-                     bool is_new, int64_t rows) {
-#ifdef __AMX_BF16__
-  if (has_tiles()) {
-    if (is_new) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    } else {
-      _tile_loadd(0, sums, sum_stride);
-      _tile_loadd(1, sums + 16, sum_stride);
-      _tile_loadd(2, sums + 32, sum_stride);
-      _tile_loadd(3, sums + 48, sum_stride);
-    }
-    for (int64_t k = 0; k < steps; ++k, b += 4) {
-      _tile_loadd(4, (const char*)a + 64 * k, a_stride);
-      _tile_loadd(5, b, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(6, b + 1, 64);
-      _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(5, b + 2, 64);
-      _tile_dpbf16ps(2, 4, 5);
-      _tile_loadd(6, b + 3, 64);
-      _tile_dpbf16ps(3, 4, 6);
-    }
-    _tile_stored(0, sums, sum_stride);
-    _tile_stored(1, sums + 16, sum_stride);
-    _tile_stored(2, sums + 32, sum_stride);
-    _tile_stored(3, sums + 48, sum_stride);
-    return;
-  }
-#endif
-  for (int64_t row = 0; row < rows; row += 4) {
-    __m512 sum[4][4];
-    const auto at = [&](int64_t i) { return (float*)((char*)sums + (row + i) * sum_stride); };
-    for (int i = 0; i < 4; ++i)
-      for (int j = 0; j < 4; ++j) sum[i][j] = is_new ? _mm512_setzero_ps() : _mm512_loadu_ps(at(i) + 16 * j);
-    for (int64_t k = 0; k < steps; ++k)
-      for (int64_t pair = 0; pair < 16; ++pair)
-        for (int i = 0; i < 4; ++i) {
-          const int32_t both = *(const int32_t*)((const char*)a + (row + i) * a_stride + 64 * k + 4 * pair);
-          for (int j = 0; j < 4; ++j)
-            sum[i][j] = _mm512_dpbf16_ps(sum[i][j], (__m512bh)_mm512_set1_epi32(both), (__m512bh)b[4 * k + j][pair]);
-        }
-    for (int i = 0; i < 4; ++i)
-      for (int j = 0; j < 4; ++j) _mm512_storeu_ps(at(i) + 16 * j, sum[i][j]);
-  }
-}
-
-template <int64_t HALF = 8>
-static void transpose(Words* rows) {
-  constexpr auto lanes = std::make_index_sequence<16>();
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < 16; ++i)
-    if (!(i & HALF)) {
-      const Words first = rows[i], second = rows[i + HALF];
-      rows[i] = halves<HALF, false>(first, second, lanes);
-      rows[i + HALF] = halves<HALF, true>(first, second, lanes);
-    }
-  if constexpr (HALF > 1) transpose<HALF / 2>(rows);
-}
-
 // Columns `start` to `end` of a block that begins at `block`, as of `attend_block`; `key` and `value` give a column's.
 template <typename Key, typename Value>
 static void attend_pairs(Query* queries, int64_t number, Key key, Value value, int64_t block, int64_t start,
@@ -348,7 +246,10 @@ static void attend_pairs(Query* queries, int64_t number, Key key, Value value, i
   static const uint16_t nothing[HEAD_SIZE] = {};
   for (int64_t c = start / 16 * 16; c < 64; c += 16) {
     const uint16_t* rows[16];
-    for (int64_t i = 0; i < 16; ++i) rows[i] = c + i < end ? key(c + i) : nothing;
+    for (int64_t i = 0; i < 16; ++i) {
+      rows[i] = c + i < end ? key(c + i) : nothing;
+      for (int64_t j = 0; j < HEAD_SIZE; j += 32) __builtin_prefetch(value(c + i) + j);
+    }
     for (int64_t k = 0; k < STEPS; ++k) {
       Words* tile = keys[k][c / 16];
       for (int64_t i = 0; i < 16; ++i) tile[i] = *(const Words*)(rows[i] + 32 * k);
@@ -358,6 +259,10 @@ static void attend_pairs(Query* queries, int64_t number, Key key, Value value, i
   for (int64_t c = 0; c < 64; c += 2) {
     const auto row = [&](int64_t at) { return at >= start && at < end ? value(at) : nothing; };
     const uint16_t *even = row(c), *odd = row(c + 1);
+    for (int64_t j = 0; j < HEAD_SIZE; j += 32) {
+      __builtin_prefetch(key(c + 64) + j);
+      __builtin_prefetch(key(c + 65) + j);
+    }
     const auto words = [](const uint16_t* from) { return __builtin_convertvector(*(const Halves*)from, Words); };
 #pragma GCC unroll 4
     for (int64_t j = 0; j < HEAD_SIZE / 16; ++j)
@@ -374,19 +279,20 @@ static void attend_pairs(Query* queries, int64_t number, Key key, Value value, i
       last = std::max(last, to[i]);
     }
     if (first >= last) continue;
-    multiply((float*)weights, sizeof weights[0], queries[n].scaled, sizeof(Query), keys[0], STEPS, true, many);
+    std::fill_n(weights[0], many * 64, 0);
+    multiply((float*)weights, sizeof weights[0], queries[n].scaled, sizeof(Query), keys[0], STEPS, many);
     for (int64_t i = 0; i < many; ++i) {
       if (from[i] < to[i])
         weigh(queries[n + i], weights[i], from[i], to[i], softcap,
               [&](int64_t c) { return *(const Vector*)(weights[i] + c) * scale; });
       for (int64_t c = 0; c < 64; c += 16) {
-        const bool is_seen = c + 16 > from[i] && c < to[i] && from[i] < to[i];
+        const bool is_seen = c + 16 > from[i] && c < to[i];
         const __m512 own = is_seen ? _mm512_load_ps((float*)weights[i] + c) : _mm512_setzero_ps();
         rounded[i][c / 16] = (Halves)_mm512_cvtneps_pbh(own);
       }
     }
     for (int64_t j = 0; j < SLICES; ++j)
-      multiply((float*)(queries[n].sum + 4 * j), sizeof(Query), rounded, sizeof rounded[0], values[j][0], 2, false, many);
+      multiply((float*)(queries[n].sum + 4 * j), sizeof(Query), rounded, sizeof rounded[0], values[j][0], 2, many);
   }
 }
 #endif
@@ -395,7 +301,7 @@ static void attend_pairs(Query* queries, int64_t number, Key key, Value value, i
 static void attend_run(Query* queries, int64_t number, const SCALAR* keys, const SCALAR* values, int64_t stride,
                        int64_t split, int64_t shift, Real scale, Real softcap) {
 #ifdef __AVX512BF16__
-  [[maybe_unused]] const std::conditional_t<PAIRS, Tiles, int> tiles{};
+  [[maybe_unused]] const std::conditional_t<PAIRS, Tiles, int64_t> tiles(number);
 #endif
   alignas(64) Real copies[2][BLOCK * HEAD_SIZE];
   int64_t first = queries[0].from, end = queries[0].to;
@@ -454,11 +360,11 @@ extern "C" void attend(const SCALAR* queries, const SCALAR* keys, const SCALAR* 
       for (next = begin; next < end && moved(next, 2) == split && moved(next, 3) == shift; ++next)
         for (int64_t head = kv_head * s.groups; head < (kv_head + 1) * s.groups; ++head) {
           Query& query = run.emplace_back();
-          const SCALAR* from = queries + row * s.query_strides[0] + head * s.query_strides[1] + next * s.query_strides[2];
+          const int64_t place = row * s.query_strides[0] + head * s.query_strides[1] + next * s.query_strides[2];
           if constexpr (PAIRS)
-            std::memcpy(query.scaled, from, HEAD_SIZE * sizeof(SCALAR));  // scores are scaled instead
+            std::memcpy(query.scaled, queries + place, HEAD_SIZE * sizeof(SCALAR));  // scores are scaled instead
           else
-            for (int64_t j = 0; j < VECTORS; ++j) query.scaled[j] = load(from + j * LANES) * (Real)scale;
+            for (int64_t j = 0; j < VECTORS; ++j) query.scaled[j] = load(queries + place + j * LANES) * (Real)scale;
           for (int64_t j = 0; j < VECTORS; ++j) query.sum[j] = Vector{};
           query.total = Vector{};
           query.total[0] = sinks ? 1 : 0;  // a sink's weight, of a value of zeros

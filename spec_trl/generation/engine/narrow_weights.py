@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ...dense_linear import DenseConv1D, DenseLinear
+from ...dense_linear import DenseConv1D, DenseLinear, is_plain, multiply
 from ...quantization.linear import PackedLayer
 from .cache import autocast_dtype
 from .patched_forwards import patched_forward
@@ -50,12 +50,14 @@ class NarrowProduct(nn.Module):
         return self._multiply(x, copies)
 
     def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
-        return F.linear(x, *copies)
+        return multiply(x, *copies) if is_plain(x, *copies) else F.linear(x, *copies)
 
 
 class _NarrowConv1D(NarrowProduct):
     def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
         assert copies.bias is not None
+        if is_plain(x, *copies, transposed=True):
+            return multiply(x, copies.weight.T, copies.bias)
         rows = torch.addmm(copies.bias, x.reshape(-1, x.shape[-1]), copies.weight)  # [m, out]
         return rows.view(*x.shape[:-1], -1)
 

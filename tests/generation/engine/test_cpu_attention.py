@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPTNeoConfig,
+    GptOssConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+)
 
 from spec_trl import native_code
 from spec_trl.generation.engine import cpu_attention
 from spec_trl.generation.engine.attention import MaskPlan, ragged_attention
 from spec_trl.generation.engine.cache import RaggedCache
-from spec_trl.generation.engine.compiled import CompiledRunner, cpu_runner
+from spec_trl.generation.engine.compiled import cpu_runner
 from spec_trl.generation.engine.cpu_attention import attend
 from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
@@ -30,57 +37,125 @@ SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=16, max_position_embeddings=128, initializer_range=0.1,
 )  # fmt: skip
-COLUMNS = 600  # more than one block of columns, for heads of 64
+COLUMNS = 1100  # many blocks of columns
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCES))
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "softcap and sinks": {"softcap": 2.0, "sinks": torch.randn(6)}}
 
 
 def heads(rows: int, count: int, kv_heads: int, groups: int, size: int, dtype: torch.dtype) -> list[Tensor]:
     """Queries `[rows, heads, count, size]` as a projection lays them, keys and values as a part of a larger cache."""
     generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(rows, count, kv_heads * groups, size, generator=generator, dtype=dtype).transpose(1, 2)
-    cache = torch.randn(2, rows + 2, kv_heads, COLUMNS + 7, size, generator=generator, dtype=dtype)
+    queries = torch.randn(rows, count, kv_heads * groups, size, generator=generator).to(dtype).transpose(1, 2)
+    cache = torch.randn(2, rows + 2, kv_heads, COLUMNS + 7, size, generator=generator).to(dtype)
     return [queries, *cache[:, 1 : rows + 1, :, :COLUMNS]]
+
+
+def plan_of(window: int | None) -> MaskPlan:
+    return MaskPlan(("full_attention" if window is None else "sliding_attention",), False, window or 0, 0)
 
 
 def spans_of(rows: int, count: int, window: int | None = None) -> tuple[Tensor, Tensor]:
     """Spans of queries in the last columns of rows of different lengths, and the mask that they stand for."""
-    kind = "full_attention" if window is None else "sliding_attention"
-    plan = MaskPlan((kind,), False, window or 0, 0)
+    plan = plan_of(window)
     positions = torch.arange(COLUMNS - count, COLUMNS) - torch.arange(rows)[:, None] * 97 % (COLUMNS - count)  # [B, q]
     spans, mask = plan.spans(positions), plan.build(positions, COLUMNS, torch.float64)
     assert isinstance(spans, Tensor) and isinstance(mask, Tensor)
     return spans, mask
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("size", "groups", "count", "window"), [(64, 1, 1, None), (24, 3, 4, 50), (6, 2, 7, 5)])
+def attended(query: Tensor, key: Tensor, value: Tensor, spans: Any, **options: Any) -> Tensor:
+    found = attend(query, key, value, spans, 0.3, **options)
+    assert found is not None and found.dtype == query.dtype
+    return found
+
+
+@DTYPES
+@pytest.mark.parametrize(("size", "groups", "count", "window"), [(64, 3, 1, None), (24, 3, 40, 50), (6, 3, 7, 5)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_it_is_attention_under_the_mask(size, groups, count, window, dtype: torch.dtype, threads: int) -> None:
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_it_is_attention_under_the_mask(size, groups, count, window, dtype, threads: int, options: str) -> None:
+    given = OPTIONS[options]
     query, key, value = heads(5, count, 2, groups, size, dtype)
     spans, mask = spans_of(5, count, window)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = attend(query, key, value, spans, 0.3)
+        found = attended(query, key, value, spans, **given)
     finally:
         torch.set_num_threads(before)
-    expected, _ = ragged_attention(nn.Module(), query.double(), key.double(), value.double(), mask, 0.3)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-    assert found is not None and found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    wide = dict(scaling=0.3, softcap=given.get("softcap"), s_aux=given.get("sinks"))
+    expected, _ = ragged_attention(nn.Module(), query.double(), key.double(), value.double(), mask, **wide)
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-def test_neither_other_rows_nor_columns_nor_later_queries_change_a_bit() -> None:
-    query, key, value = heads(5, 6, 2, 2, 16, torch.float32)
-    spans, _ = spans_of(5, 6)
-    together = attend(query, key, value, spans, 0.3)
-    assert together is not None
-    for row in range(5):
-        for count in (1, 2, 5):
-            own = slice(row, row + 1)
-            columns = int(spans[row, 0, count - 1, 1]) + 1
-            parts = query[own, :, :count], key[own, :, :columns], value[own, :, :columns], spans[own, :, :count]
-            alone = attend(*parts, 0.3)
-            assert alone is not None and torch.equal(alone, together[own, :count])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_rounds_to_the_nearest_and_ties_to_even(dtype: torch.dtype) -> None:
+    """Means of two neighbours."""
+    query, numbers = torch.zeros(1, 1, 1, 16, dtype=dtype), 1 + torch.arange(17) * torch.finfo(dtype).eps
+    value = torch.stack([numbers[:-1], numbers[1:]])[None, None].to(dtype)  # [1, 1, 2, 16]
+    found = attended(query, torch.zeros_like(value), value, torch.tensor([[[[0, 1]]]]))
+    assert torch.equal(found.flatten(), value.double().mean(2).flatten().to(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [24, 64])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_nothing_else_in_a_call_changes_a_bit(size: int, window: int | None, dtype: torch.dtype, options: str) -> None:
+    """Neither other queries, a thousand or one, nor other rows, nor columns, nor threads."""
+    given, plan = OPTIONS[options], plan_of(window)
+    query, key, value = heads(7, 1000, 1, 6, size, dtype)
+    spans = plan.spans(torch.arange(1000).expand(7, -1))
+    assert isinstance(spans, Tensor)
+    whole = attended(query, key, value, spans, **given)
+    rows = torch.arange(64) * 5 % 7
+    for count in (1, 6, 9, 65):
+        for first in (0, 61, 1000 - count):
+            own, end = slice(first, first + count), first + count
+            parts = query[:, :, own], key[:, :, :end], value[:, :, :end], spans[:, :, own]
+            assert torch.equal(attended(*parts, **given), whole[:, own])
+            assert torch.equal(attended(*(part[3:4] for part in parts), **given), whole[3:4, own])
+        assert torch.equal(attended(*(part[rows] for part in parts), **given), whole[rows, own])
+    some = torch.tensor([900, 3, 64, 63, 500])
+    assert torch.equal(attended(query[:, :, some], key, value, spans[:, :, some], **given), whole[:, some])
+
+
+@DTYPES
+def test_what_a_query_does_not_see_may_be_anything(dtype: torch.dtype) -> None:
+    query, key, value = heads(1, 9, 1, 2, 16, dtype)
+    spans, _ = spans_of(1, 9)
+    expected = attended(query, key, value, spans)
+    key[:, :, COLUMNS - 3 :] = value[:, :, COLUMNS - 3 :] = torch.nan
+    found = attended(query, key, value, spans)
+    assert torch.equal(found[:, :6], expected[:, :6]) and found[:, 6:].isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [24, 64])
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "chunked_attention"])
+def test_chains_are_summed_as_if_each_were_alone(dtype: torch.dtype, size: int, kind: str, monkeypatch) -> None:
+    plan = MaskPlan((kind,), False, 45, 70)
+    query, key, value = heads(2, 9, 2, 3, size, dtype)
+    last = torch.tensor([62, 200])[:, None]
+    shifts = torch.tensor([0, 0, 0, 0, 3, 3, 5, 5, 5])  # chains of three, two and three tokens after the last one
+    places = last + torch.arange(9)  # [B, q]
+    positions = places - shifts
+    spans = plan.spans(positions, places=places)
+    assert isinstance(spans, Tensor)
+    together = attended(query, key, value, spans)
+    for slots in (range(4), (0, 4, 5), (0, 6, 7, 8)):
+        own = torch.tensor(slots)
+        alone_key, alone_value = key.clone(), value.clone()
+        for row in range(2):
+            to, where = positions[row, own], places[row, own]
+            alone_key[row, :, to], alone_value[row, :, to] = key[row, :, where], value[row, :, where]
+        alone = attended(query[:, :, own], alone_key, alone_value, plan.spans(positions[:, own]))
+        assert torch.equal(together[:, own], alone)
+    monkeypatch.setattr(cpu_attention, "compiled", lambda *_: None)
+    masks = plan.build(positions, COLUMNS, dtype, places)
+    masked, spanned = (ragged_attention(nn.Module(), query, key, value, given)[0] for given in (masks, spans))
+    assert torch.equal(masked, spanned)
 
 
 def test_nan_is_not_lost() -> None:
@@ -92,23 +167,45 @@ def test_nan_is_not_lost() -> None:
     assert found is not None and found[0].isfinite().all() and found[1].isnan().all()
 
 
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens per row of each call of `attend` that served."""
+    found: list[int] = []
+
+    def noted(query: Tensor, *given: Any) -> Tensor | None:
+        output = attend(query, *given)
+        found.extend([] if output is None else [query.shape[2]])
+        return output
+
+    monkeypatch.setattr("spec_trl.generation.engine.attention.attend", noted)
+    return found
+
+
 @pytest.mark.parametrize("strategy", ["none", "self", "ngram"])
-def test_tokens_are_those_of_masks(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
-    calls = []
-    monkeypatch.setattr("spec_trl.generation.engine.attention.attend", lambda *a: calls.append(1) or attend(*a))
-    eager = outputs(generate(tiny, PROMPTS, "none", {"runner": "eager"}))
-    assert not calls
+def test_tokens_are_those_of_masks(tiny: LlamaForCausalLM, lengths: list[int], strategy: str) -> None:
+    prompts = pad_left(random_rows([9, 2, 80]))
+    eager = outputs(generate(tiny, prompts, "none", {"runner": "eager"}))
+    assert not lengths
     for runner in ("auto", "compiled"):
-        calls.clear()
-        assert outputs(generate(tiny, PROMPTS, strategy, {"runner": runner})) == eager
-        assert len(calls) > 10
+        lengths.clear()
+        assert outputs(generate(tiny, prompts, strategy, {"runner": runner})) == eager
+        assert len(lengths) > 10 and max(lengths) == 80
 
 
-def test_soft_caps_and_windows_go_under_masks() -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SIZES, sliding_window=5),
+        GptOssConfig(**SIZES, sliding_window=5, num_local_experts=2, num_experts_per_tok=1),
+    ],
+)
+def test_soft_caps_windows_and_sinks(config: PreTrainedConfig, lengths: list[int]) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, sliding_window=5)).double().eval()
-    found = [outputs(generate(model, PROMPTS, "self", {"runner": runner})) for runner in ("compiled", "eager")]
-    assert found[0] == found[1]
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+    eager = outputs(generate(model, PROMPTS, "self", {"runner": "eager"}))
+    assert not lengths
+    assert outputs(generate(model, PROMPTS, "self", {"runner": "compiled"})) == eager
+    assert max(lengths) == 14
 
 
 def test_a_cache_that_is_made_in_inference_mode_outlives_it(tiny: LlamaForCausalLM) -> None:
@@ -186,6 +283,16 @@ def test_several_that_compile_at_once_keep_one_library(compilations: list[str], 
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
 
 
+def test_a_header_that_changes_is_compiled_anew(compilations: list[str], tmp_path: Path) -> None:
+    header, source = tmp_path / "number.h", tmp_path / "answer.cpp"
+    source.write_text('#include "number.h"\nextern "C" int answer() { return NUMBER; }')
+    for number in (1, 1, 2):
+        header.write_text(f"#define NUMBER {number}")
+        library = native_code.load(source)
+        assert library is not None and library.answer() == number
+    assert len(compilations) == 2
+
+
 @pytest.mark.parametrize("trouble", ["no compiler", "it fails", "it hangs"])
 def test_without_a_compiler_attention_stays_torchs(
     compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trouble: str, recwarn, request
@@ -208,9 +315,21 @@ def test_without_a_compiler_attention_stays_torchs(
     assert not [warning for warning in recwarn if "attention" in str(warning.message)]
 
 
-def test_half_precision_stays_eager() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_compiled_too(tiny: LlamaForCausalLM, lengths: list[int], dtype: torch.dtype) -> None:
+    generate(tiny_llama().to(dtype), PROMPTS)
+    assert max(lengths) == 14
 
-    model = tiny_llama()
-    cache = RaggedCache.for_network(model, 1, 8)
-    assert type(cpu_runner(model, cache)) is CompiledRunner
-    assert type(cpu_runner(model.bfloat16(), cache)) is EagerRunner
+
+def test_attention_code_of_a_familys_own_stays_eager() -> None:
+    layers = dict(num_layers=2, attention_types=[[["global", "local"], 1]])
+    model = AutoModelForCausalLM.from_config(GPTNeoConfig(vocab_size=64, hidden_size=32, num_heads=2, **layers))
+    assert type(cpu_runner(model, RaggedCache.for_network(model, 1, 8))) is EagerRunner
+
+
+def test_under_autocast_training_goes_on_after_it(lengths: list[int]) -> None:
+    model = tiny_llama().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(model, PROMPTS)
+        assert max(lengths) == 14
+        model(PROMPTS["input_ids"]).logits.float().sum().backward()

@@ -8,6 +8,7 @@ import torch
 
 from spec_trl.generation.engine import cpu_decoder
 from spec_trl.generation.engine.cache import RaggedCache
+from spec_trl.generation.engine.chains import ChainLayout
 from spec_trl.generation.engine.compiled import CompiledRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.native_code import compiler
@@ -48,6 +49,21 @@ def test_a_layer_is_that_of_the_family(served: list[bool], family: str, threads:
     finally:
         torch.set_num_threads(before)
     assert served == [False] * LAYERS + [True] * LAYERS * (FORWARDS - 1), "prompts are read by the modules"
+
+
+def test_chains_are_served(served: list[bool]) -> None:
+    """Two chains of two tokens after five: the second one's logits are those that it has alone."""
+    network = make_shadow(model_of("llama", torch.float32))
+    found = []
+    for slots, shifts in ((range(5), [0, 0, 0, 2, 2]), ([0, 3, 4], [0, 0, 0])):
+        runner = CompiledRunner(network, RaggedCache.for_network(network, 1, 16))
+        tokens, own = torch.arange(3, 12)[None], torch.tensor(slots)
+        runner.forward(tokens[:, :5], torch.arange(5)[None], 5)
+        places = torch.arange(4, 4 + len(own))[None]
+        layout = ChainLayout(tokens[:, 4:][:, own], places, places - torch.tensor(shifts), own[None, None])
+        found.append(runner.forward_chains(layout, 9)[:, -2:])
+    torch.testing.assert_close(found[0], found[1])
+    assert all(served)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
