@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*of the drafter stay dense"),
 ]
 ROWS = random_rows([5, 11, 1, 7, 3])
+ROWS += [ROWS[1]] * 3  # copies, of which some come when others are under way
 DTYPES = [torch.float32, torch.bfloat16]
 FAMILIES = [
     "llama, biased and tied", "qwen2", "qwen3", "mistral with window", "gemma2", "gemma3_text", "gpt2", "phi",

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import cpu_products
+from ...cpu_products import reading_prompts
 from ...json_files import read_json, write_json
 from ...native_code import cache_directory
 from .cache import RaggedCache, autocast_dtype
@@ -135,7 +136,8 @@ class _Trial:
         runner.cache.reserve(list(lengths), 0)
         positions = torch.arange(max(lengths), device=device).expand(rows, -1)  # [rows, q]
         places = [(row, length - 1) for row, length in enumerate(lengths)]
-        read = runner.prefill(self.tokens[:, : max(lengths)], positions, max(lengths), 0, places)
+        with reading_prompts():
+            read = runner.prefill(self.tokens[:, : max(lengths)], positions, max(lengths), 0, places)
         assert read is not None
         self.prompt = read.clone()
         runner.cache.trim(0, list(lengths))

@@ -71,12 +71,12 @@ class Admission:
 
     @functools.cached_property
     def begun(self) -> dict[int, int]:
-        """Rows whose first token is drawn when their prompt has been read, in order, and the leader that has the
-        logits of it. Not those that were begun elsewhere, nor copies of a row that was in flight before: their first
-        round feeds their last token, like any other last committed token."""
+        """Rows whose first token is drawn when their prompt has been read, in order, and the row that has the logits
+        of it: their leader, or themselves where they are copies of a row that was in flight before. Not those that
+        were begun elsewhere: their first round feeds their last token, like any other last committed token."""
         own = {row: row for row in range(self.first, self.first + self.leaders) if row not in self.moved}
         copies = zip(self.followers, self.sources, strict=True)
-        return own | {row: source for row, source in copies if source in own}
+        return own | {row: source if source in own else row for row, source in copies}
 
     @property
     def cached(self) -> list[int]:

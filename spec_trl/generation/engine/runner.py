@@ -1,6 +1,7 @@
 """Runs one network over a ragged cache. Every forward of generation, target's or drafter's, goes through here."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from threading import get_ident
 
@@ -46,6 +47,11 @@ def _read(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
         )  # fmt: skip
         kept.keep(network, _READ, found)
     return found
+
+
+def _pieces(start: int, end: int) -> list[tuple[int, int]]:
+    """The columns from `start` to `end` that one forward after the other reads."""
+    return [(at, min(at + _QUERIES_PER_FORWARD, end)) for at in range(start, end, _QUERIES_PER_FORWARD)]
 
 
 class EagerRunner:
@@ -121,8 +127,7 @@ class EagerRunner:
         of each, as indices of `tokens`. None where there are no places."""
         self.forwards += 1
         if not places:
-            with reading_prompts():
-                _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # few, where not none
+            _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # few, where not none
             self._tell(features, positions, first_row)
             return None
         at, thread = sent(torch.tensor(places), tokens.device).unbind(1), get_ident()  # [n] each
@@ -133,8 +138,7 @@ class EagerRunner:
 
         hook = self.network.get_output_embeddings().register_forward_pre_hook(narrow)
         try:
-            with reading_prompts():
-                logits, features = self._run(tokens, positions, columns, first_row)
+            logits, features = self._run(tokens, positions, columns, first_row)
         finally:
             hook.remove()
         self._tell(features, positions, first_row)
@@ -145,13 +149,28 @@ class EagerRunner:
         the head: prompts whole, other texts without their last token, which the first round feeds.
 
         Returns:
-            The number of tokens read, and logits `[n, 1, vocab]` after the prompts of the n leaders that begin; None
-            where none does.
+            The number of tokens read, and logits `[n, 1, vocab]` after the prompts, of the n rows that
+            `admission.begun` names; None where there are none.
         """
         lengths = admission.cached
         for row, progress in admission.moved.items():
             lengths[row - admission.first] = progress.head
-        return sum(lengths[: admission.leaders]), self._read(rows, admission, lengths, set(admission.begun))
+        logits = [self._read(rows, admission, lengths, set(admission.begun)), self._read_ends(rows, admission)]
+        found = [own for own in logits if own is not None]
+        return sum(lengths[: admission.leaders]), torch.cat(found) if found else None
+
+    @reading_prompts()
+    def _read_ends(self, rows: Rows, admission: Admission) -> Tensor | None:
+        """Reads the last prompt tokens of copies of rows that were in flight before, for the logits `[n, 1, vocab]`
+        after them: as all prompts are read, for a step would sum in another order."""
+        late = [row for row in admission.followers if admission.begun[row] == row]
+        if not late:
+            return None
+        first, last = late[0], late[-1] + 1
+        positions = rows.lengths[first:last, None] - 1  # [n, 1]
+        longest = max(admission.lengths[first - admission.first : last - admission.first])
+        tokens = rows.tokens[first:last].gather(1, positions)  # [n, 1]
+        return self.prefill(tokens, positions, longest, first, [(row - first, 0) for row in late])
 
     def read_texts(self, rows: Rows, admission: Admission) -> None:
         """Writes the K/V of newly admitted texts without their last tokens, for a drafter, whose first draft feeds
@@ -165,17 +184,22 @@ class EagerRunner:
         self.cache.reserve(lengths[: admission.leaders], admission.first)
         start = 0
         while start < admission.leaders:
-            end, longest = start + 1, lengths[start]
-            while end < admission.leaders and max(longest, lengths[end]) * (end + 1 - start) <= TOKENS_PER_FORWARD:
+            end, longest, first = start + 1, lengths[start], admission.first + start
+            is_moved = first in admission.moved
+            while end < admission.leaders and not is_moved and admission.first + end not in admission.moved:
+                if max(longest, lengths[end]) * (end + 1 - start) > TOKENS_PER_FORWARD:
+                    break
                 end, longest = end + 1, max(longest, lengths[end])
-            first, last = admission.first + start, admission.first + end
-            for column in range(0, longest, _QUERIES_PER_FORWARD):
-                stop = min(column + _QUERIES_PER_FORWARD, longest)
+            last = admission.first + end
+            # What a row has generated is computed as steps did it.
+            prompt = min(int(rows.host_prompt_lengths[first]), longest) if is_moved else longest
+            for column, stop in (*_pieces(0, prompt), *_pieces(prompt, longest)):
                 positions = torch.arange(column, stop, device=device).expand(end - start, -1)  # [n, q]
                 # Shorter rows feed scratch tokens after their text: masked now, overwritten later.
                 lasts = [(row, length - 1 - column) for row, length in enumerate(lengths[start:end])]
                 places = [(row, at) for row, at in lasts if first + row in ends and 0 <= at < stop - column]
-                logits.append(self.prefill(rows.tokens[first:last, column:stop], positions, stop, first, places))
+                with reading_prompts() if column < prompt else nullcontext():
+                    logits.append(self.prefill(rows.tokens[first:last, column:stop], positions, stop, first, places))
             self.cache.trim(first, lengths[start:end])
             start = end
         if admission.followers:
