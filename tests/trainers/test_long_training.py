@@ -165,15 +165,18 @@ def test_rollouts_see_no_dropout_and_training_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["autocast", "bf16-weights"])
-def test_bfloat16(tmp_path: Path, weights: torch.dtype) -> None:
-    """Logits of one position differ between forward shapes, and a near-tie may flip a token and so a row's tail."""
+@pytest.mark.parametrize("bf16", [True, False])
+def test_half_precision_and_single(tmp_path: Path, weights: torch.dtype, bf16: bool) -> None:
+    """Fifty steps: drafts change no bit of a weight there either."""
     none, drafted = (
-        train(tmp_path, strategy, policy=tiny_policy().to(weights), bf16=True, draft_kernel="reference")
+        train(
+            tmp_path / strategy, strategy, policy=tiny_policy(hidden_size=192).to(weights), bf16=bf16, max_steps=50,
+            draft_kernel="reference", draft_lengths=[3],
+        )
         for strategy in ("none", "self")
-    )
+    )  # fmt: skip
     assert min(drafted.metric("rollout/acceptance_rate")) > 0.25
-    pairs = list(zip(none.completions[0], drafted.completions[0], strict=True))
-    assert sum(ours == theirs for ours, theirs in pairs) >= len(pairs) // 2
+    assert_same_training(drafted, none)
 
 
 def test_best_model_at_the_end(tmp_path: Path) -> None:
