@@ -49,8 +49,8 @@ class SamplerMismatch:
         """Those of one micro-batch of all ranks, after its loss; none where no token counts. Each rank must call it.
 
         Args:
-            inputs: of the loss. `old_per_token_logps` `[B, n]` is among them where the policy may have changed since it
-                sampled; it is then compared instead of the newest forward.
+            inputs: of the loss. `old_per_token_logps` `[B, n]` is among them where the policy may have changed since
+                it sampled; it is then compared instead of the newest forward.
         """
         policy, sampled = inputs.get("old_per_token_logps", self.forward), inputs.get(SAMPLED)
         if not self.is_logged or policy is None or sampled is None:

@@ -84,7 +84,8 @@ def test_tool_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"top_p": 0.9}, {"min_p": 0.05}, {"generation_kwargs": {"temperature": 0.5}}, {"repetition_penalty": 1.1}]
+    "given",
+    [{"top_p": 0.9}, {"min_p": 0.05}, {"generation_kwargs": {"temperature": 0.5}}, {"repetition_penalty": 1.1}],
 )
 def test_another_distribution_is_not_compared(tmp_path: Path, given: dict[str, Any]) -> None:
     """The trainer's log-probabilities are those of the policy at `temperature`, over all tokens."""
