@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import LogitsProcessorList, TopPLogitsWarper
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList, TopPLogitsWarper
 
 from spec_trl import SpecGRPOTrainer
 from spec_trl.trainers import sampler_mismatch
@@ -55,10 +55,14 @@ def test_sampler_and_trainer_agree_in_float64(tmp_path: Path, options: dict[str,
 
 
 def test_a_forward_that_differs_shows(tmp_path: Path) -> None:
-    """TRL trains with a policy's dropout, and nobody samples with it."""
-    run = train(tmp_path, policy=tiny_policy(attention_dropout=0.3))
-    assert min(run.metric(DISTANCE + "mean")) > 0.01
-    assert max(run.metric(RATIO + "min")) < 0.99
+    """TRL trains with a policy's dropout, and with learned positions that count the padding of prompts."""
+    torch.manual_seed(0)
+    dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    sizes = dict(vocab_size=48, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2, eos_token_id=2)
+    positions = GPT2LMHeadModel(GPT2Config(**sizes, **dropouts)).double()
+    for policy in (tiny_policy(attention_dropout=0.3), positions):
+        run = train(tmp_path, "ngram", policy=policy, max_steps=1)
+        assert run.metric(DISTANCE + "mean")[0] > 0.1 and run.metric(RATIO + "min")[0] < 0.9, type(policy)
 
 
 @pytest.mark.parametrize("options", [{}, {"off_policy_mask_threshold": 1e-12}])
