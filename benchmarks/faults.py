@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig
 from spec_trl.distributed.decoupled import DraftRank, serve
-from spec_trl.distributed.shared_rollouts import SharedRollouts
+from spec_trl.distributed.shared_rollouts import Sampled, SharedRollouts
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -107,8 +107,8 @@ def work(kind: str, rank: int, prompts: list[list[int]]) -> list[list[int]]:
     found = texts(
         model, turn.prompts, speculative_config=config, make_queue=sharing.make_queue(turn, each), **more
     )
-    completions = sharing.exchange(turn, {place: text for place, text in enumerate(found) if text})
-    return [completions[place] for place in turn.own]
+    completions = sharing.exchange(turn, {place: Sampled(text, []) for place, text in enumerate(found) if text})
+    return [completions[place].tokens for place in turn.own]
 
 
 def run_rank(kind: str, rank: int, port: int, prompts: list[list[int]], report: Connection) -> None:

@@ -28,7 +28,7 @@ from accelerate.utils import gather_object
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig
-from spec_trl.distributed.shared_rollouts import SharedRollouts
+from spec_trl.distributed.shared_rollouts import Sampled, SharedRollouts
 from spec_trl.generation.engine.request_queue import RequestQueue
 from spec_trl.generation.engine.rows import Request
 from spec_trl.json_files import read_json, write_json
@@ -129,11 +129,11 @@ def decode(
     )  # fmt: skip
     seconds, cpu = time.perf_counter() - started, time.process_time() - computed
     found = zip(turn.decoded, output.sequences[:, len(prompts[0]) :].tolist(), output.lengths.tolist(), strict=True)
-    decoded = {place: tokens[:length] for place, tokens, length in found if length}
+    decoded = {place: Sampled(tokens[:length], []) for place, tokens, length in found if length}
     completions = sharing.exchange(turn, decoded)
     idle, moved = (0.0, 0) if sharing.pool is None else (sharing.pool.idle_seconds, sharing.pool.taken_over)
     figures = seconds, seconds - idle, cpu, output.statistics.rounds, moved
-    return figures, [completions[place] for place in turn.own]
+    return figures, [completions[place].tokens for place in turn.own]
 
 
 def measure(cell: Cell, model: LlamaForCausalLM, options: argparse.Namespace) -> Measured:

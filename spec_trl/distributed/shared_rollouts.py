@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,18 @@ from .pool import SharedPool
 
 
 T = TypeVar("T")
+
+
+class Sampled(NamedTuple):
+    """A completion.
+
+    Args:
+        tokens: their ids, EOS included.
+        logprobs: of each token, in nats; empty where nobody needs them.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
 
 
 @dataclass(frozen=True)
@@ -126,24 +138,29 @@ class SharedRollouts:
         store = dist.PrefixStore(f"spec_trl/{self._turns}", _get_default_store())
         return Link(store, self._rank, self._decoding, self._timeout)
 
-    def exchange(self, turn: Turn, decoded: dict[int, list[int]]) -> dict[int, list[int]]:
+    def exchange(self, turn: Turn, decoded: dict[int, Sampled]) -> dict[int, Sampled]:
         """Completions by place: those that this rank has `decoded`, and of a pool all others too. All ranks of a pool
         must call it."""
         completions = self._of_all_ranks(turn, decoded) if self._shares else decoded
-        self._last_turn = [(turn.rows[place], turn.prompts[place] + completions[place]) for place in turn.own]
+        self._last_turn = [(turn.rows[place], turn.prompts[place] + completions[place].tokens) for place in turn.own]
         return completions
 
-    def _of_all_ranks(self, turn: Turn, decoded: dict[int, list[int]]) -> dict[int, list[int]]:
+    def _of_all_ranks(self, turn: Turn, decoded: dict[int, Sampled]) -> dict[int, Sampled]:
         if self.pool is not None:
             self._send_seconds = self.pool.send_seconds
-        ranks = self._gather(({place: array("i", tokens) for place, tokens in decoded.items()}, self._send_seconds))
-        completions = {place: tokens.tolist() for own, _ in ranks for place, tokens in own.items()}
+        packed = {place: (array("i", own.tokens), array("f", own.logprobs)) for place, own in decoded.items()}
+        ranks = self._gather((packed, self._send_seconds))
+        completions = {
+            place: Sampled(tokens.tolist(), logprobs.tolist())
+            for own, _ in ranks
+            for place, (tokens, logprobs) in own.items()
+        }
         measured = [seconds for _, seconds in ranks if seconds is not None]
         self._send_seconds = median(measured) if measured else None  # the rank that gives away decides by it
         if self._last_turn is None:  # prompts of later turns do not come back
             lengths: dict[str, list[int]] = {}
             for place, prompt in enumerate(turn.prompts):
-                lengths.setdefault(prompt_key(torch.tensor(prompt)), []).append(len(completions[place]))
+                lengths.setdefault(prompt_key(torch.tensor(prompt)), []).append(len(completions[place].tokens))
             self._expected.record(lengths)
         if self.pool is not None:
             self.pool.forget()  # every rank is through with it

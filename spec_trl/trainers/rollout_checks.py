@@ -3,7 +3,8 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ..generation.generate import move_stop_strings
 
 _LOOKED_AT = 1024  # rows of a dataset whose texts are compared, spread over it
 _TOKENIZED = 16  # the longest texts of them
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 def check_generation(
@@ -34,12 +36,14 @@ def check_generation(
     generation_config: GenerationConfig,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-) -> None:
-    """Raises ValueError for what would end the first rollout, perhaps after minutes of calibrating."""
+) -> LogitsProcessorList:
+    """Raises ValueError for what would end the first rollout, perhaps after minutes of calibrating. Returns the
+    processors of a rollout."""
     check_model(policy)
     runner_mode(config, device)
     check_device(config, device)
     prompt = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
+    processors = LogitsProcessorList()
     try:
         completed, _ = policy._prepare_generation_config(generation_config)
         check_generation_config(completed, policy.generation_config)
@@ -54,7 +58,7 @@ def check_generation(
             # The way of a rollout up to its decoding method, which merges settings and makes processors and criteria.
             policy.generate(
                 prompt, attention_mask=torch.ones_like(prompt), generation_config=first,
-                custom_generate=_process_once, **moved,
+                custom_generate=partial(_process_once, processors), **moved,
             )  # fmt: skip
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
@@ -62,22 +66,25 @@ def check_generation(
             f"{kind}{error} Look in generation_kwargs, cache_implementation and the model's own generation_config, or "
             "use trl.GRPOTrainer."
         ) from error
+    return processors
 
 
 def _process_once(
+    seen: LogitsProcessorList,
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     **_: Any,
 ) -> Tensor:
-    """Decodes nothing, but has its processors and criteria act."""
+    """Decodes nothing, but has its processors, which it adds to `seen`, and criteria act."""
     if (rows := len(input_ids)) > 1:
         raise ValueError(
             f"num_return_sequences={rows} contradicts num_generations, which says how many completions a prompt has. "
             "Leave it unset."
         )
     scores = torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size, device=input_ids.device)
+    seen.extend(logits_processor)
     logits_processor(input_ids, scores)
     stopping_criteria(input_ids, None)
     return input_ids
@@ -107,6 +114,20 @@ def check_dataset(
     except Exception:  # some prompts become text when they are drawn; what is wrong with others is said then
         return
     _check(policy, generation_config, ids, lambda at: f"{name}[{rows[longest[at]]}]['prompt']")
+
+
+def check_text(images: Any, fields: Mapping[str, Any]) -> None:
+    """Raises ValueError where prompts hold more than text; `fields` are what a processor made beside token ids."""
+    carried = sorted(
+        name
+        for name, rows in fields.items()
+        if name not in _TOKEN_TYPES or any(any(row) for row in rows)  # rows [B, n]; zero is text
+    )
+    if images or carried:
+        raise ValueError(
+            f"the prompts carry {carried or 'images'}; SpecGRPOTrainer generates from text. "
+            "Use trl.GRPOTrainer for multimodal prompts."
+        )
 
 
 def check_drawn(

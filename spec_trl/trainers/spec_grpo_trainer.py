@@ -16,7 +16,7 @@ from trl.models import unwrap_model_for_generation
 
 from ..distributed.draft_ranks import DraftRanks
 from ..distributed.lost_ranks import naming_the_remedy
-from ..distributed.shared_rollouts import SharedRollouts, Turn
+from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
 from ..generation.configuration import CHOOSING
@@ -37,17 +37,15 @@ from .checkpoint import DraftLengthState, RankState, RolloutState, find_checkpoi
 from .collapse_alarm import CollapseAlarm
 from .kept_graphs import KeptGraphs
 from .known_signatures import check_attributes, check_methods
-from .rollout_checks import check_dataset, check_drawn, check_generation
+from .rollout_checks import check_dataset, check_drawn, check_generation, check_text
 from .rollout_totals import RolloutTotals, metrics
 from .run_log import LOG_FILE, Mode, Record, RunHeader, RunLog, StepRecord
+from .sampler_mismatch import SamplerMismatch
 from .shared_measurements import PROFILE_FILE, shared_ladder, shared_profile
 from .spec_grpo_config import SpecGRPOConfig
 from .step_clock import StepClock
 from .verdict import Verdict
 from .whole_weights import check_fsdp, whole_weights
-
-
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 class SpecGRPOTrainer(GRPOTrainer):
@@ -86,9 +84,11 @@ class SpecGRPOTrainer(GRPOTrainer):
         if args.drafter_adaptation and set(members) & set(ADAPTABLE):
             check_adaptation(args.torch_compile, args.n_gpu, self._dist.zero_stage, self._dist.is_fsdp)
         self._speculative_config = args.speculative_config()
+        processors = None
         if self.rollout_func is None:
             policy, config = policy_in(self.model), self._speculative_config
-            check_generation(policy, config, self.generation_config, self._tokenizer, self.accelerator.device)
+            device = self.accelerator.device
+            processors = check_generation(policy, config, self.generation_config, self._tokenizer, device)
             check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
             for name in ("train_dataset", "eval_dataset"):
                 check_dataset(policy, self.generation_config, name, vars(self)[name], self._tokenize_prompts)
@@ -121,6 +121,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         self._log: RunLog | None = None
         self._verdict = Verdict()
         self._calibration_seconds = 0.0  # not yet logged
+        self._mismatch = SamplerMismatch(self.accelerator, args, processors)
         self._clock = StepClock(self.accelerator.device, self._log_step)
         self.add_callback(self._clock)
 
@@ -145,7 +146,10 @@ class SpecGRPOTrainer(GRPOTrainer):
                 watched.enter_context(self._activations.collect(self.state.global_step))
             if self._adaptation is not None and self.model.training:  # a learned drafter learns from hidden states
                 watched.enter_context(self._adaptation.watch(inputs))
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            loss = super().compute_loss(model, self._mismatch.for_the_loss(inputs), *args, **kwargs)
+        for name, value in self._mismatch.metrics(inputs).items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+        return loss
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self._graphs.give_way(self.model):
@@ -175,7 +179,9 @@ class SpecGRPOTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         with self._clock.phase("logprobs") if not torch.is_grad_enabled() else nullcontext():
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._mismatch.forward = found[0].detach()
+        return found
 
     # ---- a rollout --------------------------------------------------------------------------------------------------
 
@@ -197,20 +203,12 @@ class SpecGRPOTrainer(GRPOTrainer):
         multimodal_fields: dict[str, Any],
         num_generations: int,
         has_tool_images: bool = False,
-    ) -> tuple[list[list[int]], None]:
-        carried = sorted(
-            name
-            for name, rows in multimodal_fields.items()
-            if name not in _TOKEN_TYPES or any(any(row) for row in rows)  # rows [B, n]; zero is text
-        )
-        if images or carried:
-            raise ValueError(
-                f"the prompts carry {carried or 'images'}; SpecGRPOTrainer generates from text. "
-                "Use trl.GRPOTrainer for multimodal prompts."
-            )
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        check_text(images, multimodal_fields)
         check_drawn(policy_in(self.model), self.generation_config, prompt_ids, self._tokenizer)
-        # No logprobs, as in TRL's own transformers path: the loss recomputes them in the training forward.
-        return self._take_turn(self._sharing.gather(prompt_ids)), None
+        completions = self._take_turn(self._sharing.gather(prompt_ids))
+        logprobs = [own.logprobs for own in completions]  # TRL puts zeros where tools answer, and pads
+        return [own.tokens for own in completions], logprobs if self._mismatch.is_logged else None
 
     def _tool_call_loop(self, *args: Any) -> Any:
         result = super()._tool_call_loop(*args)
@@ -219,7 +217,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             self._take_turn(turn)
         return result
 
-    def _take_turn(self, turn: Turn) -> list[list[int]]:
+    def _take_turn(self, turn: Turn) -> list[Sampled]:
         """Takes part in a turn of all ranks; returns the completions of this rank's rows."""
         # Prompts are padded as on one rank, since some processors see the padding.
         padding, width = self._tokenizer.pad_token_id, max(map(len, turn.prompts))
@@ -229,7 +227,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         rows = self._sharing.rows_in_flight(turn, self.args.rollout_batch_size)
         generation_config = copy.copy(self.generation_config)
         generation_config.return_dict_in_generate = True  # next to a config, as an argument, it is deprecated
-        decoded: dict[int, list[int]] = {}
+        decoded: dict[int, Sampled] = {}
         with (
             profiling_context(self, "spec_trl.generate"),
             unwrap_model_for_generation(
@@ -264,9 +262,12 @@ class SpecGRPOTrainer(GRPOTrainer):
                         control=control,
                         make_queue=self._sharing.make_queue(turn, rows),
                     )
-                found = zip(turn.decoded, output.sequences, output.lengths.tolist(), strict=True)
-                # Other ranks' rows are empty; with many ranks they are most of them.
-                decoded = {place: row[width : width + count].tolist() for place, row, count in found if count}
+                found = zip(turn.decoded, output.sequences, output.logprobs, output.lengths.tolist(), strict=True)
+                decoded = {
+                    place: Sampled(row[width : width + count].tolist(), own[:count].tolist())
+                    for place, row, own, count in found
+                    if count  # other ranks' rows are empty; with many ranks they are most of them
+                }
                 seconds = time.perf_counter() - started
                 self._totals.add(output.statistics, control, len(decoded), seconds, self._sharing.pool)
         self._totals.turns += 1
@@ -277,7 +278,7 @@ class SpecGRPOTrainer(GRPOTrainer):
         for drafter in drafters:
             if isinstance(drafter, HistoryDrafter):
                 for place in completions.keys() - decoded.keys():
-                    drafter.remember(turn.prompts[place], completions[place])
+                    drafter.remember(turn.prompts[place], completions[place].tokens)
         return [completions[place] for place in turn.own]
 
     def _make_drafters(self, policy: PreTrainedModel) -> list[Drafter]:

@@ -17,7 +17,7 @@ from accelerate import PartialState
 
 from spec_trl.distributed import pool, shared_rollouts
 from spec_trl.distributed.draft_ranks import DraftRanks
-from spec_trl.distributed.shared_rollouts import SharedRollouts
+from spec_trl.distributed.shared_rollouts import Sampled, SharedRollouts
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rollout import Rollout
@@ -68,7 +68,7 @@ def main(way: str, who: int, how: int) -> dict[str, Any]:
     if helpers.drafts:
         helpers.serve(SelfDrafter(model, kernel="reference"), torch.device("cpu"), sharing.link())
         completions = sharing.exchange(turn, {})
-        return {"texts": [completions[place] for place in turn.own], "helped": 0}
+        return {"texts": [completions[place].tokens for place in turn.own], "helped": 0}
     more: dict[str, Any] = {"config": {"max_batch_size": each}}
     if way == "race":
         drafters = [SelfDrafter(model, kernel="reference"), NgramDrafter(2)]
@@ -77,13 +77,14 @@ def main(way: str, who: int, how: int) -> dict[str, Any]:
     with helpers.ahead(drafting) as ahead:
         more |= {"drafter": ahead[0]} if ahead else {}
         output = generate(model, prompts, make_queue=sharing.make_queue(turn, each), **more, **ENDS)
-    decoded = {place: tokens for place, tokens in zip(turn.decoded, outputs(output), strict=True) if tokens}
+    found = zip(turn.decoded, outputs(output), strict=True)
+    decoded = {place: Sampled(tokens, []) for place, tokens in found if tokens}
     completions = sharing.exchange(turn, decoded)
     assert sharing.pool is not None
     helped = {
         "move": sharing.pool.taken_over, "race": control.tallies[1].rounds, "draft": output.statistics.total.accepted,
     }  # fmt: skip
-    return {"texts": [completions[place] for place in turn.own], "helped": helped[way]}
+    return {"texts": [completions[place].tokens for place in turn.own], "helped": helped[way]}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 
 from spec_trl.distributed import shared_rollouts
 from spec_trl.distributed.draft_ranks import DraftRanks
-from spec_trl.distributed.shared_rollouts import SharedRollouts
+from spec_trl.distributed.shared_rollouts import Sampled, SharedRollouts
 from spec_trl.scheduling.shared_order import ExpectedLengths
 
 
@@ -46,10 +46,11 @@ def test_lengths_are_kept_of_prompts_that_may_come_back(monkeypatch: pytest.Monk
         sharing.begin()
         other = [], [[9]]
         turn = sharing.gather([[1], [2], [2]])
-        other = {3: array("i", [5])}, None
-        sharing.exchange(turn, {0: [3], 1: [3, 4], 2: [7]})
+        other = {3: (array("i", [5]), array("f", [-0.5]))}, None
+        own = {place: Sampled(tokens, [-1.0] * len(tokens)) for place, tokens in enumerate(([3], [3, 4], [7]))}
+        assert sharing.exchange(turn, own) == own | {3: Sampled([5], [-0.5])}
         other = [], []
         turn = sharing.gather([[1, 3, 5]])
         other = {}, None
-        assert sharing.exchange(turn, {0: [6]}) == {0: [6]}
+        assert sharing.exchange(turn, {0: Sampled([6], [])}) == {0: Sampled([6], [])}
     assert kept == [[[1], [1], [2, 1]]] * 2

@@ -61,6 +61,15 @@ def test_both_ways_of_sharing_sample_the_same(ranks: list[Found]) -> None:
     assert together(ranks, "padding seen") == together(ranks, "padding seen, own") != together(ranks, "pool")
 
 
+@pytest.mark.parametrize("name", ["own", "pool", "tools", "one drafts", "twenty steps"])
+def test_log_probabilities_come_home_with_their_tokens(ranks: list[Found], alone: Found, name: str) -> None:
+    """Each rank logs that they did, as one alone does."""
+    for run in (*(rank[name] for rank in ranks), alone[name]):
+        logged = [entry for entry in run["logs"] if "loss" in entry]
+        apart = [entry["sampling/sampling_logp_difference/max"] for entry in logged]
+        assert len(apart) >= 3 and max(apart) < 2e-5
+
+
 @pytest.mark.parametrize("name", ["one drafts", "tools, one drafts"])
 def test_the_last_rank_only_drafts(ranks: list[Found], name: str) -> None:
     assert ranks[-1][name]["ids"] == [] != ranks[0][name]["ids"]
