@@ -158,6 +158,18 @@ def test_the_next_call_follows_a_change(change: str) -> None:
     assert (found == before) == (change == "dtype"), "or this test sees nothing"
 
 
+def test_what_a_closure_holds_may_change(fresh: LlamaForCausalLM) -> None:
+    """A shadow's copy of a patch holds modules of the shadow, as they were when it was made."""
+    chosen = mlp(fresh)
+    mlp(fresh).forward = lambda x: LlamaMLP.forward(chosen, x)
+    before = outputs(generate(fresh, PROMPTS))
+    chosen = fresh.model.layers[1].mlp
+    found = outputs(generate(fresh, PROMPTS))
+    other = tiny_llama()
+    other.model.layers[0].mlp = other.model.layers[1].mlp
+    assert found == outputs(generate(other, PROMPTS)) != before
+
+
 IN_PLACE: dict[str, Callable[[PreTrainedModel], object]] = {
     "list": lambda model: mlp(model).marks.append("b"),
     "dict": lambda model: mlp(model).scales.update(a=2.0),
