@@ -76,7 +76,7 @@ def structure(policy: PreTrainedModel) -> tuple[object, ...]:
 def _structure(policy: PreTrainedModel) -> tuple[object, ...]:
     marks: list[object] = [repr(_settings(policy.config.to_dict()))]
     for module in policy.modules():
-        marks += [id(module), type(module)]
+        marks += [id(module), type(module), type(module).forward]
         for name, value in module.__dict__.items():
             if "_hooks_" in name or name in _OF_TRAINING:  # the former say which hooks take keywords
                 continue

@@ -26,8 +26,8 @@ _MOST_OBJECTS = 10_000
 
 
 class Snapshot:
-    """What the modules of `network` hold: their classes and attributes, what lies in attributes that are containers,
-    their configs, and kind, dtype and device of their tensors, but not which tensors these are; and without what
+    """What the modules of `network` hold: their classes and forwards, attributes, what lies in attributes that are
+    containers, configs, and kind, dtype and device of tensors, but not which tensors these are; and without what
     training leaves on them (:mod:`training_marks`).
 
     Attributes:
@@ -47,7 +47,7 @@ class Snapshot:
         if not self.is_complete:
             return
         self._below = modules[1:]
-        self._kinds = [type(module) for module in modules]
+        self._kinds = list(map(_kind_of, modules))
         self._states = states
         self._owners = [state[name] for state in states for name in _TENSORS]
         self._kinds_of_tensors = self._read_tensors()
@@ -59,7 +59,7 @@ class Snapshot:
         modules = [network, *self._below]
         try:
             return (
-                list(map(type, modules)) == self._kinds
+                list(map(_kind_of, modules)) == self._kinds
                 # To see that values are the same objects takes little; few modules have marks of training.
                 and all(
                     vars(module) == then or _state_of(module) == then
@@ -104,6 +104,12 @@ def while_unchanged(network: nn.Module, name: str, find: Callable[[], T]) -> T:
         known[name] = find()
     found: T = known[name]
     return found
+
+
+def _kind_of(module: nn.Module) -> tuple[type, Any]:
+    """The class of `module`, and its forward, which may be replaced."""
+    kind: Any = type(module)
+    return kind, kind.forward
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
