@@ -1,12 +1,16 @@
 """Decoder layers of a shadow: fused kernels where transformers' modules launch one for each small operation.
 
 On a GPU they are Triton's; on a CPU they are C++, in forwards of the compiled runner. Classes are told by their names
-and modules, and each family's code was read: any other class, subclasses included, keeps its own code. So do calls
-that the kernels cannot take: with gradient, without a ragged cache, in several dtypes.
+and modules, and each family's code was read: any other class, subclasses included, keeps its own code, and so does a
+class whose forward was replaced. So do calls that the kernels cannot take: with gradient, without a ragged cache, in
+several dtypes.
 """
 
+import dis
 import functools
+import sys
 import warnings
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -195,7 +199,9 @@ def with_fused_kernels(kind: type, module: nn.Module) -> type:
     device = parameter.device
     on_cpu = device.type == "cpu" and not run_on(device)
     fused = _fused(kind, on_cpu)
-    if fused is kind or (issubclass(fused, _Mlp) and type(module.act_fn) not in _SILU):
+    if fused is kind or not _has_its_forward(kind):
+        return kind
+    if issubclass(fused, _Mlp) and not (type(module.act_fn) in _SILU and _has_its_forward(type(module.act_fn))):
         return kind
     runs = compiler() is not None if on_cpu else run_on(device) and _launches(device)
     return fused if runs else kind
@@ -231,6 +237,31 @@ def _fused(kind: type, on_cpu: bool) -> type:
                 members = {"_kernels": kernels, "_cache_name": cache_name(kind)}
                 return type(f"Fused{kind.__name__}", (mixin, kind), members)
     return kind
+
+
+def _has_its_forward(kind: Any) -> bool:
+    """Whether the forward of a module class is the one of its source file: nobody has replaced it on the class, nor a
+    function that it calls there."""
+    forward = kind.forward
+    # This module wraps the forwards of decoder layers.
+    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
+        forward = forward.__wrapped__
+    return _is_of_source(forward, f"{kind.__name__}.forward", sys.modules[kind.__module__])
+
+
+def _is_of_source(function: Any, name: str, module: ModuleType) -> bool:
+    """Whether `function`, and what it calls in `module`, is what stands there under its name."""
+    code = getattr(function, "__code__", None)
+    if code is None or (code.co_filename, code.co_qualname) != (module.__file__, name):
+        return False
+    named = {name: vars(module)[name] for name in _globals_of(code) if name in vars(module)}
+    called = {name: value for name, value in named.items() if callable(value) and not isinstance(value, type)}
+    return all(_is_of_source(value, name, module) for name, value in called.items())
+
+
+@functools.cache
+def _globals_of(code: CodeType) -> frozenset[str]:
+    return frozenset(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
 
 
 def _is_fused_norm(module: nn.Module) -> bool:

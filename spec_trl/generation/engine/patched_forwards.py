@@ -79,8 +79,8 @@ def _rebound(value: Any, clones: Mapping[int, nn.Module], seen: dict[int, Any]) 
         keywords = {name: again(inner) for name, inner in value.keywords.items()}
         seen[id(value)] = partial(again(value.func), *map(again, value.args), **keywords)
     elif isinstance(value, FunctionType):
-        swap = {id(inner): again(inner) for inner in _held(value)}
-        if any(swap[id(inner)] is not inner for inner in _held(value)):
+        swap = {id(inner): again(inner) for inner in held(value)}
+        if any(swap[id(inner)] is not inner for inner in held(value)):
             seen[id(value)] = _copied(value, swap)
     return seen[id(value)]
 
@@ -94,7 +94,7 @@ def _copied(function: FunctionType, swap: Mapping[int, Any]) -> FunctionType:
     return copy
 
 
-def _held(function: FunctionType) -> list[Any]:
+def held(function: FunctionType) -> list[Any]:
     """What a function holds in its closure and in its defaults."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
     return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -120,7 +120,7 @@ def _hides(value: Any, modules: Container[int], seen: set[int]) -> bool:
     elif isinstance(value, partial):
         inner = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, FunctionType):
-        inner = _held(value)
+        inner = held(value)
         named = [value.__globals__.get(name) for name in value.__code__.co_names]
         if any(_is_of(item, modules) for item in named):
             return True

@@ -31,12 +31,14 @@ COLUMN_BUCKET = 32
 # Tokens and columns of one prefill forward, padding included: they bound the memory of activations and masks.
 TOKENS_PER_FORWARD = 8192
 _QUERIES_PER_FORWARD = 2048
+# Logits of one prefill forward of a network that names no head: half a GiB in float32.
+_LOGITS_PER_FORWARD = 2**27
 _READ = "what a runner reads of it"
 
 Heard = Callable[[Tensor, Tensor, int], None]
 
 
-def _read(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
+def _facts_of(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
     """Masks and limit of positions of `network`, the name of its cache, and whether it can compute the last logits
     alone: read once, for who makes a shadow, or its quantized twin, leaves these as they are."""
     found: tuple[MaskPlan, int | None, str, bool] | None = kept.look(network, _READ)
@@ -49,9 +51,9 @@ def _read(network: PreTrainedModel) -> tuple[MaskPlan, int | None, str, bool]:
     return found
 
 
-def _pieces(start: int, end: int) -> list[tuple[int, int]]:
-    """The columns from `start` to `end` that one forward after the other reads."""
-    return [(at, min(at + _QUERIES_PER_FORWARD, end)) for at in range(start, end, _QUERIES_PER_FORWARD)]
+def _pieces(start: int, end: int, most: int) -> list[tuple[int, int]]:
+    """The columns from `start` to `end` that one forward after the other reads, `most` each."""
+    return [(at, min(at + most, end)) for at in range(start, end, most)]
 
 
 class EagerRunner:
@@ -71,7 +73,7 @@ class EagerRunner:
         self.cache = cache
         self.forwards = 0
         self.eager_forwards = 0
-        self._masks, self._position_limit, self._cache_argument, self._keeps_last_logits = _read(network)
+        self._masks, self._position_limit, self._cache_argument, self._keeps_last_logits = _facts_of(network)
         self._uses_spans = reads_spans(network)
         self._states: dict[int, Tensor] = {}
         self._kept: tuple[int, ...] = ()  # hidden states that hooks keep
@@ -130,19 +132,25 @@ class EagerRunner:
             _, features = self._run(tokens, positions, columns, first_row, logits_to_keep=1)  # few, where not none
             self._tell(features, positions, first_row)
             return None
-        at, thread = sent(torch.tensor(places), tokens.device).unbind(1), get_ident()  # [n] each
+        first = min(at for _, at in places)
+        from_end = [(row, at - tokens.shape[1]) for row, at in places]  # the same before and after `logits_to_keep`
+        at, thread = sent(torch.tensor(from_end), tokens.device).unbind(1), get_ident()  # [n] each
 
         def narrow(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
             # A drafter that learns in another thread borrows the head.
             return (inputs[0][at][:, None],) if get_ident() == thread else None  # [n, 1, hidden]
 
-        hook = self.network.get_output_embeddings().register_forward_pre_hook(narrow)
+        head = self.network.get_output_embeddings()
+        hook = None if head is None else head.register_forward_pre_hook(narrow)
         try:
-            logits, features = self._run(tokens, positions, columns, first_row)
+            kept_logits = tokens.shape[1] - first
+            logits, features = self._run(tokens, positions, columns, first_row, logits_to_keep=kept_logits)
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
         self._tell(features, positions, first_row)
-        return logits if logits.shape[:2] == (len(places), 1) else logits[at][:, None]  # of a head without a call
+        is_narrow = logits.shape[:2] == (len(places), 1)  # else there is no head, or it is not called
+        return logits if is_narrow else logits[at][:, None]
 
     def read_prompts(self, rows: Rows, admission: Admission) -> tuple[int, Tensor | None]:
         """Writes the K/V of newly admitted texts, each distinct prompt once, and of those that another rank has begun
@@ -182,18 +190,20 @@ class EagerRunner:
         of the n leaders among the rows `ends`, whose lengths ascend."""
         device, logits = rows.tokens.device, list[Tensor | None]()
         self.cache.reserve(lengths[: admission.leaders], admission.first)
+        most = self._tokens_per_forward() if ends else TOKENS_PER_FORWARD
+        queries = min(_QUERIES_PER_FORWARD, most)
         start = 0
         while start < admission.leaders:
             end, longest, first = start + 1, lengths[start], admission.first + start
             is_moved = first in admission.moved
             while end < admission.leaders and not is_moved and admission.first + end not in admission.moved:
-                if max(longest, lengths[end]) * (end + 1 - start) > TOKENS_PER_FORWARD:
+                if max(longest, lengths[end]) * (end + 1 - start) > most:
                     break
                 end, longest = end + 1, max(longest, lengths[end])
             last = admission.first + end
             # What a row has generated is computed as steps did it.
             prompt = min(int(rows.host_prompt_lengths[first]), longest) if is_moved else longest
-            for column, stop in (*_pieces(0, prompt), *_pieces(prompt, longest)):
+            for column, stop in (*_pieces(0, prompt, queries), *_pieces(prompt, longest, queries)):
                 positions = torch.arange(column, stop, device=device).expand(end - start, -1)  # [n, q]
                 # Shorter rows feed scratch tokens after their text: masked now, overwritten later.
                 lasts = [(row, length - 1 - column) for row, length in enumerate(lengths[start:end])]
@@ -206,6 +216,13 @@ class EagerRunner:
             self.cache.copy_rows(admission.sources, admission.followers, lengths[admission.leaders :])
         found = [own for own in logits if own is not None]
         return torch.cat(found) if found else None
+
+    def _tokens_per_forward(self) -> int:
+        """Of a prompt's forward, which may compute logits of each where the network names no head."""
+        if self.network.get_output_embeddings() is not None:
+            return TOKENS_PER_FORWARD
+        vocabulary: int = self.network.config.get_text_config(decoder=True).vocab_size
+        return min(TOKENS_PER_FORWARD, max(_LOGITS_PER_FORWARD // vocabulary, 1))
 
     def for_drafter(self, network: PreTrainedModel, shares_cache: bool, made_of: tuple[object, ...]) -> "EagerRunner":
         """A runner of this kind for a drafter's `network`, over this cache or one of its own of the same size.

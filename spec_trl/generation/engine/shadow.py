@@ -21,15 +21,11 @@ from .fused_layers import with_fused_kernels
 from .narrow_weights import NarrowProduct
 from .patched_forwards import patched_forward, rebind
 from .snapshot import while_unchanged
+from .training_marks import ATTRIBUTES, HOOK_DICTS, stays_behind
 
 
-# Hooks of these stay behind. A forward with `output_hidden_states` leaves the first one's, which torch.compile cannot
-# trace. FSDP2's would gather and free weights in each forward. ZeRO-3's on the root, which TRL does not take off for
-# generation, compares notes with the other ranks, and ranks run different numbers of forwards.
-_LEFT_BEHIND = ("transformers.utils.output_capturing", "torch.distributed.fsdp", "deepspeed")
-_OF_TRAINING = ("training", "gradient_checkpointing")  # which a shadow, in eval mode, does not act on
+_OF_TRAINING = ("training", "gradient_checkpointing", *ATTRIBUTES)  # which a shadow, in eval mode, does not act on
 _PLAIN = (bool, int, float, str)
-_HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 
 
 def make_shadow(policy: PreTrainedModel) -> PreTrainedModel:
@@ -80,14 +76,14 @@ def structure(policy: PreTrainedModel) -> tuple[object, ...]:
 def _structure(policy: PreTrainedModel) -> tuple[object, ...]:
     marks: list[object] = [repr(_settings(policy.config.to_dict()))]
     for module in policy.modules():
-        marks += [id(module), type(module)]
+        marks += [id(module), type(module), type(module).forward]
         for name, value in module.__dict__.items():
-            if "_hooks_" in name:  # says which hooks take keywords
+            if "_hooks_" in name or name in _OF_TRAINING:  # the former say which hooks take keywords
                 continue
-            if isinstance(value, _PLAIN) and name not in _OF_TRAINING:
+            if isinstance(value, _PLAIN):
                 marks.append((name, value))
-            elif name in _HOOK_DICTS:
-                marks += [id(hook) for hook in value.values() if not _stays_behind(hook)]
+            elif name in HOOK_DICTS:
+                marks += [id(hook) for hook in value.values() if not stays_behind(hook)]
             elif isinstance(value, list | tuple) and all(isinstance(item, _PLAIN) for item in value):
                 marks.append((name, tuple(value)))
             elif isinstance(value, dict) and all(isinstance(item, _PLAIN) for item in value.values()):
@@ -96,13 +92,6 @@ def _structure(policy: PreTrainedModel) -> tuple[object, ...]:
                 marks.append(id(value))
     tensors = (*policy.parameters(), *policy.buffers())
     return (*marks, *((tensor.dtype, tensor.device) for tensor in tensors))
-
-
-def _stays_behind(hook: Any) -> bool:
-    """Whether a hook means nothing to generation. TRL puts one more on the embedding after each rollout, so that
-    checkpointed activations get gradients."""
-    is_for_gradients = getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
-    return is_for_gradients or str(hook.__module__).startswith(_LEFT_BEHIND)
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -152,17 +141,17 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     state["training"] = False
     state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's own forward
     state.pop("_is_fsdp_managed_module", None)
-    for name in _HOOK_DICTS:  # copied, not cleared: TRL's `cast_lm_head_to_fp32` lives in hooks
+    for name in HOOK_DICTS:  # copied, not cleared: TRL's `cast_lm_head_to_fp32` lives in hooks
         state[name] = state[name].copy()
         for key, hook in module.__dict__[name].items():
-            if _stays_behind(hook):
+            if stays_behind(hook):
                 del state[name][key]
     for name, value in module.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is module:
             state[name] = MethodType(value.__func__, clone)
         elif isinstance(value, PreTrainedConfig):
             state[name] = copy.deepcopy(value, config_memo)  # one memo: sub-configs keep their identity
-    for name in ("forward", "_original_forward"):  # accelerate keeps under the second name what it wraps
+    for name in ("forward", "_original_forward", *ATTRIBUTES):  # accelerate keeps under the second name what it wraps
         state.pop(name, None)
     if (patch := patched_forward(module)) is not None:
         state["forward"] = patch

@@ -2,6 +2,7 @@
 statistics say of them, `test_token_identity.py` tells."""
 
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.processors import PrefixView
@@ -111,6 +113,44 @@ def test_texts_and_heads_are_read_together(
         for layer, expected in alone.cache.export_row(0, 0, len(text)).items():
             found = runner.cache.export_row(row, 0, len(text))[layer]
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+class Headless(LlamaForCausalLM):
+    """Does not name its head."""
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+class Multiplying(LlamaForCausalLM):
+    """Names a head, and does not call it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        hidden = self.model(*args, **kwargs).last_hidden_state  # [B, q, hidden]
+        return CausalLMOutputWithPast(logits=hidden @ self.lm_head.weight.T)
+
+
+@pytest.mark.parametrize("kind", [Headless, Multiplying])
+@pytest.mark.parametrize("strategy", ["none", "self"])
+def test_a_head_that_no_hook_narrows(
+    kind: type[LlamaForCausalLM], strategy: str, tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not named may compute logits of all positions, in forwards of few tokens."""
+    expected, shapes = outputs(generate(tiny, PROMPTS)), list[tuple[int, ...]]()
+    model = kind(tiny.config).double().eval()
+    model.load_state_dict(tiny.state_dict())
+    monkeypatch.setattr("spec_trl.generation.engine.runner._LOGITS_PER_FORWARD", 10 * 64)
+    prefill = EagerRunner.prefill
+
+    def noting(self: EagerRunner, tokens: Tensor, *given: Any) -> Tensor | None:
+        shapes.append(tuple(tokens.shape))
+        return prefill(self, tokens, *given)
+
+    monkeypatch.setattr(EagerRunner, "prefill", noting)
+    result = generate(model, PROMPTS, strategy, {"runner": "eager"})
+    assert outputs(result) == expected
+    assert (result.statistics.total.drafted > 0) == (strategy == "self")
+    assert shapes == ([(2, 5), (1, 9), (1, 10), (1, 2)] if kind is Headless else [(4, 12)])
 
 
 @torch.no_grad()

@@ -1,7 +1,9 @@
 """Fused decoder layers against the families' own code: in Triton, interpreted or on a device, and in C++."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from benchmarks.gpu.kernels_per_layer import per_layer
@@ -276,6 +279,64 @@ def test_what_is_not_known_keeps_its_own_code(fused, monkeypatch: pytest.MonkeyP
     assert [type(layer.mlp) for layer in layers] == [LlamaMLP, own]
     assert type(layers[0].post_attention_layernorm) is LlamaRMSNorm
     compare(run(network), run(make_shadow(model)))
+
+
+@pytest.fixture
+def doubled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has a function or the forward of a class of Llama's source return twice what it returned."""
+
+    def patch(name: str) -> None:
+        owner, attribute = modeling_llama, name
+        if hasattr(getattr(modeling_llama, name), "forward"):
+            owner, attribute = getattr(modeling_llama, name), "forward"
+        before = getattr(owner, attribute)
+
+        @functools.wraps(before)
+        def twice(*given: Any, **named: Any) -> Any:
+            result = before(*given, **named)
+            return (2 * result[0], *result[1:]) if isinstance(result, tuple) else 2 * result
+
+        monkeypatch.setattr(owner, attribute, twice)
+
+    return patch
+
+
+PATCHED = {
+    "LlamaRMSNorm": "RMSNorm", "LlamaMLP": "MLP", "LlamaAttention": "Attention", "LlamaDecoderLayer": "DecoderLayer",
+    "apply_rotary_pos_emb": "Attention", "rotate_half": "Attention",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("patched", PATCHED)
+def test_a_class_whose_forward_was_replaced_keeps_that(
+    fused, doubled: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, patched: str
+) -> None:
+    """Its subclasses too, and what its forward calls; also where the class was fused before."""
+    model = model_of("llama")
+    before = run(fused(model))
+    doubled(patched)
+    network = fused(model)
+    ours = {f"FusedLlama{part}" for part in ("RMSNorm", "MLP", "Attention", "DecoderLayer")}
+    assert names_of(network) & ours == ours - {f"FusedLlama{PATCHED[patched]}"}
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_layers, "compiler", lambda: None)
+        for module in model.model.layers[1].modules():
+            if type(module).__name__ == patched:
+                module.__class__ = type(patched, (type(module),), {})
+        plain = make_shadow(model)
+    compare(run(network), run(plain))
+    compare(run(fused(model)), run(plain))
+    assert (run(plain) - before).abs().max() > 0.01
+
+
+def test_a_class_is_patched_between_two_calls(doubled: Callable[[str], None]) -> None:
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    model, prompts = model_of("llama", torch.float32), pad_left(random_rows([5, 3]))
+    before = [outputs(generate(model, prompts)) for _ in range(2)][1]
+    doubled("LlamaMLP")
+    expected = outputs(generate(model_of("llama", torch.float32), prompts, config={"runner": "eager"}))
+    assert outputs(generate(model, prompts)) == expected != before
 
 
 def test_where_triton_cannot_launch_the_own_code_runs(fused, monkeypatch: pytest.MonkeyPatch) -> None:

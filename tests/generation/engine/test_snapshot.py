@@ -158,6 +158,18 @@ def test_the_next_call_follows_a_change(change: str) -> None:
     assert (found == before) == (change == "dtype"), "or this test sees nothing"
 
 
+def test_what_a_closure_holds_may_change(fresh: LlamaForCausalLM) -> None:
+    """A shadow's copy of a patch holds modules of the shadow, as they were when it was made."""
+    chosen = mlp(fresh)
+    mlp(fresh).forward = lambda x: LlamaMLP.forward(chosen, x)
+    before = outputs(generate(fresh, PROMPTS))
+    chosen = fresh.model.layers[1].mlp
+    found = outputs(generate(fresh, PROMPTS))
+    other = tiny_llama()
+    other.model.layers[0].mlp = other.model.layers[1].mlp
+    assert found == outputs(generate(other, PROMPTS)) != before
+
+
 IN_PLACE: dict[str, Callable[[PreTrainedModel], object]] = {
     "list": lambda model: mlp(model).marks.append("b"),
     "dict": lambda model: mlp(model).scales.update(a=2.0),
@@ -176,6 +188,50 @@ def test_what_lies_in_attributes_counts(change: str, fresh: LlamaForCausalLM) ->
     IN_PLACE[change](fresh)
     assert not is_unchanged(fresh)
     assert (structure(fresh) == before) == (change == "tensor")
+
+
+def checkpoint(model: PreTrainedModel, use_reentrant: bool) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.gradient_checkpointing_disable()
+
+
+def checkpoint_adapters(model: PreTrainedModel) -> None:
+    """What both do for a model with an adapter."""
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_disable()
+    model.disable_input_require_grads()
+
+
+def require_grads(model: PreTrainedModel) -> None:
+    model.enable_input_require_grads()
+    model.disable_input_require_grads()
+
+
+TRAINING: dict[str, Callable[[PreTrainedModel], object]] = {
+    "checkpointing": lambda model: checkpoint(model, use_reentrant=False),
+    "reentrant checkpointing": lambda model: checkpoint(model, use_reentrant=True),
+    "of adapters": checkpoint_adapters,
+    "gradients of inputs": require_grads,
+    "hook for gradients": lambda model: model.enable_input_require_grads(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("training", TRAINING)
+def test_what_training_leaves_on_a_policy_makes_nothing_anew(
+    training: str, fresh: LlamaForCausalLM, calls: Counter[str]
+) -> None:
+    """TRL switches checkpointing off before each rollout, and on after it, with a new function and one more hook."""
+    TRAINING[training](fresh)
+    before = [outputs(generate(fresh, PROMPTS, strategy)) for strategy in ("none", "self")]
+    assert snapshot_of(fresh).is_complete
+    calls.clear()
+    for _ in range(2):
+        TRAINING[training](fresh)
+        assert is_unchanged(fresh)
+        assert [outputs(generate(fresh, PROMPTS, strategy)) for strategy in ("none", "self")] == before
+    assert calls["make_shadow"] == calls["_settings"] == 0
 
 
 class Leaving(NgramDrafter):
@@ -199,11 +255,35 @@ def hold_itself(model: PreTrainedModel) -> None:
     model.again = MethodType(lambda self: None, model)
 
 
+class Owner:
+    """Holds a model as a trainer does."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+
+def patch_with_default(model: PreTrainedModel) -> None:
+    own = mlp(model)
+
+    def forward(x: torch.Tensor, owner: PreTrainedModel = model) -> torch.Tensor:
+        first: torch.Tensor = LlamaMLP.forward(owner.model.layers[0].mlp, x)
+        return first
+
+    own.forward = forward
+
+
 HOLDING: dict[str, Callable[[PreTrainedModel], object]] = {
     "nothing": lambda model: None,
     "hook": lambda model: model.register_forward_hook(lambda *_: None if model else None),
     "method": hold_itself,
     "closure": lambda model: setattr(mlp(model), "owner", lambda: model),
+    "default": patch_with_default,
+    "list": lambda model: setattr(mlp(model), "owner", [model]),
+    "object": lambda model: setattr(mlp(model), "owner", Owner(model)),
+    "object in a dict": lambda model: setattr(mlp(model), "owner", {"trainer": (Owner(model),)}),
+    "closure in a list": lambda model: setattr(mlp(model), "owners", [lambda: model]),
+    "hook of a weight": lambda model: model.lm_head.weight.register_hook(lambda grad: grad if model else None),
+    "config": lambda model: setattr(model.config, "owner", Owner(model)),
 }
 
 
