@@ -171,10 +171,10 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     kind = type(module)
     if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 puts a class of its own before the module's
         kind = kind.__bases__[1]
-    if is_dense_on_cpu(module):
-        kind = DenseLinear
-    elif exact:
+    if exact:
         kind = exact_kind(kind)
+    elif is_dense_on_cpu(module):
+        kind = DenseLinear
     kind = with_fused_kernels(kind, module)
     clone = kind.__new__(kind)
     clones[id(module)] = clone

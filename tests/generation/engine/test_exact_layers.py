@@ -23,15 +23,16 @@ from tests.generation.engine.tape import install_tape
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+# One layer, and narrow: the interpreter is slow.
 SIZES = dict(
-    vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.1, eos_token_id=None,
+    vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, max_position_embeddings=256, initializer_range=0.1, eos_token_id=None,
 )  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SIZES,
-    "qwen2": SIZES | dict(use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen2": SIZES | dict(use_sliding_window=True, sliding_window=4, max_window_layers=0),
     "qwen3": SIZES,
-    "gpt2": dict(vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.1),
+    "gpt2": dict(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=256, initializer_range=0.1),
 }
 
 
@@ -62,15 +63,10 @@ def logits_of(network: PreTrainedModel, tokens: Tensor, cache: RaggedCache, coun
 
 def check_bits(network: PreTrainedModel) -> None:
     """A row alone, step by step, over another cache, against rows that read it as a prompt, or verify it."""
-    tokens = torch.stack(random_rows([12, 12, 12]))  # [3, 12]
+    tokens = torch.stack(random_rows([7, 7]))  # [2, 7]
     ragged, paged = partial(RaggedCache.for_network, network), partial(PagedCache.with_pages, network)
-    steps = logits_of(network, tokens[1:2], ragged(1, 64), [1] * 12)
-    for cache, counts, row in (
-        (ragged(3, 64), [12], 0),
-        (ragged(5, 640), [5, 1, 6], 2),
-        (paged(3, 128, 6), [12], 0),
-        (paged(4, 640, 40), [4, 8], 1),
-    ):
+    steps = logits_of(network, tokens[1:2], ragged(1, 64), [1] * 7)
+    for cache, counts, row in ((ragged(4, 640), [3, 4], 2), (paged(2, 128, 4), [7], 0)):
         whole = logits_of(network, tokens, cache, counts, row)
         assert torch.equal(whole[1:2], steps), (type(cache).__name__, counts)
 
@@ -82,7 +78,7 @@ def test_a_row_has_the_same_bits_in_every_forward(family: str, dtype: torch.dtyp
     network = make_shadow(model, exact=True)
     assert not_exact(network) == []
     check_bits(network)
-    check_bits(make_shadow(network))  # as its compiled twin is made
+    assert not_exact(make_shadow(network)) == [], "so a compiled twin is made"
     with torch.no_grad():
         tokens = torch.arange(6)[None]
         ours, own = logits_of(network, tokens, RaggedCache.for_network(network, 1, 64), [6]), model(tokens).logits
@@ -109,8 +105,8 @@ def test_what_is_not_exact_is_named(on_a_gpu) -> None:
     assert found == {"gemma2": ["Gemma2RMSNorm"], "gpt2": []}
     mixture = not_exact(make_shadow(model_of("mixtral", **experts), exact=True))
     assert "MixtralExperts" in mixture and "MixtralRMSNorm" in mixture and "attention" not in mixture
-    assert not_exact(make_shadow(model_of("llama"))) == ["Linear", "attention"], "nobody asked for it"
-    gpt_neo = dict(hidden_size=64, num_layers=1, attention_types=[[["global"], 1]], num_heads=4, vocab_size=64)
+    assert "attention" in not_exact(make_shadow(model_of("llama"))), "nobody asked for it"
+    gpt_neo = dict(hidden_size=32, num_layers=1, attention_types=[[["global"], 1]], num_heads=2, vocab_size=64)
     config = AutoConfig.for_model("gpt_neo", **gpt_neo)
     assert not_exact(make_shadow(AutoModelForCausalLM.from_config(config), exact=True)) == ["attention"]
 
@@ -120,10 +116,10 @@ def test_drafts_change_no_bit_of_a_log_probability(
     strategy: str, on_a_gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32: with drafts, and with fewer rows in flight, of which some begin where another has read the prompt."""
-    model = model_of("llama", num_hidden_layers=1)
-    monkeypatch.setattr(kept_runner, "make_shadow", partial(make_shadow, exact=True))
-    rows = random_rows([5, 9, 2])
-    prompts, options = pad_left([*rows, rows[1]]), dict(max_new_tokens=7)
+    model = model_of("llama")
+    monkeypatch.setattr(decoding, "runner_for", partial(kept_runner.runner_for, exact=True))
+    rows = random_rows([3, 5])
+    prompts, options = pad_left([*rows, rows[1]]), dict(max_new_tokens=6)
     expected = generate(model, prompts, **options)
     found = generate(model, prompts, strategy, {"draft_length": 3, "max_batch_size": 2}, **options)
     assert found.statistics.total.drafted > 0 and found.statistics.drafter_failure is None
@@ -139,7 +135,7 @@ def test_auto_compiles_nothing(on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> Non
     twin: Callable[..., PreTrainedModel] = captured.compiled_twin
     monkeypatch.setattr(captured, "compiled_twin", lambda *given: compiled.append(given) or twin(*given))
     monkeypatch.setattr(decoding, "runner_for", partial(kept_runner.runner_for, exact=True))
-    model = model_of("llama", num_hidden_layers=1)
+    model = model_of("llama")
     found = generate(model, pad_left(random_rows([3])), max_new_tokens=7)
     assert found.statistics.graphs == 1 and not compiled
 
