@@ -70,9 +70,9 @@ def _attend(
     """
     folded = GROUPS * length
     query_blocks = tl.cdiv(folded, BLOCK_M)
-    row = (tl.program_id(0) // query_blocks).to(tl.int64)  # 64 bits: rows * stride passes 2**31 in a 64-row 32k cache
+    row = tl.program_id(2).to(tl.int64)  # 64 bits: rows * stride passes 2**31 in a 64-row 32k cache
     head = tl.program_id(1)
-    split = tl.program_id(2)
+    split = tl.program_id(0) // query_blocks
     m = tl.program_id(0) % query_blocks * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     n = tl.arange(0, BLOCK_N)  # [N]
     d = tl.arange(0, BLOCK_D)  # [D]
@@ -161,11 +161,9 @@ def _merge(
 ) -> None:  # fmt: skip
     """One query of one head from its splits; out `[B, q, heads, d_v]`. So many splits at once are added, and these sums
     in ascending order: splits without columns, however many a longer cache has, add zeros."""
-    folded = GROUPS * length
     row = tl.program_id(0).to(tl.int64)
-    kv_heads = tl.num_programs(1) // folded
-    head = tl.program_id(1) // folded
-    m = tl.program_id(1) % folded
+    kv_heads, folded = tl.num_programs(1), tl.num_programs(2)
+    head, m = tl.program_id(1), tl.program_id(2)
     e = tl.arange(0, BLOCK_E)  # [E]
     base = (row * kv_heads + head) * splits * folded + m
 
@@ -179,7 +177,7 @@ def _merge(
         highest = tl.maximum(highest, sink)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
 
-    denominator = 0.0
+    denominators = tl.zeros((AT_ONCE,), tl.float32)
     summed = tl.zeros((BLOCK_E,), tl.float32)
     for at in range(0, splits, AT_ONCE):
         some = at + tl.arange(0, AT_ONCE)  # [AT_ONCE]
@@ -190,8 +188,9 @@ def _merge(
             mask=(total != 0)[:, None] & (e < VALUE_DIM)[None, :], other=0.0,
         )  # [AT_ONCE, E]  # fmt: skip
         weight = tl.exp2(maximum - shift)  # [AT_ONCE]
-        denominator += tl.sum(total * weight, 0)
+        denominators += total * weight
         summed += tl.sum(partial * weight[:, None], 0)
+    denominator = tl.sum(denominators, 0)
     if SINKS:
         denominator += tl.exp2(sink - shift)
     out = summed / tl.where(denominator == 0, 1.0, denominator)  # 0 for a query that sees nothing
@@ -287,7 +286,7 @@ def ragged_decode_attention(
     else:
         factor, cap = 2 * scale / softcap * _LOG2E, softcap * _LOG2E
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        _attend[(batch * blocks, kv_heads, splits)](
+        _attend[(splits * blocks, kv_heads, batch)](
             query, keys, values, first, last, first if table is None else table, partial, maximum, total,
             factor, cap, columns, splits, length,
             *query.stride(), *keys.stride()[:3], *values.stride()[:3], *first.stride(), *last.stride(),
@@ -297,12 +296,12 @@ def ragged_decode_attention(
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e,
             num_warps=8 if is_wide else 4, num_stages=_NUM_STAGES,
         )  # fmt: skip
-        _merge[(batch, kv_heads * folded)](
+        _merge[(batch, kv_heads, folded)](
             partial, maximum, total, total if sinks is None else sinks.contiguous(), out,
             splits, length,
             GROUPS=groups, VALUE_DIM=value_dim, SINKS=sinks is not None,
             LOG2E=_LOG2E, ALL_SPLITS=triton.next_power_of_2(splits), AT_ONCE=_MERGED_AT_ONCE, BLOCK_E=block_e,
-            num_warps=2,
+            num_warps=4 if block_e > 128 else 2,
         )  # fmt: skip
     return out
 
