@@ -263,11 +263,17 @@ def ragged_attention(
 
 
 def exact_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """:func:`ragged_attention` of a shadow that is exact on CUDA. Under spans a query's bits depend on itself and on
     the keys and values it sees: not on the queries beside it, the other rows, or the size of the cache."""
-    return ragged_attention(module, query, key, value, attention_mask, *args, exact=True, **kwargs)
+    return ragged_attention(module, query, key, value, attention_mask, scaling, exact=True, **more)
 
 
 def _mask_of(spans: Tensor, columns: int, dtype: torch.dtype) -> Tensor:

@@ -181,7 +181,8 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     state = dict(module.__dict__)
     # `_parameters` and `_buffers` stay the very same dicts: `.to(device)` and weight swaps reach the shadow too.
     state["_modules"] = {
-        name: None if child is None else _clone(child, clones, config_memo, exact) for name, child in module._modules.items()
+        name: None if child is None else _clone(child, clones, config_memo, exact)
+        for name, child in module._modules.items()
     }
     state["training"] = False
     state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's own forward

@@ -112,10 +112,8 @@ def test_what_is_not_exact_is_named(on_a_gpu) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["self", "ngram"])
-def test_drafts_change_no_bit_of_a_log_probability(
-    strategy: str, on_a_gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32: with drafts, and with fewer rows in flight, of which some begin where another has read the prompt."""
+def test_drafts_change_no_bit_of_a_log_probability(strategy: str, on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32: with drafts, and with fewer rows in flight. One begins where another has read the prompt."""
     model = model_of("llama")
     monkeypatch.setattr(decoding, "runner_for", partial(kept_runner.runner_for, exact=True))
     rows = random_rows([3, 5])

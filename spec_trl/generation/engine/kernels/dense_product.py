@@ -9,11 +9,11 @@ order; rows past the last one are zeros, and are not stored. So a row is the sam
 multiplied with it, in a step, a verification or a prompt. Sums are float32; float32 itself is multiplied without TF32.
 
 What it costs, by reasoning (nothing is measured yet). A step waits for its weights: an H100 brings a tile of 128 x 64
-weights in some 1,100 cycles and multiplies it with 64 rows in 260 (A100: 1,250 and 510), so that the padding of few
-rows is hidden, and up to 64 rows read the weights once. What costs is that nobody divides k: a layer of few outputs has
-few programs. So tiles are 32 outputs wide there (3,584 outputs: 112 programs); k_proj and v_proj of grouped heads keep
-some 16 multiprocessors busy, and may take some microseconds more than cuBLAS each. Prompts are bound by the L2 cache,
-which brings 21 to 43 operations for each byte with these tiles: two to five times as long as cuBLAS.
+weights in some 1,100 cycles and multiplies it with 64 rows in 260 (A100: 1,250 and 510). So the padding of few rows is
+hidden, and up to 64 rows read the weights once. What costs is that nobody divides k: a layer of few outputs has few
+programs. Tiles are 32 outputs wide there (3,584 outputs: 112 programs); k_proj and v_proj of grouped heads keep some
+16 multiprocessors busy, and may take some microseconds more than cuBLAS each. Prompts are bound by the L2 cache, for each
+byte of which these tiles do 21 to 43 operations: two to five times as long as cuBLAS.
 """
 
 from typing import NamedTuple
@@ -83,9 +83,8 @@ def _multiply(
         weight_at += BLOCK_K * weight_input
     if BIAS:
         y += tl.load(bias_ptr + stored).to(tl.float32)[None, :]
-    tl.store(
-        out_ptr + m[:, None] * outputs + n[None, :], y.to(out_ptr.dtype.element_ty), mask=wanted & (n < outputs)[None, :]
-    )  # fmt: skip
+    at = out_ptr + m[:, None] * outputs + n[None, :]  # [M, N]
+    tl.store(at, y.to(out_ptr.dtype.element_ty), mask=wanted & (n < outputs)[None, :])
 
 
 def _shapes(x: Tensor, weight: Tensor, _bias: object = None) -> Tensor:

@@ -6,9 +6,9 @@ them a captured CUDA graph, are the same however long the rows are, and what lie
 One program takes a share of one row's columns (split K/V, Dao et al., "Flash-Decoding", 2023) for one K/V head and all
 the queries on it; a second kernel merges the shares in a fixed order: no atomics, the same bits at each call.
 
-How many queries share a program, and where shares begin, follows the batch, and with it the order of sums. Where it is
-asked to be exact, it does not: one tile for every number of queries, blocks and shares at fixed columns. Then one piece
-of machine code serves steps, verifications and prompts, and a query's result does not depend on what else is attended.
+How many queries share a program, and where shares begin, follows the batch, and with it the order of sums. Not so in
+exact calls: one tile for every number of queries, blocks and shares at fixed columns. One piece of machine code then
+serves steps, verifications and prompts, and a query's result does not depend on what else is attended.
 
     heads of one K/V head x queries, folded      columns of the row, in blocks
     m = group * q + query                        . . |first ........... last| . . .
@@ -36,8 +36,8 @@ _PROGRAMS_PER_SM = 4  # that splitting aims at
 _MOST_SPLITS = 128
 _MERGED_AT_ONCE = 16  # splits
 _INTERPRETED_SMS = 16  # where there is no device to ask
-# Of the exact order. A block of 64 columns (32 KiB) takes an H100 some 2,200 cycles to bring and 300 to multiply with 32
-# queries, so that the padding of few is hidden. More queries than 32 on a K/V head read K/V again, from L2.
+# Of exact calls. A block of 64 columns (32 KiB) takes an H100 some 2,200 cycles to bring and 300 to multiply with 32
+# queries: the padding of few is hidden. More queries than 32 on a K/V head read K/V again, from L2.
 _EXACT_QUERIES = 32
 # More of them take less memory for the shares' results, fewer let one short row occupy more multiprocessors.
 _EXACT_SHARE = 512  # columns
@@ -65,14 +65,14 @@ def _attend(
 ) -> None:  # fmt: skip
     """The softmax-weighted values of one share of one row's columns, not normalised, with maximum and sum.
 
-    Scores are in units of log2: `scale` (and `cap`, for softcap) hold the factor log2(e). With SHARE a share is so many
-    columns; without, the row's blocks are divided among the splits.
+    Scores are in units of log2: `scale` (and `cap`, for softcap) hold the factor log2(e). With SHARE a share is so
+    many columns; without, the row's blocks are divided among the splits.
     """
     folded = GROUPS * length
     query_blocks = tl.cdiv(folded, BLOCK_M)
     row = tl.program_id(2).to(tl.int64)  # 64 bits: rows * stride passes 2**31 in a 64-row 32k cache
-    head = tl.program_id(1)
-    split = tl.program_id(0) // query_blocks
+    head = tl.program_id(0) // query_blocks
+    split = tl.program_id(1)
     m = tl.program_id(0) % query_blocks * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     n = tl.arange(0, BLOCK_N)  # [N]
     d = tl.arange(0, BLOCK_D)  # [D]
@@ -140,7 +140,8 @@ def _attend(
         partial = tl.dot(weights.to(value.dtype), value, partial * decay[:, None], input_precision="ieee")
         maximum = higher
 
-    to = ((row * tl.num_programs(1) + head) * splits + split) * folded + m  # [M], in [B, kv, splits, groups * q]
+    kv_heads = tl.num_programs(0) // query_blocks
+    to = ((row * kv_heads + head) * splits + split) * folded + m  # [M], in [B, kv, splits, groups * q]
     # m < folded, which the compiler does not see: kept in a register over the loop, that mask would make it spill.
     asked = m * splits < folded * splits
     tl.store(maximum_ptr + to, maximum, mask=asked)
@@ -159,8 +160,8 @@ def _merge(
     GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr,
     LOG2E: tl.constexpr, ALL_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One query of one head from its splits; out `[B, q, heads, d_v]`. So many splits at once are added, and these sums
-    in ascending order: splits without columns, however many a longer cache has, add zeros."""
+    """One query of one head from its splits; out `[B, q, heads, d_v]`. AT_ONCE of them are added, and these sums in
+    ascending order: splits without columns, however many a longer cache has, add zeros."""
     row = tl.program_id(0).to(tl.int64)
     kv_heads, folded = tl.num_programs(1), tl.num_programs(2)
     head, m = tl.program_id(1), tl.program_id(2)
@@ -286,7 +287,7 @@ def ragged_decode_attention(
     else:
         factor, cap = 2 * scale / softcap * _LOG2E, softcap * _LOG2E
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        _attend[(splits * blocks, kv_heads, batch)](
+        _attend[(kv_heads * blocks, splits, batch)](
             query, keys, values, first, last, first if table is None else table, partial, maximum, total,
             factor, cap, columns, splits, length,
             *query.stride(), *keys.stride()[:3], *values.stride()[:3], *first.stride(), *last.stride(),

@@ -147,8 +147,8 @@ def test_pages(dtype: torch.dtype, limits: dict[str, int], monkeypatch: pytest.M
 def test_exact_results_do_not_depend_on_what_else_is_attended(
     batch: int, length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each query alone, over a shorter cache and over pages: the same bits. Rows are of any length, and a window begins
-    within a block; shares are short here, so that there are several."""
+    """Each query alone, over a shorter cache and over pages: the same bits. Rows are of any length, and a window
+    begins within a block; shares are short here, so that there are several."""
     monkeypatch.setattr(ragged_attention, "_EXACT_SHARE", 64)
     monkeypatch.setattr(ragged_attention, "_EXACT_AT_ONCE", 32)
     torch.manual_seed(length)
