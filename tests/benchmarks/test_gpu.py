@@ -42,6 +42,7 @@ PARTS = {
     "refresh": {"head packed", "head dense"},
     "decode --group default": {"default, B 2"},
     "decode --group runners": {"runners, B 2"},
+    "decode --group exact": {"exact, B 2"},
     "probe_check": {"probe, first", "rounds", "believed over taken, first", "believed over taken, second"},
     "tail": {"self, graphs freed", "self, graphs kept", "none, graphs kept", "ratios"},
 }
@@ -49,7 +50,6 @@ SLOW_PARTS = {
     "decode --group batched": {"batched, B 2"},
     "decode --group static": {"static, B 2"},
     "decode --group top_p": {"top_p, B 1"},
-    "decode --group exact": {"exact, B 2"},
     "checks --group kernels": {"tests of kernels"},
     "attention": {"B 2, q 6, ragged"},
     "sampler": {"B 2, q 6"},

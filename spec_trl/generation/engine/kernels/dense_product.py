@@ -12,8 +12,8 @@ What it costs, by reasoning (nothing is measured yet). A step waits for its weig
 weights in some 1,100 cycles and multiplies it with 64 rows in 260 (A100: 1,250 and 510). So the padding of few rows is
 hidden, and up to 64 rows read the weights once. What costs is that nobody divides k: a layer of few outputs has few
 programs. Tiles are 32 outputs wide there (3,584 outputs: 112 programs); k_proj and v_proj of grouped heads keep some
-16 multiprocessors busy, and may take some microseconds more than cuBLAS each. Prompts are bound by the L2 cache, for each
-byte of which these tiles do 21 to 43 operations: two to five times as long as cuBLAS.
+16 multiprocessors busy, and may take some microseconds more than cuBLAS each. Prompts are bound by the L2 cache, for
+each byte of which these tiles do 21 to 43 operations: two to five times as long as cuBLAS.
 """
 
 from typing import NamedTuple
