@@ -99,12 +99,13 @@ def make_case(config: PreTrainedConfig, batch: int, queries: int, ragged: bool, 
     return Case(query, keys, values, lengths)
 
 
-def ours(case: Case) -> Method:
-    """The engine's kernel."""
+def ours(case: Case, exact: bool = False) -> Method:
+    """The engine's kernel; `exact`: with one order of sums for every number of queries and rows."""
     from spec_trl.generation.engine.kernels.ragged_attention import ragged_decode_attention
 
     def run(case: Case, i: int) -> Tensor:
-        return ragged_decode_attention(case.query, case.keys[i], case.values[i], case.first, case.last, case.scale)
+        given = case.query, case.keys[i], case.values[i], case.first, case.last, case.scale
+        return ragged_decode_attention(*given, exact=exact)
 
     return run
 
@@ -191,6 +192,7 @@ def varlen(case: Case, **more: bool) -> Method:
 
 METHODS: dict[str, Callable[[Case], Method]] = {
     "ours": ours,
+    "ours, exact": partial(ours, exact=True),
     "sdpa, additive mask": sdpa,
     "flex_attention": flex,
     "flash_attn_with_kvcache": flash,
@@ -206,7 +208,7 @@ def available(part: Part) -> dict[str, Callable[[Case], Method]]:
     if importlib.util.find_spec("flash_attn") is None:
         reasons["flash_attn_with_kvcache"] = "flash-attn is not installed"
     if part.triton_absent is not None:
-        reasons["ours"] = part.triton_absent
+        reasons |= dict.fromkeys(("ours", "ours, exact"), part.triton_absent)
     if part.device.type != "cuda":
         reasons |= {name: "needs a GPU" for name in METHODS if name.startswith("torch varlen")}
     for name, reason in reasons.items():

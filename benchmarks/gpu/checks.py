@@ -26,6 +26,7 @@ SANITIZED = {  # by tool: tests that capture nothing, a few of each kernel; the 
     "memcheck": (
         ["test_multiplies_like_the_reference and triton", "tests/quantization/kernels/test_on_gpu.py"],
         ["test_pages or test_half_precision", "tests/generation/engine/kernels/test_ragged_attention.py"],
+        ["test_is_right", "tests/generation/engine/kernels/test_dense_product.py"],
         ["test_norms or test_silu or test_rotates", "tests/generation/engine/kernels/test_fused_layer.py"],
         ["test_rows_that_are_broken or test_of_equals", "tests/generation/engine/kernels/test_top_p_floors.py"],
     ),

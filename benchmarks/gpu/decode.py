@@ -1,7 +1,7 @@
 """Decoding by our engine's "none" and by transformers: seconds per token after the prompt, at about 2048 tokens.
 
 Groups: `generate` as it is (default), `generate_batch` (batched), `generate` with a static cache, compiled (static),
-our runners (runners), and what top-p costs (top_p).
+our runners (runners), and what top-p (top_p) and `exact=True` (exact) cost.
 
 Each way to generate is timed in turns with "none", after a whole warm-up call that compiles and captures. Seconds per
 token leave the prompt out and are medians over the steps of a call: between tokens in transformers' loop, over rounds
@@ -37,16 +37,18 @@ from .timing import synchronize
 
 BATCHES: dict[str, tuple[int, ...]] = {
     "default": (1, 8, 32), "batched": (8, 1, 32), "static": (8, 1, 32), "runners": (1, 8, 32), "top_p": (1,),
+    "exact": (1, 4, 16),
 }  # fmt: skip
 """By group, the most telling first: those that take long may find no time for all."""
 PROMPT, NEW = 2000, 96
-REPEATS = {"default": 3, "batched": 2, "static": 3, "runners": 3, "top_p": 3}
+REPEATS = {"default": 3, "batched": 2, "static": 3, "runners": 3, "top_p": 3, "exact": 3}
 """Timed calls by group: each call of generate_batch sizes its cache and captures its graphs anew, which takes long."""
 TOP_P, DRAFT_LENGTH = 0.9, 5
 PLAIN = "none"
 DEFAULT, STATIC = "generate", "generate, static cache, compiled"
 BATCHED, BATCHED_GRAPHS = "generate_batch", "generate_batch, CUDA graphs"
 RUNNERS = ("eager", "graph", "compiled")
+EXACT = "none, exact"
 
 
 @dataclass
@@ -269,6 +271,12 @@ def methods_of(part: Part, model: PreTrainedModel, new: int) -> dict[str, Method
             "self, top-p": engine(model, new, top_p=TOP_P, **always),
         },
     }  # fmt: skip
+    if part.group == "exact":
+        groups["exact"] = {
+            PLAIN: engine(model, new, exact=False), EXACT: engine(model, new, exact=True),
+            "self": engine(model, new, exact=False, **always),
+            "self, exact": engine(model, new, exact=True, **always),
+        }  # fmt: skip
     methods = groups[part.group]
     if part.device.type != "cuda":
         for name in {BATCHED_GRAPHS, "none, graph", "none, compiled"} & methods.keys():
@@ -286,7 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = random_model(config, part.device, torch.bfloat16, part.seed)
     methods = methods_of(part, model, new)
     # The engine keeps captured forwards of one runner per model: its runners take no turns.
-    together = [{name: method} for name, method in methods.items()] if part.group == "runners" else [methods]
+    alone = part.group in ("runners", "exact")
+    together = [{name: method} for name, method in methods.items()] if alone else [methods]
     for batch in batches:
         if part.group == "static":
             torch.compiler.reset()  # else the second batch size is compiled for any size, and slower
@@ -297,7 +306,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def work(key: str = key, prompts: Callable[[int], Tensor] = prompts) -> dict[str, Any]:
             calls = [alternate(part, key, some, prompts, repeats) for some in together]
-            return summarise({name: done for found in calls for name, done in found.items()})
+            done = {name: done for found in calls for name, done in found.items()}
+            exact = {name: own for name, own in done.items() if "exact" in name}
+            return summarise(done) | ({"among exact": summarise(exact, EXACT)} if exact else {})
 
         part.measure(key, work)
     return part.finish()

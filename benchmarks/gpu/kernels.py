@@ -1,4 +1,5 @@
-"""Every 4-bit kernel over the dense layer, for the projections of one decoder layer and the head, by rows of x.
+"""Every 4-bit kernel over the dense layer, for the projections of one decoder layer and the head, by rows of x; and
+the dense product whose rows do not depend on each other ("exact"), also for a prompt.
 
 Weights lie in rotating copies that no cache holds, and calls are replayed from a CUDA graph. Each result is compared
 with the reference kernel's codes multiplied in float32 before anything is timed.
@@ -21,12 +22,14 @@ from spec_trl.quantization.kernels.reference import ReferenceInt4
 from spec_trl.quantization.rtn import RoundToNearest
 from spec_trl.quantization.scheme import find_scheme
 
+from .attention import dtype_on
 from .part import Part
 from .shapes import config_of
 from .timing import compare, copies_for, copy_bandwidth, relative_error
 
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+PROMPT = 1024
 SCHEME = "rtn-w4-g128"
 TOLERANCE = 0.02
 """Relative error from which on a kernel's numbers are called wrong: bfloat16 rounding gives a few thousandths."""
@@ -80,7 +83,8 @@ class Matrix:
             target.copy_(source)
         self._reference = wide
         self.shape = shape
-        self.inputs = {m: torch.randn(m, shape[1], device=device, generator=generator).bfloat16() for m in ROWS}
+        random = partial(torch.randn, device=device, generator=generator)
+        self.inputs = {m: random(m, shape[1]).bfloat16() for m in (*ROWS, PROMPT)}
 
     def expected(self, rows: int) -> Tensor:
         """[m, out] float32."""
@@ -127,6 +131,28 @@ def time_kernel(part: Part, matrix: Matrix, kernel: type[PackedWeight], dense: S
     return {"packed_bytes": packed[0].nbytes, "max_rows": packed[0].max_rows, "by_rows": by_rows}
 
 
+def time_exact(part: Part, matrix: Matrix, dense: Sequence[Tensor]) -> dict[int, Any]:
+    """The exact product over torch's, by rows; a row's bits must be those that it has alone."""
+    from spec_trl.generation.engine.kernels.dense_product import dense_product
+
+    by_rows: dict[int, Any] = {}
+    dtype = dtype_on(part.device)
+    dense = [weight.to(dtype) for weight in dense]
+    for m in (1, 4) if part.is_smoke else (1, 4, 16, 64, PROMPT):
+        x = matrix.inputs[m].to(dtype)  # [m, in]
+        found = dense_product(x, dense[0])  # [m, out]
+        error = relative_error(found, F.linear(x.float(), dense[0].float()))
+        if not error < TOLERANCE or not torch.equal(found[-1:], dense_product(x[-1:], dense[0])):
+            by_rows[m] = {"relative_error": error, "wrong": True}
+            continue
+        products = {"exact": dense_product, "dense": F.linear}
+        works = {name: [partial(product, x, weight) for weight in dense] for name, product in products.items()}
+        timings = compare(works, part.device)
+        seconds = {name: timing.seconds for name, timing in timings.items()}
+        by_rows[m] = {"relative_error": error, "exact over dense": seconds["exact"] / seconds["dense"], **seconds}
+    return by_rows
+
+
 def choice(matrix: Matrix) -> dict[str, Any]:
     """What "auto" takes for the matrix, and how long choosing took; measured before, it is read from the cache."""
     started = time.perf_counter()
@@ -149,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count = copies_for(matrix.weight.nbytes, part.device)
         dense = [matrix.weight, *(matrix.weight.clone() for _ in range(1, count))]
         part.measure(f"{name} | auto", partial(choice, matrix))
+        if part.triton_absent is None:
+            part.measure(f"{name} | exact", partial(time_exact, part, matrix, dense))
         for kernel in four_bit_kernels(part.device):
             key = f"{name} | {kernel.name}"
             part.measure(key, partial(time_kernel, part, matrix, kernel, dense))

@@ -3,7 +3,8 @@
 #
 #     bash benchmarks/gpu/run_all.sh right       # do the kernels compute the right thing, and does the probe see the GPU?
 #     bash benchmarks/gpu/run_all.sh fast        # rounds, and "none" and "self" against generate
-#     bash benchmarks/gpu/run_all.sh training    # GRPO as the README does it, the tail of a rollout, other baselines
+#     bash benchmarks/gpu/run_all.sh training    # GRPO as the README does it, the tail of a rollout, what exact=True costs,
+#                                                # other baselines
 #     bash benchmarks/gpu/run_all.sh PART ...    # these parts, in this order; see `phases` and `budget` below
 #
 # from the repository's root or elsewhere. Nothing is downloaded: models have the shapes of real ones and weights made on
@@ -35,14 +36,14 @@ python=${PYTHON:-python3}
 declare -A phases=(
     [right]="machine checks_cuda checks_kernels probe_check checks_sanitizer kernels sampler attention"
     [fast]="rounds profiling decode_default speculation"
-    [training]="grpo tail decode_top_p decode_static decode_batched refresh"
+    [training]="grpo tail decode_exact decode_top_p decode_static decode_batched refresh"
 )
 declare -A budget=(
     [machine]=60 [checks_cuda]=130 [checks_kernels]=120 [probe_check]=60 [checks_sanitizer]=80
     [kernels]=90 [sampler]=50 [attention]=90
     [rounds]=170 [profiling]=75 [decode_default]=110 [speculation]=240
     [grpo]=210 [tail]=100 [decode_top_p]=50 [decode_static]=90 [decode_batched]=90 [refresh]=45
-    [decode_runners]=110
+    [decode_runners]=110 [decode_exact]=110
 )
 parts=()
 for word in "$@"; do

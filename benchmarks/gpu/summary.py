@@ -17,6 +17,7 @@ from typing import Any
 SUMMARY = "summary.json"
 NOT_RUN, TRIED_OUT = "not run", "tried out"
 BATCHES = (1, 8, 32)
+EXACT_BATCHES = (1, 4, 16)
 SMALL = (1, 2, 4, 8)
 """Batches up to which a draft step must be cheap."""
 CHECKS = ("checks_cuda", "checks_kernels", "checks_sanitizer")
@@ -115,10 +116,24 @@ class _Reader:
         _, second = self.value("tail", f"self, graphs {graphs}")
         return second["captures"]
 
-    def round_ratio(self, over: str, under: str) -> float:
-        """Of two ways' rounds in the part of top-p."""
-        methods = self.value("decode_top_p", "top_p, B 1")
+    def round_ratio(self, over: str, under: str, part: str = "top_p", batch: int = 1) -> float:
+        """Of two ways' rounds in a part of `decode`."""
+        methods = self.value(f"decode_{part}", f"{part}, B {batch}")
         return methods[over]["facts"]["round_seconds"] / methods[under]["facts"]["round_seconds"]
+
+    def exact_prompts(self, batch: int) -> float:
+        """Seconds of prompts, exact over not."""
+        methods = self.value("decode_exact", f"exact, B {batch}")
+        exact, plain = (methods[name]["facts"]["phase_seconds"]["prefill"] for name in ("none, exact", "none"))
+        return exact / plain
+
+    def exact_rows(self) -> float:
+        """Share of identical rows of "self" and "none", both exact."""
+        found = [
+            self.value("decode_exact", f"exact, B {b}", "among exact", "self, exact", "identical_rows")
+            for b in EXACT_BATCHES
+        ]
+        return sum(same for same, _ in found) / sum(rows for _, rows in found)
 
     def identical(self, *cells: tuple[str, str]) -> float:
         """Share of identical rows over the cells of the speculation part."""
@@ -261,6 +276,20 @@ def _figures(parts: Parts) -> list[Figure]:
         )
         for name in ("none", "self")
     ]  # fmt: skip
+    # Where all of these hold, exact="auto" may mean True on CUDA.
+    for b in EXACT_BATCHES:
+        rows += [
+            figure(
+                f"{name} exact over {name}, seconds of a round, batch {b}", "<=", 1.05,
+                partial(reader.round_ratio, f"{name}, exact", name, "exact", b),
+                "self drafts 5 tokens in every round",
+            )
+            for name in ("none", "self")
+        ]  # fmt: skip
+        rows.append(figure(
+            f"none exact over none, seconds of the prompts, batch {b}", "<=", 1.05, partial(reader.exact_prompts, b)
+        ))  # fmt: skip
+    rows.append(figure("identical sequences, self and none, bfloat16, exact", ">=", 1.0, reader.exact_rows))
     return rows
 
 

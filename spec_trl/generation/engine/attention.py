@@ -5,6 +5,7 @@ import threading
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from .kernels import run_on
 
 
 RAGGED_ATTENTION = "spec_trl_ragged"
+EXACT_ATTENTION = "spec_trl_exact"
 
 FULL, SLIDING, CHUNKED, DUMMY = "full_attention", "sliding_attention", "chunked_attention", "dummy"
 # Layers without attention of their own: they get no mask and store no K/V.
@@ -169,6 +171,11 @@ def reads_spans(network: PreTrainedModel) -> bool:
     return takes_spans(network.device, network.dtype) and network._supports_attention_backend
 
 
+def attends_exactly(network: PreTrainedModel) -> bool:
+    """Whether attention in `network` is :func:`exact_attention`, and takes spans."""
+    return network.config._attn_implementation == EXACT_ATTENTION and reads_spans(network)
+
+
 class _WithoutCudnn:
     """Within it torch chooses among its own attention kernels: from Hopper on it prefers cuDNN's, which take tenths of
     a second to plan each new shape, and rounds have new ones all the time.
@@ -207,6 +214,7 @@ def ragged_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     query_scales: Tensor | None = None,
+    exact: bool = False,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention of `[B, heads, q, d]` queries over `[B, kv_heads, columns, d]` keys under an additive mask or spans;
@@ -217,7 +225,7 @@ def ragged_attention(
         heads (h = kv_head * groups + g):  [B, kv * groups, q, d]  ->  [B, kv, groups * q, d]
 
     `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls. `query_scales`
-    (Llama 4, `[B, 1, q, 1]` float32) are factors of the queries.
+    (Llama 4, `[B, 1, q, 1]` float32) are factors of the queries. `exact`: see :func:`exact_attention`.
     """
     if query_scales is not None:
         query = (query * query_scales).to(query.dtype)
@@ -234,7 +242,10 @@ def ragged_attention(
         length = query.shape[2]
         first, last = attention_mask[:, 0, :length].unbind(-1)  # [B, q] each
         table = attention_mask[:, 0, length:].flatten(1) if attention_mask.shape[2] > length else None  # [B, pages]
-        output = ragged_decode_attention(query.to(key.dtype), key, value, first, last, scale, softcap, s_aux, table)
+        # Autocast may leave queries wide and K/V narrow.
+        output = ragged_decode_attention(
+            query.to(key.dtype), key, value, first, last, scale, softcap, s_aux, table, exact
+        )
         return output.to(query.dtype), None  # [B, q, heads, d]
     batch, heads, length, _head_dim = query.shape
     kv_heads = key.shape[1]
@@ -260,6 +271,20 @@ def ragged_attention(
     return output.transpose(1, 2).contiguous(), None  # [B, q, heads, d], of which some families take a view
 
 
+def exact_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """:func:`ragged_attention` of a shadow that is exact on CUDA. Under spans a query's bits depend on itself and on
+    the keys and values it sees: not on the queries beside it, the other rows, or the size of the cache."""
+    return ragged_attention(module, query, key, value, attention_mask, scaling, exact=True, **more)
+
+
 def _mask_of(spans: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """The additive mask `[B, 1, q, columns]` that `spans` `[B, 1, q, 2 or 4]` stand for."""
     at = column = torch.arange(columns, device=spans.device)
@@ -272,10 +297,12 @@ def _mask_of(spans: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(masked.shape, dtype=dtype, device=spans.device).masked_fill_(masked, torch.finfo(dtype).min)
 
 
-AttentionInterface.register(RAGGED_ATTENTION, ragged_attention)
-# Masks arrive ready made. Without this entry transformers takes an unknown backend to need no mask at all and
-# would drop a sliding window silently.
-AttentionMaskInterface.register(RAGGED_ATTENTION, eager_mask)
+ATTENTIONS = {RAGGED_ATTENTION: ragged_attention, EXACT_ATTENTION: exact_attention}
+for _name, _function in ATTENTIONS.items():
+    AttentionInterface.register(_name, _function)
+    # Masks arrive ready made. Without this entry transformers takes an unknown backend to need no mask at all and
+    # would drop a sliding window silently.
+    AttentionMaskInterface.register(_name, eager_mask)
 
 
 def warn_of_masks(network: nn.Module, error: Exception) -> None:

@@ -22,7 +22,7 @@ from ...native_code import compiler
 from ...quantization.linear import QuantizedLinear, project
 from ...quantization.quantized_copy import SIBLINGS
 from . import cpu_decoder, cpu_layer
-from .attention import RAGGED_ATTENTION, ragged_attention
+from .attention import ATTENTIONS, RAGGED_ATTENTION
 from .cache import RaggedCache, _RaggedLayer, autocast_dtype
 from .family_hooks import cache_name
 from .kernels import run_on
@@ -104,7 +104,7 @@ class _Attention(_Fused):
         norms = [getattr(self, name) for name in self._norms]
         if (
             layer is None
-            or self.config._attn_implementation != RAGGED_ATTENTION
+            or self.config._attn_implementation not in ATTENTIONS
             or not all(map(_is_fused_norm, norms))
             or not self._fit(hidden_states)
             or not self._fit(*position_embeddings, *(norm.weight for norm in norms))
@@ -119,7 +119,8 @@ class _Attention(_Fused):
             return super().forward(hidden_states, *given, **kwargs)
         write = self._kernels.rotate_and_write
         query, keys, values = layer.rotate_and_update(write, query, key, value, *position_embeddings, norms)
-        output, _ = ragged_attention(self, query, keys, values, attention_mask, self.scaling)  # [B, q, heads, d]
+        attend = ATTENTIONS[self.config._attn_implementation]
+        output, _ = attend(self, query, keys, values, attention_mask, self.scaling)  # [B, q, heads, d]
         return self.o_proj(self._between(output.flatten(2))), None
 
     def _between(self, output: Tensor) -> Any:
@@ -203,12 +204,12 @@ def with_fused_kernels(kind: type, module: nn.Module) -> type:
         return kind
     if issubclass(fused, _Mlp) and not (type(module.act_fn) in _SILU and _has_its_forward(type(module.act_fn))):
         return kind
-    runs = compiler() is not None if on_cpu else run_on(device) and _launches(device)
+    runs = compiler() is not None if on_cpu else run_on(device) and launches(device)
     return fused if runs else kind
 
 
 @functools.cache
-def _launches(device: torch.device) -> bool:
+def launches(device: torch.device) -> bool:
     """Whether Triton can compile a kernel and launch it; says so once where it cannot (it needs a C compiler)."""
     try:
         from .kernels import fused_layer  # registers the operators
@@ -262,6 +263,11 @@ def _is_of_source(function: Any, name: str, module: ModuleType) -> bool:
 @functools.cache
 def _globals_of(code: CodeType) -> frozenset[str]:
     return frozenset(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+
+
+def has_fused_sums(norm: nn.Module) -> bool:
+    """Whether the rows of `norm` are added by our kernel, in an order that the number of rows does not change."""
+    return isinstance(norm, _Norm)
 
 
 def _is_fused_norm(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from .shadow import fingerprint, make_shadow
 from .snapshot import is_unchanged, snapshot_of
 
 
-_SHADOW, _MADE_OF = "shadow", "snapshot of the policy"
+_SHADOW, _MADE_OF = "shadow", "snapshot of the policy, exact"
 
 
 def recorder_for(device: torch.device) -> CudaRecorder | None:
@@ -78,6 +78,7 @@ def runner_for(
     config: SpeculativeConfig,
     pages: int | None = None,
     graph_memory: float | None = None,
+    exact: bool = False,
 ) -> EagerRunner:
     """A runner of `model`'s shadow, which never changes the model.
 
@@ -92,6 +93,8 @@ def runner_for(
         config: its `runner` decides.
         pages: that memory holds, where K/V lies in the pages of a pool; None: all rows must have all their columns.
         graph_memory: bytes that captured forwards may take; None: `config.max_graph_memory`.
+        exact: as of :func:`~spec_trl.generation.engine.shadow.make_shadow`. "auto" then compiles nothing: compiled
+            layers round otherwise, and take the place of others while rows are in flight.
 
     Raises:
         ValueError: captured forwards are wanted on a device without them.
@@ -101,9 +104,10 @@ def runner_for(
         if recorder is None:  # it may have been on another device
             kept.take(model, kept.RUNNER)
         make = cpu_runner if mode == "compiled" else EagerRunner
-        return make(shadow_to_run(model), _cache_for(model, rows, columns, config, pages))
+        return make(shadow_to_run(model, exact), _cache_for(model, rows, columns, config, pages))
+    mode = "graph" if exact and mode == "auto" else mode
     # Autocast decides in which dtype K/V is stored.
-    made_for = (mode, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
+    made_for = (mode, exact, config.max_graph_memory, autocast_dtype(model.device), *fingerprint(model))
     graph_memory = config.max_graph_memory * 2**30 if graph_memory is None else graph_memory
     runner: GraphRunner | None = kept.take(model, kept.RUNNER)
     if runner is not None:
@@ -121,17 +125,18 @@ def runner_for(
     columns = -(-columns // SMALLEST_COLUMNS) * SMALLEST_COLUMNS
     cache = _cache_for(model, cache_rows(rows), columns, config, pages)
     budget = GraphBudget(recorder, graph_memory)
-    return GraphRunner(shadow_to_run(model), cache, budget, mode, made_for)
+    return GraphRunner(shadow_to_run(model, exact), cache, budget, mode, made_for)
 
 
-def shadow_to_run(model: PreTrainedModel) -> PreTrainedModel:
+def shadow_to_run(model: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
     """A shadow of `model` for a generation, with copies of wide weights where autocast is on; else the one that is
     kept while `model` is unchanged (:func:`keep_shadow`)."""
-    made_of = snapshot_of(model)
-    may_stay = made_of.is_complete and autocast_dtype(model.device) is None
+    snapshot = snapshot_of(model)
+    made_of = snapshot, exact
+    may_stay = snapshot.is_complete and autocast_dtype(model.device) is None
     shadow: PreTrainedModel | None = kept.take(model, _SHADOW) if may_stay else None
-    if shadow is None or kept.look(shadow, _MADE_OF) is not made_of:
-        shadow = make_shadow(model)
+    if shadow is None or kept.look(shadow, _MADE_OF) != made_of:
+        shadow = make_shadow(model, exact)
         make_copies(shadow)
         if may_stay:
             kept.keep(shadow, _MADE_OF, made_of)

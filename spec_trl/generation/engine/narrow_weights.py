@@ -19,6 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from ...dense_linear import DenseConv1D, DenseLinear, is_plain, multiply
 from ...quantization.linear import PackedLayer
 from .cache import autocast_dtype
+from .exact_layers import ExactConv1D, ExactLinear
+from .exact_layers import multiply as multiply_exactly
 from .patched_forwards import patched_forward
 
 
@@ -62,10 +64,22 @@ class _NarrowConv1D(NarrowProduct):
         return rows.view(*x.shape[:-1], -1)
 
 
+class _NarrowExact(NarrowProduct):
+    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
+        own = multiply_exactly(x, copies.weight, copies.bias)
+        return super()._multiply(x, copies) if own is None else own
+
+
+class _NarrowExactConv1D(_NarrowConv1D):
+    def _multiply(self, x: Tensor, copies: Copies) -> Tensor:
+        own = multiply_exactly(x, copies.weight.t(), copies.bias)
+        return super()._multiply(x, copies) if own is None else own
+
+
 # By the forward of a class: one of its own may do something else with the weight.
 _MIXINS = {
-    nn.Linear.forward: NarrowProduct, DenseLinear.forward: NarrowProduct,
-    Conv1D.forward: _NarrowConv1D, DenseConv1D.forward: _NarrowConv1D,
+    nn.Linear.forward: NarrowProduct, DenseLinear.forward: NarrowProduct, ExactLinear.forward: _NarrowExact,
+    Conv1D.forward: _NarrowConv1D, DenseConv1D.forward: _NarrowConv1D, ExactConv1D.forward: _NarrowExactConv1D,
 }  # fmt: skip
 _classes: dict[type, type] = {}  # of linear layers, and what became of them
 _Key: TypeAlias = tuple[int, int]

@@ -67,7 +67,8 @@ class PagedCache(RaggedCache):
     def table_to_read(self, rows: int) -> Tensor:
         assert self.tables is not None
         self._paged.reads_table = True
-        return self.tables[0, self.first_row : self.first_row + rows]
+        pairs = -(-self._paged.visible // (2 * PAGE_COLUMNS))  # that hold the columns which are read
+        return self.tables[0, self.first_row : self.first_row + rows, : 2 * pairs]
 
     def reserve(self, lengths: Sequence[int], first_row: int = 0) -> None:
         for row, length in enumerate(lengths, first_row):

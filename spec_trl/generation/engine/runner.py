@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...cpu_products import reading_prompts
 from .. import kept
-from .attention import MaskPlan, reads_spans
+from .attention import MaskPlan, attends_exactly, reads_spans
 from .cache import RaggedCache, ReplayCache, autocast_dtype
 from .chains import ChainLayout
 from .draft_loop import NetworkDraft
@@ -75,6 +75,7 @@ class EagerRunner:
         self.eager_forwards = 0
         self._masks, self._position_limit, self._cache_argument, self._keeps_last_logits = _facts_of(network)
         self._uses_spans = reads_spans(network)
+        self._is_exact = attends_exactly(network)  # then prompts attend under spans too
         self._states: dict[int, Tensor] = {}
         self._kept: tuple[int, ...] = ()  # hidden states that hooks keep
         self._listeners: list[tuple[tuple[int, ...], Heard]] = []
@@ -326,6 +327,7 @@ class EagerRunner:
         self.cache.point_at(positions if places is None else places, columns, first_row)
         dtype = autocast_dtype(tokens.device) or self.network.dtype
         keys = self.cache.key_positions
+        spans = spans or (self._is_exact and self._uses_spans and places is None)  # chains need a mask
         # Torch's attention, and the one in C++, read columns next to each other.
         table = self.cache.table_to_read(len(tokens)) if spans and self._uses_spans else None
         if spans:

@@ -15,9 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...dense_linear import dense_class
 from ...quantization.source_weight import WRAPPED
-from .attention import RAGGED_ATTENTION
+from .attention import EXACT_ATTENTION, RAGGED_ATTENTION, attends_exactly
+from .exact_layers import ExactConv1D, ExactLinear, exact_kind
 from .family_hooks import adapt
-from .fused_layers import with_fused_kernels
+from .fused_layers import has_fused_sums, launches, with_fused_kernels
+from .kernels import run_on
 from .narrow_weights import NarrowProduct
 from .patched_forwards import patched_forward, rebind
 from .snapshot import while_unchanged
@@ -28,19 +30,47 @@ _OF_TRAINING = ("training", "gradient_checkpointing", *ATTRIBUTES)  # which a sh
 _PLAIN = (bool, int, float, str)
 
 
-def make_shadow(policy: PreTrainedModel) -> PreTrainedModel:
+def make_shadow(policy: PreTrainedModel, exact: bool = False) -> PreTrainedModel:
     """Returns an eval-mode twin of `policy` with its own modules and config and the same Parameters.
 
     Its attention goes through :func:`~spec_trl.generation.engine.attention.ragged_attention` where the family
     supports attention backends, else through the family's own eager code.
+
+    Args:
+        policy: whose weights it has; a shadow of an exact shadow is exact too.
+        exact: on CUDA a row gets the same bits whatever rows run beside it: dense layers and attention sum in one
+            order. :func:`not_exact` says what is left. Without CUDA, or where Triton does not run, it has no effect.
     """
+    exact = policy.config._attn_implementation == EXACT_ATTENTION or (
+        exact and run_on(policy.device) and launches(policy.device)
+    )
     configs: dict[int, Any] = {}
-    shadow = _cloned(policy, configs)
+    shadow = _cloned(policy, configs, exact)
+    attention = EXACT_ATTENTION if exact else RAGGED_ATTENTION
     for config in configs.values():
         if isinstance(config, PreTrainedConfig):
-            config._attn_implementation_internal = RAGGED_ATTENTION if policy._supports_attention_backend else "eager"
+            config._attn_implementation_internal = attention if policy._supports_attention_backend else "eager"
     adapt(shadow)
     return shadow
+
+
+def not_exact(shadow: PreTrainedModel) -> list[str]:
+    """What in a shadow on CUDA may round a row otherwise beside other rows, each kind once, sorted: attention without
+    our kernel, and the classes of other modules with sums of their own. Empty: nothing is known.
+
+    torch's reductions on CUDA divide a row among threads by the number of rows. So a norm that is written with `mean`
+    is not exact where no fused kernel takes its place; `nn.LayerNorm` gives each row a block of threads.
+    """
+    found = set() if attends_exactly(shadow) else {"attention"}
+    parts = shadow.get_decoder(), shadow.get_output_embeddings()  # nothing else runs
+    for module in (module for part in parts if part is not None for module in part.modules()):
+        name = type(module).__name__
+        is_norm = "Norm" in name and not isinstance(module, nn.LayerNorm)
+        has_weights = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        multiplies = has_weights and not isinstance(module, ExactLinear | ExactConv1D | nn.Embedding)
+        if multiplies or (is_norm and not has_fused_sums(module)):
+            found.add(name)
+    return sorted(found)
 
 
 def share_weights(network: nn.Module) -> Any:
@@ -116,27 +146,28 @@ def unwrapped(module: nn.Module) -> Any:
     return module if inside is None else unwrapped(inside)
 
 
-def _cloned(network: nn.Module, config_memo: dict[int, Any]) -> Any:
+def _cloned(network: nn.Module, config_memo: dict[int, Any], exact: bool = False) -> Any:
     clones: dict[int, nn.Module] = {}
-    twin = _clone(network, clones, config_memo)
+    twin = _clone(network, clones, config_memo, exact)
     rebind(clones)
     return twin
 
 
-def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any]) -> Any:
+def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[int, Any], exact: bool) -> Any:
     module = unwrapped(module)
     if id(module) in clones:  # a module registered twice stays one module
         return clones[id(module)]
     kind = type(module)
     if kind.__bases__[0].__name__ == "FSDPModule":  # FSDP2 puts a class of its own before the module's
         kind = kind.__bases__[1]
-    kind = with_fused_kernels(dense_class(kind, module), module)
+    kind = with_fused_kernels(exact_kind(kind) if exact else dense_class(kind, module), module)
     clone = kind.__new__(kind)
     clones[id(module)] = clone
     state = dict(module.__dict__)
     # `_parameters` and `_buffers` stay the very same dicts: `.to(device)` and weight swaps reach the shadow too.
     state["_modules"] = {
-        name: None if child is None else _clone(child, clones, config_memo) for name, child in module._modules.items()
+        name: None if child is None else _clone(child, clones, config_memo, exact)
+        for name, child in module._modules.items()
     }
     state["training"] = False
     state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's own forward

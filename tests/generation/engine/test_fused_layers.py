@@ -343,11 +343,11 @@ def test_where_triton_cannot_launch_the_own_code_runs(fused, monkeypatch: pytest
     def no_compiler(*_: object) -> None:
         raise RuntimeError("no compiler here")
 
-    fused_layers._launches.cache_clear()
+    fused_layers.launches.cache_clear()
     monkeypatch.setattr("spec_trl.generation.engine.kernels.fused_layer.rms_norm", no_compiler)
     with pytest.warns(UserWarning, match="keep transformers' own code.*no compiler here") as seen:
         network = fused(model_of("llama"))
-    fused_layers._launches.cache_clear()
+    fused_layers.launches.cache_clear()
     assert len(seen) == 1 and not any(name.startswith("Fused") for name in names_of(network))
 
 

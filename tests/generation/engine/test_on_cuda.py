@@ -1,5 +1,6 @@
 """The engine on a GPU: captured and compiled forwards, the Triton kernels and the packed weights together."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import spec_trl
-from spec_trl.generation import kept
+from spec_trl.generation import decoding, kept
+from spec_trl.generation.engine import kept_runner
 from tests.conftest import tiny_llama
 from tests.generation.calls import Prompts, generate, outputs, pad_left, random_rows
 
@@ -49,6 +51,17 @@ def test_captured_forwards_change_no_token(model, prompts, runner, strategy, opt
     assert result.statistics.drafter_failure is None
     same = sum(ours == theirs for ours, theirs in zip(outputs(result), outputs(expected), strict=True))
     assert same == 7 if model.dtype == torch.float64 else same >= 6
+
+
+@pytest.mark.parametrize("model", [torch.float32, torch.bfloat16], indirect=True)
+def test_exact_log_probabilities_are_those_of_none_bit_for_bit(model, prompts, monkeypatch) -> None:
+    """Captured and eager, with drafts and without, together and one row after the other."""
+    monkeypatch.setattr(decoding, "runner_for", partial(kept_runner.runner_for, exact=True))
+    expected = run(model, prompts, "none", "graph").logprobs
+    for strategy, runner in (("self", "graph"), ("ngram", "graph"), ("none", "eager"), ("self", "eager")):
+        assert torch.equal(run(model, prompts, strategy, runner).logprobs, expected), (strategy, runner)
+    config = {"runner": "graph", "max_batch_size": 1}
+    assert torch.equal(generate(model, prompts, "none", config, max_new_tokens=96).logprobs, expected)
 
 
 @pytest.mark.parametrize("model", [torch.float32], indirect=True)

@@ -383,7 +383,9 @@ def test_a_forward_reads_pages_where_they_lie() -> None:
     EagerRunner(network, cache).prefill(torch.ones(2, 3).long(), torch.arange(3).expand(2, 3), 3, first_row=1)
     assert cache.layers[0].keys.shape == (14, 2, 64, 16) and cache.tables is not None
     table = cache.table_to_read(2)
-    assert torch.equal(table, cache.tables[0, 1:3]) and table.shape == (2, 4), "an even number"
+    assert torch.equal(table, cache.tables[0, 1:3, :2]), "as many pages as the columns have, and an even number"
+    cache.point_at(torch.zeros(2, 1).long(), 192, 1)
+    assert torch.equal(cache.table_to_read(2), cache.tables[0, 1:3]) and cache.tables.shape == (2, 4, 4)
     states = torch.zeros(2, 2, 1, 16, dtype=torch.float64)
     keys, values = cache.update(states, states, 0)
     assert keys is cache.layers[0].keys and values is cache.layers[0].values

@@ -7,6 +7,7 @@ A small operation on a GPU takes the time of its launch. An eager layer has some
 Every kernel computes in float32 (float64 for float64) and rounds to the dtype of the activations wherever the modules
 of transformers do, so in half precision too the results are those of the modules, sums in another order apart. That
 includes float32 weights under autocast: norms, rotation and the residual stream are float32 there, products are not.
+A program has one row of a norm, one head of a token, or elements: no bit depends on how many rows there are.
 """
 
 import torch

@@ -6,6 +6,10 @@ them a captured CUDA graph, are the same however long the rows are, and what lie
 One program takes a share of one row's columns (split K/V, Dao et al., "Flash-Decoding", 2023) for one K/V head and all
 the queries on it; a second kernel merges the shares in a fixed order: no atomics, the same bits at each call.
 
+How many queries share a program, and where shares begin, follows the batch, and with it the order of sums. Not so in
+exact calls: one tile for every number of queries, blocks and shares at fixed columns. One piece of machine code then
+serves steps, verifications and prompts, and a query's result does not depend on what else is attended.
+
     heads of one K/V head x queries, folded      columns of the row, in blocks
     m = group * q + query                        . . |first ........... last| . . .
     [BLOCK_M, d]                                     | split 0 | 1 | 2 | 3  |
@@ -32,59 +36,73 @@ _PROGRAMS_PER_SM = 4  # that splitting aims at
 _MOST_SPLITS = 128
 _MERGED_AT_ONCE = 16  # splits
 _INTERPRETED_SMS = 16  # where there is no device to ask
+# Of exact calls. A block of 64 columns (32 KiB) takes an H100 some 2,200 cycles to bring and 300 to multiply with 32
+# queries: the padding of few is hidden. More queries than 32 on a K/V head read K/V again, from L2.
+_EXACT_QUERIES = 32
+# More of them take less memory for the shares' results, fewer let one short row occupy more multiprocessors.
+_EXACT_SHARE = 512  # columns
+_EXACT_AT_ONCE = 256  # queries of a row per launch: they bound that memory for prompts
 
 _LOG2E = math.log2(math.e)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@triton.jit(do_not_specialize=["columns", "splits"])
+# What is not specialised would be compiled anew for 1, for multiples of 16 and for others.
+@triton.jit(
+    do_not_specialize=["columns", "splits", "length", "first_row", "first_step", "last_row", "last_step", "table_row"]
+)
 def _attend(
     query_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, first_ptr: tl.tensor, last_ptr: tl.tensor,
     table_ptr: tl.tensor, partial_ptr: tl.tensor, maximum_ptr: tl.tensor, total_ptr: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, columns: tl.tensor, splits: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, columns: tl.tensor, splits: tl.tensor, length: tl.tensor,
     query_row: tl.tensor, query_head: tl.tensor, query_step: tl.tensor, query_dim: tl.tensor,
     key_row: tl.tensor, key_head: tl.tensor, key_column: tl.tensor,
     value_row: tl.tensor, value_head: tl.tensor, value_column: tl.tensor,
     first_row: tl.tensor, first_step: tl.tensor, last_row: tl.tensor, last_step: tl.tensor, table_row: tl.tensor,
-    LENGTH: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+    GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, SHARE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
     """The softmax-weighted values of one share of one row's columns, not normalised, with maximum and sum.
 
-    Scores are in units of log2: `scale` (and `cap`, for softcap) hold the factor log2(e).
+    Scores are in units of log2: `scale` (and `cap`, for softcap) hold the factor log2(e). With SHARE a share is so
+    many columns; without, the row's blocks are divided among the splits.
     """
-    FOLDED: tl.constexpr = GROUPS * LENGTH
-    BLOCKS: tl.constexpr = (FOLDED + BLOCK_M - 1) // BLOCK_M
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64)  # 64 bits: rows * stride passes 2**31 in a 64-row 32k cache
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    m = tl.program_id(0) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    folded = GROUPS * length
+    query_blocks = tl.cdiv(folded, BLOCK_M)
+    row = tl.program_id(2).to(tl.int64)  # 64 bits: rows * stride passes 2**31 in a 64-row 32k cache
+    head = tl.program_id(0) // query_blocks
+    split = tl.program_id(1)
+    m = tl.program_id(0) % query_blocks * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     n = tl.arange(0, BLOCK_N)  # [N]
     d = tl.arange(0, BLOCK_D)  # [D]
     e = tl.arange(0, BLOCK_E)  # [E]
-    step = m % LENGTH
+    step = m % length
 
     # A query past the last one sees what padding sees: from 1 to 0, nothing.
-    first = tl.load(first_ptr + row * first_row + step * first_step, mask=m < FOLDED, other=1)
-    last = tl.load(last_ptr + row * last_row + step * last_step, mask=m < FOLDED, other=0)
+    first = tl.load(first_ptr + row * first_row + step * first_step, mask=m < folded, other=1)
+    last = tl.load(last_ptr + row * last_row + step * last_step, mask=m < folded, other=0)
     first = tl.maximum(first, 0).to(tl.int32)  # [M]
     last = tl.minimum(last, columns - 1).to(tl.int32)  # [M]
     begin = tl.min(tl.where(first <= last, first, columns), 0)
     end = tl.max(tl.where(first <= last, last + 1, 0), 0)
     seen_from = begin
-    if PAGE:
-        begin = begin // BLOCK_N * BLOCK_N  # so that no block crosses pages
-    blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
-    # Shares that differ by a block at most. Splits beyond the number of blocks get none.
-    start = begin + split * blocks // splits * BLOCK_N
-    end = tl.minimum(end, begin + (split + 1) * blocks // splits * BLOCK_N)
+    if PAGE or SHARE:
+        begin = begin // BLOCK_N * BLOCK_N  # so that no block crosses pages, or depends on the other queries
+    if SHARE:
+        start = tl.maximum(begin, split * SHARE)
+        end = tl.minimum(end, (split + 1) * SHARE)
+    else:
+        blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
+        # Shares that differ by a block at most. Splits beyond the number of blocks get none.
+        start = begin + split * blocks // splits * BLOCK_N
+        end = tl.minimum(end, begin + (split + 1) * blocks // splits * BLOCK_N)
 
-    group_head = head * GROUPS + m // LENGTH  # [M]
+    group_head = head * GROUPS + m // length  # [M]
     query_at = row * query_row + group_head * query_head + step * query_step  # [M]
     query = tl.load(
         query_ptr + query_at[:, None] + d[None, :] * query_dim,
-        mask=(m < FOLDED)[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+        mask=(m < folded)[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
     )  # [M, D]  # fmt: skip
     key_at = key_ptr + head.to(tl.int64) * key_head + n[None, :] * key_column + d[:, None]  # [D, N]
     value_at = value_ptr + head.to(tl.int64) * value_head + n[:, None] * value_column + e[None, :]  # [N, E]
@@ -122,9 +140,10 @@ def _attend(
         partial = tl.dot(weights.to(value.dtype), value, partial * decay[:, None], input_precision="ieee")
         maximum = higher
 
-    to = ((row * tl.num_programs(1) + head) * splits + split) * FOLDED + m  # [M], in [B, kv, splits, groups * q]
-    # m < FOLDED, which the compiler does not see: kept in a register over the loop, that mask would make it spill.
-    asked = m * splits < FOLDED * splits
+    kv_heads = tl.num_programs(0) // query_blocks
+    to = ((row * kv_heads + head) * splits + split) * folded + m  # [M], in [B, kv, splits, groups * q]
+    # m < folded, which the compiler does not see: kept in a register over the loop, that mask would make it spill.
+    asked = m * splits < folded * splits
     tl.store(maximum_ptr + to, maximum, mask=asked)
     tl.store(total_ptr + to, total, mask=asked)
     # A query that saw nothing here, or is none, has a total of 0 (one that met NaN has not): the merge skips it.
@@ -134,48 +153,50 @@ def _attend(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "length"])
 def _merge(
     partial_ptr: tl.tensor, maximum_ptr: tl.tensor, total_ptr: tl.tensor, sink_ptr: tl.tensor, out_ptr: tl.tensor,
-    splits: tl.tensor,
-    LENGTH: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr,
+    splits: tl.tensor, length: tl.tensor,
+    GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr,
     LOG2E: tl.constexpr, ALL_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One query of one head from its splits; out `[B, q, heads, d_v]`."""
-    FOLDED: tl.constexpr = GROUPS * LENGTH
+    """One query of one head from its splits; out `[B, q, heads, d_v]`. AT_ONCE of them are added, and these sums in
+    ascending order: splits without columns, however many a longer cache has, add zeros."""
     row = tl.program_id(0).to(tl.int64)
-    kv_heads = tl.num_programs(1) // FOLDED
-    head = tl.program_id(1) // FOLDED
-    m = tl.program_id(1) % FOLDED
+    kv_heads, folded = tl.num_programs(1), tl.num_programs(2)
+    head, m = tl.program_id(1), tl.program_id(2)
     e = tl.arange(0, BLOCK_E)  # [E]
-    base = (row * kv_heads + head) * splits * FOLDED + m
+    base = (row * kv_heads + head) * splits * folded + m
 
     split = tl.arange(0, ALL_SPLITS)  # [ALL_SPLITS]
-    totals = tl.load(total_ptr + base + split * FOLDED, mask=split < splits, other=0.0)
-    maxima = tl.load(maximum_ptr + base + split * FOLDED, mask=totals != 0, other=float("-inf"))
+    totals = tl.load(total_ptr + base + split * folded, mask=split < splits, other=0.0)
+    maxima = tl.load(maximum_ptr + base + split * folded, mask=totals != 0, other=float("-inf"))
     highest = tl.max(maxima, 0)
-    group_head = head * GROUPS + m // LENGTH
+    group_head = head * GROUPS + m // length
     if SINKS:
         sink = tl.load(sink_ptr + group_head).to(tl.float32) * LOG2E
         highest = tl.maximum(highest, sink)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
-    denominator = tl.sum(totals * tl.exp2(maxima - shift), 0)
-    if SINKS:
-        denominator += tl.exp2(sink - shift)
 
+    denominators = tl.zeros((AT_ONCE,), tl.float32)
     summed = tl.zeros((BLOCK_E,), tl.float32)
     for at in range(0, splits, AT_ONCE):
         some = at + tl.arange(0, AT_ONCE)  # [AT_ONCE]
-        total = tl.load(total_ptr + base + some * FOLDED, mask=some < splits, other=0.0)
-        maximum = tl.load(maximum_ptr + base + some * FOLDED, mask=total != 0, other=float("-inf"))
+        total = tl.load(total_ptr + base + some * folded, mask=some < splits, other=0.0)
+        maximum = tl.load(maximum_ptr + base + some * folded, mask=total != 0, other=float("-inf"))
         partial = tl.load(
-            partial_ptr + (base + some * FOLDED)[:, None] * VALUE_DIM + e[None, :],
+            partial_ptr + (base + some * folded)[:, None] * VALUE_DIM + e[None, :],
             mask=(total != 0)[:, None] & (e < VALUE_DIM)[None, :], other=0.0,
         )  # [AT_ONCE, E]  # fmt: skip
-        summed += tl.sum(partial * tl.exp2(maximum - shift)[:, None], 0)
+        weight = tl.exp2(maximum - shift)  # [AT_ONCE]
+        denominators += total * weight
+        summed += tl.sum(partial * weight[:, None], 0)
+    denominator = tl.sum(denominators, 0)
+    if SINKS:
+        denominator += tl.exp2(sink - shift)
     out = summed / tl.where(denominator == 0, 1.0, denominator)  # 0 for a query that sees nothing
     heads = kv_heads * GROUPS
-    to = ((row * LENGTH + m % LENGTH) * heads + group_head) * VALUE_DIM + e  # [E]
+    to = ((row * length + m % length) * heads + group_head) * VALUE_DIM + e  # [E]
     tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=e < VALUE_DIM)
 
 
@@ -195,6 +216,7 @@ def ragged_decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     table: Tensor | None = None,
+    exact: bool = False,
 ) -> Tensor:
     """Attention of few queries per row over each row's own columns of the cache; no gradient.
 
@@ -215,6 +237,8 @@ def ragged_decode_attention(
         table: `[B, pages]` int64 or int32, last dimension contiguous: keys and values are then pages
             `[any, kv_heads, 64, d]`, and row b's column c is column c % 64 of page `table[b, c // 64]`. The 64 may be
             any power of two from 64 on. None: row b's columns lie in row b.
+        exact: the bits of a query's result depend on that query and the keys and values it sees alone. Takes float32
+            `[B, heads, min(q, 256), d_v]` of memory for every 512 columns.
 
     Returns:
         `[B, q, heads, d_v]` contiguous, in query's dtype; computed in float32.
@@ -223,6 +247,13 @@ def ragged_decode_attention(
         ValueError: shapes, dtypes or strides do not fit.
     """
     _check(query, keys, values, first, last, softcap, sinks, table)
+    if exact and query.shape[2] > _EXACT_AT_ONCE:
+        some = (part.split(_EXACT_AT_ONCE, dim) for part, dim in ((query, 2), (first, 1), (last, 1)))
+        outputs = [
+            ragged_decode_attention(query, keys, values, first, last, scale, softcap, sinks, table, exact)
+            for query, first, last in zip(*some, strict=True)
+        ]
+        return torch.cat(outputs, dim=1)
     batch, heads, length, head_dim = query.shape
     kv_heads, columns, value_dim = values.shape[1:]
     page = 0
@@ -239,9 +270,12 @@ def ragged_decode_attention(
     else:
         widest = max(block_d, block_e)
         block_m = max(16, min(_QUERY_TILE // widest, _BLOCK_M, triton.next_power_of_2(folded)))
+        block_m = _EXACT_QUERIES if exact else block_m
         block_n = max(16, min(_TILE_BYTES // (widest * query.element_size()), _BLOCK_N))
     blocks = triton.cdiv(folded, block_m)
-    splits = _splits(batch * blocks * kv_heads, triton.cdiv(columns, block_n), _multiprocessors(query.device))
+    splits = triton.cdiv(columns, _EXACT_SHARE)
+    if not exact:
+        splits = _splits(batch * blocks * kv_heads, triton.cdiv(columns, block_n), _multiprocessors(query.device))
     is_wide = block_m > 64
     if block_m == 64 and max(block_d, block_e) >= 128:
         is_wide = not _multiplies_from_memory(query.device)
@@ -253,21 +287,22 @@ def ragged_decode_attention(
     else:
         factor, cap = 2 * scale / softcap * _LOG2E, softcap * _LOG2E
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        _attend[(batch * blocks, kv_heads, splits)](
+        _attend[(kv_heads * blocks, splits, batch)](
             query, keys, values, first, last, first if table is None else table, partial, maximum, total,
-            factor, cap, columns, splits,
+            factor, cap, columns, splits, length,
             *query.stride(), *keys.stride()[:3], *values.stride()[:3], *first.stride(), *last.stride(),
             0 if table is None else table.stride(0),
-            LENGTH=length, GROUPS=groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page,
-            SOFTCAP=softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e,
+            GROUPS=groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page,
+            SOFTCAP=softcap is not None, SHARE=_EXACT_SHARE if exact else 0,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_E=block_e,
             num_warps=8 if is_wide else 4, num_stages=_NUM_STAGES,
         )  # fmt: skip
-        _merge[(batch, kv_heads * folded)](
+        _merge[(batch, kv_heads, folded)](
             partial, maximum, total, total if sinks is None else sinks.contiguous(), out,
-            splits,
-            LENGTH=length, GROUPS=groups, VALUE_DIM=value_dim, SINKS=sinks is not None,
+            splits, length,
+            GROUPS=groups, VALUE_DIM=value_dim, SINKS=sinks is not None,
             LOG2E=_LOG2E, ALL_SPLITS=triton.next_power_of_2(splits), AT_ONCE=_MERGED_AT_ONCE, BLOCK_E=block_e,
-            num_warps=2,
+            num_warps=4 if block_e > 128 else 2,
         )  # fmt: skip
     return out
 

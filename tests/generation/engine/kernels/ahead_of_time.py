@@ -46,8 +46,8 @@ def compile_only(self, *args, grid, warmup, **options):
     with open(cubin, "wb") as file:
         file.write(kernel.asm["cubin"])
     usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin], capture_output=True, text=True)
-    spilled = int(re.search(r"STACK:(\\d+)", usage.stdout)[1])
-    kernels.append((self.fn.__name__, kernel.metadata.shared, spilled, kernel.asm["ptx"]))
+    registers, spilled = (int(re.search(name + r":(\\d+)", usage.stdout)[1]) for name in ("REG", "STACK"))
+    kernels.append((self.fn.__name__, kernel.metadata.shared, spilled, registers, kernel.asm["ptx"]))
 
 JITFunction.run = compile_only
 # Kernels need nothing of transformers, which the package itself would import for seconds.
@@ -65,6 +65,7 @@ class Kernel(NamedTuple):
     name: str
     shared: int  # bytes of shared memory
     spilled: int  # bytes per thread
+    registers: int  # per thread
     ptx: str
 
 

@@ -85,6 +85,18 @@ def test_rotates_and_writes_each_row_where_it_is(dtype: torch.dtype, normed: boo
         assert torch.equal(ours, rotated) and torch.equal(keys, expected_keys)  # every rounding is where it should be
 
 
+@dtypes
+def test_a_row_is_the_same_whatever_rows_are_beside_it(dtype: torch.dtype) -> None:
+    """A program has one row, one head of a token, or elements: how many there are decides nothing."""
+    torch.manual_seed(0)
+    x, residual, weight = random(7, 9, 90, dtype=dtype), random(7, 9, 90, dtype=dtype), random(90, dtype=dtype)
+    one = slice(3, 4), slice(5, 6)
+    whole = rms_norm(x, weight, 0.1), *add_rms_norm(x, residual, weight, 0.1), silu_multiply(x, residual)
+    given = x[one].contiguous(), residual[one].contiguous()
+    alone = rms_norm(given[0], weight, 0.1), *add_rms_norm(*given, weight, 0.1), silu_multiply(*given)
+    assert all(torch.equal(ours, theirs[one]) for ours, theirs in zip(alone, whole, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_what_is_float32_under_autocast_stays_so(dtype: torch.dtype) -> None:

@@ -19,23 +19,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLUMNS = 150
 
 
-@pytest.fixture(autouse=True)
-def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter stores bfloat16 as integers of 16 bits, and tl.dot there multiplies these integers."""
-    if DEVICE == "cuda":
-        return
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    multiply = InterpreterBuilder.create_dot
-
-    def create_dot(builder, *operands_and_options):
-        operands = [builder.cast_impl(operand, tl.float32) for operand in operands_and_options[:3]]
-        return multiply(builder, *operands, *operands_and_options[3:])
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-
-
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype)
 
@@ -82,8 +65,9 @@ def textbook(query, keys, values, spans, scale, softcap=None, sinks=None) -> tor
     return output
 
 
-def attend(query, keys, values, spans, scale, softcap=None, sinks=None) -> torch.Tensor:
-    return ragged_decode_attention(query, keys, values, spans[..., 0], spans[..., 1], scale, softcap, sinks)
+def attend(query, keys, values, spans, scale, softcap=None, sinks=None, table=None, exact=False) -> torch.Tensor:
+    bounds = spans[..., 0], spans[..., 1]
+    return ragged_decode_attention(query, keys, values, *bounds, scale, softcap, sinks, table, exact)
 
 
 def paged(states: torch.Tensor, batch: int, dtype: torch.dtype = torch.int32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,9 +84,9 @@ def paged(states: torch.Tensor, batch: int, dtype: torch.dtype = torch.int32) ->
     return pool, places[:batch].to(DEVICE, dtype)
 
 
-def compare(query, keys, values, spans, scale=None, softcap=None, sinks=None, tolerance=1e-5) -> None:
+def compare(query, keys, values, spans, scale=None, softcap=None, sinks=None, tolerance=1e-5, exact=False) -> None:
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    output = attend(query, keys, values, spans, scale, softcap, sinks)
+    output = attend(query, keys, values, spans, scale, softcap, sinks, exact=exact)
     expected = textbook(query, keys, values, spans, scale, softcap, sinks)
     assert output.dtype == query.dtype and output.is_contiguous()
     torch.testing.assert_close(output.double().cpu(), expected, rtol=tolerance, atol=tolerance)
@@ -149,6 +133,53 @@ def test_pages(dtype: torch.dtype, limits: dict[str, int], monkeypatch: pytest.M
     monkeypatch.setattr(attention, "run_on", lambda device: True)
     through, _ = attention.ragged_attention(torch.nn.Module(), query, pool, pool, mask, 0.3)
     assert torch.equal(through, output), "the table that comes with the spans"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "length"),
+    [
+        pytest.param(batch, length, marks=pytest.mark.slow if batch * length > 70 else [])
+        for batch in (1, 7, 64)
+        for length in (1, 6, 9, 65)
+    ],
+)
+def test_exact_results_do_not_depend_on_what_else_is_attended(
+    batch: int, length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each query alone, over a shorter cache and over pages: the same bits. Rows are of any length, and a window
+    begins within a block; shares are short here, so that there are several."""
+    monkeypatch.setattr(ragged_attention, "_EXACT_SHARE", 64)
+    monkeypatch.setattr(ragged_attention, "_EXACT_AT_ONCE", 32)
+    torch.manual_seed(length)
+    heads = 3 if batch * length < 20 else 1
+    query, keys, values = queries(batch, heads, length, 16, dtype), *(cache(batch, 1, 16, dtype) for _ in range(2))
+    starts = torch.randint(0, COLUMNS - length + 1, (batch,)).tolist()
+    spans, sinks = causal(starts, length, window=37 if length == 9 else None), random(heads)
+    whole = attend(query, keys, values, spans, 0.3, sinks=sinks, exact=True)  # [B, q, heads, d]
+    for row in range(0, batch, 1 if batch < 10 else 21):
+        for step in {0, length // 2, length - 1}:
+            alone = slice(row, row + 1), slice(step, step + 1)
+            end = int(spans[row, step, 1]) + 1
+            own = keys[alone[0], :, :end], values[alone[0], :, :end]
+            result = attend(query[alone[0], :, alone[1]], *own, spans[alone], 0.3, sinks=sinks, exact=True)
+            assert torch.equal(result, whole[alone]), (row, step)
+    if batch == 64:
+        return
+    torch.manual_seed(0)
+    key_pool, table = paged(keys, batch)
+    torch.manual_seed(0)
+    value_pool, _ = paged(values, batch)
+    assert torch.equal(attend(query, key_pool, value_pool, spans, 0.3, sinks=sinks, table=table, exact=True), whole)
+
+
+@pytest.mark.parametrize("length", [1, 6])
+def test_exact_results_are_right(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ragged_attention, "_EXACT_SHARE", 64)
+    monkeypatch.setattr(ragged_attention, "_EXACT_AT_ONCE", 4)
+    torch.manual_seed(0)
+    query, spans = queries(3, 14, length, 24), causal([2, 70, COLUMNS - length], length, window=80)
+    compare(query, cache(3, 2, 24), cache(3, 2, 8), spans, 0.5, 5.0, random(14), exact=True)
 
 
 @pytest.mark.slow
@@ -279,26 +310,61 @@ SHAPES = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_machine_code(capability: int, tmp_path) -> None:
+def test_machine_code(capability: int, exact: bool, tmp_path) -> None:
     """What the interpreter lets pass, a compiler may not; and a tile has to fit into shared memory."""
     calls = f"""
 from spec_trl.generation.engine.kernels import ragged_attention
 from spec_trl.generation.engine.kernels.ragged_attention import ragged_decode_attention
 ragged_attention._multiplies_from_memory = lambda device: {capability in (90, 100)}
+exact = {exact}
 for heads, kv_heads, length, d, d_v, dtype, softcap, sinks in {SHAPES}:
     dtype = getattr(torch, dtype)
     query = torch.empty(2, length, heads, d, dtype=dtype).transpose(1, 2)
     keys, values = (torch.empty(2, kv_heads, 2048, size, dtype=dtype) for size in (d, d_v))
     spans = torch.empty(2, length, 2, dtype=torch.int64)
     sink = torch.empty(heads, dtype=dtype) if sinks else None
-    ragged_decode_attention(query, keys, values, spans[..., 0], spans[..., 1], 0.1, softcap, sink)
+    bounds = spans[..., 0], spans[..., 1]
+    ragged_decode_attention(query, keys, values, *bounds, 0.1, softcap, sink, exact=exact)
     pools, table = (states.unflatten(2, (-1, 64))[:, :, 0] for states in (keys, values)), spans.new_empty(2, 32)
-    ragged_decode_attention(query, *pools, spans[..., 0], spans[..., 1], 0.1, softcap, sink, table)
+    ragged_decode_attention(query, *pools, *bounds, 0.1, softcap, sink, table, exact)
 """
     kernels = compile_for(capability, calls, tmp_path)
     assert [kernel.name for kernel in kernels] == ["_attend", "_merge"] * 2 * len(SHAPES)
     assert max(kernel.shared for kernel in kernels) <= 99 * 1024  # what the smallest of these GPUs gives a program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_piece_of_machine_code_serves_every_exact_call(dtype: str, tmp_path) -> None:
+    """So what holds on one GPU for one number of queries holds for all."""
+    calls = f"""
+from spec_trl.generation.engine.kernels.ragged_attention import ragged_decode_attention
+for batch, length, columns in ((1, 1, 256), (7, 6, 256), (64, 9, 2048), (2, 16, 4096), (3, 65, 8192)):
+    query = torch.empty(batch, length, 28, 128, dtype=torch.{dtype}).transpose(1, 2)
+    states = torch.empty(batch, 4, columns, 128, dtype=torch.{dtype})
+    spans = torch.empty(batch, length + columns // 128, 2, dtype=torch.int64)
+    table = spans[:, length:].flatten(1)
+    pool = torch.empty(9, 4, 64, 128, dtype=torch.{dtype})
+    bounds = spans[:, :length].unbind(-1)
+    ragged_decode_attention(query, pool, pool, *bounds, 0.1, None, None, table, True)
+"""
+    kernels = compile_for(90, calls, tmp_path)
+    attends = [kernel for kernel in kernels if kernel.name == "_attend"]
+    assert len(attends) == 5 and len({kernel.ptx for kernel in attends}) == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exact_results_on_a_device_do_not_depend_on_what_else_is_attended(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, keys, values = queries(64, 14, 65, 128, dtype), cache(64, 2, 128, dtype), cache(64, 2, 128, dtype)
+    spans = causal(torch.randint(0, COLUMNS - 64, (64,)).tolist(), 65)
+    whole = attend(query, keys, values, spans, 0.1, exact=True)  # [B, q, heads, d]
+    for rows, steps in ((slice(3, 4), slice(0, 1)), (slice(7, 14), slice(9, 15)), (slice(0, 64), slice(40, 49))):
+        given = query[rows, :, steps], keys[rows], values[rows], spans[rows, steps]
+        assert torch.equal(attend(*given, 0.1, exact=True), whole[rows, steps])
 
 
 @pytest.mark.cuda

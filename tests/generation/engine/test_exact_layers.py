@@ -1,0 +1,148 @@
+"""Exact shadows, as on a GPU: a row has the same bits in every forward. The kernels run in Triton's interpreter."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from spec_trl.generation import decoding
+from spec_trl.generation.engine import attention, captured, fused_layers, kept_runner, shadow
+from spec_trl.generation.engine.cache import RaggedCache
+from spec_trl.generation.engine.exact_layers import ExactConv1D, ExactLinear
+from spec_trl.generation.engine.narrow_weights import NarrowProduct, make_copies
+from spec_trl.generation.engine.paged_cache import PagedCache
+from spec_trl.generation.engine.runner import EagerRunner
+from spec_trl.generation.engine.shadow import make_shadow, not_exact
+from tests.generation.calls import generate, outputs, pad_left, random_rows
+from tests.generation.engine.tape import install_tape
+
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+# One layer, and narrow: the interpreter is slow.
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, max_position_embeddings=256, initializer_range=0.1, eos_token_id=None,
+)  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "qwen2": SIZES | dict(use_sliding_window=True, sliding_window=4, max_window_layers=0),
+    "qwen3": SIZES,
+    "gpt2": dict(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=256, initializer_range=0.1),
+}
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (attention, fused_layers, shadow):
+        monkeypatch.setattr(module, "run_on", lambda device: True)
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **FAMILIES.get(family, SIZES) | changes)
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+@torch.no_grad()
+def logits_of(network: PreTrainedModel, tokens: Tensor, cache: RaggedCache, counts: list[int], row: int = 0) -> Tensor:
+    """`[B, n, V]` for tokens `[B, n]` of the cache's rows from `row` on, of which each forward runs the next `counts`;
+    a first row other than 0 makes it a prompt's."""
+    runner, logits = EagerRunner(network, cache), []
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    for count, end in zip(counts, ends, strict=True):
+        positions = torch.arange(end - count, end).expand(len(tokens), -1)
+        cache.reserve([end] * len(tokens), row)
+        logits.append(runner.forward(tokens[:, end - count : end], positions, end, row))
+    return torch.cat(logits, dim=1)
+
+
+def check_bits(network: PreTrainedModel) -> None:
+    """A row alone, step by step, over another cache, against rows that read it as a prompt, or verify it."""
+    tokens = torch.stack(random_rows([7, 7]))  # [2, 7]
+    ragged, paged = partial(RaggedCache.for_network, network), partial(PagedCache.with_pages, network)
+    steps = logits_of(network, tokens[1:2], ragged(1, 64), [1] * 7)
+    for cache, counts, row in ((ragged(4, 640), [3, 4], 2), (paged(2, 128, 4), [7], 0)):
+        whole = logits_of(network, tokens, cache, counts, row)
+        assert torch.equal(whole[1:2], steps), (type(cache).__name__, counts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_has_the_same_bits_in_every_forward(family: str, dtype: torch.dtype, on_a_gpu) -> None:
+    model = model_of(family, dtype)
+    network = make_shadow(model, exact=True)
+    assert not_exact(network) == []
+    check_bits(network)
+    assert not_exact(make_shadow(network)) == [], "so a compiled twin is made"
+    with torch.no_grad():
+        tokens = torch.arange(6)[None]
+        ours, own = logits_of(network, tokens, RaggedCache.for_network(network, 1, 64), [6]), model(tokens).logits
+    torch.testing.assert_close(ours, own, rtol=0.02, atol=0.02 if dtype == torch.float16 else 1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_under_autocast_the_copies_are_multiplied_so(family: str, on_a_gpu) -> None:
+    network = make_shadow(model_of(family), exact=True)
+    with torch.autocast("cpu", torch.float16):
+        make_copies(network)
+        assert any(isinstance(module, NarrowProduct) for module in network.modules())
+        check_bits(network)
+
+
+def test_without_a_gpu_a_shadow_stays_as_it_is() -> None:
+    names = [type(module) for module in make_shadow(model_of("gpt2"), exact=True).modules()]
+    assert names == [type(module) for module in make_shadow(model_of("gpt2")).modules()]
+
+
+def test_what_is_not_exact_is_named(on_a_gpu) -> None:
+    experts = dict(num_local_experts=2, num_experts_per_tok=1)
+    found = {family: not_exact(make_shadow(model_of(family), exact=True)) for family in ("gemma2", "gpt2")}
+    assert found == {"gemma2": ["Gemma2RMSNorm"], "gpt2": []}
+    mixture = not_exact(make_shadow(model_of("mixtral", **experts), exact=True))
+    assert "MixtralExperts" in mixture and "MixtralRMSNorm" in mixture and "attention" not in mixture
+    assert "attention" in not_exact(make_shadow(model_of("llama"))), "nobody asked for it"
+    gpt_neo = dict(hidden_size=32, num_layers=1, attention_types=[[["global"], 1]], num_heads=2, vocab_size=64)
+    config = AutoConfig.for_model("gpt_neo", **gpt_neo)
+    assert not_exact(make_shadow(AutoModelForCausalLM.from_config(config), exact=True)) == ["attention"]
+
+
+@pytest.mark.parametrize("strategy", ["self", "ngram"])
+def test_drafts_change_no_bit_of_a_log_probability(strategy: str, on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32: with drafts, and with fewer rows in flight. One begins where another has read the prompt."""
+    model = model_of("llama")
+    monkeypatch.setattr(decoding, "runner_for", partial(kept_runner.runner_for, exact=True))
+    rows = random_rows([3, 5])
+    prompts, options = pad_left([*rows, rows[1]]), dict(max_new_tokens=6)
+    expected = generate(model, prompts, **options)
+    found = generate(model, prompts, strategy, {"draft_length": 3, "max_batch_size": 2}, **options)
+    assert found.statistics.total.drafted > 0 and found.statistics.drafter_failure is None
+    assert outputs(found) == outputs(expected)
+    assert torch.equal(found.logprobs, expected.logprobs)
+
+
+def test_auto_compiles_nothing(on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers would round otherwise than those they replace in the middle of a row."""
+    install_tape(monkeypatch)
+    monkeypatch.setattr(captured, "COMPILE_AFTER", 1)
+    compiled: list[object] = []
+    twin: Callable[..., PreTrainedModel] = captured.compiled_twin
+    monkeypatch.setattr(captured, "compiled_twin", lambda *given: compiled.append(given) or twin(*given))
+    monkeypatch.setattr(decoding, "runner_for", partial(kept_runner.runner_for, exact=True))
+    model = model_of("llama")
+    found = generate(model, pad_left(random_rows([3])), max_new_tokens=7)
+    assert found.statistics.graphs == 1 and not compiled
+
+
+def test_kept_shadows_are_told_apart(on_a_gpu) -> None:
+    model = model_of("gpt2")
+    for exact in (True, False, True):
+        network = kept_runner.shadow_to_run(model, exact)
+        assert any(isinstance(module, ExactLinear | ExactConv1D) for module in network.modules()) == exact
+        kept_runner.keep_shadow(model, network)
+        assert kept_runner.shadow_to_run(model, exact) is network
+        kept_runner.keep_shadow(model, network)
