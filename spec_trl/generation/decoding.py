@@ -163,7 +163,7 @@ def speculative_decoding(
     prompts, in_step = _validate(call, model_kwargs)
     with ExitStack() as at_end:  # puts back what the call takes of what is kept for the model
         prepared = _prepare(call, prompts, in_step, at_end)
-        exact = exactness(model, call.config)
+        exact = exactness(model, call.config, prepared[1].network)
         completions, statistics = _roll_out(call, *prepared)
     statistics.exact = exact
     if not call.config.keep_graphs and captures(call.config, model.device):
@@ -238,7 +238,7 @@ def _prepare(
     prefixes = PrefixView(rows, call.input_ids)
     warn_of_slow_dtype(model)
     pages = None if in_step or not in_pool else needs.pages_that_fit(capacity, free_for_cache(model))
-    runner = runner_for(model, capacity, columns, config, pages, graphs)
+    runner = runner_for(model, capacity, columns, config, pages, graphs, exact=config.exact is True)
     room: KVRoom | None = None
     if not in_step and isinstance(runner.cache, PagedCache):
         room = PoolRoom(rows, runner.cache, most_drafted)

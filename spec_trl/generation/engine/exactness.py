@@ -5,20 +5,19 @@ nothing of the kind, so it is tried: on the first layers of the network itself, 
 """
 
 import hashlib
+import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ... import cpu_products
 from ...cpu_products import reading_prompts
-from ...json_files import read_json, write_json
+from ...json_files import write_atomically
 from ...native_code import cache_directory
 from .cache import RaggedCache, autocast_dtype
 from .runner import EagerRunner
@@ -32,21 +31,6 @@ NEW = 7
 """Tokens of a row after its prompt."""
 COLUMNS = 32
 _PROMPTS = tuple(range(5, 5 + ROWS))  # their lengths
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What a trial found.
-
-    Attributes:
-        network: what was tried, and under which versions.
-        inexact: where the first difference arose; none: the network is exact.
-        version: raise it when the trial changes.
-    """
-
-    network: str
-    inexact: list[str]
-    version: Literal[1] = 1
 
 
 def inexact_parts(model: PreTrainedModel, make: Callable[[PreTrainedModel, RaggedCache], EagerRunner]) -> list[str]:
@@ -64,14 +48,14 @@ def _inexact_parts(
     text = _describe(model, settings)
     path = cache_directory() / f"exact_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     try:
-        found = read_json(path, Trial, "trial of exactness", "delete it").inexact
+        found: list[str] = json.loads(path.read_bytes())
     except (OSError, ValueError):
         try:
             found = _try_out(make(_first_layers(model), RaggedCache.for_network(model, ROWS, COLUMNS)))
         except Exception as error:  # the generation will say what is wrong, or do what the trial cannot
             return [f"it could not be tried: {type(error).__name__}: {error}"]
         try:
-            write_json(path, Trial(text, found))
+            write_atomically(path, json.dumps(found))
         except OSError:  # a read-only home: the next process tries it again
             pass
     if found:
@@ -85,13 +69,13 @@ def _inexact_parts(
 
 def _describe(model: PreTrainedModel, settings: str) -> str:
     """Everything that decides which kernels run."""
-    library = cpu_products.library()
-    compiled = "" if library is None else Path(library._name).name
+    sources = sorted(Path(__file__).parents[2].rglob("*.cpp"))
+    ours = hashlib.sha256(b"".join(map(Path.read_bytes, sources))).hexdigest()
     layers = [
         f"{type(module).__name__} {[(tuple(tensor.shape), str(tensor.dtype)) for tensor in module.parameters(False)]}"
         for module in model.modules()
     ]
-    machine = torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), compiled
+    machine = torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), ours
     return "\n".join([*machine, settings, repr(model.config.to_dict()), *dict.fromkeys(layers)])
 
 

@@ -20,7 +20,7 @@ from .narrow_weights import make_copies, refresh_copies
 from .paged_cache import PagedCache
 from .pages import pages_of
 from .runner import EagerRunner
-from .shadow import fingerprint, make_shadow
+from .shadow import fingerprint, make_shadow, not_exact
 from .snapshot import is_unchanged, snapshot_of
 
 
@@ -46,19 +46,23 @@ def runner_mode(config: SpeculativeConfig, device: torch.device) -> str:
     return "compiled" if is_compiled else "eager"
 
 
-def exactness(model: PreTrainedModel, config: SpeculativeConfig) -> bool | list[str] | None:
-    """`SpeculationStatistics.exact` of generations of `model`; raises ValueError where `config` asks for more."""
-    # In float64 the last of 53 bits may differ, which decides no token.
-    is_tried = model.device.type == "cpu" and model.dtype != torch.float64 and recorder_for(model.device) is None
-    if config.exact is False or not is_tried:
+def exactness(model: PreTrainedModel, config: SpeculativeConfig, shadow: PreTrainedModel) -> bool | list[str] | None:
+    """`SpeculationStatistics.exact` of generations of `model` by its `shadow`; raises ValueError where `config` asks
+    for more. On a CPU it is tried. On CUDA, where `config` must ask for it, it is known of the kernels."""
+    if config.exact is False or model.dtype == torch.float64:  # the last of 53 bits decides no token
         return None
-    found = inexact_parts(model, cpu_runner if runner_mode(config, model.device) == "compiled" else EagerRunner)
+    if recorder_for(model.device) is not None:
+        found = not_exact(shadow) if config.exact is True else None
+    elif model.device.type == "cpu":
+        found = inexact_parts(model, cpu_runner if runner_mode(config, model.device) == "compiled" else EagerRunner)
+    else:
+        found = ["its device"] if config.exact is True else None
     if found and config.exact is True:
         raise ValueError(
             f"exact=True is asked for, and {type(model).__name__} is not exact on this machine: {'; '.join(found)}. "
             'Set exact="auto" to generate all the same, with drafts that may change a token at a near-tie.'
         )
-    return found or True
+    return None if found is None else found or True
 
 
 def captures(config: SpeculativeConfig, device: torch.device) -> bool:
