@@ -52,7 +52,7 @@ demo-ranks: $(READY)
 	@$(RUN) -m examples.demo.ranks
 
 demo: $(READY)
-	@$(RUN) -m examples.demo.run $(if $(MODEL),--model "$(MODEL)")
+	@$(RUN) -m examples.demo.run $(if $(filter command line,$(origin MODEL)),--model "$(MODEL)")
 
 test: lint
 	@$(MAKE) --no-print-directory -j 2 typecheck unit

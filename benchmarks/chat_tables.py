@@ -49,7 +49,7 @@ README_ROWS = (
         FLOAT32, "`generate`", _rollouts(FLOAT32, "ours auto", GENERATE, *_ALL),
     ),
     Row(
-        f'the same, `"self"`: the model\'s 4-bit copy guesses three tokens in each round, {_ROWS}',
+        f'the same, `"self"`: the model\'s 8-bit copy guesses three tokens in each round, {_ROWS}',
         FLOAT32, "`generate`", _rollouts(FLOAT32, "ours self", GENERATE, *_ALL),
     ),
     Row(
@@ -71,7 +71,7 @@ README_ROWS = (
               for part in ("rollout tokens/s", "tokens/s of a whole step")),
     ),
     Row(
-        'it repeats a sentence of its prompt, greedily, one thread, `"auto"`, empty cache: first / second call',
+        'the model repeats a sentence of its prompt, greedily, one thread, `"auto"`, empty cache: first / second call',
         COPIES, '`"none"`', (("first call: auto", "none"), ("second call: auto", "none")),
     ),
 )  # fmt: skip

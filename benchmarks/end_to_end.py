@@ -10,9 +10,8 @@ auxiliary drafter of Table 2 needs a checkpoint for the policy, which --learned 
     python -m benchmarks.end_to_end --model FOLDER --methods trl --learned eagle3 DRAFTER --learning-rate 1e-5
     python -m benchmarks.end_to_end --model "wide:examples/data/stories260K*16" --before-end 24 --rows 16 --steps 10
     python -m benchmarks.end_to_end --model shape:qwen2.5-0.5b --methods autoregressive self-always efficient-rollout
-    python -m benchmarks.end_to_end --model SmolLM2-135M-Instruct --questions ../shared/data/gsm8k/train.jsonl \\
-        --methods trl auto --steps 6 --rows 8 --group 8 --max-completion-length 128 --epochs 1 --repeats 1 \\
-        --threads 2 --output benchmarks/results/end_to_end_chat.json
+
+docs/performance.md has the command of a real chat model.
 """
 
 import argparse

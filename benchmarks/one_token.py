@@ -90,7 +90,7 @@ def main() -> None:
     add("--prompt-tokens", type=int, default=16, help="(default: %(default)s)")
     add_machine_arguments(parser, "one_token")
     options = parser.parse_args()
-    if min(options.calls - 1, options.prompt_tokens, *options.layers, 1) < 1:
+    if min(options.calls - 1, options.prompt_tokens, *options.layers) < 1:
         parser.error("--calls must be 2 or more, --prompt-tokens and --layers 1 or more")
     try:
         for spec in options.models:

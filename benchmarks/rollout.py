@@ -9,10 +9,7 @@ Each batch size begins with nothing known of the model and an empty cache, so th
 "auto" with its defaults, and the timed ones are its next calls. All other strategies draft in each round. A history is
 emptied before each call: other methods have written the same texts, and it is to see the rows of its own call alone.
 
-    python ../shared/scripts/smollm2.py SmolLM2-135M-Instruct
-    python -m benchmarks.rollout --model SmolLM2-135M-Instruct --dtype float32 --batch 1 4 8 16 --group 8 \\
-        --prompts ../shared/data/gsm8k/test.jsonl --chat --strategies none self ngram history auto --draft-length 3 \\
-        --max-new-tokens 128 --warm-up-tokens 8 --repeats 2 --threads 2 --output benchmarks/results/rollout_chat.json
+docs/performance.md has the commands of a real chat model.
 """
 
 import argparse
@@ -56,6 +53,7 @@ CONTINUOUS = "transformers generate_batch"
 ASSISTED = "transformers assisted (batch 1)"
 PLAIN, AUTO = "ours none", "ours auto"
 BASELINES = (GENERATE, CONTINUOUS, ASSISTED, PLAIN)
+SYNTHETIC_COPY = "rtn-w4-g128"  # of synthetic and wide models, whose overlap is that of a 4-bit copy
 PAGE = 256  # tokens per page of continuous batching's cache: transformers' default
 
 
@@ -326,17 +324,24 @@ def rows_of(prompts: list[list[int]], batch: int, group: int, turn: int) -> list
 def setup(result: dict[str, Any]) -> str:
     """How it was measured."""
     options, (shortest, longest) = result["options"], result["prompt_tokens"]
-    prompts = f"{options['prompts']} in the chat template:" if options["chat"] else "prompts"
+    prompts = f"{options['prompts']} in the chat template," if options["chat"] else "prompts"
+    ran = {summary["method"] for summaries in result["batches"].values() for summary in summaries}
+    defaults = f' "{AUTO}" has its defaults, the other drafters draft in each round;' if AUTO in ran else ""
+    passes = f"median of {options['repeats']} passes after a warm-up, lowest and highest"
+    if options["repeats"] == 1:
+        passes = "one pass after a warm-up"
+    packed = f" The self-drafter is {SYNTHETIC_COPY}." if "agreement" in result["target"] else ""
     ignored = ", end of sequence ignored" if options["ignore_eos"] else ""
     group = options["group"]
     grouped = f" Batches that are a multiple of {group} hold so many rows of each prompt." if group > 1 else ""
     return (
         f"Up to {options['max_new_tokens']} new tokens, temperature {options['temperature']:g}, draft length "
         f"{options['draft_length']}, {options['verification']} verification, {prompts} of {shortest} to {longest} "
-        f"tokens{ignored}.{grouped} Each batch size starts from an empty cache with nothing known of the model; "
-        f'"{AUTO}" has its defaults, the others draft in each round; a history is empty before each call. Tokens/s '
-        f"over the baseline's in the same pass: median of {options['repeats']} passes after a warm-up, lowest and "
-        "highest." + weights_line(result["target"]) + packed_rows_line(result["self_drafter_max_rows"])
+        f"tokens{ignored}.{grouped} Each batch size starts from an empty cache with nothing known of the model;"
+        f"{defaults} a history is empty before each call. Tokens/s over the baseline's in the same pass: {passes}."
+        + weights_line(result["target"])
+        + packed
+        + packed_rows_line(result["self_drafter_max_rows"])
     )
 
 
@@ -400,6 +405,7 @@ def main() -> None:
     if "assisted" in options.baselines and assistant is not None:
         methods[ASSISTED] = transformers_assisted(model, assistant, options.draft_length)
     config = spec_trl.SpeculativeConfig(
+        draft_quantization=SYNTHETIC_COPY if "agreement" in loaded.facts else "auto",
         draft_kernel=options.draft_kernel,
         draft_lm_head=options.draft_lm_head,
         verification=options.verification,

@@ -1,9 +1,9 @@
 """The demo's second part: drafts on a model whose weights are what takes the time.
 
 A model writes 1 and 4 texts at temperature 1, in float32: with transformers' `generate`, with this library without
-drafts ("none"), with drafts of the model's 4-bit copy in every round ("self"), and with "auto", which begins with an
-empty cache and finds out by itself what pays. The model is the one that ``--model`` names, or the shipped story model
-made 16 times as wide, which changes its size and not what it computes.
+drafts ("none"), with drafts of the model's quantized copy in every round ("self"), and with "auto", which begins with
+an empty cache and finds out by itself what pays. The model is the one that ``--model`` names, or the shipped story
+model made 16 times as wide, which changes its size and not what it computes.
 """
 
 import os
@@ -28,13 +28,14 @@ from spec_trl.generation.engine.statistics import DraftCounts
 
 
 DATA = Path(__file__).parents[1] / "data"
-WIDENED_BY = 16  # 59 M parameters, 236 MB; a multiple of 8, so that all layers divide into 4-bit groups of 32
+# 59 M parameters, 236 MB. A multiple of 8: all layers divide into groups of 32, for 4 bits, without a C++ compiler.
+WIDENED_BY = 16
 ROWS = (1, 4)  # texts that are written at a time
 NEW_TOKENS = 96  # of each text
 DRAFT_LENGTH = 3  # drafts of each round of "self"; "auto" chooses by itself
 CALLS = 3  # of each method, with other prompts in each; the first one also compiles, packs and tries, and counts apart
 GENERATE, NONE = "generate", "none"
-METHODS = (GENERATE, NONE, "auto", "self")  # "auto" before "self", whose 4-bit copy it would find packed
+METHODS = (GENERATE, NONE, "auto", "self")  # "auto" before "self", whose copy it would find packed
 GOODS = "pens cups hats eggs nuts rings books lamps plums bells cards pears shoes keys toys".split()
 
 
@@ -153,7 +154,7 @@ def format_table(result: dict[str, Any]) -> str:
     if result["widened"]:
         lines.append("A model trained at this size has fewer drafts accepted: here errors of the copy average out.")
     return "\n".join(lines) + (
-        "\nfirst call: tokens/s of a method's first call, which compiles, packs the 4-bit copy and tries drafters;"
+        "\nfirst call: tokens/s of a method's first call, which compiles, packs the quantized copy and tries drafters;"
         f"\nall columns but it and the last: the {CALLS - 1} calls after it; τ: tokens per text and round with drafts;"
         f'\n"self" drafts {DRAFT_LENGTH} tokens in each round, "auto" as many as pay, or none;'
         '\nsame: texts of all calls that are those of "none", token for token. generate draws other texts.'

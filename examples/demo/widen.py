@@ -1,8 +1,8 @@
 """A wider model that computes the same function (Net2WiderNet: Chen, Goodfellow and Shlens, 2016).
 
 A small trained model decides at random speeds: its weights fit into a cache, and what surrounds the network counts
-most. Made k times as wide it says the same, and is bound by reading its weights as a large model is. Its 4-bit copy
-errs less than that of a model that was trained at this size, since errors average over the copies.
+most. Made k times as wide it says the same, and is bound by reading its weights as a large model is. Its quantized
+copy errs less than that of a model that was trained at this size, since errors average over the copies.
 
 Every vector inside becomes k copies of itself: the embedding, the norms and the biases are repeated; heads stay as
 long as they were and come k times, each query head with the key and value head of its own copy. A norm's mean square

@@ -182,7 +182,7 @@ class SpeculativeConfig:
     best_of_n_budget: int | None = option(
         None, "Most tokens of one verification of a race, all rows together. None: as many as pay.", low=1
     )
-    best_of_n_race: bool = option(True, "Several drafters race for a row if verification has room. False: one does.")
+    best_of_n_race: bool = option(True, "Several drafters race for a row if verification has room. False: one drafts.")
 
     exact: bool | Literal["auto"] = option(
         "auto",

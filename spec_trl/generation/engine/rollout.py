@@ -128,7 +128,7 @@ class Rollout:
             with self._timer.phase("draft"):
                 self._drafters.each(methodcaller("admit", admission))
             if logits is not None:
-                with self._timer.phase("prefill"):
+                with self._timer.phase("accept"):
                     finished, _ = self._commit(first_tokens(admission, logits, self._session, self._want_logprobs))
                 ended = [rows.indices[row] for row in finished]  # nobody drafts for them
                 self._timeline.record(time.perf_counter() - self._started, self._rounds, [], ended)

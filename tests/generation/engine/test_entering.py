@@ -65,6 +65,7 @@ def test_one_token_frees_its_row(strategy: str, tiny: LlamaForCausalLM) -> None:
     assert [done for _, done in statistics.completion_curve] == [2, 4] and statistics.tail(0.5).rounds == 0
     assert [[change[1:] for change in row.changes] for row in statistics.timeline] == [[(0, [])]] * 4
     assert statistics.plain_seconds == statistics.seconds and "0% of 0 rounds" in str(statistics)
+    assert statistics.phase_seconds["accept"] > 0, "drafters are told of first tokens"
 
 
 def test_eos_as_the_first_token_frees_its_row(tiny: LlamaForCausalLM) -> None:
