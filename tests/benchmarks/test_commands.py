@@ -35,7 +35,8 @@ def test_rollout(command: Command) -> None:
         assert all(s["identical_rows"] in (None, s["rows"]) for s in summaries)
     (first, *_) = (each for each in result.findings if each.what.endswith("batch 2: ours self"))
     assert first.interval is not None and first.interval[0] <= first.value <= first.interval[1]
-    assert "overlap with the 4-bit copy is 0.900" in result.setup
+    assert "overlap with the 4-bit copy is 0.900" in result.setup and "is rtn-w4-g128" in result.setup
+    assert "defaults" not in result.setup and "median of 2 passes" in result.setup
 
 
 def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
@@ -50,6 +51,7 @@ def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
     def way(model: Any, strategy: str, config: Any, **options: Any) -> Any:
         call = real_way(model, strategy, config, **options)
         assert config.sd_toggle == ("measured" if strategy == "auto" else "always")
+        assert config.draft_quantization == "rtn-w4-g128", "the overlap of synthetic weights is that of 4 bits"
 
         def watched(work: Any, seed: int) -> Any:
             assert kept.look(model, "history") is None
@@ -73,7 +75,8 @@ def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
         "forget", "history 1x2 0", "auto 1x2 0", "history 1x2 1", "auto 1x2 1",
     ]  # fmt: skip
     assert "the best of the others: ours history" in {each.baseline for each in result.findings}
-    assert "hold so many rows of each prompt" in result.setup
+    assert "hold so many rows of each prompt" in result.setup and "one pass" in result.setup
+    assert '"ours auto" has its defaults' in result.setup
 
 
 def test_end_to_end_on_questions(command: Command, tmp_path: Path) -> None:

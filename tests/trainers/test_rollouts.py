@@ -18,6 +18,7 @@ from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter
+from spec_trl.generation.engine import kept_runner
 from spec_trl.measuring import fill_ladder
 from spec_trl.measuring import profile_cache as profiles_module
 from spec_trl.scheduling.planner import Planner
@@ -298,3 +299,12 @@ def test_the_copy_follows_the_adapter_between_rollouts(tmp_path: Path, strategy:
 
     followed, alone = rates("both", "a", "b")[1], rates("alone", "b", "b")[1]  # the second rollout of each
     assert followed == alone > 0.3
+
+
+def test_one_shadow_serves_all_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under gradient checkpointing, TRL's default, which leaves new hooks and functions on the policy in each step."""
+    run, made, make = make_run(tmp_path, "none", gradient_checkpointing=True), [], kept_runner.make_shadow
+    del run.trainer.model.generate  # the harness's own, which is a closure
+    monkeypatch.setattr(kept_runner, "make_shadow", lambda *given: made.append(given) or make(*given))
+    run.train()
+    assert len(run.completions) == 3 and len(made) == 1

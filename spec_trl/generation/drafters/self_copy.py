@@ -58,8 +58,9 @@ class SelfDrafter(NetworkDrafter):
 
     def refresh_if_changed(self) -> None:
         """Requantizes when something is drafted next if storage or version counters then show that the policy's
-        weights have changed since they were last looked at. Writes through `.data` escape them: they cost acceptance
-        until the next change that is seen."""
+        weights have changed since they were last looked at. What escapes them costs acceptance until the next change
+        that is seen: writes through `.data`, and other weights that come to lie where the packed ones lay, with equal
+        counters, after calls that drafted nothing and so did not look. To look takes 0.4 ms with 272 parameters."""
         self._may_have_changed = True
 
     def refresh_before_drafting(self, statistics: ActivationStatistics | None = None) -> None:

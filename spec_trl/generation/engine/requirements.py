@@ -368,7 +368,7 @@ def check_lengths(
     :func:`position_limit`; warns where it reaches beyond the model's context. `name` names a row in the error."""
     config = model.config.get_text_config(decoder=True)
     context = config.max_position_embeddings
-    limit = while_unchanged(model, "position limit", lambda: position_limit(model))
+    limit = position_limit(model)  # to look for a change of the model would take longer
     row, longest = max(enumerate(lengths), key=lambda item: item[1])
     total = longest + new_tokens
     if limit is not None and total > limit:

@@ -23,10 +23,10 @@ from .kernels import run_on
 from .narrow_weights import NarrowProduct
 from .patched_forwards import patched_forward, rebind
 from .snapshot import while_unchanged
-from .training_marks import ATTRIBUTES, HOOK_DICTS, stays_behind
+from .training_marks import HOOK_DICTS, lasting_attributes
 
 
-_OF_TRAINING = ("training", "gradient_checkpointing", *ATTRIBUTES)  # which a shadow, in eval mode, does not act on
+_OF_TRAINING = ("training", "gradient_checkpointing")  # which a shadow, in eval mode, does not act on
 _PLAIN = (bool, int, float, str)
 
 
@@ -107,13 +107,13 @@ def _structure(policy: PreTrainedModel) -> tuple[object, ...]:
     marks: list[object] = [repr(_settings(policy.config.to_dict()))]
     for module in policy.modules():
         marks += [id(module), type(module), type(module).forward]
-        for name, value in module.__dict__.items():
+        for name, value in lasting_attributes(module).items():
             if "_hooks_" in name or name in _OF_TRAINING:  # the former say which hooks take keywords
                 continue
             if isinstance(value, _PLAIN):
                 marks.append((name, value))
             elif name in HOOK_DICTS:
-                marks += [id(hook) for hook in value.values() if not stays_behind(hook)]
+                marks += map(id, value.values())
             elif isinstance(value, list | tuple) and all(isinstance(item, _PLAIN) for item in value):
                 marks.append((name, tuple(value)))
             elif isinstance(value, dict) and all(isinstance(item, _PLAIN) for item in value.values()):
@@ -163,7 +163,7 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     kind = with_fused_kernels(exact_kind(kind) if exact else dense_class(kind, module), module)
     clone = kind.__new__(kind)
     clones[id(module)] = clone
-    state = dict(module.__dict__)
+    state = lasting_attributes(module)  # hooks are not cleared: TRL's `cast_lm_head_to_fp32` lives in them
     # `_parameters` and `_buffers` stay the very same dicts: `.to(device)` and weight swaps reach the shadow too.
     state["_modules"] = {
         name: None if child is None else _clone(child, clones, config_memo, exact)
@@ -172,18 +172,11 @@ def _clone(module: nn.Module, clones: dict[int, nn.Module], config_memo: dict[in
     state["training"] = False
     state["_compiled_call_impl"] = None  # of `module.compile()`: it would run the policy's own forward
     state.pop("_is_fsdp_managed_module", None)
-    for name in HOOK_DICTS:  # copied, not cleared: TRL's `cast_lm_head_to_fp32` lives in hooks
-        state[name] = state[name].copy()
-        for key, hook in module.__dict__[name].items():
-            if stays_behind(hook):
-                del state[name][key]
-    for name, value in module.__dict__.items():
+    for name, value in list(state.items()):
         if isinstance(value, MethodType) and value.__self__ is module:
             state[name] = MethodType(value.__func__, clone)
         elif isinstance(value, PreTrainedConfig):
             state[name] = copy.deepcopy(value, config_memo)  # one memo: sub-configs keep their identity
-    for name in ("forward", "_original_forward", *ATTRIBUTES):  # accelerate keeps under the second name what it wraps
-        state.pop(name, None)
     if (patch := patched_forward(module)) is not None:
         state["forward"] = patch
     clone.__dict__ = state

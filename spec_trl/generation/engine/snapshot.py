@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from .. import kept
 from .patched_forwards import held
-from .training_marks import ATTRIBUTES, HOOK_DICTS, stays_behind
+from .training_marks import HOOK_DICTS, lasting_attributes
 
 
 T = TypeVar("T")
@@ -114,13 +114,8 @@ def _kind_of(module: nn.Module) -> tuple[type, Any]:
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
     """What `module` holds, without marks of training; its containers are copied."""
-    state = {name: value if name in _TENSORS else _copied(value) for name, value in vars(module).items()}
-    for name in ATTRIBUTES:
-        state.pop(name, None)
-    for name in HOOK_DICTS:
-        for key in [key for key, hook in state.get(name, {}).items() if stays_behind(hook)]:
-            del state[name][key]
-    return state
+    attributes = lasting_attributes(module)
+    return {name: value if name in _TENSORS else _copied(value) for name, value in attributes.items()}
 
 
 def _copied(value: Any) -> Any:
