@@ -38,6 +38,11 @@ def test_rollout(command: Command) -> None:
     assert "overlap with the 4-bit copy is 0.900" in result.setup
 
 
+def test_cpu_attention(command: Command) -> None:
+    result = command("cpu_attention", "--turns 1 --rows 1 --head-sizes 16 --threads 1")
+    assert len(result.details["cells"]) == 16 and all(finding.value > 0 for finding in result.findings)
+
+
 def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
