@@ -39,6 +39,11 @@ def test_rollout(command: Command) -> None:
     assert "defaults" not in result.setup and "median of 2 passes" in result.setup
 
 
+def test_cpu_attention(command: Command) -> None:
+    result = command("cpu_attention", "--turns 1 --rows 1 --head-sizes 16 --threads 1")
+    assert len(result.details["cells"]) == 16 and all(finding.value > 0 for finding in result.findings)
+
+
 def test_auto_starts_from_nothing_for_each_batch_and_no_method_has_a_history(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
