@@ -14,7 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from benchmarks.tiny_families import make
-from spec_trl import SpeculativeConfig, cpu_products
+from spec_trl import SpeculativeConfig, cpu_products, dense_linear
 from spec_trl.generation.configuration import Distillation
 from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.generation.drafters.self_copy import SelfDrafter
@@ -81,6 +81,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     minutes = itertools.count(0.0, 60.0)
     monkeypatch.setattr(F, "linear", linear)
     monkeypatch.setattr(cpu_products, "library", lambda: None)
+    monkeypatch.setattr(dense_linear, "HAS_ONEDNN", False)
     monkeypatch.setattr(kept_runner, "recorder_for", lambda _: device)
     monkeypatch.setattr(time, "perf_counter", lambda: next(minutes))
     return device

@@ -32,7 +32,8 @@ def test_the_drafter_is_the_fake_quantized_model(family: str) -> None:
                 for matrix, weight in zip(matrices_of(experts, stack), packed, strict=True):
                     matrix.copy_(weight.dequantize())
     expected = logits(twin)
-    torch.testing.assert_close(logits(drafter), expected, rtol=0, atol=1e-10)
+    # DeepSeek's router computes in float32, where a shadow sums in another order.
+    torch.testing.assert_close(logits(drafter), expected, rtol=0, atol=1e-6 if family == "deepseek_v3" else 1e-10)
     network.assert_all_called()
     assert (logits(model) - expected).std() > 0.01 * expected.std()
 
