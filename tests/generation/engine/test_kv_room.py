@@ -17,6 +17,8 @@ from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.generation.engine.kv_room import KVRoom, RowNeeds
 from spec_trl.generation.engine.request_queue import RequestQueue
 from spec_trl.generation.engine.rows import Request, Rows
+from spec_trl.native_code import compiler
+from tests.conftest import tiny_llama
 from tests.distributed import test_pool as pools
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 
@@ -59,6 +61,18 @@ def test_rows_that_leave_and_come_back_have_the_same_tokens(
     found = generate(tiny, PROMPTS, drafter=own, **ENDS)
     assert outputs(found) == plain
     assert found.statistics.preemptions >= 3 and found.statistics.drafter_failure is None
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_bit_differs_after_they_came_back(dtype: torch.dtype, memory_of: Callable[[int], None]) -> None:
+    """What they had generated is read again as steps computed it, and not as a prompt."""
+    model = tiny_llama(hidden_size=192).to(dtype)
+    plain = generate(model, PROMPTS, **ENDS)
+    memory_of(330)
+    found = generate(model, PROMPTS, "ngram", **ENDS)
+    assert found.statistics.preemptions >= 3 and found.statistics.total.drafted > 20
+    assert outputs(found) == outputs(plain) and torch.equal(found.logprobs, plain.logprobs)
 
 
 def test_rows_of_a_pool_come_back_too(tiny: LlamaForCausalLM, memory_of) -> None:
