@@ -103,7 +103,7 @@ class SpecGRPOConfig(GRPOConfig):
     history_max_tokens: int = shared("history_max_tokens")
     verification: str = shared("verification")
     decoupled_execution: str = shared("decoupled_execution")
-    exact: bool | str = shared("exact")
+    exact: str = shared("exact")  # or a bool; a text for the command line
     draft_quantization: str = shared("draft_quantization")
     draft_kernel: str = shared("draft_kernel")
     draft_lm_head: str = shared("draft_lm_head")
@@ -266,7 +266,8 @@ class SpecGRPOConfig(GRPOConfig):
         given = {name: value for name, value in vars(self).items() if name in OPTIONS}  # `seed` of GRPOConfig too
         given["draft_length"] = self.draft_length_controller().draft_length
         given["max_batch_size"] = self.rollout_batch_size
-        given["keep_graphs"] = {"true": True, "false": False}.get(str(self.keep_graphs).lower(), self.keep_graphs)
+        for name in ("keep_graphs", "exact"):
+            given[name] = {"true": True, "false": False}.get(str(given[name]).lower(), given[name])
         given["tts_stride"] = int(self.tts_stride) if str(self.tts_stride).isdecimal() else self.tts_stride
         given["best_of_n_race"] = self.best_of_n_race and self.assistant_strategy == "best_of_n"
         return SpeculativeConfig(**given)

@@ -56,7 +56,8 @@ def test_the_trainer_has_the_options_of_generate() -> None:
         expected = OTHER_DEFAULTS.get(name, OPTIONS[name].default)
         assert default_of(own[name]) == (list(expected) if isinstance(expected, tuple) else expected), name
         assert own[name].metadata["help"] == OPTIONS[name].metadata["help"]
-        if name not in ("tts_stride", "keep_graphs", "best_of_n_drafters", "best_of_n_assistants"):  # for a shell
+        for_a_shell = "tts_stride", "keep_graphs", "exact", "best_of_n_drafters", "best_of_n_assistants"
+        if name not in for_a_shell:
             is_choice = get_origin(OPTIONS[name].type) is Literal
             assert SpecGRPOConfig.__annotations__[name] == (str if is_choice else OPTIONS[name].type), name
     assert all(option.metadata["help"] for option in own.values())

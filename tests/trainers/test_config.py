@@ -149,7 +149,8 @@ VALUES: dict[str, Any] = {
     "sd_toggle": "roofline", "sd_margin": 0.1, "roofline_profile": "p.json", "roofline_mismatch": "error",
     "history_max_tokens": 1000, "draft_quantization": "rtn-w8",
     "draft_kernel": "reference", "draft_lm_head": "dense", "runner": "compiled", "max_graph_memory": 2.5,
-    "keep_graphs": "True", "tts_drafter": "model", "tts_learning_rate": 2e-4, "tts_scope": "rollout", "tts_steps": 2,
+    "keep_graphs": "True", "exact": "True", "tts_drafter": "model",
+    "tts_learning_rate": 2e-4, "tts_scope": "rollout", "tts_steps": 2,
     "tts_stride": "5", "tts_anchor_weight": 0.5, "tts_anchor": "initial", "tts_asynchronous": True,
     "tts_rank": 4, "best_of_n_drafters": ["history", "model", "tts"],
     "best_of_n_assistants": {"model": "some/drafter"},
@@ -170,7 +171,8 @@ OWN: dict[str, Any] = {
 def test_every_option_reaches_generate() -> None:
     config = make_config(**VALUES, **OWN, seed=11)
     passed = vars(config.speculative_config())
-    expected = VALUES | {"draft_length": 7, "max_batch_size": 4, "seed": 11, "tts_stride": 5, "keep_graphs": True}
+    expected = VALUES | {"draft_length": 7, "max_batch_size": 4, "seed": 11, "tts_stride": 5}
+    expected |= {"keep_graphs": True, "exact": True}
     assert {name: passed[name] for name in expected} == expected
     assert OPTIONS.keys() - expected.keys() == {"ngram_size"}
     assert make_config(assistant_strategy="tts", tts_stride="3").speculative_config().tts_stride == 3

@@ -48,7 +48,7 @@ def test_a_layer_is_that_of_the_family(served: list[bool], family: str, threads:
         compare(run(network, kind=CompiledRunner), expected)
     finally:
         torch.set_num_threads(before)
-    assert served == [False] * LAYERS + [True] * LAYERS * (FORWARDS - 1), "prompts are read by the modules"
+    assert served == [True] * LAYERS * FORWARDS
 
 
 def test_chains_are_served(served: list[bool]) -> None:
@@ -75,7 +75,7 @@ def test_the_copy_is_served(served: list[bool], family: str) -> None:
     network = make_shadow(model)
     copy = quantize_projections(network, "rtn-w4-g64", kernel="native")
     whole = run(network, kind=CompiledRunner)
-    assert served == [False] * LAYERS + [True] * LAYERS * (FORWARDS - 1), "prompts are read by the modules"
+    assert served == [True] * LAYERS * FORWARDS
     copy.assert_all_called()
     for layer in network.model.layers:
         layer.mlp.act_fn.register_forward_hook(lambda module, given, output: output)
@@ -113,7 +113,7 @@ def test_changes_between_forwards(served: list[bool], change: str) -> None:
     if "rows that" not in change:
         assert not torch.allclose(before, expected)
     by_modules = "hook" in change or "rows" in change
-    assert served == [False] * LAYERS + [True, not by_modules] * (FORWARDS - 1)
+    assert served == [True, not by_modules] * FORWARDS
 
 
 def test_many_tokens_are_left_to_the_modules(served: list[bool]) -> None:

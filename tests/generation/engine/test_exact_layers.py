@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spec_trl.generation import decoding
 from spec_trl.generation.engine import attention, captured, fused_layers, kept_runner, shadow
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.exact_layers import ExactConv1D, ExactLinear
@@ -112,14 +111,14 @@ def test_what_is_not_exact_is_named(on_a_gpu) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["self", "ngram"])
-def test_drafts_change_no_bit_of_a_log_probability(strategy: str, on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_change_no_bit_of_a_log_probability(strategy: str, on_a_gpu) -> None:
     """In float32: with drafts, and with fewer rows in flight. One begins where another has read the prompt."""
     model = model_of("llama")
-    monkeypatch.setattr(decoding, "runner_for", partial(kept_runner.runner_for, exact=True))
     rows = random_rows([3, 5])
     prompts, options = pad_left([*rows, rows[1]]), dict(max_new_tokens=6)
-    expected = generate(model, prompts, **options)
-    found = generate(model, prompts, strategy, {"draft_length": 3, "max_batch_size": 2}, **options)
+    expected = generate(model, prompts, "none", {"exact": True}, **options)
+    found = generate(model, prompts, strategy, {"draft_length": 3, "max_batch_size": 2, "exact": True}, **options)
+    assert expected.statistics.exact is found.statistics.exact is True
     assert found.statistics.total.drafted > 0 and found.statistics.drafter_failure is None
     assert outputs(found) == outputs(expected)
     assert torch.equal(found.logprobs, expected.logprobs)
@@ -132,10 +131,9 @@ def test_auto_compiles_nothing(on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> Non
     compiled: list[object] = []
     twin: Callable[..., PreTrainedModel] = captured.compiled_twin
     monkeypatch.setattr(captured, "compiled_twin", lambda *given: compiled.append(given) or twin(*given))
-    monkeypatch.setattr(decoding, "runner_for", partial(kept_runner.runner_for, exact=True))
     model = model_of("llama")
-    found = generate(model, pad_left(random_rows([3])), max_new_tokens=7)
-    assert found.statistics.graphs == 1 and not compiled
+    found = generate(model, pad_left(random_rows([3])), "none", {"exact": True}, max_new_tokens=7)
+    assert found.statistics.graphs == 1 and not compiled and found.statistics.exact is True
 
 
 def test_kept_shadows_are_told_apart(on_a_gpu) -> None:

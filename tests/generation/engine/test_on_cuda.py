@@ -1,6 +1,5 @@
 """The engine on a GPU: captured and compiled forwards, the Triton kernels and the packed weights together."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -56,7 +55,8 @@ def test_captured_forwards_change_no_token(model, prompts, runner, strategy, opt
 @pytest.mark.parametrize("model", [torch.float32, torch.bfloat16], indirect=True)
 def test_exact_log_probabilities_are_those_of_none_bit_for_bit(model, prompts, monkeypatch) -> None:
     """Captured and eager, with drafts and without, together and one row after the other."""
-    monkeypatch.setattr(decoding, "runner_for", partial(kept_runner.runner_for, exact=True))
+    runner_for = kept_runner.runner_for
+    monkeypatch.setattr(decoding, "runner_for", lambda *given, **more: runner_for(*given, **more | {"exact": True}))
     expected = run(model, prompts, "none", "graph").logprobs
     for strategy, runner in (("self", "graph"), ("ngram", "graph"), ("none", "eager"), ("self", "eager")):
         assert torch.equal(run(model, prompts, strategy, runner).logprobs, expected), (strategy, runner)
