@@ -24,6 +24,7 @@ from .recommendation import recommend
 
 PROMPT_TOKENS = 256
 """A longer prompt is cut: reading prompts takes the same time whatever decodes."""
+EXACT = "exact here: drafts change no bit of a log-probability"
 EXAMINING = 0.1
 """Part of the time that is left for telling near-ties from errors."""
 RANDOM_PROMPT = 32
@@ -92,6 +93,7 @@ def _measure(
     longest = max(map(len, prompts)) + arguments.length
     profile = find_profile(model, SpeculativeConfig(), max(arguments.batch), longest)
     gains: list[Gain] = []
+    exact: list[bool | list[str] | None] = []
     batches = sorted(set(arguments.batch))
     most = (2 + MOST_VISITS) * len(ways)  # calls for one batch
     with tqdm(total=len(batches) * most, unit="call") as bar:
@@ -112,6 +114,10 @@ def _measure(
             found = summarise(model, work, arguments.seed, calls, profile, end)
             bar.write(_section(found, work, wanted, [way.name for way in ways if way not in calls], arguments.seconds))
             gains += found
+            exact += [call.statistics.exact for made in calls.values() for call in made if call.statistics is not None]
+    if exact and exact[0]:
+        parts = exact[0] if isinstance(exact[0], list) else []
+        print(f"not exact here ({'; '.join(parts)}): drafts may change a token at a near-tie" if parts else EXACT)
     for strategy, reason in missing.items():
         print(f"{strategy} is not possible here: {reason}")
     return gains

@@ -17,9 +17,11 @@ from transformers.generation import stopping_criteria
 from examples.demo.task import build_tokenizer
 from spec_trl import SpecGRPOConfig, SpeculativeConfig
 from spec_trl.cli import gains
+from spec_trl.cli.bench import EXACT
 from spec_trl.cli.gains import GENERATE, Call, Gain, Identity, Way, Work, compare, measure
 from spec_trl.cli.main import main
 from spec_trl.cli.recommendation import choose, config_to_paste, recommend
+from spec_trl.generation.engine import kept_runner
 from spec_trl.generation.engine.statistics import SpeculationStatistics
 from spec_trl.measuring.fill_profile import profile_key
 from spec_trl.measuring.profile_cache import cache_directory
@@ -56,6 +58,16 @@ def test_all_ways_are_measured_and_compared(
             predicted = line.strip().removeprefix(name).split()[5]
             assert (predicted != "-") == (name not in ("generate", "none", "auto"))
     assert "no recommendation, too little was measured: it needs 3 calls each of at least 64 tokens" in printed
+
+
+@pytest.mark.parametrize("parts", [[], ["q_proj, float32, 1 row"]])
+def test_whether_the_model_is_exact_is_said(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, parts: list[str]
+) -> None:
+    monkeypatch.setattr(kept_runner, "inexact_parts", lambda *_: parts)
+    assert bench(model, "--batch", "1", "--dtype", "float32") == 0
+    said = "not exact here (q_proj, float32, 1 row): drafts may change a token at a near-tie" if parts else EXACT
+    assert said in capsys.readouterr().out.splitlines()
 
 
 def test_prompts_of_a_file_greedily(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
