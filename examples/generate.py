@@ -5,7 +5,7 @@ r"""Samples completions with speculative decoding and says how it went.
 
 Prompts come from a file: .txt (one per line), .jsonl (with "prompt", "question" or "text") or .json (a list of
 strings). --compare samples the same with assistant_strategy="none": with exact verification every row must come out
-the same, up to near-ties that rounding decides (none in float64).
+the same (on a GPU up to near-ties that rounding decides).
 """
 
 import argparse
