@@ -457,7 +457,8 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
   {
 #ifdef HAS_TILES
     const TileShapes shapes;
-    if (tiles) _tile_loadconfig(&shapes);
+    alignas(64) uint8_t before[64];  // oneDNN keeps its shapes from product to product
+    if (tiles) _tile_storeconfig(before), _tile_loadconfig(&shapes);
     for (int64_t row = 0; tiles && row < count; row += most_rows) {
       const int64_t many = std::min(count - row, most_rows);
       pack((const Bfloat16*)x + row * x_stride, x_stride, many, in, packed.data());
@@ -472,7 +473,7 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
       }
 #pragma omp barrier
     }
-    if (tiles) _tile_release();
+    if (tiles) _tile_loadconfig(before);
 #endif
     for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
       const Matrix w = matrices[n];
