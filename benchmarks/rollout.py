@@ -8,7 +8,6 @@ identical): compare tokens/s, not seconds, unless --ignore-eos makes all rows eq
 Each batch size begins with nothing known of the model and an empty cache, so the first pass is the first call of
 "auto" with its defaults, and the timed ones are its next calls. All other strategies draft in each round. A history is
 emptied before each call: other methods have written the same texts, and it is to see the rows of its own call alone.
-
 docs/performance.md has the commands of a real chat model.
 """
 

@@ -8,17 +8,15 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
+
+#include "cpu_tiles.h"
 #if !defined(__FMA__) && !defined(__aarch64__)
 #error "without fused multiply-add this is slower than torch"
 #endif
 #ifdef __AVX2__
 #include <immintrin.h>
-#endif
-#if defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#define HAS_TILES
 #endif
 #ifdef __AVX512F__
 constexpr int LANES = 16;
@@ -29,8 +27,8 @@ constexpr int MOST_OUT = 2;
 #endif
 
 typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int32_t Words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Shorts __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 constexpr int64_t AHEAD = 8192;           // bytes that are fetched ahead: some CPUs fetch too little by themselves
@@ -127,13 +125,13 @@ static float sum(Vector v) {
 }
 #endif
 
-static Words words_at(const uint16_t* from) {
+static Integers words_at(const uint16_t* from) {
 #ifdef __AVX512F__
-  return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+  return (Integers)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
 #elif defined(__AVX2__)
-  return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+  return (Integers)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
 #else
-  return __builtin_convertvector(*(const Halves*)from, Words);
+  return __builtin_convertvector(*(const Shorts*)from, Integers);
 #endif
 }
 
@@ -197,7 +195,7 @@ static void by_column(const Matrix& w, const float* x, int64_t x_stride, const O
     for (int m = 0; m < ROWS; ++m) to.set(m, first + o, sums[o / LANES][m][o % LANES], 1, w.bias);
 }
 
-static Vector values_of(Words codes) {
+static Vector values_of(Integers codes) {
 #ifdef __AVX512F__
   const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return (Vector)_mm512_permutexvar_ps((__m512i)codes, values);  // looks at the lowest four bits alone
@@ -217,7 +215,7 @@ static void by_group(const Matrix& w, const float* x, int64_t x_stride, const fl
     Vector part[OUT][ROWS] = {};
     for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 64)
       for (int half = 0; half < 16; half += LANES) {
-        Words words[OUT];
+        Integers words[OUT];
         for (int o = 0; o < OUT; ++o) {
           const uint16_t* at = codes + (o * w.in + k) / 4 + half;
           __builtin_prefetch((const char*)at + AHEAD);
@@ -301,48 +299,10 @@ static std::vector<float> group_sums(const Matrix& w, const float* x, int64_t x_
   return sums;
 }
 
-// Whether tiles multiply here, as fast as torch also for many rows. The system must be asked, once per process.
-extern "C" int64_t has_tiles() {
-#ifdef HAS_TILES
-  static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-  return granted;
-#else
-  return 0;
-#endif
-}
+// Whether tiles multiply here, as fast as torch also for many rows.
+extern "C" int64_t tiles_run() { return has_tiles(); }
 
-#ifdef HAS_TILES
-
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-// A square of TILE by TILE numbers, its rows in registers
-static void transpose(__m512 (&r)[TILE]) {
-  __m512 a[TILE], b[TILE];
-  for (int i = 0; i < TILE; i += 2) {
-    a[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-    a[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < TILE; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      const __m512d x = (__m512d)a[i + j], y = (__m512d)a[i + j + 2];
-      b[i + 2 * j] = (__m512)_mm512_unpacklo_pd(x, y);
-      b[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd(x, y);
-    }
-  for (int j = 0; j < 4; ++j) {  // b[4 i + j] has column j of each quarter, of four rows
-    const __m512 even = _mm512_shuffle_f32x4(b[j], b[j + 4], 0x88), odd = _mm512_shuffle_f32x4(b[j], b[j + 4], 0xdd);
-    const __m512 even_too = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0x88);
-    const __m512 odd_too = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0xdd);
-    r[j] = _mm512_shuffle_f32x4(even, even_too, 0x88);
-    r[j + 4] = _mm512_shuffle_f32x4(odd, odd_too, 0x88);
-    r[j + 8] = _mm512_shuffle_f32x4(even, even_too, 0xdd);
-    r[j + 12] = _mm512_shuffle_f32x4(odd, odd_too, 0xdd);
-  }
-}
-
+#ifdef __AMX_BF16__
 // OUT tiles of outputs from `first` on, of up to ROWS tiles of rows, `count` in all. packed [rows / TILE, in / 2, TILE, 2]:
 // x, of which a tile takes TILE rows of TILE pairs. A tile of weights is TILE outputs of 32 inputs, as they lie.
 template <int OUT, int ROWS>
@@ -380,8 +340,8 @@ static void by_tile(const Matrix& w, const Bfloat16* packed, int64_t count, cons
     Vector bias = {};
     if (w.bias) bias = vector_at((const Bfloat16*)w.bias + first + o * TILE);
     for (int64_t start = 0; start < count; start += TILE) {
-      __m512 sums[TILE];  // by output, then by row
-      for (int i = 0; i < TILE; ++i) sums[i] = _mm512_load_ps(totals[o][start / TILE][i]);
+      Words sums[TILE];  // by output, then by row
+      std::memcpy(sums, totals[o][start / TILE], sizeof(sums));
       transpose(sums);
       for (int64_t m = start; m < std::min(count, start + TILE); ++m) {
         const __m256bh narrow = _mm512_cvtneps_pbh((__m512)((Vector)sums[m - start] + bias));
@@ -397,16 +357,8 @@ static void by_tiles(const Matrix& w, const Bfloat16* packed, int64_t count, con
   for (; first < end; first += 2 * TILE)
     for (int64_t m = 0; m < count; m += 2 * TILE) {
       const int64_t left = std::min(count - m, 2 * TILE);
-      const Output here = to.after(m, 0);
-      const Bfloat16* x = packed + m * w.in;
-      if (end - first > TILE && left > TILE)
-        by_tile<2, 2>(w, x, left, here, first, !m);
-      else if (end - first > TILE)
-        by_tile<2, 1>(w, x, left, here, first, !m);
-      else if (left > TILE)
-        by_tile<1, 2>(w, x, left, here, first, !m);
-      else
-        by_tile<1, 1>(w, x, left, here, first, !m);
+      const auto whole = left > TILE ? by_tile<2, 2> : by_tile<2, 1>, half = left > TILE ? by_tile<1, 2> : by_tile<1, 1>;
+      (end - first > TILE ? whole : half)(w, packed + m * w.in, left, to.after(m, 0), first, !m);
     }
 }
 
@@ -416,10 +368,10 @@ static void pack(const Bfloat16* x, int64_t stride, int64_t rows, int64_t in, ui
 #pragma omp for schedule(static)
   for (int64_t m = 0; m < rows; m += TILE)
     for (int64_t k = 0; k < in; k += 2 * TILE) {
-      __m512 pairs[TILE];
-      for (int64_t i = 0; i < TILE; ++i) pairs[i] = _mm512_loadu_ps(x + std::min(m + i, rows - 1) * stride + k);
+      Words pairs[TILE];
+      for (int64_t i = 0; i < TILE; ++i) std::memcpy(&pairs[i], x + std::min(m + i, rows - 1) * stride + k, 64);
       transpose(pairs);
-      for (int64_t i = 0; i < TILE; ++i) _mm512_storeu_ps(to + (m * in / 2 + (k / 2 + i) * TILE), pairs[i]);
+      std::memcpy(to + (m * in / 2 + k / 2 * TILE), pairs, sizeof(pairs));
     }
 }
 #endif
@@ -432,7 +384,7 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
   if (!count) return;
   const int64_t in = matrices->in;
   bool tiles = false;
-#ifdef HAS_TILES
+#ifdef __AMX_BF16__
   tiles = is_narrow && in % 32 == 0 && has_tiles();
   for (int64_t n = 0; n < number; ++n) tiles = tiles && matrices[n].bits == 16 && !matrices[n].is_transposed;
 #endif
@@ -455,10 +407,9 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
   std::vector<uint32_t> packed(tiles ? (std::min(count, most_rows) + TILE) * in / 2 : 0);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-#ifdef HAS_TILES
-    const TileShapes shapes;
-    alignas(64) uint8_t before[64];  // oneDNN keeps its shapes from product to product
-    if (tiles) _tile_storeconfig(before), _tile_loadconfig(&shapes);
+#ifdef __AMX_BF16__
+    std::optional<Tiles> shapes;
+    if (tiles) shapes.emplace(TILE);
     for (int64_t row = 0; tiles && row < count; row += most_rows) {
       const int64_t many = std::min(count - row, most_rows);
       pack((const Bfloat16*)x + row * x_stride, x_stride, many, in, packed.data());
@@ -473,7 +424,7 @@ extern "C" void multiply(const Matrix* matrices, int64_t number, const void* x, 
       }
 #pragma omp barrier
     }
-    if (tiles) _tile_loadconfig(before);
+    shapes.reset();
 #endif
     for (int64_t n = 0, column = 0; n < number; column += matrices[n++].out) {
       const Matrix w = matrices[n];

@@ -74,7 +74,7 @@ def reading_prompts() -> Iterator[None]:
 def serves(dtype: torch.dtype) -> bool:
     """Whether products in `dtype` are served on this machine, in this phase."""
     found = library()
-    return found is not None and (not _phase.reads_prompts or (dtype == torch.bfloat16 and found.has_tiles() == 1))
+    return found is not None and (not _phase.reads_prompts or (dtype == torch.bfloat16 and found.tiles_run() == 1))
 
 
 def multiply(matrix: Matrix, x: Tensor) -> Tensor:

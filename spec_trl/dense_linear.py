@@ -72,7 +72,7 @@ class _Products(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.linear and not kwargs and is_plain(*args):
             return multiply(args[0], args[1], args[2] if len(args) > 2 else None)
-        if function in _MATMULS and args[1].dim() == 2 and is_plain(args[0], args[1].T):
+        if function in _MATMULS and len(args) == 2 and args[1].dim() == 2 and is_plain(args[0], args[1].T):
             return multiply(args[0], args[1].T, None)
         return function(*args, **(kwargs or {}))
 

@@ -48,7 +48,8 @@ def load(source: Path, reorders_sums: bool = True, **defined: object) -> ctypes.
 
     try:
         # What the compiler defines names its version and the instructions of this CPU: machines may share a home.
-        included = b"".join(path.read_bytes() for path in sorted(source.parent.glob("*.h")))
+        headers = {*Path(__file__).parent.glob("*.h"), *source.parent.glob("*.h")}
+        included = b"".join(path.read_bytes() for path in sorted(headers))
         facts = call(*options, "-dM", "-E", "-x", "c++", "/dev/null") + source.read_bytes() + included
         path = cache_directory() / f"{source.stem}_{hashlib.sha256(facts).hexdigest()[:16]}.so"
         with tempfile.TemporaryDirectory() as folder:  # what is loaded stays when it goes

@@ -3,9 +3,10 @@
 import inspect
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -172,7 +173,7 @@ def reads_spans(network: PreTrainedModel) -> bool:
 
 
 def attends_exactly(network: PreTrainedModel) -> bool:
-    """Whether attention in `network` is :func:`exact_attention`, and takes spans."""
+    """Whether attention in `network` is exact, and takes spans."""
     return network.config._attn_implementation == EXACT_ATTENTION and reads_spans(network)
 
 
@@ -225,7 +226,8 @@ def ragged_attention(
         heads (h = kv_head * groups + g):  [B, kv * groups, q, d]  ->  [B, kv, groups * q, d]
 
     `softcap` (Gemma 2) and attention sinks `s_aux` (GPT-OSS) take the same fold through plain matmuls. `query_scales`
-    (Llama 4, `[B, 1, q, 1]` float32) are factors of the queries. `exact`: see :func:`exact_attention`.
+    (Llama 4, `[B, 1, q, 1]` float32) are factors of the queries. `exact`: on CUDA under spans a query's bits depend on
+    itself and on the keys and values it sees, not on other queries, other rows, or the size of the cache.
     """
     if query_scales is not None:
         query = (query * query_scales).to(query.dtype)
@@ -271,20 +273,6 @@ def ragged_attention(
     return output.transpose(1, 2).contiguous(), None  # [B, q, heads, d], of which some families take a view
 
 
-def exact_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """:func:`ragged_attention` of a shadow that is exact on CUDA. Under spans a query's bits depend on itself and on
-    the keys and values it sees: not on the queries beside it, the other rows, or the size of the cache."""
-    return ragged_attention(module, query, key, value, attention_mask, scaling, exact=True, **more)
-
-
 def _mask_of(spans: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """The additive mask `[B, 1, q, columns]` that `spans` `[B, 1, q, 2 or 4]` stand for."""
     at = column = torch.arange(columns, device=spans.device)
@@ -297,7 +285,9 @@ def _mask_of(spans: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(masked.shape, dtype=dtype, device=spans.device).masked_fill_(masked, torch.finfo(dtype).min)
 
 
-ATTENTIONS = {RAGGED_ATTENTION: ragged_attention, EXACT_ATTENTION: exact_attention}
+ATTENTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
+    RAGGED_ATTENTION: ragged_attention, EXACT_ATTENTION: partial(ragged_attention, exact=True),
+}  # fmt: skip
 for _name, _function in ATTENTIONS.items():
     AttentionInterface.register(_name, _function)
     # Masks arrive ready made. Without this entry transformers takes an unknown backend to need no mask at all and

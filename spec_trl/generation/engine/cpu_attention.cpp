@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_tiles.h"
+#include "../../cpu_tiles.h"
 
 struct Bfloat16 {
   uint16_t bits;

@@ -187,7 +187,7 @@ class _DecoderLayer(_Fused):
         after = [getattr(part, name, None) for part, name in ((attention, "attn_sub_norm"), (mlp, "ffn_sub_norm"))]
         norms = [self.input_layernorm, *heads, after[0], self.post_attention_layernorm, after[1]]
         ours = all(norm is None or isinstance(norm, _Norm) for norm in norms)
-        patched = any("forward" in vars(part) for part in (attention, mlp, mlp.act_fn))
+        patched = "forward" in vars(mlp.act_fn)
         return norms if ours and not patched and attention.config._attn_implementation == RAGGED_ATTENTION else None
 
 

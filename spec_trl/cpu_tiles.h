@@ -109,4 +109,6 @@ static void transpose(Words* rows) {
     }
   if constexpr (HALF > 1) transpose<HALF / 2>(rows);
 }
+#else
+[[maybe_unused]] static bool has_tiles() { return false; }
 #endif
