@@ -114,9 +114,13 @@ def fresh() -> LlamaForCausalLM:
 @pytest.fixture(scope="session")
 def tiny_assistant(tiny: LlamaForCausalLM) -> LlamaForCausalLM:
     """The target with a little noise on its weights: agrees often, not always."""
-    assistant = tiny_llama()
+    return add_noise(tiny_llama())
+
+
+def add_noise(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """`model`, whose weights have a little noise now."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in assistant.parameters():
+        for parameter in model.parameters():
             parameter += 0.01 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return assistant
+    return model
