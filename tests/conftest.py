@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from spec_trl.native_code import compiler
+
 
 TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2]))
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -88,6 +90,10 @@ def story_tokenizer() -> AutoTokenizer:
     return AutoTokenizer.from_pretrained(STORY_MODEL, padding_side="left")
 
 
+WIDE: dict[str, int] = dict(hidden_size=192)
+"""Of models whose bits are compared: sums of few numbers would hide in which order they are."""
+
+
 def tiny_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
     """A random float64 Llama of two layers with logits sharp enough that drafts are accepted now and then."""
     torch.manual_seed(seed)
@@ -103,6 +109,14 @@ def tiny_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
 def tiny() -> LlamaForCausalLM:
     """A target that no test may change."""
     return tiny_llama()
+
+
+@pytest.fixture(scope="session", params=[torch.float32, torch.bfloat16], ids=str)
+def narrow(request: pytest.FixtureRequest) -> LlamaForCausalLM:
+    """A target in a dtype in which the order of a sum shows, and wide enough for that. No test may change it."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler: attention reads masks, whose sums depend on the batch")
+    return tiny_llama(**WIDE).to(request.param)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from spec_trl.generation.engine.statistics import DraftCounts, SpeculationStatis
 from spec_trl.generation.engine.verification import Proposal
 from spec_trl.native_code import compiler
 from spec_trl.scheduling.control import Chain
-from tests.conftest import add_noise, tiny_llama
+from tests.conftest import WIDE, add_noise, tiny_llama
 from tests.generation import grammars
 from tests.generation.calls import Alternate, EndByPrefix, generate, outputs, pad_left, plain_decoding, random_rows
 from tests.generation.conftest import Make, maker, write_checkpoints
@@ -227,12 +227,12 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 @pytest.fixture(scope="module")
 def targets(tiny, drafters, tmp_path_factory: pytest.TempPathFactory) -> Targets:
-    """A target in each dtype, and what makes drafters for it. Those of `NARROW` are wider: sums of few numbers would
-    hide in which order they are."""
-    found, wide = {torch.float64: (tiny, drafters)}, dict(hidden_size=192)
+    """A target in each dtype, and what makes drafters for it."""
+    found = {torch.float64: (tiny, drafters)}
+    folders = write_checkpoints(tmp_path_factory.mktemp("wide"), **WIDE)
     for dtype in NARROW:
-        model, assistant = tiny_llama(**wide).to(dtype), add_noise(tiny_llama(**wide)).to(dtype)
-        found[dtype] = model, maker(model, assistant, write_checkpoints(tmp_path_factory.mktemp("narrow"), **wide))
+        model, assistant = tiny_llama(**WIDE).to(dtype), add_noise(tiny_llama(**WIDE)).to(dtype)
+        found[dtype] = model, maker(model, assistant, folders)
     return found
 
 
