@@ -1,6 +1,8 @@
-"""The whole identity grid in float64: every strategy, draft length, batch size and sampling against "none".
+"""The whole identity grid: every strategy, draft length, batch size and sampling against "none".
 
-Any mismatch is a failure (design: exact verification is token-identical), so the exit status says the result.
+A row is identical where its tokens are, and where the model is exact (`statistics.exact`), each bit of their
+log-probabilities. Any mismatch is a failure, but of tokens in float32 and bfloat16 where the model is not exact; the
+exit status says the result.
 
     python -m benchmarks.identity_grid --models ../shared/models/bit-stories3M ../shared/models/stories260K \\
         --assistant ../shared/models/stories260K
@@ -19,12 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import spec_trl  # noqa: F401
 
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
-from .models import load_model
+from .models import DTYPES, load_model
 from .workload import Workload, prompt_source
 
 
 NONE = '"none" with the same seed'
-STRATEGIES = ("self", "model", "ngram")
+STRATEGIES = ("self", "model", "ngram", "history")
 DRAFT_LENGTHS = (1, 3, 5, 8)
 BATCHES = (1, 7, 32)
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -68,17 +70,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", required=True, help="folders, or shape:NAME")
     parser.add_argument("--assistant", required=True, help='folder of the small model for strategy "model"')
+    parser.add_argument("--dtypes", nargs="+", default=["float64", "float32", "bfloat16"], choices=list(DTYPES))
     parser.add_argument("--max-new-tokens", type=int, default=64, help="per row (default: %(default)s)")
     add_machine_arguments(parser, "identity_grid")
     parser.set_defaults(threads=1, device="cpu")
     arguments = parser.parse_args()
     machine = begin(arguments)
     cells: dict[str, dict[str, int]] = {}
-    grid = list(itertools.product(arguments.models, BATCHES, SAMPLINGS))
+    grid = list(itertools.product(arguments.models, arguments.dtypes, BATCHES, SAMPLINGS))
     with tqdm(total=len(grid) * len(STRATEGIES) * len(DRAFT_LENGTHS)) as bar:
-        for spec, batch, sampling in grid:
-            loaded = load_model(spec, torch.float64, "cpu", measured=False)
-            assistant = AutoModelForCausalLM.from_pretrained(arguments.assistant, dtype=torch.float64)
+        for spec, name, batch, sampling in grid:
+            loaded = load_model(spec, DTYPES[name], "cpu", measured=False)
+            assistant = AutoModelForCausalLM.from_pretrained(arguments.assistant, dtype=DTYPES[name])
             prompts = prompt_source(loaded, None, batch, seed=batch)
             inputs = Workload(prompts, arguments.max_new_tokens, 1.0, (), 0).padded(torch.device("cpu"))
 
@@ -87,20 +90,24 @@ def main() -> None:
             for strategy, draft_length in itertools.product(STRATEGIES, DRAFT_LENGTHS):
                 more = {"assistant_model": assistant} if strategy == "model" else {}
                 output = run(strategy, draft_length, **more)
-                same = output.sequences.shape == reference.sequences.shape
-                equal = (output.sequences == reference.sequences).all(1).sum().item() if same else 0
-                cell = cells.setdefault(f"{loaded.facts['model']}, {strategy}", dict(rows=0, identical=0, tokens=0))
+                exact, same = output.statistics.exact, output.sequences.shape == reference.sequences.shape
+                equal = (output.sequences == reference.sequences).all(1) if same else torch.zeros(batch).bool()  # [B]
+                if same and exact is True:
+                    equal &= (output.logprobs == reference.logprobs).all(1)
+                what = f"{loaded.facts['model']}, {name}, {strategy}"
+                cell = cells.setdefault(what, dict(rows=0, identical=0, tokens=0, accepted=0, failed=0))
                 cell["rows"] += batch
-                cell["identical"] += int(equal)
+                cell["identical"] += int(equal.sum())
                 cell["tokens"] += output.statistics.tokens
-                cell["accepted"] = cell.get("accepted", 0) + output.statistics.total.accepted
+                cell["accepted"] += output.statistics.total.accepted
+                cell["failed"] += int((~equal).sum()) if exact is True or name == "float64" else 0
                 bar.update()
     axes = f"draft length {DRAFT_LENGTHS} x batch {BATCHES} x {list(SAMPLINGS)}, {arguments.max_new_tokens} new tokens"
     result = {"options": shown(arguments), "axes": axes, "cells": cells}
-    title = "Identity in float64: the whole grid"
-    setup = f"Exact verification, {axes}."
+    title = "Identity: the whole grid"
+    setup = f"Exact verification, {axes}. Tokens are compared, and where a model is exact the bits of log-probabilities."
     write_result(arguments.output, "lossless", title, setup, machine, findings(result), result)
-    raise SystemExit(any(cell["rows"] != cell["identical"] for cell in cells.values()))
+    raise SystemExit(any(cell["failed"] for cell in cells.values()))
 
 
 if __name__ == "__main__":

@@ -39,8 +39,9 @@ NEW = 24
 ROWS = random_rows((5, 1, 9, 12, 3, 9))
 ROWS += [ROWS[2]] * 2  # three copies of one prompt
 Answers = list[tuple[list[int], list[float]]]
-Targets = dict[torch.dtype, tuple[LlamaForCausalLM, Make]]
-NARROW = [torch.float32, torch.bfloat16] if compiler() else []  # without one attention reads masks, and is not exact
+Targets = dict[str, tuple[LlamaForCausalLM, Make]]
+# Dtypes of targets whose bits are compared; "autocast": float32 weights. Without a compiler attention reads masks.
+EXACT = ["float32", "bfloat16", "autocast"] if compiler() else []
 
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -152,7 +153,7 @@ class Scenario:
     """One generation.
 
     Args:
-        dtype: of the target.
+        dtype: "float64", or of `EXACT`.
         rows: of `ROWS`, in the order of the batch; their places there are their request ids.
         split: the rows before it are one call, the others another.
         capacity: rows in flight at most.
@@ -168,7 +169,7 @@ class Scenario:
         fault: of one drafter.
     """
 
-    dtype: torch.dtype
+    dtype: str
     rows: tuple[int, ...]
     split: int
     capacity: int
@@ -204,9 +205,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         fault = Fault(draw(st.integers(0, len(names) - 1)), method, draw(st.integers(1, 3)), trouble)
     rounds = tuple(map(tuple, draw(st.lists(st.lists(chain, max_size=4), min_size=1, max_size=4))))
     plans = draw(st.sampled_from([None, rounds, rounds, rounds]))
-    dtype = draw(st.sampled_from([torch.float64, torch.float64, *NARROW]))
+    dtype = draw(st.sampled_from(["float64", "float64", *EXACT]))
     is_capturable = fault is None or fault.trouble not in OF_NETWORK  # what is not says so in a warning of its own
-    is_capturable = is_capturable and dtype == torch.float64  # a tape hears torch alone, whose sums are not exact
+    is_capturable = is_capturable and dtype == "float64"  # a tape hears torch alone, whose sums are not exact
     return Scenario(
         dtype=dtype,
         rows=tuple(rows),
@@ -228,34 +229,41 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 @pytest.fixture(scope="module")
 def targets(tiny, drafters, tmp_path_factory: pytest.TempPathFactory) -> Targets:
     """A target in each dtype, and what makes drafters for it."""
-    found = {torch.float64: (tiny, drafters)}
+    found = {"float64": (tiny, drafters)}
     folders = write_checkpoints(tmp_path_factory.mktemp("wide"), **WIDE)
-    for dtype in NARROW:
+    for name in EXACT:
+        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
         model, assistant = tiny_llama(**WIDE).to(dtype), add_noise(tiny_llama(**WIDE)).to(dtype)
-        found[dtype] = model, maker(model, assistant, folders)
+        found[name] = model, maker(model, assistant, folders)
     return found
+
+
+def autocast_of(dtype: str) -> torch.autocast:
+    """In which a target of this dtype generates."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast")
 
 
 @pytest.fixture(scope="module")
 def plain(targets: Targets) -> Callable[..., tuple[Answers, list[int]]]:
-    """Tokens and logprobs of all `ROWS`, and the EOS ids that end them: by :func:`plain_decoding`, or in `NARROW`,
-    where these would have other bits, by "none"."""
+    """Tokens and logprobs of all `ROWS`, and the EOS ids that end them: by :func:`plain_decoding`, or in `EXACT`,
+    whose bits that has not, by "none"."""
 
     @functools.cache
-    def decode(dtype: torch.dtype, sampling: str, eos: tuple[int, ...]) -> Answers:
+    def decode(dtype: str, sampling: str, eos: tuple[int, ...]) -> Answers:
         model, _ = targets[dtype]
         options = dict(do_sample=True, top_k=0, max_new_tokens=NEW, pad_token_id=0, eos_token_id=list(eos) or None)
-        _, own = sampling_options(sampling, range(len(ROWS)), lenient=dtype == torch.float64)
-        if dtype == torch.float64:
+        _, own = sampling_options(sampling, range(len(ROWS)), lenient=dtype == "float64")
+        if dtype == "float64":
             found = model.generate(**pad_left(ROWS, WIDTH), custom_generate=plain_decoding, **(options | own))
             return list(zip(*found, strict=True))
-        result = generate(model, pad_left(ROWS, WIDTH), **(options | own))
+        with autocast_of(dtype):
+            result = generate(model, pad_left(ROWS, WIDTH), **(options | own))
         assert result.statistics.exact is True
         texts = outputs(result)
         return [(text, own[: len(text)]) for text, own in zip(texts, result.logprobs.tolist(), strict=True)]
 
     def find(
-        sampling: str, places: tuple[tuple[int, int], ...], dtype: torch.dtype = torch.float64
+        sampling: str, places: tuple[tuple[int, int], ...], dtype: str = "float64"
     ) -> tuple[Answers, list[int]]:
         always = {grammars.EOS} if sampling.startswith("grammar") else set()
         texts = [tokens for tokens, _ in decode(dtype, sampling, tuple(always))]
@@ -298,7 +306,7 @@ def test_controls_that_listen(
     answers, eos = plain(sampling, ((0, 9), (3, 20)))
     names = ("half right", "history", "self", "model", "ngram")
     scenario = Scenario(
-        torch.float64, tuple(range(len(ROWS))), 0, capacity, NEW, sampling, ((0, 9), (3, 20)), names, rounds,
+        "float64", tuple(range(len(ROWS))), 0, capacity, NEW, sampling, ((0, 9), (3, 20)), names, rounds,
         listened=3, prefill=(1024, 8192), captured=False, pages=0, fault=None,
     )  # fmt: skip
     control = check(scenario, scenario.rows, answers, eos, tiny, drafters)
@@ -321,7 +329,7 @@ def check(
     control = Plans(len(members), scenario.rounds) if scenario.rounds else Planned(members)
     control.listens_to, control.most_listened = lookups if scenario.listened else (), scenario.listened
     trie, options = sampling_options(scenario.sampling, rows)
-    with warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as warned, autocast_of(scenario.dtype):
         warnings.simplefilter("always")
         result = generate(
             model,
@@ -340,7 +348,7 @@ def check(
             starts = [tokens[:count] for tokens in texts for count in range(NEW + 1)]
             assert all(output in starts for _, output in trie.shown), "shown a draft that the target did not take"
     assert outputs(result) == [tokens[: scenario.new_tokens] for tokens in texts]
-    is_exact = scenario.dtype in NARROW
+    is_exact = scenario.dtype in EXACT
     assert result.statistics.exact is (True if is_exact else None)
     for row, (_, logprobs) in enumerate(expected):
         own = torch.tensor(logprobs[: scenario.new_tokens])
