@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
     pytest.mark.filterwarnings("ignore:.*of the drafter stay dense"),
 ]
-ROWS = random_rows([5, 11, 1, 7, 3])
+ROWS = random_rows([5, 27, 1, 7, 3])
 ROWS += [ROWS[1]] * 3  # copies, of which some come when others are under way
 DTYPES = [torch.float32, torch.bfloat16]
 FAMILIES = [
@@ -34,7 +34,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], slice]] = {
     "lookups": ("history", dict(draft_length=5), {}, slice(None)),
     "a race": ("best_of_n", dict(best_of_n_drafters=["self", "ngram"]), {}, slice(None)),
     "one row at a time": ("none", dict(max_batch_size=1), {}, slice(None)),
-    "a copy that drafts ahead": ("self", dict(decoupled_execution="always"), {}, slice(None)),
     "rows that wait": ("self", dict(max_batch_size=2, draft_length=5), {}, slice(None)),
     "a row alone": ("none", {}, {}, slice(0, 1)),
     "a row alone, with drafts": ("ngram", dict(draft_length=5), {}, slice(1, 2)),
@@ -42,7 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], slice]] = {
 
 
 def run(model: PreTrainedModel, strategy: str, config: dict[str, Any], rows: slice, **options: Any) -> Any:
-    prompts, ids = pad_left(ROWS, 14), list(range(len(ROWS)))[rows]
+    prompts, ids = pad_left(ROWS), list(range(len(ROWS)))[rows]
     own = {name: value[rows] for name, value in prompts.items()}
     return generate(model, own, strategy, config, request_ids=ids, max_new_tokens=20, **options)
 
@@ -63,14 +62,15 @@ def check(model: PreTrainedModel, sampling: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits(family: str, dtype: torch.dtype) -> None:
-    sizes = {} if "moe" in family or family in ("mixtral", "gpt_oss") else WIDE
+    sizes = {} if "moe" in family or family in ("mixtral", "gpt_oss") else dict(hidden_size=WIDE["hidden_size"])
     check(build(family, **sizes).to(dtype), {})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sampling", [dict(do_sample=False), dict(temperature=0.7, top_k=20, top_p=0.9)], ids=str)
 def test_bits_of_other_distributions(sampling: dict[str, Any], dtype: torch.dtype) -> None:
-    check(tiny_llama(**WIDE).to(dtype), sampling)
+    # Attention reads heads of 96 in blocks of 32 columns, and a row comes from its first to its second.
+    check(tiny_llama(**WIDE | dict(num_attention_heads=2)).to(dtype), sampling)
 
 
 class _Odd(nn.Module):

@@ -230,11 +230,12 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 def targets(tiny, drafters, tmp_path_factory: pytest.TempPathFactory) -> Targets:
     """A target in each dtype, and what makes drafters for it."""
     found = {"float64": (tiny, drafters)}
+    heads = dict(num_attention_heads=2)  # of 96, which attention reads in blocks of 32 columns: rows are longer
     folders = write_checkpoints(tmp_path_factory.mktemp("wide"), **WIDE)
     for name in EXACT:
         dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-        model, assistant = tiny_llama(**WIDE).to(dtype), add_noise(tiny_llama(**WIDE)).to(dtype)
-        found[name] = model, maker(model, assistant, folders)
+        model, assistant = (tiny_llama(**WIDE | heads).to(dtype) for _ in range(2))
+        found[name] = model, maker(model, add_noise(assistant), folders)
     return found
 
 
