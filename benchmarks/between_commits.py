@@ -3,7 +3,7 @@
 One process per version holds a model, and only one of them runs at a time. Rows have random prompts of one length and
 generate a fixed number of tokens, so that both versions do the same work.
 
-    python -m benchmarks.between_commits fb4fef4 --models ../shared/models/SmolLM2-135M-Instruct --output exact_cost.json
+    python -m benchmarks.between_commits fb4fef4 --models ../shared/models/SmolLM2-135M-Instruct
 """
 
 import argparse
@@ -140,7 +140,7 @@ def main() -> None:
     add("commit", help="the earlier commit")
     add("--models", nargs="+", required=True, metavar="FOLDER", help="checkpoints of transformers")
     add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float64"])
-    add("--strategies", nargs="+", default=["none", "self"], help="generate is transformers' own (default: %(default)s)")
+    add("--strategies", nargs="+", default=["none", "self"], help="generate: no spec_trl (default: %(default)s)")
     add("--rows", nargs="+", type=int, default=[1, 4, 16], help="(default: %(default)s)")
     add("--tokens", type=int, default=32, help="that a row generates (default: %(default)s)")
     add("--prompt-tokens", type=int, default=1000, help="of long prompts (default: %(default)s)")
@@ -162,9 +162,9 @@ def main() -> None:
                 cells += measure(Path(folder), str(Path(model).resolve()), dtype, options)
     write_result(
         options.output, "rollouts", f"This checkout against {options.commit}",
-        f"Random prompts, {options.tokens} tokens a row, T = 1, γ = {options.draft_length} in every round of a strategy "
-        f"that drafts. Earlier over later seconds of {options.repeats} neighbouring calls (processor seconds and ten "
-        "times as many for one token): median, lowest and highest.",
+        f"Random prompts, {options.tokens} tokens a row, T = 1, γ = {options.draft_length} in every round of what "
+        f"drafts. Earlier over later seconds of {options.repeats} neighbouring calls (processor seconds and ten times "
+        "as many for one token): median, lowest and highest.",
         machine, findings(cells), {"options": shown(options), "cells": cells},
     )  # fmt: skip
 

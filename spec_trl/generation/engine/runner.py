@@ -181,7 +181,8 @@ class EagerRunner:
         after them: as all prompts are read, for a step would sum in another order."""
         late = [row for row in admission.followers if admission.begun[row] == row]
         logits = list[Tensor | None]()
-        for is_short, group in groupby(range(min(late, default=0), max(late, default=-1) + 1), partial(_is_short, rows)):
+        span = range(late[0], late[-1] + 1) if late else ()
+        for is_short, group in groupby(span, partial(_is_short, rows)):
             between = list(group)
             first, last = between[0], between[-1] + 1
             positions = rows.lengths[first:last, None] - 1  # [n, 1]
