@@ -81,7 +81,7 @@ def profiled(
     part: Part, bench: _Bench, batch: int, length: int, gamma: int, trace: Path | None = None
 ) -> dict[str, Any]:
     """One cell: timed without the profiler, then recorded by it. `trace`: where a few rounds are kept."""
-    log = bench._rollout._log
+    log = bench._rollout.record.log
     list(bench.rounds(batch, length, gamma, 0.0, warm_ups=CAPTURE_AFTER))
     plain = sum(seconds for _, seconds in bench.rounds(batch, length, 0, 0.3, warm_ups=1)) if gamma == 0 else None
     before = log.rounds

@@ -63,9 +63,9 @@ def sampling(part: Part, bench: _Bench, batch: int, length: int) -> dict[str, An
 
     The phase of acceptance ends when the host has read the round's tokens, so the share is an upper bound.
     """
-    before = bench._rollout.phase_seconds()
+    before = bench._rollout.record.phase_seconds()
     seconds = [value for _, value in bench.rounds(batch, length, 0, SECONDS, warm_ups=0)]
-    after = bench._rollout.phase_seconds()
+    after = bench._rollout.record.phase_seconds()
     phases = {name: value - before.get(name, 0.0) for name, value in after.items()}
     whole = sum(phases.values())
     return {
@@ -111,7 +111,7 @@ def with_head(
         "kernels": sorted(
             {layer.packed.name for layer in drafter.quantized.layers.values() if isinstance(layer, QuantizedLinear)}
         ),
-        "graphs": bench._rollout._target.captured,
+        "graphs": bench._rollout.target.captured,
         "ratios": {
             batch: {
                 "T_q / T_p": cells["draft"][batch] / target if batch in cells.get("draft", {}) else None,
