@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 from spec_trl import SpeculativeConfig
 from spec_trl.generation.drafters.history import HistoryDrafter
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.generation.drafters.self_copy import self_drafter_of
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.drafters.small_model import SmallModelDrafter, load_assistant
 from spec_trl.generation.engine.drafter import Drafter
 from spec_trl.scheduling.control import Control
@@ -78,7 +78,7 @@ def make_subject(target: str, options: argparse.Namespace) -> Subject:
     model = loaded.model
     end_tokens(loaded, ignore_eos=True)
     drafters: dict[str, Drafter] = {
-        "self": self_drafter_of(model, "rtn-w4-g128", "auto", "auto"),
+        "self": SelfDrafter(model, "rtn-w4-g128"),
         "history": empty_history(),
         "ngram": NgramDrafter(SpeculativeConfig.ngram_size),
     }

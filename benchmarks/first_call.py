@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from spec_trl.generation.configuration import STRATEGIES
+from spec_trl.generation.registry import strategies
 
 from .calls import forget, ratios, rotated, sampling
 from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
@@ -112,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--models", nargs="+", default=TARGETS, metavar="MODEL,DTYPE", help="folder, wide:FOLDER*k, shape:NAME; dtype")
-    add("--strategies", nargs="+", default=["self"], choices=[name for name in STRATEGIES if name != NONE])
+    add("--strategies", nargs="+", default=["self"], choices=[name for name in strategies() if name != NONE])
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy (%(default)s)")
     add("--batch", type=int, nargs="+", default=[1, 4], help="rows (default: %(default)s)")
     add("--new-tokens", type=int, default=96, help="per row (default: %(default)s)")

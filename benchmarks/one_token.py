@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from spec_trl.generation.configuration import STRATEGIES
+from spec_trl.generation.registry import strategies
 
 from .calls import rotated
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
@@ -85,7 +85,7 @@ def main() -> None:
     add = parser.add_argument
     add("--layers", type=int, nargs="*", default=[2, 28], help="of random Llamas, 64 wide (default: %(default)s)")
     add("--models", nargs="*", default=[], metavar="MODEL", help="in float32: folder, wide:FOLDER*k, shape:NAME")
-    add("--strategies", nargs="+", default=["none", "self", "auto"], choices=STRATEGIES)
+    add("--strategies", nargs="+", default=["none", "self", "auto"], choices=strategies())
     add("--calls", type=int, default=100, help="of each way (default: %(default)s)")
     add("--prompt-tokens", type=int, default=16, help="(default: %(default)s)")
     add_machine_arguments(parser, "one_token")

@@ -27,10 +27,10 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 import spec_trl
 from spec_trl.generation import kept
-from spec_trl.generation.configuration import STRATEGIES
-from spec_trl.generation.drafters.self_copy import self_drafter_of
+from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import keep_drafters
 from spec_trl.generation.engine.statistics import DraftCounts
+from spec_trl.generation.registry import strategies
 
 from .calls import forget, ratios, sampling, way
 from .measure import (
@@ -172,7 +172,7 @@ def ours(
 
 def max_packed_rows(model: PreTrainedModel, config: spec_trl.SpeculativeConfig) -> int:
     """Rows up to which the self-drafter drafts."""
-    drafter = self_drafter_of(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
+    drafter = SelfDrafter.make(model, None, config)
     keep_drafters(model, [drafter])  # the run's own calls will ask for it
     return drafter.max_rows
 
@@ -357,7 +357,7 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
     add("--assistant", help="folder of a small model, for strategy model and assisted")
-    add("--strategies", nargs="+", default=["none", "self"], choices=STRATEGIES)
+    add("--strategies", nargs="+", default=["none", "self"], choices=strategies())
     add(
         "--baselines", nargs="*", default=["generate", "continuous", "assisted"],
         choices=["generate", "continuous", "assisted"], help="of transformers; assisted runs with --assistant only",

@@ -42,7 +42,7 @@ class Completion:
     logprobs: Tensor | None
 
 
-class RolloutRecord:
+class Record:
     """The record of a rollout of `requests` under `strategy`, with drafters of these `names`.
 
     Attributes:

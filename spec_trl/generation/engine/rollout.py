@@ -25,7 +25,7 @@ from .noise_ahead import NoiseAhead
 from .outcome import Outcome
 from .overheard import Overheard
 from .processors import LogitsPipeline
-from .record import Completion, RolloutRecord
+from .record import Completion, Record
 from .request_queue import RequestQueue
 from .rows import Rows
 from .runner import EagerRunner
@@ -68,7 +68,7 @@ class Rollout:
         self.drafters = GuardedDrafters(drafters, control.drop)
         self.control = self._own_control = control
         self.want_logprobs = want_logprobs
-        self.record = RolloutRecord(strategy, queue.requests, self.drafters.names, rows.tokens.device)
+        self.record = Record(strategy, queue.requests, self.drafters.names, rows.tokens.device)
         self._pipeline, self._stopping = pipeline, stopping
         self._do_sample, self._rejection = do_sample, rejection and do_sample
         self._on_tokens, self._kv_room = on_tokens, room
