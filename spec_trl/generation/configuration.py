@@ -227,7 +227,7 @@ class SpeculativeConfig:
             )
         if self.sd_toggle == "measured" and not Path(path).is_file():
             raise ValueError(
-                f'roofline_profile={path!r} is no file that exists; correct the path, or set sd_toggle="roofline", '
+                f'roofline_profile={path!r} does not exist; correct the path, or set sd_toggle="roofline", '
                 "which calibrates and writes it."
             )
         if not Path(path).parent.is_dir() or Path(path).is_dir():

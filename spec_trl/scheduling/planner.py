@@ -23,7 +23,7 @@ from .plain_decoding import PlainRounds
 
 SHARE = 0.005  # of a rollout's time that each may take: planning, and each lookup that drafts beside rounds
 CARRIED = 1.0  # autoregressive rounds of the account that pass on to the next rollout, which may be short
-KNOWN = 0.05  # variance of an arm's log seconds beside plain rounds' up to which what it gains is credited in full
+KNOWN = 0.05  # variance of log(arm / plain seconds) above which gains are discounted
 CAUTION = 1.5  # sds by which a plan may turn out worse than expected where its worst case is asked for
 
 
@@ -51,7 +51,7 @@ class Planner(Control):
         margin: ε of ER Eq. 3: log gain, about, from which drafting begins.
         race: whether rows may get chains of two drafters.
         budget: most tokens of a race's verification, all rows together; None: as many as pay.
-        clock: seconds, by which a plan's making is timed; one that stands still has each round planned.
+        clock: seconds; limits planning time. A constant clock plans every round.
     """
 
     def __init__(

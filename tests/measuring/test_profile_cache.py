@@ -117,7 +117,7 @@ def test_wrong_files_are_errors_before_any_work(
     path.write_text("{")
     with pytest.raises(ValueError, match="broken.json is not a valid roofline profile"):
         find(roofline_profile=str(path))
-    with pytest.raises(ValueError, match="roofline_profile='.*absent.json' is no file that exists"):
+    with pytest.raises(ValueError, match="roofline_profile='.*absent.json' does not exist"):
         find(toggle="measured", roofline_profile=str(tmp_path / "absent.json"))
     assert calibrations == []
     with pytest.warns(UserWarning, match="shape is 'another' there.*Calibrating again"):

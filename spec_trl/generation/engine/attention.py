@@ -77,7 +77,7 @@ class MaskPlan:
 
     @property
     def unmasked_window(self) -> int | None:
-        """A window that no mask has, though transformers' cache keeps to it, and forgets what lies before."""
+        """Sliding window that transformers applies by truncating its cache, not in the mask."""
         return self.sliding_window or None if self.layer_types == (FULL,) and not self.per_type else None
 
     def spans(
@@ -90,8 +90,8 @@ class MaskPlan:
         long the rows, so that a captured forward serves every length.
 
         A `table` of pages (`PagedCache.table_to_read`, `[B, pages]` int32, an even number) follows the queries, two
-        pages in the place of one query's columns: `[B, 1, q + pages / 2, 2]`. Families hand masks on to attention, and
-        nothing else as surely.
+        pages in the place of one query's columns: `[B, 1, q + pages / 2, 2]`. The table
+        travels inside the mask, since the mask is the only argument that every family passes on to attention.
 
         `places` of :meth:`build` make `[B, 1, q, 4]`: the first and the last position that each query sees, and from
         which column on, and by how much, a position's column lies further than its number.

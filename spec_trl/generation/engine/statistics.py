@@ -169,8 +169,8 @@ def slowest(timelines: Sequence[RequestTimeline], count: int) -> list[RequestTim
 
 
 def thin(changes: list[Any], most: int, when: int) -> None:
-    """Makes one of two spells while there are more than `most` `changes`; the one that goes on is not among them. The
-    field `when` of a change is its round; what was changed comes after it."""
+    """Merges the two shortest neighbouring spans until `most` of `changes` remain. The open span is never merged. The
+    field `when` of a change is its round; the fields after it are what changed."""
     while len(changes) > most:
         at = min(range(1, len(changes) - 1), key=lambda at: changes[at + 1][when] - changes[at - 1][when])
         one, other, ended = changes[at - 1 : at + 2]

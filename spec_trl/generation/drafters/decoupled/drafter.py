@@ -154,7 +154,7 @@ class DecoupledDrafter(Drafter):
         if self._plans is None:
             return torch.full((self._active,), most), torch.zeros(self._active, dtype=torch.bool)
         own = [self._plans.of(request) for request in self.session.rows.indices]
-        # Of what a coupled request drafts, the first stands beside the token that is decoded meanwhile.
+        # Coupled requests draft one more: their first draft token coincides with the token being decoded.
         window = torch.tensor([min(plan.window + (plan.mode == "coupled"), most) for plan in own])
         return window, torch.tensor([plan.mode == "coupled" for plan in own])
 

@@ -179,7 +179,7 @@ class DistilledDrafter(Drafter):
         if not self._is_due():
             return
         if logits.is_cuda:
-            torch.cuda.synchronize(logits.device)  # the verification's time is none of learning's
+            torch.cuda.synchronize(logits.device)  # so that verification is not counted as learning
         started = time.perf_counter()
         if self.learner is None:
             self.learner = self._learner_for(self.session)
