@@ -147,8 +147,8 @@ class Control(ABC):
     def overheard(
         self, which: int, requests: Sequence[int], accepted: Sequence[int], attempted: Sequence[int]
     ) -> None:
-        """Records the acceptance of unverified drafts of candidate `which`, judged by the committed text of `requests`:
-        of `attempted` tokens `accepted` were right."""
+        """Records the acceptance of unverified drafts of candidate `which`, judged by the text of `requests`: of
+        `attempted` tokens `accepted` were right."""
         return
 
     def further_method(

@@ -28,7 +28,7 @@ class RequestQueue:
         return self._own[0] if self._own else None
 
     def take(self, free: int, active: int) -> list[Request]:
-        """Returns up to `free` requests to start now, next to the `active` rows. No request while `active` is 0 ends the
+        """Returns up to `free` requests to start now, next to `active` rows. No request while `active` is 0 ends the
         rollout."""
         taken, self._own = self._own[:free], self._own[free:]
         self.waiting = len(self._own)
