@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_trl.cli.options import positive, table, whole_numbers
-from spec_trl.scheduling.roofline import require_number
+from spec_trl.efficient_rollout.roofline import require_number
 
 
 BYTES = 2  # of a 16-bit weight or activation

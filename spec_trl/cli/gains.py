@@ -9,13 +9,13 @@ from statistics import fmean, median
 import torch
 from transformers import PreTrainedModel
 
+from ..efficient_rollout.profile import Profile
+from ..efficient_rollout.toggle import predicted_speedup
 from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
 from ..generation.engine.statistics import SpeculationStatistics
 from ..generation.strategies import make_drafters, roofline_rounds
-from ..scheduling.profile import Profile
-from ..scheduling.toggle import predicted_speedup
 from .near_ties import NOISE_PROMPT, distance, measure_logit_noise, reference_scores
 from .prompts import pad_left
 

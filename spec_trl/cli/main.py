@@ -11,6 +11,15 @@ from typing import Any, NoReturn
 from .arguments import COMMANDS
 
 
+MODULES = {
+    "bench": "spec_trl.cli.bench",
+    "calibrate": "spec_trl.efficient_rollout.commands.calibrate",
+    "validate": "spec_trl.efficient_rollout.commands.validate",
+    "predict": "spec_trl.efficient_rollout.commands.predict",
+    "plot": "spec_trl.efficient_rollout.commands.plot",
+    "report": "spec_trl.cli.report",
+    "simulate": "spec_trl.specactor.commands.simulate",
+}
 _VERSIONED = ("spec_trl", "transformers", "torch", "trl")
 
 
@@ -61,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            import_module(f".{arguments.command}", __package__).run(arguments)
+            import_module(MODULES[arguments.command]).run(arguments)
             return 0
         except ValueError as error:
             message = str(error)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..efficient_rollout.draft_length import expected_block_efficiency
 from ..generation.configuration import NEED_ASSISTANT, OPTIONS, SpeculativeConfig
-from ..scheduling.draft_length import expected_block_efficiency
 
 
 MARGIN = SpeculativeConfig.sd_margin

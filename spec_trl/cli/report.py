@@ -11,12 +11,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ..efficient_rollout.commands.boundary import (
+    block_efficiency_of_run,
+    points_of_run,
+    points_of_sweep,
+    toggle_boundary,
+)
+from ..efficient_rollout.profile import Profile
 from ..json_files import write_atomically
-from ..scheduling.profile import Profile
 from ..trainers.run_log import Run, read_run
 from ..trainers.verdict import verdict_of
 from . import figures
-from .boundary import block_efficiency_of_run, points_of_run, points_of_sweep, toggle_boundary
 from .figures import Drawing
 from .plan_figure import plans_over_rounds
 from .timeline_figure import timeline_of_run

@@ -10,8 +10,15 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..scheduling.draft_length import MAX_DRAFT_LENGTH
-from .value_checks import did_you_mean, require_bool, require_choice, require_folder_or_id, require_int, require_number
+from ..efficient_rollout.draft_length import MAX_DRAFT_LENGTH
+from ..value_checks import (
+    did_you_mean,
+    require_bool,
+    require_choice,
+    require_folder_or_id,
+    require_int,
+    require_number,
+)
 
 
 Strategy = Literal["none", "self", "model", "ngram", "history", "eagle3", "dflash", "tts", "auto", "best_of_n"]

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.profile_cache import find_profile
-from ..scheduling.affine_times import affine_times
-from ..scheduling.decoupled_plan import plan_of_machine
-from ..scheduling.reconfiguration import RequestPlans
+from ..efficient_rollout.profile_cache import find_profile
+from ..specactor.affine_times import affine_times
+from ..specactor.decoupled_plan import plan_of_machine
+from ..specactor.reconfiguration import RequestPlans
 from . import kept
 from .configuration import SpeculativeConfig
 from .drafters.decoupled.drafter import DecoupledDrafter

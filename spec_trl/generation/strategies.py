@@ -9,16 +9,17 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..efficient_rollout.profile import Profile
+from ..efficient_rollout.roofline import Roofline
+from ..efficient_rollout.toggle import RooflineToggle
 from ..measuring.known_rounds import KnownRounds, find_known_rounds
 from ..quantization.kernels import PackedWeight
 from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
-from ..scheduling.ladder import Ladder
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 from ..scheduling.planner import Planner
-from ..scheduling.profile import Profile
-from ..scheduling.roofline import Roofline
 from ..scheduling.round_costs import LadderRounds, RooflineRounds
-from ..scheduling.toggle import RooflineToggle
+from ..specactor.ladder import Ladder
+from ..value_checks import require_folder_or_id
 from . import kept
 from .configuration import TAKE_ASSISTANT, SpeculativeConfig, check_strategy
 from .drafters.canvas import TrainableDrafter
@@ -33,7 +34,6 @@ from .drafters.tts.drafter import DistilledDrafter
 from .drafters.vocabulary import check_sizes
 from .engine.drafter import Drafter
 from .engine.shadow import structure
-from .value_checks import require_folder_or_id
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"

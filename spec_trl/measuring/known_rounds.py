@@ -10,14 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..efficient_rollout.fill_profile import profile_key
+from ..efficient_rollout.profile_cache import cache_directory
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
 from ..json_files import read_json, write_json
 from ..scheduling.ledger import Times
 from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
-from .fill_profile import profile_key
 from .probe import probe
-from .profile_cache import cache_directory
 
 
 PROBE_ERROR = 0.3

@@ -7,7 +7,7 @@ positions would say 7.1 at γ = 10. Two rates, 1/2 for the first token and 1 for
 
 from typing import NamedTuple
 
-from .draft_length import expected_block_efficiency
+from ..efficient_rollout.draft_length import expected_block_efficiency
 
 
 class Acceptance(NamedTuple):

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from ..specactor.assignment import YARDSTICK, further_method
+from ..specactor.ladder import NO_METHOD
 from .account import FAILED, INCOME, MOST_SAVED, Account, decision, first_trial, no_budget, promise, too_many_rows
 from .arms import PLAIN, Arm, Kept, Table
-from .assignment import YARDSTICK, further_method
 from .control import Candidate, Chain, Control, RoundSeconds, Tally
-from .ladder import NO_METHOD
 from .ledger import LEAST_SHARE, UNTRIED, Drafts, Floats, Kind, Times
 from .plain_decoding import PlainRounds
 

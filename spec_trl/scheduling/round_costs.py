@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .ladder import Ladder
-from .roofline import Roofline
+from ..efficient_rollout.roofline import Roofline
+from ..specactor.ladder import Ladder
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
+from ..efficient_rollout.fill_profile import profile_key
+from ..efficient_rollout.profile import Profile
+from ..efficient_rollout.profile_cache import find_profile
 from ..generation.engine.drafter import Drafter
-from ..measuring.fill_ladder import find_ladder
-from ..measuring.fill_profile import profile_key
-from ..measuring.profile_cache import find_profile
-from ..scheduling.ladder import Ladder, ladder_path
-from ..scheduling.profile import Profile
+from ..specactor.fill_ladder import find_ladder
+from ..specactor.ladder import Ladder, ladder_path
 from .spec_grpo_config import SpecGRPOConfig
 
 

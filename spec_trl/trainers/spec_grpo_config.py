@@ -9,6 +9,7 @@ from torch import nn
 from trl import GRPOConfig
 
 from ..drafter_training.adaptation import ADAPTABLE
+from ..efficient_rollout.draft_length import DraftLengthController
 from ..generation.configuration import (
     DECOUPLED,
     NEED_ASSISTANT,
@@ -21,7 +22,7 @@ from ..generation.configuration import (
     document,
 )
 from ..generation.option_use import check_use
-from ..generation.value_checks import (
+from ..value_checks import (
     did_you_mean,
     require_bool,
     require_choice,
@@ -29,7 +30,6 @@ from ..generation.value_checks import (
     require_int,
     require_number,
 )
-from ..scheduling.draft_length import DraftLengthController
 
 
 def option(default: Any, help: str) -> Any:

@@ -19,6 +19,9 @@ from ..distributed.lost_ranks import naming_the_remedy
 from ..distributed.shared_rollouts import Sampled, SharedRollouts, Turn
 from ..drafter_training.adaptation import ADAPTABLE, Adaptable, DrafterAdaptation, check_adaptation
 from ..drafter_training.adaptation import STATE_FILE as ADAPTATION_FILE
+from ..efficient_rollout.draft_length import DraftLengthController
+from ..efficient_rollout.fill_profile import hardware_name
+from ..efficient_rollout.profile import Profile
 from ..generation.configuration import CHOOSING
 from ..generation.drafters.history import HistoryDrafter
 from ..generation.drafters.tts.drafter import DistilledDrafter
@@ -26,13 +29,10 @@ from ..generation.engine.drafter import Drafter
 from ..generation.engine.requirements import policy_in
 from ..generation.engine.shadow import structure
 from ..generation.strategies import check_assistants, copy_again, make_control, make_drafters, policy_copies
-from ..measuring.fill_profile import hardware_name
 from ..measuring.known_rounds import KnownRounds, find_known_rounds
 from ..quantization.awq import ActivationStatistics
 from ..scheduling.control import Control
-from ..scheduling.draft_length import DraftLengthController
 from ..scheduling.planner import Planner
-from ..scheduling.profile import Profile
 from .checkpoint import DraftLengthState, RankState, RolloutState, find_checkpoint, only_for_speed
 from .collapse_alarm import CollapseAlarm
 from .kept_graphs import KeptGraphs

@@ -10,7 +10,7 @@ from spec_trl.scheduling.control import Candidate
 from spec_trl.scheduling.ledger import Drafts, Kind, Times
 from spec_trl.scheduling.planner import Planner
 from spec_trl.scheduling.round_costs import RooflineRounds
-from tests.scheduling.test_toggle import A100
+from tests.efficient_rollout.test_toggle import A100
 
 
 DRAFTING = {"self": 0.2, "model": 1.0, "ngram": 0.05}  # autoregressive rounds that a draft takes

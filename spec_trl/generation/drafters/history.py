@@ -9,12 +9,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from ...value_checks import require_int
 from ..engine.drafter import Drafter, DraftSession
 from ..engine.noise import RoundNoise
 from ..engine.outcome import Integers
 from ..engine.rows import Admission
 from ..engine.verification import Proposal
-from ..value_checks import require_int
 from .suffix_index import SuffixIndex
 
 

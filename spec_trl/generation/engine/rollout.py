@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...scheduling.control import Chain, Control, Tally
 from ...scheduling.plain_decoding import plain_rounds
-from ...scheduling.race_helper import RaceHelper
+from ...specactor.race_helper import RaceHelper
 from .cache import RowStates
 from .chains import Lanes, draft_lengths, is_one_chain
 from .counters import DraftCounter, PhaseTimer, RoundLog

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....scheduling.draft_length import MAX_DRAFT_LENGTH
-from ....scheduling.reconfiguration import RequestPlans
+from ....efficient_rollout.draft_length import MAX_DRAFT_LENGTH
+from ....specactor.reconfiguration import RequestPlans
 from ...engine.drafter import Drafter, DraftSession
 from ...engine.noise import RoundNoise
 from ...engine.outcome import Integers
@@ -34,7 +34,7 @@ class DecoupledDrafter(Drafter):
 
     One rule covers all of it: drafts stay as far as they follow the committed text. So it does not matter which
     drafts were verified, and another drafter's, or none, may have been. In the paper's period 3 the verifier waits for
-    the drafter; here it decodes (:func:`~spec_trl.scheduling.token_speed.busy_window_tokens`).
+    the drafter; here it decodes (:func:`~spec_trl.specactor.token_speed.busy_window_tokens`).
 
     Drafter and target wait for each other after each period. So drafts and statistics do not depend on how fast
     either is, as tokens never do.
