@@ -17,11 +17,11 @@ import torch.multiprocessing as mp
 from tqdm import tqdm
 
 from spec_trl.distributed.decoupled import DraftRank, serve
-from spec_trl.efficient_rollout.draft_length import acceptance_of
 from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.thread import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
+from spec_trl.scheduling.acceptance import acceptance_of
 from spec_trl.specactor.token_speed import busy_decoupled_speed, busy_window_tokens, coupled_speed
 
 from .measure import Finding, add_machine_arguments, begin, shown, write_result

@@ -24,8 +24,8 @@ import torch
 import transformers
 from torch import nn
 
-from spec_trl.efficient_rollout.fill_profile import processor_name
 from spec_trl.json_files import read_json, write_json
+from spec_trl.measuring.machine import processor_name
 
 
 RESULTS = Path(__file__).parent / "results"

@@ -22,10 +22,11 @@ _LINK = ("-shared", "-fopenmp")
 _SECONDS = 60  # after which a compiler is given up
 
 
-def cache_directory() -> Path:
-    """Where compiled code and tables of kernels are kept: under SPEC_TRL_CACHE, or the user's cache directory."""
+def cache_directory(kind: str = "kernels") -> Path:
+    """Where compiled code and tables of kernels are kept, or as `kind` "profiles" what is known of rounds: under
+    SPEC_TRL_CACHE, or the user's cache directory."""
     home = os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "spec_trl" / "kernels"
+    return Path(home) / "spec_trl" / kind
 
 
 @cache

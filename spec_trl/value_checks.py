@@ -1,9 +1,11 @@
 """Checks of values that users give: each raises a ValueError that names the argument, the value and the remedy."""
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -54,3 +56,17 @@ def require_folder_or_id(name: str, assistant: object) -> None:
         validate_repo_id(assistant)
     except HFValidationError:
         raise ValueError(f"{name}={assistant!r} is a folder that does not exist; correct the path.") from None
+
+
+def require_field(owner: Any, name: str, above: float | None = None, most: float = math.inf) -> None:
+    """Raises ValueError unless `owner`'s field `name` is a finite number of at least 0 (or greater than `above`) and
+    at most `most`, and an integer where the field is declared as one."""
+    value = vars(owner)[name]
+    kinds = (int,) if type(owner).__dataclass_fields__[name].type is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        wanted = "an integer" if kinds == (int,) else "a number"
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}; it must be {wanted}.")
+    if not value <= sys.float_info.max or not 0 <= value <= most or (above is not None and value <= above):
+        bound = "at least 0" if above is None else f"greater than {above:g}"
+        bound = f"finite and {bound}" if most == math.inf else f"{bound} and at most {most:g}"
+        raise ValueError(f"{name}={value} is out of range; it must be {bound}.")

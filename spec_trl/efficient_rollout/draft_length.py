@@ -1,31 +1,10 @@
 """How far to draft: γ follows the block efficiency over training (ER §3.3, Algorithm 1 lines 14-20)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-
-MAX_DRAFT_LENGTH = 64
-
-
-@lru_cache(maxsize=1 << 14)  # planners ask for the same few again and again
-def expected_block_efficiency(acceptance: float, draft_length: int) -> float:
-    """τ = (1 - α^(γ+1)) / (1 - α): tokens per block, bonus included, when each draft token is accepted with
-    probability α on its own (Leviathan et al. 2023, Eq. 1)."""
-    return sum(acceptance**k for k in range(draft_length + 1))
-
-
-def acceptance_of(block_efficiency: float, draft_length: int) -> float:
-    """α that explains `block_efficiency` at `draft_length`: the inverse of :func:`expected_block_efficiency`."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if expected_block_efficiency(middle, draft_length) < block_efficiency:
-            low = middle
-        else:
-            high = middle
-    return high
+from ..scheduling.acceptance import acceptance_of, expected_block_efficiency
 
 
 def convert_block_efficiency(block_efficiency: float, old_draft_length: int, new_draft_length: int) -> float:
@@ -44,8 +23,7 @@ class DraftLengthController:
 
     The window starts anew after a move: a τ of the old γ says nothing about the new one's thresholds.
 
-    Raises:
-        ValueError: a value is out of range; named as in `SpecGRPOConfig`.
+    `SpecGRPOConfig` checks the values.
     """
 
     draft_lengths: Sequence[int] = (5, 7, 9, 11)  # Γ, ascending
@@ -55,26 +33,7 @@ class DraftLengthController:
     patience: int = 2  # P, rollouts
 
     def __post_init__(self) -> None:
-        lengths = list(self.draft_lengths) if isinstance(self.draft_lengths, Iterable) else []
-        if not lengths or any(type(n) is not int for n in lengths):
-            problem = "must be a list of at least one integer, e.g. [5, 7, 9, 11]."
-            raise ValueError(f"draft_lengths={self.draft_lengths!r} {problem}")
-        if any(a >= b for a, b in zip(lengths, lengths[1:], strict=False)):
-            raise ValueError(f"draft_lengths={lengths} is not ascending; use {sorted(set(lengths))}.")
-        if lengths[0] < 1 or lengths[-1] > MAX_DRAFT_LENGTH:
-            raise ValueError(f"draft_lengths={lengths} must lie between 1 and {MAX_DRAFT_LENGTH}.")
-        if self.initial is not None and self.initial not in lengths:
-            raise ValueError(
-                f"initial_draft_length={self.initial!r} is not one of draft_lengths={lengths}; choose one of them, or "
-                f"set draft_lengths=[{self.initial}] to keep it fixed."
-            )
-        if not 0 < self.up <= 1:
-            raise ValueError(f"draft_length_up={self.up} must lie between 0 and 1.")
-        if not 0 < self.down < self.up:
-            raise ValueError(f"draft_length_down={self.down} must be above 0 and below draft_length_up={self.up}.")
-        if type(self.patience) is not int or self.patience < 1:
-            raise ValueError(f"draft_length_patience={self.patience!r} must be an integer of at least 1.")
-        self._lengths = tuple(lengths)
+        self._lengths = tuple(self.draft_lengths)
         self.draft_length = self._lengths[0] if self.initial is None else self.initial
         self.block_efficiency = float(self.draft_length)
         """τ_prev as the toggle reads it: of the last rollout that speculated, converted to the γ now in force; γ₀

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import platform
 import random
 import time
 import warnings
@@ -22,26 +21,21 @@ from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.drafters.self_copy import SelfDrafter
-from ..generation.engine.cache import autocast_dtype
 from ..generation.engine.drafter import Drafter
-from ..generation.engine.kept_runner import runner_mode
 from ..generation.engine.memory import free_memory
 from ..generation.engine.model_costs import model_constants
 from ..generation.engine.noise import RoundNoise
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.verification import Proposal
-from ..quantization.kernels import find_kernel
-from ..quantization.quantized_copy import choose_scheme, layer_specs
-from ..quantization.scheme import Scheme
+from ..measuring.machine import NO_KERNEL, effective_dtype, profile_key
 from ..quantization.source_weight import SourceSpec, inspect_projection, is_projection
 from ..scheduling.control import Chain
 from .fit import GemmMeasurement, effective_flops, fit
-from .profile import Profile, ProfileKey
+from .profile import Profile
 from .round_bench import RoundBench, bar_text, warm_up_rounds
 from .sweep import Mode, Sample
 
 
-NO_KERNEL = "none"
 DRAFT_LENGTHS = (3, 7, 11)
 BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
@@ -85,7 +79,7 @@ def calibrate(
         )
     # A drafter of its own, since the strategy that will run may have none.
     drafter = SelfDrafter(model, config.draft_quantization, config.draft_kernel, config.draft_lm_head)
-    constants = model_constants(model, drafter.quantized, _effective_dtype(model))
+    constants = model_constants(model, drafter.quantized, effective_dtype(model))
     bar = bar_text("calibrating this machine for", model, kept_in) if progress else None
     with torch.no_grad():
         flops = effective_flops(_time_gemms(model))
@@ -104,30 +98,6 @@ def calibrate(
     return Profile(key, roofline, drafter.max_rows, plain, datetime.now(UTC).isoformat(timespec="seconds"), samples)
 
 
-def profile_key(model: PreTrainedModel, config: SpeculativeConfig) -> ProfileKey:
-    """What a profile for `model` on this machine is keyed by."""
-    shape = model.config.get_text_config(decoder=True)
-    parameters = sum(p.numel() for p in model.parameters())
-    return ProfileKey(
-        hardware=hardware_name(model.device),
-        shape=f"{type(model).__name__}, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
-        f"vocabulary {shape.vocab_size}, {parameters} parameters",
-        dtype=str(_effective_dtype(model)).removeprefix("torch."),
-        quantization=f"{_scheme(model, config).name}, lm_head {config.draft_lm_head}",
-        kernel=_kernel_name(model, config),
-        runner=runner_mode(config, model.device),
-    )
-
-
-def _scheme(model: PreTrainedModel, config: SpeculativeConfig) -> Scheme:
-    return choose_scheme(config.draft_quantization, config.draft_kernel, model)
-
-
-def _effective_dtype(model: PreTrainedModel) -> torch.dtype:
-    """What the forwards compute in."""
-    return autocast_dtype(model.device) or model.dtype
-
-
 def _projections(model: PreTrainedModel) -> Iterator[SourceSpec]:
     """The decoder's layers that a drafter can pack."""
     for module in model.get_decoder().modules():
@@ -135,36 +105,12 @@ def _projections(model: PreTrainedModel) -> Iterator[SourceSpec]:
             yield source
 
 
-def _kernel_name(model: PreTrainedModel, config: SpeculativeConfig) -> str:
-    """Names of the kernels that the drafter's projections get."""
-    scheme = _scheme(model, config)
-    layers = [layer for parent in model.get_decoder().modules() for layer in layer_specs(parent, scheme).values()]
-    found = [find_kernel(config.draft_kernel, layer) for layer in layers if not isinstance(layer, str)]
-    names = {kernel.name for kernel in found if not isinstance(kernel, str)}
-    return "+".join(sorted(names)) or NO_KERNEL
-
-
-def hardware_name(device: torch.device) -> str:
-    """The device's name; of a CPU with the number of threads that torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{processor_name()}, {torch.get_num_threads()} threads"
-
-
-def processor_name() -> str:
-    """The CPU's name, as the system gives it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    name = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
-    return name or platform.processor() or platform.machine()
-
-
 def _time_gemms(model: PreTrainedModel) -> list[GemmMeasurement]:
     """Times y = x Wᵀ for the decoder's four heaviest matrix shapes."""
     elements: Counter[tuple[int, int]] = Counter()  # by shape, all layers together
     for each in _projections(model):
         elements[each.out_features, each.in_features] += each.out_features * each.in_features
-    dtype, measurements = _effective_dtype(model), []
+    dtype, measurements = effective_dtype(model), []
     for out_features, in_features in sorted(elements, key=elements.__getitem__, reverse=True)[:4]:
         weight = torch.randn(out_features, in_features, device=model.device).to(dtype)  # [out, in]
         for rows in GEMM_ROWS:

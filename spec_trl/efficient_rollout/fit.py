@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
 
-from .roofline import SMALLEST_TILE, Coefficients, Mode, ModelConstants, Roofline
+from ..scheduling.model_constants import ModelConstants
+from .roofline import SMALLEST_TILE, Coefficients, Mode, Roofline
 from .sweep import MODES, Sample, check_samples, points
 
 

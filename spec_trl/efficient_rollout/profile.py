@@ -1,38 +1,18 @@
 """A calibrated roofline as a JSON file: what it is valid for, the coefficients, and the times they were fitted to."""
 
-import dataclasses
-import hashlib
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ..json_files import read_json, write_json
-from .roofline import Coefficients, ModelConstants, Roofline
+from ..scheduling.model_constants import ModelConstants
+from ..scheduling.profile_key import ProfileKey
+from .roofline import Coefficients, Roofline
 from .sweep import Sample
 
 
 class ProfileMismatch(ValueError):
     """A profile of other hardware, shape, precision, quantization or kernel than what runs."""
-
-
-@dataclass(frozen=True)
-class ProfileKey:
-    """What a profile is valid for. A model's name is no part of it: two models of one shape share a profile."""
-
-    hardware: str  # device name; on a CPU with the number of threads
-    shape: str  # fingerprint of the target's and the drafter's shape
-    dtype: str  # of the target's weights
-    quantization: str  # the drafter's
-    kernel: str  # the drafter's
-    runner: str = "eager"  # or how forwards are captured: one of the ways of `SpeculativeConfig.runner`
-
-    @property
-    def file_name(self) -> str:
-        """A readable file name that no other key has."""
-        text = "_".join(dataclasses.astuple(self))
-        readable = re.sub(r"[^A-Za-z0-9.+-]+", "-", text)[:120].strip("-")
-        return f"{readable}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,21 @@
 """Finds the roofline profile of a model on this machine: a named file, the user's cache, or a new calibration."""
 
-import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
-from ..specactor.ladder import Ladder
-from .fill_profile import NO_KERNEL, calibrate, profile_key
-from .profile import Profile, ProfileKey, ProfileMismatch
+from ..measuring.machine import NO_KERNEL, profile_key
+from ..native_code import cache_directory
+from ..scheduling.profile_key import ProfileKey
+from .fill_profile import calibrate
+from .profile import Profile, ProfileMismatch
 
 
-T = TypeVar("T", Profile, Ladder)
+T = TypeVar("T")
 
 
 def find_profile(
@@ -40,9 +42,6 @@ def find_profile(
     """
     calibrates = config.sd_toggle != "measured"
     named = None if config.roofline_profile is None else Path(config.roofline_profile)
-    files = [path.name for path in cache_directory().glob("*.json")]
-    if not calibrates and named is None and all(name.endswith((".rounds.json", ".ladder.json")) for name in files):
-        return None  # no profile; before the key, which takes milliseconds of every call
     key = profile_key(model, config)
     is_missing = named is not None and not named.exists()
     profile = None if named is None or is_missing else _load_named(named, key, config)
@@ -52,7 +51,8 @@ def find_profile(
         if is_missing:
             warnings.warn(
                 f"roofline_profile={config.roofline_profile!r} does not exist and is written now, from "
-                f"{cache_directory()} or, where that has none, by calibrating this machine, which takes minutes.",
+                f"{cache_directory('profiles')} or, where that has none, by calibrating this machine, which takes "
+                "minutes.",
                 stacklevel=2,
             )
         profile = _cached_or_new(model, config, key, max_batch_size, max_length)
@@ -84,7 +84,7 @@ def _load_named(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profi
     except ProfileMismatch as error:
         if config.roofline_mismatch == "error":
             raise
-        again = f"Calibrating again, into {cache_directory()}."
+        again = f"Calibrating again, into {cache_directory('profiles')}."
         then = again if config.sd_toggle == "roofline" else "Rounds are measured instead."
         warnings.warn(f"{error} {then}", stacklevel=2)
         return None
@@ -92,8 +92,8 @@ def _load_named(path: Path, key: ProfileKey, config: SpeculativeConfig) -> Profi
 
 
 def _load_cached(key: ProfileKey) -> Profile | None:
-    path = cache_directory() / key.file_name
-    profile = read_kept(path, Profile)
+    path = cache_directory("profiles") / key.file_name
+    profile = read_kept(path, Profile.load)
     if profile is not None and profile.key != key:  # somebody has edited it or put it there
         warnings.warn(f"{path} is left aside: it was calibrated for something else.", stacklevel=2)
         return None
@@ -104,7 +104,7 @@ def _cached_or_new(
     model: PreTrainedModel, config: SpeculativeConfig, key: ProfileKey, max_batch_size: int, max_length: int
 ) -> Profile | None:
     """The cached profile if it covers half of both sizes, else a new one for the larger of what each asks for."""
-    cached = cache_directory() / key.file_name
+    cached = cache_directory("profiles") / key.file_name
     if (profile := _load_cached(key)) is not None:
         most_rows, longest = (profile.diagnostics.get(name, 0) for name in ("max_batch_size", "max_length"))
         if 2 * most_rows >= max_batch_size and 2 * longest >= max_length:
@@ -116,29 +116,23 @@ def _cached_or_new(
         message = f"the machine could not be calibrated, so measured rounds alone decide when to speculate: {error}"
         warnings.warn(message, stacklevel=2)
         return None
-    save_kept(profile, cached, "roofline profile")
+    save_kept(profile.save, cached, "roofline profile")
     return profile
 
 
-def cache_directory() -> Path:
-    """The folder of profiles and ladders in the user's cache."""
-    home = os.environ.get("SPEC_TRL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "spec_trl" / "profiles"
-
-
-def read_kept(path: Path, kind: type[T], then: str = "") -> T | None:
+def read_kept(path: Path, load: Callable[[Path], T], then: str = "") -> T | None:
     """The profile or ladder at `path`, which the user did not name: None where there is none, or where it cannot be
     read, with a warning that says what happens `then`."""
     try:
-        return kind.load(path) if path.exists() else None
+        return load(path) if path.exists() else None
     except ValueError as error:
         warnings.warn(f"{path} is left aside{then}: {error}", stacklevel=3)
         return None
 
 
-def save_kept(found: Profile | Ladder, path: Path, what: str) -> None:
+def save_kept(save: Callable[[Path], None], path: Path, what: str) -> None:
     """Saves to `path`; a warning where that cannot be written, as in a read-only home."""
     try:
-        found.save(path)
+        save(path)
     except OSError as error:
         warnings.warn(f"the {what} could not be kept in {path}: {error}", stacklevel=3)

@@ -4,53 +4,15 @@ Pure Python: it is evaluated in every decoding round.
 """
 
 import math
-import sys
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
+
+from ..scheduling.model_constants import ModelConstants
+from ..value_checks import require_field
 
 
 Mode = Literal["target", "draft", "verify"]
 SMALLEST_TILE = 16  # the least number of rows that a tensor core takes
-
-
-@dataclass(frozen=True)
-class ModelConstants:
-    """What a forward of one target and of its drafter moves and computes, from the model's shape alone (ER App. E.3).
-    Raises ValueError if a number is out of range or a part exceeds its whole."""
-
-    name: str  # shown in tables and plots; nothing depends on it
-    weight_bytes: float  # W_T: of the target's weights; tied embeddings count once
-    draft_weight_bytes: float  # W_D: of the drafter's weights; 0 for a drafter without any
-    dense_flops: float  # C_dense, per token, without attention, with the lm_head; of experts the active ones count
-    attention_flops: float  # C_attn, per token and cached token
-    kv_bytes: float  # κ_theoretical, per cached token over all layers
-    expert_bytes: float = 0.0  # the part of W_T in routed experts
-    draft_expert_bytes: float = 0.0  # the part of W_D in routed experts
-    experts: int = 0  # routed experts of a layer
-    experts_per_token: int = 0
-
-    def __post_init__(self) -> None:
-        for field in fields(self)[1:]:
-            require_number(self, field.name, above=0.0 if field.name in ("weight_bytes", "dense_flops") else None)
-        for part, whole in (
-            ("expert_bytes", "weight_bytes"),
-            ("draft_expert_bytes", "draft_weight_bytes"),
-            ("experts_per_token", "experts"),
-        ):
-            if vars(self)[part] > vars(self)[whole]:
-                raise ValueError(f"{part}={vars(self)[part]} exceeds {whole}={vars(self)[whole]}; it is a part of it.")
-
-    def target_weight_traffic(self, tokens: int) -> float:
-        """Bytes of the target's weights that a forward over `tokens` tokens reads."""
-        return self.weight_bytes - self.expert_bytes * self._untouched(tokens)
-
-    def draft_weight_traffic(self, tokens: int) -> float:
-        """Bytes of the drafter's weights that a forward over `tokens` tokens reads."""
-        return self.draft_weight_bytes - self.draft_expert_bytes * self._untouched(tokens)
-
-    def _untouched(self, tokens: int) -> float:
-        """The share of the routed experts that none of `tokens` tokens uses, routing taken as uniform."""
-        return (1.0 - self.experts_per_token / self.experts) ** tokens if self.experts else 0.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +49,7 @@ class Coefficients:
         for field in fields(self):
             above = 0.0 if field.name in ("F_eff", "BW_eff") else None
             most = 1.0 if field.name in ("overlap_loss", "kv_exponent") else math.inf
-            require_number(self, field.name, above, most)
+            require_field(self, field.name, above, most)
         for name in ("tile", "draft_tile"):
             if (tile := vars(self)[name]).bit_count() != 1:
                 raise ValueError(f"{name}={tile} is out of range; it must be a power of two.")
@@ -158,17 +120,3 @@ class Roofline:
         if loss == 0.0 or low == 0.0:
             return high
         return high * (1.0 + (low / high) ** (1.0 / loss)) ** loss
-
-
-def require_number(owner: Any, name: str, above: float | None = None, most: float = math.inf) -> None:
-    """Raises ValueError unless `owner`'s field `name` is a finite number of at least 0 (or greater than `above`) and
-    at most `most`, and an integer where the field is declared as one."""
-    value = vars(owner)[name]
-    kinds = (int,) if type(owner).__dataclass_fields__[name].type is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        wanted = "an integer" if kinds == (int,) else "a number"
-        raise ValueError(f"{name}={value!r} is a {type(value).__name__}; it must be {wanted}.")
-    if not value <= sys.float_info.max or not 0 <= value <= most or (above is not None and value <= above):
-        bound = "at least 0" if above is None else f"greater than {above:g}"
-        bound = f"finite and {bound}" if most == math.inf else f"{bound} and at most {most:g}"
-        raise ValueError(f"{name}={value} is out of range; it must be {bound}.")

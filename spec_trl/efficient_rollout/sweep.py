@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from .roofline import Mode, require_number
+from ..value_checks import require_field
+from .roofline import Mode
 
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -28,7 +29,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         for name, above in (("batch", 0), ("length", None), ("draft_length", None), ("seconds", 0)):
-            require_number(self, name, above)
+            require_field(self, name, above)
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode!r} is unknown; choose one of {list(MODES)}.")
         if self.mode == "verify" and self.draft_length == 0:

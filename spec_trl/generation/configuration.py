@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..efficient_rollout.draft_length import MAX_DRAFT_LENGTH
+from ..scheduling.acceptance import MAX_DRAFT_LENGTH
 from ..value_checks import (
     did_you_mean,
     require_bool,

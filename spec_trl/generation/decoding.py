@@ -13,9 +13,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ..efficient_rollout.profile_cache import find_profile
+from ..measuring.calibrated import find_ladder, find_profile
 from ..scheduling.control import Control, NeverSpeculate
-from ..specactor.fill_ladder import find_ladder
 from .configuration import CHOOSING, SpeculativeConfig, check_combination, check_decoupled, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance
 from .engine import requirements

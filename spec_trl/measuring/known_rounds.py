@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..efficient_rollout.fill_profile import profile_key
-from ..efficient_rollout.profile_cache import cache_directory
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
 from ..json_files import read_json, write_json
+from ..native_code import cache_directory
 from ..scheduling.ledger import Times
 from ..scheduling.round_costs import ForwardSeconds, ProbedRounds
+from .machine import profile_key
 from .probe import probe
 
 
@@ -59,7 +59,7 @@ def find_known_rounds(
     members = [(each.strategy, type(each).__name__, each.cost) for each in drafters]
     text = f"{members} {config.decoupled_execution} {draft_ranks}"
     stem = profile_key(model, config).file_name.removesuffix(".json")
-    path = cache_directory() / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
+    path = cache_directory("profiles") / f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.rounds.json"
     try:
         file = read_json(path, _File, "ledger of rounds", "delete the file") if path.exists() else None
         if file is not None and file.version == VERSION:

@@ -8,8 +8,6 @@ from typing import TypeVar
 Request = TypeVar("Request", bound=Hashable)
 Worker = TypeVar("Worker", bound=Hashable)
 
-YARDSTICK = 5  # γ at which accepted shares are compared, since shares at different γ cannot be
-
 
 def greedy_assignments(
     requests: Mapping[Request, float],

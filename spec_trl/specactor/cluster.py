@@ -7,8 +7,8 @@ import math
 import random
 from dataclasses import dataclass
 
-from ..efficient_rollout.roofline import require_number
-from .token_speed import AffineSeconds
+from ..scheduling.affine_seconds import AffineSeconds
+from ..value_checks import require_field
 
 
 _MOST_SECONDS, _MOST_WORKERS = 1e6, 1024
@@ -24,9 +24,9 @@ class TargetModel:
     cached_token_seconds: float  # reading K/V, for each cached token of each request
 
     def __post_init__(self) -> None:
-        require_number(self, "fixed_seconds", above=1e-5, most=_MOST_SECONDS)
+        require_field(self, "fixed_seconds", above=1e-5, most=_MOST_SECONDS)
         for name in ("token_seconds", "cached_token_seconds"):
-            require_number(self, name, most=_MOST_SECONDS)
+            require_field(self, name, most=_MOST_SECONDS)
 
     def seconds(self, positions: int, length: float) -> AffineSeconds:
         """V over `positions` tokens of each request, `length` cached ones each."""
@@ -46,11 +46,11 @@ class DrafterModel:
     uncaptured_seconds: float = 0.0  # that a step takes in addition in the baselines, which do not capture it
 
     def __post_init__(self) -> None:
-        require_number(self, "fixed_seconds", above=1e-5, most=_MOST_SECONDS)
+        require_field(self, "fixed_seconds", above=1e-5, most=_MOST_SECONDS)
         for name in ("request_seconds", "cached_token_seconds", "uncaptured_seconds"):
-            require_number(self, name, most=_MOST_SECONDS)
-        require_number(self, "acceptance", above=0.0, most=1.0)
-        require_number(self, "spread", most=1.0)
+            require_field(self, name, most=_MOST_SECONDS)
+        require_field(self, "acceptance", above=0.0, most=1.0)
+        require_field(self, "spread", most=1.0)
         if not 1e-15 < self.spread**2 < self.acceptance * (1 - self.acceptance):
             raise ValueError(
                 f"spread={self.spread} of {self.name!r} does not go with acceptance={self.acceptance}; it must be "
@@ -77,7 +77,7 @@ class Lengths:
 
     def __post_init__(self) -> None:
         for name, most in (("median", 1e9), ("sigma", 10.0), ("maximum", 262_144)):
-            require_number(self, name, above=0, most=most)
+            require_field(self, name, above=0, most=most)
 
     def draw(self, chance: random.Random) -> int:
         """Tokens of one response, at least 1."""
@@ -104,12 +104,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name, most in (("requests", 200_000), ("gpus", 8192), ("worker_gpus", 8192), ("max_helped", 200_000)):
-            require_number(self, name, above=0, most=most)
-        require_number(self, "prompt_tokens", most=100_000_000)
+            require_field(self, name, above=0, most=most)
+        require_field(self, "prompt_tokens", most=100_000_000)
         for name in ("exchange_seconds", "transfer_seconds"):
-            require_number(self, name, most=100.0)
+            require_field(self, name, most=100.0)
         for name in ("prepare_seconds", "learn_seconds"):
-            require_number(self, name, most=_MOST_SECONDS)
+            require_field(self, name, most=_MOST_SECONDS)
         if self.worker_gpus > self.gpus:
             raise ValueError(f"worker_gpus={self.worker_gpus} exceeds gpus={self.gpus}; no worker fits.")
         workers = self.gpus // self.worker_gpus

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from ..efficient_rollout.draft_length import MAX_DRAFT_LENGTH
+from ..scheduling.acceptance import MAX_DRAFT_LENGTH
+from ..scheduling.affine_seconds import AffineSeconds
 from .token_speed import (
-    AffineSeconds,
     DraftSeconds,
     VerifySeconds,
     busy_decoupled_speed,

@@ -13,9 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..efficient_rollout.fill_profile import profile_key
-from ..efficient_rollout.profile import ProfileKey
-from ..efficient_rollout.profile_cache import cache_directory, read_kept, save_kept
+from ..efficient_rollout.profile_cache import read_kept, save_kept
 from ..efficient_rollout.round_bench import RoundBench, bar_text, warm_up_rounds
 from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
@@ -26,7 +24,10 @@ from ..generation.engine.noise import RoundNoise
 from ..generation.engine.requirements import position_limit
 from ..generation.engine.rollout import Rollout
 from ..generation.engine.verification import Proposal, Verdict
+from ..measuring.calibrated import ladder_folder
+from ..measuring.machine import profile_key
 from ..scheduling.control import Chain
+from ..scheduling.profile_key import ProfileKey
 from .ladder import Ladder, Rung, ladder_path
 
 
@@ -106,10 +107,6 @@ def find_ladder(
     Raises:
         RuntimeError: a drafter failed.
     """
-    folder = cache_directory() if config.roofline_profile is None else Path(config.roofline_profile).parent
-    profiles = config.sd_toggle == "roofline"
-    if not profiles and not any(folder.glob("*.ladder.json")):
-        return None  # before the key, which takes milliseconds of every call
     key = profile_key(model, config)
     shape = _fingerprint(key, drafters, draft_lengths)
     path = _path(key, config, shape)
@@ -117,11 +114,11 @@ def find_ladder(
     if found is None or found.shape != shape:
         found = _load(path, shape)
     most = 2 * max(drafter.max_rows for drafter in drafters)  # more rows are not profiled
-    if profiles and (found is None or 2 * found.batches[-1] < min(max_batch_size, most)):
+    if config.sd_toggle == "roofline" and (found is None or 2 * found.batches[-1] < min(max_batch_size, most)):
         # A batch close to the largest would tell nothing new.
         batches = [batch for batch in BATCHES if 2 * batch <= max_batch_size] + [max_batch_size]
         found = build_ladder(model, drafters, batches, draft_lengths, config=config, kept_in=path.parent)
-        save_kept(found, path, "draft ladder")
+        save_kept(found.save, path, "draft ladder")
     if found is not None:
         kept.keep(model, _NAME, found)
     return found
@@ -132,7 +129,7 @@ _NAME = "ladder"
 
 def _load(path: Path, shape: str) -> Ladder | None:
     """The ladder at `path`, if there is one, and for this shape."""
-    ladder = read_kept(path, Ladder, ", and the drafters are profiled again")
+    ladder = read_kept(path, Ladder.load, ", and the drafters are profiled again")
     return ladder if ladder is not None and ladder.shape == shape else None
 
 
@@ -141,7 +138,7 @@ def _path(key: ProfileKey, config: SpeculativeConfig, shape: str) -> Path:
         return ladder_path(config.roofline_profile)
     name = key.file_name.removesuffix(".json")
     # Each set of drafters has a ladder of its own.
-    return ladder_path(cache_directory() / f"{name}_{hashlib.sha256(shape.encode()).hexdigest()[:8]}.json")
+    return ladder_path(ladder_folder(config) / f"{name}_{hashlib.sha256(shape.encode()).hexdigest()[:8]}.json")
 
 
 def _fingerprint(key: ProfileKey, drafters: Sequence[Drafter], draft_lengths: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 Acceptance here is p, the probability that a draft token is accepted when all before it were: rounds are profiled with
 tokens accepted at random with it, and have τ = (1 - p^(γ+1)) / (1 - p) tokens. A caller asks by τ:
-:class:`~.acceptance.Acceptance` knows more of it than p would say.
+:class:`~spec_trl.scheduling.acceptance.Acceptance` knows more of it than p would say.
 """
 
 from bisect import bisect_left
@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, TypeAlias
 
-from ..efficient_rollout.draft_length import MAX_DRAFT_LENGTH
-from ..efficient_rollout.roofline import require_number
+from ..efficient_rollout.roofline import Roofline
 from ..json_files import read_json, write_json
-from ..scheduling.acceptance import Acceptance
+from ..scheduling.acceptance import MAX_DRAFT_LENGTH, Acceptance
+from ..scheduling.control import NO_METHOD
+from ..value_checks import require_field
 
 
-NO_METHOD = "none"  # plain decoding, γ = 0: in each ranking, at a speedup of 1
 BlockEfficiency: TypeAlias = Callable[[int], float]  # τ to expect of each γ
 
 
@@ -38,8 +38,8 @@ class Rung:
         if not isinstance(self.method, str) or self.method in ("", NO_METHOD):
             raise ValueError(f"method={self.method!r} must be the name of a drafter.")
         for name in ("batch", "draft_length", "seconds", "plain_seconds"):
-            require_number(self, name, above=0)
-        require_number(self, "acceptance", most=1)
+            require_field(self, name, above=0)
+        require_field(self, "acceptance", most=1)
         if self.draft_length > MAX_DRAFT_LENGTH:
             raise ValueError(f"draft_length={self.draft_length} is out of range; it must be 1 to {MAX_DRAFT_LENGTH}.")
 
@@ -182,6 +182,22 @@ class Ladder:
         ladder of this version; the message names file, field and value."""
         file = read_json(path, _File, "draft ladder", "correct it, or delete the file and profile again")
         return cls(file.rungs, file.shape)
+
+
+@dataclass(frozen=True)
+class LadderRounds:
+    """Rounds by a profiled draft ladder (SA §4.2): what each drafter takes beyond an autoregressive round."""
+
+    ladder: Ladder
+    target: Roofline | None = None  # of autoregressive rounds, which it knows by length; None: by the ladder too
+
+    def __call__(self, lengths: Mapping[str, int], width: int, batch: int, length: float) -> float:
+        """As :data:`~spec_trl.scheduling.control.RoundSeconds`."""
+        found = [self.ladder.round_seconds(name, 1.0, batch, count) for name, count in lengths.items()]
+        slowdown = 1 + sum(seconds / plain - 1 for seconds, plain in found)
+        if self.target is not None:
+            return self.target.target_seconds(batch, length) * slowdown
+        return self.ladder.plain_seconds(batch) * slowdown
 
 
 @dataclass(frozen=True)

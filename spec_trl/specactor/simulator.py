@@ -16,11 +16,12 @@ from functools import partial
 from statistics import fmean
 from typing import Literal
 
+from ..scheduling.affine_seconds import AffineSeconds
 from .assignment import greedy_assignments
 from .cluster import Cluster, DrafterModel
 from .decoupled_plan import ExecutionPlan, Mode, best_coupled_window, execution_plan, group_batch
 from .reconfiguration import RECONFIGURATION_TOKENS, RequestPlan, reconfigured
-from .token_speed import AffineSeconds, DraftSeconds, committed_tokens, replicated, window_tokens
+from .token_speed import DraftSeconds, committed_tokens, replicated, window_tokens
 
 
 HORIZON = 250

@@ -7,33 +7,10 @@ ahead, since the bonus token is one that it has drafted already, and `positions`
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..efficient_rollout.draft_length import expected_block_efficiency
-
-
-@dataclass(frozen=True)
-class AffineSeconds:
-    """Seconds of a forward as SA §4.1 models them: b · `per_request` + `fixed`.
-
-    Raises:
-        ValueError: a number is negative, or both are 0.
-    """
-
-    per_request: float  # D' or V', seconds per request of the batch
-    fixed: float  # α or β, seconds
-
-    def __post_init__(self) -> None:
-        for name in ("per_request", "fixed"):
-            if not vars(self)[name] >= 0:
-                raise ValueError(f"{name}={vars(self)[name]} is out of range; it must be at least 0.")
-        if not self.per_request + self.fixed > 0:
-            raise ValueError("per_request=0 and fixed=0 would take no time at all; one of them must be positive.")
-
-    def __call__(self, batch: int) -> float:
-        """Seconds of a forward over `batch` requests."""
-        return batch * self.per_request + self.fixed
+from ..scheduling.acceptance import expected_block_efficiency
+from ..scheduling.affine_seconds import AffineSeconds
 
 
 DraftSeconds: TypeAlias = Callable[[int], AffineSeconds]

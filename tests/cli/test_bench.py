@@ -21,10 +21,10 @@ from spec_trl.cli.bench import EXACT
 from spec_trl.cli.gains import GENERATE, Call, Gain, Identity, Way, Work, compare, measure
 from spec_trl.cli.main import main
 from spec_trl.cli.recommendation import choose, config_to_paste, recommend
-from spec_trl.efficient_rollout.fill_profile import profile_key
 from spec_trl.efficient_rollout.profile_cache import cache_directory
 from spec_trl.generation.engine import kept_runner
 from spec_trl.generation.engine.statistics import SpeculationStatistics
+from spec_trl.measuring.machine import profile_key
 from tests.cli.sample_run import make_profile
 
 

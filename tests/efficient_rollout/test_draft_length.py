@@ -4,12 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.efficient_rollout.draft_length import (
-    DraftLengthController,
-    acceptance_of,
-    convert_block_efficiency,
-    expected_block_efficiency,
-)
+from spec_trl.efficient_rollout.draft_length import DraftLengthController, convert_block_efficiency
+from spec_trl.scheduling.acceptance import acceptance_of, expected_block_efficiency
 
 
 def schedule(taus: list[float], **options: object) -> list[int]:

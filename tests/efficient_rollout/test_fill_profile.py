@@ -11,12 +11,13 @@ from transformers import LlamaForCausalLM
 
 from spec_trl import SpeculativeConfig
 from spec_trl.efficient_rollout import fill_profile
-from spec_trl.efficient_rollout.fill_profile import calibrate, profile_key, sweep
+from spec_trl.efficient_rollout.fill_profile import calibrate, sweep
 from spec_trl.efficient_rollout.fit import Diagnostics, SignAccuracy, evaluate
 from spec_trl.efficient_rollout.profile import Profile
 from spec_trl.efficient_rollout.sweep import Sample
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.rollout import Rollout
+from spec_trl.measuring.machine import profile_key
 from tests.conftest import tiny_llama
 from tests.generation.calls import generate, outputs, pad_left, random_rows
 

@@ -20,8 +20,9 @@ from spec_trl.efficient_rollout.fit import (
     evaluate,
     fit,
 )
-from spec_trl.efficient_rollout.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.efficient_rollout.sweep import Sample
+from spec_trl.scheduling.model_constants import ModelConstants
 
 
 PEAK_BANDWIDTH = 2.039e12

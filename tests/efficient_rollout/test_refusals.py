@@ -12,8 +12,9 @@ import pytest
 from spec_trl.efficient_rollout.draft_length import DraftLengthController
 from spec_trl.efficient_rollout.fit import GemmMeasurement, effective_flops, evaluate, fit
 from spec_trl.efficient_rollout.profile import Profile
-from spec_trl.efficient_rollout.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.efficient_rollout.sweep import Sample
+from spec_trl.scheduling.model_constants import ModelConstants
 from spec_trl.specactor.assignment import greedy_assignments
 from spec_trl.specactor.ladder import Ladder, Rung
 from tests.efficient_rollout.test_profile import PROFILE

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from spec_trl.efficient_rollout.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.efficient_rollout.sweep import MODES
+from spec_trl.scheduling.model_constants import ModelConstants
 
 
 CONSTANTS = ModelConstants(

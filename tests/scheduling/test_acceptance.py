@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.efficient_rollout.draft_length import expected_block_efficiency
-from spec_trl.scheduling.acceptance import Acceptance
+from spec_trl.scheduling.acceptance import Acceptance, expected_block_efficiency
 
 
 RATES = st.floats(0, 1)

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+from spec_trl.efficient_rollout.rounds import RooflineRounds
 from spec_trl.scheduling.account import Account
 from spec_trl.scheduling.control import Candidate
 from spec_trl.scheduling.ledger import Drafts, Kind, Times
 from spec_trl.scheduling.planner import Planner
-from spec_trl.scheduling.round_costs import RooflineRounds
 from tests.efficient_rollout.test_toggle import A100
 
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_trl.efficient_rollout.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.specactor.affine_times import affine_times, fit_affine
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
+from spec_trl.scheduling.affine_seconds import AffineSeconds, fit_affine
+from spec_trl.scheduling.model_constants import ModelConstants
+from spec_trl.specactor.affine_times import affine_times
 from spec_trl.specactor.decoupled_plan import ExecutionPlan, plan_of_machine
 from spec_trl.specactor.reconfiguration import RequestPlan, RequestPlans
 from spec_trl.specactor.token_speed import (
-    AffineSeconds,
     busy_alternating_speed,
     busy_decoupled_speed,
     busy_window_tokens,

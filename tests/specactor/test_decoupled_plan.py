@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_trl.efficient_rollout.draft_length import MAX_DRAFT_LENGTH
+from spec_trl.scheduling.acceptance import MAX_DRAFT_LENGTH
+from spec_trl.scheduling.affine_seconds import AffineSeconds
 from spec_trl.specactor.decoupled_plan import ExecutionPlan, best_decoupled_window, execution_plan
 from spec_trl.specactor.reconfiguration import RequestPlan, reconfigured
 from spec_trl.specactor.token_speed import (
-    AffineSeconds,
     DraftSeconds,
     VerifySeconds,
     decoupled_speed,

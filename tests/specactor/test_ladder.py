@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_trl.efficient_rollout.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.scheduling.acceptance import Acceptance
-from spec_trl.scheduling.round_costs import LadderRounds
-from spec_trl.specactor.ladder import BlockEfficiency, Choice, Ladder, Rung, ladder_path
+from spec_trl.scheduling.model_constants import ModelConstants
+from spec_trl.specactor.ladder import BlockEfficiency, Choice, Ladder, LadderRounds, Rung, ladder_path
 
 
 def rungs(method: str, batch: int, length: int, seconds: dict[float, float], plain: float = 1.0) -> list[Rung]:

@@ -5,11 +5,12 @@ from functools import partial
 from pathlib import Path
 
 from ...cli.figures import Drawing
-from ...cli.options import MARGIN, block_efficiency_of
+from ...cli.options import MARGIN
 from ...specactor.commands.ladder_figure import draft_ladder
 from ...specactor.ladder import Ladder
 from ..profile import Profile
 from ..sweep import read_sweep
+from .arguments import block_efficiency_of
 from .boundary import points_of_sweep, toggle_boundary
 
 

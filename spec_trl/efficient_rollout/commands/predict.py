@@ -3,8 +3,9 @@
 import argparse
 import itertools
 
-from ...cli.options import block_efficiency_of, table
+from ...cli.options import table
 from ..profile import Profile
+from .arguments import block_efficiency_of
 
 
 def run(arguments: argparse.Namespace) -> None:

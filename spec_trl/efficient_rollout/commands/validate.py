@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...cli.options import table
 from ...generation.engine.model_costs import model_constants
+from ...scheduling.model_constants import ModelConstants
+from ...scheduling.profile_key import ProfileKey
 from ..fit import BANDWIDTH_SHARE, Diagnostics, Form, evaluate, fit
-from ..profile import Profile, ProfileKey
-from ..roofline import ModelConstants
+from ..profile import Profile
 from ..sweep import read_sweep
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...efficient_rollout.draft_length import MAX_DRAFT_LENGTH
+from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from ..engine.draft_loop import Forward, NetworkDraft
 from ..engine.drafter import DraftCost, DraftSession
 from ..engine.noise import RoundNoise

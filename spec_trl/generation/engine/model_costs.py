@@ -4,10 +4,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...efficient_rollout.roofline import ModelConstants
 from ...quantization import QuantizedNetwork
 from ...quantization.experts import is_experts, matrix_names
 from ...quantization.source_weight import under_adapters
+from ...scheduling.model_constants import ModelConstants
 
 
 def model_constants(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...scheduling.control import Chain, Control, Tally
 from ...scheduling.plain_decoding import plain_rounds
-from ...specactor.race_helper import RaceHelper
 from .cache import RowStates
 from .chains import Lanes, draft_lengths, is_one_chain
 from .counters import DraftCounter, PhaseTimer, RoundLog
@@ -122,7 +121,7 @@ class Rollout:
                 count, logits = self._target.read_prompts(rows, admission)
                 self._tokens_read += count
                 raced = {self._drafters.names.index(own.method) for own in admission.moved.values() if own.method}
-                self._control = RaceHelper(self._own_control, raced.pop()) if raced else self._own_control
+                self._control = self._own_control.helper(raced.pop()) if raced else self._own_control
                 for row, progress in admission.moved.items():
                     self._target.cache.import_row(row, progress.head, progress.tail())
             with self._timer.phase("draft"):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from spec_trl.cli.main import main
-from spec_trl.efficient_rollout.draft_length import expected_block_efficiency
 from spec_trl.efficient_rollout.profile import Profile
 from spec_trl.efficient_rollout.sweep import write_sweep
+from spec_trl.scheduling.acceptance import expected_block_efficiency
 from spec_trl.specactor.commands.ladder_figure import draft_ladder
 from spec_trl.specactor.ladder import Ladder
 from tests.cli.sample_run import make_profile, make_roofline
