@@ -1,7 +1,7 @@
 """Decoupled against coupled execution (SpecActor §4.1): drafter and target on a core each, taking turns or at once.
 
 Coupled, both run in this process, one after the other. Decoupled, the drafter runs on a thread, or in a second process
-as a rank of its own. Each has the threads of --threads. The ratio is compared with what `scheduling/token_speed.py`
+as a rank of its own. Each has the threads of --threads. The ratio is compared with what `specactor/token_speed.py`
 predicts from the coupled runs: from their acceptance, and the seconds of a draft token (D) and of the rest of a round
 (V). Where prediction and measurement differ, the parts say why: a period's tokens, and its seconds, max(w D, V).
 """

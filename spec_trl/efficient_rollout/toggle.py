@@ -7,11 +7,6 @@ from ..scheduling.control import Candidate, OneDrafter, RoundSeconds, Tally
 from ..scheduling.plain_decoding import PlainRounds
 
 
-def predicted_speedup(block_efficiency: float, plain_seconds: float, cycle_seconds: float) -> float:
-    """τ T̂_p / (γ T̂_q + T̂_V), which Eq. 3 compares with 1 + ε."""
-    return block_efficiency * plain_seconds / cycle_seconds
-
-
 class RooflineToggle(OneDrafter):
     """Drafts in the rounds in which the roofline predicts a speedup of 1 + ε or more; what rounds really take is not
     looked at.
@@ -51,8 +46,8 @@ class RooflineToggle(OneDrafter):
     def _predict(self, batch: int, length: float) -> float:
         (candidate,) = self.candidates
         lengths = {candidate.name: candidate.draft_length}
-        cycle = self._seconds(lengths, candidate.draft_length, batch, length)
-        return predicted_speedup(candidate.block_efficiency, self._seconds({}, 0, batch, length), cycle)
+        cycle = self._seconds(lengths, candidate.draft_length, batch, length)  # γ T̂_q + T̂_V
+        return candidate.block_efficiency * self._seconds({}, 0, batch, length) / cycle
 
     def record(self, draft_length: int, seconds: float, tokens: int, is_typical: bool = True) -> None:
         (candidate,), (tally,) = self.candidates, self.tallies

@@ -15,12 +15,6 @@ from tests.cli.sample_run import make_profile, write_run
 from tests.conftest import tiny_llama
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's own profiles."""
-    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cli")

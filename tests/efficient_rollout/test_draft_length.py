@@ -1,11 +1,8 @@
 """γ follows τ as in ER Algorithm 1 and App. G.3."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from spec_trl.efficient_rollout.draft_length import DraftLengthController, convert_block_efficiency
-from spec_trl.scheduling.acceptance import acceptance_of, expected_block_efficiency
 
 
 def schedule(taus: list[float], **options: object) -> list[int]:
@@ -77,15 +74,6 @@ def test_conversion_to_another_draft_length(tau: float, old: int, new: int, expe
     controller.observe(tau)
     assert controller.draft_length == new
     assert controller.block_efficiency == pytest.approx(expected, abs=0.01)
-
-
-@settings(deadline=None, max_examples=25, derandomize=True)
-@given(st.floats(0, 1), st.integers(1, 16))
-def test_acceptance_inverts_block_efficiency(acceptance: float, draft_length: int) -> None:
-    tau = expected_block_efficiency(acceptance, draft_length)
-    assert expected_block_efficiency(acceptance_of(tau, draft_length), draft_length) == pytest.approx(tau)
-    assert acceptance_of(draft_length + 4.0, draft_length) == pytest.approx(1.0)  # outside the possible range
-    assert acceptance_of(0.5, draft_length) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_state_goes_through_a_checkpoint() -> None:

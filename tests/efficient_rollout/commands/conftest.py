@@ -1,3 +1,3 @@
 """The fixtures of the command line's tests."""
 
-from tests.cli.conftest import cache, files, folder, model, profile  # noqa: F401
+from tests.cli.conftest import files, folder, model, profile  # noqa: F401

@@ -1,3 +1,0 @@
-"""The fixtures of the command line's tests."""
-
-from tests.cli.conftest import cache, files, folder, model, profile  # noqa: F401
