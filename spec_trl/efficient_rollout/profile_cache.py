@@ -1,21 +1,16 @@
 """Finds the roofline profile of a model on this machine: a named file, the user's cache, or a new calibration."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
 from ..measuring.machine import NO_KERNEL, profile_key
-from ..native_code import cache_directory
 from ..scheduling.profile_key import ProfileKey
+from ..user_cache import cache_directory, read_kept, save_kept
 from .fill_profile import calibrate
 from .profile import Profile, ProfileMismatch
-
-
-T = TypeVar("T")
 
 
 def find_profile(
@@ -118,21 +113,3 @@ def _cached_or_new(
         return None
     save_kept(profile.save, cached, "roofline profile")
     return profile
-
-
-def read_kept(path: Path, load: Callable[[Path], T], then: str = "") -> T | None:
-    """The profile or ladder at `path`, which the user did not name: None where there is none, or where it cannot be
-    read, with a warning that says what happens `then`."""
-    try:
-        return load(path) if path.exists() else None
-    except ValueError as error:
-        warnings.warn(f"{path} is left aside{then}: {error}", stacklevel=3)
-        return None
-
-
-def save_kept(save: Callable[[Path], None], path: Path, what: str) -> None:
-    """Saves to `path`; a warning where that cannot be written, as in a read-only home."""
-    try:
-        save(path)
-    except OSError as error:
-        warnings.warn(f"the {what} could not be kept in {path}: {error}", stacklevel=3)

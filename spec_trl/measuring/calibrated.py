@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from ..generation.configuration import SpeculativeConfig
 from ..generation.engine.drafter import Drafter
-from ..native_code import cache_directory
 from ..papers import load
+from ..user_cache import cache_directory
 
 
 if TYPE_CHECKING:

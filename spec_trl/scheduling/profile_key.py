@@ -1,9 +1,9 @@
 """What measured times are valid for, and the name of the file that keeps them."""
 
 import dataclasses
-import hashlib
-import re
 from dataclasses import dataclass
+
+from ..user_cache import file_name
 
 
 @dataclass(frozen=True)
@@ -21,5 +21,4 @@ class ProfileKey:
     def file_name(self) -> str:
         """A readable file name that no other key has."""
         text = "_".join(dataclasses.astuple(self))
-        readable = re.sub(r"[^A-Za-z0-9.+-]+", "-", text)[:120].strip("-")
-        return f"{readable}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+        return file_name(text, text)

@@ -13,7 +13,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..efficient_rollout.profile_cache import read_kept, save_kept
 from ..efficient_rollout.round_bench import RoundBench, bar_text, warm_up_rounds
 from ..generation import kept
 from ..generation.configuration import SpeculativeConfig
@@ -28,6 +27,7 @@ from ..measuring.calibrated import ladder_folder
 from ..measuring.machine import profile_key
 from ..scheduling.control import Chain
 from ..scheduling.profile_key import ProfileKey
+from ..user_cache import read_kept, save_kept
 from .ladder import Ladder, Rung, ladder_path
 
 

@@ -1,20 +1,27 @@
-"""The plans of requests that run decoupled on this machine (SA §4.1), by its roofline profile."""
+"""Plans of decoupled execution on this machine (SA §4.1): D and V affine in the batch, by its roofline profile."""
 
 from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
 
 from ..efficient_rollout.profile import Profile
+from ..efficient_rollout.roofline import Roofline
 from ..efficient_rollout.rounds import roofline_of
-from ..generation.configuration import SpeculativeConfig
-from ..generation.engine.drafter import Drafter
-from .affine_times import affine_times
+from ..scheduling.affine_seconds import AffineSeconds, fit_affine
 from .decoupled_plan import plan_of_machine
 from .reconfiguration import RequestPlans
+from .token_speed import DraftSeconds, VerifySeconds
+
+
+if TYPE_CHECKING:
+    from ..generation.configuration import SpeculativeConfig
+    from ..generation.engine.drafter import Drafter
 
 
 def request_plans(
-    drafter: Drafter,
+    drafter: "Drafter",
     profile: Profile,
-    config: SpeculativeConfig,
+    config: "SpeculativeConfig",
     acceptance: float,
     capacity: int,
     length: int,
@@ -41,3 +48,27 @@ def request_plans(
     if config.decoupled_execution == "always":
         plan = replace(plan, mode="decoupled", window=config.draft_length + 1)
     return RequestPlans(plan, draft, verify)
+
+
+def affine_times(
+    roofline: Roofline, largest_batch: int, length: float, draft_share: float = 1.0
+) -> tuple[DraftSeconds, VerifySeconds]:
+    """D and V over the batches 1, 2, 4, ... up to `largest_batch`.
+
+    Args:
+        roofline: of the target and the drafter on this machine.
+        largest_batch: rows that a rollout begins with.
+        length: mean cached tokens of a row.
+        draft_share: share of the profiled compute that the drafter has when it runs next to the target.
+    """
+    batches = sorted({largest_batch, *(1 << power for power in range(largest_batch.bit_length()))})
+
+    @cache
+    def draft(gpus: int) -> AffineSeconds:
+        return fit_affine([(batch, roofline.draft_seconds(batch, length) / draft_share, 1.0) for batch in batches])
+
+    @cache
+    def verify(gpus: int, positions: int) -> AffineSeconds:
+        return fit_affine([(batch, roofline.verify_seconds(batch, length, positions - 1), 1.0) for batch in batches])
+
+    return draft, verify

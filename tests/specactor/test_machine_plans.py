@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.scheduling.affine_seconds import AffineSeconds
 from spec_trl.scheduling.model_constants import ModelConstants
-from spec_trl.specactor.affine_times import affine_times
 from spec_trl.specactor.decoupled_plan import ExecutionPlan, plan_of_machine
+from spec_trl.specactor.machine_plans import affine_times
 from spec_trl.specactor.reconfiguration import RequestPlan, RequestPlans
 from spec_trl.specactor.token_speed import (
     busy_alternating_speed,
