@@ -26,8 +26,8 @@ def file_name(readable: str, text: str) -> str:
 
 
 def read_kept(path: Path, load: Callable[[Path], T], then: str = "") -> T | None:
-    """What `load` reads of `path`. None where there is no file, or where it is damaged: then a warning says what happens
-    `then`."""
+    """What `load` reads of `path`. None where there is no file, or where it is damaged; then a warning says what will
+    happen `then`."""
     try:
         return load(path) if path.exists() else None
     except (ValueError, LookupError, TypeError, OSError) as error:
