@@ -23,12 +23,13 @@ from typing import Any
 import torch
 
 from spec_trl import SpeculativeConfig
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.generation.engine.request_queue import RequestQueue
 from spec_trl.generation.engine.rows import Request
 from spec_trl.scheduling import admission
 from spec_trl.scheduling.admission import PATIENCE
-from spec_trl.scheduling.cluster import Lengths
-from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
+from spec_trl.scheduling.model_constants import ModelConstants
+from spec_trl.specactor.cluster import Lengths
 
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
 from .models import load_model

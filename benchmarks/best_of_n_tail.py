@@ -28,10 +28,11 @@ from typing import Any
 from tqdm import tqdm
 
 from spec_trl import SpeculativeConfig
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
 from spec_trl.scheduling.control import Candidate, Chain
 from spec_trl.scheduling.ledger import CELL_ERROR, Drafts, Times
+from spec_trl.scheduling.model_constants import ModelConstants
 from spec_trl.scheduling.planner import Planner
-from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
 
 from .best_of_n_subject import COPY, NONE, PASSAGE, STORY, Subject, add_arguments, make_subject
 from .calls import Call, Way, identical_rows, in_turns, ratios

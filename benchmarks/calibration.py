@@ -11,10 +11,10 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from spec_trl.measuring.fill_profile import calibrate
-from spec_trl.scheduling.fit import Diagnostics, evaluate, fit
-from spec_trl.scheduling.profile import Profile
-from spec_trl.scheduling.sweep import Sample
+from spec_trl.efficient_rollout.fill_profile import calibrate
+from spec_trl.efficient_rollout.fit import Diagnostics, evaluate, fit
+from spec_trl.efficient_rollout.profile import Profile
+from spec_trl.efficient_rollout.sweep import Sample
 
 from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
 from .models import DTYPES, load_model, model_line

@@ -1,7 +1,7 @@
 """Decoupled against coupled execution (SpecActor §4.1): drafter and target on a core each, taking turns or at once.
 
 Coupled, both run in this process, one after the other. Decoupled, the drafter runs on a thread, or in a second process
-as a rank of its own. Each has the threads of --threads. The ratio is compared with what `scheduling/token_speed.py`
+as a rank of its own. Each has the threads of --threads. The ratio is compared with what `specactor/token_speed.py`
 predicts from the coupled runs: from their acceptance, and the seconds of a draft token (D) and of the rest of a round
 (V). Where prediction and measurement differ, the parts say why: a period's tokens, and its seconds, max(w D, V).
 """
@@ -21,8 +21,8 @@ from spec_trl.generation.drafters.decoupled.drafter import DecoupledDrafter
 from spec_trl.generation.drafters.decoupled.thread import DraftThread
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.drafter import Drafter
-from spec_trl.scheduling.draft_length import acceptance_of
-from spec_trl.scheduling.token_speed import busy_decoupled_speed, busy_window_tokens, coupled_speed
+from spec_trl.scheduling.acceptance import acceptance_of
+from spec_trl.specactor.token_speed import busy_decoupled_speed, busy_window_tokens, coupled_speed
 
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
 from .models import DTYPES, LoadedModel, load_model, model_line, weights_line

@@ -31,7 +31,7 @@ import transformers
 from tqdm import tqdm
 
 from spec_trl import SpecGRPOConfig
-from spec_trl.measuring.fill_profile import calibrate
+from spec_trl.efficient_rollout.fill_profile import calibrate
 
 from .configurations import (
     ABLATED,

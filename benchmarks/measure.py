@@ -25,7 +25,7 @@ import transformers
 from torch import nn
 
 from spec_trl.json_files import read_json, write_json
-from spec_trl.measuring.fill_profile import processor_name
+from spec_trl.measuring.machine import processor_name
 
 
 RESULTS = Path(__file__).parent / "results"

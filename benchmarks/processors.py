@@ -11,9 +11,9 @@ import torch
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
+from spec_trl.efficient_rollout.round_bench import RoundBench
 from spec_trl.generation.configuration import SpeculativeConfig
 from spec_trl.generation.drafters.ngram import NgramDrafter
-from spec_trl.measuring.round_bench import RoundBench
 from spec_trl.scheduling.control import Chain
 
 from .measure import Finding, add_machine_arguments, begin, shown, write_result

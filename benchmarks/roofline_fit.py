@@ -11,10 +11,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spec_trl.scheduling.fit import BANDWIDTH_SHARE, THRESHOLDS, Diagnostics, Form, evaluate, fit
-from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.sweep import COLUMNS, Sample
-from spec_trl.scheduling.sweep import read_sweep as read_our_sweep
+from spec_trl.efficient_rollout.fit import BANDWIDTH_SHARE, THRESHOLDS, Diagnostics, Form, evaluate, fit
+from spec_trl.efficient_rollout.roofline import Coefficients, Roofline
+from spec_trl.efficient_rollout.sweep import COLUMNS, Sample
+from spec_trl.efficient_rollout.sweep import read_sweep as read_our_sweep
+from spec_trl.scheduling.model_constants import ModelConstants
 
 from .measure import Finding, add_machine_arguments, begin, shown, write_result
 from .paper.published import read_sweep as read_published_sweep

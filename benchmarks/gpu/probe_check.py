@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.measure import stopwatch
 from spec_trl import SpeculativeConfig
+from spec_trl.efficient_rollout.fill_profile import _Bench
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.measuring.fill_profile import _Bench
 from spec_trl.measuring.probe import probe
 from spec_trl.scheduling.round_costs import ProbedRounds
 

@@ -18,10 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from spec_trl import SpeculativeConfig
+from spec_trl.efficient_rollout.fill_profile import _Bench
 from spec_trl.generation.drafters.self_copy import SelfDrafter
 from spec_trl.generation.engine.captured import CAPTURE_AFTER
 from spec_trl.generation.engine.model_costs import model_constants
-from spec_trl.measuring.fill_profile import _Bench
 
 from .kernels_per_layer import FAMILIES, per_layer
 from .part import Part

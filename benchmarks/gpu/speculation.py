@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spec_trl import SpeculativeConfig, release
-from spec_trl.measuring.fill_profile import calibrate
+from spec_trl.efficient_rollout.fill_profile import calibrate
 
 from .decode import PLAIN, Method, alternate, engine, make_prompts, summarise
 from .part import Part

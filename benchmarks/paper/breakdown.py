@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_trl.cli.options import positive, table, whole_numbers
-from spec_trl.scheduling.roofline import require_number
+from spec_trl.value_checks import require_field
 
 
 BYTES = 2  # of a 16-bit weight or activation
@@ -29,8 +29,8 @@ class Hardware:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        require_number(self, "flops_per_second", above=0.0)
-        require_number(self, "bytes_per_second", above=0.0)
+        require_field(self, "flops_per_second", above=0.0)
+        require_field(self, "bytes_per_second", above=0.0)
 
     def seconds(self, flops: float, moved: float) -> float:
         """The longer of computing `flops` and of moving `moved` bytes."""
@@ -64,7 +64,7 @@ class Shape:
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.name != "tied":
-                require_number(self, field.name, above=0)
+                require_field(self, field.name, above=0)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Shape":

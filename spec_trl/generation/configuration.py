@@ -10,9 +10,16 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..scheduling.draft_length import MAX_DRAFT_LENGTH
+from ..scheduling.acceptance import MAX_DRAFT_LENGTH
+from ..value_checks import (
+    did_you_mean,
+    require_bool,
+    require_choice,
+    require_folder_or_id,
+    require_int,
+    require_number,
+)
 from .registry import CHOOSING, DRAFTERS, drafting_ahead, needing_assistant, strategies, taking_assistant
-from .value_checks import did_you_mean, require_bool, require_choice, require_folder_or_id, require_int, require_number
 
 
 Verification = Literal["exact", "rejection"]

@@ -13,8 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ..measuring.fill_ladder import find_ladder
-from ..measuring.profile_cache import find_profile
+from ..measuring.calibrated import find_ladder, find_profile
 from ..scheduling.control import Control, NeverSpeculate
 from .configuration import SpeculativeConfig, check_combination, check_decoupled, check_strategy
 from .decoupling import check_device, decoupled, keep_acceptance

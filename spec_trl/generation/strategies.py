@@ -2,25 +2,26 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from transformers import PreTrainedModel
 
 from ..measuring.known_rounds import KnownRounds, find_known_rounds
+from ..papers import load
 from ..scheduling.control import AlwaysSpeculate, Candidate, Control, NeverSpeculate, RoundSeconds
-from ..scheduling.ladder import Ladder
 from ..scheduling.ledger import CELL_ERROR, Drafts, Times
 from ..scheduling.planner import Planner
-from ..scheduling.profile import Profile
-from ..scheduling.roofline import Roofline
-from ..scheduling.round_costs import LadderRounds, RooflineRounds
-from ..scheduling.toggle import RooflineToggle
 from . import kept
 from .configuration import SpeculativeConfig, check_strategy
 from .drafters.self_copy import SelfDrafter
 from .drafters.tts.drafter import DistilledDrafter
 from .engine.drafter import Drafter
 from .registry import DRAFTERS, taking_assistant
+
+
+if TYPE_CHECKING:
+    from ..efficient_rollout.profile import Profile
+    from ..specactor.ladder import Ladder
 
 
 Assistant: TypeAlias = "PreTrainedModel | str | None"
@@ -103,8 +104,8 @@ def make_control(
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
     draft_lengths: Sequence[int],
-    profile: Profile | None = None,
-    ladder: Ladder | None = None,
+    profile: "Profile | None" = None,
+    ladder: "Ladder | None" = None,
     known: KnownRounds | None = None,
 ) -> Control:
     """The control that `config.sd_toggle` asks for, over `drafters` in their order. A planner chooses among
@@ -134,43 +135,21 @@ def make_control(
     costs: RoundSeconds
     times = Times(CELL_ERROR)
     if ladder is not None:
-        costs = LadderRounds(ladder, None if profile is None else profile.roofline)
+        costs = load("specactor.ladder").LadderRounds(ladder, None if profile is None else profile.roofline)
         draft_lengths = [
             length for length in draft_lengths if all(length in ladder.draft_lengths(name, 1) for name in names)
         ]
     elif profile is not None:
-        costs = roofline_rounds(drafters, profile)
+        costs = load("efficient_rollout.rounds").roofline_rounds(drafters, profile)
     else:
         assert known is not None
         costs, times = known.seconds, known.times
     if config.sd_toggle == "roofline" and profile is not None and len(drafters) == 1:
-        return RooflineToggle(candidates[0], costs, config.sd_margin)
+        toggle: Control = load("efficient_rollout.toggle").RooflineToggle(candidates[0], costs, config.sd_margin)
+        return toggle
     drafts = Drafts(names, [not candidate.is_network for candidate in candidates])
     race, budget = config.best_of_n_race, config.best_of_n_budget
     return Planner(candidates, draft_lengths, costs, times, drafts, config.sd_margin, race, budget)
-
-
-def roofline_rounds(drafters: Sequence[Drafter], profile: Profile) -> RooflineRounds:
-    """What rounds of `drafters` take by a calibrated profile."""
-    networks = {each.strategy: roofline_of(each, profile) for each in drafters if each.has_probabilities}
-    return RooflineRounds(profile.roofline, networks)
-
-
-def roofline_of(drafter: Drafter, profile: Profile) -> Roofline:
-    """Predicts rounds of `drafter`, a network.
-
-    For another network than the policy's copy its own forwards stand in place of the self-drafter's. Their kernels are
-    dense like the target's, so the target's coefficients serve. A forward that drafts many tokens is
-    shared among them.
-    """
-    cost = drafter.cost
-    if cost is None:
-        return profile.roofline
-    k, c, share = profile.roofline.constants, profile.roofline.coefficients, 1 / cost.tokens
-    return Roofline(
-        replace(k, draft_weight_bytes=cost.weight_bytes * share, draft_expert_bytes=0.0),
-        replace(c, eta_D=1.0, c_D=c.c_T * share, t_D=c.t_T * share, phi_D=cost.dense_flops * share / k.dense_flops),
-    )
 
 
 @dataclass(frozen=True)
@@ -179,7 +158,7 @@ class KeptControl:
     `sources` profile and ladder, or of what is `known` without them."""
 
     name: str
-    sources: tuple[Profile | None, Ladder | None]
+    sources: "tuple[Profile | None, Ladder | None]"
     control: Control
     known: KnownRounds | None
 
@@ -189,8 +168,8 @@ def take_control(
     drafters: Sequence[Drafter],
     config: SpeculativeConfig,
     draft_lengths: Sequence[int],
-    profile: Profile | None,
-    ladder: Ladder | None,
+    profile: "Profile | None",
+    ladder: "Ladder | None",
     races: bool = True,
 ) -> KeptControl:
     """The control that the last call with the same options left, which has measured rounds by now; else a new one,

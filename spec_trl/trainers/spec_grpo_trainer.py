@@ -6,7 +6,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -26,13 +26,11 @@ from ..generation.engine.requirements import policy_in
 from ..generation.engine.shadow import structure
 from ..generation.registry import CHOOSING
 from ..generation.strategies import check_assistants, copy_again, make_control, make_drafters, policy_copies
-from ..measuring.fill_profile import hardware_name
 from ..measuring.known_rounds import KnownRounds, find_known_rounds
+from ..measuring.machine import hardware_name
 from ..quantization.awq import ActivationStatistics
 from ..scheduling.control import Control
-from ..scheduling.draft_length import DraftLengthController
 from ..scheduling.planner import Planner
-from ..scheduling.profile import Profile
 from .checkpoint import DraftLengthState, RankState, RolloutState, find_checkpoint, only_for_speed
 from .collapse_alarm import CollapseAlarm
 from .kept_graphs import KeptGraphs
@@ -41,11 +39,16 @@ from .rollout_checks import check_dataset, check_drawn, check_generation, check_
 from .rollout_totals import RolloutTotals, metrics
 from .run_log import LOG_FILE, Mode, Record, RunHeader, RunLog, StepRecord
 from .sampler_mismatch import SamplerMismatch
-from .shared_measurements import PROFILE_FILE, shared_ladder, shared_profile
+from .shared_measurements import PROFILE_FILE, check_profile, shared_ladder, shared_profile
 from .spec_grpo_config import SpecGRPOConfig
 from .step_clock import StepClock
 from .verdict import Verdict
 from .whole_weights import check_fsdp, whole_weights
+
+
+if TYPE_CHECKING:
+    from ..efficient_rollout.draft_length import DraftLengthController
+    from ..efficient_rollout.profile import Profile
 
 
 class SpecGRPOTrainer(GRPOTrainer):
@@ -92,8 +95,7 @@ class SpecGRPOTrainer(GRPOTrainer):
             check_assistants(args.assistant_strategy, args.assistant_model, config, policy)
             for name in ("train_dataset", "eval_dataset"):
                 check_dataset(policy, self.generation_config, name, vars(self)[name], self._tokenize_prompts)
-        if args.roofline_profile is not None and Path(args.roofline_profile).exists():
-            Profile.load(args.roofline_profile)  # a broken file is refused before any work
+        check_profile(args)
         self._drafters: list[Drafter] | None = None
         self._drafted_step = -1
         self._copied: tuple[object, ...] = ()  # the structure of the policy that the copies were made of
@@ -294,10 +296,9 @@ class SpecGRPOTrainer(GRPOTrainer):
         strategy = "none" if self.args.sd_toggle == "never" else self.args.assistant_strategy
         assistant = None if strategy == "none" else self.args.assistant_model
         self._drafters = make_drafters(strategy, policy, assistant, self._speculative_config)
+        names = [drafter.strategy for drafter in self._drafters]
+        self._draft_lengths = self.args.draft_length_controllers(names, self._saved_draft_lengths)
         for drafter in self._drafters:
-            controller = self._draft_lengths[drafter.strategy] = self.args.draft_length_controller()
-            if drafter.strategy in self._saved_draft_lengths:
-                controller.load_state_dict(vars(self._saved_draft_lengths[drafter.strategy]))
             memory = self._memories.pop(drafter.strategy, None)
             if isinstance(drafter, HistoryDrafter | DistilledDrafter) and memory is not None:
                 drafter.load_state_dict(memory)

@@ -17,7 +17,7 @@ from benchmarks.training_task import demo_task
 from spec_trl.drafter_training.untrained import write_eagle3
 from spec_trl.generation import kept
 from spec_trl.scheduling import admission as rule
-from spec_trl.scheduling.cluster import Lengths
+from spec_trl.specactor.cluster import Lengths
 from spec_trl.trainers.run_log import read_run
 from tests.benchmarks.conftest import Command, set_arguments
 from tests.conftest import STORY_MODEL

@@ -19,13 +19,13 @@ from examples import generate
 from spec_trl import SpecGRPOConfig, SpeculativeConfig
 from spec_trl.cli.main import build_parser
 from spec_trl.cli.options import MARGIN
+from spec_trl.efficient_rollout.draft_length import DraftLengthController
 from spec_trl.generation.configuration import (
     OPTIONS,
     Distillation,
     kinds_of,
 )
-from spec_trl.generation.value_checks import require_folder_or_id
-from spec_trl.scheduling.draft_length import DraftLengthController
+from spec_trl.value_checks import require_folder_or_id
 
 
 DOCS = Path(__file__).parents[2] / "docs"

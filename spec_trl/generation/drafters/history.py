@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...value_checks import require_int
 from ..configuration import SpeculativeConfig
 from ..engine.drafter import Drafter, DraftSession, take_drafter
 from ..engine.noise import RoundNoise
@@ -18,7 +19,6 @@ from ..engine.outcome import Integers
 from ..engine.rows import Admission
 from ..engine.verification import Proposal
 from ..registry import register_drafter
-from ..value_checks import require_int
 from .suffix_index import SuffixIndex
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from ...value_checks import require_folder_or_id
 from ..configuration import SpeculativeConfig
 from ..engine.cache import autocast_dtype
 from ..engine.drafter import DraftCost
@@ -24,7 +25,6 @@ from ..engine.model_costs import model_constants
 from ..engine.requirements import check_model, policy_in
 from ..engine.shadow import fingerprint, make_shadow
 from ..registry import register_drafter
-from ..value_checks import require_folder_or_id
 from .autoregressive import NetworkDrafter
 from .canvas import Canvas
 from .vocabulary import check_sizes

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ...scheduling.draft_length import MAX_DRAFT_LENGTH
+from ...scheduling.acceptance import MAX_DRAFT_LENGTH
 from .. import kept
 from ..configuration import SpeculativeConfig
 from .cache import TailCache

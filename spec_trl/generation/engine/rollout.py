@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...scheduling.control import Chain, Control
-from ...scheduling.race_helper import RaceHelper
 from .chains import Lanes, draft_lengths, is_one_chain
 from .drafter import Drafter, DraftSession
 from .entering import Entrance, first_tokens
@@ -113,7 +112,7 @@ class Rollout:
                 count, logits = self.target.read_prompts(rows, admission)
                 self.record.tokens_read += count
                 raced = {self.drafters.names.index(own.method) for own in admission.moved.values() if own.method}
-                self.control = RaceHelper(self._own_control, raced.pop()) if raced else self._own_control
+                self.control = self._own_control.helper(raced.pop()) if raced else self._own_control
                 for row, progress in admission.moved.items():
                     self.target.cache.import_row(row, progress.head, progress.tail())
             with self.record.phase("draft"):

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.paper.breakdown import Shape
 from benchmarks.paper.published import main, read_fit, read_sweep
-from spec_trl.cli.validate import read_config
-from spec_trl.scheduling.fit import evaluate
-from spec_trl.scheduling.profile import Profile
-from spec_trl.scheduling.sweep import Sample, points
+from spec_trl.efficient_rollout.commands.validate import read_config
+from spec_trl.efficient_rollout.fit import evaluate
+from spec_trl.efficient_rollout.profile import Profile
+from spec_trl.efficient_rollout.sweep import Sample, points
 
 
 FOLDER = "data/efficientrollout"
