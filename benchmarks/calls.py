@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,16 +24,6 @@ class Call:
     seconds: float
     completions: list[list[int]]
     statistics: SpeculationStatistics
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the whole call."""
-        return sum(map(len, self.completions)) / self.seconds
-
-    @property
-    def decoding_tokens_per_second(self) -> float:
-        """Without reading the prompts."""
-        return sum(map(len, self.completions)) / (self.seconds - self.statistics.phase_seconds["prefill"])
 
     @property
     def speculative_share(self) -> float:
@@ -95,18 +85,6 @@ def sampling(work: Workload) -> dict[str, object]:
         "max_new_tokens": work.max_new_tokens,
         "pad_token_id": work.pad_token_id,
     }
-
-
-def in_turns(ways: Mapping[str, Way], works: Sequence[Workload], seed: int) -> dict[str, list[Call]]:
-    """Each way once for each workload, with another first way in each turn (A B C, B C A, ...) and seed + i in turn i.
-
-    A slow minute of the machine then hits all ways alike.
-    """
-    calls: dict[str, list[Call]] = {name: [] for name in ways}
-    for turn, work in enumerate(works):
-        for name in rotated(list(ways), turn):
-            calls[name].append(ways[name](work, seed + turn))
-    return calls
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:

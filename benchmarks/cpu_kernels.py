@@ -4,10 +4,10 @@ Where bitsandbytes is installed its NF4 is one of them.
 Weights are random. Dense and kernels run in turns, each over all layers as a draft step does; medians of the turns.
 """
 
-import argparse
 import importlib.util
 import itertools
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -18,7 +18,7 @@ from spec_trl.dense_linear import dense_class
 from spec_trl.quantization.kernels import KERNELS, LayerSpec, fitting_kernels
 from spec_trl.quantization.kernels.kernel_times import random_rows
 
-from .measure import Finding, add_machine_arguments, begin, shown, write_result
+from .measure import Finding, Options, begin, shown, spread, write_result
 from .models import DTYPES
 
 
@@ -64,14 +64,14 @@ def step(layers: list[Any], inputs: dict[int, Tensor], widths: list[int]) -> flo
     return 1e3 * (time.perf_counter() - started)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen2.5-0.5b", choices=list(SHAPES))
-    parser.add_argument("--dtype", default="float32", choices=list(DTYPES), help="of the policy")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 6, 8, 16])
-    parser.add_argument("--turns", type=int, default=9, help="of each way (default: %(default)s)")
-    add_machine_arguments(parser, "cpu_kernels")
-    options = parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__, "cpu_kernels", "--shape tiny --rows 1 --turns 1")
+    add = parser.add_argument
+    add("--shape", default="qwen2.5-0.5b", choices=list(SHAPES))
+    add("--dtype", default="float32", choices=list(DTYPES), help="of the policy")
+    add("--rows", type=int, nargs="+", default=[1, 2, 4, 6, 8, 16])
+    add("--turns", type=int, default=9, help="of each way")
+    options = parser.read(arguments, "rows", "turns")
     machine = begin(options)
     count, projections, head = SHAPES[options.shape]
     shapes, dtype = [*(projections * count), head], DTYPES[options.dtype]
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
                 both = [sum(each) for each in times[name][1:]]
                 findings.append(Finding(f"{rows} rows: {name}, layers", body, "ms"))
                 findings.append(Finding(f"{rows} rows: {name}, head", last, "ms"))
-                findings.append(Finding(f"{rows} rows: {name}, both", median(both), "ms", "", (min(both), max(both))))
+                findings.append(Finding(f"{rows} rows: {name}, both", median(both), "ms", "", spread(both)))
     write_result(
         options.output, "quantization", "4-bit kernels on a CPU",
         f"Shape of {options.shape}, policy in {options.dtype}, groups of 128 (bitsandbytes, NF4: 64); medians of "

@@ -216,11 +216,12 @@ def run(names: Iterable[str]) -> list[Outcome]:
     return outcomes
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_const", const=["llama"], dest="families", help="llama alone")
     parser.add_argument("--families", nargs="+", choices=families(), metavar="NAME", help="only these; writes nothing")
-    chosen = parser.parse_args().families
+    chosen = parser.parse_args(arguments).families
     transformers.logging.set_verbosity_error()
     outcomes = run(chosen or families())
     if chosen is None:

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -29,16 +30,7 @@ from spec_trl.measuring.fill_profile import processor_name
 
 
 RESULTS = Path(__file__).parent / "results"
-THEMES = {
-    "rollouts": "Speed of rollouts",
-    "never_slower": "The default control against decoding without drafts",
-    "lossless": "Losslessness",
-    "tts": "Drafters that learn while they draft (TTS)",
-    "best_of_n": "Best-of-N",
-    "workers": "Many workers",
-    "quantization": "Quantization",
-    "calibration": "Calibration",
-}
+TINY_RESULTS = Path("bench_output/tiny")
 
 
 @dataclass
@@ -139,14 +131,47 @@ def machine_line(machine: Mapping[str, object]) -> str:
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 
-def add_machine_arguments(parser: argparse.ArgumentParser, result: str) -> None:
-    """The options of every benchmark: device, threads, seed, and the file of the result."""
-    add = parser.add_argument
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=device, choices=["cpu", "cuda"], help="(default: %(default)s)")
-    add("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights, prompts and sampling (default: %(default)s)")
-    add("--output", type=Path, default=RESULTS / f"{result}.json", help="file of the result (default: %(default)s)")
+class Options(argparse.ArgumentParser):
+    """The command line of a benchmark: what each has, and what it adds with `add_argument`.
+
+    Args:
+        description: for `--help`.
+        result: name of the result's file.
+        tiny: what `--tiny` stands for: the smallest input, which tries the code out.
+    """
+
+    def __init__(self, description: str | None, result: str, tiny: str) -> None:
+        super().__init__(description=description, formatter_class=_Help)
+        self._result, self._tiny = result, tiny
+        add, device = self.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
+        add("--device", default=device, choices=["cpu", "cuda"], help="of the model")
+        add("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+        add("--seed", type=int, default=0, help="of weights, prompts and sampling")
+        add("--output", type=Path, default=RESULTS / f"{result}.json", help="file of the result")
+        add("--tiny", action="store_true", help=f"try it out on the smallest input: {tiny or 'another file'}")
+
+    def read(self, arguments: Sequence[str] | None, *counts: str) -> argparse.Namespace:
+        """The options; `arguments` None: the process's. Those called `counts`, numbers or lists, must be 1 or more."""
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        if "--tiny" in given:
+            given = [*shlex.split(self._tiny), "--output", str(TINY_RESULTS / f"{self._result}.json"), *given]
+        options = self.parse_args(given)
+        self.at_least(1, options, *counts)
+        return options
+
+    def at_least(self, low: int, options: argparse.Namespace, *names: str) -> None:
+        """Ends with an error that names an option below `low`."""
+        for name in names:
+            value = getattr(options, name)
+            if min(value, default=low) < low if isinstance(value, list) else value is not None and value < low:
+                self.error(f"--{name.replace('_', '-')} {value} must be {low} or more")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and the description as it is written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def begin(options: argparse.Namespace) -> dict[str, object]:
@@ -157,9 +182,23 @@ def begin(options: argparse.Namespace) -> dict[str, object]:
     return describe_machine(torch.device(options.device))
 
 
+@contextmanager
+def fresh_cache() -> Iterator[None]:
+    """The package's cache is empty in this block: nothing of an earlier run is read."""
+    before = os.environ.get("SPEC_TRL_CACHE")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SPEC_TRL_CACHE"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("SPEC_TRL_CACHE")
+            os.environ |= {} if before is None else {"SPEC_TRL_CACHE": before}
+
+
 def shown(options: argparse.Namespace, *hidden: str) -> dict[str, object]:
     """What a result says of the options: of paths the last part alone, and nothing of `hidden`."""
-    return {name: _without_folder(value) for name, value in vars(options).items() if name not in ("output", *hidden)}
+    hidden = ("output", "tiny", *hidden)
+    return {name: _without_folder(value) for name, value in vars(options).items() if name not in hidden}
 
 
 def _without_folder(value: Any) -> Any:
@@ -198,7 +237,7 @@ class Result:
     """One result file.
 
     Args:
-        theme: one of `THEMES`.
+        theme: what kind of question it answers.
         title: what the result is about.
         setup: how it was measured.
         command: that made it; absolute paths without their folders.
@@ -231,10 +270,21 @@ def write_result(
     output: Path, theme: str, title: str, setup: str, machine: Mapping[str, Any], findings: Sequence[Finding],
     details: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Writes a result, with the command of this process and the commit, and prints its findings."""
+    """Writes a result, with the command of this process and the commit, and prints it."""
     result = Result(theme, title, setup, command_line(), commit(), dict(machine), list(findings), dict(details))
     write_json(output, result)
-    print(f"{title}\n{machine_line(machine)}\n{setup}\n\n{findings_table(findings)}\n\nwritten: {output}")
+    print(f"{text_of(result)}\n\nwritten: {output}")
+
+
+def text_of(result: Result) -> str:
+    """A result for a reader."""
+    parts = result.title, f"`{result.command}` ({result.commit or 'no commit'})", machine_line(result.machine)
+    return "\n\n".join([*parts, result.setup, findings_table(result.findings)])
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """The lowest and the highest, as of a finding's interval."""
+    return min(values), max(values)
 
 
 def command_line() -> str:
@@ -257,7 +307,7 @@ def commit() -> str | None:
 def findings_table(findings: Sequence[Finding]) -> str:
     """Findings as a Markdown table, without the columns that are empty."""
     header = ["what", "value", "interval", "baseline"]
-    rows = [[each.what, number(each.value, each.unit), _interval(each), each.baseline] for each in findings]
+    rows = [[each.what, number(each.value, each.unit), interval_text(each), each.baseline] for each in findings]
     kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
     lines = [[row[i] for i in kept] for row in (header, ["---"] * len(header), *rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -275,7 +325,8 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{digits} {unit}".strip()
 
 
-def _interval(finding: Finding) -> str:
+def interval_text(finding: Finding) -> str:
+    """"1.2× to 1.4×"; empty without an interval."""
     if finding.interval is None:
         return ""
     low, high = (number(value, finding.unit) for value in finding.interval)

@@ -4,7 +4,7 @@ All kinds of rounds run in turns, each in an engine of its own over one model, a
 each other. Drafts come from lookups, which cost nothing: where a network drafts, its draws are processed too.
 """
 
-import argparse
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -16,20 +16,19 @@ from spec_trl.generation.drafters.ngram import NgramDrafter
 from spec_trl.measuring.round_bench import RoundBench
 from spec_trl.scheduling.control import Chain
 
-from .measure import Finding, add_machine_arguments, begin, shown, write_result
+from .measure import Finding, Options, begin, shown, spread, write_result
 from .models import load_model, model_line
 
 
 BATCH, DRAFT_LENGTH, PENALTY, TOP_P = 16, 5, 1.1, 0.95
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="shape:qwen2.5-0.5b", help="as of benchmarks.models (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=15, help="rounds of each kind (default: %(default)s)")
-    add_machine_arguments(parser, "processors")
-    options = parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__, "processors", "--model shape:tiny --prompt 16 --turns 1")
+    parser.add_argument("--model", default="shape:qwen2.5-0.5b", help="folder or shape:NAME")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
+    parser.add_argument("--turns", type=int, default=15, help="rounds of each kind")
+    options = parser.read(arguments, "prompt", "turns")
     machine = begin(options)
     loaded = load_model(options.model, torch.float32, options.device, seed=options.seed, measured=False)
     model = loaded.model
@@ -57,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         if name != "without":
             ratios = [turn[name] / turn["without"] for turn in turns]
             what = f"cost of a round with {name}"
-            findings.append(Finding(what, median(ratios), "×", "without processors", (min(ratios), max(ratios))))
+            findings.append(Finding(what, median(ratios), "×", "without processors", spread(ratios)))
     seconds = {name: median(turn[name] for turn in turns) for name in kinds}
     findings.append(Finding("a round without processors", seconds["without"], "s"))
     write_result(

@@ -2,6 +2,7 @@
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from tqdm import tqdm
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.quantization import QuantizedLinear, quantize_projections
 
-from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
+from .measure import Finding, Options, begin, shown, stopwatch, write_result
 from .models import DTYPES, load_model, model_line
 
 
@@ -57,37 +58,26 @@ def findings(result: dict[str, Any]) -> list[Finding]:
     return found
 
 
-def setup(result: dict[str, Any]) -> str:
-    """How it was measured."""
-    options = result["options"]
-    return (
-        f"Scheme {options['scheme']}, medians of {options['repeats']} refreshes. Memory is of the quantized layers "
-        "alone; all else is the policy's own."
-    )
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument(
-        "--models", nargs="+", default=["shape:qwen2.5-0.5b"], help="folders, shape:NAME or shape:CONFIG.json"
-    )
-    parser.add_argument("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=list(DTYPES))
-    parser.add_argument("--scheme", default="rtn-w4-g128", help="draft_quantization")
-    parser.add_argument("--kernel", default="auto", help="draft_kernel")
-    parser.add_argument("--lm-head", default="auto", choices=["auto", "dense", "packed"], help="draft_lm_head")
-    parser.add_argument("--repeats", type=int, default=5, help="refreshes; the median counts")
-    add_machine_arguments(parser, "refresh")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__, "refresh", "--models shape:tiny --repeats 1")
+    add = parser.add_argument
+    add("--models", nargs="+", default=["shape:qwen2.5-0.5b"], help="folders, shape:NAME or shape:CONFIG.json")
+    add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
+    add("--dtypes", nargs="+", default=["bfloat16"], choices=list(DTYPES))
+    add("--scheme", default="rtn-w4-g128", help="draft_quantization")
+    add("--kernel", default="auto", help="draft_kernel")
+    add("--lm-head", default="auto", choices=["auto", "dense", "packed"], help="draft_lm_head")
+    add("--repeats", type=int, default=5, help="refreshes; the median counts")
+    options = parser.read(arguments, "repeats")
     machine = begin(options)
     models = [measure(spec, DTYPES[dtype], options) for spec in options.models for dtype in options.dtypes]
     result = {"options": shown(options), "models": models}
+    setup = (
+        f"Scheme {options.scheme}, medians of {options.repeats} refreshes. Memory is of the quantized layers alone; "
+        "all else is the policy's own."
+    )
     title = "Refresh of the self-drafter"
-    write_result(options.output, "quantization", title, setup(result), machine, findings(result), result)
+    write_result(options.output, "quantization", title, setup, machine, findings(result), result)
 
 
 if __name__ == "__main__":

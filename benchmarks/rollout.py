@@ -13,10 +13,8 @@ docs/performance.md has the commands of a real chat model.
 
 import argparse
 import math
-import os
 import statistics
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +33,13 @@ from spec_trl.generation.engine.statistics import DraftCounts
 from .calls import forget, ratios, sampling, way
 from .measure import (
     Finding,
-    add_machine_arguments,
+    Options,
     begin,
     count_forwards,
+    fresh_cache,
     peak_memory,
     shown,
+    spread,
     stopwatch,
     write_result,
 )
@@ -157,15 +157,9 @@ def ours(
         made = call(work, seed)
         facts = made.statistics
         return Run(
-            made.completions,
-            facts.target_forwards,
-            facts.block_efficiency,
-            facts.acceptance_rate,
-            dict(facts.phase_seconds),
-            facts.total,
-            facts.rounds,
-            facts.drafted_rounds,
-        )
+            made.completions, facts.target_forwards, facts.block_efficiency, facts.acceptance_rate,
+            dict(facts.phase_seconds), facts.total, facts.rounds, facts.drafted_rounds,
+        )  # fmt: skip
 
     return run
 
@@ -292,7 +286,7 @@ def findings(result: dict[str, Any]) -> list[Finding]:
             for other, ratio in each["ratio_to"].items() if each["method"].startswith("ours") else ():
                 passes = ratios(by_pass[each["method"]], by_pass[other])
                 what = f"{name}, batch {batch}: {each['method']}"
-                found.append(Finding(what, ratio, "×", other, (min(passes), max(passes))))
+                found.append(Finding(what, ratio, "×", other, spread(passes)))
         what = f"{name}, batch {batch}: "
         for each in summaries:
             if each["drafted_rounds"]:
@@ -301,8 +295,8 @@ def findings(result: dict[str, Any]) -> list[Finding]:
                 found.append(Finding(f"{what}{each['method']}, rounds that drafted", share, "%"))
         if AUTO in by_pass and (better := best_of_the_others(summaries)) is not None:
             passes = ratios(by_pass[AUTO], by_pass[better])
-            interval = (min(passes), max(passes))
-            found.append(Finding(f"{what}{AUTO}", median(passes), "×", f"the best of the others: {better}", interval))
+            against = f"the best of the others: {better}"
+            found.append(Finding(f"{what}{AUTO}", median(passes), "×", against, spread(passes)))
     return found
 
 
@@ -344,24 +338,18 @@ def setup(result: dict[str, Any]) -> str:
     )
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the description as it is written."""
+TINY = "--model shape:tiny --dtype float64 --batch 1 2 --group 2 --repeats 1 --max-new-tokens 4 --baselines generate "
+TINY += "--strategies none self ngram auto"
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
-    add = parser.add_argument
-    add(
-        "--model", default="shape:qwen2.5-0.5b", help="folder of a checkpoint, wide:FOLDER*k, or shape:NAME or "
-        "shape:CONFIG.json for synthetic weights in that shape",
-    )  # fmt: skip
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Options(__doc__, "rollout", TINY)
+    add, baselines = parser.add_argument, ["generate", "continuous", "assisted"]
+    add("--model", default="shape:qwen2.5-0.5b", help="folder, or shape:NAME or shape:CONFIG.json: synthetic weights")
     add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
     add("--assistant", help="folder of a small model, for strategy model and assisted")
     add("--strategies", nargs="+", default=["none", "self"], choices=STRATEGIES)
-    add(
-        "--baselines", nargs="*", default=["generate", "continuous", "assisted"],
-        choices=["generate", "continuous", "assisted"], help="of transformers; assisted runs with --assistant only",
-    )  # fmt: skip
+    add("--baselines", nargs="*", default=baselines, choices=baselines, help="assisted runs with --assistant only")
     add("--batch", type=int, nargs="+", default=[1, 4], help="rows per batch; each is measured")
     add("--max-new-tokens", type=int, default=48, help="per row")
     add("--temperature", type=float, default=1.0, help="of the sampling")
@@ -377,10 +365,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=list(DTYPES))
     add("--repeats", type=int, default=3, help="timed passes; each has its own prompts and seed")
     add("--warm-up-tokens", type=int, help="new ones of a row in the first pass of all but auto; default: as many")
-    add_machine_arguments(parser, "rollout")
-    options = parser.parse_args()
-    if min(*options.batch, options.group, options.repeats, options.max_new_tokens) < 1:
-        parser.error("--batch, --group, --repeats and --max-new-tokens must be 1 or more")
+    options = parser.read(arguments, "batch", "group", "repeats", "max_new_tokens")
     if "model" in options.strategies and options.assistant is None:
         parser.error("strategy model needs --assistant: pass the folder of a small model")
     if "ngram" in options.strategies and options.verification == "rejection":
@@ -388,8 +373,8 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
     machine = begin(options)
     dtype = DTYPES[options.dtype]
     loaded = load_model(options.model, dtype, options.device, options.agreement, options.seed)
@@ -419,11 +404,7 @@ def main() -> None:
     turns = options.repeats + 1  # the first one warms up
     prompts = prompt_source(loaded, options.prompts, max(options.batch) * turns, options.seed, chat=options.chat)
     batches: dict[str, list[dict[str, object]]] = {}
-    with (
-        tqdm(total=len(options.batch) * len(methods) * turns, desc="rollouts") as bar,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        os.environ["SPEC_TRL_CACHE"] = folder  # nothing of an earlier run
+    with tqdm(total=len(options.batch) * len(methods) * turns, desc="rollouts") as bar, fresh_cache():
         for batch in options.batch:
             forget(model)  # nor of another batch size
             works = [

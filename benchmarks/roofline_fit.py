@@ -1,10 +1,12 @@
-"""How well the roofline fits measured sweeps: errors of the times, signs of the toggle, in and out of sample."""
+"""How well the roofline fits measured sweeps: errors of the times, signs of the toggle, in and out of sample.
+
+    python -m benchmarks.roofline_fit --sweeps sweep_a100_*.csv --published published_fit_*.json
+"""
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,46 +14,13 @@ from typing import Any
 from tqdm import tqdm
 
 from spec_trl.scheduling.fit import BANDWIDTH_SHARE, THRESHOLDS, Diagnostics, Form, evaluate, fit
-from spec_trl.scheduling.roofline import Coefficients, ModelConstants, Roofline
-from spec_trl.scheduling.sweep import COLUMNS, Sample
-from spec_trl.scheduling.sweep import read_sweep as read_our_sweep
+from spec_trl.scheduling.sweep import Sample
 
-from .measure import Finding, add_machine_arguments, begin, shown, write_result
-from .paper.published import read_sweep as read_published_sweep
+from .measure import Finding, Options, begin, shown, write_result
+from .paper.published import read_fit, read_sweep
 
 
 FORMS: tuple[Form, ...] = ("paper", "improved")
-
-
-def read_constants(path: Path) -> ModelConstants:
-    """Constants of ER's published `model_constants_*.json`, or of the fields of `ModelConstants` as JSON."""
-    content = json.loads(path.read_text())
-    if "W_t" not in content:
-        return ModelConstants(**content)
-    return ModelConstants(
-        name=content["model"],
-        weight_bytes=content["W_t"],
-        draft_weight_bytes=content["W_d"],
-        dense_flops=content["C_dense"],
-        attention_flops=content["C_attn"],
-        kv_bytes=content["kappa_theoretical"],
-    )
-
-
-def read_published(path: Path, constants: ModelConstants) -> Roofline:
-    """ER's published fit, `published_fit_*.json`."""
-    content = json.loads(path.read_text())
-    fitted = content["calibration"]
-    coefficients = Coefficients(
-        F_eff=fitted["F_eff"],
-        BW_eff=content["hardware"]["BW_eff"],
-        rho_kappa=fitted["kappa_eff"] / constants.kv_bytes,
-        eta_D=fitted["eta_d"],
-        c_T=fitted["c_T"] * 1e-6,
-        c_D=fitted["c_D"] * 1e-6,
-        c_V=fitted["c_V"] * 1e-6,
-    )
-    return Roofline(constants, coefficients)
 
 
 def halves(samples: list[Sample]) -> Iterator[tuple[str, list[Sample], list[Sample]]]:
@@ -74,15 +43,13 @@ def halves(samples: list[Sample]) -> Iterator[tuple[str, list[Sample], list[Samp
             yield "B", [s for s in samples if s.batch in batch], [s for s in samples if s.batch not in batch]
 
 
-def measure(sweep: Path, constants: ModelConstants, published: Path | None, options: argparse.Namespace) -> Any:
+def measure(sweep: Path, published: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Fit one sweep with both forms, whole and by halves."""
-    is_ours = sweep.read_text().startswith(",".join(COLUMNS))
-    samples = read_our_sweep(sweep) if is_ours else read_published_sweep(sweep)
-    bounds = tuple(share * options.bandwidth for share in BANDWIDTH_SHARE)
-    fits: dict[str, Any] = {}
-    if published is not None:
-        roofline = read_published(published, constants)
-        fits["published"] = {"coefficients": asdict(roofline.coefficients)} | whole(evaluate(roofline, samples))
+    samples, roofline = read_sweep(sweep), read_fit(published).roofline
+    constants, bounds = roofline.constants, tuple(share * options.bandwidth for share in BANDWIDTH_SHARE)
+    fits: dict[str, Any] = {
+        "published": {"coefficients": asdict(roofline.coefficients)} | whole(evaluate(roofline, samples))
+    }
     for form in tqdm(FORMS, desc=constants.name):
         started = time.perf_counter()
         roofline, found = fit(samples, constants, options.flops, (bounds[0], bounds[1]), form)
@@ -130,32 +97,21 @@ def findings(result: dict[str, Any]) -> list[Finding]:
     return found
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--sweeps", nargs="+", type=Path, required=True, help="CSV files, one model each")
-    parser.add_argument("--constants", nargs="+", type=Path, required=True, help="JSON, one for each sweep")
-    parser.add_argument("--published", nargs="*", type=Path, default=[], help="published fits, one for each sweep")
-    parser.add_argument("--flops", type=float, default=233.514e12, help="F_eff, FLOP/s")
-    parser.add_argument("--bandwidth", type=float, default=2.039e12, help="peak bandwidth of the memory, B/s")
-    add_machine_arguments(parser, "roofline_fit")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__, "roofline_fit", "")
+    add = parser.add_argument
+    add("--sweeps", nargs="+", type=Path, required=True, help="CSV files, one model each")
+    add("--published", nargs="+", type=Path, required=True, help="published fits, one for each sweep")
+    add("--flops", type=float, default=233.514e12, help="F_eff, FLOP/s")
+    add("--bandwidth", type=float, default=2.039e12, help="peak bandwidth of the memory, B/s")
     parser.set_defaults(device="cpu")
-    options = parser.parse_args()
-    if len(options.constants) != len(options.sweeps) or len(options.published) not in (0, len(options.sweeps)):
+    options = parser.read(arguments)
+    if len(options.published) != len(options.sweeps):
         parser.error(
-            f"--sweeps names {len(options.sweeps)} files, --constants {len(options.constants)} and --published "
-            f"{len(options.published)}; give one of each per sweep."
+            f"--sweeps names {len(options.sweeps)} files and --published {len(options.published)}; give one per sweep."
         )
-    return options
-
-
-def main() -> None:
-    options = parse_arguments()
     machine = begin(options)
-    published = options.published or [None] * len(options.sweeps)
-    models = [
-        measure(sweep, read_constants(constants), fitted, options)
-        for sweep, constants, fitted in zip(options.sweeps, options.constants, published, strict=True)
-    ]
+    models = [measure(*pair, options) for pair in zip(options.sweeps, options.published, strict=True)]
     result = {"options": shown(options), "models": models}
     title, setup = "The roofline against measured sweeps", (
         "Mean absolute errors, and how often prediction and measurement agree on whether speculation pays (τ = γ, the "

@@ -1,17 +1,14 @@
-"""Round-to-nearest against AWQ (ER Fig. 7), and 4 bits against 8 (ER Tab. 4): block efficiency, and what AWQ costs.
+"""Round-to-nearest against AWQ (ER Fig. 7), and 4 bits against 8 (ER Tab. 4): block efficiency.
 
 Every scheme drafts for the same prompts with the same noise, so the texts are the same and only the drafts differ. The
 statistics come from one forward over other texts, in place of the training step that the trainer takes them from.
-Models with synthetic weights (`shape:NAME`) are measured for cost alone: their weights lie near a 4-bit grid already.
 
-    python -m benchmarks.rtn_awq \\
-        --models ../shared/models/stories260K ../shared/models/bit-stories3M shape:qwen2.5-0.5b
+    python -m benchmarks.rtn_awq --models ../shared/models/stories260K ../shared/models/bit-stories3M
 """
 
 import argparse
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +18,13 @@ from tqdm import tqdm
 
 import spec_trl
 from spec_trl.generation.drafters.self_copy import SelfDrafter
-from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.generation.engine.statistics import DraftCounts
-from spec_trl.quantization import quantize_projections
 from spec_trl.quantization.awq import ActivationStatistics
 
 from .calls import way
-from .measure import Finding, add_machine_arguments, begin, shown, stopwatch, write_result
+from .measure import Finding, Options, begin, shown, write_result
 from .models import DTYPES, LoadedModel, load_model, model_line
-from .workload import STORIES, Workload, end_tokens, prompt_source
+from .workload import STORIES, STORY_MODEL, Workload, end_tokens, prompt_source
 
 
 SCHEMES = ("rtn-w4-g128", "awq-w4-g128", "rtn-w8")
@@ -37,10 +32,8 @@ RESAMPLES = 2000  # of the bootstrap over rows
 
 
 def observed_tokens(loaded: LoadedModel, texts: Path, count: int, length: int) -> Tensor:
-    """Beginnings of the last `count` texts that are long enough, [count, length]; seeded ids without a tokenizer."""
-    if loaded.tokenizer is None:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(loaded.model.config.vocab_size, (count, length), generator=generator)
+    """Beginnings of the last `count` texts that are long enough, [count, length]."""
+    assert loaded.tokenizer is not None
     encoded = loaded.tokenizer(json.loads(texts.read_text()))["input_ids"]
     long = [torch.tensor(ids[:length]) for ids in encoded if len(ids) >= length]
     return torch.stack(long[-count:])
@@ -109,46 +102,8 @@ def acceptance(loaded: LoadedModel, tokens: Tensor, options: argparse.Namespace)
     return cells
 
 
-def least_seconds(works: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, float]:
-    """Of each work, the least of `repeats` runs after one that does not count. They take turns."""
-    times = dict.fromkeys(works, float("inf"))
-    for repeat in range(repeats + 1):
-        for name, work in works.items():
-            with stopwatch(device) as watch:
-                work()
-            if repeat:
-                times[name] = min(times[name], watch.value)
-    return times
-
-
-def cost(loaded: LoadedModel, tokens: Tensor, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a refresh with and without statistics, and of a forward with and without hooks."""
-    device = loaded.model.device
-    network = quantize_projections(make_shadow(loaded.model), "awq-w4-g128", options.kernel)
-    observed = ActivationStatistics(loaded.model, network.activation_aware_layers)
-
-    def forward() -> None:
-        with torch.no_grad():
-            loaded.model(tokens, logits_to_keep=1)
-
-    def watched() -> None:
-        with observed.collect(0):
-            forward()
-
-    weights = network.source_bytes // 2  # two bytes each in bfloat16
-    works: dict[str, Callable[[], object]] = {
-        "forward_seconds": forward,
-        "hooked_forward_seconds": watched,
-        "rtn_refresh_seconds": network.refresh,
-        "awq_refresh_seconds": lambda: network.refresh(observed),
-    }
-    seconds = least_seconds(works, device, options.repeats)
-    facts = {"quantized_weights": weights, "forward_tokens": tokens.numel(), "load_average_1min": os.getloadavg()[0]}
-    return seconds | facts
-
-
 def findings(result: dict[str, Any]) -> list[Finding]:
-    """Gains in block efficiency over the first scheme, and what a refresh costs."""
+    """Gains in block efficiency over the first scheme."""
     found = []
     baseline = result["options"]["schemes"][0]
     for model in result["models"]:
@@ -159,14 +114,6 @@ def findings(result: dict[str, Any]) -> list[Finding]:
             else:
                 low, high = cell["gain_interval"]
                 found.append(Finding(f"{what}, gain", cell["gain"], "tokens per round", baseline, (low, high)))
-        if not model["cost"]:
-            continue
-        for scheme in ("rtn", "awq"):
-            seconds = model["cost"][f"{scheme}_refresh_seconds"]
-            found.append(Finding(f"{model_line(model)}: one {scheme.upper()} refresh", 1e3 * seconds, "ms"))
-        hooked = model["cost"]["hooked_forward_seconds"] / model["cost"]["forward_seconds"]
-        what = f"{model_line(model)}: forward of {model['cost']['forward_tokens']} tokens with AWQ's hooks"
-        found.append(Finding(what, hooked, "×", "without"))
     return found
 
 
@@ -177,41 +124,34 @@ def setup(result: dict[str, Any]) -> str:
         f"{options['rows']} prompts in batches of {options['batch']}, up to {options['max_new_tokens']} new tokens, "
         f"T = {options['temperature']:g}, exact verification, kernel {options['kernel']!r}; 95 % intervals by "
         f"resampling rows. AWQ's statistics: one forward over {options['observed_texts']} other texts of "
-        f"{options['observed_length']} tokens. Costs: least of {options['repeats']} runs, a forward without gradient."
+        f"{options['observed_length']} tokens."
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", required=True, help="folders, or shape:NAME for cost alone")
-    parser.add_argument("--schemes", nargs="+", default=SCHEMES, help="the first is the baseline: %(default)s")
-    parser.add_argument("--draft-lengths", type=int, nargs="+", default=[3, 5, 7], help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", choices=list(DTYPES), help="(default: %(default)s)")
-    parser.add_argument("--kernel", default="auto", help="draft_kernel (default: %(default)s)")
-    parser.add_argument("--texts", type=Path, default=STORIES, help="JSON list of strings (%(default)s)")
-    parser.add_argument("--rows", type=int, default=256, help="prompts (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help="rows decoded together (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="per row (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="(default: %(default)s)")
-    parser.add_argument("--observed-texts", type=int, default=32, help="for the statistics (default: %(default)s)")
-    parser.add_argument("--observed-length", type=int, default=256, help="tokens of each (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="of each timing (default: %(default)s)")
-    add_machine_arguments(parser, "rtn_awq")
+def main(arguments: Sequence[str] | None = None) -> None:
+    tiny = f"--models {STORY_MODEL} --draft-lengths 3 --rows 2 --batch 2 --max-new-tokens 6 --observed-texts 2"
+    parser = Options(__doc__, "rtn_awq", f"{tiny} --observed-length 16")
+    add = parser.add_argument
+    add("--models", nargs="+", required=True, help="folders")
+    add("--schemes", nargs="+", default=SCHEMES, help="the first is the baseline")
+    add("--draft-lengths", type=int, nargs="+", default=[3, 5, 7])
+    add("--dtype", default="float32", choices=list(DTYPES))
+    add("--kernel", default="auto", help="draft_kernel")
+    add("--texts", type=Path, default=STORIES, help="JSON list of strings")
+    add("--rows", type=int, default=256, help="prompts")
+    add("--batch", type=int, default=16, help="rows decoded together")
+    add("--max-new-tokens", type=int, default=128, help="per row")
+    add("--temperature", type=float, default=1.0)
+    add("--observed-texts", type=int, default=32, help="for the statistics")
+    add("--observed-length", type=int, default=256, help="tokens of each")
     parser.set_defaults(device="cpu")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse_arguments()
+    options = parser.read(arguments, "draft_lengths", "rows", "batch", "max_new_tokens")
     machine = begin(options)
     models = []
     for spec in options.models:
-        loaded = load_model(spec, DTYPES[options.dtype], "cpu", seed=options.seed, measured=False)
+        loaded = load_model(spec, DTYPES[options.dtype], "cpu")
         tokens = observed_tokens(loaded, options.texts, options.observed_texts, options.observed_length)
-        cells = acceptance(loaded, tokens, options) if loaded.tokenizer is not None else []
-        has_awq = any(scheme.startswith("awq") for scheme in options.schemes)
-        seconds = cost(loaded, tokens, options) if has_awq else {}
-        models.append(loaded.facts | {"acceptance": cells, "cost": seconds})
+        models.append(loaded.facts | {"acceptance": acceptance(loaded, tokens, options)})
     result = {"options": shown(options), "models": models}
     default = "Round-to-nearest against AWQ, 4 bits against 8"
     title = default if tuple(options.schemes) == SCHEMES else f"Schemes {', '.join(options.schemes)}"

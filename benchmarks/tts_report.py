@@ -1,21 +1,223 @@
-"""What the TTS benchmark finds, with the numbers of its paper (arXiv 2605.09329) as far as they compare."""
+"""What the TTS benchmark finds: arithmetic over its records, and the numbers of its paper (arXiv 2605.09329)."""
 
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
+
 from .measure import Finding
-from .tts_drafters import FROZEN, NONE, TITLES
-from .tts_numbers import PAPER_GAIN, THIRDS, paper_stride_gain
+from .tts_drafters import FROZEN, NONE, TITLES, TTS
 
 
+BINS = 21
+"""Equal bins of output depth; seven of them are a third of the output."""
+THIRDS = ("first", "middle", "last")
+RESAMPLES = 2000
+
+Record = dict[str, Any]
+"""What one way did with one request: "blocks" and "committed" tokens, each by depth bin, "seconds", and more."""
+Cell = dict[str, Record]
 Row = dict[str, Any]
 Result = dict[str, Any]
+
+# arXiv 2605.09329. Tab. 1 and 2: mean gains of the acceptance length at S = 1.
+PAPER_GAIN = {"dflash": 0.41, "eagle3": 0.34}
+# Tab. 7 (DFlash, Qwen3-8B): gains in % on its eight benchmarks.
+PAPER_STRIDES = {
+    1: (38.5, 33.1, 47.3, 55.2, 13.3, 50.3, 53.1, 22.8),
+    5: (30.7, 27.0, 34.3, 44.9, 8.3, 42.1, 39.2, 15.2),
+    15: (19.0, 18.1, 24.1, 32.9, 5.4, 28.9, 26.2, 9.0),
+    30: (12.6, 12.1, 17.8, 24.4, 3.7, 20.0, 18.2, 6.3),
+    50: (10.2, 8.0, 14.7, 19.8, 2.3, 14.2, 13.3, 4.8),
+}
+
+
+def paper_stride_gain(stride: int) -> float | None:
+    """Mean gain of Tab. 7's benchmarks at S = `stride`, as a share; None where the table has no such column."""
+    gains = PAPER_STRIDES.get(stride)
+    return None if gains is None else statistics.fmean(gains) / 100
+
+
+def depth_bin(depth: int, new_tokens: int) -> int:
+    """The bin of output position `depth` among `new_tokens`."""
+    return min(depth * BINS // new_tokens, BINS - 1)
+
+
+def by_depth(rounds: Sequence[int], new_tokens: int) -> tuple[list[int], list[int]]:
+    """Blocks, and tokens they committed, by the depth at which each block began.
+
+    Args:
+        rounds: tokens that each decoding round of one request committed, after its first token.
+        new_tokens: of the request. A round with room for one token alone drafts nothing and is no block.
+    """
+    blocks, committed, depth = [0] * BINS, [0] * BINS, 1
+    for count in rounds:
+        if depth < new_tokens - 1:
+            blocks[depth_bin(depth, new_tokens)] += 1
+            committed[depth_bin(depth, new_tokens)] += count
+        depth += count
+    return blocks, committed
+
+
+def acceptance_length(records: Sequence[Record], bins: slice = slice(None)) -> float | None:
+    """Committed tokens per block, the corrected or bonus token included, of all records together; None: no blocks."""
+    blocks = sum(sum(record["blocks"][bins]) for record in records)
+    return sum(sum(record["committed"][bins]) for record in records) / blocks if blocks else None
+
+
+def third(which: int) -> slice:
+    """The depth bins of a third of the output, 0 to 2."""
+    size = BINS // len(THIRDS)
+    return slice(which * size, (which + 1) * size)
+
+
+def gain(frozen: float | None, other: float | None) -> float | None:
+    """Relative change; None where one of the two is missing."""
+    return None if frozen is None or other is None else other / frozen - 1
+
+
+def gain_interval(
+    frozen: Sequence[Record], other: Sequence[Record], seed: int = 0, bins: slice = slice(None)
+) -> tuple[float, float] | None:
+    """95 % of the gain in acceptance length, by a paired bootstrap over requests; None: fewer than two of them."""
+    if len(frozen) < 2:
+        return None
+    # [requests, (frozen blocks, frozen committed, other blocks, other committed)]
+    counts = numpy.array(
+        [
+            [sum(record[name][bins]) for record in pair for name in ("blocks", "committed")]
+            for pair in zip(frozen, other, strict=True)
+        ],
+        dtype=float,
+    )
+    drawn = numpy.random.default_rng(seed).integers(len(counts), size=(RESAMPLES, len(counts)))
+    sums = counts[drawn].sum(axis=1)  # [resamples, 4]
+    sums = sums[(sums[:, 0] > 0) & (sums[:, 2] > 0)]
+    if not len(sums):
+        return None
+    low, high = numpy.percentile(sums[:, 3] / sums[:, 2] / (sums[:, 1] / sums[:, 0]) - 1, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def speed_ratio(frozen: Sequence[Record], other: Sequence[Record]) -> float:
+    """Median over requests of the frozen drafter's seconds over the other's: both made the same number of tokens.
+
+    Where the frozen drafter ran once more next to the other one, those are its seconds.
+    """
+    return statistics.median(
+        b.get("frozen_seconds", a["seconds"]) / b["seconds"] for a, b in zip(frozen, other, strict=True)
+    )
+
+
+def median_speed(records: Sequence[Record]) -> float:
+    """Tokens per second, median over requests."""
+    return statistics.median(record["tokens"] / record["seconds"] for record in records)
+
+
+def identity(cells: Sequence[Mapping[str, Record]]) -> dict[str, int]:
+    """How many tokens, and requests, of all ways but "none" are the ones of "none"."""
+    records = [record for cell in cells for name, record in cell.items() if name != NONE]
+    return {
+        "calls": len(records),
+        "tokens": sum(record["tokens"] for record in records),
+        "same": sum(record["same"] for record in records),
+        "ties": sum(record["ties"] for record in records),
+        "unexplained": sum(record["unexplained"] for record in records),
+    }
+
+
+def loads(cells: Sequence[Mapping[str, Record]]) -> tuple[float, float]:
+    """Lowest and highest load average (1 min) at the end of a call."""
+    values = [record["load"] for cell in cells for record in cell.values()] or [math.nan]
+    return min(values), max(values)
+
+
+# ---- summing up ----------------------------------------------------------------------------------------------------
+
+
+def summarise(cells: Mapping[tuple[str, float], Sequence[Cell]], seed: int) -> list[Row]:
+    """One row for each drafter, temperature and way, "none" included."""
+    rows = []
+    for (kind, temperature), made in cells.items():
+        frozen = [cell[FROZEN] for cell in made]
+        for name in made[0]:
+            records = [cell[name] for cell in made]
+            row: Row = {"kind": kind, "temperature": temperature, "way": name, "requests": len(records)}
+            row["tokens_per_second"] = median_speed(records)
+            row["speed_ratio"] = speed_ratio(frozen, records)
+            if name != NONE:
+                row |= _lengths(frozen, records, seed) | _learning(records)
+                row["identity"] = identity([{name: record} for record in records])
+            rows.append(row)
+    return rows
+
+
+def _lengths(frozen: Sequence[Record], records: Sequence[Record], seed: int) -> Row:
+    ours, theirs = ([one for record in each for one in _by_request(record)] for each in (records, frozen))
+    tau, base = acceptance_length(ours), acceptance_length(theirs)
+    row: Row = {
+        "tau": tau, "gain": gain(base, tau), "interval": gain_interval(theirs, ours, seed),
+        "accepted_per_round": sum(r["accepted"] for r in records) / sum(sum(r["blocks"]) for r in records),
+    }  # fmt: skip
+    if not records[0]["is_batch"]:
+        row["thirds"] = [acceptance_length(ours, third(which)) for which in range(len(THIRDS))]
+        row["third_gains"] = [
+            gain(acceptance_length(theirs, third(which)), value) for which, value in enumerate(row["thirds"])
+        ]
+        row["third_intervals"] = [gain_interval(theirs, ours, seed, third(which)) for which in range(len(THIRDS))]
+    return row
+
+
+def _by_request(record: Record) -> list[Record]:
+    """The record of a batch as one of each request, for the bootstrap; batch 1: itself."""
+    if not record["is_batch"]:
+        return [record]
+    return [{"blocks": [b], "committed": [c]} for b, c in zip(record["blocks"], record["committed"], strict=True)]
+
+
+def _learning(records: Sequence[Record]) -> Row:
+    if "updates" not in records[0]:
+        return {}
+    updates = sum(record["updates"] for record in records)
+    return {
+        "updates_per_call": updates / len(records),
+        "update_milliseconds": 1e3 * sum(r["update_seconds"] for r in records) / max(updates, 1),
+        "waited_share": sum(r["waited"] for r in records) / sum(r["seconds"] for r in records),
+        "learning_bytes": max(record["bytes"] for record in records),
+    }
+
+
+def last_quarter(cells: Sequence[Cell], seed: int) -> Row:
+    """Of a sequence with scope "run": learned against frozen on the last quarter of requests, and all quarters' τ."""
+    count = len(cells)
+    quarters = [slice(i * count // 4, (i + 1) * count // 4) for i in range(4)]
+    frozen, learned = ([cell[name] for cell in cells] for name in (FROZEN, TTS))
+    last = quarters[-1]
+    base, tau = acceptance_length(frozen[last]), acceptance_length(learned[last])
+    interval = gain_interval(frozen[last], learned[last], seed)
+    return {
+        "requests": count, "updates": sum(record["updates"] for record in learned), "last": len(cells[last]),
+        "frozen": base, "tau": tau, "gain": gain(base, tau), "interval": interval,
+        "speed_ratio": speed_ratio(frozen[last], learned[last]),
+        # Calls without the first one, which compiles.
+        "median_ratio": speed_ratio(frozen[1:] or frozen, learned[1:] or learned),
+        "total_ratio": sum(r["seconds"] for r in frozen[1:]) / (sum(r["seconds"] for r in learned[1:]) or 1.0),
+        "quarters": [[acceptance_length(each[quarter]) for quarter in quarters] for each in (frozen, learned)],
+        "by_request": [[acceptance_length([record]) for record in each] for each in (frozen, learned)],
+    }  # fmt: skip
+
+
+# ---- the result ----------------------------------------------------------------------------------------------------
+
+
 PART_TITLES = {
     "drafters": "Acceptance length, frozen against learning after every round (TTS Tab. 1, 2; Fig. 1, 2, 5)",
     "strides": "Update strides (TTS Tab. 3, 7, 8)",
     "steps": "Optimizer steps per update (TTS Fig. 6a)",
     "anchors": "The second loss term: λ and its anchor",
     "rates": "Learning rates",
-    "distributions": "Target and draft by output depth (TTS Fig. 4, 6b)",
     "run": "Learning that is kept over many requests",
     "batch": "Several requests at a time",
     "defaults": "Updates only where they pay: the defaults against the frozen drafter",
@@ -42,9 +244,6 @@ def findings(result: Result) -> list[Finding]:
             for name, gain in zip(THIRDS, row["third_gains"], strict=True):
                 found.append(Finding(f"{what}, acceptance length, {name} third of the output", gain, "±%", FROZEN))
         found.append(Finding(f"{what}, tokens/s", row["speed_ratio"], "×", FROZEN))
-        if "distributions" in row:
-            frozen = next(other for other in result["summary"] if _place(other) == _place(row, FROZEN))
-            found += _nearer(what, frozen, row)
     return found
 
 
@@ -54,22 +253,6 @@ def _frozen(result: Result, row: Row) -> str:
     if result["part"] == "strides" and row["way"].startswith("S=") and row["way"][2:].isdigit():
         paper = paper_stride_gain(int(row["way"][2:]))
     return FROZEN if paper is None else f"{FROZEN}; paper's mean {paper:+.1%}"
-
-
-def _place(row: Row, way: str | None = None) -> tuple[str, float, str]:
-    return row["kind"], row["temperature"], way or row["way"]
-
-
-def _nearer(what: str, frozen: Row, row: Row) -> list[Finding]:
-    """Cross-entropy on the target's likeliest token: in the last third, and in how many depths it is lower."""
-    theirs, ours = ([each["cross_entropy"] for each in one["distributions"][:-1]] for one in (frozen, row))
-    lower = sum(a is not None and b is not None and b < a for a, b in zip(theirs, ours, strict=True))
-    last = [one["distribution_thirds"][-1]["cross_entropy"] for one in (frozen, row)]
-    baseline = f"{FROZEN}: {last[0]:.2f}" if last[0] is not None else FROZEN
-    return [
-        Finding(f"{what}, cross-entropy, last third of the output", last[1], "nats", baseline),
-        Finding(f"{what}, depths of {len(ours)} with lower cross-entropy", lower, "depths", FROZEN),
-    ]
 
 
 def setup(result: Result) -> str:

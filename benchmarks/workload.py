@@ -1,10 +1,13 @@
-"""What is generated: prompts of unequal length, token limits, and what counts as a generated token."""
+"""What is generated: prompts of unequal length, token limits, what counts as a token, and work that copies."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from spec_trl.cli.prompts import read_prompts, token_ids
 
@@ -111,3 +114,43 @@ def common_prefix(a: list[int], b: list[int]) -> int:
         if x != y:
             return place
     return min(len(a), len(b))
+
+
+# ---- completions that repeat their prompt -------------------------------------------------------------------------
+
+
+class Copying(LogitsProcessor):
+    """Where the last `context` tokens stood in the row before, but for one of them, the token that followed them there
+    is likely again: a token in another's place does not end the copying, as in an edit.
+
+    Args:
+        context: tokens of which all but one must agree, at least 2. Of ordinary text next to none should, so that it
+            goes on as it would.
+        probability: of the copied token, at temperature 1.
+    """
+
+    prefix_only = True
+
+    def __init__(self, context: int, probability: float) -> None:
+        self._context = context
+        self._odds = math.log(probability / (1 - probability))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[B, V]` of the token after `input_ids` `[B, n]` int64."""
+        if input_ids.shape[1] <= self._context:
+            return scores
+        windows = input_ids.unfold(1, self._context, 1)  # [B, n - context + 1, context]
+        agreeing = (windows[:, :-1] == windows[:, -1:]).sum(-1)  # [B, n - context]
+        same = agreeing >= self._context - 1  # [B, n - context]
+        places = torch.arange(same.shape[1], device=same.device).where(same, -1).amax(1)  # [B], the newest
+        followers = input_ids.gather(1, (places.clamp(min=0) + self._context)[:, None])  # [B, 1]
+        raised = scores.logsumexp(1, keepdim=True) + self._odds  # [B, 1]
+        raised = raised.where(places[:, None] >= 0, scores.gather(1, followers))
+        return scores.scatter(1, followers, raised)
+
+
+def copy_heavy(prompt: Sequence[int], passage: int, begun: int) -> list[int]:
+    """A prompt that has its first `passage` tokens twice and begins with them again; its first one, which begins all
+    texts, once."""
+    first, rest = list(prompt[:1]), list(prompt[1:passage])
+    return first + rest + rest + rest[:begun]

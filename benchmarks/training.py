@@ -1,4 +1,4 @@
-"""What the end-to-end benchmark trains: a policy, questions and a reward.
+"""One GRPO run under the clock: what is trained, what it sampled, and where its time went.
 
 The demo's task is a real one, and so are questions to a chat model. For any other model prompts are beginnings of
 texts, or random tokens in a `shape:` model's vocabulary, and the reward is the share of odd token ids: it differs
@@ -6,6 +6,7 @@ between completions, which is all that timing a training step needs.
 """
 
 import copy
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,23 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    TrainerCallback,
+)
+from trl import GRPOConfig, GRPOTrainer
 
 from examples import grpo_gsm8k
 from examples.demo.pretrain import POLICY
 from examples.demo.task import MAX_COMPLETION_LENGTH, build_dataset, exact_match
+from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
+from spec_trl.trainers.run_log import RolloutRecord, StepRecord, read_run
+from spec_trl.trainers.step_clock import StepClock
 
 from .models import LoadedModel, load_model
 from .workload import prompt_source
@@ -72,13 +85,7 @@ def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def demo_task(dtype: torch.dtype, questions: int, seed: int) -> TrainingTask:
-    """The demo's policy and task.
-
-    Args:
-        dtype: of the weights.
-        questions: distinct ones.
-        seed: of the questions.
-    """
+    """The demo's policy and task with so many distinct questions, drawn by `seed`."""
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
 
     def make_policy() -> PreTrainedModel:
@@ -94,19 +101,13 @@ def demo_task(dtype: torch.dtype, questions: int, seed: int) -> TrainingTask:
 
 
 def model_task(
-    spec: str,
-    dtype: torch.dtype,
-    max_completion_length: int,
-    questions: int,
-    seed: int,
-    agreement: float,
-    prompts: Path | None,
-    before_end: int | None,
-) -> TrainingTask:
+    spec: str, dtype: torch.dtype, max_completion_length: int, questions: int, seed: int, agreement: float,
+    prompts: Path | None, before_end: int | None,
+) -> TrainingTask:  # fmt: skip
     """Any causal LM of `benchmarks.models`.
 
     Args:
-        spec: folder, `wide:` with a folder and a factor, or `shape:` with a name or a config.
+        spec: folder, or `shape:` with a name or a config.
         dtype: of the weights.
         max_completion_length: tokens; shape models: completions are about half as long on average.
         questions: distinct prompts.
@@ -184,3 +185,120 @@ def _id_tokenizer(loaded: LoadedModel, mean_length: int, seed: int) -> PreTraine
 def _word(token: int) -> str:
     """Special tokens are found inside of words too, so no word may be part of another."""
     return f"<{token}>"
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """One training run: what the clocks said, and what was sampled in each step. `rollouts` is empty for TRL's own."""
+
+    steps: list[StepRecord]
+    rollouts: list[RolloutRecord]
+    completions: list[list[list[int]]]
+
+    @property
+    def preparation_seconds(self) -> list[float]:
+        """Making and requantizing drafters, by step."""
+        return [record.refresh_seconds for record in self.rollouts] or [0.0] * len(self.steps)
+
+    @property
+    def rollout_seconds(self) -> list[float]:
+        """Generating without the preparation, by step."""
+        return [
+            step.phases["rollout"] - preparation
+            for step, preparation in zip(self.steps, self.preparation_seconds, strict=True)
+        ]
+
+
+class TimedGRPOTrainer(GRPOTrainer):
+    """TRL's trainer under the same clock as ours."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps: list[StepRecord] = []
+        self._clock = StepClock(self.accelerator.device, self._log_step)
+        self.add_callback(self._clock)
+
+    def _log_step(self, step: int, seconds: float, phases: dict[str, float]) -> None:
+        self.steps.append(StepRecord(step, seconds, phases, self._metrics["train"]["reward"][-1]))
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        with self._clock.phase("prepare"):
+            return super()._prepare_inputs(generation_batch)
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        with self._clock.phase("rollout"):
+            return super()._generate(prompts)
+
+
+class _Progress(TrainerCallback):
+    def __init__(self, bar: tqdm) -> None:
+        self._bar = bar
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._bar.update()
+
+
+def settings_of(task: TrainingTask, size: Size, seed: int, on_cpu: bool) -> dict[str, Any]:
+    """GRPOConfig fields that all methods share."""
+    return task.settings | dict(
+        max_steps=size.steps,
+        per_device_train_batch_size=size.rows,
+        num_generations=size.group,
+        max_completion_length=size.max_completion_length,
+        loss_type="grpo",
+        temperature=1.0,
+        beta=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=on_cpu,
+        bf16=False,
+        gradient_checkpointing=False,
+        seed=seed,
+    )
+
+
+def train(
+    task: TrainingTask, fields: dict[str, Any] | None, shared: dict[str, Any], folder: Path, bar: tqdm
+) -> Training:
+    """Trains once.
+
+    Args:
+        task: what.
+        fields: of SpecGRPOConfig; None: TRL's own trainer.
+        shared: of GRPOConfig.
+        folder: for the run's log.
+        bar: moved by one per step.
+    """
+    completions: list[list[list[int]]] = []
+
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        completions.append([list(ids) for ids in completion_ids])
+        return task.reward(completion_ids=completion_ids, **columns)
+
+    arguments: dict[str, Any] = dict(
+        model=task.make_policy(),
+        reward_funcs=reward,
+        train_dataset=task.dataset,
+        processing_class=task.tokenizer,
+        callbacks=[_Progress(bar)],
+    )
+    # Both trainers seed torch anew; what one leaves behind must not slow the next.
+    if fields is None:
+        trainer = TimedGRPOTrainer(args=GRPOConfig(output_dir=str(folder), **shared), **arguments)
+    else:
+        trainer = SpecGRPOTrainer(args=SpecGRPOConfig(output_dir=str(folder), **shared, **fields), **arguments)
+    trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm
+    trainer.train()
+    if fields is None:
+        result = Training(trainer.steps, [], completions)
+    else:
+        run = read_run(folder)
+        result = Training(run.steps, run.of("train"), completions)
+    del trainer, arguments
+    gc.collect()
+    return result
