@@ -8,7 +8,6 @@ auxiliary drafter of Table 2 needs a checkpoint for the policy, which --learned 
 
     python -m benchmarks.end_to_end [--ablations]
     python -m benchmarks.end_to_end --model FOLDER --methods trl --learned eagle3 DRAFTER --learning-rate 1e-5
-    python -m benchmarks.end_to_end --model shape:qwen2.5-0.5b --methods autoregressive self-always efficient-rollout
 
 docs/performance.md has the command of a real chat model.
 """
@@ -32,7 +31,7 @@ from spec_trl import SpecGRPOConfig
 from spec_trl.measuring.fill_profile import calibrate
 
 from .measure import Finding, Options, begin, fresh_cache, write_result
-from .models import DTYPES, SHAPE_PREFIX, check_model, model_line, weights_line
+from .models import DTYPES, check_targets, model_line, weights_line
 from .training import (
     DEMO,
     DEMO_SIZE,
@@ -41,9 +40,9 @@ from .training import (
     Training,
     TrainingTask,
     demo_task,
-    model_task,
     question_task,
     settings_of,
+    text_task,
     train,
 )
 from .workload import STORY_MODEL
@@ -97,13 +96,7 @@ CHOICES = [*(name for name in METHODS if name not in map(always_on, FIXED)), ALW
 
 def learned(kind: str, checkpoint: str, learning_rate: float) -> dict[str, dict[str, Any]]:
     """The learned auxiliary drafter of Table 2 (ER App. F.5), always on: kept, adapted to the policy after each
-    micro-batch, and learning from each round (TTS).
-
-    Args:
-        kind: "eagle3" or "dflash".
-        checkpoint: folder of the drafter.
-        learning_rate: of the adaptation.
-    """
+    micro-batch, and learning from each round (TTS). `kind`: "eagle3" or "dflash"; the rate is the adaptation's."""
     fields = {"assistant_model": checkpoint, "sd_toggle": "always", "draft_lengths": [5]}
     return {
         "learned-frozen": fields | {"assistant_strategy": kind, "drafter_adaptation": False},
@@ -138,13 +131,8 @@ def uses_profile(fields: dict[str, Any]) -> bool:
 def expand(
     methods: Sequence[str], ablations: bool, auxiliary: tuple[str, str, float] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Configurations by name, autoregressive decoding always among them.
-
-    Args:
-        methods: names.
-        ablations: those too.
-        auxiliary: kind, checkpoint and learning rate of a learned drafter; None: none.
-    """
+    """Configurations by name, autoregressive decoding always among them. `auxiliary`: kind, checkpoint and learning
+    rate of a learned drafter."""
     wanted = {AUTOREGRESSIVE, *methods}
     wanted |= {always_on(length) for length in FIXED} if ALWAYS in wanted else set()
     wanted |= {*ABLATED, *ABLATIONS} if ablations else set()
@@ -289,7 +277,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     def default(name: str) -> str:
         return "default, demo and other models: {}, {}".format(*(size[name] for size in sizes))
 
-    add("--model", default=DEMO, help="demo (its policy and task), a folder of a checkpoint, or shape:NAME")
+    add("--model", default=DEMO, help="demo (its policy and task), or a folder of a checkpoint")
     add("--methods", nargs="+", default=CHOICES, choices=CHOICES, help="besides autoregressive")
     add("--ablations", action="store_true", help="toggle and γ (Fig. 4a, 5), W4 and W8 (Tab. 4), AWQ (Fig. 7)")
     add("--learned", nargs=2, metavar=("KIND", "DRAFTER"), help="three more: a drafter (eagle3 or dflash, and its "
@@ -302,23 +290,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-completion-length", type=int, help=f"tokens; {default('max_completion_length')}")
     add("--epochs", type=float, default=2.0, help="how often a prompt comes up; a history needs 2")
     add("--repeats", type=int, default=4, help="trainings of each method")
-    add("--dtype", choices=list(DTYPES), help="of the weights; default: float32, shape models bfloat16")
-    add("--agreement", type=float, default=0.93, help="shape models: overlap with their 4-bit copy")
+    add("--dtype", default="float32", choices=list(DTYPES), help="of the weights")
     add("--prompts", type=Path, help="JSON list of strings; default: examples/data/stories.json; not for the demo")
     add("--questions", type=Path, help=".jsonl with questions and answers, as of GSM8K, that a chat model trains on; "
         "the reward is whether its answer is right; default: texts, and a reward that says nothing")  # fmt: skip
-    add("--before-end", type=int, help="prompts end so many tokens before their text, and completions of a model that "
-        "ends texts soon or late; default: prompts are beginnings")  # fmt: skip
     add("--calibration-seconds", type=float, default=120.0, help="at most, for the sweep")
     add("--runs", type=Path, help="folder that keeps the runs' logs for spec-trl report")
-    options = parser.read(arguments, "repeats", "epochs", "before_end")
+    options = parser.read(arguments, "repeats", "epochs")
     given = {name: getattr(options, name) for name in sizes[0] if getattr(options, name) is not None}
     options.size = size = replace(DEMO_SIZE if options.model == DEMO else OTHER_SIZE, **given)
     if options.model != DEMO:
-        try:
-            check_model(options.model)
-        except ValueError as error:
-            parser.error(f"--model {error}")
+        check_targets(parser, [f"{options.model},{options.dtype}"])
     if options.learned is not None:
         kind, drafter = options.learned
         if kind not in ("eagle3", "dflash") or not Path(drafter).is_dir():
@@ -326,19 +308,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("learning_rate", "drafter_learning_rate"):
         if (rate := getattr(options, name)) is not None and rate <= 0:
             parser.error(f"--{name.replace('_', '-')} {rate} must be above 0")
-    has_texts = options.model != DEMO and not options.model.startswith(SHAPE_PREFIX)
-    options.dtype = options.dtype or ("bfloat16" if options.model.startswith(SHAPE_PREFIX) else "float32")
     if size.steps < 2:
         parser.error(f"--steps {size.steps}: the first step is not timed; give 2 or more")
     if size.group < 2 or size.rows % size.group:
         parser.error(f"--rows {size.rows} is no multiple of --group {size.group}, or that is below 2: change one")
-    if options.before_end is not None and not has_texts:
-        parser.error(f"--before-end: the prompts of {options.model} are no texts; name a checkpoint, or leave it out")
-    if options.questions is not None:
-        if not has_texts or options.prompts or options.before_end:
-            parser.error("--questions is for a checkpoint, without --prompts and --before-end: leave those out")
-        if not options.questions.is_file():
-            parser.error(f"--questions {options.questions}: no such file; name a .jsonl")
+    if options.questions is not None and (options.model == DEMO or options.prompts or not options.questions.is_file()):
+        parser.error(f"--questions {options.questions}: name a .jsonl, and a --model, and leave out --prompts")
     if options.runs is not None and options.runs.exists() and any(options.runs.iterdir()):
         parser.error(f"--runs {options.runs} is not empty, and logs would be mixed up: name another folder")
     return options
@@ -353,10 +328,7 @@ def make_task(options: argparse.Namespace) -> TrainingTask:
         return demo_task(dtype, questions, options.seed)
     if options.questions is not None:
         return question_task(options.model, dtype, size.max_completion_length, questions, options.questions)
-    return model_task(
-        options.model, dtype, size.max_completion_length, questions, options.seed, options.agreement, options.prompts,
-        options.before_end,
-    )  # fmt: skip
+    return text_task(options.model, dtype, questions, options.seed, options.prompts)
 
 
 def make_profile(
@@ -401,8 +373,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         runs = in_turns(list(configurations), options.repeats, run)
     summaries = {name: summarise(own, None if name == TRL else runs[AUTOREGRESSIVE]) for name, own in runs.items()}
-    own = {name: getattr(options, name) for name in ("epochs", "repeats", "dtype", "agreement", "threads", "seed")}
-    own |= {"before_end": options.before_end, "longest_prompt": task.longest_prompt, "questions": len(task.dataset)}
+    own = {name: getattr(options, name) for name in ("epochs", "repeats", "dtype", "threads", "seed")}
+    own |= {"longest_prompt": task.longest_prompt, "questions": len(task.dataset)}
     own["questions_file"] = None if options.questions is None else options.questions.name
     result: dict[str, Any] = {
         "target": task.facts,

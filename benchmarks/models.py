@@ -115,16 +115,8 @@ class LoadedModel:
 def load_model(
     spec: str, dtype: torch.dtype, device: str, agreement: float = 0.93, seed: int = 0, measured: bool = True
 ) -> LoadedModel:
-    """Load `spec`: a folder with a checkpoint, or `shape:` with a name of SHAPES or a path to a config.json.
-
-    Args:
-        spec: see above.
-        dtype: of the weights.
-        device: where they go.
-        agreement: shape models: overlap wanted between model and 4-bit copy.
-        seed: of synthetic weights.
-        measured: shape models: measure the agreement reached, for the facts.
-    """
+    """Load `spec`: a folder with a checkpoint, or `shape:` with a name of SHAPES or a path to a config.json; of those
+    `agreement` is the overlap wanted with the 4-bit copy, and where `measured`, the one reached is among the facts."""
     if spec.startswith(SHAPE_PREFIX):
         model = shape_model(spec.removeprefix(SHAPE_PREFIX), agreement, seed, dtype, device)
         tokenizer = None

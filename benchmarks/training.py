@@ -1,8 +1,8 @@
 """One GRPO run under the clock: what is trained, what it sampled, and where its time went.
 
 The demo's task is a real one, and so are questions to a chat model. For any other model prompts are beginnings of
-texts, or random tokens in a `shape:` model's vocabulary, and the reward is the share of odd token ids: it differs
-between completions, which is all that timing a training step needs.
+texts, and the reward is the share of odd token ids: it differs between completions, which is all that timing a
+training step needs.
 """
 
 import copy
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -33,7 +32,7 @@ from spec_trl import SpecGRPOConfig, SpecGRPOTrainer
 from spec_trl.trainers.run_log import RolloutRecord, StepRecord, read_run
 from spec_trl.trainers.step_clock import StepClock
 
-from .models import LoadedModel, load_model
+from .models import load_model
 from .workload import prompt_source
 
 
@@ -42,25 +41,15 @@ DEMO = "demo"
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """One training job; `make_policy` gives the same weights every time.
+    """One training job."""
 
-    Args:
-        make_policy: a fresh policy.
-        tokenizer: its tokenizer.
-        dataset: column "prompt", and what the reward reads.
-        reward: TRL reward function.
-        facts: of the model, for the result.
-        longest_prompt: tokens.
-        settings: GRPOConfig fields; also the defaults of the command's options.
-    """
-
-    make_policy: Callable[[], PreTrainedModel]
+    make_policy: Callable[[], PreTrainedModel]  # the same weights every time
     tokenizer: PreTrainedTokenizerFast
-    dataset: Dataset
+    dataset: Dataset  # column "prompt", and what the reward reads
     reward: Callable[..., list[float]]
-    facts: dict[str, object]
-    longest_prompt: int
-    settings: dict[str, Any]
+    facts: dict[str, object]  # of the model, for the result
+    longest_prompt: int  # tokens
+    settings: dict[str, Any]  # GRPOConfig fields
 
 
 @dataclass(frozen=True)
@@ -100,54 +89,23 @@ def demo_task(dtype: torch.dtype, questions: int, seed: int) -> TrainingTask:
     return TrainingTask(make_policy, tokenizer, dataset, exact_match, facts, longest, settings)
 
 
-def model_task(
-    spec: str, dtype: torch.dtype, max_completion_length: int, questions: int, seed: int, agreement: float,
-    prompts: Path | None, before_end: int | None,
-) -> TrainingTask:  # fmt: skip
-    """Any causal LM of `benchmarks.models`.
-
-    Args:
-        spec: folder, or `shape:` with a name or a config.
-        dtype: of the weights.
-        max_completion_length: tokens; shape models: completions are about half as long on average.
-        questions: distinct prompts.
-        seed: of synthetic weights, of random prompts, and of the tokens that end a shape model's completions.
-        agreement: shape models: overlap with the 4-bit copy.
-        prompts: JSON list of strings; None: the stories in examples/data.
-        before_end: as of `prompt_source`.
-    """
-    loaded = load_model(spec, dtype, "cpu", agreement, seed)
-    ids = prompt_source(loaded, prompts, questions, seed, before_end)
-    if loaded.tokenizer is None:
-        tokenizer = _id_tokenizer(loaded, max_completion_length // 2, seed)
-        texts = [" ".join(map(_word, row)) for row in ids]
-    else:
-        tokenizer = loaded.tokenizer
-        if before_end is not None:  # after the token that begins a text, a model would begin one
-            tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    longest = max(map(len, tokenizer(texts)["input_ids"]))
-    dataset = Dataset.from_dict({"prompt": texts})
-    return TrainingTask(
-        lambda: copy.deepcopy(loaded.model), tokenizer, dataset, odd_share, loaded.facts, longest, SMALL_STEPS
-    )
+def text_task(spec: str, dtype: torch.dtype, questions: int, seed: int, prompts: Path | None) -> TrainingTask:
+    """A checkpoint in the folder `spec` that goes on with beginnings of texts: `questions` of `prompts`, a JSON list
+    of strings, or of the stories in examples/data."""
+    loaded = load_model(spec, dtype, "cpu")
+    assert loaded.tokenizer is not None
+    texts = loaded.tokenizer.batch_decode(prompt_source(loaded, prompts, questions, seed), skip_special_tokens=True)
+    longest = max(map(len, loaded.tokenizer(texts)["input_ids"]))
+    dataset, make_policy = Dataset.from_dict({"prompt": texts}), lambda: copy.deepcopy(loaded.model)
+    return TrainingTask(make_policy, loaded.tokenizer, dataset, odd_share, loaded.facts, longest, SMALL_STEPS)
 
 
 def question_task(
     spec: str, dtype: torch.dtype, max_completion_length: int, questions: int, file: Path
 ) -> TrainingTask:
-    """A checkpoint that answers questions, which come in its chat template if it has one.
-
-    Args:
-        spec: folder of the checkpoint.
-        dtype: of the weights.
-        max_completion_length: tokens; longer questions than leave so many are left out.
-        questions: distinct ones, the first of the file.
-        file: .jsonl with "question" and "answer", as of GSM8K.
-
-    Raises:
-        ValueError: no question fits.
-    """
+    """A checkpoint in the folder `spec` that answers the first `questions` of `file`, .jsonl with "question" and
+    "answer" as of GSM8K, in its chat template if it has one. Questions that leave no room for
+    `max_completion_length` tokens are left out."""
     loaded = load_model(spec, dtype, "cpu")
     assert loaded.tokenizer is not None
     context = loaded.model.config.get_text_config(decoder=True).max_position_embeddings
@@ -157,34 +115,8 @@ def question_task(
     if loaded.tokenizer.chat_template is not None:
         written = loaded.tokenizer.apply_chat_template(written, add_generation_prompt=True, tokenize=False)
     longest = max(map(len, loaded.tokenizer(written, add_special_tokens=False)["input_ids"]))
-    return TrainingTask(
-        lambda: copy.deepcopy(loaded.model), loaded.tokenizer, dataset, grpo_gsm8k.answer_reward, loaded.facts,
-        longest, SMALL_STEPS,
-    )  # fmt: skip
-
-
-def _id_tokenizer(loaded: LoadedModel, mean_length: int, seed: int) -> PreTrainedTokenizerFast:
-    """A tokenizer that writes tokens as their ids, for a model without one.
-
-    Random tokens are made to end a completion, as many as make its mean length about `mean_length`: rollouts without a
-    long tail would show nothing of what the toggle is for (ER §2.3).
-    """
-    vocabulary = loaded.model.config.get_text_config(decoder=True).vocab_size
-    generator = torch.Generator().manual_seed(seed)
-    count = max(1, round(vocabulary / mean_length))
-    ends = (1 + torch.randperm(vocabulary - 1, generator=generator)[:count]).sort().values.tolist()  # 0 pads
-    loaded.model.generation_config.eos_token_id = ends
-    words = {_word(token): token for token in range(vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=_word(0)))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=_word(0), eos_token=_word(ends[0]), padding_side="left"
-    )
-
-
-def _word(token: int) -> str:
-    """Special tokens are found inside of words too, so no word may be part of another."""
-    return f"<{token}>"
+    make_policy, reward = lambda: copy.deepcopy(loaded.model), grpo_gsm8k.answer_reward
+    return TrainingTask(make_policy, loaded.tokenizer, dataset, reward, loaded.facts, longest, SMALL_STEPS)
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
@@ -244,36 +176,18 @@ class _Progress(TrainerCallback):
 def settings_of(task: TrainingTask, size: Size, seed: int, on_cpu: bool) -> dict[str, Any]:
     """GRPOConfig fields that all methods share."""
     return task.settings | dict(
-        max_steps=size.steps,
-        per_device_train_batch_size=size.rows,
-        num_generations=size.group,
-        max_completion_length=size.max_completion_length,
-        loss_type="grpo",
-        temperature=1.0,
-        beta=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=on_cpu,
-        bf16=False,
-        gradient_checkpointing=False,
-        seed=seed,
-    )
+        max_steps=size.steps, per_device_train_batch_size=size.rows, num_generations=size.group,
+        max_completion_length=size.max_completion_length, loss_type="grpo", temperature=1.0, beta=0.0, logging_steps=1,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=on_cpu, bf16=False,
+        gradient_checkpointing=False, seed=seed,
+    )  # fmt: skip
 
 
 def train(
     task: TrainingTask, fields: dict[str, Any] | None, shared: dict[str, Any], folder: Path, bar: tqdm
 ) -> Training:
-    """Trains once.
-
-    Args:
-        task: what.
-        fields: of SpecGRPOConfig; None: TRL's own trainer.
-        shared: of GRPOConfig.
-        folder: for the run's log.
-        bar: moved by one per step.
-    """
+    """Trains once with `fields` of SpecGRPOConfig (None: TRL's own trainer) and `shared` ones of GRPOConfig; `folder`
+    is for the run's log, and `bar` is moved by one per step."""
     completions: list[list[list[int]]] = []
 
     def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -281,12 +195,9 @@ def train(
         return task.reward(completion_ids=completion_ids, **columns)
 
     arguments: dict[str, Any] = dict(
-        model=task.make_policy(),
-        reward_funcs=reward,
-        train_dataset=task.dataset,
-        processing_class=task.tokenizer,
+        model=task.make_policy(), reward_funcs=reward, train_dataset=task.dataset, processing_class=task.tokenizer,
         callbacks=[_Progress(bar)],
-    )
+    )  # fmt: skip
     # Both trainers seed torch anew; what one leaves behind must not slow the next.
     if fields is None:
         trainer = TimedGRPOTrainer(args=GRPOConfig(output_dir=str(folder), **shared), **arguments)

@@ -22,7 +22,6 @@ trained at first use.
 import argparse
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,16 +35,14 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from spec_trl import SpeculativeConfig
-from spec_trl.cli.near_ties import measure_logit_noise, reference_scores
 from spec_trl.generation.configuration import Distillation, TTSScope
 from spec_trl.generation.engine.drafter import Drafter
 
 from .calls import Call, rotated
-from .identity import NOISE_LENGTH
 from .measure import RESULTS, TINY_RESULTS, Options, begin, shown, stopwatch, write_result
-from .models import DTYPES, LoadedModel, check_model, load_model
+from .models import DTYPES, LoadedModel, check_targets, load_model
 from .tts_drafters import FROZEN, HELD_OUT, KINDS, NONE, TTS, Kind, make_kind
-from .tts_report import PART_TITLES, Cell, Record, by_depth, findings, identity, last_quarter, loads, setup, summarise
+from .tts_report import PART_TITLES, Cell, Record, by_depth, findings, identity, last_quarter, setup, summarise
 from .workload import STORIES, STORY_MODEL, common_prefix
 
 
@@ -90,7 +87,7 @@ WAYS: dict[str, Callable[[Kind, argparse.Namespace], Ways]] = {
     "rates": lambda kind, options: {f"η={rate:g}": kind.how(learning_rate=rate) for rate in options.learning_rates},
     # Requests of one batch that learn apart, low-rank corrections, or together, all weights.
     "batch": lambda kind, options: {
-        "TTS, per request": kind.how(learning_rate=options.adapter_rate),
+        "TTS, per request": kind.how(learning_rate=None),
         "TTS, per rollout": kind.how(scope="rollout"),
     },
 }
@@ -117,23 +114,13 @@ class RoundLengths(BaseStreamer):
 
 @dataclass(frozen=True)
 class Bench:
-    """What all runs share.
-
-    Args:
-        loaded: target and tokenizer.
-        prompts: of the requests, in order.
-        new_tokens: of each request; an earlier end of sequence is suppressed.
-        seed: of the noise, together with the number of the request.
-    """
+    """What all runs share. An end of sequence before `new_tokens` is suppressed; the noise of a request is that of
+    `seed` and its number."""
 
     loaded: LoadedModel
     prompts: list[list[int]]
     new_tokens: int
     seed: int
-
-    @property
-    def target(self) -> PreTrainedModel:
-        return self.loaded.model
 
     def generate(
         self, drafter: Drafter | None, draft_length: int, requests: Sequence[int], temperature: float,
@@ -144,9 +131,8 @@ class Bench:
         Raises:
             RuntimeError: the drafter failed, which the engine survives and a measurement does not.
         """
-        model, count = self.target, new_tokens or self.new_tokens
-        chosen = [self.prompts[request] for request in requests]
-        ids = torch.tensor(chosen, device=model.device)  # [B, prompt]
+        model, count = self.loaded.model, new_tokens or self.new_tokens
+        ids = torch.tensor([self.prompts[request] for request in requests], device=model.device)  # [B, prompt]
         streamer = RoundLengths() if len(requests) == 1 else None
         sampling: dict[str, object] = {"do_sample": False}
         if temperature:
@@ -157,9 +143,7 @@ class Bench:
                 max_new_tokens=count, pad_token_id=model.generation_config.pad_token_id or 0, streamer=streamer,
                 assistant_strategy="none" if drafter is None else drafter.strategy,
                 drafter=[] if drafter is None else drafter, request_ids=list(requests), return_dict_in_generate=True,
-                speculative_config=SpeculativeConfig(
-                    draft_length=draft_length, seed=self.seed, sd_toggle="always"
-                ),
+                speculative_config=SpeculativeConfig(draft_length=draft_length, seed=self.seed, sd_toggle="always"),
             )  # fmt: skip
         if output.statistics.drafter_failure is not None:
             raise RuntimeError(f"the drafter failed: {output.statistics.drafter_failure}")
@@ -171,7 +155,7 @@ class Bench:
         facts, total = made.statistics, made.statistics.total
         record: Record = {
             "seconds": round(made.seconds, 4), "tokens": facts.tokens, "accepted": total.accepted,
-            "drafted": total.drafted, "load": round(os.getloadavg()[0], 2), "is_batch": len(made.completions) > 1,
+            "drafted": total.drafted, "is_batch": len(made.completions) > 1,
         }  # fmt: skip
         if not record["is_batch"]:
             record["blocks"], record["committed"] = by_depth(rounds, self.new_tokens)
@@ -188,33 +172,11 @@ class Bench:
             }  # fmt: skip
         return record
 
-    def compared(self, record: Record, made: Call, plain: Call, requests: Sequence[int], t: float) -> Record:
-        """`record` with "same", tokens up to the first that differs from "none"'s, and the distances of those that do.
 
-        "ties" and "unexplained" count mismatches inside and outside of the logit noise between forward shapes.
-        """
-        record |= {"same": 0, "ties": 0, "unexplained": 0}
-        for row, (ours, theirs) in enumerate(zip(made.completions, plain.completions, strict=True)):
-            same = common_prefix(ours, theirs)
-            record["same"] += same
-            if ours == theirs:
-                continue
-            tie = same < min(len(ours), len(theirs)) and self._is_tie(requests[row], theirs, ours[same], same, t)
-            record["ties" if tie else "unexplained"] += 1
-        return record
-
-    def _is_tie(self, request: int, plain: list[int], other: int, at: int, temperature: float) -> bool:
-        """Whether `other` scores as high as "none"'s token at generated position `at`, within the logit noise."""
-        model, text = self.target, self.prompts[request] + plain
-        prefix = text[: len(self.prompts[request]) + at]
-        if temperature:
-            scores = reference_scores(model, prefix, temperature, self.seed, request, at)  # [V]
-        else:
-            with torch.no_grad():
-                scores = model(torch.tensor([prefix], device=model.device)).logits[0, -1].double()  # [V]
-        gap = (scores[[plain[at], other]].max() - scores[[plain[at], other]].min()).item()
-        texts = torch.tensor([text[:NOISE_LENGTH]], device=model.device)  # [1, n]
-        return gap < measure_logit_noise(model, texts, 7).largest / (temperature or 1)
+def with_identity(record: Record, made: Call, plain: Call) -> Record:
+    """`record` with "same", tokens up to the first that differs from "none"'s, and the number of rows that differ."""
+    pairs = list(zip(made.completions, plain.completions, strict=True))
+    return record | {"same": sum(common_prefix(*pair) for pair in pairs), "differ": sum(a != b for a, b in pairs)}
 
 
 def held_out_prompts(loaded: LoadedModel, stories: Path, tokens: int) -> list[list[int]]:
@@ -241,13 +203,6 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def warm_up(bench: Bench, drafters: Mapping[str, Drafter | None], draft_length: int, requests: Sequence[int]) -> None:
-    """A short call of each way, which makes what is kept from call to call."""
-    count = min(WARM_UP_TOKENS, bench.new_tokens)
-    for drafter in drafters.values():
-        bench.generate(drafter, draft_length, requests, 1.0, count)
-
-
 def in_turns(
     bench: Bench, drafters: Mapping[str, Drafter | None], draft_length: int, requests: Sequence[int],
     temperature: float, shift: int, beside_frozen: bool = False,
@@ -270,10 +225,7 @@ def in_turns(
                 made[name] = run
             else:
                 paired[name] = run[0].seconds
-    plain = made[NONE][0]
-    records = {
-        name: bench.compared(bench.record(*run), run[0], plain, requests, temperature) for name, run in made.items()
-    }
+    records = {name: with_identity(bench.record(*run), run[0], made[NONE][0]) for name, run in made.items()}
     for name, seconds in paired.items():
         records[name]["frozen_seconds"] = round(seconds, 4)
     return records
@@ -286,20 +238,22 @@ def make_cells(
     part: str, bench: Bench, kinds: Sequence[Kind], options: argparse.Namespace
 ) -> dict[tuple[str, float], list[Cell]]:
     """All cells of a part, in the order of requests, by drafter and temperature."""
-    cells: dict[tuple[str, float], list[Cell]] = {}
+    model, cells = bench.loaded.model, dict[tuple[str, float], list[Cell]]()
     batch = options.batch if part in ("batch", "defaults") else 1
     for kind in kinds:
         if part not in SEQUENCES:
             ways = {FROZEN: None} | WAYS[part](kind, options)
-            drafters = {NONE: None} | {name: kind.drafter(bench.target, how) for name, how in ways.items()}
-            warm_up(bench, drafters, kind.draft_length, range(batch))
+            drafters = {NONE: None} | {name: kind.drafter(model, how) for name, how in ways.items()}
+            for drafter in drafters.values():  # makes what is kept from call to call
+                bench.generate(drafter, kind.draft_length, range(batch), 1.0, min(WARM_UP_TOKENS, bench.new_tokens))
         for temperature in options.temperatures:
             found = cells[kind.name, temperature] = []
             if part in SEQUENCES:  # one drafter for all requests, which goes on with what it learned
                 how = kind.how(scope=options.scope, stride=None)
                 if part == "run":
                     how = kind.how(scope="run", stride=options.run_stride, asynchronous=options.run_asynchronous)
-                drafters = {NONE: None, FROZEN: kind.drafter(bench.target, None), TTS: kind.drafter(bench.target, how)}
+                ways = {FROZEN: None, TTS: how}
+                drafters = {NONE: None} | {name: kind.drafter(model, own) for name, own in ways.items()}
             most = options.updates if part == "run" else options.requests
             with tqdm(total=most, desc=f"{part}, {kind.name}, T={temperature:g}") as bar:
                 while (done := progress(part, found, batch)) < most:
@@ -334,7 +288,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="drafters (default: all)")
     add("--block-size", type=int, default=16, help="of DFlash")
     add("--quantization", default="rtn-w4-g128", help="of the self-drafter")
-    add("--rates", nargs="+", default=[], metavar="KIND=RATE", help="learning rates (default: spec_trl's)")
+    add("--learning-rate", type=float, help="η; default: spec_trl's")
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     add("--requests", type=int, default=16)
     add("--new-tokens", type=int, default=420, help="of each request")
@@ -349,7 +303,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--run-asynchronous", action="store_true", help="run: update during the next rounds")
     add("--batch", type=int, default=8, help="batch, defaults: requests at a time")
     add("--scope", default="request", choices=get_args(TTSScope), help="defaults:")
-    add("--adapter-rate", type=float, help="batch: η of per-request corrections (default: the drafter's)")
     add("--dtype", default="float32", choices=list(DTYPES), help="float64 must be identical")
     parser.set_defaults(output=RESULTS)  # a folder: files are tts_PART....json
     add("--suffix", default="", help="added to the files' names, for other settings, such as _float64")
@@ -360,30 +313,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.output = TINY_RESULTS if options.tiny else options.output  # a folder: files are tts_PART....json
     if min(options.temperatures) < 0:
         parser.error(f"--temperatures {options.temperatures} must be 0 or more")
-    for name in ("anchor_weights", "learning_rates"):
-        if min(getattr(options, name)) <= 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0")
-    if options.adapter_rate is not None and options.adapter_rate <= 0:
-        parser.error(f"--adapter-rate {options.adapter_rate} must be above 0")
-    rates = {}
-    for entry in options.rates:
-        kind, _, rate = entry.partition("=")
-        if kind not in KINDS or not _is_positive(rate):
-            parser.error(f"--rates {entry}: give one of {', '.join(KINDS)}, '=' and a number above 0")
-        rates[kind] = float(rate)
-    options.rates = rates
-    try:
-        check_model(options.target)
-    except ValueError as error:
-        parser.error(f"--target {error}")
+    if min(*options.anchor_weights, *options.learning_rates, options.learning_rate or 1) <= 0:
+        parser.error("--anchor-weights, --learning-rates and --learning-rate must be above 0")
+    check_targets(parser, [f"{options.target},{options.dtype}"])
     return options
-
-
-def _is_positive(text: str) -> bool:
-    try:
-        return float(text) > 0
-    except ValueError:
-        return False
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -399,14 +332,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "batch": options.batch if options.part in ("batch", "defaults") else 1, "seed": options.seed,
     }  # fmt: skip
     name = f"tts_{options.part}{options.suffix}.json"
-    kinds = [
-        make_kind(
-            kind, options.drafters, options.target, options.stories, options.block_size, options.rates.get(kind),
-            options.quantization,
-        )
-        for kind in options.kinds
-    ]  # fmt: skip
-    facts: dict[str, dict[str, Any]] = {kind.name: kind.facts() for kind in kinds}
+    places = options.drafters, options.target, options.stories, options.block_size
+    kinds = [make_kind(kind, *places, options.learning_rate, options.quantization) for kind in options.kinds]
     bench = Bench(loaded, prompts, options.new_tokens, options.seed)
     cells = make_cells(options.part, bench, kinds, options)
     flat = [cell for made in cells.values() for cell in made]
@@ -421,15 +348,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "part": options.part,
         "settings": settings,
         "options": shown(options, "target", "drafters", "stories"),
-        "drafters": facts,
+        "drafters": {kind.name: kind.facts() for kind in kinds},
         "identity": identity(flat),
-        "loads": loads(flat),
         "target_unchanged": fingerprint(loaded.model) == before,
         "summary": summary,
     }
     title = PART_TITLES[options.part]
     write_result(options.output / name, "tts", title, setup(result), machine, findings(result), result)
-    if result["identity"]["unexplained"] or not result["target_unchanged"]:
+    if result["identity"]["differ"] or not result["target_unchanged"]:
         sys.exit('the output is not that of "none", or the target has changed')
 
 

@@ -1,6 +1,5 @@
 """What the TTS benchmark finds: arithmetic over its records, and the numbers of its paper (arXiv 2605.09329)."""
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,20 +23,6 @@ Result = dict[str, Any]
 
 # arXiv 2605.09329. Tab. 1 and 2: mean gains of the acceptance length at S = 1.
 PAPER_GAIN = {"dflash": 0.41, "eagle3": 0.34}
-# Tab. 7 (DFlash, Qwen3-8B): gains in % on its eight benchmarks.
-PAPER_STRIDES = {
-    1: (38.5, 33.1, 47.3, 55.2, 13.3, 50.3, 53.1, 22.8),
-    5: (30.7, 27.0, 34.3, 44.9, 8.3, 42.1, 39.2, 15.2),
-    15: (19.0, 18.1, 24.1, 32.9, 5.4, 28.9, 26.2, 9.0),
-    30: (12.6, 12.1, 17.8, 24.4, 3.7, 20.0, 18.2, 6.3),
-    50: (10.2, 8.0, 14.7, 19.8, 2.3, 14.2, 13.3, 4.8),
-}
-
-
-def paper_stride_gain(stride: int) -> float | None:
-    """Mean gain of Tab. 7's benchmarks at S = `stride`, as a share; None where the table has no such column."""
-    gains = PAPER_STRIDES.get(stride)
-    return None if gains is None else statistics.fmean(gains) / 100
 
 
 def depth_bin(depth: int, new_tokens: int) -> int:
@@ -123,15 +108,8 @@ def identity(cells: Sequence[Mapping[str, Record]]) -> dict[str, int]:
         "calls": len(records),
         "tokens": sum(record["tokens"] for record in records),
         "same": sum(record["same"] for record in records),
-        "ties": sum(record["ties"] for record in records),
-        "unexplained": sum(record["unexplained"] for record in records),
+        "differ": sum(record["differ"] for record in records),
     }
-
-
-def loads(cells: Sequence[Mapping[str, Record]]) -> tuple[float, float]:
-    """Lowest and highest load average (1 min) at the end of a call."""
-    values = [record["load"] for cell in cells for record in cell.values()] or [math.nan]
-    return min(values), max(values)
 
 
 # ---- summing up ----------------------------------------------------------------------------------------------------
@@ -149,7 +127,6 @@ def summarise(cells: Mapping[tuple[str, float], Sequence[Cell]], seed: int) -> l
             row["speed_ratio"] = speed_ratio(frozen, records)
             if name != NONE:
                 row |= _lengths(frozen, records, seed) | _learning(records)
-                row["identity"] = identity([{name: record} for record in records])
             rows.append(row)
     return rows
 
@@ -166,7 +143,6 @@ def _lengths(frozen: Sequence[Record], records: Sequence[Record], seed: int) -> 
         row["third_gains"] = [
             gain(acceptance_length(theirs, third(which)), value) for which, value in enumerate(row["thirds"])
         ]
-        row["third_intervals"] = [gain_interval(theirs, ours, seed, third(which)) for which in range(len(THIRDS))]
     return row
 
 
@@ -250,19 +226,16 @@ def findings(result: Result) -> list[Finding]:
 def _frozen(result: Result, row: Row) -> str:
     """The baseline of a gain, with the paper's mean where it has one."""
     paper = PAPER_GAIN.get(row["kind"]) if result["part"] in ("drafters", "run") else None
-    if result["part"] == "strides" and row["way"].startswith("S=") and row["way"][2:].isdigit():
-        paper = paper_stride_gain(int(row["way"][2:]))
     return FROZEN if paper is None else f"{FROZEN}; paper's mean {paper:+.1%}"
 
 
 def setup(result: Result) -> str:
     """How it was measured, with which drafters, and whether the output was that of "none"."""
     settings, options, same = result["settings"], result["options"], result["identity"]
-    low, high = result["loads"]
     text = (
         f"Target {settings['target']}, {settings['dtype']}, batch {settings['batch']}, {settings['new_tokens']} new "
         f"tokens per request after prompts of {settings['prompt_tokens']}, an earlier end of sequence suppressed, "
-        f"exact verification, load average during the calls {low:.1f} to {high:.1f}. Acceptance length: committed "
+        f"exact verification. Acceptance length: committed "
         "tokens per verified block, the corrected or bonus token included. All is compared with the frozen drafter on "
         "the same requests and seeds, in turns; throughput is the median over requests; intervals are 95 %, paired "
         "bootstrap over requests."
@@ -274,8 +247,7 @@ def setup(result: Result) -> str:
         text += f' Scope "{options["scope"]}", S adaptive; one drafter for all calls, the first of which is left out.'
     return (
         f"{text} {' '.join(drafter_line(name, facts) for name, facts in result['drafters'].items())} Identity with "
-        f'"none": {same["same"]} of {same["tokens"]} tokens in {same["calls"]} calls, {same["ties"]} near-ties, '
-        f"{same['unexplained']} unexplained mismatches; the target's parameters are "
+        f'"none": {same["same"]} of {same["tokens"]} tokens in {same["calls"]} calls; the target\'s parameters are '
         f"{'bit-equal to' if result['target_unchanged'] else 'NOT those'} before."
     )
 

@@ -58,7 +58,7 @@ class Workload:
 
 
 def prompt_source(
-    loaded: LoadedModel, path: Path | None, count: int, seed: int, before_end: int | None = None, chat: bool = False
+    loaded: LoadedModel, path: Path | None, count: int, seed: int, chat: bool = False
 ) -> list[list[int]]:
     """`count` prompts: parts of texts, 16 to 64 tokens long; whole questions to a chat model; or as many seeded token
     ids where there is no tokenizer.
@@ -68,7 +68,6 @@ def prompt_source(
         path: of texts, as of `spec-trl bench --prompts`; by default the stories in examples/data.
         count: number of prompts; texts repeat when there are fewer.
         seed: of the token ids.
-        before_end: tokens of the text that are left to write; None: prompts are beginnings.
         chat: each text is a user's first turn, in the tokenizer's chat template.
 
     Raises:
@@ -91,10 +90,7 @@ def prompt_source(
         turns = token_ids(texts[:count], loaded.tokenizer, LONGEST_QUESTION)
         return [turns[i % len(turns)] for i in range(count)]
     encoded = loaded.tokenizer(texts[:count])["input_ids"]
-    rows = [encoded[i % len(encoded)] for i in range(count)]
-    if before_end is not None:
-        rows = [ids[-before_end - length :] for ids, length in zip(rows, lengths, strict=True)]
-    return [ids[:length] for ids, length in zip(rows, lengths, strict=True)]
+    return [encoded[i % len(encoded)][:length] for i, length in enumerate(lengths)]
 
 
 def end_tokens(loaded: LoadedModel, ignore_eos: bool) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Whether what the kernels compute is right: tests that need a GPU, the kernels' other tests, and compute-sanitizer.
 
-Every command has a limit of its own. One that reaches it is interrupted, and what had failed by then is kept. What the
-commands print is in `checks_GROUP.txt`. pytest's list of failed tests is kept between runs, for `--last-failed`.
+What a command that reaches its limit had found by then is kept. What the commands print is in `checks_GROUP.txt`;
+pytest's list of failed tests is kept between runs, for `--last-failed`.
 """
 
 import importlib.util

@@ -5,6 +5,7 @@ error and the part goes on: a baseline that cannot run is named, not dropped.
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -21,6 +22,7 @@ import torch
 import transformers
 
 from benchmarks.measure import describe_machine
+from spec_trl.json_files import write_atomically
 
 from .shapes import CONFIGS, DEFAULT, TINY
 
@@ -30,18 +32,20 @@ from .shapes import CONFIGS, DEFAULT, TINY
 os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 
 T = TypeVar("T")
-LONGEST_ERROR = 1500
-"""Characters of an error's text."""
+LONGEST_ERROR = 1500  # characters
+PACKAGES = {"torch", "triton", "transformers", "trl", "accelerate", "flash-attn", "humming-kernels", "gptqmodel"}
+
+
+def versions() -> dict[str, str]:
+    """Of installed packages that decide what is measured."""
+    names = {d.metadata["Name"] for d in importlib.metadata.distributions()} & PACKAGES
+    return {name: importlib.metadata.version(name) for name in sorted(names)}
 
 
 class Part:
-    """One part of the benchmark.
+    """One part of the benchmark: its command line (`arguments`; None: the process's) and its result.
 
-    Args:
-        name: of the part and of its JSON.
-        description: for `--help`.
-        arguments: of the command line; None: the process's.
-        groups: of measurements, one of which runs in this process: `--group`, which the JSON's name ends with.
+    Of `groups` of measurements one runs in a process: `--group`, with which the JSON's name ends.
 
     Attributes:
         device, shape, seed: what to measure on and with; `is_smoke`: the tiny shape, to try the code out.
@@ -50,11 +54,7 @@ class Part:
     """
 
     def __init__(
-        self,
-        name: str,
-        description: str | None,
-        arguments: Sequence[str] | None = None,
-        groups: Sequence[str] = (),
+        self, name: str, description: str | None, arguments: Sequence[str] | None = None, groups: Sequence[str] = ()
     ) -> None:
         # Importing torch and transformers takes seconds of a part's time too.
         self._started = psutil.Process().create_time()
@@ -66,9 +66,12 @@ class Part:
         parser.add_argument("--shape", default=DEFAULT, choices=sorted(CONFIGS), help="of the model (%(default)s)")
         parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="(%(default)s)")
         parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling (%(default)s)")
+        parser.add_argument("--tiny", action="store_true", help=f"--device cpu --shape {TINY}, to try it out")
         options = parser.parse_args(arguments)
+        if options.tiny:
+            options.device, options.shape = "cpu", TINY
         if options.device == "cuda" and not torch.cuda.is_available():
-            parser.error(f"torch {torch.__version__} sees no GPU; to try this out: --device cpu --shape {TINY}")
+            parser.error(f"torch {torch.__version__} sees no GPU; to try this out: --tiny")
         self.group = options.group if groups else ""
         self.name = f"{name}_{self.group}" if groups else name
         self.shape, self.seed = options.shape, options.seed
@@ -79,7 +82,7 @@ class Part:
         self.found: dict[str, Any] = {}
         self._errors: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
-        self._facts: dict[str, Any] = {"machine": describe_machine(self.device)}
+        self._facts: dict[str, Any] = {"machine": describe_machine(self.device) | {"packages": versions()}}
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self._write("unfinished")
@@ -150,21 +153,12 @@ class Part:
 
     def _write(self, status: str) -> None:
         result = {
-            "part": self.name,
-            "status": status,
-            "seconds": time.time() - self._started,
-            "shape": self.shape,
-            "seed": self.seed,
-            **self._facts,
-            "measured": self.found,
-            "errors": self._errors,
-            "skipped": self.skipped,
-        }
+            "part": self.name, "status": status, "seconds": time.time() - self._started, "shape": self.shape,
+            "seed": self.seed, **self._facts, "measured": self.found, "errors": self._errors, "skipped": self.skipped,
+        }  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{self.name}.json"
-        scratch = path.with_suffix(".tmp")  # a part killed while it writes must not lose what it had
-        scratch.write_text(json.dumps(_plain(result), indent=1) + "\n")
-        os.replace(scratch, path)
+        # A part killed while it writes must not lose what it had.
+        write_atomically(self.folder / f"{self.name}.json", json.dumps(_plain(result), indent=1) + "\n")
 
 
 def _plain(value: Any) -> Any:

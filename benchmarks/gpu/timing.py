@@ -12,21 +12,18 @@ from torch import Tensor
 
 CACHE_BYTES = 256 << 20
 """What the copies that a measurement goes round together hold at least: several times the L2 of any GPU."""
-MOST_COPIES = 256
-WARM_UPS = 2
+MOST_COPIES, WARM_UPS = 256, 2
 
 Work = Callable[[], object]
 
 
 @dataclass
 class Timing:
-    """Seconds of one call: median, fastest and slowest of `repeats` samples. `captured`: as a replayed graph."""
+    """Seconds of one call: median, fastest and slowest sample."""
 
     seconds: float
     low: float
     high: float
-    repeats: int
-    captured: bool
 
 
 def copies_for(size: int, device: torch.device) -> int:
@@ -61,15 +58,13 @@ def compare(
     for _ in range(repeats):
         for name, run in passes.items():
             samples[name].append(once(run, device) / len(variants[name]))
-    return {name: Timing(median(times), min(times), max(times), repeats, captured) for name, times in samples.items()}
+    return {name: Timing(median(times), min(times), max(times)) for name, times in samples.items()}
 
 
 def once(work: Work, device: torch.device) -> float:
     """Seconds of one `work()`: between events on a GPU, else by the wall clock."""
     if device.type != "cuda":
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
+        return seconds_of(work)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     work()  # the device is busy until the timed one is launched
     start.record()
@@ -79,9 +74,16 @@ def once(work: Work, device: torch.device) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
+def seconds_of(work: Work) -> float:
+    """By the wall clock."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second that a copy reads and writes, the median of many."""
-    size = size or ((4 << 30) if device.type == "cuda" else 1 << 22)
+    size = (4 << 30) if device.type == "cuda" else 1 << 22
     source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()  # [size / 4]
     target = torch.empty_like(source)
     timing = compare({"copy": [partial(target.copy_, source)]}, device, captured=False)["copy"]
@@ -90,8 +92,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     """‖found − wanted‖ / ‖wanted‖ in float32; NaN where anything is."""
-    difference = found.float() - wanted.float()
-    return (difference.norm() / wanted.float().norm()).item()
+    return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
 def _call(works: Sequence[Work]) -> None:

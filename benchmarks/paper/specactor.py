@@ -112,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             simulated = [claim.simulated for claim in same]
             middle = same[0]._replace(simulated=median(simulated))
             paper = f"{middle.low:g} to {middle.high:g}" if middle.low < middle.high else f"{middle.low:g}"
-            spread = f"{min(simulated):.2f} to {max(simulated):.2f}"
-            rows.append([middle.what, paper, f"{middle.simulated:.3f}", spread, f"{middle.deviation:+.0%}"])
+            draws_of = f"{min(simulated):.2f} to {max(simulated):.2f}"
+            rows.append([middle.what, paper, f"{middle.simulated:.3f}", draws_of, f"{middle.deviation:+.0%}"])
             unit = "×" if "idle" not in middle.what else ""
             what = f"{trace}: {middle.what}; the paper: {paper}"
             findings.append(Finding(what, middle.simulated, unit, interval=spread(simulated)))

@@ -23,7 +23,6 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from benchmarks.gpu.kernels_per_layer import per_layer
 from spec_trl import cpu_products
 from spec_trl.generation.engine import compiled, cpu_decoder, cpu_layer, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache, TailCache

@@ -1,7 +1,7 @@
 """How many kernels a decoder layer launches in a decoding forward, with the families' own code and with fused kernels,
 of a bfloat16 model and of a float32 one under autocast to bfloat16.
 
-    python -m benchmarks.gpu.kernels_per_layer
+    python -m tests.generation.engine.kernels_per_layer
 
 On a GPU they are counted in the profiler's trace. Without one every tensor operation that is no view counts as a
 kernel, and each of our operators as those that it launches; the kernels then run in Triton's interpreter, on a tiny
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from benchmarks.gpu.shapes import TINY, config_of, random_model
 from spec_trl.generation.engine import attention, fused_layers
 from spec_trl.generation.engine.cache import RaggedCache
 from spec_trl.generation.engine.narrow_weights import make_copies
@@ -31,8 +32,6 @@ from spec_trl.generation.engine.runner import EagerRunner
 from spec_trl.generation.engine.shadow import make_shadow
 from spec_trl.quantization import quantize_projections
 from spec_trl.quantization.kernels.reference import ReferenceInt4
-
-from .shapes import TINY, config_of, random_model
 
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

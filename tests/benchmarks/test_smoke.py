@@ -1,0 +1,72 @@
+"""Each benchmark once with `--tiny`: it runs, and writes a result with findings. No time is looked at."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.part import Part
+from benchmarks.measure import read_result
+
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+NO_RESULT = {  # programs without a result
+    "families": "writes docs/families.md; test_families runs it",
+    "results_page": "test_results runs it",
+    "paper.published": "converts files; paper/test_published runs it",
+}
+NAMES = sorted(
+    ".".join(path.relative_to(BENCHMARKS).with_suffix("").parts)
+    for path in BENCHMARKS.rglob("*.py")
+    if 'if __name__ == "__main__"' in path.read_text() and path.parent.name != "gpu"
+)
+GPU = {
+    "checks --group kernels": {"tests of kernels"},
+    "decode --group default": {"default, B 2"},
+    "decode --group batched": {"batched, B 2"},
+    "decode --group static": {"static, B 2"},
+    "decode --group top_p": {"top_p, B 1"},
+    "decode --group exact": {"exact, B 2"},
+    "grpo": {"lesson", "float32 under autocast", "bfloat16", "bfloat16, graphs kept", "TRL", "ratios"},
+    "kernels": {"gate_proj, up_proj | 4 bits", "gate_proj, up_proj | exact"},
+    "rounds": {"roofline", "head packed", "head dense", "believed over taken, second"},
+    "speculation": {
+        "policy", "identity, float32", "self, measured, first call, B 1", "self, measured, B 1", "self, always, B 1",
+        "self, roofline, B 2",
+    },
+}  # fmt: skip
+QUICK = ("decode --group default", "decode --group exact", "kernels")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_RESULT])
+def test_a_benchmark_runs_on_the_smallest_input(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    import_module(f"benchmarks.{name}").main(["--tiny", "--threads", "1"])
+    (output,) = (tmp_path / "bench_output").rglob("*.json")
+    text = output.read_text()
+    assert str(tmp_path) not in text and str(ROOT) not in text
+    result = read_result(output)
+    assert result.findings and all(each.what and (each.unit or each.baseline) for each in result.findings)
+    assert re.search(r"\d", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "command", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in GPU if each not in QUICK)]
+)
+def test_a_part_of_the_gpu_benchmark_runs_on_the_tiny_shape(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPEC_TRL_CACHE", str(tmp_path / "cache"))
+    parts: list[Part] = []
+    finish = Part.finish
+    monkeypatch.setattr(Part, "finish", lambda part: (parts.append(part), finish(part))[1])
+    name, *more = command.split()
+    assert import_module(f"benchmarks.gpu.{name}").main(["--tiny", "--output", str(tmp_path), *more]) == 0
+    found, result = parts[0].found, next(tmp_path.glob("*.json")).read_text()
+    wanted = {key for key in GPU[command] if not key.endswith("| exact") or parts[0].triton_absent is None}
+    assert wanted <= found.keys() and '"errors": {}' in result and '"accelerator": null' in result
