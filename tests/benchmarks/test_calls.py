@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 
 from benchmarks import control_machine, rollout
-from benchmarks.calls import Call, Way, in_turns
+from benchmarks.calls import Call, rotated
 from benchmarks.measure import peak_memory
 from benchmarks.rollout import PLAIN, Run
 from benchmarks.workload import Workload
@@ -27,17 +27,7 @@ def call(seconds: float, rows: list[list[int]], drafted: int, prefill: float = 0
 
 
 def test_each_turn_starts_with_the_next_way() -> None:
-    order: list[tuple[str, int]] = []
-
-    def way(name: str) -> Way:
-        def run(work: Workload, seed: int) -> Call:
-            order.append((name, seed))
-            return call(1.0, [[1]], 0)
-
-        return run
-
-    in_turns({name: way(name) for name in "abc"}, [WORK] * 4, 7)
-    assert ["".join(name for name, seed in order if seed == s) for s in (7, 8, 9, 10)] == ["abc", "bca", "cab", "abc"]
+    assert ["".join(rotated("abc", turn)) for turn in range(4)] == ["abc", "bca", "cab", "abc"]
 
 
 def test_share_of_rounds_that_speculated() -> None:

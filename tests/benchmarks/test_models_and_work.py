@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from benchmarks import models
 from benchmarks.models import SHAPES, LoadedModel, build, measure_agreement, shape_config
-from benchmarks.training_task import model_task, question_task
+from benchmarks.training import question_task
 from benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STORIES, STORY_MODEL, Workload, prompt_source
 
 
@@ -95,14 +95,6 @@ def test_prompts_from_a_file_are_beginnings_of_texts(shape: PreTrainedModel, sto
     assert prompts[0] == encoded[0][: len(prompts[0])]
     assert prompts[1] == encoded[1]  # shorter than asked for: whole
     assert prompts[2] == encoded[0][: len(prompts[2])]  # texts start again
-    late = prompt_source(loaded, path, 3, seed=0, before_end=7)
-    assert late[0] == encoded[0][-7 - len(prompts[0]) : -7] and late[1] == encoded[1]
-    for before_end in (None, 7):
-        task = model_task(str(STORY_MODEL), torch.float32, 8, 3, 0, 0.93, path, before_end)
-        begins = [
-            ids[0] == story_tokenizer.bos_token_id for ids in task.tokenizer(task.dataset["prompt"][:])["input_ids"]
-        ]
-        assert begins == [before_end is None] * 3  # else the model would begin a new text
     with pytest.raises(ValueError, match="absent.json does not exist"):
         prompt_source(loaded, tmp_path / "absent.json", 3, seed=0)
 
@@ -148,3 +140,9 @@ def test_a_4_bit_grid_is_seen() -> None:
     assert models.on_4_bit_grid(tiny(0.0)) and not models.on_4_bit_grid(tiny(0.04))
     facts = {"weights_on_4_bit_grid": True}
     assert "lie on a 4-bit grid" in models.weights_line(facts) and models.weights_line({}) == ""
+
+
+def test_own_texts_begin_where_texts_begin_and_none_ends_early(stories: PreTrainedModel) -> None:
+    texts, prompt = models.own_texts(stories, seed=0, rows=4, new_tokens=400)
+    assert prompt == 1 and texts[:, 0].tolist() == [stories.config.bos_token_id] * 4
+    assert texts.shape == (4, 401) and not (texts[:, 1:] == stories.config.eos_token_id).any()
